@@ -129,8 +129,6 @@ class DisPFLClient(GossipClient):
         own = SparseWeights(_apply_masks(weights, masks), masks, len(self._training))
         return own, masks, lost
 
-    # ------------------------------------------------------------------ masks
-
     def _mask_gradients(self, masks: Masks) -> Adjust:
         """Return what keeps SGD within masks: gradients, and so momenta, are zero outside."""
         tensors = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}

@@ -75,8 +75,6 @@ class NTKDFLClient(RelayClient):
     )
     _plans: Plans = state(dict)
 
-    # ------------------------------------------------------------------ steps
-
     def step_weights(self, message: Message) -> Answer:
         """Send the weights; without averages also those of a client that lost its own."""
         if message.options.average:
@@ -182,8 +180,6 @@ class NTKDFLClient(RelayClient):
         metrics: dict[str, Scalar] = {LOSS: noted[LOSS], T: t, HEARD: heard, RESTARTED: int(lost)}
         return {ALL: self.parcel(weights)}, metrics
 
-    # --------------------------------------------------------------- the rows
-
     def _part(self, message: Message) -> tuple[Tensor, Tensor]:
         """Return a batch's examples; parts come again if there are fewer examples than batches."""
         x, targets = self.training_examples(dict(message.config))
@@ -256,6 +252,5 @@ class NTKDFLClient(RelayClient):
 
 
 def _is_finite(rows: JacobianUpload) -> bool:
-    """Whether outputs and Jacobian hold no infinity and no NaN."""
     arrays = [rows.outputs, *(array for block in rows.jacobian.blocks for array in block.arrays)]
     return all(bool(torch.isfinite(array).all()) for array in arrays)

@@ -63,8 +63,6 @@ class FeatureStore(DiskStore):
         self.dtype, self.keep, self.chunk_size = dtype, keep, chunk_size
         self.width = feature_map.width(model)
 
-    # ------------------------------------------------------------- what was sent
-
     def take(self, records: Mapping[str, Arrays]) -> None:
         """Keep the network and the normaliser if records of those names came.
 
@@ -97,8 +95,6 @@ class FeatureStore(DiskStore):
         """The normaliser that came last."""
         return Normaliser(**self.load("normaliser"))
 
-    # ----------------------------------------------------------------- examples
-
     def examples(self, name: str) -> NDArray[np.uint64] | None:
         """Return the digests (n, 2) of the examples of a set, ``"train"`` or ``"test"``, if any."""
         return self.load(f"examples-{name}").get("digests")
@@ -120,8 +116,6 @@ class FeatureStore(DiskStore):
         for pattern in patterns:
             self.remove(pattern=pattern)
         self.note_examples(name, digests)
-
-    # ----------------------------------------------------------------- features
 
     def raw(self, name: str, x: Tensor) -> Iterator[Tensor]:
         """Yield the features of examples (n, ...) before they are normalised, (m, p) at a time.
@@ -208,8 +202,6 @@ class FeatureStore(DiskStore):
     def _extractor(self) -> Callable[[Tensor], Tensor]:
         set_weights(self.model, self.network)
         return self.feature_map.extractor(self.model, chunk_size=self.chunk_size)
-
-    # -------------------------------------------------------------------- state
 
     def remember(self, server_round: int, coefficients: Tensor, linear: Tensor) -> None:
         """Keep A_k (n, C) of this round and the model sent, beside those of some rounds before."""

@@ -126,17 +126,14 @@ class TCTClient(SGDClient):
         self._cache = cache_dir() / "tct" if self.cache is None else Path(self.cache)
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
-        """Do what the stage asks for.
+        """Return what the stage asks for, the number of examples, and metrics.
 
-        Returns
-        -------
-        tuple of list of ndarray, int, dict
-            In stage 1 the new weights. In stage 2 the new linear model (p, C); the arrays of
-            Moments, FeatureUpload, FeatureStatistics or SplitStatistics; masked sums and what goes
-            before and after them; or the classes' counts. The number of examples; and
-            ``"train-loss"`` at the received model. A client that lacks what the message presumes
-            returns no arrays and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send
-            what is. One whose steps overflow returns none, and ``"diverged"``.
+        In stage 1 the arrays are the new weights. In stage 2 they are the new linear model (p, C);
+        those of Moments, FeatureUpload, FeatureStatistics or SplitStatistics; masked sums and what
+        goes before and after them; or the classes' counts. ``"train-loss"`` is at the received
+        model. A client that lacks what the message presumes returns no arrays and ``"lost-state"``:
+        1 if its c_k is lost, 0 if the server can send what is. One whose steps overflow returns
+        none, and ``"diverged"``.
         """
         task = ConvexTask.of_message(config)
         if task is None or task.step == "bootstrap":
@@ -166,7 +163,8 @@ class TCTClient(SGDClient):
             return _reply(once[task.step](work), len(x), _loss_at_zero(task, work.targets))
         changed = self._note_examples(task, store, digests, config)
         if task.step == "moments":
-            result = _reply(_moments(work), len(x), _loss_at_zero(task, work.targets))
+            moments = Moments.join(map(Moments.of, store.raw("train", x))).to_arrays()
+            result = _reply(moments, len(x), _loss_at_zero(task, work.targets))
         else:
             result = self._linear(work)
         if "lost-state" not in result[2]:
@@ -341,10 +339,7 @@ class TCTClient(SGDClient):
     def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
         """Make a module of what a message brings: the network, or in stage 2 the linear model.
 
-        Raises
-        ------
-        LookupError
-            If the client lacks the network of stage 2; the server then sends it again next time.
+        LookupError if the client lacks the network of stage 2, which is sent again next time.
         """
         task = ConvexTask.of_message(config)
         if task is None:
@@ -392,11 +387,6 @@ class _Work(NamedTuple):
     def centred_targets(self) -> Tensor:
         """Targets of the task's loss."""
         return centred_targets(self.targets, self.task.loss)
-
-
-def _moments(work: _Work) -> Arrays:
-    chunks = work.store.raw("train", work.x)
-    return Moments.join(map(Moments.of, chunks)).to_arrays()
 
 
 def _features(work: _Work) -> Arrays:

@@ -53,12 +53,7 @@ def pooled_ridge(
 
     Without `normalise` features are used as they are; with `bias` a feature that is 1 is appended.
     Products are formed on `device`. The linear model is float32, (p, C) or (p + 1, C); its
-    features' normaliser comes with it.
-
-    Raises
-    ------
-    ArithmeticError
-        If the solution is not finite.
+    features' normaliser comes with it. ArithmeticError if the solution is not finite.
     """
     bounds = np.cumsum([0, *(len(upload.labels) for upload in uploads)]).tolist()
     n, width = bounds[-1], len(uploads[0].scale)

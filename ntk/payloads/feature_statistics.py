@@ -32,6 +32,7 @@ ROWS, COLUMNS = 1024, 1024  # of a block of products
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums
 SLACK = 1e-6  # by which rounding may break an inequality
 FEWER = "lower num_features"
+Arrays = Mapping[str, NDArray[Any]]
 
 
 class SumFormat(NamedTuple):
@@ -179,8 +180,6 @@ class FeatureStatistics:
             full[i:, i] = row
         return full
 
-    # -------------------------------------------------------------------- wire
-
     def to_arrays(self, fixed_point: FixedPoint | None = None) -> dict[str, NDArray[Any]]:
         """Return the sums by name; integers in int32 if all such sums fit."""
         dtype = _wire_dtype(self.num_examples, fixed_point)
@@ -189,10 +188,7 @@ class FeatureStatistics:
 
     @classmethod
     def from_arrays(
-        cls,
-        arrays: Mapping[str, NDArray[Any]],
-        expected: SumFormat,
-        num_examples: int | None = None,
+        cls, arrays: Arrays, expected: SumFormat, num_examples: int | None = None
     ) -> Self:
         """Check what :meth:`to_arrays` made, or raise BadReply.
 
@@ -224,8 +220,6 @@ class FeatureStatistics:
         if (np.abs(class_sums.astype(np.float64)) > np.sqrt(w * counts)[:, None] * root).any():
             raise BadReply("range", "class sums: too large beside the Gram matrix")
         return found
-
-    # ------------------------------------------------------- words to be masked
 
     def to_words(self, dtype: Any) -> NDArray[Any]:
         """Return all whole numbers as one array of uint32 or uint64, negative ones modulo that."""

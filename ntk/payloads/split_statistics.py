@@ -4,7 +4,7 @@ The server adds the parts up over clients, chooses the ridge of the first by its
 the second, and solves on both together: no example has to be on the server.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from ..errors import BadReply
 from ..features.fixed_point import FixedPoint
 from ..support.arrays import take_arrays
 from ..support.memory import require_memory
-from .feature_statistics import FEWER, FeatureStatistics, SumFormat
+from .feature_statistics import FEWER, Arrays, FeatureStatistics, SumFormat
 
 HELD_OUT = "held-out-"  # begins the names of arrays
 
@@ -59,10 +59,7 @@ class SplitStatistics:
 
     @classmethod
     def from_arrays(
-        cls,
-        arrays: Mapping[str, NDArray[Any]],
-        expected: SumFormat,
-        num_examples: int | None = None,
+        cls, arrays: Arrays, expected: SumFormat, num_examples: int | None = None
     ) -> Self:
         """Check what :meth:`to_arrays` made, both parts as in FeatureStatistics."""
         names = FeatureStatistics.NAMES

@@ -31,14 +31,7 @@ from .averaging import named_arrays
 from .centred_inputs import centre_by_clients
 from .checkpoint import RunCheckpoints
 from .exchange import Aggregate, Pairs, logger
-from .replies import (
-    Reply,
-    accuracy_of,
-    checked_weights,
-    kinds_of,
-    largest_group,
-    screen_accuracies,
-)
+from .replies import Reply, accuracy_of, checked_weights, kinds_of, screen_accuracies
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
 from .saved_state import pack, unpack
@@ -67,9 +60,6 @@ class BaseStrategy(Sampling):
         Client -> metrics of its evaluation, for those that the newest round accepted.
     server_round : int
         The current round, or the last one; 0 before the first.
-    learned : str
-        What the newest global arrays hold: ``"network"``, or another name that the method gives
-        to what it has learned by then.
     """
 
     averages: ClassVar[bool] = True  # whether what it learns has a mean over rounds
@@ -205,10 +195,8 @@ class BaseStrategy(Sampling):
             and `evaluate_fn` is called once more for the last round that was run.
         should_stop : callable, optional
             (round, Result so far) -> whether that round is the last one, as in newer Flower.
-        grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
-            Flower's.
         **options
-            Arguments that a newer Flower adds.
+            Arguments that a newer Flower adds; they are not used. The others are Flower's.
 
         Raises
         ------
@@ -219,7 +207,6 @@ class BaseStrategy(Sampling):
             the first round, if too few clients tell what `centre_inputs` needs.
         """
         warn_of_spinning(torch.get_num_threads())
-        del options
         self._timeout = timeout
         train_config = ConfigRecord() if train_config is None else train_config
         with contextlib.ExitStack() as stack:
@@ -259,7 +246,7 @@ class BaseStrategy(Sampling):
 
     @property
     def learned(self) -> str:
-        """What the newest global arrays hold."""
+        """What the newest global arrays hold: ``"network"``, or a name that the method gives."""
         return "network"
 
     def predictor(
@@ -329,7 +316,6 @@ class BaseStrategy(Sampling):
         sealed seeds and the names of records and weights are the owner's. ValueError if the method
         cannot work so, such as one that must ask `everyone` at once.
         """
-        del everyone
         if self.averaged is not None:
             raise ValueError(
                 f"average_decay: expected 0 within a {type(owner).__name__}, which may have one "
@@ -393,12 +379,14 @@ class BaseStrategy(Sampling):
         """
         metrics = MetricRecord()
         if replies:
-            alike = largest_group([(r, None) for r in replies], lambda r, _: kinds_of(r.metrics))
+            kinds = [kinds_of(reply.metrics) for reply in replies]
+            common, _ = Counter(kinds).most_common(1)[0]  # on a tie, the earliest reply's
             contents = [
                 RecordDict(
                     {"metrics": MetricRecord({**r.metrics, self.weighted_by_key: r.num_examples})}
                 )
-                for r, _ in alike
+                for r, kind in zip(replies, kinds, strict=True)
+                if kind == common
             ]
             metrics = (aggregate or self.train_metrics_aggr_fn)(contents, self.weighted_by_key)
         metrics["num-examples"] = sum(reply.num_examples for reply in replies)

@@ -317,7 +317,6 @@ class Exchanges(Declared, FedAvg):
             self.registry.add(reported)
 
     def _ask_partitions(self, nodes: Sequence[int]) -> dict[int, int | None]:
-        """Return the partition that each node reports, None if it reports none."""
         return dict.fromkeys(nodes) | _reported_partitions(self._ask(nodes, "query.partition"))
 
     def _remaining(self, pairs: Pairs[T], dropped: Collection[int]) -> Pairs[T]:

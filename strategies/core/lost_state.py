@@ -23,16 +23,6 @@ class Lost:
 
     own: bool  # whether it also lost what it made itself, which the server cannot send again
 
-    @classmethod
-    def from_reply(cls, reply: Reply) -> "Lost | None":
-        """Read it from a reply; BadReply if arrays came as well, or it is neither 0 nor 1."""
-        if "lost-state" not in reply.metrics:
-            return None
-        said = reply.metrics["lost-state"]
-        if said not in (0, 1) or any(map(len, reply.message.content.array_records.values())):
-            raise BadReply("lost-state", "expected 0 or 1, and no arrays beside it")
-        return cls(own=said == 1)
-
 
 class Answers(NamedTuple, Generic[T]):
     """Good replies by client; reasons of the rejected; clients whose own state is lost."""
@@ -78,7 +68,6 @@ class ResendingStrategy(BaseStrategy):
         parse_any: Callable[[Reply], T | Lost],
         stage: str,
     ) -> Answers[T]:
-        """Ask clients that lost what they were sent once more."""
         lost = [(reply, own) for reply, own in found if isinstance(own, Lost)]
         for reply, _ in lost:
             self.forget_lost(reply.client)
@@ -101,4 +90,12 @@ class ResendingStrategy(BaseStrategy):
 
 
 def _or_lost(parse: Callable[[Reply], T]) -> Callable[[Reply], T | Lost]:
-    return lambda reply: Lost.from_reply(reply) or parse(reply)
+    def parse_any(reply: Reply) -> T | Lost:
+        if "lost-state" not in reply.metrics:
+            return parse(reply)
+        said = reply.metrics["lost-state"]
+        if said not in (0, 1) or any(map(len, reply.message.content.array_records.values())):
+            raise BadReply("lost-state", "expected 0 or 1, and no arrays beside it")
+        return Lost(own=said == 1)
+
+    return parse_any

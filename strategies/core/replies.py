@@ -1,9 +1,8 @@
 """A client's reply, checked before any of it is used."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
@@ -13,7 +12,6 @@ from fedntk.ntk import BadReply
 from fedntk.ntk.payloads import from_npy, screen_sizes
 from fedntk.ntk.support.arrays import require_array, take_arrays
 
-T = TypeVar("T")
 KNOWN_METRICS = ("train-loss", "loss", "accuracy")
 MOST_METRICS = 64  # of a reply; others are left out
 MOST_NUMBERS = 10_000  # in the metrics of a reply
@@ -125,17 +123,6 @@ def read_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
         except Exception as error:  # whatever hostile bytes provoke
             raise BadReply("arrays", f"{name!r} cannot be read: {error}") from error
     return arrays
-
-
-def largest_group(
-    pairs: list[tuple[Reply, T]], key: Callable[[Reply, T], Any]
-) -> list[tuple[Reply, T]]:
-    """Return the replies with the most common `key`; on a tie, that of the earliest reply."""
-    if not pairs:
-        return []
-    keys = [key(*pair) for pair in pairs]
-    common, _ = Counter(keys).most_common(1)[0]
-    return [pair for pair, own in zip(pairs, keys, strict=True) if own == common]
 
 
 def checked_weights(

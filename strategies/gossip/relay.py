@@ -59,8 +59,6 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
 
     Attributes
     ----------
-    trained : dict of int to int
-        Client -> the last round that it went through to the end.
     models, models_before : dict of int to dict of str to ndarray
         Client -> its weights, as it last sent them for evaluation; and, with `collect_both`, as
         they were before the round's last training or average.
@@ -278,7 +276,6 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         return records
 
     def _sort_parcels(self, sent: Mapping[int, Mapping[str, ArrayRecord]]) -> Parcels:
-        """Sort parcels by their receivers."""
         parcels: Parcels = {}
         for receiver, others in self.neighbours.items():
             for sender in others:

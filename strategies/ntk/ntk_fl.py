@@ -11,22 +11,14 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, JacobianUpload, require_memory
@@ -43,7 +35,7 @@ from fedntk.ntk.evolution import (
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import Agreement, screen_losses, screen_uploads
 
-from ..core.averaging import named_arrays
+from ..core.averaging import named_arrays, record_of
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
 from ..core.replies import Reply
@@ -187,7 +179,7 @@ class NTKFL(FlowOptions, BaseStrategy):
         metrics["linearised-loss"] = candidates.linearised_losses[best]
         if self.steps[best] > 0:
             self.rounds_without_step = 0
-            return _record(candidates.weights_at(best)), metrics
+            return record_of(candidates.weights_at(best)), metrics
         self.rounds_without_step += 1
         logger.log(INFO, "t = 0 has the lowest loss: the model stays as it was")
         if self.rounds_without_step >= 2:
@@ -275,7 +267,7 @@ class NTKFL(FlowOptions, BaseStrategy):
             return candidates.linearised_losses
         if self.validation_loss is not None:
             each = map(candidates.weights_at, range(len(candidates)))
-            return [float(self.validation_loss(_record(weights))) for weights in each]
+            return [float(self.validation_loss(record_of(weights))) for weights in each]
         nodes = [client.node for client in clients]
         if self.selection == "validation":
             nodes = self.registry.nodes_of(self.validation_partitions)
@@ -283,7 +275,7 @@ class NTKFL(FlowOptions, BaseStrategy):
         pairs, rejected = self.exchange(
             nodes,
             MessageType.QUERY,
-            _record(candidates.weights),
+            record_of(candidates.weights),
             lambda reply: _check_losses(reply, count),
         )
         pairs = self.screened(pairs, rejected, screen_losses)
@@ -319,10 +311,6 @@ class _Progress:
             if seconds > LONG and not self._advised:
                 self._advised = True
                 logger.log(WARNING, "%s takes more than %d s%s", self._what, LONG, EXPENSIVE)
-
-
-def _record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
 
 
 def _check_losses(reply: Reply, count: int) -> NDArray[np.float64]:

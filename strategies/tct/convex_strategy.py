@@ -75,10 +75,7 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         default=False,
     )
     secure_threshold: float = option(
-        "share of the clients who must stay to the end of that",
-        default=2 / 3,
-        above=0.5,
-        at_most=1,
+        "share of the clients who must stay to the end of that", default=2 / 3, above=0.5, at_most=1
     )
     vouching: VouchesForKeys | None = argument(
         "vouches for the clients' public keys in the run `run`, such as fedntk.trust.KeyServer; "
@@ -171,7 +168,6 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         return "auto_ridge" if options.auto_ridge and not options.validation_share else ""
 
     def _check_validation(self) -> None:
-        """Refuse validation examples that are missing, or that do not fit the network."""
         if self.validation is None:
             if name := self.validated(self):
                 value = getattr(self, name)

@@ -1,7 +1,7 @@
 """The phases of TCT, in the order of the paper: what each sends and makes of the replies.
 
-Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
-NeurIPS 2022, section 4 and algorithms 1 and 2. All that lasts is in the strategy's state.
+Sections and algorithms are those of Yu et al., NeurIPS 2022: see :mod:`.tct`. All that lasts is in
+the strategy's state.
 """
 
 from abc import ABC, abstractmethod

@@ -126,11 +126,9 @@ class PooledStatistics(Phase):
 
     def collect(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
         """Return sums by client, none if too few sent theirs, and the round's metrics."""
-
-        def parse(reply: Reply) -> Sums:
-            return self._parse(reply.arrays(), reply.num_examples)
-
-        pairs, metrics = self.gather(replies, parse, screen_own_sizes)
+        pairs, metrics = self.gather(
+            replies, lambda reply: self._parse(reply.arrays(), reply.num_examples), screen_own_sizes
+        )
         return {reply.client: own for reply, own in pairs}, metrics
 
     def without(self, clients: Sequence[int], arrays: ArrayRecord) -> Arrays:
@@ -176,7 +174,6 @@ class PooledStatistics(Phase):
         tct.summed = tuple(sums)
 
     def _parse(self, arrays: Arrays, num_examples: int | None = None) -> Sums:
-        """Check the arrays of a client's sums."""
         kind = SplitStatistics if self.tct.validation_share else FeatureStatistics
         return kind.from_arrays(arrays, self.format, num_examples)
 

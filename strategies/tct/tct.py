@@ -174,8 +174,6 @@ class TCT(ConvexStrategy):
         if self.inner is not None:
             self.inner.disable_sampling()
 
-    # ------------------------------------------------------------------- state
-
     def settings(self) -> dict[str, Any]:
         """Add the bootstrap's, and the number of validation examples."""
         return {
@@ -219,8 +217,6 @@ class TCT(ConvexStrategy):
         zero, identity = np.zeros(self.shape, np.float32), Normaliser.identity(self.width)
         return _with(self.network_of(initial_arrays), self.arrays_of(identity, zero))
 
-    # ----------------------------------------------------------------- sending
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -248,8 +244,6 @@ class TCT(ConvexStrategy):
     def takes_weights(self) -> bool:
         """In stage 1, from clients of the bootstrap."""
         return isinstance(self.phase, BootstrapRounds)
-
-    # ------------------------------------------------------------- aggregation
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
