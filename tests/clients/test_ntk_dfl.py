@@ -39,7 +39,6 @@ def parcel(seed: int, count: int = 4) -> dict[str, np.ndarray]:
 
 
 def test_batches_are_never_empty_and_inputs_travel_only_if_t_is_chosen_by_them(tmp_path):
-    """One example in two batches is used again."""
     own, task = client(tmp_path, 1), {"selection": "true-loss", "batches": 2}
     for batch in (0, 1):
         asked = message("jacobians", options=task, told={"batch": batch}, from_2=parcel(2))

@@ -138,7 +138,6 @@ class InOrder(Grid):
 
 
 def size(message: Message) -> int:
-    """Bytes of a message's arrays."""
     records = message.content.array_records.values()
     return sum(len(array.data) for record in records for array in record.values())
 
@@ -162,7 +161,6 @@ def start(
 
 
 def told(strategy: Any, name: str = "replies-accepted") -> list[Any]:
-    """A metric of each round."""
     return [strategy.train_metrics[number][name] for number in sorted(strategy.train_metrics)]
 
 
@@ -261,7 +259,6 @@ def with_metrics(**values: Any) -> Change:
 
 
 def from_node(reply: Message, node: int) -> Message:
-    """Return the reply as if another node had sent it."""
     reply.metadata.__dict__["_src_node_id"] = node
     return reply
 
@@ -314,7 +311,6 @@ def first_array(make: Callable[[Array], Array]) -> Change:
 
 
 def with_bytes(write: Callable[[io.BytesIO], object]) -> Change:
-    """Replace the first array by other bytes."""
     buffer = io.BytesIO()
     write(buffer)
     return first_array(lambda _: Array("float32", (3,), "numpy.ndarray", buffer.getvalue()))

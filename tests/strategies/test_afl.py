@@ -31,7 +31,6 @@ from .federation import (
 CLIENTS = app(ClosedFormClient)
 OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 CONTRACT = {
-    "AFL": Contract(lambda **o: AFL(network=network(), **o), CLIENTS, once=True),
     "AFL with a ridge": Contract(
         lambda **o: AFL(network=network(), ridge=0.1, head="3", **o), CLIENTS, once=True
     ),

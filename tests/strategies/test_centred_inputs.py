@@ -159,8 +159,6 @@ def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path):
     found = run(made("NTKFL", **options), grid, 4, checkpoint=tmp_path)
     assert bits(found) == bits(whole)
     assert "query.input_sums" not in dict(grid.exchanges)
-    with pytest.raises(ValueError, match="centre_inputs"):
-        run(made("NTKFL", centre_inputs=False, **options), grid, checkpoint=tmp_path)
 
 
 def test_where_nothing_is_centred_it_is_said():

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -225,20 +224,17 @@ def test_damaged_replies_to_other_messages_do_not_end_the_run(name):
 
 
 def largest(contents: list[RecordDict], _: str) -> MetricRecord:
-    """A user's own aggregation of metrics."""
     return MetricRecord({"largest": max(float(c["metrics"]["train-loss"]) for c in contents)})
 
 
 @richest(lambda case: case.sends_arrays)
-def test_a_round_in_which_too_few_succeed_leaves_the_model_and_says_so(name, caplog):
+def test_a_round_in_which_too_few_succeed_leaves_the_model(name):
     make, clients = STRATEGIES[name]
     strategy = make(min_available_nodes=FEWER, min_completed=2)
     changes = dict(enumerate([failed, lost, DAMAGED_ARRAYS["NaN"][0]]))
-    with caplog.at_level(WARNING, "flwr"):
-        after = start(strategy, Grid(clients, changes=changes, num_clients=FEWER))
+    after = start(strategy, Grid(clients, changes=changes, num_clients=FEWER))
     assert bits(after) == bits(untouched(make))
     assert strategy.train_metrics[1]["replies-accepted"] == 1
-    assert "the model stays as it was" in caplog.text
 
 
 # --------------------------------------------------------------------------- classes

@@ -14,10 +14,7 @@ from .test_dfedavg import COMPLETE, GRAPH, OPTIONS, agree, contract, in_double, 
 MASKED = ("0.weight", "3.weight")  # of the network's arrays, those of two axes
 
 OWN: dict[str, Any] = {"sparsity": 0.3, "same_masks": False, "mixing": "examples"}
-CONTRACT = {
-    name: contract(DisPFL, DisPFLClient, personal=True, annealing_rounds=4, **options)
-    for name, options in (("DisPFL", {}), ("DisPFL, own masks", OWN))
-}
+CONTRACT = {"DisPFL": contract(DisPFL, DisPFLClient, personal=True, annealing_rounds=4, **OWN)}
 
 
 def masks_of(of: DisPFL, client: int, number: int, name: str) -> tuple[Any, Any]:

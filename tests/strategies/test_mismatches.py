@@ -69,7 +69,6 @@ MISMATCHES: list[tuple[type[NumPyClient], ClientApp, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("own", "clients", "config", "message"), MISMATCHES)
 def test_what_does_not_go_together_is_named_with_its_cure(own, clients, config, message):
-    """The run says it in the end."""
     with pytest.raises(NoUsableReply) as caught:
         run(MADE[own](), clients, **config)
     assert message in str(caught.value).partition("the last refused: ")[2]
@@ -94,8 +93,6 @@ def test_a_stock_strategy_is_told_from_the_clients_own(client, caplog):
 
 @pytest.mark.parametrize("kind", [SGDClient, SCAFFOLDClient])
 def test_a_learning_rate_in_train_config_is_that_of_the_steps(kind):
-    """As Flower's quickstart sends it."""
-
     def trained(**own: Any) -> dict[str, bytes]:
         return bits(run(MADE[kind](), app(kind, **own), 2))
 
@@ -104,8 +101,6 @@ def test_a_learning_rate_in_train_config_is_that_of_the_steps(kind):
 
 
 class Coloured(NTKFLClient):
-    """Knows one more."""
-
     config_keys = NTKFLClient.config_keys | {"colour"}
 
 

@@ -11,8 +11,8 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fedntk.clients import NTKFLClient, TCTClient, client_app, received
-from fedntk.strategies import NTKFL, TCT
+from fedntk.clients import TCTClient, client_app, received
+from fedntk.strategies import TCT
 
 from .federation import Grid, examples, network
 
@@ -65,21 +65,6 @@ def app(make: Callable[..., Any], *, noise: float = 0.0, **options: Any) -> Any:
         return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
 
     return own
-
-
-def test_replies_under_a_users_own_names_are_averaged_under_them():
-    """They name no partition, and there are no loss and accuracy among them."""
-    strategy = NTKFL(learning_rate=0.1, min_train_nodes=2, min_available_nodes=NUM_CLIENTS)
-    result = strategy.start(Grid(app(NTKFLClient), num_clients=NUM_CLIENTS), INITIAL, num_rounds=2)
-    final = network()
-    final.load_state_dict(result.arrays.to_torch_state_dict())
-    own = [own_test(final, loader(p)) for p in range(NUM_CLIENTS)]
-    metrics = result.evaluate_metrics_clientapp[2]
-    # float32 losses of 5 ... 7 examples, in another order of the batches
-    expected = pytest.approx(np.average(own, axis=0, weights=COUNTS), rel=1e-5)
-    assert [metrics["eval_loss"], metrics["eval_acc"]] == expected
-    assert (metrics["replies-accepted"], metrics["replies-rejected"]) == (NUM_CLIENTS, 0)
-    assert sorted(strategy.client_evaluations) == [0, 1, 2]
 
 
 def test_tct_gives_every_evaluation_a_module_in_every_round(tmp_path):

@@ -105,15 +105,12 @@ silent = on_parcels(lambda _: None)
 
 
 def in_step(own: RelayStrategy, number: int, position: int, change: Change) -> Change:
-    """Change a reply in one step of one round."""
     return lambda reply: (
         change(reply) if (own.server_round, own._position) == (number, position) else reply
     )
 
 
 def forgets(own: RelayStrategy, what: str) -> Change:
-    """Lose a client's folder."""
-
     def change(reply: Message) -> Message:
         shutil.rmtree(cache_dir() / "personal" / f"run-{own.run_key}-client-{what}")
         return reply
@@ -186,7 +183,6 @@ def test_parcels_open_only_with_their_receivers_keys():
 
 
 def flip(arrays: Arrays) -> Arrays:
-    """Change a bit of what is sealed."""
     return {n: a ^ (np.arange(a.size) == 20) if n == "content" else a for n, a in arrays.items()}
 
 
@@ -401,10 +397,3 @@ def test_a_client_that_lost_its_weights_sends_its_neighbours_none(name):
             np.testing.assert_allclose(kept_by(loser, 5, 2)[array], expected, atol=1e-5)
     # client 5 has 10 of the 45 examples
     assert (told(loser), told(loser, "restarted")) == ([6, 6], [0, pytest.approx(10 / 45)])
-
-
-def test_a_client_that_lost_the_first_weights_is_sent_them_again():
-    """Its folder goes after its first reply: it fails in round 1, and takes part in round 2."""
-    own, grid = run("NTKDFL", 2, lambda own: {5: in_step(own, 1, 0, forgets(own, "5"))}, seal=True)
-    assert (told(own), own.trained[5]) == ([5, 6], 2)
-    assert sent_first(grid) == {**dict.fromkeys(range(5), 1), 5: 2}

@@ -58,7 +58,6 @@ def clients(tmp_path: Path) -> Any:
 
 
 def in_round(strategy: TCT, number: int, change: Change) -> Change:
-    """Return a change of one round's replies only."""
     return lambda reply: change(reply) if strategy.server_round == number else reply
 
 
@@ -131,7 +130,6 @@ def test_with_some_clients_a_round_it_is_scaffold_and_c_travels(clients):
 
 
 def test_a_reply_that_never_came_does_not_change_c(clients):
-    """Clients 2 and 4 take their steps in round 3."""
     strategy, grid = make(), Grid(clients)
     grid.changes = {k: in_round(strategy, 3, change) for k, change in ((2, lost), (4, failed))}
     after = start(strategy, grid, rounds=5)
@@ -169,9 +167,6 @@ def test_stage_1_is_the_bootstrap_strategy_run_by_itself(tmp_path, kind, own):
         if tensor.is_floating_point():  # Flower makes fractions of a count, which stays whole here
             np.testing.assert_allclose(after[key], expected[key], rtol=1e-5, atol=1e-6)
             assert kind is FedAdam or (after[key] == expected[key]).all()
-    other = make(bootstrap=FedProx(proximal_mu=10.0), bootstrap_rounds=2)
-    with pytest.raises(ValueError, match=r"expected bootstrap = "):
-        other.load_state_dict(strategy.state_dict())
 
 
 def test_what_stage_1_or_2_could_not_begin_with_is_refused(clients):
@@ -213,7 +208,6 @@ def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, stage
         (STAGE_1, damaged(0, lambda a: a + 1e4), "scale", 2),  # Flower's FedAvg would average them
         ({"normalise": False}, damaged(0, lambda a: np.full_like(a, 3e38)), "scale", 2),  # c, too
         ({}, damaged(0, lambda a: (a + 1) * 1e30), "scale", 1),
-        ({}, damaged(1, lambda a: (a + 1) * 1e30), "scale", 1),
         ({}, damaged(1, lambda a: -np.abs(a) - 1), "range", 1),
         ({"solve": "server"}, damaged(1, lambda a: (a + 1) * 1e30), "scale", 1),  # features' scale
     ],
@@ -283,7 +277,6 @@ def test_divergence_is_reported_and_is_the_loops_own_until_it_overflows(clients)
 
 
 def test_clients_evaluate_the_network_and_then_the_linear_model_of_its_features(clients):
-    """Round 2 is for the moments."""
     x, y = pooled()
     strategy = make(fraction_evaluate=1.0, **STAGE_1 | {"bootstrap_rounds": 1})
     after = start(strategy, Grid(clients), rounds=3)
@@ -324,7 +317,6 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(clients, tmp_path, opti
     [(failed, {}), (lost, {"solve": "server"}), (lost, {"solve": "statistics"})],
 )
 def test_a_round_without_enough_answers_is_tried_again(clients, change, options):
-    """Moments, features or sums that too few sent are asked for once more in the next round."""
     strategy, grid = make(min_completed=6, **options), Grid(clients)
     grid.changes = {2: in_round(strategy, 1, change)}
     after = start(strategy, grid, rounds=2)

@@ -88,7 +88,6 @@ def test_every_split_gives_the_same_bits_with_fixed_point_numbers(clients, tmp_p
 
 
 def test_balanced_classes_take_one_exchange_of_counts_before(clients):
-    """Also in a second run of the object, which begins anew."""
     strategy, (_, y) = sums(balanced=True), pooled()
     weights = class_weights(np.bincount(y, minlength=3))
     assert len(set(weights)) > 1
@@ -127,7 +126,6 @@ def drawn(partition: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("options", [{}, {"balanced": True}])
 def test_the_ridge_is_chosen_on_what_clients_hold_out(clients, options):
-    """Then all examples count."""
     x, y, out = map(torch.cat, zip(*map(drawn, range(6)), strict=True))
     of_class = torch.ones(3).double()
     if "balanced" in options:
@@ -142,7 +140,6 @@ def test_the_ridge_is_chosen_on_what_clients_hold_out(clients, options):
 
 
 def test_a_ridge_too_small_is_raised_tenfold_and_said_so(clients, caplog):
-    """There are more features than examples."""
     strategy = sums(ridge=1e-30, num_features=0)
     with caplog.at_level(WARNING, "flwr"):
         after = start(strategy, Grid(clients))
@@ -152,7 +149,6 @@ def test_a_ridge_too_small_is_raised_tenfold_and_said_so(clients, caplog):
 
 
 def scaled(name: str, by: float, more: float = 0) -> Change:
-    """Change the reply's sums of one name."""
     return with_arrays(lambda arrays: arrays | {name: by * arrays[name] + more})
 
 
@@ -167,9 +163,7 @@ LARGE: list[Change] = [scaled("gram", 1e6), scaled("class-sums", 1e3)]  # featur
         ({}, with_metrics(num_examples=500), "num-examples"),
         ({}, lambda reply: LARGE[0](LARGE[1](reply)), "scale"),
         ({"balanced": True}, scaled("counts", 1, 1), "num-examples"),
-        ({"balanced": True}, scaled("counts", 1.0), "dtype"),
         (SHARE, scaled("held-out-gram", -1), "range"),
-        (SHARE, with_metrics(num_examples=500), "num-examples"),
     ],
 )
 def test_sums_that_could_not_be_are_dropped_whole(clients, options, change, reason):
@@ -177,14 +171,13 @@ def test_sums_that_could_not_be_are_dropped_whole(clients, options, change, reas
     assert attacked.class_weights.tolist() == without.class_weights.tolist()
 
 
-def test_a_network_that_diverged_leaves_the_model_and_says_so(clients, caplog):
+def test_a_network_that_diverged_leaves_the_model(clients):
     """On the server, which computes features of its own for fixed-point numbers, and on clients."""
     broken = network()
     torch.nn.init.constant_(broken[0].weight, torch.nan)
     for options in (FIXED, FIXED | {"secure_aggregation": True}, {}):
-        with caplog.at_level(WARNING, "flwr"), pytest.raises(NoUsableReply):
+        with pytest.raises(NoUsableReply):
             start(sums(**options), Grid(clients), 1, broken)
-    assert "no features of the validation examples: features: some are not finite" in caplog.text
 
 
 INITIAL = ArrayRecord(dict(network().state_dict()))
