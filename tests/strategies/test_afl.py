@@ -43,7 +43,6 @@ def strategy(**options: Any) -> AFL:
 
 
 def pooled() -> tuple[Tensor, Tensor]:
-    """Features Z and one-hot labels Y of all clients, float64."""
     x, y = (torch.cat(parts) for parts in zip(*map(examples, range(6)), strict=True))
     z = FeatureMap("last-layer").extractor(network())(x)
     return z.double(), one_hot(y, 3).double()

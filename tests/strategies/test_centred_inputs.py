@@ -58,7 +58,6 @@ def centred() -> nn.Module:
 
 
 def far(partition: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A client's examples, far from zero."""
     x, y = examples(partition)
     return x.double() + torch.tensor([3.0, -2.0, 0.0, 7.0]) + partition / 10, y
 

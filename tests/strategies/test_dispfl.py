@@ -18,7 +18,6 @@ CONTRACT = {"DisPFL": contract(DisPFL, DisPFLClient, personal=True, annealing_ro
 
 
 def masks_of(of: DisPFL, client: int, number: int, name: str) -> tuple[Any, Any]:
-    """The mask in which a client's weights were trained, and the next one."""
     kept = kept_by(of, client, number)
     return kept[f"sent {name}"], kept[f"next {name}"]
 

@@ -74,11 +74,6 @@ def test_what_does_not_go_together_is_named_with_its_cure(own, clients, config, 
     assert message in str(caught.value).partition("the last refused: ")[2]
 
 
-def test_a_stock_app_does_in_stage_1_of_tct_and_not_in_stage_2():
-    run(strategy := MADE[TCTClient](), stock_app(), rounds=2)
-    assert [strategy.train_metrics[r]["replies-accepted"] for r in (1, 2)] == [2, 0]
-
-
 @pytest.mark.parametrize("client", [SCAFFOLDClient, TCTClient])
 def test_a_stock_strategy_is_told_from_the_clients_own(client, caplog):
     """Flower's FedAvg hears of it as the clients' errors, and its run goes on."""

@@ -82,7 +82,6 @@ def alike(a: RelayStrategy, b: RelayStrategy, number: int = 1) -> set[int]:
 
 
 def sent_first(grid: Grid) -> Counter[int]:
-    """How often each client was sent the network's weights."""
     down = [m for way, m in grid.seen if way == "down" and "arrays" in m.content]
     return Counter(m.metadata.dst_node_id - 1 for m in down)
 
@@ -149,7 +148,6 @@ def keys_of(name: str, given: Any) -> tuple[list[Any], ClientApp]:
 
 
 def parcels(grid: Grid) -> list[tuple[int, int, ArrayRecord]]:
-    """Receiver and sender of each parcel, and its arrays."""
     return [
         (message.metadata.dst_node_id - 1, int(name.removeprefix("from-")), record)
         for message in (m for way, m in grid.seen if way == "down")

@@ -64,7 +64,6 @@ def without(*partitions: int) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("step", ["", *STEPS])
 def test_the_model_is_that_of_plain_sums_of_those_who_stayed_to_the_bit(clients, step):
-    """Who goes before it sent its words is not in the sum."""
     strategy, grid = make(), Grid(clients(acting(step, gone, 1, 4)))
     left = () if step in ("", "confirm", "reveal") else (1, 4)
     assert bits(start(strategy, grid)) == without(*left)
