@@ -69,10 +69,7 @@ def dotted(path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_its_file_in_every_room_and_is_where_readers_look(method):
-    """In the site's navigation, the tables of three pages, and its own page with all sections.
-
-    Several methods may share the file of their clients.
-    """
+    """Several methods may share the file of their clients."""
     own, client = stem(method), METHODS[method].client_class
     sharing = [other for other in METHODS if METHODS[other].client_class is client]
     assert file_stem(METHODS[method].strategy_class) == own

@@ -25,10 +25,7 @@ NUM_CLIENTS = 6
 
 
 class Contract(NamedTuple):
-    """How ``test_contract.py`` runs a strategy.
-
-    A strategy's test file has a dictionary ``CONTRACT`` of these, by name.
-    """
+    """How ``test_contract.py`` runs a strategy: a test file's ``CONTRACT`` has these by name."""
 
     strategy: Callable[..., BaseStrategy]  # of the options of all strategies
     clients: ClientApp
@@ -180,10 +177,7 @@ def start_in_vain(strategy: BaseStrategy, grid: Grid, rounds: int = 1) -> dict[s
 def run_as_if_lost(
     make: Callable[[], T], clients: ClientApp, change: Change, reason: str, rounds: int = 1
 ) -> tuple[T, T]:
-    """Show that a changed reply has the result of a lost one; return the strategies of both runs.
-
-    It is client 2's, in each round.
-    """
+    """Show that client 2's changed replies have the result of lost ones; return both strategies."""
     attacked, without = make(), make()
     weights = start(attacked, Grid(clients, changes={2: change}), rounds)
     assert bits(weights) == bits(start(without, Grid(clients, changes={2: lost}), rounds))
@@ -378,10 +372,7 @@ def run_damaged(
     kinds: list[str],
     odd: dict[int, Change] | None = None,
 ) -> dict[str, bytes]:
-    """Weights after a round in which clients 1, 2, ... reply with damaged arrays, which is seen.
-
-    Two more clients take part, some of which reply oddly.
-    """
+    """Weights after a round in which all but two clients send damaged arrays, which is seen."""
     damage = DAMAGED_ARRAYS | DAMAGED_REPLIES
     changes = {k: damage[kind][0] for k, kind in enumerate(kinds, 1)} | (odd or {})
     grid = Grid(clients, changes=changes, num_clients=len(kinds) + 2)

@@ -157,10 +157,7 @@ def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
 @pytest.mark.parametrize("kind", ["query.partition", "train"])
 @pytest.mark.parametrize("claimed", [-1, -5, 2**63])
 def test_a_partition_that_cannot_be_is_none(claimed, kind):
-    """Below zero are the placeholders, here node 4's; no table holds what is over 63 bits.
-
-    A first reply with that claim is followed by the question, which node 6 answers with its own.
-    """
+    """Placeholders are below zero, here node 4's. Node 6 is asked after a reply with that claim."""
     claims = {3: with_metrics(partition_id=0), 5: with_metrics(partition_id=claimed)}
     ask, options = kind == "query.partition", {"min_evaluate_nodes": 6}
     _, strategy, _ = run(options=options, ask=ask, changes=claims, changed_kind=kind)

@@ -1,7 +1,4 @@
-"""Inputs centred by their mean over all clients, against clients whose inputs were centred before.
-
-All is float64, so that the sums' order may differ: bounds are 1e-9.
-"""
+"""Inputs centred by their mean over all clients, and before: in float64, equal to 1e-9."""
 
 import copy
 from collections.abc import Callable

@@ -142,10 +142,7 @@ def fail_at_evaluation_of_round_2(messages: list[Message]) -> None:
 
 @richest(lambda case: not case.once)
 def test_state_saved_and_restored_mid_run_gives_the_same_bits(name):
-    """Of samples of the clients, into a new strategy.
-
-    What the first strategy does later does not change what was saved, and it can begin anew.
-    """
+    """What the first strategy does later does not change what was saved; it can begin anew."""
     make, clients = STRATEGIES[name]
     options = {
         "fraction_train": 0.5, "min_train_nodes": 3, "seed": 3,

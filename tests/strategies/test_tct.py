@@ -69,10 +69,7 @@ def scaffold(
     corrected: bool = True,
     normalise: bool = True,
 ) -> Tensor:
-    """SCAFFOLD's option II with 20 steps; all c_k become zero after round `reset`.
-
-    With all clients in all rounds it is the paper's algorithm 1: see tests/ntk/convex.
-    """
+    """SCAFFOLD's option II, 20 steps; all c_k are zero after round `reset`. Else algorithm 1."""
     data = features(normalise=normalise)
     sizes = [len(z) for z, _ in data]
     theta = torch.zeros(12, 3, dtype=torch.float64)
