@@ -66,7 +66,7 @@ class Option:
             near = nearest(value, self.choices) if isinstance(value, str) else ""
             raise ValueError(f"{key}: expected {_describe_kind(self.kind)}, got {got}{near}")
         for number in found if isinstance(found, tuple) else (found,):
-            if isinstance(number, int | float) and not isinstance(number, bool):
+            if type(number) in (int, float):
                 self._check_number(number, key)
         return found
 
@@ -174,12 +174,11 @@ class Declared:
 
     def __init_subclass__(cls, *, frozen: bool = False, eq: bool = False) -> None:
         super().__init_subclass__()
-        by_hand = any(
+        init = not any(
             "__init__" in vars(base) and base.__init__ is not base.__dict__.get("_made_init")
             for base in cls.__mro__
             if issubclass(base, Declared)
         )  # a constructor written by hand is handed down
-        init = not by_hand
         dataclasses.dataclass(kw_only=True, eq=eq, repr=False, init=init, frozen=frozen)(cls)
         if init:
             cls._made_init = cls.__init__  # type: ignore[attr-defined]

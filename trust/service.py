@@ -121,9 +121,8 @@ def _app(answers: dict[str, Callable[..., bytes]], limit: int, timeout: float) -
             return Response(content, media_type="application/octet-stream")
 
     app = FastAPI(openapi_url=None)
-    app.add_exception_handler(SealError, _refuse)
-    app.add_exception_handler(TimeoutError, _refuse)
-    app.add_exception_handler(ClientDisconnect, _note_broken_off)
+    for refused in (SealError, TimeoutError, ClientDisconnect):  # who has gone hears nothing
+        app.add_exception_handler(refused, _refuse)
     for path, answer in answers.items():
         serve(path, answer)
     return app
@@ -132,9 +131,3 @@ def _app(answers: dict[str, Callable[..., bytes]], limit: int, timeout: float) -
 async def _refuse(_: Request, error: Exception) -> Response:
     name = "NotEnrolled" if isinstance(error, NotEnrolled) else "SealError"
     return JSONResponse({"error": name, "message": str(error)}, STATUS.get(type(error), 400))
-
-
-async def _note_broken_off(request: Request, _: Exception) -> Response:
-    """Answer nobody: the client has gone."""
-    logger.info("a request to %s broke off", request.url.path)
-    return Response(status_code=400)

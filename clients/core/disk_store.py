@@ -119,14 +119,14 @@ class DiskStore:
 
     @contextlib.contextmanager
     def fill(
-        self, name: str, shape: tuple[int, ...], dtype: str, *, what: str = ""
+        self, name: str, shape: tuple[int, ...], dtype: str, *, what: str
     ) -> Iterator[NDArray[Any]]:
         """Make one large array to be filled, which is kept once it is.
 
         NotEnoughMemory, which names the array by `what`, if the disk is too small.
         """
         needed = math.prod(shape) * np.dtype(dtype).itemsize
-        require_disk(needed, what or f"{name} of shape {shape}", self.folder, cure=self._cure)
+        require_disk(needed, what, self.folder, cure=self._cure)
         with whole_path(self.folder / f"{name}.npy") as partial:
             stored = np.lib.format.open_memmap(partial, "w+", np.dtype(dtype), shape)
             yield stored

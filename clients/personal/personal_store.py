@@ -65,14 +65,12 @@ class PersonalStore:
         if not self.folder.exists():
             remove_stale(self.folder)
         disk = self._disk()
-        for name in disk.names("round-*"):
-            if name > _file(server_round):  # of rounds that are run again
-                disk.remove(pattern=f"{name}.npz")
         disk.save(_file(server_round), **{PREFIX + k: np.asarray(a) for k, a in arrays.items()})
         size = sum(np.asarray(a).nbytes for a in arrays.values())
         count = max(2, min(KEPT, KEPT_BYTES // max(size, 1)))
-        kept = [*sorted(disk.names("round-*"))[-count:], _file(needed)]
-        disk.remove(all_but=kept, pattern="round-*")
+        # later rounds are run again
+        rounds = [name for name in disk.names("round-*") if name <= _file(server_round)]
+        disk.remove(all_but=[*rounds[-count:], _file(needed)], pattern="round-*")
 
     def _disk(self) -> DiskStore:
         return DiskStore(self.folder, "personal")

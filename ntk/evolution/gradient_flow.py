@@ -334,15 +334,14 @@ class _Solved:
 
     def __call__(self, outputs: Tensor, times: Sequence[float], passed: float) -> list[State]:
         """Integrate; called again, it counts on in products and steps."""
-        loss, scale, report = self.flow.loss, self.scale, self.on_step
-        on_step = None if report is None else lambda step: report(self._of_all(step, passed))
+        loss, scale = self.flow.loss, self.scale
         solver = RungeKuttaChebyshev(
             self.apply,
             lambda f: scale * residual(f, self.targets, loss),
             lambda f, v: scale * output_hessian(f, v, loss),
             outputs.to(self.dtype),
             self.flow.tolerance,
-            on_step,
+            lambda step: self._report(step, passed),
         )
         states = list(solver.solve(times, whole_steps=self.flow.residuals == "sum"))
         self.cost.products += solver.products
@@ -350,14 +349,13 @@ class _Solved:
         self.cost.error_estimate += solver.error_estimate
         return states
 
-    def _of_all(self, step: SolverStep, passed: float) -> SolverStep:
-        """Return the progress of the whole evolution; this may be one interval of it."""
-        return SolverStep(
-            passed + step.time,
-            self.flow.steps[-1],
-            self.cost.products + step.products,
-            step.expected * (len(self.flow.steps) if self.flow.kernel == "corrected" else 1),
-        )
+    def _report(self, step: SolverStep, passed: float) -> None:
+        """Report the progress of the whole evolution; this may be one interval of it."""
+        if self.on_step is not None:
+            intervals = len(self.flow.steps) if self.flow.kernel == "corrected" else 1
+            products = self.cost.products + step.products
+            end, expected = self.flow.steps[-1], step.expected * intervals
+            self.on_step(SolverStep(passed + step.time, end, products, expected))
 
 
 def _follow_corrected(

@@ -69,7 +69,7 @@ class RungeKuttaChebyshev:
         slope: Callable[[Tensor, Tensor], Tensor],
         outputs: Tensor,
         tolerance: float,
-        on_step: OnStep | None = None,
+        on_step: OnStep = lambda _: None,
     ) -> None:
         self.products = self.steps = self._expected = 0
         self.error_estimate = self._radius = 0.0
@@ -124,7 +124,7 @@ class RungeKuttaChebyshev:
         # the stages of a step grow with the root of its stiffness, which falls as the examples are
         # learned; power and factor are from trials
         self._expected = self.products + round(60 * math.sqrt(math.sqrt(end * self._radius)))
-        self._tell(time, end)
+        self._on_step(SolverStep(time, end, self.products, self._expected))
         step, grown = self._first_step(now, end), 1.0
         while time < end:
             if self.products > MAX_PRODUCTS:
@@ -157,16 +157,12 @@ class RungeKuttaChebyshev:
             # a lower bound of the radius that costs nothing; it shows a mode that begins to grow
             observed = float((new.slope - now.slope).norm() / moved)
             now = new
-            self._tell(time, end)
+            self._on_step(SolverStep(time, end, self.products, self._expected))
             step, grown = step * min(5.0, factor * max(1.0, grown)), factor
             if not last and observed > self._radius:
                 self._follow_radius(now.outputs, iterations=5)
             elif not last and _stages_for(2 * step * self._radius) > 2:
                 self._follow_radius(now.outputs, iterations=1)
-
-    def _tell(self, time: float, end: float) -> None:
-        if self._on_step is not None:
-            self._on_step(SolverStep(time, end, self.products, self._expected))
 
     def _follow_radius(self, outputs: Tensor, *, iterations: int) -> None:
         """Power iteration on -H dG/df at `outputs`, from where the last one stopped.

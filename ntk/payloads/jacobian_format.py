@@ -75,9 +75,7 @@ def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) ->
         raise BadReply("layout", "expected the layout as at most 1 MB of uint8")
     try:
         blocks = [_parse_block(entry, parameters) for entry in json.loads(raw.tobytes())]
-    except BadReply:
-        raise
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:  # BadReply is a ValueError
         raise BadReply("layout", f"expected a JSON list of blocks ({error})") from None
     names = Counter(name for block in blocks for name in block.names)
     if not names:

@@ -13,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import BadReply
 from ..features.fixed_point import FixedPoint
 from ..support.arrays import take_arrays
 from ..support.memory import require_memory
-from .feature_statistics import FEWER, Arrays, FeatureStatistics, SumFormat
+from .feature_statistics import FEWER, Arrays, FeatureStatistics, SumFormat, require_counts
 
 HELD_OUT = "held-out-"  # begins the names of arrays
 
@@ -68,9 +67,7 @@ class SplitStatistics:
             FeatureStatistics.from_arrays(dict(zip(names, part, strict=True)), expected)
             for part in (both[:3], both[3:])
         )
-        total = fitting.num_examples + held_out.num_examples
-        if num_examples not in (None, total):
-            raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
+        require_counts(fitting.counts + held_out.counts, expected.num_classes, num_examples)
         return cls(fitting, held_out)
 
 

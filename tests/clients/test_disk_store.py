@@ -22,7 +22,7 @@ FILES = ["key.json", "large.npy", "small.npz"]
 def store(tmp_path):
     store = DiskStore(tmp_path / "client", ["key", 1])
     store.save("small", **ARRAYS)
-    with store.fill("large", SHAPE, "float16") as array:
+    with store.fill("large", SHAPE, "float16", what="") as array:
         array[:] = 7
     return store
 
@@ -76,7 +76,10 @@ def test_what_is_broken_off_leaves_the_old_and_no_half(store, monkeypatch, name)
         file.write(b"PK half of it")
         raise OSError(28, "No space left on device")
 
-    with contextlib.suppress(KeyboardInterrupt), store.fill(name, SHAPE, "float16") as array:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        store.fill(name, SHAPE, "float16", what="") as array,
+    ):
         array[:2] = 1
         assert (again(store).mapped("large", SHAPE) == 7).all()
         assert again(store).names() == ["large", "small"]
@@ -145,7 +148,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_with_the_cure(tmp_path, monkey
         pytest.fail("it has been made")
     assert files(store) == ["key.json"]
     usage.return_value.free = 48
-    with store.fill("large", SHAPE, "f4") as array:
+    with store.fill("large", SHAPE, "f4", what="4 rows") as array:
         array[:] = 1
     assert (store.mapped("large", SHAPE) == 1).all()
 
