@@ -37,9 +37,9 @@ class Option:
     """One option of a class.
 
     `kind` is the type as annotated: ``bool``, ``int``, ``float``, ``str``, ``Literal``, a tuple or
-    sequence of one of these, or a union; values of other types are not checked. `limits` are
-    ``at_least``, ``at_most``, ``above`` and ``below`` of a number, or of each in a tuple. Infinity
-    is refused unless it is the value of ``at_most``.
+    sequence of one of these, a function, or a union; values of other types are not checked.
+    `limits` are ``at_least``, ``at_most``, ``above`` and ``below`` of a number, or of each in a
+    tuple. Infinity is refused unless it is the value of ``at_most``.
     """
 
     name: str
@@ -304,6 +304,9 @@ def _convert(kind: Any, value: Any) -> Any:
         elif one is str:
             if isinstance(value, str | os.PathLike):
                 return os.fspath(value)
+        elif get_origin(one) is Callable:
+            if callable(value):
+                return value
         elif (item := _item_of(one)) is not None:
             several = isinstance(value, Sequence | np.ndarray | set | frozenset)
             if several and not isinstance(value, str):

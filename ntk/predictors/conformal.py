@@ -28,6 +28,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ..losses import one_hot
+
 Score = Literal["threshold", "adaptive"]
 
 
@@ -140,12 +142,7 @@ def calibrate(
             f"labels: expected {len(found)} whole numbers, one for each example, got "
             f"{labels.dtype} of shape {tuple(labels.shape)}"
         )
-    if not 0 <= int(labels.min()) <= int(labels.max()) < found.shape[1]:
-        raise ValueError(
-            f"labels: expected 0 ... {found.shape[1] - 1}, "
-            f"got {int(labels.min())} ... {int(labels.max())}"
-        )
-    own = found.gather(1, labels.long()[:, None])[:, 0]
+    own = found[one_hot(labels, found.shape[1], torch.bool)]
     return float(own.kthvalue(k).values)
 
 

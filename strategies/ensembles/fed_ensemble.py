@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from logging import WARNING
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 from flwr.app import (
@@ -126,14 +126,6 @@ class FedEnsemble(BaseStrategy):
                 f"arrays have no mean over rounds, got {self.averaged.decay}"
             )
         self._share()
-
-    def check(self) -> None:
-        """Refuse words for first weights that are not known."""
-        super().check()
-        if not callable(self.init) and self.init not in get_args(Initialisation):
-            raise ValueError(
-                f"init: expected {get_args(Initialisation)} or a function, got {self.init}"
-            )
 
     def _share(self) -> None:
         """Give all members what the ensemble has, and the ensemble what they were made with."""
