@@ -65,7 +65,10 @@ def test_compare_and_report(tmp_path):
     options = "--seeds", "0,1", "--out", tmp_path, "--quiet", *settings(rounds=1)
     fedntk("compare", *files, *options)
     assert len(read_runs(tmp_path / "fedavg_digits")) == 2
-    assert "fedavg_digits" in (tmp_path / "report" / "report.md").read_text()
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "fedavg_digits" in text
+    assert all(f"]({path.name})" in text for path in (tmp_path / "report").glob("*.png"))
+    assert r"fedavg\_digits" in (tmp_path / "report" / "targets.tex").read_text()
     said = fedntk("report", tmp_path / "ntk_fl_digits", "--out", tmp_path / "other")
     assert f"{tmp_path}/other/report.md" in said.replace("\n", "")
 

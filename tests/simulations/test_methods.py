@@ -6,7 +6,6 @@ from importlib.metadata import EntryPoint
 import numpy as np
 import pytest
 
-from fedntk.clients import WeightedFedAvgClient
 from fedntk.ntk.options import option
 from fedntk.simulations import Config, load_predictor, run
 from fedntk.simulations.config import config as config_module
@@ -90,19 +89,9 @@ def test_the_model_of_a_client_is_what_the_client_evaluated(tmp_path, method):
         assert own.loss != first.evaluate(x, y).loss
 
 
-def test_who_was_mixed_from_whom_is_written_of_each_round_with_replies(tmp_path, monkeypatch):
-    fit = WeightedFedAvgClient.fit
-
-    def failing_in_2(self, parameters, config):
-        if config["server-round"] == 2:
-            raise RuntimeError("out of memory")
-        return fit(self, parameters, config)
-
-    monkeypatch.setattr(WeightedFedAvgClient, "fit", failing_in_2)
-    config = Config(method="weighted-fedavg", num_clients=4, clients_per_round=3, rounds=3)
-    result = run(config, out=tmp_path, progress=False)
-    files = sorted((result.folder / "details").iterdir())
-    assert [path.name for path in files] == ["similarity-000001.npz", "similarity-000003.npz"]
-    with np.load(files[1]) as saved:
+def test_who_was_mixed_from_whom_is_written_of_each_round(finished_run):
+    files = sorted((finished_run("weighted-fedavg").folder / "details").iterdir())
+    assert [path.name for path in files] == [f"similarity-00000{i}.npz" for i in (1, 2, 3)]
+    with np.load(files[2]) as saved:
         assert saved["server_round"] == 3
-        assert saved["weights"].sum(1) == pytest.approx(np.ones(3))
+        assert saved["weights"].sum(1) == pytest.approx(np.ones(4))

@@ -1,13 +1,12 @@
 """Tables and pictures say what the runs' records say."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from fedntk.simulations import Config, Run, compare, read_runs, write_report
+from fedntk.simulations import Config, Run, compare, read_runs
 from fedntk.simulations.report.figures import accuracy_curves
 from fedntk.simulations.report.report import _without_alpha, final_table, target_table
 
@@ -18,20 +17,16 @@ SMALL = Config(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     folder = tmp_path_factory.mktemp("runs")
     alphas = {"SGD, 0.1": SMALL, "SGD, 100": SMALL.replace(alpha=100.0)}
     configs = {**alphas, "E_%": SMALL.replace(local_epochs=3)}
     compare(configs, seeds=[0, 1], out=folder, progress=False)
-    return folder
-
-
-@pytest.fixture
-def runs(folder: Path) -> list[Run]:
     return read_runs(folder)
 
 
 def test_final_table_holds_means_and_deviations_over_seeds(runs):
+    assert _without_alpha(runs) == {"SGD, 0.1": "SGD", "SGD, 100": "SGD", "E_%": "E_%"}
     row = final_table(runs).set_index("run").loc["SGD, 0.1"]
     own = [run for run in runs if run.summary["run"] == "SGD, 0.1"]
     last = 100 * np.array([run.curve().iloc[-1] for run in own])
@@ -51,15 +46,6 @@ def test_target_table_holds_medians_of_those_that_reach_it(runs):
         "s to 54 %": "3.0 (1 of 2)",
         "rounds to 99 %": "-", "MB up to 99 %": "-", "s to 99 %": "-",
     }  # fmt: skip
-
-
-def test_report_has_tables_in_markdown_and_latex_and_pictures(folder, runs, tmp_path):
-    """Runs that differ in alpha only are one curve."""
-    text = write_report(folder, tmp_path).read_text()
-    assert all(f"]({path.name})" in text for path in tmp_path.glob("*.png"))
-    assert r"E\_\%" in (tmp_path / "targets.tex").read_text()
-    assert "| SGD, 0.1 |" in text
-    assert _without_alpha(runs) == {"SGD, 0.1": "SGD", "SGD, 100": "SGD", "E_%": "E_%"}
 
 
 def table(seeds=(0, 1), rounds=5):

@@ -243,10 +243,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
 
 
 def test_a_checkpoint_writes_what_changed_and_nothing_is_kept_that_is_not_needed(tmp_path):
-    """A network that stays, and the controls of 2 of 20 clients: 1/10 of 0.4 MB a round.
-
-    The best weights are those of an older round.
-    """
+    """A network that stays, and the controls of 2 of 20 clients: 1/10 of 0.4 MB a round."""
     generator = np.random.default_rng(0)
     controls = {i: generator.random(2_500) for i in range(20)}
     checkpoints, written, weights = Checkpoints(tmp_path), [], {"w": generator.random(1000)}

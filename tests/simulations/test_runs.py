@@ -59,10 +59,6 @@ def test_a_run_writes_its_folder(small):
     found = summary["to-target"]["0.3"]
     assert (found["round"], found["bytes-up"]) == (reached, up.loc[:reached].sum())
     assert (small.to_target(0.3), small.to_target(0.999)) == (found, None)
-    # serial clients work while the server waits
-    parts = ("", "-server", "-clients")
-    total, server, clients = (small.curve(f"seconds{part}")[1:] for part in parts)
-    assert ((server > 0) & (clients > 0) & (server + clients <= total)).all()
 
 
 def test_statistics_over_clients_are_those_of_their_table(small):

@@ -167,7 +167,6 @@ def test_a_grid_is_its_product_and_one_that_has_grown_runs_only_what_is_new(tmp_
 
 
 def test_draws_depend_only_on_the_seed(tmp_path, pretended):
-    """Not on what was cut off: more trials go on with the same draws, and fewer run nothing."""
     random = {
         "learning-rate": (1e-3, 1.0, "log"), "width": (5, 20), "loss": ["mse", "cross-entropy"],
     }  # fmt: skip
