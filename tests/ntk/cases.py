@@ -152,30 +152,25 @@ def _frozen(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
-def _three_layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-def _batch_norm() -> nn.Module:
-    model = _with_head(64, nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+def _normed(norm: nn.Module) -> nn.Module:
+    model = _with_head(64, nn.Conv2d(2, 4, 3), norm, nn.ReLU())
     model(torch.randn(8, 2, 6, 6))  # running statistics other than 0 and 1
     return model
 
 
+def _mlp(*middle: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), *middle, nn.Linear(7, 3))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(5, 3), (5,)),
-    "mlp": (lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)), (5,)),
-    "in-place": (
-        lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)),
-        (5,),
-    ),
-    "no-bias": (
-        lambda: nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 3, bias=False)),
-        (5,),
-    ),
+    "mlp": (lambda: _mlp(nn.ReLU()), (5,)),
+    "in-place": (lambda: _mlp(nn.ReLU(inplace=True)), (5,)),
     "single-output": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)), (5,)),
     "frozen-layer": (
-        lambda: _frozen(_three_layers(), "2.weight", "2.bias", "0.bias", "4.weight"),
+        lambda: _frozen(
+            _mlp(nn.Tanh(), nn.Linear(7, 7), nn.Tanh()), "2.weight", "2.bias", "0.bias", "4.weight"
+        ),
         (5,),
     ),
     "tied-weights": (TiedWeights, (5,)),
@@ -203,32 +198,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (3, 7),
     ),
-    "conv-1d": (lambda: _with_head(20, nn.Conv1d(6, 10, 4, stride=2), nn.Tanh()), (6, 6)),
     "conv-3d": (lambda: _with_head(12, nn.Conv3d(4, 6, 2), nn.Tanh()), (4, 2, 3, 2)),
     "depthwise": (lambda: _with_head(8, nn.Conv2d(4, 8, 3, groups=4), nn.ReLU()), (4, 3, 3)),
     "cnn": (
         lambda: _with_head(4, nn.Conv2d(2, 4, 3, groups=2, dilation=2), nn.ReLU(), nn.MaxPool2d(2)),
         (2, 7, 7),
     ),
-    "batch-norm": (_batch_norm, (2, 6, 6)),
-    "group-norm": (
-        lambda: _with_head(64, nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()),
-        (2, 6, 6),
-    ),
-    "layer-norm": (
-        lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3)),
-        (5,),
-    ),
+    "batch-norm": (lambda: _normed(nn.BatchNorm2d(4)), (2, 6, 6)),
+    "group-norm": (lambda: _normed(nn.GroupNorm(2, 4)), (2, 6, 6)),
+    "layer-norm": (lambda: _mlp(nn.LayerNorm(7), nn.GELU()), (5,)),
     "batch-statistics": (
-        lambda: _with_head(
-            64, nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()
-        ),
+        lambda: _normed(nn.BatchNorm2d(4, track_running_stats=False)),
         (2, 6, 6),
     ),
-    "dropout": (
-        lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 3)),
-        (5,),
-    ),
+    "dropout": (lambda: _mlp(nn.Dropout(0.5), nn.ReLU()), (5,)),
 }
 
 

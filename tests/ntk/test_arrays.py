@@ -28,12 +28,9 @@ def test_what_was_expected_passes(array, expected):
     ("array", "expected", "message"),
     [
         (ONES, {"shape": (3, 2)}, r"shape: w: expected \(3, 2\), got \(2, 3\)"),
-        (ONES, {"shape": (2,)}, r"shape: w: expected \(2,\), got \(2, 3\)"),
         (ONES[:0], {"shape": (-1, 3)}, r"shape: w: expected \(any, 3\), got \(0, 3\)"),
-        (ONES, {"dtype": np.float64}, "dtype: w: expected float64, got float32"),
         (ONES, {"dtype": (np.float16, np.float64)}, "dtype: w: expected float16 or float64, got"),
         (ONES, {"dtype": "unsigned"}, "dtype: w: expected unsigned integers, got float32"),
-        (ONES.astype(np.complex64), {}, "dtype: w: expected numbers, got complex64"),
         (ONES.astype(bool), {}, "dtype: w: expected numbers, got bool"),
         (ONES * np.nan, {}, "non-finite: w: expected finite numbers, got NaN or infinity"),
         (ONES * -np.inf, {}, "non-finite"),

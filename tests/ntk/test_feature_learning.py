@@ -192,44 +192,42 @@ def test_test_errors_are_in_the_order_of_the_exponents():
     assert errors["FedAvg"][0] > errors["local"][0] + 0.1
 
 
-OF_A_DISTRIBUTION = [
-    ({"group_sizes": (3, 0)}, "group_sizes: expected at least one client in each group"),
-    ({"group_sizes": (1, 1), "dimension": 2}, "dimension: expected more than the 2 signals"),
-    ({"signal_norm": 0.0}, "signal_norm: expected a finite number above 0, got 0"),
-    ({"noise_std": math.inf}, "noise_std: expected a finite number above 0, got inf"),
-    ({"seed": -1}, "seed: expected at least 0, got -1"),
-]
-OF_A_DRAW = [
-    ({"num_examples": 0}, "num_examples: expected at least 1, got 0"),
-    ({"part": "validation"}, "part: expected one of train, test, got 'validation'"),
-    ({"clients": [4]}, r"clients: expected 0 ... 3, got \[4\]"),
-]
-OF_EXAMPLES = [
-    ({"noise": torch.zeros(4, 6, 59)}, r"noise: expected shape \(K, n, d\) with signals"),
-    ({"labels": torch.zeros(4, 6)}, "labels: expected -1 or [+]1 in shape"),
-    ({"groups": torch.tensor([0, 1, 2, 0])}, "groups: expected a whole number from 0 to 1"),
-]
+def distribution(**options):
+    return lambda _: TwoPatchDistribution(**options)
+
+
+def draw(**options):
+    return lambda _: SMALL.draw(**{"num_examples": 2} | options)
+
+
+def replaced(**arrays):
+    return lambda own: TwoPatchExamples(**vars(own) | arrays)
+
+
 OPPOSITE = torch.tensor([[1.0, 0.0], [-2.0, 0.0]])
+WRONG = [
+    (distribution(group_sizes=(3, 0)), "group_sizes: expected at least one client in each group"),
+    (distribution(group_sizes=(1, 1), dimension=2), "dimension: expected more than the 2 signals"),
+    (distribution(signal_norm=0.0), "signal_norm: expected a finite number above 0, got 0"),
+    (distribution(noise_std=math.inf), "noise_std: expected a finite number above 0, got inf"),
+    (distribution(seed=-1), "seed: expected at least 0, got -1"),
+    (draw(num_examples=0), "num_examples: expected at least 1, got 0"),
+    (draw(part="validation"), "part: expected one of train, test, got 'validation'"),
+    (draw(clients=[4]), r"clients: expected 0 ... 3, got \[4\]"),
+    (replaced(noise=torch.zeros(4, 6, 59)), r"noise: expected shape \(K, n, d\) with signals"),
+    (replaced(labels=torch.zeros(4, 6)), "labels: expected -1 or [+]1 in shape"),
+    (replaced(groups=torch.tensor([0, 1, 2, 0])), "groups: expected a whole number from 0 to 1"),
+    (
+        lambda _: decompose(first().expand(4, -1, -1, -1), first(), SMALL.draw(15)),
+        "at most d - C = 58 noise patches, got 60",
+    ),
+    (lambda own: quick(own, torch.eye(3)), r"mixing: expected shape \(4, 4\) with rows"),
+    (lambda _: signal_similarity(torch.zeros(2, 3)), "signals: expected none that is zero"),
+    (lambda _: effective_snr(OPPOSITE, noise_std=1.0), "signals that are the same or orthog"),
+]
 
 
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        *((lambda _, o=own: TwoPatchDistribution(**o), text) for own, text in OF_A_DISTRIBUTION),
-        *(
-            (lambda _, o=own: SMALL.draw(**{"num_examples": 2} | o), text)
-            for own, text in OF_A_DRAW
-        ),
-        *((lambda own, o=o: TwoPatchExamples(**vars(own) | o), text) for o, text in OF_EXAMPLES),
-        (
-            lambda _: decompose(first().expand(4, -1, -1, -1), first(), SMALL.draw(15)),
-            "at most d - C = 58 noise patches, got 60",
-        ),
-        (lambda own: quick(own, torch.eye(3)), r"mixing: expected shape \(4, 4\) with rows"),
-        (lambda _: signal_similarity(torch.zeros(2, 3)), "signals: expected none that is zero"),
-        (lambda _: effective_snr(OPPOSITE, noise_std=1.0), "signals that are the same or orthog"),
-    ],
-)
+@pytest.mark.parametrize(("use", "message"), WRONG)
 def test_what_cannot_be_is_refused(examples, use, message):
     with pytest.raises(ValueError, match=message):
         use(examples)

@@ -36,23 +36,20 @@ def test_factors_of_ten_bits_are_found_out(monkeypatch, capsys):
     assert "more than 5e-05" in capsys.readouterr().out
 
 
-def run(*options):
-    return subprocess.run(  # noqa: S603
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        (["--device", "cpu", "--cases", "mlp,convex problem"], "all good"),
+        ([], "torch finds no GPU here: nothing was run"),
+    ],
+)
+def test_the_program_runs_from_a_checkout_and_says_if_there_is_no_gpu(options, end, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = subprocess.run(  # noqa: S603
         [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *options],
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-def test_the_program_runs_from_a_checkout():
-    done = run("--device", "cpu", "--cases", "mlp,convex problem")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "all good"
-
-
-def test_no_gpu_is_said_in_one_line(monkeypatch):
-    """Also on a machine that has one: none is visible to the program."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = run()
-    assert (done.returncode, done.stdout) == (0, "torch finds no GPU here: nothing was run\n")
+    assert done.stdout.splitlines()[-1] == end

@@ -98,7 +98,6 @@ def at_5(value):
     ("damage", "reason"),
     [
         (lambda a: a[:-1], "shape"),
-        (lambda a: a[0], "shape"),
         (lambda a: a.astype(np.float32), "dtype"),
         (lambda a: a.astype(">f8"), "dtype"),
         (at_5(np.nan), "non-finite"),

@@ -100,13 +100,11 @@ def test_projection_is_its_matrix_whatever_the_block(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_features": 0}, "num_features: expected 1 ... 18"),
         ({"num_features": 19}, "num_features: expected 1 ... 18"),
         ({"output": 3}, "outputs: expected some of 0 ... 2"),
         ({"method": "hash"}, "method: expected"),
         ({"dtype": torch.int8}, "dtype: expected"),
         ({"chunk_size": 0}, "chunk_size: expected"),
-        ({"x": torch.zeros(0, 5)}, "at least one example"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(change, message):
