@@ -88,8 +88,6 @@ class FedProtoClient(PersonalisedClient):
         feature_map, prototypes = FeatureMap.from_config(config), self._prototypes_in(parameters)
         return PrototypePredictor(self.model, prototypes, head=feature_map.head, device=self.device)
 
-    # ------------------------------------------------------------------ parts
-
     def records(self, parameters: list[NDArray[Any]]) -> tuple[Arrays, Arrays]:
         """Return no arrays of the network as shared, and first values of all as personal."""
         _, first = super().records(parameters)

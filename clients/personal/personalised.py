@@ -76,8 +76,6 @@ class PersonalisedClient(SGDClient):
             raise ValueError(f"{self._store(config).folder}: what was kept there is lost")
         return super().predictor(list(network.values()), config)
 
-    # ------------------------------------------------------------------ parts
-
     def records(self, parameters: list[NDArray[Any]]) -> tuple[Arrays, Arrays]:
         """Return the shared arrays that came, and first values of the personal ones."""
         (shared,) = records_of(parameters, self.record_name(parameters), strategy=self.strategy)
