@@ -65,15 +65,10 @@ def _errors_in_one_line(command: str) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
-    except (ConfigError, FileNotFoundError) as error:
-        typer.echo(f"{command}: {error}", err=True)
-        sys.exit(2)
-    except (RunFailed, OSError) as error:
-        typer.echo(f"{command}: {error}", err=True)
-        sys.exit(1)
-    except ModuleNotFoundError as error:
-        typer.echo(f"{command}: {with_extra_named(error)}", err=True)
-        sys.exit(1)
+    except (ConfigError, RunFailed, OSError, ModuleNotFoundError) as error:
+        shown = with_extra_named(error) if isinstance(error, ModuleNotFoundError) else error
+        typer.echo(f"{command}: {shown}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError | FileNotFoundError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:

@@ -299,7 +299,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     def convert(cls, key: str, text: str) -> Any:
         """Read a value from text, as the type of its key."""
         home, name = cls.home_of(key)
-        return super().convert(name, text) if home is cls else home.convert(name, text)
+        return home.checked(name, text, from_text=True)
 
     @classmethod
     def home_of(cls, key: str) -> tuple[type[Settings], str]:

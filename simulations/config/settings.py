@@ -37,10 +37,10 @@ class Settings(Declared, frozen=True, eq=True):
         self.check()
 
     @classmethod
-    def checked(cls, name: str, value: Any) -> Any:
-        """Return a setting's value as its type; several numbers may come as text."""
+    def checked(cls, name: str, value: Any, *, from_text: bool = False) -> Any:
+        """Return a setting's value as its type; several numbers may always come as text."""
         own = cls.options()[name]
-        from_text = isinstance(value, str) and isinstance(own.default, tuple)
+        from_text = from_text or (isinstance(value, str) and isinstance(own.default, tuple))
         try:
             return (own.from_text if from_text else own.check)(value, cls.key(name))
         except ValueError as error:
@@ -55,14 +55,6 @@ class Settings(Declared, frozen=True, eq=True):
     def choices(cls, name: str) -> tuple[str, ...]:
         """Return what a setting may be, if it is one of several words."""
         return cls.options()[name].choices
-
-    @classmethod
-    def convert(cls, name: str, text: str) -> Any:
-        """Read a setting's value from text, as its type."""
-        try:
-            return cls.options()[name].from_text(text, cls.key(name))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
 
     def values(self) -> dict[str, Value]:
         """Key -> value, with the table's name in the keys; lists are text."""

@@ -48,7 +48,7 @@ examples=..., test=..., signal=..., noise=..., seed=..., got 'dimensions=10'; di
                     f"two-patch: expected options {known}, got {pair!r}"
                     f"{nearest(name, cls.options())}"
                 )
-            given[name] = cls.convert(name, value)
+            given[name] = cls.checked(name, value, from_text=True)
         return cls(**given)
 
     def check(self) -> None:

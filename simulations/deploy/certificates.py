@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 DAYS = 365
+AUTHORITY = "fedntk federation"
 
 
 @dataclass(frozen=True)
@@ -38,23 +39,16 @@ def make_certificates(
     folder.mkdir(parents=True, exist_ok=True)
     made = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
     own_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    own_name, server_name = _name("fedntk federation"), _name(hosts[0])
-    own = (
-        _builder(own_name, own_name, own_key, own_key)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
-        .sign(own_key, SHA256())
-    )
-    server = (
-        _builder(server_name, own_name, server_key, own_key)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(digital_signature=True), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([*map(_host, hosts)]), critical=False)
-        .sign(own_key, SHA256())
-    )
-    made.authority.write_bytes(own.public_bytes(serialization.Encoding.PEM))
-    made.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
+    signs = x509.BasicConstraints(ca=True, path_length=0)
+    own_uses = [signs, _usage(key_cert_sign=True, crl_sign=True)]
+    made.authority.write_bytes(_certificate(AUTHORITY, own_key, own_key, own_uses))
+    serves = x509.BasicConstraints(ca=False, path_length=None)
+    details = [
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.SubjectAlternativeName([*map(_host, hosts)]),
+    ]
+    uses = [serves, _usage(digital_signature=True)]
+    made.certificate.write_bytes(_certificate(hosts[0], server_key, own_key, uses, details))
     _write_secret(made.key, _private(server_key, serialization.PrivateFormat.PKCS8))
     return made
 
@@ -93,26 +87,28 @@ def _usage(**allowed: bool) -> x509.KeyUsage:
     return x509.KeyUsage(**{name: allowed.get(name, False) for name in names})
 
 
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
+def _certificate(
+    name: str,
     key: ec.EllipticCurvePrivateKey,
     issuer_key: ec.EllipticCurvePrivateKey,
-) -> x509.CertificateBuilder:
+    critical: Sequence[x509.ExtensionType],
+    others: Sequence[x509.ExtensionType] = (),
+) -> bytes:
     now = datetime.datetime.now(datetime.UTC)
-    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
-    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    return (
+    builder = (
         x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
+        .subject_name(_name(name))
+        .issuer_name(_name(AUTHORITY))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
         .not_valid_after(now + datetime.timedelta(days=DAYS))
-        .add_extension(own, critical=False)
-        .add_extension(authority, critical=False)
     )
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+    for extension in (*critical, own, issuer, *others):
+        builder = builder.add_extension(extension, critical=extension in critical)
+    return builder.sign(issuer_key, SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
 def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:

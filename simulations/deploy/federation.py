@@ -28,8 +28,6 @@ from ..errors import RunFailed, command_line, with_extra_named
 from .certificates import Certificates, make_certificates, make_node_key
 
 try:
-    import tomli_w
-
     from ..engine import processes
     from ..engine.processes import Process, tool
 except ModuleNotFoundError as error:
@@ -79,16 +77,10 @@ class Submission:
 
         It raises RunFailed if the run did not finish, or the SuperLink ended.
         """
-        shown, ended, federation = 0, False, self.federation
-        superlink = federation.superlink
-        while not ended:
-            ended = self.process.poll() is not None or superlink.poll() is not None
-            lines = self.text.split("\n")
-            for line in lines[shown:] if ended else lines[shown:-1]:
-                if on_line is not None:
-                    on_line(line)
-            shown = len(lines) - 1
-            time.sleep(0.0 if ended else 0.2)
+        federation, superlink = self.federation, self.federation.superlink
+        for line in processes.follow(self.log, self.process, superlink):
+            if on_line is not None:
+                on_line(line)
         if superlink.poll() is not None:
             processes.stop(self.process)
             raise RunFailed(f"the SuperLink has ended; see {federation.superlink_log}")
@@ -230,9 +222,7 @@ class Federation:
         what = "the SuperLink, on the server"
         self.superlink, self._port = self.start("server", command, what, self._port)
         connection = {"address": self.address, "root-certificates": str(tls.authority)}
-        settings = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
-        (home / "flwr").mkdir(exist_ok=True)
-        (home / "flwr" / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+        processes.write_connection(home / "flwr", CONNECTION, **connection)
 
     def _node_id(self, node: Supernode, patience: float = 120) -> int:
         """Wait until a node is known to the SuperLink, and return its id."""

@@ -188,7 +188,7 @@ class MeteredGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Count and send."""
-        return self._timed_call(self.grid.push_messages, self._count_sent(messages))
+        return self._timed_call(self.grid.push_messages, self._count("down", list(messages), {}))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Receive and count."""
@@ -198,7 +198,7 @@ class MeteredGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Count, send, receive and count."""
-        sent = self._count_sent(messages)
+        sent = self._count("down", list(messages), {})
         replies = self._timed_call(self.grid.send_and_receive, sent, timeout=timeout)
         kinds = {m.metadata.message_id: m.metadata.message_type for m in sent}
         return self._count_received(replies, kinds)
@@ -208,11 +208,6 @@ class MeteredGrid(Grid):
         result = list(exchange(*args, **options))
         self._costs["seconds-waiting"] += time.perf_counter() - start
         return result
-
-    def _count_sent(self, messages: Iterable[Message]) -> list[Message]:
-        messages = list(messages)
-        self._count("down", messages, {})
-        return messages
 
     def _count_received(self, replies: list[Message], kinds: Mapping[str, str]) -> list[Message]:
         """Count replies; those to known messages by the messages' kinds, not by their own."""
@@ -225,10 +220,9 @@ class MeteredGrid(Grid):
                 seconds, peak = (v if isinstance(v, float) and 0 <= v < 1e12 else 0 for v in claims)
                 self._costs["seconds-clients"] += seconds
                 self._peak = max(self._peak, peak)
-        self._count("up", replies, kinds)
-        return replies
+        return self._count("up", replies, kinds)
 
-    def _count(self, way: str, messages: list[Message], kinds: Mapping[str, str]) -> None:
+    def _count(self, way: str, messages: list[Message], kinds: Mapping[str, str]) -> list[Message]:
         known: dict[int, int] = {}  # messages of a round share their records
         for message in messages:
             metadata = message.metadata
@@ -236,6 +230,7 @@ class MeteredGrid(Grid):
             if kind not in SET_UP:
                 prefix = "evaluation-" if kind.startswith("evaluate") else ""
                 self._costs[f"{prefix}bytes-{way}"] += message_bytes(message, known)
+        return messages
 
 
 def message_bytes(message: Message, known: dict[int, int] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,27 +42,15 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
             *("--run-config", str(settings), "--federation-config", federation),
         ]
         process = processes.start(command, environment, log)
-        shown, ended = 0, False
         try:
-            while not ended:
-                time.sleep(0.2)
-                ended = process.poll() is not None or server.poll() is not None
-                shown = _show_rounds(folder / "rounds.jsonl", shown, on_round)
+            for line in processes.follow(folder / "rounds.jsonl", process, server):
+                on_round(json.loads(line))
         finally:
             processes.stop(process)
     settings.unlink()
     if not (folder / "summary.json").exists():
         said = processes.last_words(log.read_text(encoding="utf-8"))
         raise RunFailed(f"flwr run ended without a result ({said}); see {log}")
-
-
-def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
-    if not path.exists():
-        return shown
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
-    for line in lines[shown:]:
-        on_round(json.loads(line))
-    return len(lines)
 
 
 @contextlib.contextmanager
@@ -80,9 +67,7 @@ def superlink(home: Path) -> Iterator[tuple[Process, dict[str, str]]]:
         lambda port: [tool("flower-superlink"), *options, str(port)], environment, log
     )
     try:
-        connection = {"address": f"127.0.0.1:{port}", "insecure": True}
-        settings = {"superlink": {"default": "fedntk", "fedntk": connection}}
-        (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+        processes.write_connection(home, "fedntk", address=f"127.0.0.1:{port}", insecure=True)
         yield process, environment
     finally:
         processes.stop(process)

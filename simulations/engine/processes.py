@@ -6,10 +6,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+import tomli_w
 
 from ..errors import RunFailed
 
@@ -72,6 +73,13 @@ def start_on_free_port(
     raise RunFailed(f"{Path(arguments[0]).name} did not start; see {log}")
 
 
+def write_connection(home: Path, name: str, **connection: str | bool) -> None:
+    """Write Flower's configuration into `home`: by default, its commands use this SuperLink."""
+    home.mkdir(parents=True, exist_ok=True)
+    settings = {"superlink": {"default": name, name: connection}}
+    (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
@@ -88,6 +96,18 @@ def _listens(process: Process, port: int, timeout: float = 60) -> bool:
                     return True
         time.sleep(0.1)
     return False
+
+
+def follow(path: Path, *running: Process) -> Iterator[str]:
+    """Yield the whole lines of a file that grows, until one of the processes has ended."""
+    shown, ended = 0, False
+    while not ended:
+        ended = any(process.poll() is not None for process in running)
+        if path.exists():
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+            yield from lines[shown:]
+            shown = len(lines)
+        time.sleep(0.0 if ended else 0.2)
 
 
 def stop(*processes: Process, patience: float = PATIENCE) -> None:

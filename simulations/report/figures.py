@@ -56,8 +56,8 @@ def accuracy_curves(
     """
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
-    figure, axes = _figure(title)
     label, factor = AXES[against]
+    figure, axes = _figure(title, xlabel=label, ylabel=f"{evaluated_on} accuracy (%)")
     many = False
     for name, rows, style in _each(rounds, "run"):
         accuracy = _by_round(rows, "accuracy") * 100
@@ -77,7 +77,6 @@ def accuracy_curves(
             f"{100 * target:g} %", (1.0, 100 * target), xycoords=("axes fraction", "data"),
             xytext=(3, 0), textcoords="offset points", ha="left", va="center", color="0.4",
         )  # fmt: skip
-    axes.set(xlabel=label, ylabel=f"{evaluated_on} accuracy (%)")
     axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
     if against == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -104,25 +103,24 @@ def accuracy_against_heterogeneity(
     labels : dict of str to str, optional
         Curve of each run, by the run's name; by default its method's.
     """
-    figure, axes = _figure(title)
+    figure, axes = _figure(
+        title,
+        xlabel=r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)",
+        ylabel=f"best {evaluated_on} accuracy (%)",
+    )
     accuracy = rounds[rounds.metric == "accuracy"]
     best = accuracy.groupby(["run", "method", "seed"], sort=False).value.max().reset_index()
     best["alpha"] = best.run.map(alphas)
     if labels is not None:
         best["method"] = best.run.map(labels)
-    many = False
+    many = best.duplicated(["method", "alpha"]).any()
     for method, rows, style in _each(best, "method"):
-        values = rows.groupby("alpha").value.agg(["mean", "min", "max", "size"])
+        values = rows.groupby("alpha").value.agg(["mean", "min", "max"])
         means = values["mean"] * 100
         spread = means - values["min"] * 100, values["max"] * 100 - means
-        many = many or bool((values["size"] > 1).any())
         axes.errorbar(means.index, means, spread, capsize=3, label=method, **style)
     axes.set_xscale("log")
     _tick(axes, best.alpha)
-    axes.set(
-        xlabel=r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)",
-        ylabel=f"best {evaluated_on} accuracy (%)",
-    )
     axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
     return figure
 
@@ -133,18 +131,18 @@ def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
     `clients` holds :attr:`~fedntk.simulations.Run.clients` of one or more runs. A client's newest
     accuracy in the last five rounds counts, so that it has more clients than a round asks.
     """
-    figure, axes = _figure(title)
-    for name, rows, style in _each(clients, "run"):
-        values = 100 * np.sort(newest_accuracies(rows).accuracy.to_numpy())
-        shares = 100 * np.arange(1, len(values) + 1) / len(values)
-        style = {**style, "marker": ""}
-        axes.step([0, *values, 100], [0, *shares, 100], where="post", label=name, **style)
-    axes.set(
+    figure, axes = _figure(
+        title,
         xlabel="accuracy on a client's own examples (%)",
         ylabel="clients with at most this accuracy (%)",
         xlim=(0, 100),
         ylim=(0, 101),
     )
+    for name, rows, style in _each(clients, "run"):
+        values = 100 * np.sort(newest_accuracies(rows).accuracy.to_numpy())
+        shares = 100 * np.arange(1, len(values) + 1) / len(values)
+        style = {**style, "marker": ""}
+        axes.step([0, *values, 100], [0, *shares, 100], where="post", label=name, **style)
     axes.legend(loc="upper left", frameon=False)
     return figure
 
@@ -235,6 +233,7 @@ def reliability_diagram(
     fewer than `least` examples are not drawn.
     """
     figure, axes = _figure(title)
+    axes.set(xlabel="confidence (%)", ylabel="accuracy (%)", xlim=(0, 100), ylim=(0, 100))
     axes.plot([0, 100], [0, 100], color="0.5", lw=1, ls="--", zorder=0, label="calibrated")
     first: dict[str, Any] = {"color": COLOURS[0], "marker": MARKERS[0], "ms": 4, "zorder": 3}
     other: dict[str, Any] = {"color": COLOURS[1], "lw": 0.8, "alpha": 0.7}
@@ -242,7 +241,6 @@ def reliability_diagram(
         shown = 100 * table[table.examples >= least]
         label = [name, "its single models", None][min(number, 2)]
         axes.plot(shown.confidence, shown.accuracy, label=label, **(other if number else first))
-    axes.set(xlabel="confidence (%)", ylabel="accuracy (%)", xlim=(0, 100), ylim=(0, 100))
     axes.legend(loc="upper left", frameon=False)
     return figure
 
@@ -253,7 +251,12 @@ def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
     `rejection` is an :attr:`Assessment.rejection <fedntk.simulations.Assessment.rejection>`. All
     measures of the first model are drawn, and the entropy of an ensemble's single models.
     """
-    figure, axes = _figure(title)
+    figure, axes = _figure(
+        title,
+        xlabel="most uncertain examples that are rejected (%)",
+        ylabel="accuracy of the others (%)",
+        xlim=(0, 99),
+    )
     first = rejection.model.iloc[0]
     own = rejection[rejection.model == first]
     for name, rows, style in _each(own, "measure"):
@@ -264,11 +267,6 @@ def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
     for number, (_, rows) in enumerate(others.groupby("model", sort=False)):
         label = "its single models: entropy" if number == 0 else None
         axes.plot(100 * rows.rejected, 100 * rows.accuracy, color="0.5", lw=0.8, label=label)
-    axes.set(
-        xlabel="most uncertain examples that are rejected (%)",
-        ylabel="accuracy of the others (%)",
-        xlim=(0, 99),
-    )
     axes.set_ylim(top=100.5)
     axes.legend(loc="lower right", frameon=False)
     return figure
@@ -282,14 +280,14 @@ def uncertainty_histogram(
     `values` holds the uncertainties (n,) of each data set by its name, and `label` is the
     uncertainty's name, with its unit. The `bins` have equal width, from 0 to the largest value.
     """
-    figure, axes = _figure(title)
+    figure, axes = _figure(title, xlabel=label, ylabel="share of the examples (%)")
     edges = np.linspace(0, max(float(own.max()) for own in values.values()) or 1.0, bins + 1)
     for number, (name, own) in enumerate(values.items()):
         shares = 100 * np.histogram(own, edges)[0] / len(own)
         colour = COLOURS[number % len(COLOURS)]
         axes.stairs(shares, edges, color=colour, lw=1.5, label=name)
         axes.stairs(shares, edges, color=colour, alpha=0.25, fill=True)
-    axes.set(xlabel=label, ylabel="share of the examples (%)", xlim=(0, edges[-1]))
+    axes.set_xlim(0, edges[-1])
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right", frameon=False)
     return figure
@@ -328,9 +326,9 @@ def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
     `curves` is what :func:`~fedntk.simulations.assessment.selection.selection_curves` returns.
     """
     figure, axes = _figure(title)
+    axes.set(xlabel="clients averaged", ylabel="accuracy of their mean (%)")
     for name, own, style in _each(curves, "order"):
         axes.plot(own.clients, 100 * own.accuracy, label=name, **style)
-    axes.set(xlabel="clients averaged", ylabel="accuracy of their mean (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     return figure
@@ -359,10 +357,10 @@ class _Picture(Figure):
         return buffer.getvalue()
 
 
-def _figure(title: str, *, width: float = 6.4) -> tuple[Figure, Axes]:
+def _figure(title: str, *, width: float = 6.4, **settings: Any) -> tuple[Figure, Axes]:
     figure = _Picture(figsize=(width, 4.0), dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.set_title(title)
+    axes.set(title=title, **settings)
     _plain_frame(axes)
     return figure, axes
 

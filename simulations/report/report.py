@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,9 @@ def write_report(
             clients, title="Clients' own examples, last five rounds"
         )
     pictures |= _splits(runs)
-    for name, own in _by_name(runs):  # what methods draw of their own runs, each of its first seed
+    for name, own in _group(
+        runs
+    ).items():  # what methods draw of their own runs, each of its first seed
         word = re.sub(r"[^\w]+", "-", name).strip("-")
         found = own[0].config.chosen_method.pictures(own[0].folder / "details")
         pictures |= {f"{kind}-{word}": figure for kind, figure in found.items()}
@@ -169,7 +171,7 @@ def write_latex(table: pd.DataFrame, path: Path) -> None:
 def final_table(runs: Sequence[Run]) -> pd.DataFrame:
     """Return one row a run: accuracy of its models, clients, data, time; means over seeds."""
     rows = []
-    for name, own in _by_name(runs):
+    for name, own in _group(runs).items():
         summaries = pd.DataFrame([run.summary for run in own])
         low, high = summaries["rounds"].min(), summaries["rounds"].max()
         worst = [value for run in own for value in run.curve("client-accuracy-worst")[-1:]]
@@ -196,7 +198,7 @@ def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) ->
         targets = sorted({target for run in runs for target in run.config.targets})
     forms = {"rounds": ("round", 1, "{:.0f}"), "MB up": ("bytes-up", 1e6, "{:.1f}")}
     forms["s"] = "seconds", 1, "{:.1f}"
-    for name, own in _by_name(runs):
+    for name, own in _group(runs).items():
         row = {"run": name}
         for target in targets:
             reached = [found for run in own if (found := run.to_target(target)) is not None]
@@ -209,11 +211,14 @@ def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) ->
     return pd.DataFrame(rows)
 
 
-def _by_name(runs: Sequence[Run]) -> Iterable[tuple[str, list[Run]]]:
+def _group(
+    runs: Sequence[Run], key: Callable[[Run], str] = lambda run: str(run.summary["run"])
+) -> dict[str, list[Run]]:
+    """Return the runs by a key, by default their names."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(str(run.summary["run"]), []).append(run)
-    return groups.items()
+        groups.setdefault(key(run), []).append(run)
+    return groups
 
 
 def _spread(shares: "pd.Series[float]") -> str:
@@ -237,13 +242,10 @@ def setting_in_words(runs: Sequence[Run]) -> str:
 
 def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
     """Return name of a run -> one name for the runs that differ from it only in alpha."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        settings = run.config.replace(alpha=1.0, seed=0, name="", out="", rounds=0).values()
-        groups.setdefault(str(settings), []).append(run)
     labels: dict[str, str] = {}
-    for own in groups.values():
-        names = list(dict.fromkeys(str(run.summary["run"]) for run in own))
+    same = {"alpha": 1.0, "seed": 0, "name": "", "out": "", "rounds": 0}
+    for own in _group(runs, lambda run: str(run.config.replace(**same).values())).values():
+        names = list(_group(own))
         shared = os.path.commonprefix(names).strip(" ,_-=/")  # noqa: RUF071 - of names, not paths
         labels |= dict.fromkeys(names, shared or own[0].config.method)
     return labels
@@ -252,13 +254,9 @@ def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
 def _splits(runs: Sequence[Run]) -> dict[str, Figure]:
     """Return a picture of the split of each setting, with its first seed."""
     pictures: dict[str, Figure] = {}
-    seen = set()
-    for run in runs:
+    keys = ["dataset", *(name for name in SPLIT_SETTINGS if name != "seed")]
+    for run, *_ in _group(runs, lambda r: str([getattr(r.config, k) for k in keys])).values():
         config = run.config
-        key = (config.dataset, *(getattr(config, k) for k in SPLIT_SETTINGS if k != "seed"))
-        if key in seen:
-            continue
-        seen.add(key)
         try:
             labels, clients = load_data(config).y_train, load_split(config).clients
         except (ConfigError, OSError) as error:
