@@ -1,6 +1,5 @@
 """How far a run's predictions can be trusted: calibration, uncertainty, unfamiliar data, sets."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ from torch import Tensor
 from fedntk.ntk.predictors.conformal import Score, calibrate, prediction_sets, rank
 from fedntk.ntk.predictors.ensemble import EnsemblePredictor, uncertainty_of
 from fedntk.ntk.predictors.network import Predictor
-from fedntk.ntk.support.files import whole
 
 from ..config.config import Config
 from ..config.settings import ConfigError
@@ -27,7 +25,7 @@ from ..deploy.simulated_trust import projected
 from ..engine.building import load_predictor
 from ..report.figures import rejection_curves, reliability_diagram, uncertainty_histogram
 from ..report.report import markdown, setting_in_words, write_latex
-from ..report.results import Run, read_run, require_same_data
+from ..report.results import Run, run_with_its_data, write_json
 from .uncertainty_metrics import SHARES, auroc, calibration, rejection_curve, reliability
 
 # measures of uncertainty -> what tables and pictures call them
@@ -157,8 +155,7 @@ class Assessment:
             "models": table.to_dict("index"),
             "sets": None if self.sets is None else asdict(self.sets),
         }
-        with whole(out / "metrics.json") as file:
-            file.write((json.dumps(content, indent=2) + "\n").encode())
+        write_json(out / "metrics.json", content)
         text = "\n\n".join(self._paragraphs(pictures)) + "\n"
         (out / "report.md").write_text(text, encoding="utf-8")
         return out / "report.md"
@@ -275,8 +272,7 @@ def assess(
     FileNotFoundError, RunFailed
         There is no finished run.
     """
-    run = run if isinstance(run, Run) else read_run(run)
-    require_same_data(run)
+    run = run_with_its_data(run)
     if which not in ("model", "best"):
         raise ConfigError(f"which: expected model or best, got {which!r}")
     config = run.config

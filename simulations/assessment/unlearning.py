@@ -1,6 +1,5 @@
 """Take clients out of what a finished run learned, without another round."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,14 +11,13 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from fedntk.ntk import NotEnoughMemory
-from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import save_tensors
 from fedntk.strategies.core.averaging import named_arrays
 
 from ..config.settings import ConfigError
 from ..deploy.simulated_trust import projected
 from ..engine.building import load_finished, make_strategy
-from ..report.results import Run, read_run, require_same_data
+from ..report.results import Run, run_with_its_data, write_json
 
 
 @runtime_checkable
@@ -112,13 +110,12 @@ def unlearn(
     >>> found.folder.name
     'without-3-5'
     """
-    run = run if isinstance(run, Run) else read_run(run)
+    run = run_with_its_data(run)
     gone = tuple(sorted(set(clients)))
     if not gone:
         raise ConfigError("clients: expected at least one partition, got none")
     folder = _folder(run, gone, out)
     setup, checkpoint = load_finished(run.folder)
-    require_same_data(run)
     strategy, before = make_strategy(setup), checkpoint.arrays
     if not isinstance(strategy, CanUnlearn):
         raise ConfigError(
@@ -153,8 +150,7 @@ def unlearn(
         {label: accuracy(own) for label, own in by_class.items() if own.any()},
     )
     content = asdict(found) | {"folder": str(folder), "run": str(run.folder)}
-    with whole(folder / "unlearned.json") as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+    write_json(folder / "unlearned.json", content)
     if forget:
         strategy.forget_kept(gone)
     return found

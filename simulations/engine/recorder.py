@@ -48,19 +48,15 @@ class AdmittedMetrics:
             for name, value in metrics.items()
             if isinstance(value, int | float) and not self._refused(name)
         }
-        for name in sorted(scalars):
-            pool = self._pool(name)
-            if not self._admits(name) and len(name) <= LONGEST and len(pool) < OTHERS:
-                pool.add(name)
-        left_out = [name for name in scalars if not self._admits(name)]
-        if left_out and not self._warned:
+        admitted = {name for name in sorted(scalars) if self._admits(name)}
+        if (left_out := scalars.keys() - admitted) and not self._warned:
             self._warned = True
             logger.warning(
                 "metrics of %s are left out, as %.80r: %d names of at most %d characters are "
                 "recorded besides the known ones",
                 *(self._source, min(left_out), OTHERS, LONGEST),
             )
-        return {name: value for name, value in scalars.items() if self._admits(name)}
+        return {name: value for name, value in scalars.items() if name in admitted}
 
     def remember(self, names: Iterable[str]) -> None:
         """Admit names that were recorded before a run was cut off."""
@@ -71,7 +67,10 @@ class AdmittedMetrics:
         return self._reasons if name.startswith("rejected-") else self._others
 
     def _admits(self, name: str) -> bool:
-        return name in self._known or name in self._pool(name)
+        pool = self._pool(name)
+        if name not in self._known and len(name) <= LONGEST and len(pool) < OTHERS:
+            pool.add(name)
+        return name in self._known or name in pool
 
 
 def _is_measured_here(name: str) -> bool:

@@ -22,7 +22,7 @@ from ..data.kept_examples import KeptExamples
 from ..deploy.simulated_trust import projected
 from ..errors import Stopped
 from ..methods.method import Setup
-from ..report.results import clear_run, require_same, run_state, write_run, write_summary
+from ..report.results import clear_run, require_same, run_state, write_json, write_run
 from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints, OnRound
 from .engines import MeteredGrid
@@ -81,7 +81,7 @@ def serve(
                 logger.error("%s", reason)
             status = "interrupted" if stopped else "failed"
             with contextlib.suppress(OSError):
-                write_summary(folder, {"status": status, "error": reason})
+                write_json(folder / "summary.json", {"status": status, "error": reason})
             raise
         finally:
             torch.set_num_threads(threads)
@@ -156,7 +156,7 @@ def _serve(
     more = {**source, "examples-per-client": [min(sizes), max(sizes)]}
     summary = write_run(config, recorder.checkpoint, **more)
     checkpoints.save(recorder.checkpoint, last=True)
-    write_summary(folder, summary)
+    write_json(folder / "summary.json", summary)
     method.clean_up(config)
     if unchanged := summary["rounds-unchanged"]:
         logger.warning("%d rounds left the model as it was", unchanged)

@@ -161,9 +161,9 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
 TOTALS = ("bytes-up", "bytes-down", "seconds")
 
 
-def write_summary(folder: Path, content: dict[str, Any]) -> None:
-    """Write ``summary.json``."""
-    with whole(folder / "summary.json") as file:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file, such as ``summary.json``, whole or not at all."""
+    with whole(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
@@ -240,9 +240,11 @@ def require_same(name: str, before: str, now: str, folder: Path) -> None:
         )
 
 
-def require_same_data(run: Run) -> None:
-    """Refuse a run if its data set has changed since."""
+def run_with_its_data(run: Run | str | Path) -> Run:
+    """Return a run, or read it from its folder; refuse it if its data set has changed since."""
+    run = run if isinstance(run, Run) else read_run(run)
     require_same("data set", run.summary["data"], load_data(run.config).checksum, run.folder)
+    return run
 
 
 def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
