@@ -294,10 +294,9 @@ def assess(
     examples = {name: _examples(own, labels) for name, own in models.items()}
     table = pd.DataFrame({n: calibration(_together(own), labels) for n, own in models.items()}).T
     whole_name = next(iter(models))  # the ensemble, or the single model
-    unfamiliar_examples = None
+    others: dict[str, pd.DataFrame] = {}
     if strangers is not None:
         others = {name: _examples(own) for name, own in predict(strangers).items()}
-        unfamiliar_examples = others[whole_name]
         for measure in MEASURES:
             table[f"auroc_{measure}"] = [
                 auroc(examples[name][measure].to_numpy(), others[name][measure].to_numpy())
@@ -316,7 +315,7 @@ def assess(
         which=which,
         table=table,
         examples=examples[whole_name],
-        unfamiliar=unfamiliar_examples,
+        unfamiliar=others.get(whole_name),
         unfamiliar_name=unfamiliar or "",
         rejection=_rejection(models, examples),
         reliability={n: reliability(_together(own).exp(), labels) for n, own in models.items()},

@@ -126,6 +126,8 @@ def load_predictor(
 ) -> Predictor:
     """Return what a run learned: its last model, the best one, or a client's own.
 
+    FileNotFoundError if there is no finished run.
+
     Parameters
     ----------
     folder : path
@@ -135,11 +137,6 @@ def load_predictor(
     client : int, optional
         Partition of a client, to return its own last model, with what it kept in the run's folder:
         what that client would evaluate. Methods without such models give the last one.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no finished run.
     """
     folder = Path(folder)
     if client is None:

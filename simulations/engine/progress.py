@@ -89,7 +89,6 @@ class Progress:
         return str(timedelta(seconds=round(seconds)))
 
     def __str__(self) -> str:
-        """One line."""
         parts = [f"round {self.round}/{self.run_rounds}", self.state]
         if self.runs > 1:
             parts.insert(0, f"run {self.run}/{self.runs}")
@@ -107,7 +106,6 @@ class Progress:
 
 
 def _to_log(console: Console) -> Sink:
-    """Print a line."""
     return lambda state: console.print(str(state), markup=False, highlight=False, soft_wrap=True)
 
 

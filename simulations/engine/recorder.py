@@ -74,7 +74,6 @@ class AdmittedMetrics:
 
 
 def _is_measured_here(name: str) -> bool:
-    """Whether the recorder itself writes a metric of this name."""
     return name in ("round", "accuracy", "loss", "model-updated") or name.startswith(
         ("client-", "bytes-", "evaluation-bytes-", "seconds", "peak-memory")
     )

@@ -121,11 +121,11 @@ def compare(
     writers: Sequence[str] = (),
     **overrides: Any,
 ) -> pd.DataFrame:
-    """Run each configuration with each seed, and read all results back.
+    """Run each configuration with each seed; return all results, as :func:`load_results`.
 
     All settings are checked before the first run. Finished runs are not run again and an
     interrupted one goes on where it stopped, so the same call goes on with a comparison that was
-    cut off. A run that fails does not keep the others from running.
+    cut off. A run that fails does not keep the others from running: RunFailed names it afterwards.
 
     Parameters
     ----------
@@ -139,18 +139,6 @@ def compare(
         As in :func:`run`.
     **overrides
         Settings (snake_case) that win over all of `configs`.
-
-    Returns
-    -------
-    DataFrame
-        Tidy: run, method, seed, round, metric, value.
-
-    Raises
-    ------
-    ConfigError
-        As in :func:`run`, before the first run.
-    RunFailed
-        If some runs failed, after all others have been run.
 
     Examples
     --------

@@ -178,7 +178,6 @@ class Method:
         return types.new_class("MethodSettings", bases, keywords, lambda names: names.update(body))
 
     def _declared(self) -> list[type[Declared]]:
-        """Return the classes of the method that declare options."""
         kinds = (self.strategy_class, *self.parts, self.client_class)
         return [kind for kind in kinds if issubclass(kind, Declared)]
 

@@ -35,6 +35,7 @@ def write_report(
     It holds accuracy against rounds, data sent and time; accuracy against heterogeneity, if splits
     of several concentrations were run; the rounds, data and time to each target (``targets.tex``
     has them in LaTeX); the accuracies of single clients; and the split of the labels.
+    FileNotFoundError if there is no finished run.
 
     Parameters
     ----------
@@ -44,11 +45,6 @@ def write_report(
         Folder of the report: ``report`` in `folder` by default.
     targets : sequence of float, optional
         Accuracies for the table of rounds to targets; by default the runs' own.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is no finished run.
     """
     runs = read_runs(folder)
     out = Path(out) if out is not None else Path(folder) / "report"

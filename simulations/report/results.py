@@ -252,18 +252,9 @@ def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
 
     Runs of one name with different settings, besides the seed, get names that say how they differ.
 
-    Parameters
-    ----------
-    folders : path or iterable of paths
-        Runs' folders, or folders that hold runs' folders at any depth. In the latter, runs that did
-        not finish or cannot be read are skipped, with a warning.
-
-    Raises
-    ------
-    FileNotFoundError
-        A folder holds no finished run.
-    RunFailed
-        A run that is named itself did not finish.
+    `folders` are runs', or hold runs' folders at any depth. In the latter, runs that did not finish
+    or cannot be read are skipped, with a warning. FileNotFoundError if a folder holds no finished
+    run, RunFailed if a run that is named itself did not finish.
     """
     runs: list[Run] = []
     for folder in map(Path, [folders] if isinstance(folders, str | Path) else folders):
