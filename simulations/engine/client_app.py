@@ -2,11 +2,8 @@
 
 import copy
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context
@@ -38,35 +35,30 @@ def client_fn(context: Context) -> NumPyClient:
             "'partition-id=0' for a part of the data set, or with 'data-path=\"examples.npz\"' "
             "for examples of its own"
         )
-    if (_thread.run_id, _thread.run_config) != (context.run_id, context.run_config):
-        _thread.prepare(context)
-    torch.set_num_threads(_thread.setup.config.client_threads)
+    setup = _own_setup(context)
+    torch.set_num_threads(setup.config.client_threads)
     number = context.node_id if partition is None else int(partition)
-    setup = _thread.setup
     own = None if path is None else load_own(str(path), setup.data, setup.max_examples)
     if STATE not in context.state:
         context.state[STATE] = ConfigRecord()
     return make_client(setup, number, context.state.config_records[STATE], own)
 
 
-class _Thread(threading.local):
-    """What the clients of one run share in a thread: every message overwrites the weights.
+def _own_setup(context: Context) -> Setup:
+    """Return what the clients of one run share in a thread: every message overwrites the weights.
 
     Examples are also kept for one thread: a network may change in place what it is given.
     """
-
-    run_id: int | None = None
-    run_config: Mapping[str, Any] = MappingProxyType({})
-    setup: Setup
-
-    def prepare(self, context: Context) -> None:
-        config = Config.parse(context.run_config)
-        template = _template(config)  # client_app makes one client at a time
+    run = context.run_id, dict(context.run_config)
+    if getattr(_thread, "run", None) != run:
+        template = _template(Config.parse(context.run_config))  # one client is made at a time
         network = copy.deepcopy(template.network)
-        self.setup = replace(template, network=network, kept=KeptExamples())
-        self.run_id, self.run_config = context.run_id, dict(context.run_config)
+        _thread.setup = replace(template, network=network, kept=KeptExamples())
+        _thread.run = run
+    setup: Setup = _thread.setup
+    return setup
 
 
-_thread = _Thread()
+_thread = threading.local()
 _template = lru_cache(maxsize=1)(load_setup)
 app = client_app(client_fn, mods=[meter])

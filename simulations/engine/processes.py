@@ -60,7 +60,8 @@ def start_on_free_port(
     The port is a free one, unless one is given. What the server says is appended to `log`.
     """
     for _ in range(3):  # another process may take a port that was free a moment ago
-        chosen = port or _free_port()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            chosen = port or int(probe.getsockname()[1])
         arguments = command(chosen)
         process = start(arguments, environment, log)
         try:
@@ -78,12 +79,6 @@ def write_connection(home: Path, name: str, **connection: str | bool) -> None:
     home.mkdir(parents=True, exist_ok=True)
     settings = {"superlink": {"default": name, name: connection}}
     (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _listens(process: Process, port: int, timeout: float = 60) -> bool:
