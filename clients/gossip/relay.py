@@ -165,8 +165,6 @@ class RelayClient(ModelClient):
         """Make a module of the client's own weights."""
         return super().predictor(list(self.own_weights(parameters, config).values()), config)
 
-    # -------------------------------------------------------------------- keys
-
     def public_key(self, config: Mapping[str, Any]) -> bytes:
         """Return the public key with which others seal for this client, 32 raw bytes."""
         return self._keys(config).public_key
@@ -184,8 +182,6 @@ class RelayClient(ModelClient):
                 "leave parcel_keys out"
             )
         return None
-
-    # ----------------------------------------------------------------- weights
 
     def own_weights(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays:
         """Return the weights that count as the client's own, in the network's order."""
@@ -238,8 +234,6 @@ class RelayClient(ModelClient):
         """Keep weights as those of the round at work, and those that count until it does."""
         self.store(config).save(round_of(config), weights, needed=int(config.get(ROUND, 0)))
 
-    # -------------------------------------------------------- within the round
-
     def keep_within(self, config: Mapping[str, Any], part: str, arrays: Mapping[str, Any]) -> None:
         """Keep a part of the round's work: ``weights``, ``metrics``, or the weights ``before``."""
         self.store(config, f"-{part}{WITHIN}").save(round_of(config), arrays)
@@ -276,8 +270,6 @@ class RelayClient(ModelClient):
     def load_weights(self, weights: Mapping[str, NDArray[Any]]) -> None:
         """Put weights into the model."""
         set_weights(self.model, [weights[name] for name in self.model.state_dict()])
-
-    # ----------------------------------------------------------------- parcels
 
     def parcel(self, weights: Arrays) -> Mapping[str, NDArray[Any]]:
         """Return weights as they go to neighbours."""

@@ -281,7 +281,8 @@ class TCTClient(SGDClient):
 
     def _linear(self, work: "_Work") -> Fit:
         """Take M corrected steps from the received model (algorithm 1)."""
-        task, store, targets = work.task, work.store, work.centred_targets
+        task, store = work.task, work.store
+        targets = centred_targets(work.targets, task.loss)
         server_round = int(work.config.get("server-round", 0))
         theta = _only(work.records, "linear")
         own = _own_control(task, store, targets)
@@ -383,11 +384,6 @@ class _Work(NamedTuple):
             fixed_point=self.fixed_point,
         )
 
-    @property
-    def centred_targets(self) -> Tensor:
-        """Targets of the task's loss."""
-        return centred_targets(self.targets, self.task.loss)
-
 
 def _features(work: _Work) -> Arrays:
     task, store, x = work.task, work.store, work.x
@@ -416,7 +412,7 @@ def _looped(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: T
     result, total = looped_steps(
         features,
         start,
-        work.centred_targets.to(features),
+        centred_targets(work.targets, task.loss).to(features),
         -(features.T @ own) - shift,
         learning_rate=task.learning_rate,
         local_steps=task.num_steps,
@@ -442,7 +438,7 @@ def _closed(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: T
     total = residual_sum(
         kernel,
         outputs,
-        work.centred_targets,
+        centred_targets(work.targets, task.loss),
         drift,
         learning_rate=task.learning_rate,
         local_steps=task.num_steps,

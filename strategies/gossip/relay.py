@@ -128,8 +128,6 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         """Add the topology."""
         return {**super().settings(), **self.topology.settings()}
 
-    # ----------------------------------------------------------------- sending
-
     def prepare_round(self, server_round: int, nodes: list[int], grid: Grid) -> None:
         """Draw the graph, and plan the steps."""
         clients = {self.registry.client(node): node for node in nodes}
@@ -229,8 +227,6 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         config["parcel-keys"] = [bytes.fromhex(key) for key, _ in known.values()]
         config["parcel-vouchers"] = [bytes.fromhex(voucher) for _, voucher in known.values()]
 
-    # -------------------------------------------------------------- the round
-
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -284,8 +280,6 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
                 if parcel is not None:
                     parcels.setdefault(receiver, {})[sender] = parcel
         return parcels
-
-    # ------------------------------------------------------------- the models
 
     def _mean_model(self, metrics: MetricRecord) -> ArrayRecord | None:
         """Ask all clients for their models; return the equal mean of what came."""
