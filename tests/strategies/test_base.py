@@ -18,7 +18,6 @@ from fedntk.strategies.core.replies import screen_accuracies
 from .federation import (
     DAMAGED_REPLIES,
     ODD,
-    SUPERLINK,
     Change,
     Grid,
     app,
@@ -31,7 +30,6 @@ from .federation import (
     network,
     run_damaged,
     start,
-    unavailable,
     with_metrics,
 )
 
@@ -81,17 +79,6 @@ def test_no_answer_about_a_partition_ends_the_run():
     assert all(client in (k, ids[k]) for k, client in known.items())
     assert (known[0], known[len(kinds) + 1]) == (0, len(kinds) + 1)
     assert max(known.values()) >= 100
-
-
-@pytest.mark.parametrize("error", [failed, unavailable])
-def test_an_error_is_booked_to_the_client_that_was_asked(error: Change):
-    strategy = SeededFedAvg(**ALL)
-    for client in range(6):
-        strategy.sent.mark(client, "network")
-    grid = Grid(CLIENTS, changes={2: error})
-    start(asked_first(strategy, grid), grid)
-    assert [k for k in range(6) if strategy.sent.lacks(k, "network")] == [2]
-    assert SUPERLINK not in strategy.registry.partitions
 
 
 # ------------------------------------------------------------------------- metrics
