@@ -41,6 +41,11 @@ class FeatureStrategy(BaseStrategy):
         super().prepare_config(config, server_round)
         config.update(self.feature_map.to_config())
 
+    @property
+    def width(self) -> int:
+        """Number of features of an example."""
+        return self.feature_map.width(self.network)
+
     def checked_prototypes(
         self, arrays: Mapping[str, NDArray[Any]], num_examples: int | None = None
     ) -> Prototypes:
@@ -48,7 +53,7 @@ class FeatureStrategy(BaseStrategy):
         return Prototypes.from_arrays(
             arrays,
             num_classes=self.shape[0],
-            width=self.shape[1],
+            width=self.width,
             max_examples=self.max_examples,
             num_examples=num_examples,
         )
