@@ -24,6 +24,8 @@ class Settings(Declared, frozen=True, eq=True):
     >>> class Mine(Settings, frozen=True, eq=True):
     ...     table = "mine"
     ...     local_steps: int = setting(5, "local steps a round", at_least=1)
+    >>> Mine(local_steps=7)
+    Mine({'mine.local-steps': 7})
     >>> Mine(local_steps=0)
     Traceback (most recent call last):
     fedntk.simulations.errors.ConfigError: mine.local-steps: expected at least 1, got 0
@@ -45,6 +47,12 @@ class Settings(Declared, frozen=True, eq=True):
             return (own.from_text if from_text else own.check)(value, cls.key(name))
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def __repr__(self) -> str:
+        """Show the values that are no defaults."""
+        defaults = type(self)().values()
+        own = {key: value for key, value in self.values().items() if value != defaults.get(key)}
+        return f"{type(self).__name__}({own or ''})"
 
     @classmethod
     def key(cls, name: str) -> str:

@@ -5,6 +5,7 @@ Flower's FedAvg lends its options and two helpers. :mod:`.exchange` sends and ch
 """
 
 import contextlib
+import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 from torch import nn
 
@@ -98,7 +99,7 @@ class BaseStrategy(Sampling):
         super().__post_init__()
         if self.average_decay:
             self.averaged = AveragedModel(self.average_decay)
-        self.rounds_loaded = 0  # of a state, until a run goes on from it
+        self.rounds_loaded: int | None = None  # of a state, until a run goes on from it
         self._last_round = 0
 
     def check(self) -> None:
@@ -206,9 +207,11 @@ class BaseStrategy(Sampling):
             At the end, if in none of the rounds a reply to a training message could be used; before
             the first round, if too few clients tell what `centre_inputs` needs.
         """
+        if odd := options.keys() - inspect.signature(Strategy.start).parameters.keys():
+            raise TypeError(f"start: unknown arguments {', '.join(sorted(odd))}")
         warn_of_spinning(torch.get_num_threads())
         self._timeout = timeout
-        train_config = ConfigRecord() if train_config is None else train_config
+        train_config = ConfigRecord(dict(train_config or {}))  # strategies write into it
         with contextlib.ExitStack() as stack:
             checkpoints = None
             if checkpoint is not None:
@@ -266,7 +269,8 @@ class BaseStrategy(Sampling):
         """
         self.require_memory()
         self._last_round = num_rounds
-        self.reset_state(saved_too=not done)
+        self.reset_state(saved_too=self.rounds_loaded is None)
+        self.rounds_loaded = None
         if not done and self.averaged is not None:
             self.averaged.reset()
         return initial_arrays

@@ -69,6 +69,7 @@ class ResendingStrategy(BaseStrategy):
         stage: str,
     ) -> Answers[T]:
         lost = [(reply, own) for reply, own in found if isinstance(own, Lost)]
+        nodes_found, claimants = {reply.node for reply, _ in found}, self._claimants
         for reply, _ in lost:
             self.forget_lost(reply.client)
         if nodes := [reply.node for reply, own in lost if not own.own]:
@@ -81,6 +82,8 @@ class ResendingStrategy(BaseStrategy):
         for reply, _ in lost:
             self.drop(reply.node, BadReply("lost-state", "it lost what it kept"), rejected)
         good = [(reply, own) for reply, own in found if not isinstance(own, Lost)]
+        self._claimants |= claimants  # the second exchange had none
+        good = self._remaining(good, nodes_found - {reply.node for reply, _ in good})
         return Answers(good, rejected, [reply.client for reply, own in lost if own.own])
 
     def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[Any], Counter[str]]:

@@ -36,7 +36,7 @@ def run_rounds(
     checkpoint, if there is one, takes the place of `arrays`.
     """
     result = Result() if checkpoints is None else checkpoints.restore(strategy, num_rounds)
-    done, strategy.rounds_loaded = strategy.rounds_loaded, 0
+    done = strategy.rounds_loaded or 0
     name = type(strategy).__name__
     logger.info("Starting %s strategy: rounds %d to %d", name, done + 1, num_rounds)
     strategy.summary()

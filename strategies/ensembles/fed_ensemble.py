@@ -365,7 +365,8 @@ class FedEnsemble(BaseStrategy):
             reported = [own for own in (early, *metrics) if isinstance(own.get(name), int | float)]
             values: Any = [own[name] for own in reported]
             examples: Any = [own["num-examples"] for own in reported]
-            rule = next((rules[key] for key in rules if name.startswith(key)), None)
+            name_or_group = next((k for k in rules if k[-1] == "-" and name.startswith(k)), name)
+            rule = rules.get(name_or_group)
             if rule is not None and values:
                 combined[name] = rule(values)
             elif name not in of_clients and any(examples):

@@ -153,7 +153,8 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         """Add the step."""
         super().prepare_config(config, server_round)
         config["outlier-factor"], config["max-examples"] = self.outlier_factor, self.max_examples
-        config["keep-both"] = self.collect_both and self.evaluates_in(server_round)
+        both = self.collect and self.collect_both
+        config["keep-both"] = both and self.evaluates_in(server_round)
         if self._planned:
             config["step"], config["batch"] = self._step
 

@@ -7,7 +7,7 @@ bits whether and however they were permuted.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
 from typing import Any
 
@@ -94,6 +94,11 @@ class CPNTKFL(CompressionOptions, NTKFL):
                 "centre_inputs asks each client for a sum of its examples, which differential "
                 "privacy does not cover and by which shuffled rows can be told apart; leave it out"
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state, which counts all uploads that this object asked for."""
+        super().load_state_dict(state)
+        self._asked.clear()
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
         """Refuse noise."""

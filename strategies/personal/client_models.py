@@ -46,6 +46,11 @@ class ClientModels(MutableMapping[int, Arrays]):
                 own[name] = array.copy()
                 own[name].flags.writeable = False
         self._in_memory[client] = sum(array.nbytes for array in arrays.values())
+        self.limit_to(self.budget)
+
+    def limit_to(self, budget: float) -> None:
+        """Keep at most `budget` bytes in memory from now on."""
+        self.budget = budget
         while self._in_memory and self.bytes_in_memory > self.budget:
             oldest = next(iter(self._in_memory))
             try:

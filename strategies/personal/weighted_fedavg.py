@@ -131,7 +131,7 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         both = (self._models, self._mixed) if self.over == "all" else (self._models,)
         for models in both:
-            models.budget = self.memory_budget * 2**30 / len(both)
+            models.limit_to(self.memory_budget * 2**30 / len(both))
         return initial_arrays
 
     def shared_for(self, client: int, shared: ArrayRecord) -> ArrayRecord:

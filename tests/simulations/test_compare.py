@@ -71,6 +71,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, each_run):
 @pytest.mark.parametrize(
     ("configs", "options", "message"),
     [
+        (PAIR, {"seeds": 3}, r"seeds: expected numbers such as \[0, 1, 2\], got 3"),
         (PAIR, {"seeds": [1, 1]}, r"seeds: expected each once, got \[1, 1\]"),
         (PAIR, {"seed": 3}, "seed: set for each run by the comparison"),
         ({"a/b": SMALL, "a-b": SMALL}, {}, "names that make different folders"),

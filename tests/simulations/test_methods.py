@@ -44,6 +44,11 @@ class Toy(Method):
     strategy_class = ToyAvg
 
 
+def test_a_method_has_a_name_in_kebab_case():
+    with pytest.raises(ValueError, match="name: expected words in kebab-case, got 'Toy_Avg'"):
+        type("Odd", (Toy,), {"name": "Toy_Avg"})()
+
+
 def test_an_option_of_one_line_is_known_everywhere(monkeypatch, tmp_path):
     """In the signature, the TOML table, the key of flwr run, checkpoints and the docs' table."""
     assert inspect.signature(ToyAvg).parameters["depth"].default == 2

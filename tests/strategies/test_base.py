@@ -243,6 +243,14 @@ def test_a_checkpoint_of_another_run_is_refused(own, message, tmp_path):
         checkpointed(tmp_path, **own)
 
 
+def test_a_misspelt_argument_is_refused_and_the_callers_configuration_stays():
+    config = ConfigRecord({"lr": 0.1})
+    start(SeededFedAvg(**ALL), Grid(CLIENTS), 1, train_config=config)
+    assert dict(config) == {"lr": 0.1}
+    with pytest.raises(TypeError, match="start: unknown arguments num_round"):
+        start(SeededFedAvg(**ALL), Grid(CLIENTS), 1, num_round=3)
+
+
 def test_a_run_that_is_over_is_not_run_again(tmp_path):
     first = checkpointed(tmp_path, 2)
     assert checkpointed(tmp_path, 2, net=network(1)) == first

@@ -147,10 +147,11 @@ def test_a_reply_with_another_mean_is_dropped_under_any_name(method, change):
     np.testing.assert_allclose(found[CENTRE], mean_without(), rtol=BOUND)
 
 
-def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path):
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path, done):
     options = {"fraction_train": 0.5, "average_decay": 0.5}
     whole = run(made("NTKFL", **options), Grid(clients("NTKFL")), 4)
-    run(made("NTKFL", **options), Grid(clients("NTKFL")), 2, checkpoint=tmp_path)
+    run(made("NTKFL", **options), Grid(clients("NTKFL")), done, checkpoint=tmp_path)
     grid = Grid(clients("NTKFL"))
     found = run(made("NTKFL", **options), grid, 4, checkpoint=tmp_path)
     assert bits(found) == bits(whole)

@@ -38,6 +38,8 @@ def test_what_is_set_comes_back_whatever_is_on_disk(budget):
     assert models.bytes_in_memory == {np.inf: 4, 2.5 * SIZE: 2, 0: 0}[budget] * SIZE
     for client, seed in ((5, 5), (3, 33), (9, 99), (1, 1)):
         assert bits(models[client]) == bits(model(seed))
+    models.limit_to(SIZE)
+    assert models.bytes_in_memory == min(budget, SIZE)
     del models[5]
     assert list(models) == [1, 3, 9]
 

@@ -295,6 +295,9 @@ def test_epsilon_is_that_of_the_client_asked_most_often(known, label_noise):
     found = {k: v for k, v in strategy.train_metrics[3].items() if "epsilon" in k}
     assert found == {name: expected}
     assert 0 < expected < float("inf")
+    asked = strategy.uploads_asked
+    strategy.load_state_dict(strategy.state_dict())  # into an object that has run: counts once
+    assert strategy.uploads_asked == asked
 
 
 @pytest.mark.filterwarnings("ignore")

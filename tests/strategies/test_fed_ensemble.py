@@ -244,8 +244,10 @@ def test_one_hostile_reply_is_told_by_those_for_the_other_models(num_models):
 def test_metrics_of_the_inner_strategies_are_combined_as_these_say():
     inner = ntk_fl((0, 5, 10), selection="clients")
     strategy = FedEnsemble(inner=inner, num_models=2, **BALANCED)
-    start(strategy, Grid(app(NTKFLClient)))
+    seen = dict.fromkeys(range(6), with_metrics(num_examples_seen=10))
+    start(strategy, Grid(app(NTKFLClient), changes=seen))
     whole, own = strategy.train_metrics[1], [m.train_metrics[1] for m in strategy.members]
+    assert whole["num-examples-seen"] == pytest.approx(10)  # a client's own: a mean
     assert whole["losses-accepted"] == 6 == sum(each["losses-accepted"] for each in own)
     assert whole["kernel-products"] == sum(each["kernel-products"] for each in own) > 0
     assert whole["solver-error-estimate"] == max(each["solver-error-estimate"] for each in own)

@@ -4,8 +4,9 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-from flwr.app import Message
+from flwr.app import Message, MetricRecord, RecordDict
 
 from fedntk.clients import (
     DittoClient,
@@ -27,7 +28,19 @@ from fedntk.strategies import (
     WeightedFedAvg,
 )
 
-from .federation import Contract, Grid, app, bits, failed, kept_by, network, start
+from .federation import (
+    Change,
+    Contract,
+    Grid,
+    app,
+    bits,
+    damaged,
+    failed,
+    kept_by,
+    network,
+    start,
+    with_metrics,
+)
 
 NORM = tuple(name for name in network().state_dict() if name.startswith("1."))
 CLIENTS = app(PersonalisedClient, learning_rate=0.1, batch_size=4)
@@ -85,6 +98,36 @@ def test_a_client_that_lost_its_own_arrays_starts_from_the_first_ones_in_the_sam
     assert strategy.evaluate_metrics[3]["replies-accepted"] == 6
     assert sum("personal" in found for found in grid.records("down")) == 12
     assert grid.exchanges[-2:] == [(stage, 6), ("evaluate", 6)]
+
+
+def test_replies_that_are_not_used_claim_no_partition():
+    """Node 3 says with node 6's partition that it lost its arrays, node 2 with node 1's it is far
+    out; node 4 lost something that it is sent again, so that a second exchange comes between.
+    """
+
+    def first(server_round: int, change: Change) -> Change:
+        return lambda reply: change(reply) if strategy.server_round == server_round else reply
+
+    def says_lost(said: int, partition: int) -> Change:
+        told = {"lost-state": said, "num-examples": 1, "partition-id": partition}
+        content = RecordDict({"metrics": MetricRecord(told)})
+        seen: list[Message] = []
+
+        def change(reply: Message) -> Message:
+            if not seen:
+                reply.content = content
+            seen.append(reply)
+            return reply
+
+        return change
+
+    far, claim = damaged(0, lambda a: a + np.float32(1e6)), with_metrics(partition_id=0)
+    strategy = personal()
+    changes = {1: lambda reply: far(claim(reply)), 2: says_lost(1, 5), 3: says_lost(0, 3)}
+    grid = Grid(CLIENTS, changes={k: first(1, change) for k, change in changes.items()})
+    start(strategy, grid, rounds=2)
+    assert [strategy.train_metrics[k]["replies-accepted"] for k in (1, 2)] == [4, 6]
+    assert strategy.registry.clients() == set(range(6))
 
 
 @pytest.mark.parametrize(
