@@ -258,7 +258,7 @@ def features(
     else:
         x = torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     chosen = FeatureMap(num_features=num_features)
-    convexified = chosen.convexified(model).eval()
+    convexified = chosen.convexify(model).eval()
     parameters = list(convexified.parameters())
     total = sum(p.numel() for p in parameters)
     generator = torch.Generator().manual_seed(chosen.seed)

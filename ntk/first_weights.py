@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 Initialisation = Literal["he", "xavier"]
 
 
-def drawn_weights(
+def draw_weights(
     arrays: Mapping[str, NDArray[Any]],
     init: Initialisation,
     generator: np.random.Generator,

@@ -35,8 +35,8 @@ def cosine_similarities(
     """
     if absent not in ("zero", "common"):
         raise ValueError(f"absent: expected 'zero' or 'common', got {absent!r}")
-    own, present = _stacked(prototypes)
-    their, their_present = (own, present) if others is None else _stacked(others)
+    own, present = _stack(prototypes)
+    their, their_present = (own, present) if others is None else _stack(others)
     products = np.einsum("kcp,lcp->kl", own, their, optimize=True)
     by_class, their_by_class = ((a**2).sum(2) for a in (own, their))  # squared norms (K, C)
     if absent == "zero":
@@ -51,7 +51,7 @@ def cosine_similarities(
     return cosines
 
 
-def _stacked(prototypes: Sequence[Prototypes]) -> tuple[Matrix, Matrix]:
+def _stack(prototypes: Sequence[Prototypes]) -> tuple[Matrix, Matrix]:
     """Means (K, C, p) and which classes are present (K, C)."""
     means = np.stack([own.means for own in prototypes]).astype(np.float64)
     return means, np.stack([own.present for own in prototypes]).astype(np.float64)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedntk.ntk import CentredInputs, with_fourier_features
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features import CENTRE
-from fedntk.ntk.first_weights import drawn_weights
+from fedntk.ntk.first_weights import draw_weights
 
 from .config.config import Config
 from .config.settings import ConfigError, nearest
@@ -229,7 +229,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]
         arrays = {name: p.numpy() for name, p in trained}
         generator = np.random.default_rng([config.seed, *b"first weights"])
-        drawn = drawn_weights(arrays, config.init, generator)
+        drawn = draw_weights(arrays, config.init, generator)
         weights = {name: torch.from_numpy(array) for name, array in drawn.items()}
         model.load_state_dict(weights, strict=False)
     if config.weights:

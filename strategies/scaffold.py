@@ -43,7 +43,7 @@ from fedntk.ntk.payloads import screen_changes
 from .core.averaging import cast_like, named_arrays
 from .core.base import BaseStrategy
 from .core.exchange import logger
-from .core.replies import Reply, checked_weights
+from .core.replies import Reply, check_weights
 
 CORRECTIONS, CONTROLS = "corrections", "controls"  # names of the records
 Arrays = dict[str, NDArray[Any]]
@@ -133,8 +133,8 @@ class SCAFFOLD(BaseStrategy):
 
         def parse(reply: Reply) -> tuple[Arrays, Arrays]:
             weights, controls = reply.array_records(self.arrayrecord_key, CONTROLS)
-            found = checked_weights(weights, model, self.untrained)
-            return found, checked_weights(controls, floating)
+            found = check_weights(weights, model, self.untrained)
+            return found, check_weights(controls, floating)
 
         def screen(own: Sequence[tuple[Arrays, Arrays]], most: float) -> list[BadReply | None]:
             by_weights = screen_changes(model, [weights for weights, _ in own], most)
@@ -142,7 +142,7 @@ class SCAFFOLD(BaseStrategy):
             return [a or b for a, b in zip(by_weights, by_controls, strict=True)]
 
         pairs, rejected = self.accepted(replies, parse, MessageType.TRAIN)
-        pairs = self.screened(pairs, rejected, screen)
+        pairs = self.apply_screen(pairs, rejected, screen)
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):

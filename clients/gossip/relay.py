@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Predictor
-from fedntk.ntk.first_weights import drawn_weights
+from fedntk.ntk.first_weights import draw_weights
 from fedntk.ntk.options import argument, state
 from fedntk.ntk.payloads import OUTLIER_FACTOR, screen_changes
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, RelayOptions
@@ -25,7 +25,7 @@ from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Evaluation, Fit, Scalar, set_weights
 from ..personal.personal_store import ROUND, RUN, PersonalStore
-from .sealed_parcels import OF_SEALING, SealedParcels, kept_key
+from .sealed_parcels import OF_SEALING, SealedParcels, load_or_draw_key
 
 STEP = "step_"  # begins the names of methods
 OF_RELAYS = OF_SEALING | {
@@ -170,7 +170,7 @@ class RelayClient(ModelClient):
         return self._keys(config).public_key
 
     def _keys(self, config: Mapping[str, Any]) -> ParcelKeys:
-        return self.parcel_keys or ParcelKeys(kept_key(self.store(config, KEYS).folder))
+        return self.parcel_keys or ParcelKeys(load_or_draw_key(self.store(config, KEYS).folder))
 
     def _sealing(self, config: Mapping[str, Any]) -> SealedParcels | None:
         """Return what opens and seals a message's parcels; None if they are in the clear."""
@@ -220,7 +220,7 @@ class RelayClient(ModelClient):
         if self.options_kind.from_config(config).same_weights:
             return weights
         generator = np.random.default_rng([*self.seed, *b"first-weights"])
-        return drawn_weights(weights, "he", generator)
+        return draw_weights(weights, "he", generator)
 
     def _load_kept(self, server_round: int, config: Mapping[str, Any]) -> Arrays:
         return self._of_network(self.store(config).load(server_round) or {})

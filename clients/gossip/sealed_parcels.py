@@ -79,7 +79,7 @@ class SealedParcels:
         return f"fedntk parcel 1\0{run}\0{number}\0{exchange}\0{sender}".encode()
 
 
-def kept_key(folder: Path) -> X25519PrivateKey:
+def load_or_draw_key(folder: Path) -> X25519PrivateKey:
     """Return the private key in a client's folder; the first call draws it."""
     path = folder / "key.pem"
     if not path.exists():

@@ -220,7 +220,7 @@ class FeatureStore(DiskStore):
         Nothing is kept if A_k or the features are not there, or the vector is there already.
         """
         coefficients = self.coefficients(server_round)
-        if coefficients is None or self.carried(server_round) is not None:
+        if coefficients is None or self.load_control(server_round) is not None:
             return
         features = self.mapped("features-train", (len(coefficients), self.width))
         if features is not None:
@@ -233,7 +233,7 @@ class FeatureStore(DiskStore):
         self.save(f"carried-{server_round:06}", control=control.numpy())
         self.remove(pattern="carried-*.npz", all_but=self.names("carried-*.npz")[-SENT:])
 
-    def carried(self, server_round: int) -> Tensor | None:
+    def load_control(self, server_round: int) -> Tensor | None:
         """Return c_k (p, C) of a round whose examples were others; None if there is none."""
         return self._tensor(f"carried-{server_round:06}")
 

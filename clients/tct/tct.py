@@ -51,7 +51,7 @@ from ..core.disk_store import cache_dir, client_folder, example_digests, remove_
 from ..core.named_arrays import NamedArrays, records_of
 from ..core.secure_sum import SecureSum
 from ..core.weights import Evaluation, Fit, Scalar, set_weights
-from ..gossip.sealed_parcels import kept_key
+from ..gossip.sealed_parcels import load_or_draw_key
 from ..sgd import SGDClient
 from .feature_store import LESS_DISK, FeatureStore
 
@@ -155,11 +155,11 @@ class TCTClient(SGDClient):
         store = self._store(task, records, config)
         if not store.holds(*(["network"] if task.step != "linear" else ["network", "normaliser"])):
             return _lost(0)
-        digests, order = _sorted(self.inputs, self.targets)
+        digests, order = _sort_examples(self.inputs, self.targets)
         x = self._project(self.inputs[order], config)
         work = _Work(task, records, store, x, self.targets[order], config)
         if task.step in ONCE:
-            once = {"features": _features, "statistics": self._statistics, "masked": self._masked}
+            once = {"features": _features, "statistics": self._statistics, "masked": self._mask}
             return _reply(once[task.step](work), len(x), _loss_at_zero(task, work.targets))
         changed = self._note_examples(task, store, digests, config)
         if task.step == "moments":
@@ -268,7 +268,7 @@ class TCTClient(SGDClient):
         answers = {"shares": own.shares, "confirm": own.confirm, "reveal": own.reveal}
         return answers[task.step](found["secure-sum"])
 
-    def _masked(self, work: "_Work") -> Arrays:
+    def _mask(self, work: "_Work") -> Arrays:
         task, message = work.task, work.records["secure-sum"]
         words = work.sums().to_words(f"u{int(message['word-bytes'])}")
         key = ConvexTask.key_of(task.feature_map, work.store.network)
@@ -277,7 +277,7 @@ class TCTClient(SGDClient):
 
     def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
         folder = self.folder(task, config, "-secure")
-        return SecureSum(folder, self.parcel_keys or ParcelKeys(kept_key(folder)))
+        return SecureSum(folder, self.parcel_keys or ParcelKeys(load_or_draw_key(folder)))
 
     def _linear(self, work: "_Work") -> Fit:
         """Take M corrected steps from the received model (algorithm 1)."""
@@ -290,7 +290,7 @@ class TCTClient(SGDClient):
         if own is None or control is None:
             return _lost(own is None)
         rows = store.rows("train", work.x, bias=task.bias, device=self.device)
-        take_steps = _looped if self.local_solver == "loop" else _closed
+        take_steps = _take_steps if self.local_solver == "loop" else _sum_steps
         coefficients, vector = own
         result, after, outputs, metrics = take_steps(
             work, rows, theta, coefficients, control - vector
@@ -300,7 +300,8 @@ class TCTClient(SGDClient):
         if task.corrected:
             store.remember(server_round, after, theta)
             if self.keep == "nothing":  # c_k = c_k - c - (theta_k - theta) / (M eta)
-                before = store.carried(task.state_round) if task.state_round else torch.zeros(1)
+                kept = task.state_round
+                before = store.load_control(kept) if kept else torch.zeros(1)
                 if before is not None:
                     vector = before - control - (result - theta) / task.span
                     store.remember_vector(server_round, vector)
@@ -325,7 +326,7 @@ class TCTClient(SGDClient):
         store = self._store(task, records, config)
         if not store.holds("network", "normaliser"):
             return 0.0, 1, {"lost-state": 0}
-        digests, order = _sorted(self.test_inputs, self.test_targets)
+        digests, order = _sort_examples(self.test_inputs, self.test_targets)
         same = self.test_inputs is self.inputs and store.has("train", digests)
         name = "train" if same else "test"
         if not store.has(name, digests):
@@ -396,7 +397,7 @@ def _features(work: _Work) -> Arrays:
     return upload.to_arrays(sparsity=task.sparsity, bits=task.bits)
 
 
-def _looped(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: Tensor) -> Steps:
+def _take_steps(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: Tensor) -> Steps:
     """Take the steps of eq. (3): return the new model, A_k, and the outputs before.
 
     The correction h_k is -Z^T A_k, by the A_k (n, C) before, minus `shift` (p, C).
@@ -422,7 +423,7 @@ def _looped(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: T
     return result.cpu(), after, (features @ start).cpu(), {}
 
 
-def _closed(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: Tensor) -> Steps:
+def _sum_steps(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: Tensor) -> Steps:
     """Do the same by the sum of the residuals, in the kernel's eigenbasis."""
     task, store = work.task, work.store
     metrics: dict[str, Scalar] = {}
@@ -449,7 +450,7 @@ def _closed(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: T
     return theta + task.span * (change - shift), after, outputs, metrics
 
 
-def _sorted(x: Tensor, targets: Tensor) -> tuple[NDArray[np.uint64], Tensor]:
+def _sort_examples(x: Tensor, targets: Tensor) -> tuple[NDArray[np.uint64], Tensor]:
     """Return digests of examples in an order that does not depend on theirs, and that order."""
     digests = example_digests(x, targets)
     order = np.lexsort(digests.T)
@@ -470,7 +471,7 @@ def _own_control(
     coefficients = store.coefficients(task.state_round)
     if coefficients is not None:
         return coefficients, zero
-    vector = store.carried(task.state_round)
+    vector = store.load_control(task.state_round)
     return None if vector is None else (none, vector)
 
 

@@ -118,7 +118,7 @@ class FeatureMap:
                 f"{num_classes}; name the layer that gives the logits with head"
             )
 
-    def convexified(self, network: nn.Module) -> nn.Module:
+    def convexify(self, network: nn.Module) -> nn.Module:
         """Return a copy of the network with a new last layer of one output, drawn on the CPU."""
         network = copy.deepcopy(network)
         name, old = self.last_layer(network)
@@ -135,7 +135,7 @@ class FeatureMap:
         if self.kind in REPRESENTATIONS:
             both = self.extractor_with_outputs(network)
             return lambda x: both(x)[0]
-        width, convexified = self.width(network), self.convexified(network)
+        width, convexified = self.width(network), self.convexify(network)
         device = next(convexified.parameters()).device
         extract = TangentFeatures(
             convexified,

@@ -96,12 +96,12 @@ class FactoredBlock(Block):
         """Return the inputs a by group and position, shape (n, groups, S, d_in)."""
         return self.inputs.unsqueeze(1)
 
-    def shaped(self, weights: Tensor) -> Tensor:
+    def shape_weights(self, weights: Tensor) -> Tensor:
         """View (..., d_out, d_in) as (..., *shape of the weight)."""
         return weights
 
     def flat(self, weight: Tensor) -> Tensor:
-        """View a weight as (d_out, d_in): the inverse of :meth:`shaped`."""
+        """View a weight as (d_out, d_in): the inverse of :meth:`shape_weights`."""
         return weight
 
     def _by_group(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -179,7 +179,7 @@ class FactoredBlock(Block):
         chunks = self._chunks(self._patch_size)
         parts = [self.rows(rows)._weighted_sums(residual[rows]) for rows in chunks]
         weight = sum((w for w, _ in parts[1:]), parts[0][0])
-        update = {self.weight: self.shaped(weight)}
+        update = {self.weight: self.shape_weights(weight)}
         if self.bias is not None:
             update[self.bias] = sum((b for _, b in parts[1:]), parts[0][1])
         return update
@@ -188,9 +188,9 @@ class FactoredBlock(Block):
         """J^T R of the weight, (d_out, d_in), and of the bias, (d_out,)."""
         weighted = torch.bmm(residual.unsqueeze(1), self.gradients.flatten(2))
         weighted = weighted.view(-1, *self.gradients.shape[2:])
-        return self._pulled_back(weighted), weighted.sum((0, 1))
+        return self._pull_back(weighted), weighted.sum((0, 1))
 
-    def _pulled_back(self, weighted: Tensor) -> Tensor:
+    def _pull_back(self, weighted: Tensor) -> Tensor:
         """Sum over examples and positions of g a^T, for g of shape (n, S, d_out)."""
         groups = zip(self.patches().unbind(1), weighted.chunk(self.groups, 2), strict=True)
         return torch.cat([g.flatten(0, 1).T @ a.flatten(0, 1) for a, g in groups])
@@ -200,14 +200,14 @@ class FactoredBlock(Block):
         changes = []
         for rows in self._chunks(self._patch_size):
             part = self.rows(rows)
-            moved = part._pushed_forward(weight)
+            moved = part._push_forward(weight)
             if self.bias is not None:
                 moved = moved + update[self.bias]
             columns = part.gradients.flatten(2).transpose(1, 2)
             changes.append(torch.bmm(moved.flatten(1).unsqueeze(1), columns).squeeze(1))
         return torch.cat(changes)
 
-    def _pushed_forward(self, weight: Tensor) -> Tensor:
+    def _push_forward(self, weight: Tensor) -> Tensor:
         """Apply the layer with another weight and no bias: shape (n, S, d_out)."""
         groups = zip(self.patches().unbind(1), self.flat(weight).chunk(self.groups), strict=True)
         return torch.cat([a @ rows.T for a, rows in groups], dim=2)
@@ -234,7 +234,7 @@ class FactoredBlock(Block):
         return norms
 
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
-        tensors = {self.weight: self.shaped(self._dense_weights())}
+        tensors = {self.weight: self.shape_weights(self._dense_weights())}
         if self.bias is not None:
             tensors[self.bias] = self.gradients.sum(2)
         return tensors
@@ -325,7 +325,7 @@ class ConvBlock(FactoredBlock):
         moved: Tensor = grouped.permute(0, 1 + dims, *places, *offsets, 2 + dims)
         return moved.flatten(2 + dims).flatten(2, 1 + dims)
 
-    def shaped(self, weights: Tensor) -> Tensor:  # noqa: D102
+    def shape_weights(self, weights: Tensor) -> Tensor:  # noqa: D102
         apart: Tensor = weights.unflatten(-1, (*self.kernel_size, self.channels_per_group))
         return apart.movedim(-1, -1 - len(self.kernel_size))
 
@@ -337,14 +337,14 @@ class ConvBlock(FactoredBlock):
         """How the layer convolves its inputs, which are padded already."""
         return {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
 
-    def _pulled_back(self, weighted: Tensor) -> Tensor:
+    def _pull_back(self, weighted: Tensor) -> Tensor:
         shape = (weighted.shape[2], self.channels_per_group, *self.kernel_size)
         differentiate = WEIGHT_GRADIENTS[len(self.kernel_size)]
         by_place = weighted.unflatten(1, self._places(self.inputs.shape[1:-1])).movedim(-1, 1)
         inputs = self.inputs.movedim(-1, 1)
         return self.flat(differentiate(inputs, shape, by_place, **self._options))
 
-    def _pushed_forward(self, weight: Tensor) -> Tensor:
+    def _push_forward(self, weight: Tensor) -> Tensor:
         convolve = CONVOLUTIONS[len(self.kernel_size)]
         moved: Tensor = convolve(self.inputs.movedim(-1, 1), weight, **self._options)
         return moved.flatten(2).transpose(1, 2)
@@ -396,7 +396,7 @@ class EmbeddingBlock(FactoredBlock):
     def _match_cost(self) -> int:
         return 1
 
-    def shaped(self, weights: Tensor) -> Tensor:  # noqa: D102
+    def shape_weights(self, weights: Tensor) -> Tensor:  # noqa: D102
         return weights.transpose(-1, -2)
 
     @property
@@ -435,11 +435,11 @@ class EmbeddingBlock(FactoredBlock):
         left, right = (b.gradients.transpose(1, 2).flatten(0, 1).flatten(1) for b in (self, other))
         yield same.to(left.dtype), left @ right.T
 
-    def _pulled_back(self, weighted: Tensor) -> Tensor:
+    def _pull_back(self, weighted: Tensor) -> Tensor:
         table = weighted.new_zeros(self.num_tokens, weighted.shape[2])
         return table.index_add_(0, self.inputs.flatten(), weighted.flatten(0, 1)).T
 
-    def _pushed_forward(self, weight: Tensor) -> Tensor:
+    def _push_forward(self, weight: Tensor) -> Tensor:
         return weight[self.inputs]
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102

@@ -115,7 +115,7 @@ class FeatureStatistics:
             raise ValueError(f"labels: {len(labels)} of them for {start} examples")
         dtype = np.float64 if fixed_point is None else np.int64
         counts = np.bincount(labels.numpy(), minlength=num_classes).astype(np.int64)
-        return cls(_packed(gram.numpy(), dtype), sums.numpy().astype(dtype), counts, w)
+        return cls(_pack(gram.numpy(), dtype), sums.numpy().astype(dtype), counts, w)
 
     @staticmethod
     def require_memory(width: int) -> None:
@@ -284,7 +284,7 @@ def _rows(packed: NDArray[Any], width: int) -> list[NDArray[Any]]:
     return [packed[a:b] for a, b in itertools.pairwise(_starts(width))]
 
 
-def _packed(matrix: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
+def _pack(matrix: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
     packed = np.empty(packed_size(len(matrix)), dtype)
     for i, row in enumerate(_rows(packed, len(matrix))):
         row[:] = matrix[i, i:]

@@ -65,7 +65,7 @@ class Prototypes:
             sums = sums + own.counts[:, None] * own.means.astype(np.float64)
         return cls((sums / np.maximum(counts, 1)[:, None]).astype(np.float32), counts)
 
-    def replaced_by(self, newer: Self) -> Self:
+    def update_from(self, newer: Self) -> Self:
         """Return the newer ones, and these for classes that the newer lack."""
         means = np.where(newer.present[:, None], newer.means, self.means)
         return type(self)(means, np.where(newer.present, newer.counts, self.counts))

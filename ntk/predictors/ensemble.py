@@ -125,7 +125,7 @@ class EnsemblePredictor(Predictor):
         """
         require_labelled(x, y)
         scores = self.scores(x)
-        own = [m._evaluated(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
+        own = [m._evaluate(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
         more = {
             "model-accuracy-max": max(own),
             "model-accuracy-mean": sum(own) / len(own),
@@ -135,7 +135,7 @@ class EnsemblePredictor(Predictor):
             uncertain = uncertainty_of(scores.double().softmax(-1))
             more["model-entropy-mean"] = float(uncertain.expected_entropy.mean())
             more["mutual-information"] = float(uncertain.mutual_information.mean())
-        return self._evaluated(self.together(scores), y)._replace(more=more)
+        return self._evaluate(self.together(scores), y)._replace(more=more)
 
     def save(self, folder: str | Path) -> None:
         """Write each model into a folder ``model-<k>`` of its own."""

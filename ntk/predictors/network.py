@@ -63,9 +63,9 @@ class Predictor(nn.Module, ABC):
     def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
         """Return loss and accuracy on examples (n, ...), n > 0, with labels (n,) in 0 ... C - 1."""
         require_labelled(x, y)
-        return self._evaluated(self.predict(x), y)
+        return self._evaluate(self.predict(x), y)
 
-    def _evaluated(self, outputs: Tensor, y: Tensor) -> Evaluation:
+    def _evaluate(self, outputs: Tensor, y: Tensor) -> Evaluation:
         targets = one_hot(y.cpu(), outputs.shape[1])
         hits = outputs.argmax(1) == targets.argmax(1)
         return Evaluation(self.loss_of(outputs, targets), float(hits.double().mean()))

@@ -373,7 +373,7 @@ def _load_unfamiliar(config: Config, name: str) -> Tensor:
     data = load_data(config)
     try:
         x = load_data(config.replace(dataset=name)).x_test[: config.test_examples or None]
-        return data.standardised(x, np.zeros(len(x), np.int64))[0]  # its labels are not ours
+        return data.convert_examples(x, np.zeros(len(x), np.int64))[0]  # its labels are not ours
     except ConfigError as error:
         raise ConfigError(f"unfamiliar = {name}: {error}") from error
 

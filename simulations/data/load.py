@@ -104,7 +104,7 @@ class Data:
         """Return test examples, by default all, as :meth:`train` does."""
         return self._tensors(self.x_test[indices], self.y_test[indices])
 
-    def standardised(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
+    def convert_examples(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
         """Return other examples of this kind, checked, as :meth:`train` does."""
         part = _check_own(x, y)
         self._require_kind(part.x, part.y)
@@ -156,7 +156,7 @@ def load_own(path: str, data: Data, max_examples: int) -> Own:
             "max-examples says how many a client may have"
         )
     try:
-        return Own(data.standardised(x, y), data.standardised(*(test or (x[:0], y[:0]))))
+        return Own(data.convert_examples(x, y), data.convert_examples(*(test or (x[:0], y[:0]))))
     except ConfigError as error:
         raise ConfigError(f"data-path: {files[0]}: {error}") from None
 

@@ -28,12 +28,12 @@ def run_name(config: Config) -> str:
 def key_server(config: Config) -> KeyServer:
     """Make the key server, with all clients enrolled."""
     enrolled = [public_bytes(_client_key(config, p)) for p in range(config.num_clients)]
-    return KeyServer(_derived(config, "master"), enrolled, _signing_key(config))
+    return KeyServer(_derive(config, "master"), enrolled, _signing_key(config))
 
 
 def shuffling_server(config: Config) -> ShufflingServer:
     """Make the shuffling server."""
-    return ShufflingServer(X25519PrivateKey.from_private_bytes(_derived(config, "shuffling")))
+    return ShufflingServer(X25519PrivateKey.from_private_bytes(_derive(config, "shuffling")))
 
 
 def sealed_projection(
@@ -61,13 +61,13 @@ def projected(config: Config, x: Tensor) -> Tensor:
 
 
 def _client_key(config: Config, partition: int) -> X25519PrivateKey:
-    return X25519PrivateKey.from_private_bytes(_derived(config, f"client {partition}"))
+    return X25519PrivateKey.from_private_bytes(_derive(config, f"client {partition}"))
 
 
 def _signing_key(config: Config) -> Ed25519PrivateKey:
-    return Ed25519PrivateKey.from_private_bytes(_derived(config, "signing"))
+    return Ed25519PrivateKey.from_private_bytes(_derive(config, "signing"))
 
 
-def _derived(config: Config, purpose: str) -> bytes:
+def _derive(config: Config, purpose: str) -> bytes:
     info = f"fedntk simulation {purpose}".encode()
     return HKDF(SHA256(), 32, salt=None, info=info).derive(str(config.seed).encode())

@@ -127,7 +127,7 @@ def _serve(
     def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
         predictor = method.predictor(setup, arrays, strategy.learned, cache=folder / "cache")
         evaluation: Evaluation = predictor.evaluate(x, y)
-        more = {**evaluation.more, **method.measured(setup, strategy)}
+        more = {**evaluation.more, **method.measure(setup, strategy)}
         return evaluation._replace(more=more)
 
     recorder = Recorder(config, metered, strategy, evaluate, checkpoints, source, on_round)

@@ -101,7 +101,7 @@ class DecentralisedMethod(Method):
         """Return the graphs, and whether clients send two models."""
         return {"topology": settings.graphs(config), "collect_both": settings.both_accuracies}
 
-    def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
+    def measure(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
         """Return how accurate the clients' models are, on the server's examples."""
         measured: dict[str, float] = {}
         models_at = cast(RelayStrategy, strategy).models_at

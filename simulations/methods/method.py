@@ -285,7 +285,7 @@ class Method:
         """
         return ["projection"] if config.projection else []
 
-    def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
+    def measure(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
         """Return further metrics of a round's models, when the server evaluates."""
         return {}
 

@@ -173,7 +173,7 @@ class _KeptFeatures(TCTModel):
         normaliser = {"mean": own.mean, "inv_std": own.inv_std}
         kept.take({"network": network, "normaliser": normaliser})
         rows = kept.rows("train", x, bias=bias, device=torch.device(self.device))
-        return self._evaluated(rows @ self.linear, y)
+        return self._evaluate(rows @ self.linear, y)
 
 
 METHOD = _TCT()

@@ -103,7 +103,7 @@ class ClosedFormStrategy(FeatureStrategy):
         if self.solved:
             return None, None
         pairs, rejected = self.accepted(replies, self.parse, MessageType.TRAIN)
-        pairs = self.screened(pairs, rejected, screen_own_sizes)
+        pairs = self.apply_screen(pairs, rejected, screen_own_sizes)
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):

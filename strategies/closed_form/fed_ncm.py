@@ -34,7 +34,7 @@ class FedNCM(ClosedFormStrategy):
 
     def parse(self, reply: Reply) -> Prototypes:
         """Check a client's class means, which must be of as many examples as it reports."""
-        return self.checked_prototypes(reply.arrays(), reply.num_examples)
+        return self.check_prototypes(reply.arrays(), reply.num_examples)
 
     def last_layer(self, sums: Sequence[Prototypes]) -> Layer:
         """Return the class means, each of norm 1 (C, p), and zeros for a bias."""

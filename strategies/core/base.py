@@ -9,6 +9,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from logging import INFO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ from .averaging import named_arrays
 from .centred_inputs import centre_by_clients
 from .checkpoint import RunCheckpoints
 from .exchange import Aggregate, Pairs, logger
-from .replies import Reply, accuracy_of, checked_weights, kinds_of, screen_accuracies
+from .replies import Reply, accuracy_of, check_weights, kinds_of, screen_accuracies
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
 from .saved_state import pack, unpack
@@ -241,7 +242,7 @@ class BaseStrategy(Sampling):
             self._centred = True
         return arrays
 
-    def judged(self, arrays: ArrayRecord) -> ArrayRecord:
+    def choose_evaluated(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return what is evaluated and returned: the mean over rounds, or the newest arrays."""
         if self.averaged is None or not self.averaged.count:
             return arrays
@@ -346,10 +347,10 @@ class BaseStrategy(Sampling):
         """Return the training replies that are weights of a model, none far off, and metrics."""
         pairs, rejected = self.accepted(
             replies,
-            lambda reply: checked_weights(reply.arrays(), model, self.untrained),
+            lambda reply: check_weights(reply.arrays(), model, self.untrained),
             MessageType.TRAIN,
         )
-        pairs = self.screened(pairs, rejected, lambda own, most: screen_changes(model, own, most))
+        pairs = self.apply_screen(pairs, rejected, partial(screen_changes, model))
         return pairs, self.round_metrics([reply for reply, _ in pairs], rejected)
 
     def aggregate_evaluate(
@@ -371,7 +372,7 @@ class BaseStrategy(Sampling):
     def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[Any], Counter[str]]:
         """Return the accepted evaluations, and how many were rejected for which reason."""
         pairs, rejected = self.accepted(replies, accuracy_of, MessageType.EVALUATE)
-        return self.screened(pairs, rejected, screen_accuracies), rejected
+        return self.apply_screen(pairs, rejected, screen_accuracies), rejected
 
     def round_metrics(
         self, replies: Sequence[Reply], rejected: Counter[str], aggregate: Aggregate | None = None

@@ -42,7 +42,7 @@ def centre_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> Ar
     pairs, rejected = strategy.exchange(
         nodes, STAGE, ArrayRecord(), lambda reply: _parse_mean(reply, centre)
     )
-    pairs = strategy.screened(pairs, rejected, _screen)
+    pairs = strategy.apply_screen(pairs, rejected, _screen)
     if not strategy.enough(len(pairs)) or 2 * len(pairs) <= len(nodes):
         raise NoUsableReply(
             f"centre_inputs: {len(pairs)} of {len(nodes)} clients gave a sum of inputs that can "

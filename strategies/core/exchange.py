@@ -157,7 +157,7 @@ class Exchanges(Declared, FedAvg):
         contents = [
             self.content_for(self.registry.client(node), stage, arrays, config) for node in nodes
         ]
-        return self.addressed(nodes, contents, stage)
+        return self.address(nodes, contents, stage)
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add what all messages of a round tell: its number, and what must agree."""
@@ -169,7 +169,7 @@ class Exchanges(Declared, FedAvg):
         """Options that clients are told, as a configuration holds them."""
         return self.to_config() if self.tells_options else {}
 
-    def addressed(
+    def address(
         self, nodes: Sequence[int], contents: Sequence[RecordDict], stage: str
     ) -> list[Message]:
         """Address contents to nodes, with their sealed seeds where there is a key server."""
@@ -282,7 +282,7 @@ class Exchanges(Declared, FedAvg):
         self.last_refusal = f"node {node}: {bad}"
         logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
 
-    def screened(
+    def apply_screen(
         self,
         pairs: Pairs[T],
         rejected: Counter[str],

@@ -46,7 +46,7 @@ class FeatureStrategy(BaseStrategy):
         """Number of features of an example."""
         return self.feature_map.width(self.network)
 
-    def checked_prototypes(
+    def check_prototypes(
         self, arrays: Mapping[str, NDArray[Any]], num_examples: int | None = None
     ) -> Prototypes:
         """Check a client's class means, of `num_examples` examples if that is given."""

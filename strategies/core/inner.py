@@ -75,7 +75,7 @@ class InnerStrategy:
             for record in message.content.config_records.values():
                 self.owner.prepare_config(record, server_round)
         asked = [message.metadata.dst_node_id for message in own]
-        return self.owner.addressed(asked, [m.content for m in own], MessageType.TRAIN)
+        return self.owner.address(asked, [m.content for m in own], MessageType.TRAIN)
 
     def aggregate(
         self, replies: Iterable[Message], expected: Mapping[str, NDArray[Any]]
@@ -85,7 +85,7 @@ class InnerStrategy:
         if not self.owner.enough(len(pairs)):
             return None, metrics
         names = {n for n, _ in frozenset.intersection(*(kinds_of(r.metrics) for r, _ in pairs))}
-        clean = [self._cleaned(reply, names) for reply, _ in pairs]
+        clean = [self._clean(reply, names) for reply, _ in pairs]
         try:
             found, own = self.strategy.aggregate_train(self.owner.server_round, clean)
         except Exception as error:  # another's code must not end the run
@@ -97,7 +97,7 @@ class InnerStrategy:
         metrics = MetricRecord({**extra, **metrics})
         return None if found is None else cast_like(named_arrays(found), expected), metrics
 
-    def _cleaned(self, reply: Reply, names: set[str]) -> Message:
+    def _clean(self, reply: Reply, names: set[str]) -> Message:
         """Return a reply that holds its arrays, its number of examples and metrics all have."""
         (arrays,) = reply.message.content.array_records.values()
         values = {name: value for name, value in reply.metrics.items() if name in names}

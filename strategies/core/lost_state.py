@@ -53,7 +53,7 @@ class ResendingStrategy(BaseStrategy):
         parse_any = _or_lost(parse)
         return self._answered(*self.accepted(replies, parse_any, stage), parse_any, stage)
 
-    def asked_again(
+    def ask_again(
         self, nodes: Sequence[int], parse: Callable[[Reply], T], stage: str
     ) -> Answers[T]:
         """Make one more exchange within a round, as :meth:`exchange`, with clients that lose."""
@@ -89,7 +89,7 @@ class ResendingStrategy(BaseStrategy):
     def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[Any], Counter[str]]:
         """Return the accepted evaluations, and how many were rejected for which reason."""
         pairs, rejected, _ = self.answers(replies, accuracy_of, MessageType.EVALUATE)
-        return self.screened(pairs, rejected, screen_accuracies), rejected
+        return self.apply_screen(pairs, rejected, screen_accuracies), rejected
 
 
 def _or_lost(parse: Callable[[Reply], T]) -> Callable[[Reply], T | Lost]:

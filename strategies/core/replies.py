@@ -125,7 +125,7 @@ def read_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def checked_weights(
+def check_weights(
     arrays: Mapping[str, NDArray[Any]],
     expected: Mapping[str, NDArray[Any]],
     untrained: Collection[str] = (),

@@ -48,7 +48,7 @@ def run_rounds(
 
     def is_last(number: int) -> bool:
         if evaluate_fn is not None:
-            metrics = _evaluate(evaluate_fn, strategy, number, strategy.judged(arrays))
+            metrics = _evaluate(evaluate_fn, strategy, number, strategy.choose_evaluated(arrays))
             logger.info("Evaluation on the server: %s", metrics)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
@@ -65,11 +65,11 @@ def run_rounds(
             arrays = found
             if strategy.averaged is not None:
                 strategy.averaged.add(arrays)
-            result.arrays = strategy.judged(arrays)
+            result.arrays = strategy.choose_evaluated(arrays)
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
             result.train_metrics_clientapp[number] = metrics
-        judged = strategy.judged(arrays)
+        judged = strategy.choose_evaluated(arrays)
         messages = strategy.configure_evaluate(number, judged, evaluate_config, grid)
         replies = grid.send_and_receive(messages=messages, timeout=timeout)
         metrics = strategy.aggregate_evaluate(number, replies)

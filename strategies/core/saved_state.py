@@ -48,8 +48,8 @@ def unpack(name: str, kind: Any, fresh: Any, state: Mapping[str, Any]) -> Any:
     if whole in (dict, Counter):
         key_type = get_args(kind)[0]
         values = {**parts, **state.get(name, {})}
-        return whole({key_type(key): _copied(own) for key, own in values.items()})
-    value = _copied(state[name])
+        return whole({key_type(key): _copy(own) for key, own in values.items()})
+    value = _copy(state[name])
     if isinstance(fresh, torch.Tensor):
         return torch.from_numpy(value)
     return whole(value) if whole in (int, float, str, bool, list, set, tuple) else value
@@ -59,5 +59,5 @@ def _is_of_objects(value: Any) -> bool:
     return isinstance(value, tuple) and bool(value) and hasattr(value[0], "state_dict")
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return np.array(value) if isinstance(value, np.ndarray) else value

@@ -131,7 +131,7 @@ class SecureSums:
         pairs, rejected, _ = found
         last: list[Reply] = []
         try:
-            pairs = self._strategy.screened(pairs, rejected, _screen_copied_keys)
+            pairs = self._strategy.apply_screen(pairs, rejected, _screen_copied_keys)
             last = [reply for reply, _ in pairs]
             counts = {reply.client: reply.num_examples for reply in last}
             roster, described = self._roster({r.client: known for r, known in pairs})
@@ -142,7 +142,7 @@ class SecureSums:
             shared = self._next(last, partial(_read_shares, roster), rejected)
             promises = {reply.client: promise for reply, (promise, _) in shared}
             parcels = [own for _, (_, own) in shared]
-            rows = {r.client: {"parcels": _addressed(r, roster, parcels)} for r, _ in shared}
+            rows = {r.client: {"parcels": _address(r, roster, parcels)} for r, _ in shared}
             word_bytes = np.array(words.dtype.itemsize, np.int64)
             common = {**exchange, "clients": _ids(promises), "word-bytes": word_bytes}
             self._prepare("masked", common, rows)
@@ -157,7 +157,7 @@ class SecureSums:
             shape = {"tags": (len(roster.clients), TAG_BYTES)}
             told = self._next(last, lambda reply: _bytes_in(reply, shape), rejected)
             tags = [own for _, (own,) in told]
-            rows = {r.client: {"tags": _addressed(r, roster, tags)} for r, _ in told}
+            rows = {r.client: {"tags": _address(r, roster, tags)} for r, _ in told}
             clients = _ids(reply.client for reply, _ in told)
             self._prepare("reveal", {**exchange, "clients": clients}, rows)
             open_shares = partial(_read_opened, sorted(promises))
@@ -180,7 +180,7 @@ class SecureSums:
     ) -> Pairs[T]:
         """Make one more exchange with the clients of some replies."""
         nodes = [reply.node for reply in replies]
-        found = self._strategy.asked_again(nodes, parse, MessageType.TRAIN)
+        found = self._strategy.ask_again(nodes, parse, MessageType.TRAIN)
         rejected += found.rejected
         return found.pairs
 
@@ -241,9 +241,7 @@ def _read_opened(senders: list[int], reply: Reply) -> dict[int, bytes]:
     return {k: row.tobytes() for k, row in zip(senders, shares, strict=True)}
 
 
-def _addressed(
-    reply: Reply, roster: Roster, sent: Sequence[NDArray[np.uint8]]
-) -> NDArray[np.uint8]:
+def _address(reply: Reply, roster: Roster, sent: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     """Return the rows for one client, one from each sender."""
     position = roster.position(reply.client)
     return np.stack([own[position] for own in sent])

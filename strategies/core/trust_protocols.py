@@ -66,7 +66,7 @@ class SealedSeeds:
         for reply in ask(new) if new else ():
             node = reply.metadata.src_node_id
             try:
-                self._sealed[node] = self._fetched(reply)
+                self._sealed[node] = self._fetch(reply)
                 self._doubtful.discard(node)
             except Exception as error:  # a reply may hold anything; none may end the run
                 logger.log(WARNING, "node %d gets no projection seed: %s", node, error)
@@ -74,7 +74,7 @@ class SealedSeeds:
         if failure is not None and not self._sealed:
             raise failure
 
-    def _fetched(self, reply: Message) -> bytes:
+    def _fetch(self, reply: Message) -> bytes:
         if reply.has_error():
             raise ValueError(reply.error.reason)
         properties = [dict(r) for r in reply.content.config_records.values()]

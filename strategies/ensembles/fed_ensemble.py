@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import BadReply, EnsemblePredictor
-from fedntk.ntk.first_weights import Initialisation, drawn_weights
+from fedntk.ntk.first_weights import Initialisation, draw_weights
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_sizes
 
@@ -43,7 +43,7 @@ from ..core.base import BaseStrategy
 from ..core.exchange import Aggregate, logger
 from ..core.inner import CheckedStrategy, GridSubset
 from ..core.registry import Exchange
-from ..core.replies import checked_weights, kinds_of, read_arrays
+from ..core.replies import check_weights, kinds_of, read_arrays
 from .strata import Schedule, Strata, permutations
 
 
@@ -212,7 +212,7 @@ class FedEnsemble(BaseStrategy):
                 )
             return made
         generator = np.random.default_rng([self.seed, k, *b"weights"])
-        drawn = drawn_weights(named_arrays(given), self.init, generator, zero_biases=True)
+        drawn = draw_weights(named_arrays(given), self.init, generator, zero_biases=True)
         return {name: Array(array) for name, array in drawn.items()}
 
     def configure_train(
@@ -385,5 +385,5 @@ def _change(reply: Message, model: Mapping[str, NDArray[Any]]) -> float | None:
         return None
     (record,) = reply.content.array_records.values()
     with suppress(BadReply):
-        return change_size(model, checked_weights(read_arrays(record), model))
+        return change_size(model, check_weights(read_arrays(record), model))
     return None

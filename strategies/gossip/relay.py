@@ -27,7 +27,7 @@ from ..core.averaging import cast_like, named_arrays
 from ..core.exchange import Pairs, logger
 from ..core.kept_rounds import KeepingStrategy
 from ..core.registry import SentParts
-from ..core.replies import Reply, checked_weights
+from ..core.replies import Reply, check_weights
 from ..core.trust_protocols import VouchesForKeys, public_key_in
 from .topology import Topology, spectral_gap
 
@@ -206,7 +206,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         contents = [
             RecordDict({self.configrecord_key: self.config_for(client, config)}) for client in asked
         ]
-        messages = self.addressed([nodes[client] for client in asked], contents, stage)
+        messages = self.address([nodes[client] for client in asked], contents, stage)
         for reply in grid.send_and_receive(messages, timeout=self.query_timeout):
             node = reply.metadata.src_node_id
             try:
@@ -292,7 +292,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             nodes, MODEL, self.global_arrays, lambda reply: self._models_of(reply, network)
         )
         zero = {name: np.zeros_like(array) for name, array in network.items()}
-        pairs = self.screened(  # by norms: how far they moved says how often they were sampled
+        pairs = self.apply_screen(  # by norms: how far they moved says how often they were sampled
             pairs,
             rejected,
             lambda models, factor: screen_changes(zero, [m["arrays"] for m in models], factor),
@@ -312,7 +312,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         both = self.collect_both and "before" in reply.message.content.array_records
         names = ("arrays", "before") if both else ("arrays",)
         found = zip(names, reply.array_records(*names), strict=True)
-        return {name: checked_weights(arrays, network) for name, arrays in found}
+        return {name: check_weights(arrays, network) for name, arrays in found}
 
     @property
     def models_at(self) -> dict[str, dict[int, Arrays]]:

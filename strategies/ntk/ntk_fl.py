@@ -201,7 +201,7 @@ class NTKFL(FlowOptions, BaseStrategy):
         The order of the uploads does not depend on that of the replies.
         """
         pairs, rejected = self.accepted(replies, self.parser(), MessageType.TRAIN)
-        pairs = self.screened(pairs, rejected, screen_uploads)
+        pairs = self.apply_screen(pairs, rejected, screen_uploads)
         return [reply for reply, _ in pairs], [upload for _, upload in pairs], rejected
 
     def parser(self) -> Callable[[Reply], JacobianUpload]:
@@ -278,7 +278,7 @@ class NTKFL(FlowOptions, BaseStrategy):
             record_of(candidates.weights),
             lambda reply: _check_losses(reply, count),
         )
-        pairs = self.screened(pairs, rejected, screen_losses)
+        pairs = self.apply_screen(pairs, rejected, screen_losses)
         metrics["losses-accepted"] = len(pairs)
         for reason, refused in sorted(rejected.items()):
             metrics[f"losses-rejected-{reason}"] = refused

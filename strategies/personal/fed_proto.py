@@ -65,13 +65,13 @@ class FedProto(FeatureStrategy, PersonalStrategy):
 
     def parse(self, reply: Reply) -> Prototypes:
         """Check a client's prototypes, which must be of as many examples as it reports."""
-        return self.checked_prototypes(reply.arrays(), reply.num_examples)
+        return self.check_prototypes(reply.arrays(), reply.num_examples)
 
     def screen(self, own: Sequence[Prototypes], most: float) -> list[BadReply | None]:
         """Refuse prototypes whose root mean square is far above that of others."""
         return screen_own_sizes(own, most)
 
-    def merged(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
+    def merge(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
         """Return the mean prototype of each class, and the former one where none came."""
         pooled = Prototypes.pooled([own for _, own in pairs])
-        return self.prototypes.replaced_by(pooled).to_global_arrays()
+        return self.prototypes.update_from(pooled).to_global_arrays()

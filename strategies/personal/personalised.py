@@ -19,7 +19,7 @@ from ..core.averaging import cast_like, named_arrays
 from ..core.exchange import Pairs
 from ..core.kept_rounds import KeepingStrategy
 from ..core.lost_state import ResendingStrategy
-from ..core.replies import Reply, checked_weights
+from ..core.replies import Reply, check_weights
 
 PERSONAL = "personal"  # record of first values
 
@@ -71,12 +71,12 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge what was accepted, and note whose personal arrays are of this round."""
         pairs, rejected, _ = self.answers(replies, self.parse, MessageType.TRAIN)
-        pairs = self.screened(pairs, rejected, self.screen)
+        pairs = self.apply_screen(pairs, rejected, self.screen)
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
             return None, metrics
-        merged = self.merged(pairs)
+        merged = self.merge(pairs)
         self.trained |= {reply.client: server_round for reply, _ in pairs}
         expected = {n: a for n, a in named_arrays(self.global_arrays).items() if n in merged}
         return ArrayRecord({**self.global_arrays, **cast_like(merged, expected)}), metrics
@@ -94,13 +94,13 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
 
     def parse(self, reply: Reply) -> Any:
         """Return what the method needs of a reply, or raise BadReply; by default its weights."""
-        return checked_weights(reply.arrays(), self.shared)
+        return check_weights(reply.arrays(), self.shared)
 
     def screen(self, own: Sequence[Any], most: float) -> list[BadReply | None]:
         """Refuse what :meth:`parse` made of replies that are far out of the others' range."""
         return screen_changes(self.shared, own, most)
 
-    def merged(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
+    def merge(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
         """Return what the accepted replies change of the global arrays."""
         if not self.shared:
             return {}

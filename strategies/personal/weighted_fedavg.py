@@ -27,7 +27,7 @@ from fedntk.ntk.similarity import Absent, cosine_similarities, similarity_weight
 
 from ..core.exchange import Pairs
 from ..core.features import FeatureStrategy
-from ..core.replies import Reply, checked_weights
+from ..core.replies import Reply, check_weights
 from .client_models import Arrays, ClientModels
 from .personalised import PersonalStrategy
 
@@ -157,8 +157,8 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
     def parse(self, reply: Reply) -> _Upload:
         """Check weights and prototypes."""
         weights, prototypes = reply.array_records(self.arrayrecord_key, PROTOTYPES)
-        checked = checked_weights(weights, self.shared)
-        return _Upload(reply.client, checked, self.checked_prototypes(prototypes))
+        checked = check_weights(weights, self.shared)
+        return _Upload(reply.client, checked, self.check_prototypes(prototypes))
 
     def screen(self, own: Sequence[_Upload], most: float) -> list[BadReply | None]:
         """Refuse weights that are much farther from what was sent than those of others."""
@@ -166,7 +166,7 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
         sizes = [change_size(self.model_of(k) or shared, weights) for k, weights, _ in own]
         return screen_sizes(sizes, most)
 
-    def merged(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
+    def merge(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
         """Mix a model for each client, and return the mean of what came."""
         for reply, own in pairs:
             self._means[reply.client] = own.prototypes.means
@@ -189,7 +189,7 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
         metrics["similarity-mean"] = float(similarities[others].mean()) if others.any() else 1.0
         metrics["own-weight-mean"] = float(np.diag(weights).mean())
         metrics["effective-clients"] = float(np.exp(entropy).mean())
-        return super().merged([(reply, own.weights) for reply, own in pairs])
+        return super().merge([(reply, own.weights) for reply, own in pairs])
 
     def _compare(
         self, clients: Sequence[int], others: Sequence[int]

@@ -80,7 +80,7 @@ class Phase(ABC):
         """
         pairs, rejected, _ = self.answers(replies, parse)
         for screen in screens:
-            pairs = self.tct.screened(pairs, rejected, screen)
+            pairs = self.tct.apply_screen(pairs, rejected, screen)
         metrics = self.tct.round_metrics([reply for reply, _ in pairs], rejected)
         return pairs if self.tct.enough(len(pairs)) else [], metrics
 
@@ -187,7 +187,7 @@ class ConvexRounds(Phase):
             return {LINEAR: linear}
 
         pairs, rejected, lost = self.answers(replies, parse)
-        pairs = tct.screened(
+        pairs = tct.apply_screen(
             pairs, rejected, lambda own, most: screen_changes({LINEAR: theta}, own, most)
         )
         replied = [reply for reply, _ in pairs]

@@ -68,7 +68,7 @@ def test_pooled_prototypes_are_those_of_all_examples_together():
     assert pooled.counts[3] == 0
     assert not pooled.means[3].any()
     before = Prototypes(np.full((4, 5), 7, np.float32), np.full(4, 2))
-    after = before.replaced_by(pooled)
+    after = before.update_from(pooled)
     assert after.counts.tolist() == [*pooled.counts[:3], 2]
     assert (after.means[3] == 7).all()
     assert after.means[:3].tobytes() == pooled.means[:3].tobytes()

@@ -105,7 +105,7 @@ def test_features_are_the_papers_algorithm_3(name):
         features = feature_map.extractor(model.train(), chunk_size=1)(x)
         assert features.shape == (2, width)
         assert width == (min(count, total) or total)
-        expected = algorithm_3(feature_map.convexified(model), x, total, count or total, 5)
+        expected = algorithm_3(feature_map.convexify(model), x, total, count or total, 5)
         close(features, expected)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert model.training
@@ -115,7 +115,7 @@ def test_features_are_the_papers_algorithm_3(name):
 def test_resnet18_has_the_papers_number_of_coordinates():
     """Appendix B.7: 11,169,345. 11,173,962 with ten outputs, less nine rows of 512 and biases."""
     model = resnet18((3, 32, 32), 10)
-    convexified = FeatureMap().convexified(model)
+    convexified = FeatureMap().convexify(model)
     counts = [sum(p.numel() for p in network.parameters()) for network in (model, convexified)]
     assert counts == [11_173_962, 11_169_345]
     assert FeatureMap(num_features=0).width(model) == 11_169_345
@@ -131,7 +131,7 @@ def test_the_seed_alone_fixes_head_and_coordinates():
             torch.default_generator.manual_seed(global_seed)
             before = torch.get_rng_state()
             feature_map = FeatureMap(num_features=500, seed=seed)
-            head = feature_map.convexified(model)[-1].weight
+            head = feature_map.convexify(model)[-1].weight
             found.append((feature_map.extractor(model)(x), head))
             assert torch.equal(before, torch.get_rng_state())
     assert all(map(torch.equal, found[0], found[1]))
@@ -143,13 +143,13 @@ def test_the_head_is_drawn_as_linear_layers_draw_theirs():
 
     The variance's relative standard deviation is sqrt(0.8 / 4,096) = 1.4 %: five of these.
     """
-    head = FeatureMap(seed=8).convexified(nn.Linear(4096, 3))
+    head = FeatureMap(seed=8).convexify(nn.Linear(4096, 3))
     weight = head.weight.detach() * 64
     assert 0.99 < float(weight.abs().max()) <= 1
     assert float(weight.var()) * 3 == pytest.approx(1, abs=0.07)
     assert abs(head.bias.item()) <= 1 / 64
-    assert FeatureMap().convexified(nn.Linear(5, 3, bias=False)).bias is None
-    assert FeatureMap().convexified(nn.Linear(5, 3).double()).weight.dtype == torch.float64
+    assert FeatureMap().convexify(nn.Linear(5, 3, bias=False)).bias is None
+    assert FeatureMap().convexify(nn.Linear(5, 3).double()).weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", ["entk", "last-layer"])
@@ -167,7 +167,7 @@ def test_features_are_the_gradient_of_the_first_of_many_logits():
     """With the new head as the first row of the old one: the other rows' gradient is zero."""
     model, x = network("simple-cnn"), examples("simple-cnn", n=2)
     feature_map = FeatureMap(num_features=0)
-    head = feature_map.convexified(model)[-1]
+    head = feature_map.convexify(model)[-1]
     with torch.no_grad():
         model[-1].weight[0], model[-1].bias[0] = head.weight[0], head.bias[0]
     total = sum(p.numel() for p in model.parameters())
@@ -234,7 +234,7 @@ def test_the_head_is_found_by_name():
     """4 outputs become one: 35 of the body, 6 of the head, 6 that no output depends on."""
     model, x = HeadFirst(), normal(3, 6, seed=0).float()
     feature_map = FeatureMap(head="logits")
-    convexified = feature_map.convexified(model)
+    convexified = feature_map.convexify(model)
     assert convexified(x).shape == (3, 1)
     assert feature_map.width(model) == 47
     features = feature_map.extractor(model)(x)
