@@ -82,7 +82,7 @@ class GradientFlow(FlowOptions):
       Jacobian and several steps: with one the weights are those of ``"mean"`` or ``"full"``.
     - Residuals ``"sum"``: the sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's
       eq. (10), overshoots if eta lambda_max is not small; the integral never does.
-    - Kernel dtype ``"bfloat16"``: two to four times as fast with instructions for it, else slower.
+    - Kernel dtype ``"bfloat16"``: about twice as fast with instructions for it, else slower.
       A product is right to about 3e-3. Ignored for a kernel over the memory budget.
     - Tolerance: the whole error was under 1e-3 with the default on the papers' network and data
       (`benchmarks/solver.py`).
