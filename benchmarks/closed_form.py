@@ -3,16 +3,17 @@
 10 clients with one class of Fashion-MNIST each, 60,000 images, SimpleCNN, test accuracy on all
 10,000 images after one exchange. The network is as it is drawn ("random"), or comes from 15 rounds
 of FedAvg with two classes a client ("trained"), as in ``tct_statistics.py``. The three methods have
-all images; TCT (``solve = "statistics"``, with what the last layer is given or random Fourier
-features of it, in 8 bits) has 58,000 and chooses its ridge on the other 2,000. So is Fed3R's here,
-by the squared error, from sums of the 58,000; then it has all. Nothing is chosen on the test set.
-Also with ten clients of all classes, which must make no difference.
+all images; TCT (``solve = "statistics"``, with the inputs of the last layer or random Fourier
+features of them, in 8 bits) has 58,000 and chooses its ridge on the other 2,000. Fed3R's ridge is
+chosen in the same way from sums of the 58,000, by the squared error; then Fed3R has all images.
+Nothing is chosen on the test set. Also with ten clients of all classes, which must make no
+difference.
 
     python benchmarks/closed_form.py --data-dir FOLDER [--networks random,trained] [--seeds 0,1,2]
         [--fourier 0] [--out FOLDER]
 
 Each row of results/closed_form.csv is one exchange; results/closed_form.json has the means over
-seeds. Rows of other cases stay as they are. FedAvg's runs in FOLDER are gone on from.
+seeds. Rows of other cases stay as they are. FedAvg's runs in FOLDER are continued.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""What one neighbour of a client learns in NTK-DFL, and what two learn that tell each other all.
+"""What one neighbour of a client learns in NTK-DFL, and what two neighbours learn that collude.
 
 Five clients on a fixed graph, scikit-learn's digits, two rounds. Client 0 has the neighbours 1, 2
 and 3; of these 1, or 1 and 2, are curious. They follow the protocol (Thompson et al., ICML 2025,
 algorithms 2 to 4) and keep what they get in round 2, when all weights differ:
 
 inputs    client 0's examples, from its Jacobians at the curious clients' own averages. With a
-          linear first layer from the block's factors, in closed form. With a convolution first,
-          whose Jacobian comes summed over the positions, L-BFGS fits pixels to all that came: that
+          linear first layer from the block's factors, in closed form. With a convolution first
+          the Jacobian is summed over the positions; L-BFGS fits pixels to all that arrived: that
           block, and the inputs of the last layer. Relative error: of pixels in units of their
           deviation, root mean square over an image; the median and the mean over the images
 weights   client 3's, with which no curious one has an edge, from client 0's weights and average:

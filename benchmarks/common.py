@@ -1,4 +1,4 @@
-"""What the benchmarks of the mathematics share. Torch and numpy alone, straight from a checkout."""
+"""What the benchmarks of the mathematics share. It needs only torch and numpy, and a checkout."""
 
 import argparse
 import csv
@@ -102,7 +102,7 @@ def make(network: str, n: int, device: str) -> tuple[nn.Module, Tensor]:
 
 
 def fashion_mnist(data_dir: str, num_clients: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Pictures, labels and sizes of clients with about 200 examples each, Dirichlet(0.1)."""
+    """Return images, labels and sizes of clients with about 200 examples each, Dirichlet(0.1)."""
     folder = Path(data_dir) / "FashionMNIST" / "raw"
     files = [next(folder.glob(f"train-{kind}-ubyte*")) for kind in ("images-idx3", "labels-idx1")]
     raw = [

@@ -3,17 +3,18 @@
 The data of Yue et al. 2022, Table 1: Fashion-MNIST, 300 clients, 200 images each from a client-wise
 Dirichlet(0.1), or 55,000 split at random; 20 clients a round, MLP with 100 hidden units. The
 options are the class prior, the exponential mean of the weights over rounds, and low frequencies in
-place of the Gaussian projection; each alone, together, and compressed.
+place of the Gaussian projection; one at a time, together, and compressed.
 
 "search": learning rate and decay of the mean are chosen on 5,000 validation images that no client
 has, with two seeds and 20 rounds: by the mean accuracy of the last five. The configuration has the
 best pair at the third of four rates, 0.024: the fourth was 0.2 points better and takes more
-products of the kernel. The learning rate of FedAvg', its local epochs of batches
-of 32, and whether its clients' loss has the class prior are chosen in the same way. It has the mean
-of the weights, too, with a decay of 0.5 (the best of 0.5, 0.7 and 0.85 in a search before), and the
-projection to low frequencies; clients use all their examples in each round. What was chosen for it
-serves FedAvg without projection, SCAFFOLD', and FedProx', of which mu alone is searched. With more
-local epochs than it is chosen from FedAvg' is searched, too, for how much they would gain.
+products of the kernel. The learning rate of FedAvg', its local epochs of batches of 32, and whether
+its clients' loss has the class prior are chosen in the same way. It also has the mean of the
+weights, with a decay of 0.5 (the best of 0.5, 0.7 and 0.85 in an earlier search, which is not
+kept), and the projection to low frequencies; clients use all their examples in each round. What was
+chosen for it serves FedAvg without projection, SCAFFOLD', and FedProx', for which only mu is
+searched. A further search has FedAvg' with more local epochs than it is chosen from, to see how
+much they would gain.
 "table": test accuracy by rounds and by bytes from clients to server, metered.
 
     python benchmarks/cp_ntk_fl_fast.py --data-dir FOLDER [--runs "all three;FedAvg'"]
@@ -69,7 +70,7 @@ OURS: dict[str, dict[str, Any]] = {
 MORE_EPOCHS = "FedAvg', more epochs"  # beyond what is chosen from
 HELPED = {"average_decay": 0.5, "batch_size": 32, "clients_per_evaluation": 0}
 PROJECTED = {"projection": 200, "projection_kind": "low-frequency"}
-# name -> what is searched; FedProx' has what was chosen for FedAvg', too
+# name -> what is searched; FedProx' also has what was chosen for FedAvg'
 GRIDS: dict[str, dict[str, list[Any]]] = {
     "CP-NTK-FL": {"learning-rate": [0.006, 0.012, 0.024, 0.048], "average-decay": DECAYS},
     "FedAvg'": {
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--runs", default="", help="names, by semicolons; all without it")
-    parser.add_argument("--search", default="", help="of which to search again, by semicolons")
+    parser.add_argument("--search", default="", help="names to search again, by semicolons")
     parser.add_argument("--parallel", type=int, default=1, help="trials of the search at a time")
     options = parser.parse_args()
     options.search = [*filter(None, options.search.split(";"))]

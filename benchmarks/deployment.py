@@ -14,7 +14,7 @@ answer    of the client, which does nothing here
 back      until the server has all replies: it asks for them every 3 s
 
 `cpu-seconds` are those of the process in each stage. `imports` are the CPU seconds that
-``python -X importtime`` finds in the modules of each package, their own time alone, and how much
+``python -X importtime`` finds in the modules of each package, only their own time, and how much
 longer ``fedntk.clients`` takes than torch and Flower, each the least of the repeats. Writes
 results/deployment.csv, a row for each reply, and .json, with medians.
 """

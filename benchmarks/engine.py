@@ -4,22 +4,22 @@
         [--workers 1,2] [--peers PYTHON] [--pfllib FOLDER] [--start-up 3] [--before PYTHON]
 
 Fashion-MNIST, 100 clients x 600 images, 10 clients a round, one epoch in batches of 10, one torch
-thread in each worker, no evaluation. Each contender is a process of its own that waits for its
-turn: they take turns round by round, so that what else happens on the machine meets all of them.
+thread in each worker, no evaluation. Each contender is a process of its own. They take
+turns round by round, so that other work on the machine slows all of them alike.
 What is compared are medians over the rounds, and medians of the ratios of neighbouring rounds. On a
 busy machine, seconds of the CPU ("cpu") tell more than those of the clock; Ray's are not counted.
 
 "bare" is a loop over clients and batches with torch's SGD, and the mean of the weights. "fedntk" is
 ``fedntk.simulations.run`` on the local engine with its records and checkpoints ("seconds"), and the
-same without these ("in-round"). "flower-ray" is benchmarks/stock_app, Flower alone. BlazeFL is
+same without these ("in-round"). "flower-ray" is benchmarks/stock_app, only Flower. BlazeFL is
 installed into an environment of its own in build/peers, for which `--peers` names a Python that it
 takes; one worker is its trainer of one client after another, more are its threads. PFLlib is run
 from a checkout of it, if `--pfllib` names one, with as many torch threads as there are workers, as
-it trains one client after another. A peer that cannot be had is named and left out.
+it trains one client after another. A peer that cannot be installed is named and left out.
 
 "start-up": seconds until the first round begins and until it has ended, in turns: of ``fedntk run
 --engine ray``, of stock_app by ``flwr run`` on a SuperLink that is started for it, and of another
-version of fedntk, in whose environment `--before` is the Python.
+version of fedntk, which the environment of the Python `--before` has.
 
 Writes results/engine.csv and .json. Needs fedntk installed.
 """
@@ -277,7 +277,7 @@ CONTENDERS: dict[str, Callable[[Mapping[str, Any]], None]] = {
 
 
 class Contender:
-    """A process that runs a round whenever it is told to."""
+    """A process that runs a round on request."""
 
     def __init__(self, name: str, python: str, case: Mapping[str, Any], scratch: Path) -> None:
         self.name = name
@@ -297,7 +297,7 @@ class Contender:
         self._answer()  # ready
 
     def round(self) -> dict[str, float]:
-        """Have it run a round: what it took."""
+        """Have it run a round; return what it took."""
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         return self._answer()
@@ -320,7 +320,7 @@ class Contender:
 
 
 def pythons(interpreter: str, pfllib_folder: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Who can be had, by which Python; and of the others why not."""
+    """Return the contenders that can run, with their Python; and why the others cannot."""
     found = dict.fromkeys(("bare", "fedntk", "flower-ray"), sys.executable)
     missing = {}
     wanted = {"blazefl": (["blazefl[contrib,reproducibility]"], interpreter)}

@@ -6,7 +6,7 @@ that differentiates all examples can be faster.
 
     python benchmarks/entk_features.py [--device cpu]
 
-Writes results/entk_features.csv and .json (with _cuda for a GPU). Needs torch and numpy alone.
+Writes results/entk_features.csv and .json (with _cuda for a GPU). Needs only torch and numpy.
 """
 
 from typing import Any

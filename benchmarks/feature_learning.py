@@ -6,7 +6,7 @@ Figures 1 and 3: loss and accuracy of client 1 by FedAvg and by local training, 
 d = 1,000 and 8,000. Figure 2: signal and noise coefficients of client 1 of two, after each gradient
 step. Figure 4: test accuracy of 20 clients in groups of 1, 3, 6 and 10, by FedAvg, local training
 and averages within the group. Theorem 4.4: test error against n chi^2 ||mu||^4 / (K sigma_p^4 d),
-where signal, number of clients, groups, examples and dimension vary.
+for several signals, numbers of clients, groups, examples and dimensions.
 
 Settings are the paper's (section 6.1): n = 100, 2,000 test examples a client, m = 50, ||mu|| = 2,
 sigma_p = 1, eta = 1, E = 5, R = 100, full batches. The standard deviation of the first weights is
@@ -63,7 +63,7 @@ def first_weights(dimension: int, seed: int, std: float | None = None) -> Tensor
 
 
 def averaged(distribution: TwoPatchDistribution, method: str) -> Tensor:
-    """Return who averages with whom: numbers, the same for clients that do."""
+    """Return group numbers; clients with the same number average with each other."""
     clients = distribution.num_clients
     return {
         "fedavg": torch.zeros(clients),
@@ -290,7 +290,7 @@ def measured(
 
 
 def sweep(seeds: int) -> list[dict[str, Any]]:
-    """Measure test error where one quantity of the exponent varies."""
+    """Measure test error for several values of one quantity of the exponent."""
     rows: list[dict[str, Any]] = []
     for seed in range(seeds):
         for signal in (2.0, 1.0):

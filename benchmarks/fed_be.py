@@ -3,10 +3,10 @@
     python benchmarks/fed_be.py --data-dir FOLDER [--out FOLDER]
 
 Two data sets: scikit-learn's digits, split as in simulations/conf/fed_be_digits.toml, and 5,000
-images of Fashion-MNIST of which 20 clients have 4,000, two classes each. The clients' learning rate
+images of Fashion-MNIST; 20 clients have 4,000 of them, two classes each. The clients' learning rate
 is the best of four for FedAvg, then the rate of the distillation the best of six, by the accuracy
-on labelled examples that no run learns from: neither the clients nor the server have them, and they
-are no test examples. The figures are those of other runs, on the test set, from three seeds.
+on labelled examples that neither the clients nor the server have and that are no test examples. The
+figures are from further runs, on the test set, with three seeds.
 
 Results are written beside this file: results/fed_be.csv and .json.
 """

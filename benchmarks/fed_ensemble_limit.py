@@ -169,7 +169,7 @@ def own_limit(begun: dict[str, Floats]) -> tuple[Floats, float]:
 
 
 def distances(width: int, runs: int, rounds: int, *, compared: bool = False) -> dict[str, float]:
-    """Train, and compare with the limit; `compared`, with training on all points, too."""
+    """Train, and compare with the limit; if `compared`, also with training on all points."""
     found, own, central, kernels, residuals = [], [], [], [], []
     for seed in range(runs):
         begun = first_weights(width, seed)

@@ -112,7 +112,7 @@ def bias_and_variance(predictions: Floats) -> tuple[float, float]:
 
 
 def draw(data: Data, models: Floats, single: Floats, path: Path) -> None:
-    """Draw one ensemble of 40: its models, their mean, one model alone, and the truth."""
+    """Draw one ensemble of 40: its models, their mean, one single model, and the truth."""
     at = data.features(GRID)
     own = models @ at.T
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")

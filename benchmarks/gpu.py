@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--data-dir", help="in torchvision's layout")
-    parser.add_argument("--cases", help="compare these alone, and measure nothing")
+    parser.add_argument("--cases", help="compare only these, and measure nothing")
     chosen = parser.parse_args()
     if reason := why_not(chosen.device):
         print(f"{reason}: nothing was run")

@@ -1,8 +1,8 @@
 """What neighbours that send false Jacobians do to a client of NTK-DFL, one of them or two.
 
 scikit-learn's digits, 20 clients with 50 images each, on a fixed ring (2 neighbours) and on a fixed
-graph of degree 5. One or two neighbours of client 0 follow the protocol but for the Jacobians that
-they send it and everybody else (Thompson et al., ICML 2025, algorithm 3):
+graph of degree 5. One or two neighbours of client 0 follow the protocol except for the Jacobians
+that they send (Thompson et al., ICML 2025, algorithm 3):
 
 labels     each label is the next class
 scale 90   the same, and Jacobians 90 times as large: less than the 100 medians that are refused
@@ -11,7 +11,7 @@ scale 1e4  the same, 10,000 times as large: refused, unless those who agree set 
     python benchmarks/hostile_neighbours.py [--rounds 10] [--seeds 0,1,2]
 
 Writes results/hostile_neighbours.json: test accuracy after the last round of client 0's model, of
-the other honest clients' models in the mean, and of the mean model; and how many parcels were
+the other honest clients' models on average, and of the mean model; and the number of parcels
 refused in a round.
 """
 

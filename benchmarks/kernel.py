@@ -2,13 +2,13 @@
 
 The reference does what PyTorch's tutorial on neural tangent kernels calls Jacobian contraction, in
 its "trace" form, which is our kernel times C: per-example Jacobians by vmap over jacrev, contracted
-layer by layer with einsum. It makes them once, where the tutorial makes both sides'.
+layer by layer with einsum. It computes them once; the tutorial computes them for both sides.
 
     python benchmarks/kernel.py [--device cpu]
 
 Each measurement runs in a process of its own: median seconds (Jacobian and kernel), the peak of
 memory over that before it, and for few examples the difference from the reference in float64.
-Writes results/kernel.csv and .json, or kernel_cuda. Needs torch and numpy alone.
+Writes results/kernel.csv and .json, or kernel_cuda. Needs only torch and numpy.
 """
 
 from typing import Any

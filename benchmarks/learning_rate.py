@@ -1,8 +1,8 @@
 """NTK-FL at three fixed learning rates and at the automatic one, an MLP and a CNN.
 
 Fashion-MNIST: 20 clients with 2,400 training images in all, Dirichlet(0.1), 10 clients a round,
-full kernel, one seed. What is compared is measured on 2,000 other images of the training set, which
-no client has. The test set plays no part.
+full kernel, one seed. Accuracy is measured on 2,000 other images of the training set, which no
+client has. The test set is not used.
 
     python benchmarks/learning_rate.py --data-dir FOLDER [--rounds 10]
 
@@ -43,7 +43,7 @@ COMMON: dict[str, Any] = {
 
 
 def without_test_set(data_dir: str, path: Path) -> None:
-    """Write the training set as a data set of its own, whose test set are 2,000 of its images."""
+    """Write the training set as a data set with 2,000 of its images as the test set."""
     data = load_data(Config(dataset="fashion-mnist", data_dir=data_dir))
     order = np.random.default_rng(0).permutation(len(data.y_train))
     train, validation = order[VALIDATION:], order[:VALIDATION]

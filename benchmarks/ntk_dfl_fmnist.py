@@ -1,6 +1,6 @@
 """NTK-DFL and its rivals on Fashion-MNIST: rounds to 85 %, as in Thompson et al. 2025, figure 2.
 
-MNIST, too, with Dirichlet shares of 0.1 and 0.05 (its figure 10).
+Also MNIST with Dirichlet shares of 0.1 and 0.05 (its figure 10).
 
 300 clients in a regular random graph of degree 5 that is drawn anew in each round, MLP with 100
 hidden units, 200 images a client: disjoint for IID, else drawn for each client by its own Dirichlet

@@ -10,7 +10,7 @@ Dirichlet(0.1). ``mean`` builds the n x n kernel, ``full`` couples all outputs a
     python benchmarks/ntk_fl_round.py --data-dir FOLDER [--device cpu]
 
 Each round runs in a process of its own. Writes results/ntk_fl_round.csv and .json (with _cuda for
-a GPU). Needs torch and numpy alone.
+a GPU). Needs only torch and numpy.
 """
 
 import time

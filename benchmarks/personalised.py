@@ -16,8 +16,8 @@ FOLDER/CIFAR10-jpeg.
 
 Chosen on validation examples (a tenth of each client's training examples, which no method trains on
 in any run), with one seed: the learning rate, from one grid for all; then, at that rate, the
-method's own setting (temperature, strength of a penalty), where it has one. Forms of weighted
-FedAvg take the rate of the form with temperature 1, those with personal BatchNorm that of FedBN.
+method's own setting (temperature, strength of a penalty), if it has one. Forms of weighted
+FedAvg take the rate of the form with temperature 1, those with personal BatchNorm FedBN's rate.
 Then three seeds on the test examples. Runs go into runs/personalised and are not repeated if they
 are there. Writes beside this file results/personalised_<task>.json.
 

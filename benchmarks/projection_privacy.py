@@ -1,13 +1,13 @@
 """What projected inputs give away: the Gaussian projection and the rotated low frequencies.
 
-A client of CP-NTK-FL sends the Jacobian at z, of which the first layer's factor is z itself, with
+A client of CP-NTK-FL sends the Jacobian at z, in which the first layer's factor is z itself, and
 the label. So the server is given z = x P here, of Fashion-MNIST images, 784 numbers to 200, and
 rebuilds 100 images that it has never seen. It knows the kind of projection, and has 10,000 public
 images of the same set with labels. A rebuilt image is the linear estimate of least mean squared
 error from what the server has found out, with mean and covariance of the public images of the
 label's class. The attackers:
 
-nothing          the mean of the class: what the label alone tells
+nothing          the mean of the class: what the label by itself tells
 seed guessed     P of another seed
 public images    the means of the classes among 10,000 received z are taken for those of the public
                  images, which gives 10 known pairs; then each z is matched with the public image of

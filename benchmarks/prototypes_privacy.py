@@ -1,11 +1,12 @@
 """What a class prototype gives away: which images it is nearest to.
 
 A client's prototype of a class is the mean feature of its examples. Whoever has the network, which
-the server does, can compare it with the features of any images. Here the pool holds all training
-images of the class, the client's among them. Reported is how often the image nearest to the
-prototype is one of the client's own, and how often chance would hit one; and where the client's own
-images rank in the pool, in the median. By features of the last layer ("prototypes") and by tangent
-features ("entk"), with a network as it is drawn and after rounds of FedAvg.
+the server does, can compare it with the features of any images. Here the pool has the first 1,000
+training images of class 0, the client's among them. Reported are how often the image nearest to the
+prototype is one of the client's own, how often chance would hit one, and the median rank of the
+client's own images in the pool. Features are the last layer's inputs
+("prototypes") or tangent features ("entk"), of a network at its first weights or after rounds of
+FedAvg.
 
     python benchmarks/prototypes_privacy.py --data-dir FOLDER [--draws 200]
 

@@ -97,7 +97,7 @@ class Seen:
     tops : Tensor, shape (C, H)
         Jacobian of output c with respect to row c of W2, a.
     closed : Tensor, shape (d,)
-        Closed form of z from the upload alone; zero where nothing came.
+        Closed form of z from only the upload; zero where nothing came.
     inputs, known : Tensor, shape (d,)
         z with the help of W2, and where it is known (bool).
     bound : float

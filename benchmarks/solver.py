@@ -2,13 +2,13 @@
 
 Cross-entropy, MLP-100, eta = 0.01, 12 steps t up to 2,000, clients of about 200 examples from
 Dirichlet(0.1), at the first weights and after three rounds. The reference is our solver in float64
-at a tolerance of 1e-8; at n = 1,000 it is itself checked against SciPy's DOP853 where SciPy is
-there. Errors are the largest over the 12 steps, relative, in the Euclidean norm.
+at a tolerance of 1e-8; at n = 1,000 it is itself checked against SciPy's DOP853 if SciPy is
+installed. Errors are the largest over the 12 steps, relative, in the Euclidean norm.
 
     python benchmarks/solver.py --data-dir FOLDER [--device cpu]
 
 FOLDER is in torchvision's layout. Writes results/solver.csv and .json (with _cuda for a GPU), and
-solver.png where matplotlib is there and the device is the CPU. Needs torch and numpy alone.
+solver.png if matplotlib is installed and the device is the CPU. Needs only torch and numpy.
 """
 
 import argparse

@@ -3,24 +3,24 @@
 A client of TCT with ``solve = "statistics"``, of AFL or of Fed3R sends the Gram matrix G = Z^T Z of
 its features, their sum by class, and counts. Whoever has the network, which the server does, can
 compute the features z of any image. Here a client has n Fashion-MNIST images of one class, drawn
-from 6,000; the server has these 6,000 and does not know which n. All 70,000 images are drawn from
-alike, training and test images, and 10,000 others, 1,000 of each class, are public.
+from 6,000; the server has these 6,000 and does not know which n they are. These and 10,000
+public images, 1,000 of each class, are drawn from all 70,000 training and test images alike.
 
 * **Membership**: by the leverage z^T (G + eps)^-1 z, with eps 1e-8 of G's mean diagonal. That of a
   member is at most 1. With fewer examples than features z lies in the range of G, and that of
   nearly all others is far above 1. The area under the ROC curve (AUC) is that of members against
   all other images of the class; also with the leverage divided by that in the Gram matrix of public
   images of the same classes, which tells how unusual an image is at all (calibration, as in Carlini
-  et al., *Membership Inference Attacks From First Principles*, S&P 2022). There eps is 1e-4, which
-  served the attacker best for two of the ten clients among 1e-8, 1e-4 and 1e-2.
+  et al., *Membership Inference Attacks From First Principles*, S&P 2022). There eps is 1e-4, the
+  best for the attacker of 1e-8, 1e-4 and 1e-2 on two of the ten clients.
 * **Sum of ten clients**, each with n images of a class of its own: the same in the sum of their G.
 * **Difference** of two sums, with and without a client, the other nine having 5,800 images each.
 * **Nearest image** to the mean of the class, and to the first eigenvector of G.
 * **Rebuilt images**: the sums of one example are its features, from which a linear map that is
-  fitted to the public images gives its pixels. So it does for means of several.
+  fitted to the public images gives its pixels. The same is done for means of several examples.
 
-All of it with features as they are and rounded to 8 bits, with a network as it is drawn and after
-ten rounds of FedAvg on 10,000 of the training images, members or not.
+All this with exact features and with features rounded to 8 bits, with a network at its first
+weights and after ten rounds of FedAvg on 10,000 of the training images, members or not.
 
     python benchmarks/sums_privacy.py --data-dir FOLDER
 
@@ -99,7 +99,7 @@ class Leverage:
         self.factor = torch.linalg.cholesky(matrix)
 
     def __call__(self, z: Tensor) -> Tensor:
-        """Of each row of z (m, p), float64, shape (m,)."""
+        """Return the leverage of each row of z (m, p), float64, shape (m,)."""
         return torch.linalg.solve_triangular(self.factor, z.T, upper=False).square().sum(0)
 
 
@@ -147,7 +147,7 @@ def mean_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def membership(features: Features, count: int, draws: int) -> dict[str, Any]:
-    """Attack clients with `count` images each, alone and in the sum of all."""
+    """Attack clients with `count` images each, by their own sums and by the sum of all."""
     rng = np.random.default_rng([count, 0])
     classes = range(features.num_classes)
     z = [features.compared(own) for own in features.classes]

@@ -12,7 +12,7 @@ memory    One client of 6,000 examples in a process of its own: statistics, then
 
 FOLDER is in torchvision's layout, with MNIST and Fashion-MNIST. SimpleCNN at weights from one
 seed, p = 100,000 tangent features, eta = 5e-5. Each part runs in a process of its own, on all
-cores, and the solution on one core, too; ratios are of medians within one process. Writes
+cores, the solution also on one core; ratios are of medians within one process. Writes
 results/tct.csv and .json; parts that are not named keep their figures.
 """
 

@@ -1,8 +1,8 @@
 """TCT on non-IID Fashion-MNIST beside FedAvg, FedProx and SCAFFOLD; its variants; MNIST.
 
 Yu et al. 2022, section 5, at a smaller size: 10 clients, SimpleCNN, 5 local epochs of batches of
-64, but 5,000 training images instead of 60,000 and 30 rounds for each method instead of 200, of
-which TCT has 15 of FedAvg, one for the moments and 14 of stage 2; it then goes on to 50 rounds of
+64, but 5,000 training images instead of 60,000 and 30 rounds for each method instead of 200, and
+TCT has 15 of FedAvg, one for the moments and 14 of stage 2; it then goes on to 50 rounds of
 stage 2 (100 in the paper). The test set is whole. One seed: all runs of a partition share the split
 and the first weights.
 
@@ -13,12 +13,12 @@ Parts, each with results/tct_<part>.csv and .json beside this file:
 table2
     Table 2 (and a picture): four partitions, four methods. The local learning rate of a method is
     the best of four after a few rounds on #C = 2; TCT has FedAvg's in stage 1, and its eta of stage
-    2 is the best of three on #C = 2, too.
+    2 is also the best of three on #C = 2.
 variants
     On #C = 2, from one FedAvg model: normalisation, loss, features, optimiser, solver (figures 4
-    and 5, tables 11 and 12, and what the paper has not).
+    and 5, tables 11 and 12, and what the paper lacks).
 mnist
-    The authors' example: 5 clients, two digits each; how near stage 2 comes to the ridge solution.
+    The authors' example: 5 clients, two digits each; how close stage 2 comes to the ridge solution.
 """
 
 import argparse

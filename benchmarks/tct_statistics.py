@@ -1,6 +1,6 @@
 """TCT in one exchange of sums over whole data sets: accuracy, time, bytes and memory.
 
-Yu et al. 2022, section 5, on all images where the paper has them: 10 clients, SimpleCNN. From a
+Yu et al. 2022, section 5, on all images, as in the paper: 10 clients, SimpleCNN. From a
 network after some rounds of FedAvg with one local epoch, or from one that was never trained, one
 exchange of sums over tangent features (``solve = "statistics"``). 2,000 training images are kept on
 the server, on which the ridge and the steps of fixed-point numbers are chosen; nothing is chosen on
@@ -11,8 +11,8 @@ class 9; with equal weights for all images, or for all classes.
         [--widths 2000,4000] [--bits 8] [--seeds 0] [--rounds 15] [--out FOLDER]
 
 Each row of results/tct_statistics.csv is one exchange, results/tct_statistics.json has the means
-over seeds. Rows of other cases stay as they are. Runs in FOLDER are gone on from. With ``--sums``
-it measures instead what an image costs, and what sums of float32 products would be worth:
+over seeds. Rows of other cases stay as they are. Runs in FOLDER are continued. With ``--sums``
+it measures instead what an image costs, and how exact sums of float32 products would be:
 results/tct_statistics_sums.json.
 """
 

@@ -1,15 +1,15 @@
 """What threads that spin while they wait cost on a busy machine, and what passive waiting saves.
 
-Torch with all cores, alone and beside as many busy processes as there are cores, which this program
-starts and ends; `load-before` says how busy the machine was already. "spinning" is what GNU's
-OpenMP does unasked (300,000 turns of a loop, some milliseconds), "passive" is
+Torch with all cores, by itself and beside as many busy processes as there are cores. This program
+starts and ends them; `load-before` says how busy the machine was already. "spinning" is what GNU's
+OpenMP does by default (300,000 turns of a loop, some milliseconds), "passive" is
 ``OMP_WAIT_POLICY=PASSIVE``, which ``fedntk.ntk`` sets, and "one thread" has nobody to wait for.
 Three pieces of the server's work, and a run by the command.
 
     python benchmarks/threads.py [--repeats 5]
 
-Each measurement runs in a process of its own, and the ways take turns, so that what else happens on
-the machine meets all of them. Writes results/threads.csv and .json. Needs fedntk installed.
+Each measurement runs in a process of its own, and the ways take turns, so that other work on the
+machine slows all of them alike. Writes results/threads.csv and .json. Needs fedntk installed.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 5,000 images on 50 clients, Dirichlet(0.1), 10 clients a round. Both methods have as many client
 updates: Fed-ensemble's are shared by its 5 models. 5 further clients and 500 further images are
 held out to calibrate prediction sets. MNIST is what the models have not seen. The seed changes the
-split, the first weights and the sampling. Learning rate and local epochs were taken without a
-search for either method, and both lengths are reported.
+split, the first weights and the sampling. Learning rate and local epochs were not searched
+for either method, and both lengths are reported.
 
     python benchmarks/uncertainty.py --data-dir FOLDER [--rounds 50,150] [--seeds 0,1,2]
 

@@ -1,4 +1,4 @@
-"""FedAvg on Flower alone, as its quickstart has it: a DataLoader, torch's SGD, Flower's FedAvg.
+"""FedAvg on Flower without fedntk, as in its quickstart: DataLoader, torch's SGD, Flower's FedAvg.
 
 See ../engine.py, which writes the examples.
 """
