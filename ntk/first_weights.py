@@ -1,4 +1,4 @@
-"""First weights of one's own, for each of several models of an architecture."""
+"""Separate first weights for each of several models of one architecture."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -275,7 +275,7 @@ _UNFIT: Any = object()
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """Return the types and words of which a value may be one."""
+    """Return the types and words that a value may be."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):

@@ -28,7 +28,7 @@ def cosine_similarities(
 ) -> Matrix:
     """Cosine similarity (K, L) of clients' prototypes with those of others, by default themselves.
 
-    Cosines are rounded to 12 places: so equal prototypes are at 1 in whatever order a machine sums.
+    Cosines are rounded to 12 places: so equal prototypes are at 1 for any order of summation.
     They are 0 if a client's features are all zero, or two clients have no class in common. A class
     that a client lacks is zero in the concatenation, as in the paper; with ``absent="common"`` each
     pair of clients is compared over the classes that both have.

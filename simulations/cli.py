@@ -23,7 +23,7 @@ Settings = Annotated[
 EngineOption = Annotated[
     str, typer.Option(help="[b]local[/]: clients in this process. [b]ray[/]: flwr run on Ray.")
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Local engine: clients at work at a time.")]
+Workers = Annotated[int, typer.Option(min=1, help="Local engine: clients that run at a time.")]
 Again = Annotated[bool, typer.Option("--again", help="Replace what is in the folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Seeds = Annotated[str, typer.Option(help="Seeds, with commas between them.")]
@@ -54,7 +54,7 @@ def run_command(
     """Run one configuration.
 
     Without CONF, all settings are defaults or given with --set. A finished run is not run again; an
-    interrupted one goes on from its newest checkpoint.
+    interrupted one continues from its newest checkpoint.
 
     [b]Examples[/]
 

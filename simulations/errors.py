@@ -28,7 +28,7 @@ def first_line(error: BaseException) -> str:
 
 
 def with_extra_named(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Return the error with the extra that brings the missing module; ours are left alone."""
+    """Return the error with the extra that brings the missing module; fedntk's own errors stay."""
     if (error.name or "").partition(".")[0] == "fedntk":
         return error
     return ModuleNotFoundError(

@@ -15,7 +15,7 @@ the loss of the pooled examples:
     c = (M / N) sum of (n_i / n_M) c_i           over the M clients heard of so far
 
 where n_S and n_M are the sums of the n_i. With equal n_i these are the paper's lines. c is formed
-anew from all c_i in each round; with unequal n_i, sums over S alone would leave it apart from them.
+anew from all c_i in each round; with unequal n_i, sums over only S would make it differ from them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,10 +56,10 @@ class SCAFFOLD(BaseStrategy):
     ``controls`` with c_i+, of the model's floating-point arrays. So a reply that is lost or dropped
     leaves its client's control as it was. This costs a model's memory for each client heard of, and
     twice the bytes of FedAvg in both directions, as in the paper. A node that reports no partition
-    goes by its node id, and is a new client when it registers anew.
+    is known by its node id, and is a new client when it registers anew.
 
     Arrays for which all clients send controls of zero are not trained, such as BatchNorm's
-    statistics, and are averaged as in FedAvg whatever eta_g; so are integers.
+    statistics, and are averaged as in FedAvg for any eta_g; so are integers.
 
     Attributes
     ----------

@@ -47,7 +47,7 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     A ``query.partition`` message asks only for that and loads no data; ``query.keys`` calls
     ``get_properties({})``, for the key server; ``query.public_key`` calls ``public_key(config)``,
     and ``query.input_sums`` ``input_sums(config)``. The configuration that a client is given also
-    has ``client-id``: its partition, or ``node<id>``. What a client keeps on disk goes by it.
+    has ``client-id``: its partition, or ``node<id>``. It names what a client keeps on disk.
 
     Parameters are :class:`~fedntk.clients.NamedArrays`: a list, as any NumPyClient takes it, whose
     ``records`` hold each array's record and name. A reply's arrays go back in the record
@@ -211,7 +211,7 @@ def unpack_content(content: RecordDict, client_id: str) -> tuple[NamedArrays, di
 
 
 def _agreement_in(message: Message) -> dict[str, Any]:
-    """Return the configuration that says what must agree, under whatever name it came."""
+    """Return the configuration that says what must agree, under any name."""
     records = message.content.config_records
     for own in records.values():
         if any(Agreement.owns(key) for key in own):

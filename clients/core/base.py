@@ -79,7 +79,7 @@ class ModelClient(Declared, NumPyClient):
     y_test: Any = argument("their labels", default=None)
     columns: Columns | None = argument(
         "names of example and label in a dataset's dicts, such as ('img', 'label'), or positions "
-        "in its tuples, if common names do not tell",
+        "in its tuples, if they have no common names",
         default=None,
     )
     loss: Loss = option(
@@ -285,7 +285,7 @@ class ModelClient(Declared, NumPyClient):
         return value, len(hits), {"accuracy": float(hits.double().mean())}
 
     def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
-        """Make a module of what a message brings, for an evaluation of one's own.
+        """Make a module of what a message brings, for your own evaluation.
 
         Parameters are those of :func:`~fedntk.clients.received`; the module maps examples,
         projected if there is a projection, to scores.

@@ -280,7 +280,7 @@ def _join(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _finite(name: str, x: Tensor) -> Tensor:
-    """Refuse what is not finite; the sum tells, unless it is too large itself."""
+    """Refuse what is not finite; the sum shows it, unless it is too large itself."""
     if x.is_floating_point() and not bool(torch.isfinite(x.sum())):
         finite = torch.isfinite(x).reshape(len(x), -1).all(1)
         if spoilt := torch.nonzero(~finite).flatten().tolist():

@@ -231,7 +231,7 @@ class RelayClient(ModelClient):
         return {name: kept[name] for name in names} if kept.keys() >= set(names) else {}
 
     def keep(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
-        """Keep weights as those of the round at work, and those that count until it does."""
+        """Keep the current round's weights, and those that count until that round does."""
         self.store(config).save(round_of(config), weights, needed=int(config.get(ROUND, 0)))
 
     def keep_within(self, config: Mapping[str, Any], part: str, arrays: Mapping[str, Any]) -> None:

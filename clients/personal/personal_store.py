@@ -22,7 +22,7 @@ Arrays = dict[str, NDArray[Any]]
 class PersonalStore:
     """A folder with the arrays that one client keeps in one run, by round.
 
-    Each round's are whole or missing. What was kept in the newest 20 rounds can be had again, as
+    Each round's are whole or missing. What was kept in the newest 20 rounds can be loaded, as
     long as it takes no more than 64 MiB, and that of the newest two in any case: so a run that was
     cut off goes on from its checkpoint to the same bits.
 
@@ -32,7 +32,7 @@ class PersonalStore:
         Folder of all clients on this machine: see :class:`PersonalisedClient`.
     config : mapping
         A message's, which names run and client. A message that does not come through
-        :func:`~fedntk.clients.client_app` names no client: that goes by its `seed`.
+        :func:`~fedntk.clients.client_app` names no client; its `seed` does.
     what : str
         Tells several stores of one client apart.
     """

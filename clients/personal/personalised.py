@@ -102,7 +102,7 @@ class PersonalisedClient(SGDClient):
     def own_network(
         self, parameters: list[NDArray[Any]], config: Mapping[str, Any]
     ) -> Arrays | None:
-        """Return the network that the client evaluates: what it trains, as it stands."""
+        """Return the network that the client evaluates: by default the one that it trains."""
         return self.assemble(parameters, config)
 
     def kept(self, config: Mapping[str, Any]) -> Arrays | None:
@@ -111,7 +111,7 @@ class PersonalisedClient(SGDClient):
         return self._store(config).load(server_round) if server_round else {}
 
     def keep(self, arrays: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
-        """Keep some arrays as those of the round at work, and those that they were made from."""
+        """Keep the current round's arrays, and those from which they were made."""
         if arrays:
             needed = int(config.get(ROUND, 0))
             self._store(config).save(int(config.get("server-round", 0)), arrays, needed=needed)

@@ -68,7 +68,7 @@ class TwoPatchExamples:
 class TwoPatchDistribution:
     """The distribution of all clients' examples; draws depend only on the seed.
 
-    A client's examples do not depend on how many others there are, nor on theirs. Clients are
+    A client's examples do not depend on the other clients' number or examples. Clients are
     numbered by their groups; ``group_sizes=(1, 3, 6, 10)`` is the paper's figure 4.
     """
 

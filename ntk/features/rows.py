@@ -11,7 +11,7 @@ from torch import Tensor
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 
-CHUNK_BYTES = 128 * 2**20  # rows at work, as float32
+CHUNK_BYTES = 128 * 2**20  # rows in memory at a time, as float32
 BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows, and at most as much of their inner products
 
 

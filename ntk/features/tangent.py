@@ -42,7 +42,7 @@ def entk_features(
     Parameters
     ----------
     model : nn.Module
-        Map from (n, ...) to (n, C); in evaluation mode meanwhile.
+        Map from (n, ...) to (n, C); it is used in evaluation mode.
     x : Tensor, shape (n, ...)
         Examples, on the model's device.
     num_features : int

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 TILE = 1024  # rows and columns of a kernel that are worked on at a time
-CPU_TILE = 256  # the same where a tile and its factors are to stay in the processor's cache
+CPU_TILE = 256  # the same if a tile and its factors should stay in the processor's cache
 WORKSPACE = 64 * 2**20  # bytes of intermediate results that a block may hold
 
 

@@ -1,4 +1,4 @@
-"""Jacobians of a network: by ``torch.func``, or layer by layer, in factors where it is smaller."""
+"""Jacobians of a network: by ``torch.func``, or layer by layer, in factors if these are smaller."""
 
 import itertools
 from collections import Counter

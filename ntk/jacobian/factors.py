@@ -69,7 +69,7 @@ class FactoredBlock(Block):
 
     @property
     def groups(self) -> int:
-        """Groups of channels that do not see each other; 1 but for convolutions."""
+        """Groups of channels that do not see each other; 1 except for convolutions."""
         return 1
 
     @property

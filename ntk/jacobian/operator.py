@@ -3,7 +3,7 @@
 A :class:`Jacobian` of n examples and C outputs over the trainable parameters is a row of blocks,
 one for each layer or parameter: :class:`~.blocks.DenseBlock` holds the definition,
 ``d f_c(x_i) / d w``, of shape (n, C, *w); the others hold a layer's inputs ``a`` and output
-gradients ``g``, of which the Jacobian is products, and never build anything of size n C d_in d_out.
+gradients ``g``, the factors of the Jacobian, and never build anything of size n C d_in d_out.
 
 Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 3.2,
 eq. (4) and (6), and section 4.1, eq. (8). The factored form is exact, and therefore exactly as
@@ -189,7 +189,7 @@ class Jacobian:
         return self.mapped(lambda array: array.new_empty(num_examples, *array.shape[1:]))
 
     def fill(self, start: int, part: "Jacobian") -> None:
-        """Copy `part` over the examples from `start` on, from whatever device it is on."""
+        """Copy `part` over the examples from `start` on, from any device."""
         for block, source in zip(self.blocks, part.blocks, strict=True):
             for array, rows in zip(block.arrays, source.arrays, strict=True):
                 array[start : start + len(rows)] = rows

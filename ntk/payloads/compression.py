@@ -99,7 +99,7 @@ def top_k(groups: Floats, sparsity: float) -> NDArray[np.bool_]:
 def compress(
     values: Floats, *, sparsity: float = 0.0, bits: int = UNQUANTISED, by_row: bool = False
 ) -> NDArray[np.uint8]:
-    """Encode a tensor of float32 or float64: its largest numbers, in so many bits each.
+    """Encode a tensor of float32 or float64: its largest numbers, in `bits` bits each.
 
     Parameters
     ----------

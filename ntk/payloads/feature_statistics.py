@@ -119,7 +119,7 @@ class FeatureStatistics:
 
     @staticmethod
     def require_memory(width: int) -> None:
-        """Raise NotEnoughMemory if adding up so many features, 12 p^2 bytes, would not fit."""
+        """Raise NotEnoughMemory if adding up sums of p features, 12 p^2 bytes, would not fit."""
         require_memory(12 * width**2, f"the sums of {width} features", cure=FEWER)
 
     @property
@@ -254,7 +254,7 @@ def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | N
 
 
 def word_dtype(num_examples: int, fixed_point: FixedPoint | None) -> Any:
-    """Return uint32 if it holds sums over so many examples, else uint64."""
+    """Return uint32 if it holds sums over the examples, else uint64."""
     return np.dtype(f"u{np.dtype(_wire_dtype(num_examples, fixed_point)).itemsize}")
 
 

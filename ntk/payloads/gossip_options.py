@@ -87,7 +87,7 @@ class DisPFLOptions(GossipOptions):
         at_most=1,
     )
     annealing_rounds: int = shared(
-        "T: after so many rounds masks stay; set it to the rounds of the run",
+        "T, rounds after which masks no longer change; set it to the rounds of the run",
         default=500,
         at_least=1,
     )
@@ -121,7 +121,7 @@ class NTKDFLOptions(CompressionOptions, FlowOptions, RelayOptions):
     steps: Sequence[float] = _FLOW["steps"].field(default=tuple(map(float, range(100, 801, 100))))
     tolerance: float = _FLOW["tolerance"].field(default=1e-3)
     selection: Literal["last", "true-loss", "own"] = shared(
-        "which t. last: the paper's rule, the lowest loss of the evolved outputs, comes to that, "
+        "which t. last: what the paper's rule, the lowest loss of the evolved outputs, chooses, "
         "since this loss only falls; true-loss: the lowest loss of the network itself over the "
         "neighbourhood, as in the authors' program (inputs then travel with the Jacobians, which "
         "hold them anyway if the first layer is linear); own: the same over the client's examples",

@@ -46,7 +46,7 @@ def jacobian_from_arrays(
     """Check what :func:`jacobian_to_arrays` made, and build the Jacobian, in float32 or float64.
 
     `parameters` has the shape of each array of the global model; the Jacobian may hold any of them,
-    each once. Arrays named `beside` are left alone. BadReply has the reason ``"arrays"``,
+    each once. Arrays named `beside` are ignored. BadReply has the reason ``"arrays"``,
     ``"layout"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or ``"scale"``.
     """
     layout, *blocks = own_arrays(arrays, *beside).values()

@@ -51,7 +51,7 @@ class JacobianParcel:
         )
         limits.require_examples(n := upload.jacobian.num_examples)
         if upload.jacobian.form != own.upload.jacobian.form:
-            raise BadReply("layout", "its Jacobian has another form than one's own")
+            raise BadReply("layout", "its Jacobian has another form than the receiver's")
         if own.inputs is None:
             return cls(upload)
         inputs, x = arrays[INPUTS], own.inputs

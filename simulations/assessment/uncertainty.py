@@ -197,12 +197,12 @@ class Assessment:
         paragraphs += ["## Calibration", markdown(self._shown_table())]
         if self.unfamiliar is not None:
             paragraphs.append(
-                f"AUROC: how well the uncertainty tells {len(self.unfamiliar)} examples of "
-                f"{self.unfamiliar_name} from the test examples; 0.5 tells nothing."
+                f"AUROC: how well uncertainty separates {len(self.unfamiliar)} examples of "
+                f"{self.unfamiliar_name} from the test examples; 0.5: not at all."
             )
         paragraphs += [
             "## Accuracy of what is not rejected",
-            "Accuracy (%) of the other test examples when so many of them are rejected, the most "
+            "Accuracy (%) of the remaining test examples if a share is rejected, the most "
             "uncertain first.",
             markdown(self._rejection_table()),
         ]

@@ -85,10 +85,10 @@ def rejection_curve(
 
 
 def auroc(familiar: NDArray[np.float64], unfamiliar: NDArray[np.float64]) -> float:
-    """Return how well an uncertainty tells unfamiliar examples from familiar ones.
+    """Return how well an uncertainty separates unfamiliar examples from familiar ones.
 
     It is the probability that a random unfamiliar example is more uncertain than a random familiar
-    one, and half of it if they are equally uncertain: 0.5 for a measure that tells nothing.
+    one, and half of it if they are equally uncertain: 0.5 if it separates nothing.
 
     Examples
     --------

@@ -60,19 +60,19 @@ class Config(SplitSettings, frozen=True, eq=True):
         10, "clients that evaluate the new model in a round; 0: none", at_least=0
     )
     evaluate_every: int = setting(
-        1, "server and clients evaluate in every so many rounds, and in the last", at_least=1
+        1, "rounds from one evaluation to the next; the last round always has one", at_least=1
     )
     min_completed: int = setting(1, "fewer valid replies leave the model unchanged", at_least=1)
     average_decay: float = setting(
         0.0,
-        "decay of an exponential mean of the weights over rounds, evaluated and returned in the "
-        "newest weights' place; 0: none",
+        "decay of an exponential mean of the weights over rounds, evaluated and returned instead "
+        "of the newest weights; 0: none",
         at_least=0,
         below=1,
     )
     centre_inputs: bool = setting(
         False,
-        "take the mean over all clients off the inputs, projected where there is a projection; "
+        "subtract the mean over all clients from the inputs, after a projection if there is one; "
         "clients are asked for their sums before the first round",
     )
     max_examples: int = setting(
@@ -81,7 +81,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     targets: tuple[float, ...] = setting(
         (0.8, 0.85, 0.9), "accuracies whose first round is reported", above=0, below=1
     )
-    # of the metrics, those of loss are the better the smaller
+    # metrics of loss are better if smaller, the others if larger
     monitor: Literal[
         "accuracy",
         "loss",
@@ -94,7 +94,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         "metric by which a model is the best: kept as best.safetensors, and for patience",
     )
     patience: int = setting(
-        0, "stop after so many rounds without a better model; 0: never", at_least=0
+        0, "rounds without a better model after which a run stops; 0: never", at_least=0
     )
     checkpoint_every: int = setting(
         1, "rounds between checkpoints; what is lost at most when a run is killed", at_least=1
@@ -104,7 +104,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     evaluate_on: Literal["test", "validation"] = setting(
         "test",
         "what the server's accuracy and loss are measured on: the test set, or validation-examples "
-        "(the examples of validation-clients, where there are only these; with private-test and "
+        "(the examples of validation-clients, if there are only these; with private-test and "
         "neither, the local-test-fraction of all clients); with validation, validation-clients, if "
         "there are any, are the only clients that evaluate",
     )
@@ -162,9 +162,9 @@ class Config(SplitSettings, frozen=True, eq=True):
         "of local SGD: take the shares of a client's classes out of what is learned from them",
     )
 
-    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, ...")
-    client_cpus: int = setting(1, "Ray: CPUs for each client at work", at_least=1)
-    client_gpus: float = setting(0.0, "Ray: share of a GPU for each client at work", at_least=0)
+    device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
+    client_cpus: int = setting(1, "Ray: CPUs for each running client", at_least=1)
+    client_gpus: float = setting(0.0, "Ray: share of a GPU for each running client", at_least=0)
     client_threads: int = setting(1, "CPU threads of torch in a client", at_least=1)
     server_threads: int = setting(
         0, "CPU threads of torch on the server; 0: all, or what OMP_NUM_THREADS says", at_least=0

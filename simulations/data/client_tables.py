@@ -1,4 +1,4 @@
-"""How well each client fares with each run: who gains against another run, and who loses."""
+"""How accurate each run is for each client, and which clients gain or lose against a run."""
 
 from collections.abc import Sequence
 

@@ -13,7 +13,7 @@ from .parts import Part
 
 HUB = "flwrlabs/femnist"
 LABEL, WRITER = "character", "writer_id"  # columns there
-TEST_EVERY = 10  # one of so many of a writer's examples is for testing
+TEST_EVERY = 10  # every tenth example of a writer is for testing
 CHUNK = 10_000  # pictures decoded at a time
 
 

@@ -371,12 +371,12 @@ def run_command(
 
 @cli.command("keys")
 def keys_command(
-    folder: Annotated[Path, typer.Argument(help="Where they go.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the files.")],
     *,
     host: Annotated[
         list[str], typer.Option(help="Name or address of the server; may be repeated.")
     ],
-    nodes: Annotated[int, typer.Option(min=1, help="Key pairs for so many SuperNodes.")] = 3,
+    nodes: Annotated[int, typer.Option(min=1, help="SuperNodes that get a key pair.")] = 3,
 ) -> None:
     """Make certificates and keys for a trial over several machines.
 

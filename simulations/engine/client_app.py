@@ -26,7 +26,7 @@ def client_fn(context: Context) -> NumPyClient:
     """Make the client of a node; its configuration says which examples it has.
 
     ``data-path`` names a file of its own; else it has the part of the data set that
-    ``partition-id`` stands for. A node without ``partition-id`` goes by its id.
+    ``partition-id`` stands for. A node without ``partition-id`` is known by its id.
     """
     partition, path = (context.node_config.get(key) for key in ("partition-id", "data-path"))
     if partition is None and path is None:

@@ -39,7 +39,7 @@ class LocalGrid(Grid):
     run_config : dict
         Flat run-config for each client's context.
     workers : int
-        Number of clients at work at the same time, each in a thread if there are several. The
+        Number of clients that run at the same time, each in a thread if there are several. The
         replies are the same with any number, if the clients share nothing that they change.
         With more than one, use the grid as a context manager, so that the threads end with it.
     on_answer : callable, optional

@@ -31,7 +31,7 @@ class Progress:
     rounds: int
     runs: int = 1
     sink: Sink | None = None  # shows the state
-    every: float = 0.0  # least seconds between two looks, but for those at once
+    every: float = 0.0  # least seconds between two looks, except those that are shown at once
     run: int = 0
     name: str = ""
     round: int = 0

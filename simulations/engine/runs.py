@@ -68,7 +68,7 @@ def run(
         subprocess, with a SuperLink of its own; Flower's files go into the run's folder. The same
         seed gives the same model bits on both.
     workers : int
-        Number of clients at work at the same time on the local engine, each in a thread. On Ray,
+        Number of clients that run at the same time on the local engine, each in a thread. On Ray,
         see the settings client-cpus and client-gpus.
     progress : bool
         Whether to show round, clients, accuracy and the time left.
@@ -124,7 +124,7 @@ def compare(
     """Run each configuration with each seed; return all results, as :func:`load_results`.
 
     All settings are checked before the first run. Finished runs are not run again and an
-    interrupted one goes on where it stopped, so the same call goes on with a comparison that was
+    interrupted one continues where it stopped, so the same call continues a comparison that was
     cut off. A run that fails does not keep the others from running: RunFailed names it afterwards.
 
     Parameters

@@ -64,7 +64,7 @@ class _TCT(Method):
         if settings.secure_aggregation and config.clients_per_evaluation and not apart:
             raise ConfigError(
                 "tct.secure-aggregation: clients refuse to evaluate on the examples of their sums, "
-                "which losses would tell of; set clients-per-evaluation = 0, or "
+                "which losses would reveal; set clients-per-evaluation = 0, or "
                 f"local-test-fraction; got {config.clients_per_evaluation} and 0"
             )
         key = self.validates(config)

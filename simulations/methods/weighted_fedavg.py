@@ -20,7 +20,7 @@ class _WeightedFedAvg(Method):
     metrics = ("effective-clients", "own-weight-mean", "similarity-mean")
 
     def after_round(self, strategy: BaseStrategy, server_round: int, folder: Path) -> None:
-        """Write who was mixed from whom: ``similarity-<round>.npz``, unless nobody was."""
+        """Write the mixing weights, ``similarity-<round>.npz``, unless nothing was mixed."""
         mixing = cast(WeightedFedAvg, strategy).mixing
         if mixing is not None and mixing.server_round == server_round:
             with whole(folder / f"similarity-{server_round:06}.npz") as file:

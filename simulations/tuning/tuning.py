@@ -97,7 +97,7 @@ def tune(
         When to end trials early: if worse than the median of earlier trials at the same round, or
         by successive halving.
     parallel : int
-        Trials at work at a time, each in another process.
+        Trials that run at a time, each in another process.
     out : path
         Folder of the search; `again` removes the search that is in it.
     progress : bool

@@ -14,7 +14,7 @@ That is W = (sum Z_k^T Z_k)^{-1} sum Z_k^T Y_k, the joint solution without gamma
 send Z_k^T Z_k and Z_k^T Y_k themselves: the paper's W_k and C_k give these (C_k - gamma I and
 C_k W_k) and are given by them. Nobody inverts a client's matrix, and there is no gamma.
 
-This package's reading: where the joint matrix is singular, as when a unit is 0 for all examples, W
+This package's reading: if the joint matrix is singular, as when a unit is 0 for all examples, W
 is the least-squares solution of least norm; and there may be a ridge in the joint problem. The
 layer has no bias, as in the authors' program; one that the network has is set to 0.
 """

@@ -33,7 +33,7 @@ class ClosedFormStrategy(FeatureStrategy):
     """Compute the last layer from sums; clients are :class:`~fedntk.clients.ClosedFormClient`.
 
     Features are those of the initial arrays. All clients that are not `held_out` are asked,
-    whatever ``fraction_train``, in the first round. If fewer than ``min_completed`` replies are
+    for any ``fraction_train``, in the first round. If fewer than ``min_completed`` replies are
     good, or there is no solution, the next round asks again. Once the layer is `solved` for, rounds
     only evaluate. What is learned is a network; for fine-tuning, have another strategy start from
     it. With three clients or more, features of over 100 times the median client's size are dropped.

@@ -10,7 +10,7 @@ norm. As in the authors' program features have a 1 appended, which the ridge cou
 and a class's bias is divided by the norm of its weights without it.
 
 This package's reading: lambda is `ridge` times the examples' mean squared norm, so that its meaning
-does not depend on the features' scale; and there is a bias where the network's last layer has one.
+does not depend on the features' scale; and there is a bias if the network's last layer has one.
 
 The paper's random features (Fed3R-RF) are a property of the network: see
 :func:`fedntk.ntk.with_fourier_features`. Its fine-tuning from this classifier (Fed3R+FT)

@@ -1,7 +1,7 @@
-"""Arrays in safetensors files that tell when they are damaged, and versions of a run's state.
+"""Arrays in safetensors files that detect damage, and versions of a run's state.
 
-A version's file holds the arrays that no file before it holds, and the state, in which each array
-stands as its checksum. So what no longer changes is written once. When less than half of what the
+A version's file holds the arrays that no file before it holds, and the state, in which a checksum
+replaces each array. So what no longer changes is written once. When less than half of what the
 files hold is needed, a version is written whole, and the others are removed.
 """
 

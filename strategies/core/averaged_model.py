@@ -1,7 +1,7 @@
 """The moving average of a model over rounds: evaluated and returned, and sent to none to train.
 
-Where rounds differ much, as with few clients of few classes each, the newest weights jump about a
-path that their mean follows. (Polyak and Juditsky, *Acceleration of Stochastic Approximation by
+If rounds differ much, as with few clients of few classes each, the newest weights jump around
+their mean. (Polyak and Juditsky, *Acceleration of Stochastic Approximation by
 Averaging*, SIAM Journal on Control and Optimization 30, 1992; as an exponential mean of a server's
 weights: Charles and Konečný, *Convergence and Accuracy Trade-Offs in Federated Learning and
 Meta-Learning*, AISTATS 2021.)

@@ -71,7 +71,7 @@ class BaseStrategy(Sampling):
     combined_by: ClassVar[Mapping[str, Callable[[Sequence[float]], float]]] = {}
 
     evaluate_every: int = option(
-        "clients evaluate in every so many rounds, and in the last one",
+        "rounds from one evaluation by clients to the next; the last round always has one",
         default=1,
         at_least=1,
         compared=False,
@@ -203,7 +203,7 @@ class BaseStrategy(Sampling):
         Raises
         ------
         BlockingIOError
-            If another process is at work with the checkpoint.
+            If another process uses the checkpoint.
         NoUsableReply
             At the end, if in none of the rounds a reply to a training message could be used; before
             the first round, if too few clients tell what `centre_inputs` needs.

@@ -1,6 +1,6 @@
 """Inputs centred by their mean over all clients, which these are asked for before the first round.
 
-Each client sends the sum of its inputs, projected where there is a projection, and their number;
+Each client sends the sum of its inputs, projected if there is a projection, and their number;
 the server sees both. The mean becomes an array of the model, which all clients are then sent.
 """
 
@@ -35,7 +35,7 @@ def centre_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> Ar
     if CENTRE not in arrays:
         raise ValueError(
             f"centre_inputs: expected the array {CENTRE!r} in the model, got {list(arrays)[:5]}; "
-            "wrap the network as CentredInputs(network, input_shape), on the clients, too"
+            "wrap the network as CentredInputs(network, input_shape), also on the clients"
         )
     centre = arrays[CENTRE].numpy()
     nodes = strategy.sample(grid, 0, STAGE, 1.0, strategy.min_completed, strategy.held_out)

@@ -72,8 +72,8 @@ class Exchanges(Declared, FedAvg):
         compared=False,
     )
     outlier_factor: float = option(
-        "with three clients or more, a reply so many times larger than the median client's is "
-        "dropped (its change of the weights, or what else a method compares); raise it if clients "
+        "with three clients or more, a reply is dropped if its change of the weights, or what else "
+        "a method compares, is this many times the median client's or more; raise it if clients "
         "take very different numbers of steps; infinity drops none",
         default=OUTLIER_FACTOR,
         above=1,
@@ -120,7 +120,7 @@ class Exchanges(Declared, FedAvg):
             raise ValueError("key_server: name the training run with run=..., as its clients do")
 
     def agreement(self) -> Agreement:
-        """Return what clients must agree with; each message tells it."""
+        """Return what clients must agree with; each message has it."""
         return Agreement(
             strategy=type(self).__name__,
             client=self.client,
@@ -160,19 +160,19 @@ class Exchanges(Declared, FedAvg):
         return self.address(nodes, contents, stage)
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
-        """Add what all messages of a round tell: its number, and what must agree."""
+        """Add what all messages of a round have: its number, and what must agree."""
         config["server-round"] = server_round
         config.update({**self.agreement().to_config(), **self.told_options})
 
     @property
     def told_options(self) -> dict[str, Any]:
-        """Options that clients are told, as a configuration holds them."""
+        """Options that are sent to clients, as a configuration holds them."""
         return self.to_config() if self.tells_options else {}
 
     def address(
         self, nodes: Sequence[int], contents: Sequence[RecordDict], stage: str
     ) -> list[Message]:
-        """Address contents to nodes, with their sealed seeds where there is a key server."""
+        """Address contents to nodes, with their sealed seeds if there is a key server."""
         if self._seeds is not None:
             self._seeds.fetch(nodes, lambda new: self._ask(new, "query.keys"))
         messages: list[Message] = []
@@ -269,7 +269,7 @@ class Exchanges(Declared, FedAvg):
 
     @property
     def takes_weights(self) -> bool:
-        """Whether clients reply to the round at work with weights."""
+        """Whether clients reply to the current round with weights."""
         return self.replies == Exchanges.replies
 
     def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -330,7 +330,7 @@ class Exchanges(Declared, FedAvg):
         return sorted(pairs, key=lambda pair: (pair[0].client, pair[0].node))
 
     def enough(self, completed: int) -> bool:
-        """Whether so many valid replies may change the model; says so where they may not."""
+        """Whether this many valid replies may change the model; logs it if they may not."""
         if completed < self.min_completed:
             logger.log(
                 WARNING,

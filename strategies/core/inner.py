@@ -22,7 +22,7 @@ from .replies import Reply, kinds_of
 
 
 class InnerStrategy:
-    """A strategy at work within its owner, which samples the nodes and checks the replies.
+    """A strategy that runs within its owner, which samples the nodes and checks the replies.
 
     Its replies are one set of weights, the network's; the owner's ``min_completed`` and
     ``max_examples`` count. `argument` is the name under which it was given, for errors.
@@ -213,7 +213,7 @@ class CheckedStrategy(BaseStrategy):
 
 
 class GridSubset:
-    """A grid of which a strategy sees only some nodes."""
+    """A grid that shows a strategy only some of the nodes."""
 
     def __init__(self, grid: Grid, nodes: list[int]) -> None:
         self._grid, self._nodes = grid, nodes

@@ -11,7 +11,7 @@ from fedntk.ntk import BadReply
 class ClientRegistry:
     """The clients of a run.
 
-    A client is known by the partition that its node reports, or by the node's id where it reports
+    A client is known by the partition that its node reports, or by the node's id if it reports
     none. If two live nodes claim one partition, the first that reported it keeps it, and the other
     becomes a client of its own with a negative placeholder id. What is kept from round to round is
     kept by client, since Flower draws node ids anew whenever a node registers.

@@ -172,7 +172,7 @@ def is_like(message: Message, model: ArrayRecord) -> bool:
 
 
 def accuracy_of(reply: Reply) -> Any:
-    """Return the accuracy that an evaluation reports, None where it reports none."""
+    """Return the accuracy that an evaluation reports, None if it reports none."""
     return reply.metrics.get("accuracy")
 
 

@@ -67,7 +67,7 @@ class SecureSums:
     strategy's messages must tell :attr:`step`, and hold the arrays of :meth:`record_for`.
     """
 
-    step: SumStep  # the exchange at work
+    step: SumStep  # the current exchange
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SecureSums:
         self._common, self._own = common or {}, own or {}
 
     def record_for(self, client: int) -> ArrayRecord | None:
-        """Return the arrays that a client is sent for the exchange at work, if there are any."""
+        """Return the arrays that a client is sent for the current exchange, if there are any."""
         found = {**self._common, **self._own.get(client, {})}
         return record_of(found) or None
 

@@ -1,4 +1,4 @@
-"""Server of Fed-ensemble: K models, of which each client trains one a round.
+"""Server of Fed-ensemble: K models; each client trains one of them a round.
 
 Source: Shi et al., *Fed-ensemble: Improving Generalization through Model Ensembling in Federated
 Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
@@ -8,7 +8,7 @@ Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
         P[q] = a random permutation of the K models   for each stratum q
         for r = 1 ... K
             clients of stratum q train model P[q, r]
-            each model is updated from the replies of its clients alone
+            each model is updated only from the replies of its clients
 """
 
 from collections import Counter
@@ -83,8 +83,8 @@ class FedEnsemble(BaseStrategy):
     )
     num_models: int = option("K", default=5, at_least=1)
     num_strata: int = option(
-        "Q, groups of clients, of which at least as many are sampled in a round; 0: as many as "
-        "models",
+        "Q, number of groups of clients; at least Q clients are sampled in a round; 0: as many "
+        "as models",
         default=0,
         at_least=0,
     )

@@ -1,4 +1,4 @@
-"""D-PSGD: average with the neighbours, and step along one's own gradient.
+"""D-PSGD: clients average with their neighbours, and step along their own gradients.
 
 Source: Lian et al., *Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study
 for Decentralized Parallel Stochastic Gradient Descent*, NeurIPS 2017, algorithm 1. In iteration k

@@ -7,7 +7,7 @@ examples of F_i, and the mixing matrix W:
     z_i = E epochs of SGD with momentum on F_i, begun at x_i without momentum
     x_i <- sum over j of W_ij z_j
 
-The paper's W is symmetric and doubly stochastic; by default here it goes by examples, as in the
+The paper's W is symmetric and doubly stochastic; by default here it weights by examples, as in the
 comparison of Thompson et al., *NTK-DFL*, ICML 2025. Its quantisation is not here.
 
 Two exchanges a round: ``train``, in which clients send z_i, and ``average``. Each further gossip

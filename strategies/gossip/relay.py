@@ -72,7 +72,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
     )
     collect: bool = argument(
         "whether clients are asked for their models; else the global arrays stay what they were, "
-        "and only the clients' own evaluations tell how good the models are",
+        "and only the clients' own evaluations show how good the models are",
         default=True,
     )
     collect_both: bool = argument(

@@ -76,7 +76,7 @@ class Topology(Declared):
         """Return each client's neighbours in a round, sorted, without its own id.
 
         A random graph that falls apart is drawn again, up to 100 times. The sizes of the parts of
-        one that still does, or of a graph of one's own that is not connected, are logged.
+        one that still does, or of a given graph that is not connected, are logged.
         """
         members = sorted(clients)
         drawn = server_round if self.dynamic else 0

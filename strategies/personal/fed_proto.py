@@ -60,7 +60,7 @@ class FedProto(FeatureStrategy, PersonalStrategy):
 
     @property
     def prototypes(self) -> Prototypes:
-        """The global prototypes that the round at work, or the last one, began with."""
+        """The global prototypes with which the current round, or the last one, began."""
         return Prototypes.from_global_arrays(named_arrays(self.global_arrays))
 
     def parse(self, reply: Reply) -> Prototypes:

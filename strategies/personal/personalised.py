@@ -88,7 +88,7 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
 
     @property
     def shared(self) -> dict[str, NDArray[Any]]:
-        """The global arrays that travel, as the round at work began."""
+        """The global arrays that travel, as they were when the current round began."""
         arrays = named_arrays(self.global_arrays)
         return {name: array for name, array in arrays.items() if name not in self.personal}
 

@@ -1,8 +1,8 @@
-"""SCAFFOLD's c when only models come up: who changed it, and how clients can know it.
+"""SCAFFOLD's c if clients send only models: who changed it, and how clients learn it.
 
 Source: Karimireddy et al., *SCAFFOLD: Stochastic Controlled Averaging for Federated Learning*, ICML
 2020, option II; Yu et al., *TCT*, NeurIPS 2022, algorithm 1. Clients keep their own c_k; the server
-tells their changes from the models they return:
+computes their changes from the models they return:
 
     c_k <- c_k - c + (theta - theta_k) / (M eta),        c = sum_k n_k c_k / n over all clients.
 """

@@ -22,7 +22,7 @@ Arrays = dict[str, NDArray[Any]]
 class KeptSums:
     """What clients sent, in files of a folder for each run and client in `folder`.
 
-    Files tell by a checksum when they are damaged. Only :meth:`remove` removes them.
+    A checksum detects damaged files. Only :meth:`remove` removes them.
     """
 
     def __init__(self, folder: Path) -> None:

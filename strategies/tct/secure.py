@@ -30,7 +30,7 @@ class SecureStatistics(PooledStatistics):
         return super().messages(nodes, config, grid)
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
-        """Return the exchange at work as the task, and what of the protocol goes to this client."""
+        """Return the current exchange as the task, and what of the protocol goes to this client."""
         if (step := self.secure.step) == self.step:
             content = super().content_for(client, arrays, config)
         else:

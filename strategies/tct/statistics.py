@@ -78,7 +78,7 @@ class PooledStatistics(Phase):
 
     @property
     def upload_bytes(self) -> int:
-        """Bytes of the sums of one client, of at most 133,144 examples where they are integers."""
+        """Bytes of the sums of one client, of at most 133,144 examples if they are integers."""
         width, classes = self.tct.width, self.tct.shape[1]
         number = 8 if self.tct.bits == UNQUANTISED else 4
         one = number * (packed_size(width) + classes * width) + 8 * classes

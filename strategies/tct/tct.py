@@ -53,7 +53,7 @@ class TCT(ConvexStrategy):
 
     Beyond the paper, the server can solve the problem in one exchange. ``solve="server"`` takes
     about 2 n p bytes up, and the server sees features, from which inputs can be computed, and
-    labels. ``solve="statistics"`` takes 4 p^2 bytes up, whatever n: Z^T Z and Z^T Y of the raw
+    labels. ``solve="statistics"`` takes 4 p^2 bytes up, for any n: Z^T Z and Z^T Y of the raw
     features and the classes' counts, from which the server normalises, centres and solves, with the
     same result for every split of the examples. With `bits` the sums are exact whole numbers, 2 p^2
     bytes, in steps of powers of two that the server chooses from the features of `validation`.
@@ -62,7 +62,7 @@ class TCT(ConvexStrategy):
     what it keeps says so and is sent it again in the same round; if its own c_k is lost, the
     corrections of all start again from zero. All clients that were ever seen count in c, each with
     the number of examples that it reported first, whatever it says later. A node that reports no
-    partition goes by its node id and is a new client after it registers anew, so give nodes a
+    partition is known by its node id and is a new client after it registers anew, so give nodes a
     partition-id. The moments are those of the clients that answered in that one round: see
     ``min_completed``.
 
