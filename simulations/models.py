@@ -251,8 +251,8 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             model(torch.full((1, *input_shape), -1.5))
     except Exception as error:
         raise ConfigError(
-            f"centre-inputs: model = {config.model} fails for inputs with a mean taken off, as one "
-            f"does that looks them up in a table: {first_line(error)}"
+            f"centre-inputs: model = {config.model} fails for centred inputs, as does a model "
+            f"that looks its inputs up in a table: {first_line(error)}"
         ) from error
     return CentredInputs(model, input_shape)
 
@@ -267,7 +267,7 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
     if CENTRE in tensors and CENTRE not in state:
         if not centred:
             raise ConfigError(
-                f"weights = {path}: of a network whose inputs had their mean taken off; set "
+                f"weights = {path}: of a network for inputs with their mean taken off; set "
                 "centre-inputs = true, or give weights of a run without it"
             )
         tensors = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}

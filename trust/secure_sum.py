@@ -250,7 +250,7 @@ class Masker:
                 f"{self.roster.threshold} who were agreed on: the sum stays closed"
             )
         if self.arrived and survivors != set(self.arrived):
-            raise SealError("this client has confirmed others as those of the sum before")
+            raise SealError("this client has confirmed other clients of the sum before")
         self.arrived = tuple(sorted(survivors))
         return {v: self._tag(private_key, v, sends=True) for v in self.arrived if v != self.client}
 

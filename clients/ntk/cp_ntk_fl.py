@@ -124,7 +124,7 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
         if self.noise_multiplier or self.shuffling_key is not None:
             raise ValueError(
                 "a sum of the training examples was asked for, which differential privacy does not "
-                "cover and by which shuffled rows can be told apart; have the strategy leave "
+                "cover and which helps to tell shuffled rows apart; have the strategy leave "
                 "centre_inputs out"
             )
         return super().input_sums(config)

@@ -319,7 +319,7 @@ class TCTClient(SGDClient):
         if self.only_masked and self.test_inputs is self.inputs:
             raise ValueError(
                 "this client sends only masked sums, and losses of linear models on its training "
-                "examples would tell what is in its sums; give it examples for evaluation (x_test, "
+                "examples would reveal its sums; give it examples for evaluation (x_test, "
                 "y_test), or set fraction_evaluate = 0"
             )
         records = _records(parameters, "linear")

@@ -42,7 +42,7 @@ class JacobianParcel:
     ) -> Self:
         """Check what :meth:`to_arrays` made; form and inputs must be like the receiver's `own`."""
         if (INPUTS in arrays) != (own.inputs is not None):
-            raise BadReply("arrays", "expected inputs if one sends some, and none else")
+            raise BadReply("arrays", "expected inputs if the receiver sends some, else none")
         rows = {name: array for name, array in arrays.items() if name != INPUTS}
         upload = (
             CompressedUpload.from_arrays(rows, limits)

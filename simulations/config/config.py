@@ -191,7 +191,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         object.__setattr__(self, "tables", tuple(kept))
         if self.class_prior and "class_prior" in self.settings.options():
             raise ConfigError(
-                f"class-prior is of local SGD, which {self.method} lacks; set "
+                f"class-prior needs local SGD, which {self.method} lacks; set "
                 f"{self.settings.key('class_prior')}"
             )
         self.chosen_method.check(self, self.settings)

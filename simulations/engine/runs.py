@@ -184,8 +184,8 @@ def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
         raise ConfigError(f"workers: expected at least 1, got {workers}")
     if workers > 1 and engine == "ray":
         raise ConfigError(
-            "workers is for the local engine; on Ray as many clients work at a time as client-cpus "
-            "and client-gpus let"
+            "workers is for the local engine; on Ray client-cpus and client-gpus "
+            "decide how many clients run at a time"
         )
     check_writers(writers)
 

@@ -57,8 +57,8 @@ class _TCT(Method):
         super().check(config, settings)
         if settings.secure_aggregation and config.num_clients < FEWEST:
             raise ConfigError(
-                f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as of two each "
-                f"would learn the other's sums; got {config.num_clients}"
+                f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as two clients "
+                f"would learn each other's sums; got {config.num_clients}"
             )
         apart = config.local_test_fraction or config.private_test
         if settings.secure_aggregation and config.clients_per_evaluation and not apart:

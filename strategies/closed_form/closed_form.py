@@ -72,7 +72,7 @@ class ClosedFormStrategy(FeatureStrategy):
             raise ValueError(
                 f"initial_arrays: expected {self.weight} of shape {self.shape}, got "
                 f"{'none' if found is None else tuple(found.shape)}; give the strategy the network "
-                "that they are of"
+                "to which they belong"
             )
         return super().begin(initial_arrays, num_rounds, done)
 
@@ -81,7 +81,7 @@ class ClosedFormStrategy(FeatureStrategy):
         if not everyone:
             raise ValueError(
                 f"{type(self).__name__}: expected a strategy that shows all clients in a round, "
-                f"got a {type(owner).__name__}, under which the layer would be of only some"
+                f"got a {type(owner).__name__}, which would leave out some of them"
             )
         super().work_within(owner, everyone=everyone)
 

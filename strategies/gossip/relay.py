@@ -269,7 +269,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         records = dict(reply.message.content.array_records)
         known = {ALL, *(f"{TO}{other}" for other in self.neighbours.get(reply.client, ()))}
         if odd := sorted(records.keys() - known):
-            raise BadReply("arrays", f"parcels for nobody among its neighbours: {odd[:5]}")
+            raise BadReply("arrays", f"parcels for clients that are no neighbours: {odd[:5]}")
         return records
 
     def _sort_parcels(self, sent: Mapping[int, Mapping[str, ArrayRecord]]) -> Parcels:

@@ -92,7 +92,7 @@ class CPNTKFL(CompressionOptions, NTKFL):
         if self.centre_inputs and (self.noise_multiplier or self.shuffling_server is not None):
             raise ValueError(
                 "centre_inputs asks each client for a sum of its examples, which differential "
-                "privacy does not cover and by which shuffled rows can be told apart; leave it out"
+                "privacy does not cover and which helps to tell shuffled rows apart; leave it out"
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

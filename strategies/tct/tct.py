@@ -167,7 +167,7 @@ class TCT(ConvexStrategy):
         if not everyone and (self.normalise or self.solve != "clients"):
             raise ValueError(
                 f"normalise, solve: within a {type(owner).__name__} a round shows only some of the "
-                "clients, and moments of features, or a solution, would be theirs; expected "
+                "clients, and moments of features, or a solution, would be only theirs; expected "
                 f"normalise = False and solve = 'clients', got {self.normalise} and {self.solve!r}"
             )
         super().work_within(owner, everyone=everyone)

@@ -183,7 +183,7 @@ def test_a_private_client_tells_nothing_else_of_its_training_examples():
         (lambda: private.query([w[None] for w in WEIGHTS], {}), "use selection='linearised'"),
         (lambda: private.evaluate(WEIGHTS, {}), "give the client test examples"),
         (lambda: private.input_sums({}), "have the strategy leave centre_inputs out"),
-        (lambda: shuffled.input_sums({}), "by which shuffled rows can be told apart"),
+        (lambda: shuffled.input_sums({}), "which helps to tell shuffled rows apart"),
     ):
         with pytest.raises(ValueError, match=message):
             ask()

@@ -113,7 +113,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (cp_ntk_fl, NOISE, "use selection='linearised'"),
     (cp_ntk_fl, VALIDATED, "or validation_loss"),
     (cp_ntk_fl, LINEARISED | CENTRED, "centre_inputs asks each client for a sum"),
-    (cp_ntk_fl, SHUFFLED | CENTRED, "by which shuffled rows can be told apart"),
+    (cp_ntk_fl, SHUFFLED | CENTRED, "which helps to tell shuffled rows apart"),
     (cp_ntk_fl, {"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
     (cp_ntk_fl, {"shuffling_server": SERVER}, "shuffling_server: name the training run"),
 ]

@@ -156,7 +156,7 @@ def test_a_client_confirms_once_and_counts_each_tag_for_what_it_is():
     refused("0 clients were told the same", maskers[2].reveal, KEYS[2], {})
     tags = {k: maskers[k].confirm(KEYS[k], IDS) for k in IDS}
     maskers[2].confirm(KEYS[2], IDS)  # the same again
-    refused("has confirmed others", maskers[2].confirm, KEYS[2], IDS[:4])
+    refused("has confirmed other clients", maskers[2].confirm, KEYS[2], IDS[:4])
     good = {k: tags[k][2] for k in (3, 5, 8)}
     assert len(maskers[2].reveal(KEYS[2], good)) == 5
     for bad in (
