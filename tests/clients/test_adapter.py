@@ -9,6 +9,7 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from fedntk.clients import NamedArrays, client_app
+from fedntk.clients.core.named_arrays import records_of
 from fedntk.simulations.engine._flower import become_server
 
 from ..strategies.federation import arrays_of, as_record
@@ -107,6 +108,15 @@ def test_records_keep_their_names_on_the_way_to_a_client_and_back():
     assert seen == listed(RECORDS)
     controls = {k: a + 1 for k, a in RECORDS["corrections"].items()}
     assert listed(received(content)) == listed({"controls": controls, "none": {}})
+
+
+def test_records_come_in_the_order_that_they_are_asked_for_or_the_missing_are_named():
+    named = NamedArrays(RECORDS)
+    corrections, weights = records_of(named, "corrections", "arrays", strategy="SCAFFOLD")
+    assert (list(corrections), list(weights)) == (["w", "again"], ["w", "n"])
+    text = "got arrays, empty, corrections; linear, control comes from the strategy TCT"
+    with pytest.raises(ValueError, match=text):
+        records_of(named, "arrays", "linear", "control", strategy="TCT")
 
 
 def changed(parameters: list[NDArray[Any]]) -> list[NDArray[Any]]:

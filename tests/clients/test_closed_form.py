@@ -14,9 +14,8 @@ from fedntk.ntk.payloads import FeatureStatistics
 from ..strategies.federation import examples, network
 
 
-def config(*, gram: bool = True, **options: Any) -> dict[str, Any]:
-    asked = {"feature-gram": True} if gram else {}
-    return {**FeatureMap("last-layer", **options).to_config(), **asked}
+def config(**options: Any) -> dict[str, Any]:
+    return {**FeatureMap("last-layer", **options).to_config(), "feature-gram": True}
 
 
 def client(**options: Any) -> ClosedFormClient:
@@ -47,16 +46,6 @@ def test_sums_are_of_the_received_weights_in_chunks():
     with torch.no_grad():
         loss = nn.functional.cross_entropy(network(1).eval()(examples(3)[0]), y)
     assert metrics == {"train-loss": pytest.approx(float(loss), rel=1e-6)}
-
-
-def test_without_a_gram_matrix_it_sends_class_means_and_counts():
-    _, y = examples(3)
-    arrays, _, _ = client().fit(get_weights(network(1)), config(gram=False))
-    means, counts = (arrays.records["arrays"][name] for name in ("means", "counts"))
-    z, present = features(1), sorted(set(y.tolist()))
-    expected = np.stack([z[y.numpy() == c].mean(0) for c in present])
-    np.testing.assert_allclose(means, expected, rtol=1e-6, atol=1e-6)
-    assert counts.tolist() == torch.bincount(y, minlength=3).tolist()
 
 
 def test_a_sample_of_the_examples_is_drawn_if_wanted():

@@ -6,7 +6,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from fedntk.clients import CPNTKFLClient, NTKFLClient, SealedProjection, get_weights, project
+from fedntk.clients import CPNTKFLClient, SealedProjection, get_weights, project
 from fedntk.ntk import CentredInputs, CompressedUpload, JacobianUpload, UploadLimits, one_hot
 from fedntk.trust import (
     SEALED_SEED,
@@ -50,14 +50,6 @@ def projected(*choice):
 
 def upload_in(arrays):
     return CompressedUpload.from_arrays(arrays.records["arrays"], UploadLimits(SHAPES))
-
-
-def test_without_tools_it_sends_what_ntk_fl_sends():
-    plain, *expected = NTKFLClient(network(), X, Y).fit(WEIGHTS, FIRST)
-    sent, *told = client().fit(WEIGHTS, FIRST)
-    assert told == expected
-    for name, array in upload_in(sent).to_arrays().items():
-        assert array.tobytes() == plain.records["arrays"][name].tobytes()
 
 
 @pytest.mark.parametrize(("rate", "size"), [(0.001, 1), (0.3, 12), (0.99, 40)])

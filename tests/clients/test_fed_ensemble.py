@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedntk.clients import FedEnsembleClient, NamedArrays, SGDClient, client_app, get_weights
-from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.clients import FedEnsembleClient, NamedArrays, SGDClient, get_weights
 
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 
@@ -66,14 +64,7 @@ def test_configuration_of_one_model_reaches_only_that_model():
 
 
 def test_it_draws_numbers_by_its_id_in_the_federation():
-    """``client_app`` tells the client within who it is, where it has no seed."""
-
-    def client_fn(context: Context) -> FedEnsembleClient:
-        made.append(SGDClient(network(0), X, Y))
-        return FedEnsembleClient(made[-1])
-
-    made: list[SGDClient] = []
-    grid = LocalGrid(client_app(client_fn), 2, {})
-    messages = [grid.create_message(RecordDict(), "query", node, "") for node in (1, 2)]
-    grid.send_and_receive(messages)
-    assert len({client.seed for client in made}) == 2
+    """``client_app`` tells the client within who it is, if that has no seed."""
+    own, other = (SGDClient(network(0), X, Y) for _ in range(2))
+    FedEnsembleClient(own).identify("7")
+    assert own.seed != other.seed

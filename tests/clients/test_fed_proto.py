@@ -1,6 +1,5 @@
 """FedProtoClient: a step by autograd on the formula, and what it refuses."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,6 @@ from ..strategies.federation import examples, network
 
 ONES = Prototypes(np.ones((3, 8), np.float32), np.ones(3, int))
 NONE = Prototypes.none(3, 8)
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def message(model: nn.Module, prototypes: Prototypes) -> NamedArrays:

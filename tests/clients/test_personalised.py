@@ -9,9 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fedntk.clients import NamedArrays, PersonalisedClient, SGDClient, get_weights
+from fedntk.clients import NamedArrays, PersonalisedClient, get_weights
 
-from ..strategies.federation import bits, examples, loaded, network
+from ..strategies.federation import examples, loaded, network
 
 Arrays = dict[str, NDArray[Any]]
 WEIGHTS: Arrays = dict(zip(network().state_dict(), get_weights(network()), strict=True))
@@ -36,17 +36,6 @@ def first(cache: Path) -> tuple[Arrays, Arrays]:
     result, _, _ = client(cache).fit(message, config(1))
     assert list(result.records) == ["arrays"]
     return result.records["arrays"], client(cache).kept(config(2, kept=1))
-
-
-def test_it_trains_the_whole_network_and_sends_the_shared_part(tmp_path: Path):
-    plain = SGDClient(network(1), X, Y, **SGD)
-    expected, *told = plain.fit(list(WEIGHTS.values()), config(1))
-    trained = dict(zip(WEIGHTS, expected, strict=True))
-    sent, kept = first(tmp_path)
-    assert bits(sent) == bits({name: trained[name] for name in SHARED})
-    assert bits(kept) == bits({name: trained[name] for name in PERSONAL})
-    message = NamedArrays({"arrays": SHARED, "personal": PERSONAL})
-    assert list(client(tmp_path).fit(message, config(1))[1:]) == told
 
 
 def test_evaluation_and_predictor_are_of_its_own_network(tmp_path: Path):
