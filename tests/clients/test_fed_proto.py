@@ -77,7 +77,7 @@ def test_a_head_that_the_strategy_names_is_that_of_the_predictor_too():
 def test_prototypes_of_another_network_are_refused():
     own = FedProtoClient(network(), *examples(4))
     for shape in ((3, 7), (4, 8)):
-        with pytest.raises(ValueError, match=r"prototypes: expected 3 classes and 8 features"):
+        with pytest.raises(ValueError, match=r"expected 3 classes and 8 features .*; give the st"):
             own.fit(message(network(), Prototypes.none(*shape)), config_of())
     with pytest.raises(ValueError, match=r"arrays: expected global-prototypes\.means and"):
         own.fit(NamedArrays({"arrays": {"0.weight": np.zeros(3)}}), config_of())

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient, client_app
+from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient
 from fedntk.ntk import CentredInputs
 from fedntk.ntk.features import CENTRE
 from fedntk.strategies import NTKFL, SCAFFOLD, BaseStrategy, NoUsableReply, SeededFedAvg
@@ -20,6 +19,7 @@ from fedntk.strategies import NTKFL, SCAFFOLD, BaseStrategy, NoUsableReply, Seed
 from .federation import (
     Change,
     Grid,
+    app,
     bits,
     examples,
     failed,
@@ -67,12 +67,11 @@ def clients(method: str, *, by_hand: bool = False) -> ClientApp:
     _, make, options = METHODS[method]
     model, mean = (network(), mean_without()) if by_hand else (centred(), torch.zeros(4))
 
-    def client_fn(context: Context) -> NumPyClient:
-        partition = int(context.node_config["partition-id"])
-        x, y = far(partition)
-        return make(copy.deepcopy(model), x - mean, y, seed=(0, partition), **options)
+    def client(*_: Any, seed: tuple[int, int]) -> NumPyClient:
+        x, y = far(seed[1])
+        return make(copy.deepcopy(model), x - mean, y, seed=seed, **options)
 
-    return client_app(client_fn)
+    return app(client)
 
 
 def run(strategy: BaseStrategy, grid: Grid, rounds: int = 1, **options: Any) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx
 from torch import nn
 
@@ -18,7 +17,6 @@ from fedntk.clients import (
     SCAFFOLDClient,
     SGDClient,
     TCTClient,
-    client_app,
 )
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.strategies import NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
@@ -33,7 +31,6 @@ from .federation import (
     as_record,
     bits,
     damaged,
-    examples,
     failed,
     initial_bits,
     lost,
@@ -50,12 +47,7 @@ OF_TCT: dict[str, Any] = {"network": network(), "learning_rate": 0.05, "local_st
 
 
 def ensemble_app(make: Any = SGDClient, **options: Any) -> Any:
-    def client_fn(context: Context) -> FedEnsembleClient:
-        partition = int(context.node_config["partition-id"])
-        x, y = examples(partition)
-        return FedEnsembleClient(make(network(), x, y, seed=(0, partition), **options))
-
-    return client_app(client_fn)
+    return app(lambda *given, **own: FedEnsembleClient(make(*given, **options, **own)))
 
 
 def ntk_fl(steps: tuple[int, ...], **options: Any) -> Any:
@@ -253,19 +245,6 @@ def test_metrics_of_the_inner_strategies_are_combined_as_these_say():
     assert whole["solver-error-estimate"] == max(each["solver-error-estimate"] for each in own)
     shares = np.average([each["t"] for each in own], weights=[e["num-examples"] for e in own])
     assert whole["t"] == pytest.approx(shares)
-
-
-def test_clients_evaluate_the_mean_of_the_models_probabilities():
-    """As the predictor does with all examples; records have names of the user's own."""
-    names = {"arrayrecord_key": "weights", "configrecord_key": "settings"}
-    strategy = FedEnsemble(num_models=3, min_evaluate_nodes=6, **names)
-    after = start(strategy, Grid(ensemble_app(learning_rate=0.1)))
-    x, y = (torch.cat(parts) for parts in zip(*map(examples, range(6)), strict=True))
-    expected = strategy.predictor(after, network()).evaluate(x, y)
-    found = strategy.evaluate_metrics[1]
-    assert found["mutual-information"] > 0
-    values = found["accuracy"], found["loss"]
-    assert values == pytest.approx((expected.accuracy, expected.loss), rel=1e-5)
 
 
 def test_clients_that_the_inner_strategy_holds_out_never_train():

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedntk.clients import FedProtoClient, PersonalisedClient
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES
-from fedntk.strategies import FedProto, LocalTraining, NoUsableReply
+from fedntk.strategies import FedProto, LocalTraining
 
 from .federation import (
     Contract,
@@ -105,9 +105,3 @@ def test_without_a_pull_and_by_the_head_it_is_local_training_bit_for_bit():
 )
 def test_false_counts_and_prototypes_far_larger_than_others_are_dropped(change, reason):
     run_as_if_lost(strategy, CLIENTS, change, reason)
-
-
-def test_a_strategy_made_for_another_network_says_so():
-    other = FedProto(network=nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), **OPTIONS)
-    with pytest.raises(NoUsableReply, match="give the strategy the client's network"):
-        start(other, Grid(CLIENTS))

@@ -10,6 +10,7 @@ from flwr.app import Message, MetricRecord, RecordDict
 
 from fedntk.clients import (
     DittoClient,
+    FedEnsembleClient,
     FedProtoClient,
     PersonalisedClient,
     SGDClient,
@@ -179,12 +180,19 @@ def test_two_nodes_that_claim_one_partition_keep_what_is_theirs_apart():
     assert names == ["-9-client-2", "-client-0", "-client-1", "-client-2"]
 
 
-def test_names_of_records_are_the_strategys_choice():
-    make, clients = partial(WeightedFedAvg, network=network()), app(WeightedFedAvgClient)
-    expected = start(make(**EVALUATED), Grid(clients), rounds=2)
+@pytest.mark.parametrize(
+    ("make", "clients"),
+    [
+        (partial(WeightedFedAvg, network=network()), app(WeightedFedAvgClient)),
+        (FedEnsemble, app(lambda *given, **own: FedEnsembleClient(SGDClient(*given, **own)))),
+    ],
+)
+def test_names_of_records_are_the_strategys_choice(make, clients):
+    expected = start(plain := make(**EVALUATED), Grid(clients), rounds=2)
     strategy = make(arrayrecord_key="weights", configrecord_key="settings", **EVALUATED)
     assert bits(start(strategy, Grid(clients), rounds=2)) == bits(expected)
     assert strategy.evaluate_metrics[2]["replies-accepted"] == 6
+    assert dict(strategy.evaluate_metrics[2]) == dict(plain.evaluate_metrics[2])
 
 
 def test_names_that_the_network_lacks_are_refused_before_the_first_round():

@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
-from flwr.client import NumPyClient
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fedntk.clients import SCAFFOLDClient, SGDClient, client_app
+from fedntk.clients import SCAFFOLDClient, SGDClient
 from fedntk.strategies import SCAFFOLD, SeededFedAvg
 
 from .federation import (
@@ -41,16 +40,15 @@ SLOPES, COUNTS = (1.0, 2.0, 1.5), (2, 2, 6)
 def scalar(**options: Any) -> ClientApp:
     """Clients of one weight in float64, with full batches."""
 
-    def client_fn(context: Context) -> NumPyClient:
-        partition = int(context.node_config["partition-id"])
-        x = torch.full((COUNTS[partition], 1), SLOPES[partition], dtype=torch.float64)
+    def make(*_: Any, seed: tuple[int, int]) -> SCAFFOLDClient:
+        slope, count = SLOPES[seed[1]], COUNTS[seed[1]]
+        x, y = torch.full((count, 1), slope).double(), torch.zeros(count, dtype=torch.int64)
         model = nn.Linear(1, 1, bias=False).double()
-        labels = torch.zeros(len(x), dtype=torch.int64)
-        own = SCAFFOLDClient(model, x, labels, loss="mse", batch_size=10, **options)
+        own = SCAFFOLDClient(model, x, y, loss="mse", batch_size=10, **options)
         own.targets = own.targets.double()
         return own
 
-    return client_app(client_fn)
+    return app(make)
 
 
 def descend(

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from fedntk.clients import SGDClient, TCTClient
+from fedntk.clients import SGDClient, TCTClient, received
 from fedntk.ntk import FeatureMap
 from fedntk.strategies import TCT, SeededFedAvg
 
@@ -25,6 +26,7 @@ from .federation import (
     app,
     bits,
     damaged,
+    examples,
     failed,
     lost,
     network,
@@ -285,6 +287,49 @@ def test_clients_evaluate_the_network_and_then_the_linear_model_of_its_features(
     assert found == pytest.approx([float((s.argmax(1) == y).double().mean()) for s in scores])
     mean = FeatureMap(num_features=12).extractor(trained)(x).mean(0)
     np.testing.assert_allclose(after["tct.mean"], mean, rtol=1e-4, atol=1e-6)
+
+
+def own_test(net: nn.Module, partition: int) -> tuple[float, float]:
+    """What Flower's quickstart has: sums loss and hits over batches."""
+    net.eval()
+    loss, hits, (x, y) = 0.0, 0, examples(partition)
+    with torch.no_grad():
+        for inputs, labels in DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True):
+            outputs = net(inputs)
+            loss += nn.functional.cross_entropy(outputs, labels, reduction="sum").item()
+            hits += int((outputs.argmax(1) == labels).sum())
+    return loss / len(y), hits / len(y)
+
+
+def test_a_users_own_evaluation_is_given_a_module_in_every_round(clients, tmp_path):
+    """On clients by the predictor that their client makes, and on the server."""
+
+    @clients.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        k = int(context.node_config["partition-id"])
+        client = TCTClient(network(), *examples(k), seed=(0, k), cache=tmp_path)
+        loss, _ = own_test(client.predictor(*received(message, context)), k)
+        values = MetricRecord({"eval_loss": loss, "num-examples": 5 + k})
+        return Message(RecordDict({"metrics": values}), reply_to=message)
+
+    kinds: list[str] = []
+    strategy, (x, y) = make(fraction_evaluate=1.0, **STAGE_1), examples(2)
+
+    def evaluate_fn(_: int, arrays: ArrayRecord) -> None:
+        predictor = strategy.predictor(arrays)
+        scores = predictor.predict(x)
+        loss = float(nn.functional.cross_entropy(scores, y))
+        accuracy = float((scores.argmax(1) == y).double().mean())
+        assert own_test(predictor, 2) == pytest.approx((loss, accuracy), rel=1e-5)
+        kinds.append(type(predictor).__name__)
+
+    after = start(strategy, Grid(clients), rounds=5, evaluate_fn=evaluate_fn)
+    assert kinds == 4 * ["NetworkPredictor"] + 2 * ["TCTModel"]
+    found = [strategy.evaluate_metrics[number]["replies-accepted"] for number in range(1, 6)]
+    assert found == 5 * [6]
+    losses = [own_test(strategy.predictor(after), k)[0] for k in range(6)]
+    expected = np.average(losses, weights=range(5, 11))
+    assert strategy.evaluate_metrics[5]["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

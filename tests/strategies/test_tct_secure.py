@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import Array, ArrayRecord, Context
+from flwr.app import Array, ArrayRecord
 
-from fedntk.clients import NamedArrays, TCTClient, client_app
+from fedntk.clients import NamedArrays, TCTClient
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import ConvexTask, FeatureStatistics
 from fedntk.strategies import TCT
 from fedntk.trust import KeyServer, ParcelKeys, new_key, public_bytes
 
-from .federation import Grid, bits, examples, lost, network, start, start_in_vain
+from .federation import Grid, app, bits, examples, lost, network, start, start_in_vain
 from .tct_problem import FIXED, LINEAR, held, served, sums
 
 STEPS = ("public-key", "shares", "masked", "confirm", "reveal")
@@ -169,12 +169,8 @@ def test_a_client_that_was_asked_about_other_features_keeps_the_sum_closed(clien
 
 def with_keys(cache: Path, keys: Mapping[int, ParcelKeys]) -> Any:
     """Clients, some of which have key pairs that are not drawn for the run."""
-
-    def client_fn(context: Context) -> TCTClient:
-        k = int(context.node_config["partition-id"])
-        return TCTClient(network(), *examples(k), seed=(0, k), cache=cache, parcel_keys=keys.get(k))
-
-    return client_app(client_fn)
+    make = functools.partial(TCTClient, cache=cache)
+    return app(lambda *of, seed: make(*of, seed=seed, parcel_keys=keys.get(seed[1])))
 
 
 def test_a_copied_public_key_leaves_out_those_who_sent_it(tmp_path):

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
+from torch import nn
 
-from fedntk.clients import TCTClient, client_app
+from fedntk.clients import TCTClient
 from fedntk.clients.core.disk_store import example_digests
 from fedntk.ntk import NotEnoughMemory, one_hot
 from fedntk.ntk.convex import RIDGES, class_weights
@@ -20,9 +21,12 @@ from fedntk.strategies import TCT, NoUsableReply, SeededFedAvg
 from .federation import (
     Change,
     Grid,
+    app,
     arrays_of,
+    as_record,
     bits,
     examples,
+    loaded,
     lost,
     network,
     run_as_if_lost,
@@ -69,12 +73,11 @@ def test_the_sums_give_the_solution_of_the_pooled_rows(clients, options, toleran
 def regrouped(groups: list[list[int]], cache: Path) -> ClientApp:
     """Clients that have several of the six clients' examples each, in other orders."""
 
-    def client_fn(context: Context) -> TCTClient:
-        k = int(context.node_config["partition-id"])
-        x, y = pooled(groups[k])
-        return TCTClient(network(), x.flip(0), y.flip(0), seed=(0, k), cache=cache)
+    def client(model: nn.Module, *_: Any, seed: tuple[int, int]) -> TCTClient:
+        x, y = pooled(groups[seed[1]])
+        return TCTClient(model, x.flip(0), y.flip(0), seed=seed, cache=cache)
 
-    return client_app(client_fn)
+    return app(client)
 
 
 def test_every_split_gives_the_same_bits_with_fixed_point_numbers(clients, tmp_path):
@@ -174,19 +177,14 @@ def test_sums_that_could_not_be_are_dropped_whole(clients, options, change, reas
 def test_a_network_that_diverged_leaves_the_model(clients):
     """On the server, which computes features of its own for fixed-point numbers, and on clients."""
     broken = network()
-    torch.nn.init.constant_(broken[0].weight, torch.nan)
+    nn.init.constant_(broken[0].weight, torch.nan)
     for options in (FIXED, FIXED | {"secure_aggregation": True}, {}):
         with pytest.raises(NoUsableReply):
             start(sums(**options), Grid(clients), 1, broken)
 
 
-INITIAL = ArrayRecord(dict(network().state_dict()))
-
-
-def started(
-    strategy: TCT, grid: Grid, rounds: int = 2, initial: ArrayRecord = INITIAL, **options: Any
-) -> ArrayRecord:
-    return strategy.start(grid, initial, num_rounds=rounds, **options).arrays
+def started(strategy: TCT, grid: Grid, rounds: int = 2, *args: Any, **options: Any) -> ArrayRecord:
+    return as_record(start(strategy, grid, rounds, *args, **options))
 
 
 def raw(arrays: ArrayRecord) -> dict[str, bytes]:
@@ -220,8 +218,8 @@ def test_a_network_that_was_trained_stays_as_it_is(clients, tmp_path):
     options: dict[str, Any] = {"bootstrap": SeededFedAvg(), "bootstrap_rounds": 1, **FIXED}
     strategy = sums(keep_sums=tmp_path / "sums", **options)
     arrays = started(strategy, Grid(clients), rounds=3)
-    trained = ArrayRecord({name: arrays[name] for name in network().state_dict()})
-    expected = started(sums(held_out=[1], **FIXED), Grid(clients), 1, trained)
+    trained = {name: arrays[name].numpy() for name in network().state_dict()}
+    expected = started(sums(held_out=[1], **FIXED), Grid(clients), 1, loaded(trained))
     assert raw(strategy.without([1], arrays)) == raw(expected)
 
 
