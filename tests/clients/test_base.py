@@ -1,11 +1,14 @@
-"""What all clients share: weights in, weights out, evaluation."""
+"""What all clients share: weights in, weights out, evaluation, and models that they refuse."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fedntk.clients import ModelClient, get_weights, set_weights
+from fedntk.clients import ModelClient, NTKFLClient, SGDClient, get_weights, set_weights
 
 
 def batch_norm() -> nn.Module:
@@ -57,3 +60,71 @@ def test_a_loss_that_is_no_number_counts_as_infinite():
     losses = client.candidate_losses([good, bad], client.inputs, client.targets)
     assert np.isfinite(losses[0])
     assert losses[1] == np.inf
+
+
+# ------------------------------------------------------------------ models that are refused
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 2
+
+
+class Returning(nn.Module):
+    """Returns what a function makes of the scores."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.linear, self.made = nn.Linear(4, 2), made
+
+    def forward(self, x: Tensor) -> Any:
+        return self.made(self.linear(x))
+
+
+def test_bfloat16_cannot_travel():
+    mixed = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    mixed[1].running_mean = mixed[1].running_mean.bfloat16()
+    with pytest.raises(ValueError, match=r"got bfloat16 in 1\.running_mean; convert it"):
+        ModelClient(mixed, X, Y)
+
+
+def test_float16_is_for_methods_that_send_weights():
+    """The server takes Jacobians of float32 and float64 only."""
+    model = nn.Linear(4, 2).half()
+    with pytest.raises(ValueError, match=r"float32 or float64, which .*, got float16 in weig"):
+        NTKFLClient(model, X, Y)
+    client = SGDClient(model, X, Y)
+    assert client.inputs.dtype == torch.float16
+    assert client.evaluate(client.get_parameters({}), {})[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda f: f[:, 0], r"one number per example \(shape \(2,\) for 2 .* give its last lay"),
+        (lambda f: f[:, :1], r"at least two classes, got one number per example \(shape \(2, 1\)"),
+        (lambda f: (f, f), r"expected one tensor of scores \(n, C\), got a tuple; .* the scores"),
+        (lambda f: SimpleNamespace(logits=f), r"got a SimpleNamespace; .* returns output\.logits$"),
+        (lambda f: f[..., None], r"expected scores of shape \(2, C\) .* shape \(2, 2, 1\); have"),
+        (lambda f: f.mean(0, keepdim=True), r"got float32 of shape \(1, 2\); have its forward"),
+        (lambda f: (f > 0).long(), r"got int64 of shape \(2, 2\); have its forward"),
+    ],
+)
+def test_other_outputs_than_scores_of_classes_are_refused(made, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        ModelClient(Returning(made), X, Y)
+    assert "\n" not in str(caught.value)
+
+
+def test_images_without_a_channel_are_not_taken_for_one_image():
+    """A convolution takes (1, 6, 6) for one image of one channel; two of them, it does not."""
+    network = nn.Sequential(nn.Conv2d(1, 2, 5), nn.Flatten(0), nn.Unflatten(0, (-1, 8)))
+    assert network(torch.zeros(1, 6, 6)).shape == (1, 8)
+    with pytest.raises(ValueError, match=r"try x\.unsqueeze\(1\)"):
+        ModelClient(network, torch.zeros(6, 6, 6), Y)
+
+
+def test_the_model_stays_as_it_is_and_in_evaluation_mode():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 2))
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    ModelClient(model.train(), X, Y)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert not model.training

@@ -1,13 +1,15 @@
-"""SeededFedAvg is Flower's FedAvg, the weighted mean, of weights that can be averaged."""
+"""SeededFedAvg is Flower's FedAvg, of weights that can be averaged; Flower's own, checked."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM
 from torch import nn
 
 from fedntk.clients import SGDClient
-from fedntk.strategies import SeededFedAvg
+from fedntk.strategies import SCAFFOLD, CheckedStrategy, SeededFedAvg
 
 from .federation import (
     Contract,
@@ -23,8 +25,13 @@ from .federation import (
 )
 
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
-ALL = {"fraction_evaluate": 0.0}
-CONTRACT = {"SeededFedAvg": Contract(SeededFedAvg, CLIENTS)}
+ALL: dict[str, Any] = {"fraction_evaluate": 0.0}
+CONTRACT = {
+    "SeededFedAvg": Contract(SeededFedAvg, CLIENTS),
+    "CheckedStrategy": Contract(
+        lambda **o: CheckedStrategy(FedAvgM(server_momentum=0.5), **o), CLIENTS
+    ),
+}
 
 
 def test_result_is_that_of_flowers_own_class_and_the_mean_weighted_by_examples():
@@ -57,6 +64,30 @@ def test_a_buffer_that_no_client_changes_stays_and_may_hold_anything():
     after = start(strategy, Grid(clients), 2, masked())
     assert strategy.train_metrics[2]["replies-accepted"] == 6
     assert bits({"mask": after["mask"]}) == bits({"mask": mask.numpy()})
+
+
+def test_flowers_fedavg_checked_is_ours():
+    """The same sums of the same replies, so the same bits; half of the clients a round."""
+    half = ALL | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 3}
+    checked = start(CheckedStrategy(FedAvg(), **half), Grid(CLIENTS), rounds=3)
+    floating = [name for name, array in checked.items() if array.dtype == np.float32]
+    ours = start(SeededFedAvg(**half), Grid(CLIENTS), rounds=3)
+    assert bits({n: checked[n] for n in floating}) == bits({n: ours[n] for n in floating})
+
+
+def test_what_a_strategy_of_flowers_keeps_is_saved_and_given_back():
+    """Also to one that has gone on meanwhile: what it was without is gone again."""
+    expected = start(CheckedStrategy(FedAdam(), **ALL), Grid(CLIENTS), rounds=2)
+    used = CheckedStrategy(FedAdam(), **ALL)
+    fresh = used.state_dict()
+    start(used, Grid(CLIENTS), rounds=1)
+    used.load_state_dict(fresh)
+    assert bits(start(used, Grid(CLIENTS), rounds=2)) == bits(expected)
+
+
+def test_one_whose_replies_are_more_than_weights_is_refused():
+    with pytest.raises(ValueError, match="strategy: expected a strategy whose replies are one set"):
+        CheckedStrategy(SCAFFOLD())
 
 
 # ------------------------------------------------------------------ hostile weights
