@@ -228,7 +228,19 @@ def bits(weights: dict[str, np.ndarray]) -> dict[str, bytes]:
     return {name: str(w.dtype).encode() + w.tobytes() for name, w in weights.items()}
 
 
+def assert_near(found: Any, expected: Any, atol: float = 0, rtol: float = 0) -> None:
+    """Compare arrays by name: the same ones, in the same order."""
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=rtol, atol=atol, err_msg=name)
+
+
 # ------------------------------------------------------------------ hostile replies
+
+
+def in_rounds(strategy: Any, numbers: Iterable[int], change: Change) -> Change:
+    """Change replies of some rounds."""
+    return lambda reply: change(reply) if strategy.server_round in numbers else reply
 
 
 def with_arrays(

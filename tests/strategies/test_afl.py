@@ -1,5 +1,6 @@
 """AFL: sums give what the paper's pairwise aggregation gives, and the joint solution."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from .federation import (
     damaged,
     examples,
     failed,
+    in_rounds,
     initial_bits,
     network,
     run_as_if_lost,
@@ -32,14 +34,13 @@ CLIENTS = app(ClosedFormClient)
 OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 CONTRACT = {
     "AFL with a ridge": Contract(
-        lambda **o: AFL(network=network(), ridge=0.1, head="3", **o), CLIENTS, once=True
-    ),
+        partial(AFL, network=network(), ridge=0.1, head="3"), CLIENTS, once=True
+    )
 }
 WEIGHT, BIAS = "3.weight", "3.bias"
 
 
-def strategy(**options: Any) -> AFL:
-    return AFL(network=network(), **OPTIONS | options)
+strategy = partial(AFL, network=network(), **OPTIONS)
 
 
 def pooled() -> tuple[Tensor, Tensor]:
@@ -107,11 +108,8 @@ def test_the_federated_run_gives_the_joint_solution(ridge):
 
 def test_all_clients_are_asked_once_and_again_if_too_few_replied():
     own = strategy(min_completed=6, fraction_train=0.5)
-
-    def at_first(reply: Any) -> Any:
-        return failed(reply) if own.server_round == 1 else reply
-
-    after = start(own, grid := Grid(CLIENTS, changes={2: at_first}), rounds=3)
+    grid = Grid(CLIENTS, changes={2: in_rounds(own, [1], failed)})
+    after = start(own, grid, rounds=3)
     assert sorted(grid.trained) == sorted([*range(6)] * 2)
     assert [own.train_metrics[n]["replies-accepted"] for n in (1, 2)] == [5, 6]
     assert bits(after) == bits(start(strategy(), Grid(CLIENTS)))

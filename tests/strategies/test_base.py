@@ -26,6 +26,7 @@ from .federation import (
     bits,
     damaged,
     failed,
+    in_rounds,
     lost,
     network,
     run_damaged,
@@ -289,9 +290,7 @@ def test_a_run_in_which_no_client_succeeded_does_not_end_as_if_it_had():
     with pytest.raises(NoUsableReply, match=r"3 rounds no .* the last refused: out of memory"):
         run(3, changes=ALL_FAIL)
     strategy, again = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
-    at_times = dict.fromkeys(
-        range(6), lambda reply: reply if strategy.server_round == 2 else failed(reply)
-    )
+    at_times = dict.fromkeys(range(6), in_rounds(strategy, [1, 3], failed))
     start(strategy, Grid(CLIENTS, changes=at_times), 3)
     assert [strategy.train_metrics[r]["replies-accepted"] for r in (1, 2, 3)] == [0, 6, 0]
     again.load_state_dict(strategy.state_dict())

@@ -36,6 +36,7 @@ from .federation import (
     bits,
     examples,
     failed,
+    in_rounds,
     lost,
     network,
     run_damaged,
@@ -78,11 +79,8 @@ def run(name: str, folder: Path, *, ask: bool = False, **options: Any) -> Any:
     """Strategy, grid, result and evaluated arrays of two rounds; client 2 fails in the first."""
     make, clients = STRATEGIES[name]
     strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=FEWER, min_available_nodes=FEWER)
-
-    def fails_at_first(reply: Message) -> Message:
-        return failed(reply) if strategy.server_round == 1 else reply
-
-    grid = Grid(clients, num_clients=FEWER, changes={2: fails_at_first}, **options)
+    changes = {2: in_rounds(strategy, [1], failed)}
+    grid = Grid(clients, num_clients=FEWER, changes=changes, **options)
     if ask:
         asked_first(strategy, grid)
     seen: list[dict[str, np.ndarray]] = []

@@ -5,13 +5,23 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from fedntk.clients import DFedAvgClient, SGDClient
 from fedntk.strategies import DFedAvg, SeededFedAvg, Topology, spectral_gap
 
-from .federation import Contract, Grid, app, bits, examples, kept_by, start, told
+from .federation import (
+    Contract,
+    Grid,
+    app,
+    assert_near,
+    bits,
+    examples,
+    kept_by,
+    network,
+    start,
+    told,
+)
 
 SGD: dict[str, Any] = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 2}
 OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
@@ -40,10 +50,7 @@ CONTRACT = {
 
 def net() -> nn.Module:
     """In float64: what one program computes and another agrees to 1e-12."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    return model.double()
+    return network().double()
 
 
 def in_double(kind: type, **options: Any) -> Any:
@@ -61,9 +68,7 @@ def within(of: Any, client: int, number: int) -> dict[str, np.ndarray]:
 
 def agree(a: Any, b: Any, atol: float = 1e-12) -> None:
     """Weights of size 1, some hundred sums in float64: 1e-12."""
-    assert list(a) == list(b)
-    for name in a:
-        np.testing.assert_allclose(a[name], b[name], rtol=0, atol=atol, err_msg=name)
+    assert_near(a, b, atol)
 
 
 def mixing_matrix(rule: str) -> np.ndarray:

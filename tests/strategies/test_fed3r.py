@@ -1,6 +1,6 @@
 """Fed3R: ridge regression with a bias on all examples, each class's weights of norm 1."""
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,13 +14,8 @@ from .federation import Contract, Grid, app, network, start
 from .test_afl import BIAS, OPTIONS, WEIGHT, pooled, sums_of
 
 CLIENTS = app(ClosedFormClient)
-CONTRACT = {
-    "Fed3R": Contract(lambda **o: Fed3R(network=network(), **o), CLIENTS, once=True),
-}
-
-
-def strategy(**options: Any) -> Fed3R:
-    return Fed3R(network=network(), **OPTIONS | options)
+CONTRACT = {"Fed3R": Contract(partial(Fed3R, network=network()), CLIENTS, once=True)}
+strategy = partial(Fed3R, network=network(), **OPTIONS)
 
 
 @pytest.mark.parametrize("ridge", [1e-4, 1.0])

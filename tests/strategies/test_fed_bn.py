@@ -1,5 +1,7 @@
 """FedBN: which arrays stay with the clients."""
 
+from functools import partial
+
 import pytest
 from torch import nn
 
@@ -9,9 +11,7 @@ from fedntk.strategies import FedBN
 from .federation import Contract, network
 from .test_personalised import CLIENTS, NORM
 
-CONTRACT = {
-    "FedBN": Contract(lambda **o: FedBN(network=network(), **o), CLIENTS, personal=True),
-}
+CONTRACT = {"FedBN": Contract(partial(FedBN, network=network()), CLIENTS, personal=True)}
 
 
 def test_batch_norm_is_what_stays_whatever_its_name_and_depth():

@@ -1,6 +1,6 @@
 """FedNCM: the classifier is the normalised class means over all clients' examples."""
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,13 +12,8 @@ from .federation import Contract, Grid, app, damaged, network, run_as_if_lost, s
 from .test_afl import BIAS, OPTIONS, WEIGHT, pooled
 
 CLIENTS = app(ClosedFormClient)
-CONTRACT = {
-    "FedNCM": Contract(lambda **o: FedNCM(network=network(), **o), CLIENTS, once=True),
-}
-
-
-def strategy(**options: Any) -> FedNCM:
-    return FedNCM(network=network(), **OPTIONS | options)
+CONTRACT = {"FedNCM": Contract(partial(FedNCM, network=network()), CLIENTS, once=True)}
+strategy = partial(FedNCM, network=network(), **OPTIONS)
 
 
 def test_weights_are_the_class_means_over_all_examples_divided_by_their_norms():

@@ -1,5 +1,7 @@
 """FedPer: which arrays stay with the clients."""
 
+from functools import partial
+
 import pytest
 from torch import nn
 
@@ -9,9 +11,7 @@ from fedntk.strategies import FedPer
 from .federation import Contract, network
 from .test_personalised import CLIENTS
 
-CONTRACT = {
-    "FedPer": Contract(lambda **o: FedPer(network=network(), **o), CLIENTS, personal=True),
-}
+CONTRACT = {"FedPer": Contract(partial(FedPer, network=network()), CLIENTS, personal=True)}
 
 
 def test_the_head_is_the_last_linear_layer_or_the_one_that_is_named():

@@ -1,11 +1,11 @@
 """FedProto: prototypes are means over the clients' examples, and draw the features to them."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
 from torch import nn
 
 from fedntk.clients import FedProtoClient, PersonalisedClient
@@ -19,9 +19,11 @@ from .federation import (
     bits,
     damaged,
     examples,
+    in_rounds,
     initial_bits,
     kept_by,
     loaded,
+    lost,
     network,
     run_as_if_lost,
     start,
@@ -33,9 +35,9 @@ EVALUATED = {"min_available_nodes": 6, "fraction_evaluate": 1.0, "min_evaluate_n
 SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 5}
 CLIENTS = app(FedProtoClient, **SGD)
 CONTRACT = {
-    "FedProto": Contract(lambda **o: FedProto(network=network(), **o), CLIENTS, personal=True),
+    "FedProto": Contract(partial(FedProto, network=network()), CLIENTS, personal=True),
     "FedProto by the head": Contract(
-        lambda **o: FedProto(network=network(), head="3", **o),
+        partial(FedProto, network=network(), head="3"),
         app(FedProtoClient, predict="head", **SGD),
         personal=True,
     ),
@@ -43,8 +45,7 @@ CONTRACT = {
 MEANS, COUNTS = GLOBAL_PROTOTYPES
 
 
-def strategy(**options: Any) -> FedProto:
-    return FedProto(network=network(), **{**OPTIONS, **options})
+strategy = partial(FedProto, network=network(), **OPTIONS)
 
 
 def test_prototypes_are_means_over_all_examples_of_a_class_and_clients_evaluate_by_the_nearest():
@@ -76,11 +77,8 @@ def test_prototypes_are_means_over_all_examples_of_a_class_and_clients_evaluate_
 def test_a_class_that_no_client_of_the_round_has_keeps_its_prototype():
     """In round 2 only client 0 replies, which lacks class 2."""
     own, before = strategy(), start(strategy(), Grid(CLIENTS))
-
-    def but_first(reply: Message) -> Message | None:
-        return None if own.server_round == 2 else reply
-
-    after = start(own, Grid(CLIENTS, changes=dict.fromkeys(range(1, 6), but_first)), rounds=2)
+    silent = dict.fromkeys(range(1, 6), in_rounds(own, [2], lost))
+    after = start(own, Grid(CLIENTS, changes=silent), rounds=2)
     assert after[MEANS][2].tobytes() == before[MEANS][2].tobytes()
     assert after[COUNTS].tolist() == [3, 2, before[COUNTS][2]]
     assert (after[MEANS][:2] != before[MEANS][:2]).any()

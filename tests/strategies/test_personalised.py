@@ -37,6 +37,7 @@ from .federation import (
     bits,
     damaged,
     failed,
+    in_rounds,
     kept_by,
     network,
     start,
@@ -106,9 +107,6 @@ def test_replies_that_are_not_used_claim_no_partition():
     out; node 4 lost something that it is sent again, so that a second exchange comes between.
     """
 
-    def first(server_round: int, change: Change) -> Change:
-        return lambda reply: change(reply) if strategy.server_round == server_round else reply
-
     def says_lost(said: int, partition: int) -> Change:
         told = {"lost-state": said, "num-examples": 1, "partition-id": partition}
         content = RecordDict({"metrics": MetricRecord(told)})
@@ -125,7 +123,9 @@ def test_replies_that_are_not_used_claim_no_partition():
     far, claim = damaged(0, lambda a: a + np.float32(1e6)), with_metrics(partition_id=0)
     strategy = personal()
     changes = {1: lambda reply: far(claim(reply)), 2: says_lost(1, 5), 3: says_lost(0, 3)}
-    grid = Grid(CLIENTS, changes={k: first(1, change) for k, change in changes.items()})
+    grid = Grid(
+        CLIENTS, changes={k: in_rounds(strategy, [1], change) for k, change in changes.items()}
+    )
     start(strategy, grid, rounds=2)
     assert [strategy.train_metrics[k]["replies-accepted"] for k in (1, 2)] == [4, 6]
     assert strategy.registry.clients() == set(range(6))
@@ -142,11 +142,7 @@ def test_replies_that_are_not_used_claim_no_partition():
 def test_a_reply_that_is_lost_leaves_both_parts_of_the_client_as_they_were(make, clients):
     """Client 2's reply of round 2 is lost: in round 3 its own arrays are those of round 1."""
     strategy = make(**OPTIONS)
-
-    def change(reply: Message) -> Message | None:
-        return failed(reply) if strategy.server_round == 2 else reply
-
-    grid = Grid(clients, changes={2: change})
+    grid = Grid(clients, changes={2: in_rounds(strategy, [2], failed)})
     start(strategy, grid, rounds=3)
     asked = [m.content["config"].get("personal-round") for way, m in grid.seen if way == "down"]
     assert asked == [None] * 6 + [1] * 6 + [2, 2, 1, 2, 2, 2]
@@ -157,11 +153,7 @@ def test_a_client_whose_replies_are_refused_for_long_goes_on_from_the_last_one_t
     """Its files are too large for more than two rounds, and four replies in a row are lost."""
     monkeypatch.setattr("fedntk.clients.personal.personal_store.KEPT_BYTES", 0)
     strategy = personal()
-
-    def change(reply: Message) -> Message | None:
-        return failed(reply) if 2 <= strategy.server_round <= 5 else reply
-
-    grid = Grid(CLIENTS, changes={2: change})
+    grid = Grid(CLIENTS, changes={2: in_rounds(strategy, range(2, 6), failed)})
     start(strategy, grid, rounds=6)
     assert strategy.train_metrics[6]["replies-accepted"] == 6
     assert sum("personal" in found for found in grid.records("down")) == 6

@@ -19,7 +19,6 @@ from fedntk.ntk import FeatureMap
 from fedntk.strategies import TCT, SeededFedAvg
 
 from .federation import (
-    Change,
     Contract,
     Grid,
     InOrder,
@@ -28,6 +27,7 @@ from .federation import (
     damaged,
     examples,
     failed,
+    in_rounds,
     lost,
     network,
     run_as_if_lost,
@@ -57,10 +57,6 @@ CONTRACT = {
 @pytest.fixture
 def clients(tmp_path: Path) -> Any:
     return served(tmp_path)
-
-
-def in_round(strategy: TCT, number: int, change: Change) -> Change:
-    return lambda reply: change(reply) if strategy.server_round == number else reply
 
 
 def scaffold(
@@ -130,7 +126,7 @@ def test_with_some_clients_a_round_it_is_scaffold_and_c_travels(clients):
 
 def test_a_reply_that_never_came_does_not_change_c(clients):
     strategy, grid = make(), Grid(clients)
-    grid.changes = {k: in_round(strategy, 3, change) for k, change in ((2, lost), (4, failed))}
+    grid.changes = {k: in_rounds(strategy, [3], change) for k, change in ((2, lost), (4, failed))}
     after = start(strategy, grid, rounds=5)
     expected = scaffold([range(6), [0, 1, 3, 5], range(6), range(6)])
     assert distance(after[LINEAR], expected) < 1e-4
@@ -234,7 +230,7 @@ def test_claims_of_trouble_that_cannot_be_do_nothing(clients, number, claim, rea
     found = []
     for change in (claim, lost):
         strategy, grid = make(), Grid(clients)
-        grid.changes = {2: in_round(strategy, number, change)}
+        grid.changes = {2: in_rounds(strategy, [number], change)}
         after = start(strategy, grid, rounds=4)
         found.append((bits(after), strategy.control.value.tobytes()))
         if change is claim:
@@ -247,7 +243,7 @@ def test_claims_of_trouble_that_cannot_be_do_nothing(clients, number, claim, rea
 def test_what_clients_say_of_their_examples_gives_no_more_weight(clients):
     strategy, grid = make(), Grid(clients)
     claims = {0: with_metrics(num_examples=100), 1: with_metrics(examples_changed=1)}
-    grid.changes = {k: in_round(strategy, 3, claim) for k, claim in claims.items()}
+    grid.changes = {k: in_rounds(strategy, [3], claim) for k, claim in claims.items()}
     after = start(strategy, grid, rounds=4)
     assert strategy.train_metrics[3]["replies-accepted"] == 6
     assert bits(after) == bits(start(make(), Grid(clients), rounds=4))
@@ -360,7 +356,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(clients, tmp_path, opti
 )
 def test_a_round_without_enough_answers_is_tried_again(clients, change, options):
     strategy, grid = make(min_completed=6, **options), Grid(clients)
-    grid.changes = {2: in_round(strategy, 1, change)}
+    grid.changes = {2: in_rounds(strategy, [1], change)}
     after = start(strategy, grid, rounds=2)
     assert [strategy.train_metrics[number]["replies-accepted"] for number in (1, 2)] == [5, 6]
     assert bits(after) == bits(start(make(min_completed=6, **options), Grid(clients), rounds=1))

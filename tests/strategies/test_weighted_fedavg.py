@@ -21,6 +21,7 @@ from .federation import (
     app,
     arrays_of,
     as_record,
+    assert_near,
     bits,
     damaged,
     kept_by,
@@ -33,12 +34,7 @@ LOCAL = {"learning_rate": 0.1, "batch_size": 4}
 CLIENTS = app(WeightedFedAvgClient, **LOCAL)
 ALL: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 HALF: dict[str, Any] = ALL | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 1}
-
-
-def weighted(**options: Any) -> WeightedFedAvg:
-    return WeightedFedAvg(network=network(), **options)
-
-
+weighted = partial(WeightedFedAvg, network=network())
 CONTRACT = {
     "WeightedFedAvg": Contract(weighted, CLIENTS, personal=True),
     "WeightedFedAvg, over all, entk, personal BatchNorm": Contract(
@@ -93,12 +89,6 @@ def weights_of(replies: dict[int, Any], absent: str, *, by_examples: bool) -> np
     return similarity_weights(similarities, temperature=0.2, examples=sizes)
 
 
-def assert_same(found: Any, expected: Any, tolerance: float = 0) -> None:
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("over", ["round", "all"])
 @pytest.mark.parametrize(("absent", "by_examples"), [("zero", False), ("common", True)])
 def test_a_client_is_sent_the_mixture_of_its_last_round_or_of_what_all_last_sent(
@@ -119,7 +109,7 @@ def test_a_client_is_sent_the_mixture_of_its_last_round_or_of_what_all_last_sent
     down, up = travelled(grid, "down"), travelled(grid, "up")
     for sent, came, model in zip(down, up, models.values(), strict=True):
         for k, records in sent.items():
-            assert_same(records["arrays"], last.get(k, model), 1e-6)
+            assert_near(records["arrays"], last.get(k, model), 1e-6, 1e-6)
             met.add((bool(last), k in last, k in pool))
         pool = dict(sorted((pool | came if over == "all" else came).items()))
         rows = weights_of(pool, absent, by_examples=by_examples)
@@ -145,9 +135,10 @@ def test_equal_weights_of_equal_examples_are_fedavg_and_with_batch_norm_at_home_
     like = FedBN(network=network(), **ALL) if personal else SeededFedAvg(**ALL)
     others = Grid(app(PersonalisedClient if personal else SGDClient, **LOCAL))
     expected = start(like, others, rounds=3)
-    assert_same(found, expected, 1e-5)  # means in float64 and in float32, over three rounds
+    assert_near(found, expected, 1e-5, 1e-5)  # means in float64 and in float32, over three rounds
     for k in range(6):
-        assert_same(*(travelled(each, "down")[2][k]["arrays"] for each in (grid, others)), 1e-5)
+        mine, theirs = (travelled(each, "down")[2][k]["arrays"] for each in (grid, others))
+        assert_near(mine, theirs, 1e-5, 1e-5)
         assert ("1.weight" in travelled(grid, "up")[2][k]["arrays"]) != personal
     share = np.arange(5, 11) / 45  # each row of weights: the clients' shares of the examples
     metrics = strategy.train_metrics[1]
@@ -167,7 +158,7 @@ def test_at_temperature_zero_each_client_trains_alone():
     start(weighted(temperature=1e-6, **ALL), grid, rounds=3)
     start(alone, Grid(app(PersonalisedClient, **LOCAL)), rounds=2)
     for k, own in travelled(grid, "down")[2].items():
-        assert_same(own["arrays"], kept_by(alone, k, 2))
+        assert_near(own["arrays"], kept_by(alone, k, 2))
 
 
 @pytest.mark.parametrize("over", ["round", "all"])
