@@ -6,13 +6,9 @@ from torch import nn
 
 from fedntk.clients import FedEnsembleClient, NamedArrays, SGDClient, get_weights
 
+from ..strategies.federation import network
+
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
-
-
-def network(seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return nn.Linear(4, 3)
 
 
 def sent(*models: nn.Module) -> NamedArrays:
@@ -37,7 +33,7 @@ def test_it_evaluates_the_mean_of_probabilities_or_outputs(loss):
     models = [network(k) for k in range(3)]
     client = FedEnsembleClient(SGDClient(network(0), X, Y, loss=loss))
     value, count, metrics = client.evaluate(sent(*models), {"server-round": 1})
-    outputs = torch.stack([model.double()(X.double()).detach() for model in models])
+    outputs = torch.stack([model.double().eval()(X.double()).detach() for model in models])
     if loss == "mse":
         mean = outputs.mean(0)
         expected = float(((mean - nn.functional.one_hot(Y, 3)) ** 2).mean() / 2)

@@ -3,26 +3,21 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from fedntk.clients import NTKFLClient, get_weights
 from fedntk.ntk import JacobianUpload, jacobian, loss_value, one_hot
 
+from ..strategies.federation import network
+
 X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
-
-
-def network(seed: int = 1) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
 def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(structure):
-    sent = network()
+    sent = network().eval()
     client = NTKFLClient(network(2), X, Y, structure=structure)
     arrays, count, metrics = client.fit(get_weights(sent), {})
-    shapes = {name: p.shape for name, p in sent.state_dict().items()}
+    shapes = {name: p.shape for name, p in sent.named_parameters()}
     upload = JacobianUpload.from_arrays(arrays.records["arrays"], parameters=shapes)
     assert count == 9
     assert torch.equal(upload.targets, one_hot(Y, 3))

@@ -23,6 +23,7 @@ from .federation import (
     bits,
     examples,
     failed,
+    network,
     renamed,
     start,
     with_arrays,
@@ -44,12 +45,6 @@ def made(method: str, **options: Any) -> BaseStrategy:
     return METHODS[method][0](**{"fraction_evaluate": 0.0, "centre_inputs": True} | options)
 
 
-def network() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
 def centred() -> nn.Module:
     return CentredInputs(network(), (4,)).double()
 
@@ -65,7 +60,7 @@ def mean_without(*partitions: int) -> torch.Tensor:
 
 def clients(method: str, *, by_hand: bool = False) -> ClientApp:
     _, make, options = METHODS[method]
-    model, mean = (network(), mean_without()) if by_hand else (centred(), torch.zeros(4))
+    model, mean = (network().double(), mean_without()) if by_hand else (centred(), torch.zeros(4))
 
     def client(*_: Any, seed: tuple[int, int]) -> NumPyClient:
         x, y = far(seed[1])
@@ -83,7 +78,7 @@ def test_it_is_training_on_inputs_that_were_centred_before(method):
     common = {"fraction_train": 0.5, "min_available_nodes": 6}
     found = run(made(method, **common), grid := Grid(clients(method)), rounds=2)
     plain = made(method, centre_inputs=False, **common)
-    expected = start(plain, Grid(clients(method, by_hand=True)), 2, network())
+    expected = start(plain, Grid(clients(method, by_hand=True)), 2, network().double())
     np.testing.assert_allclose(found.pop(CENTRE), mean_without(), rtol=BOUND)
     assert len(found) == len(expected)
     for name, array in expected.items():
@@ -160,6 +155,6 @@ def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path, do
 def test_where_nothing_is_centred_it_is_said():
     strategy = made("SeededFedAvg")
     with pytest.raises(ValueError, match=r"'centre' in the model, got .*wrap the network as Centr"):
-        start(strategy, Grid(clients("SeededFedAvg", by_hand=True)), 1, network())
+        start(strategy, Grid(clients("SeededFedAvg", by_hand=True)), 1, network().double())
     with pytest.raises(NoUsableReply, match="its model is no CentredInputs"):
         run(strategy, Grid(clients("SeededFedAvg", by_hand=True)))

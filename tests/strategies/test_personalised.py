@@ -122,10 +122,8 @@ def test_replies_that_are_not_used_claim_no_partition():
 
     far, claim = damaged(0, lambda a: a + np.float32(1e6)), with_metrics(partition_id=0)
     strategy = personal()
-    changes = {1: lambda reply: far(claim(reply)), 2: says_lost(1, 5), 3: says_lost(0, 3)}
-    grid = Grid(
-        CLIENTS, changes={k: in_rounds(strategy, [1], change) for k, change in changes.items()}
-    )
+    odd = {1: lambda reply: far(claim(reply)), 2: says_lost(1, 5), 3: says_lost(0, 3)}
+    grid = Grid(CLIENTS, changes={k: in_rounds(strategy, [1], own) for k, own in odd.items()})
     start(strategy, grid, rounds=2)
     assert [strategy.train_metrics[k]["replies-accepted"] for k in (1, 2)] == [4, 6]
     assert strategy.registry.clients() == set(range(6))
