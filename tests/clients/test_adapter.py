@@ -1,12 +1,9 @@
 """client_app: any NumPyClient answers the messages of today's strategies."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
-from numpy.typing import NDArray
 
 from fedntk.clients import NamedArrays, client_app
 from fedntk.clients.core.named_arrays import records_of
@@ -14,9 +11,8 @@ from fedntk.simulations.engine._flower import become_server
 
 from ..strategies.federation import arrays_of, as_record
 
-Records = dict[str, dict[str, NDArray[Any]]]
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(4, dtype=np.int64)}
-RECORDS: Records = {
+RECORDS = {
     "arrays": ARRAYS,
     "empty": {},
     "corrections": {"w": np.full((2, 3), 2.0), "again": np.zeros(1, np.float16)},
@@ -24,7 +20,7 @@ RECORDS: Records = {
 FLAT = [array for own in RECORDS.values() for array in own.values()]
 
 
-def client(**methods: Any) -> NumPyClient:
+def client(**methods):
     made = NumPyClient()
     vars(made).update(methods)
     return made
@@ -39,21 +35,21 @@ ECHO = client(
 )
 
 
-def listed(records: Records) -> list[Any]:
+def listed(records):
     return [
         (name, [(key, a.dtype, a.shape, a.tobytes()) for key, a in own.items()])
         for name, own in records.items()
     ]
 
 
-def received(content: RecordDict) -> Records:
+def received(content):
     return {name: arrays_of(own) for name, own in content.array_records.items()}
 
 
 WEIGHTS = {"arrays": ARRAYS}
 
 
-def answer(app: Any, kind: str, sent: Records = WEIGHTS) -> RecordDict:
+def answer(app, kind, sent=WEIGHTS):
     """Send some records, and see that they stay as they were sent."""
     become_server()
     content = RecordDict({"config": ConfigRecord({"lr": 0.5})})
@@ -66,7 +62,7 @@ def answer(app: Any, kind: str, sent: Records = WEIGHTS) -> RecordDict:
     return reply.content
 
 
-def ask(kind: str, own: NumPyClient = ECHO, sent: Records = WEIGHTS) -> RecordDict:
+def ask(kind, own=ECHO, sent=WEIGHTS):
     return answer(client_app(lambda _: own), kind, sent)
 
 
@@ -95,7 +91,7 @@ def test_records_keep_their_names_on_the_way_to_a_client_and_back():
     """The client spoils what it was given."""
     seen = []
 
-    def fit(parameters: Any, config: dict[str, Any]) -> Any:
+    def fit(parameters, config):
         seen.extend(listed(parameters.records))
         controls = {k: a + 1 for k, a in parameters.records["corrections"].items()}
         for array in parameters:
@@ -119,7 +115,7 @@ def test_records_come_in_the_order_that_they_are_asked_for_or_the_missing_are_na
         records_of(named, "arrays", "linear", "control", strategy="TCT")
 
 
-def changed(parameters: list[NDArray[Any]]) -> list[NDArray[Any]]:
+def changed(parameters):
     del parameters[2:]
     parameters[0] = parameters[0] + 5
     return parameters
@@ -128,7 +124,6 @@ def changed(parameters: list[NDArray[Any]]) -> list[NDArray[Any]]:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda p: [p[0] + 1, p[1]], {"w": FLAT[0] + 1, "n": FLAT[1]}),
         (changed, {"w": FLAT[0] + 5, "n": FLAT[1]}),
         (lambda p: p, {str(i): a for i, a in enumerate(FLAT)}),
         (lambda p: [], {}),
@@ -137,7 +132,7 @@ def changed(parameters: list[NDArray[Any]]) -> list[NDArray[Any]]:
 def test_plain_clients_get_a_list_and_answer_with_one(make, expected):
     """As many arrays as the first record has go back under its names, others under numbers."""
 
-    def fit(parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
+    def fit(parameters, config):
         assert isinstance(parameters, list)
         assert all(np.array_equal(a, b) for a, b in zip(parameters, FLAT, strict=True))
         return make(parameters), 1, {}
@@ -146,7 +141,7 @@ def test_plain_clients_get_a_list_and_answer_with_one(make, expected):
     assert listed(received(content)) == listed({"arrays": expected})
 
 
-def own_reply(message: Message, context: Context) -> Message:
+def own_reply(message, context):
     seen = {"num-examples": 3, "lr": message.content["config"]["lr"]}
     return Message(RecordDict({"mine": MetricRecord(seen)}), reply_to=message)
 
@@ -169,11 +164,11 @@ def test_a_function_registered_by_the_user_takes_the_place_of_ours(category):
 def test_mods_and_lifespan_go_with_both_kinds_of_function():
     seen = []
 
-    def noting(message: Message, context: Context, call: Any) -> Message:
+    def noting(message, context, call):
         seen.append(message.metadata.message_type)
         return call(message, context)
 
-    def lifespan(context: Context) -> Any:
+    def lifespan(context):
         seen.append("begin")
         yield
         seen.append("end")

@@ -1,22 +1,19 @@
 """What all clients share: weights in, weights out, evaluation, and models that they refuse."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedntk.clients import ModelClient, NTKFLClient, SGDClient, get_weights, set_weights
 
-
-def batch_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+from ..strategies.federation import network
 
 
 def test_weights_round_trip_with_buffers_and_dtypes():
-    model, other = batch_norm(), batch_norm()
+    model, other = network(), network(1)
     model(torch.randn(6, 4))  # moves the running statistics and the counter
     arrays = get_weights(model)
     assert [a.dtype for a in arrays].count(np.dtype(np.int64)) == 1
@@ -70,11 +67,11 @@ X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.aran
 class Returning(nn.Module):
     """Returns what a function makes of the scores."""
 
-    def __init__(self, made: Any) -> None:
+    def __init__(self, made):
         super().__init__()
         self.linear, self.made = nn.Linear(4, 2), made
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.made(self.linear(x))
 
 

@@ -1,7 +1,5 @@
 """ClosedFormClient: sums of the features by the received weights, and what it refuses."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,23 +12,19 @@ from fedntk.ntk.payloads import FeatureStatistics
 from ..strategies.federation import examples, network
 
 
-def config(**options: Any) -> dict[str, Any]:
+def config(**options):
     return {**FeatureMap("last-layer", **options).to_config(), "feature-gram": True}
 
 
-def client(**options: Any) -> ClosedFormClient:
+def client(**options):
     return ClosedFormClient(network(), *examples(3), **options)
-
-
-def features(seed: int) -> np.ndarray:
-    with torch.no_grad():
-        return network(seed).eval()[:3](examples(3)[0]).double().numpy()
 
 
 def test_sums_are_of_the_received_weights_in_chunks():
     """Products in float64, of float32 features: 1e-6 for those of other chunks."""
     _, y = examples(3)
-    z = features(1)
+    with torch.no_grad():
+        z = network(1).eval()[:3](examples(3)[0]).double().numpy()
     received = get_weights(network(1))
     own, passed = client(batch_size_eval=3), []
     note = own.model[0].register_forward_hook  # copied with the network

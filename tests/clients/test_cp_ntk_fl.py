@@ -111,8 +111,6 @@ def test_projections_keep_the_variance_of_inputs():
     assert torch.equal(z, project(images, 6, SEED, "low-frequency"))
     torch.testing.assert_close(z @ z.T, pixels @ pixels.T, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(z, project(images, 6, SEED))
-    fewer = project(images, 3, SEED, "low-frequency")  # sqrt(3/6) of what these keep
-    assert float(fewer.norm() ** 2) < float(pixels.norm() ** 2) / 2
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,7 @@
 The fake device computes on the CPU, in float32, with operators that may add in another order: 1e-5.
 """
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,26 +14,26 @@ from fedntk.clients import (
     ClosedFormClient,
     CPNTKFLClient,
     FedProtoClient,
-    ModelClient,
     NTKDFLClient,
     NTKFLClient,
     SCAFFOLDClient,
     SGDClient,
     TCTClient,
 )
-from fedntk.ntk import FeatureMap, NetworkPredictor, Normaliser, Predictor, TCTModel
+from fedntk.ntk import FeatureMap, NetworkPredictor, Normaliser, TCTModel
 from fedntk.strategies import AFL, CPNTKFL, NTKDFL, NTKFL, SCAFFOLD, TCT, FedProto, SeededFedAvg
 
 from ..fake_device import NAME, FakeDevice
 from ..strategies.federation import Grid, app, arrays_of, network, start
 
-STEPS: dict[str, Any] = {"learning_rate": 0.1, "steps": [1, 4]}
+STEPS = {"learning_rate": 0.1, "steps": [1, 4]}
 COMPRESSED = {"sparsity": 0.5, "bits": 8}
 NOISE = {"noise_multiplier": 0.5, "label_noise": 0.2}
 SGD = {"momentum": 0.9, "weight_decay": 1e-2, "batch_size": 4, "batch_size_eval": 5}
-CONVEX: dict[str, Any] = {"num_features": 12, "learning_rate": 0.05, "local_steps": 3}
+CONVEX = {"num_features": 12, "learning_rate": 0.05, "local_steps": 3}
+tct = partial(TCT, network=network(), **CONVEX)
 # strategy, client, options of the client
-CASES: dict[str, tuple[Callable[..., Any], type[ModelClient], dict[str, Any]]] = {
+CASES = {
     "SGD": (SeededFedAvg, SGDClient, SGD | {"proximal_mu": 0.1, "local_epochs": 2}),
     "SGD, mse": (SeededFedAvg, SGDClient, SGD | {"loss": "mse"}),
     "NTK-FL": (partial(NTKFL, **STEPS), NTKFLClient, {}),
@@ -49,12 +46,8 @@ CASES: dict[str, tuple[Callable[..., Any], type[ModelClient], dict[str, Any]]] =
     ),
     "SCAFFOLD I": (SCAFFOLD, SCAFFOLDClient, SGD | {"option": "I"}),
     "SCAFFOLD II": (SCAFFOLD, SCAFFOLDClient, SGD),
-    "TCT, closed": (
-        partial(TCT, network=network(), **CONVEX),
-        TCTClient,
-        {"local_solver": "closed"},
-    ),
-    "TCT, loop": (partial(TCT, network=network(), **CONVEX), TCTClient, {"local_solver": "loop"}),
+    "TCT, closed": (tct, TCTClient, {"local_solver": "closed"}),
+    "TCT, loop": (tct, TCTClient, {"local_solver": "loop"}),
     "NTK-DFL": (partial(NTKDFL, **STEPS, kernel="corrected", selection="own"), NTKDFLClient, {}),
     "NTK-DFL, full": (partial(NTKDFL, **STEPS, kernel="full"), NTKDFLClient, {}),
     "FedProto": (partial(FedProto, network=network()), FedProtoClient, {}),
@@ -63,15 +56,15 @@ CASES: dict[str, tuple[Callable[..., Any], type[ModelClient], dict[str, Any]]] =
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replies_are_those_of_a_client_on_the_cpu(name: str, tmp_path: Path, monkeypatch: Any):
+def test_replies_are_those_of_a_client_on_the_cpu(name, tmp_path, monkeypatch):
     """To training, to evaluation, and to TCT's moments and two convex rounds.
 
     Noise is drawn on the CPU, wherever the model is.
     """
     strategy, kind, options = CASES[name]
 
-    def replies(device: str) -> list[Any]:
-        def client(*given: Any, seed: tuple[int, ...], **options: Any) -> ModelClient:
+    def replies(device):
+        def client(*given, seed, **options):
             own = kind(*given, seed=seed, device=device, **options)
             assert next(own.model.parameters()).device.type == device
             return own
@@ -97,13 +90,13 @@ def test_replies_are_those_of_a_client_on_the_cpu(name: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("kind", [NetworkPredictor, TCTModel])
-def test_a_predictor_goes_where_its_module_goes(kind: type[Predictor]):
+def test_a_predictor_goes_where_its_module_goes(kind):
     """As in ``test(net, loader, device)``: scores are where the labels are."""
     x = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
     linear = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)
     rest = (FeatureMap(num_features=12), Normaliser.identity(12), linear)
 
-    def scores(device: str) -> torch.Tensor:
+    def scores(device):
         predictor = kind(network(), *(rest if kind is TCTModel else ()))
         with torch.no_grad():
             found = predictor.to(device).eval()(x.to(device))

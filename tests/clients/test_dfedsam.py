@@ -25,7 +25,7 @@ def test_dfedsam_steps_along_the_gradient_at_the_point_nearby(rho):
     )  # fmt: skip
     rows = torch.cat([x, torch.ones(len(x), 1)], 1)
 
-    def gradient(w: torch.Tensor) -> torch.Tensor:
+    def gradient(w):
         return (torch.softmax(rows @ w.T, 1) - targets).T @ rows / len(x)
 
     w = torch.linspace(-1, 1, 15).double().reshape(3, 5)

@@ -45,7 +45,7 @@ def test_the_smallest_weights_go_and_the_largest_gradients_come():
     np.testing.assert_array_equal(search(full, np.ones((2, 3)), np.ones((2, 3)), 0.5), full)
 
 
-def sparse() -> SparseWeights:
+def sparse():
     weights = {name: tensor.numpy().copy() for name, tensor in network().state_dict().items()}
     shapes = {name: tuple(p.shape) for name, p in network().named_parameters()}
     masks = first_masks(shapes, 0.5, np.random.default_rng(0))
@@ -53,7 +53,7 @@ def sparse() -> SparseWeights:
     return SparseWeights(weights, masks, 7)
 
 
-def parsed(own: SparseWeights, **changed: np.ndarray) -> SparseWeights:
+def parsed(own, **changed):
     arrays = {**own.to_arrays(), **changed}
     return SparseWeights.from_arrays(arrays, own.weights, 100, list(own.masks))
 

@@ -9,7 +9,7 @@ from fedntk.clients import DittoClient, NamedArrays
 from ..strategies.federation import examples
 
 
-def linear() -> nn.Module:
+def linear():
     layer = nn.Linear(4, 3)
     layer.load_state_dict({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)})
     return layer
@@ -25,7 +25,7 @@ def test_steps_are_the_papers_with_the_received_weights_as_the_centre():
     rate, pull = 0.2, 0.7
     x64, targets = x.double(), nn.functional.one_hot(y, 3).double()
 
-    def gradient(w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradient(w, b):
         slope = (torch.softmax(x64 @ w.T + b, 1) - targets) / len(x)
         return slope.T @ x64, slope.sum(0)
 

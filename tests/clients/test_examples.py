@@ -2,8 +2,6 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import datasets
 import numpy as np
@@ -21,7 +19,7 @@ Y = torch.arange(N) % 3
 ROUND = {"server-round": 1}
 
 
-def network() -> nn.Module:
+def network():
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
         return nn.Sequential(
@@ -29,39 +27,39 @@ def network() -> nn.Module:
         )
 
 
-def item(i: int) -> dict[str, Any]:
+def item(i):
     return {"img": X[i], "label": int(Y[i])}
 
 
-def augmented(i: int) -> dict[str, Any]:
+def augmented(i):
     noise = random.random() + np.random.random() + torch.rand(())  # noqa: NPY002, S311
     return item(i) | {"img": X[i] + noise}
 
 
-class Made(data.Dataset[Any]):
+class Made(data.Dataset):
     """Examples that a function makes of their positions."""
 
-    def __init__(self, make: Callable[[int], Any] = item) -> None:
+    def __init__(self, make=item):
         self.make = make
 
-    def __len__(self) -> int:
+    def __len__(self):
         return N
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i):
         return self.make(i)
 
 
-def as_pairs(items: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+def as_pairs(items):
     return torch.stack([item["img"] for item in items]), torch.tensor([i["label"] for i in items])
 
 
-def loader(dataset: Any = None, **options: Any) -> data.DataLoader[Any]:
+def loader(dataset=None, **options):
     return data.DataLoader(Made() if dataset is None else dataset, **options)
 
 
 HUGGING_FACE = datasets.Dataset.from_dict({"image": X.numpy().tolist(), "label": Y.tolist()})
 TWICE = data.TensorDataset(torch.cat([X, X]), torch.cat([Y, Y]))
-FORMS: dict[str, Any] = {
+FORMS = {
     "reversed arrays": lambda: (X.flip(0).numpy()[::-1], Y.flip(0).numpy()[::-1]),
     "big-endian float64": lambda: (X.numpy().astype(">f8"), Y.numpy().astype(">i4")),
     "labels in a list": lambda: (X, Y.tolist()),
@@ -117,7 +115,7 @@ def test_columns_say_which_entries_count(make, columns):
     assert torch.equal(client.targets, one_hot(Y, 3))
 
 
-def read(server_round: int, make: Callable[[int], Any] = augmented, **options: Any) -> Tensor:
+def read(server_round, make=augmented, **options):
     client = SGDClient(network(), loader(Made(make), shuffle=True), **options)
     return client.training_examples({"server-round": server_round})[0]
 
@@ -125,11 +123,11 @@ def read(server_round: int, make: Callable[[int], Any] = augmented, **options: A
 def test_augmentation_is_the_same_through_a_round_and_other_otherwise():
     """Global generators play no part and stay as they were, also after an error."""
 
-    def states() -> tuple[Any, ...]:
+    def states():
         legacy = np.random.get_state()  # noqa: NPY002
         return random.getstate(), legacy[1].tobytes(), torch.get_rng_state().numpy().tobytes()
 
-    def fail(i: int) -> Any:
+    def fail(i):
         augmented(i)
         raise OSError("stop")
 
@@ -147,7 +145,7 @@ def test_augmentation_is_the_same_through_a_round_and_other_otherwise():
 
 @pytest.mark.parametrize("test_examples", [{}, {"x_test": Made(augmented)}])
 def test_evaluation_does_not_change_with_the_round(test_examples):
-    def evaluate(server_round: int, **options: Any) -> Any:
+    def evaluate(server_round, **options):
         client = SGDClient(network(), Made(augmented), **test_examples, **options)
         return client.evaluate(get_weights(network()), {"server-round": server_round})
 
@@ -155,7 +153,7 @@ def test_evaluation_does_not_change_with_the_round(test_examples):
 
 
 def test_tct_has_the_same_examples_through_stage_2_and_others_in_each_round_of_stage_1(tmp_path):
-    def client() -> TCTClient:
+    def client():
         return TCTClient(network(), Made(augmented), cache=tmp_path, seed=(0, 3))
 
     assert torch.equal(client().inputs, client().inputs)
@@ -167,7 +165,7 @@ def test_tct_has_the_same_examples_through_stage_2_and_others_in_each_round_of_s
 def test_only_the_chosen_examples_of_a_dataset_are_read():
     positions = []
 
-    def noted(i: int) -> dict[str, Any]:
+    def noted(i):
         positions.append(i)
         return item(i)
 
@@ -181,8 +179,8 @@ def test_only_the_chosen_examples_of_a_dataset_are_read():
     assert all(map(torch.equal, found, same))
 
 
-class Stream(data.IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
+class Stream(data.IterableDataset):
+    def __iter__(self):
         return itertools.repeat(item(0))
 
 
@@ -195,7 +193,7 @@ RAGGED = Made(lambda i: (X[i, :, : 6 - i // 4], int(Y[i])))
 EACH = "each example once, got one with"
 
 # arguments -> what the error says
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     ({"x": X}, r"y: expected a label for each of the 11 examples in x, got none; give y, or"),
     ({"x": TWICE, "y": Y}, "y: expected none, as x is a TensorDataset and holds the labels, got"),
     ({"x": X, "y": Y, "y_test": Y}, r"x_test: expected the examples of y_test, got none; give"),
@@ -231,7 +229,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_taken_is_refused_in_one_line(given, message):
     """Arrays at once; a dataset as it is read, if its first example does not show the fault."""
 
-    def use() -> None:
+    def use():
         client = ModelClient(network(), **given)
         assert not isinstance(given["x"], Tensor)
         client.training_examples(ROUND)

@@ -11,7 +11,7 @@ from ..strategies.federation import network
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 
 
-def sent(*models: nn.Module) -> NamedArrays:
+def sent(*models):
     states = [{n: t.numpy() for n, t in model.state_dict().items()} for model in models]
     return NamedArrays({f"model-{k}.arrays": state for k, state in enumerate(states)})
 
@@ -49,11 +49,11 @@ def test_it_evaluates_the_mean_of_probabilities_or_outputs(loss):
 
 def test_configuration_of_one_model_reaches_only_that_model():
     class Watching(SGDClient):
-        def predictor(self, parameters, config):  # type: ignore[no-untyped-def]
+        def predictor(self, parameters, config):
             seen.append((config["shared"], config.get("own")))
             return super().predictor(parameters, config)
 
-    seen: list[tuple[object, object]] = []
+    seen = []
     client = FedEnsembleClient(Watching(network(0), X, Y))
     client.evaluate(sent(network(0), network(1)), {"shared": 1, "model-1.own": "b"})
     assert seen == [(1, None), (1, "b")]

@@ -1,7 +1,5 @@
 """FedProtoClient: a step by autograd on the formula, and what it refuses."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,12 +15,12 @@ ONES = Prototypes(np.ones((3, 8), np.float32), np.ones(3, int))
 NONE = Prototypes.none(3, 8)
 
 
-def message(model: nn.Module, prototypes: Prototypes) -> NamedArrays:
+def message(model, prototypes):
     weights = dict(zip(model.state_dict(), get_weights(model), strict=True))
     return NamedArrays({"arrays": prototypes.to_global_arrays(), "personal": weights})
 
 
-def config_of(server_round: int = 1, **more: Any) -> dict[str, Any]:
+def config_of(server_round=1, **more):
     map_config = FeatureMap("last-layer").to_config()
     return {"server-round": server_round, "personal-run": "by-hand", **map_config, **more}
 

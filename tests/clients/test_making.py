@@ -1,11 +1,8 @@
 """How client_app makes clients: one at a time, each with random numbers of its own."""
 
-from typing import Any
-
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
-from flwr.client import NumPyClient
+from flwr.app import ArrayRecord
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -20,14 +17,14 @@ Y = torch.arange(12) % 3
 class Augmented(Dataset[tuple[Tensor, int]]):
     """Adds noise from torch's global generator each time that an example is read."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 12
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+    def __getitem__(self, i):
         return X[i] + torch.randn(4), int(Y[i])
 
 
-def net() -> nn.Module:
+def net():
     """A user's own network, built anew in each message, whose weights and dropout draw."""
     return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
 
@@ -37,8 +34,8 @@ with torch.random.fork_rng(devices=[]):
     WEIGHTS = ArrayRecord(dict(net().state_dict()))
 
 
-def trained(workers: int) -> dict[str, bytes]:
-    def client_fn(context: Context) -> NumPyClient:
+def trained(workers):
+    def client_fn(context):
         return SGDClient(net(), Augmented(), batch_size=4, local_epochs=3)
 
     strategy = SeededFedAvg(fraction_evaluate=0.0)
@@ -55,11 +52,11 @@ def test_clients_in_threads_do_not_draw_each_others_numbers():
 
 def test_clients_without_a_seed_draw_numbers_of_their_own():
     """By their ids in the federation, and the same in each exchange of a round."""
-    seen: dict[int, list[Tensor]] = {}
+    seen = {}
 
-    def client_fn(context: Context) -> NumPyClient:
+    def client_fn(context):
         class Watching(NTKFLClient):
-            def training_examples(self, config: Any) -> tuple[Tensor, Tensor]:
+            def training_examples(self, config):
                 x, targets = super().training_examples(config)
                 seen.setdefault(int(context.node_config["partition-id"]), []).append(x)
                 return x, targets
@@ -84,7 +81,7 @@ def test_a_seed_may_be_one_number(seed, expected):
 
 
 def test_a_client_fn_of_older_tutorials_is_told_what_to_return():
-    def client_fn(context: Context) -> Any:
+    def client_fn(context):
         return SGDClient(net(), X, Y).to_client()
 
     strategy = SeededFedAvg(fraction_evaluate=0.0)

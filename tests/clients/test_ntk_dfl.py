@@ -1,7 +1,5 @@
 """A client of NTK-DFL without a strategy around it: what it sends to whom, and what it refuses."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,15 +14,15 @@ from ..strategies.federation import examples, network
 X, Y = examples(4)
 
 
-def weights(seed: int = 0) -> dict[str, np.ndarray]:
+def weights(seed=0):
     return {name: t.numpy().copy() for name, t in network(seed).state_dict().items()}
 
 
-def client(tmp_path: Any, count: int = 9, **options: Any) -> NTKDFLClient:
+def client(tmp_path, count=9, **options):
     return NTKDFLClient(network(), X[:count], Y[:count], loss="mse", cache=tmp_path, **options)
 
 
-def message(step: str, *, options: Any = (), told: Any = (), **records: Any) -> tuple[Any, Any]:
+def message(step, *, options=(), told=(), **records):
     task = {"learning_rate": 0.1, "steps": (1.0, 4.0), "loss": "mse", **dict(options)}
     config = {
         "server-round": 1, "step": step, "batch": 0, "neighbours": [2, 5], "personal-run": "r",
@@ -34,7 +32,7 @@ def message(step: str, *, options: Any = (), told: Any = (), **records: Any) -> 
     return NamedArrays({"arrays": weights(), **named}), config
 
 
-def parcel(seed: int, count: int = 4) -> dict[str, np.ndarray]:
+def parcel(seed, count=4):
     return WeightsParcel(weights(seed), count).to_arrays()
 
 

@@ -2,7 +2,6 @@
 
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,20 +19,20 @@ ARRAYS = {
 }
 
 
-def store_of(cache: Path | None, run: str = "a", client: str = "3") -> PersonalStore:
+def store_of(cache, run="a", client="3"):
     return PersonalStore(cache, {"personal-run": run, "client-id": client})
 
 
-def rounds(store: PersonalStore) -> list[int]:
+def rounds(store):
     return sorted(int(path.stem.removeprefix("round-")) for path in store.folder.glob("round-*"))
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> PersonalStore:
+def store(tmp_path):
     return store_of(tmp_path)
 
 
-def test_a_round_is_read_as_it_was_written_and_any_other_is_missing(store: PersonalStore):
+def test_a_round_is_read_as_it_was_written_and_any_other_is_missing(store):
     assert store.load(1) is None
     assert not store.folder.exists()  # nothing is made by looking
     store.save(5, ARRAYS)
@@ -44,7 +43,7 @@ def test_a_round_is_read_as_it_was_written_and_any_other_is_missing(store: Perso
     assert store.load(2) is None
 
 
-def test_a_round_that_is_run_again_removes_those_after_it(store: PersonalStore):
+def test_a_round_that_is_run_again_removes_those_after_it(store):
     """A run went on from a checkpoint of round 2: what was kept of 3 and 4 is of no run."""
     for number in (1, 2, 3, 4, 3):
         store.save(number, ARRAYS)
@@ -70,7 +69,7 @@ def test_the_round_that_is_gone_on_from_stays_however_old_it_is(store, monkeypat
     assert rounds(store) == [9, 10]
 
 
-def test_folders_of_other_runs_go_when_nobody_has_used_them_for_a_day(tmp_path: Path):
+def test_folders_of_other_runs_go_when_nobody_has_used_them_for_a_day(tmp_path):
     names = [("a", "3"), ("b", "3"), ("c", "4"), ("d", "33")]
     old, recent, others, alike = (store_of(tmp_path, *own) for own in names)
     for store in (old, recent, others, alike):

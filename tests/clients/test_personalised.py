@@ -1,36 +1,32 @@
 """PersonalisedClient without a strategy: named arrays in, named arrays out, the rest kept here."""
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from fedntk.clients import NamedArrays, PersonalisedClient, get_weights
 
 from ..strategies.federation import examples, loaded, network
 
-Arrays = dict[str, NDArray[Any]]
-WEIGHTS: Arrays = dict(zip(network().state_dict(), get_weights(network()), strict=True))
+WEIGHTS = dict(zip(network().state_dict(), get_weights(network()), strict=True))
 PERSONAL = {name: array for name, array in WEIGHTS.items() if name[0] == "3"}
 SHARED = {name: array for name, array in WEIGHTS.items() if name[0] != "3"}
-SGD: dict[str, Any] = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 2}
+SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 2}
 X, Y = examples(3)
 
 
-def config(server_round: int, kept: int = 0) -> dict[str, Any]:
+def config(server_round, kept=0):
     own = {"server-round": server_round, "personal-run": "a", "client-id": "3"}
     return {**own, "personal-round": kept} if kept else own
 
 
-def client(cache: Path) -> PersonalisedClient:
+def client(cache):
     return PersonalisedClient(network(1), X, Y, cache=cache, **SGD)
 
 
-def first(cache: Path) -> tuple[Arrays, Arrays]:
+def first(cache):
     """What a client sends and keeps of round 1; the records may come in any order."""
     message = NamedArrays({"personal": PERSONAL, "arrays": dict(reversed(SHARED.items()))})
     result, _, _ = client(cache).fit(message, config(1))
@@ -38,7 +34,7 @@ def first(cache: Path) -> tuple[Arrays, Arrays]:
     return result.records["arrays"], client(cache).kept(config(2, kept=1))
 
 
-def test_evaluation_and_predictor_are_of_its_own_network(tmp_path: Path):
+def test_evaluation_and_predictor_are_of_its_own_network(tmp_path):
     """Float32 sums of 8 products: 1e-6."""
     sent, kept = first(tmp_path)
     own, message = client(tmp_path), NamedArrays({"arrays": sent})
@@ -52,7 +48,7 @@ def test_evaluation_and_predictor_are_of_its_own_network(tmp_path: Path):
     np.testing.assert_allclose(scores, outputs, rtol=1e-6, atol=1e-6)
 
 
-def test_one_whose_arrays_are_lost_says_so_and_sends_nothing(tmp_path: Path):
+def test_one_whose_arrays_are_lost_says_so_and_sends_nothing(tmp_path):
     """Also if the strategy now has a part personal that was shared before."""
     lost, message = {"lost-state": 0}, NamedArrays({"arrays": SHARED})
     first(tmp_path)
@@ -67,7 +63,7 @@ def test_one_whose_arrays_are_lost_says_so_and_sends_nothing(tmp_path: Path):
         own.predictor(message, config(2, kept=1))
 
 
-def test_arrays_without_names_or_with_others_are_refused(tmp_path: Path):
+def test_arrays_without_names_or_with_others_are_refused(tmp_path):
     message = NamedArrays({"arrays": {**SHARED, "4.weight": np.zeros(2, np.float32)}})
     for call in (client(tmp_path).fit, client(tmp_path).evaluate):
         with pytest.raises(ValueError, match=r"arrays: the network has none of the names \['4.wei"):

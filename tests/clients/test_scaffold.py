@@ -5,7 +5,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.clients import NamedArrays, SCAFFOLDClient, SGDClient, get_weights
@@ -14,10 +13,9 @@ from ..strategies.federation import assert_near, bits
 
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 GENERATOR = np.random.default_rng(0)
-Arrays = dict[str, NDArray[np.floating]]
 
 
-def client(model: nn.Module, **options: object) -> SCAFFOLDClient:
+def client(model, **options):
     """A client of the 20 examples, in the model's precision."""
     dtype = next(model.parameters()).dtype
     own = SCAFFOLDClient(copy.deepcopy(model), X.to(dtype), Y, **options)
@@ -25,20 +23,20 @@ def client(model: nn.Module, **options: object) -> SCAFFOLDClient:
     return own
 
 
-def weights_of(model: nn.Module) -> Arrays:
+def weights_of(model):
     return dict(zip(model.state_dict(), get_weights(model), strict=True))
 
 
-def filled(model: nn.Module, value: float = 0.0) -> Arrays:
+def filled(model, value=0.0):
     """An array of one number for each of the model's of floating point."""
     return {n: np.full_like(a, value) for n, a in weights_of(model).items() if a.dtype.kind == "f"}
 
 
-def drawn(model: nn.Module) -> Arrays:
+def drawn(model):
     return {n: GENERATOR.normal(size=a.shape) for n, a in filled(model).items()}
 
 
-def answer(own: SCAFFOLDClient, corrections: Arrays) -> tuple[Arrays, Arrays]:
+def answer(own, corrections):
     """New weights and controls of a round."""
     records = {"arrays": weights_of(own.model), "corrections": corrections}
     result, count, _ = own.fit(NamedArrays(records), {})
@@ -46,7 +44,7 @@ def answer(own: SCAFFOLDClient, corrections: Arrays) -> tuple[Arrays, Arrays]:
     return result.records["arrays"], result.records["controls"]
 
 
-def gradient(weights: Arrays) -> Arrays:
+def gradient(weights):
     """Of the cross-entropy of all examples for nn.Linear(4, 3), by hand: (p - Y) x / n."""
     w, b = (torch.from_numpy(weights[name]) for name in ("weight", "bias"))
     x = X.double()

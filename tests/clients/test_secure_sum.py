@@ -1,11 +1,7 @@
 """A client's part in secure sums: with one nonce in one sum, whatever a server asks again."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from fedntk.clients.core.secure_sum import SecureSum
 from fedntk.ntk.support.files import claimed
@@ -17,14 +13,14 @@ WORDS = np.arange(5, dtype=np.uint32)
 
 
 @pytest.fixture
-def clients(tmp_path: Path) -> list[SecureSum]:
+def clients(tmp_path):
     folders = [tmp_path / str(k) for k in IDS]
     for folder in folders:
         folder.mkdir()
     return [SecureSum(folder, ParcelKeys(new_key())) for folder in folders]
 
 
-def roster(clients: list[SecureSum]) -> dict[str, Any]:
+def roster(clients):
     """What a server says of those who take part."""
     own = [client.public_key() for client in clients]
     return {
@@ -36,12 +32,12 @@ def roster(clients: list[SecureSum]) -> dict[str, Any]:
     }
 
 
-def named(told: dict[str, Any]) -> dict[str, NDArray[Any]]:
+def named(told):
     name = exchange_of(row.tobytes() for row in told["nonces"])
     return {"exchange": np.frombuffer(name, np.uint8), "clients": IDS}
 
 
-def parcels(told: dict[str, Any], shared: list[dict[str, Any]], client: int) -> dict[str, Any]:
+def parcels(told, shared, client):
     return {**named(told), "parcels": np.stack([own["parcels"][client] for own in shared])}
 
 

@@ -19,7 +19,7 @@ X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.ara
 X64, TARGETS = X.double(), one_hot(Y, 3).double()
 
 
-def exact_client(model: nn.Module, **options: object) -> SGDClient:
+def exact_client(model, **options):
     """In float64, with one step an epoch unless `batch_size` says otherwise."""
     options = {"batch_size": 20, "learning_rate": 0.5, **options}
     own = SGDClient(model.double(), X64, Y, **options)
@@ -128,7 +128,7 @@ def test_shuffling_and_dropout_follow_seed_and_round_and_nothing_else(dropout):
     model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(dropout), nn.Linear(9, 3))
     start = get_weights(model)
 
-    def fit(seed: tuple[int, ...], number: int) -> bytes:
+    def fit(seed, number):
         torch.manual_seed(np.random.default_rng().integers(1 << 30))  # plays no part
         before = torch.get_rng_state()
         own = SGDClient(model, X, Y, batch_size=3, seed=seed)
@@ -150,7 +150,7 @@ def test_batch_norm_takes_a_last_batch_of_one_with_the_batch_before():
 def test_flowers_fedprox_drives_it_and_its_mu_counts():
     """Two rounds over clients with a mu of their own."""
 
-    def run(mu: float, own: float) -> dict[str, bytes]:
+    def run(mu, own):
         clients = app(SGDClient, learning_rate=0.1, batch_size=4, local_epochs=3, proximal_mu=own)
         strategy = FedProx(proximal_mu=mu, fraction_evaluate=0.0, min_available_nodes=6)
         return bits(start(strategy, InOrder(clients), rounds=2))

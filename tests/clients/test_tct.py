@@ -3,8 +3,6 @@
 import dataclasses
 import shutil
 from collections import namedtuple
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +24,9 @@ MAP = FeatureMap(num_features=20)
 MOMENTS = ConvexTask(step="moments", network_key="k", num_features=20)
 FEATURES = dataclasses.replace(MOMENTS, step="features")
 MEAN, SCALE = "tct.mean", "tct.scale"
-Records = dict[str, dict[str, np.ndarray]]
 
 
-def in_order(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def in_order(x, y):
     """The examples in the order in which a client keeps them."""
     order = np.lexsort(example_digests(x, one_hot(y, 3)).T)
     return x[order], y[order]
@@ -42,26 +39,26 @@ OTHERS = in_order(X + 0.5, Y)
 NORMALISER = Normaliser.of(Moments.of(MAP.extractor(network())(X)))
 
 
-def client(cache: Path, *, data: Any = (X, Y), **options: Any) -> TCTClient:
+def client(cache, *, data=(X, Y), **options):
     return TCTClient(network(), *data, cache=cache, seed=(0, 7), **options)
 
 
-def folder(who: TCTClient) -> Path:
+def folder(who):
     return who.folder(MOMENTS, {})
 
 
-def linear_task(**changes: Any) -> ConvexTask:
+def linear_task(**changes):
     values = {
         "step": "linear", "network_key": "k", "num_features": 20, "learning_rate": 0.05,
         "local_steps": 30, "control": "sent",
     } | changes  # fmt: skip
-    return ConvexTask(**values)  # type: ignore[arg-type]
+    return ConvexTask(**values)
 
 
 LAST = linear_task(state_round=4, control="last")  # of the round after the first
 
 
-def message(*names: str, width: int = 20) -> Records:
+def message(*names, width=20):
     """Records of these names, or all that a task can need."""
     theta, control = np.random.default_rng(3).standard_normal((2, width, 3)).astype(np.float32)
     own = network()
@@ -74,7 +71,7 @@ def message(*names: str, width: int = 20) -> Records:
     return {name: records[name] for name in names or records}
 
 
-def step(who: TCTClient, task: ConvexTask, records: Records, server_round: int = 4) -> Any:
+def step(who, task, records, server_round=4):
     return who.fit(NamedArrays(records), {"server-round": server_round, **task.to_config()})
 
 
@@ -95,7 +92,7 @@ def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch)
         monkeypatch.setattr(feature_store, "CHUNK_BYTES", 3 * 20 * 4)
 
 
-SOLVERS: dict[str, dict[str, Any]] = {
+SOLVERS = {
     "plain": {},
     "half precision": {"dtype": "float16"},
     "loop, nothing kept": {"local_solver": "loop", "keep": "nothing"},
@@ -127,9 +124,7 @@ def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss, changed):
     assert metrics["examples-changed"] == changed
 
 
-def exact_rounds(
-    records: Records, sets: list[tuple[torch.Tensor, torch.Tensor]], *, bias: bool, loss: Any
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def exact_rounds(records, sets, *, bias, loss):
     """Algorithm 1's two rounds, step by step in float64: models, and mean residuals over n.
 
     c_k = -Z^T A_k, the mean gradient of M steps; h_k = c_k - c is added to minus the gradient.
@@ -148,7 +143,7 @@ def exact_rounds(
     return found
 
 
-def exact_features(x: torch.Tensor, *, bias: bool = False) -> torch.Tensor:
+def exact_features(x, *, bias=False):
     z = MAP.extractor(network().double())(x.double()).double()
     z = (z - torch.from_numpy(NORMALISER.mean)) * torch.from_numpy(NORMALISER.inv_std)
     return torch.cat([z, torch.ones(len(z), 1)], 1) if bias else z
@@ -193,7 +188,7 @@ def test_examples_may_come_in_another_order_in_each_message(tmp_path, solver, ke
         for number, (task, records) in enumerate(steps, 3):
             order = torch.randperm(11, generator=torch.Generator().manual_seed(number))
             order = order if name == "shuffled" else torch.arange(11)
-            options: dict[str, Any] = {"keep": keep, "local_solver": solver}
+            options = {"keep": keep, "local_solver": solver}
             who = client(tmp_path / name, data=(x[order], y[order]), **options)
             arrays, _, metrics = step(who, task, records, number)
             evaluated = who.evaluate(NamedArrays(message()), linear_task().to_config())

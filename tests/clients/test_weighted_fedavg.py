@@ -15,7 +15,7 @@ Y = torch.tensor([0, 2] * 5 + [2])
 LOCAL = {"learning_rate": 0.1, "batch_size": 4, "seed": 3}
 
 
-def message() -> NamedArrays:
+def message():
     named = {name: tensor.numpy() for name, tensor in network().state_dict().items()}
     return NamedArrays({"arrays": named})
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedntk.clients import TCTClient
 from fedntk.ntk import FeatureMap, one_hot
+from fedntk.ntk.convex import RIDGES
 from fedntk.strategies import TCT
 
 from .federation import app, examples, network
@@ -88,6 +89,18 @@ def solved(
     gram = z.T @ (w[:, None] * z)
     gram += ridge * gram.trace() / w.sum() * torch.eye(len(gram)).double()
     return torch.linalg.solve(gram, z.T @ (w[:, None] * targets(y)))
+
+
+def errors(
+    fit: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], of_class: Tensor
+) -> dict[float, float]:
+    """Weighted squared errors on other examples of each ridge's solution, in float64."""
+    weights, found = of_class[fit[1]], {}
+    z = normalised(rows(others[0]), rows(fit[0]), weights)
+    for ridge in RIDGES:
+        misses = z @ solved(ridge, weights=weights, data=fit) - targets(others[1])
+        found[ridge] = float((of_class[others[1], None] * misses.square()).sum())
+    return found
 
 
 def distance(found: Any, reference: Any) -> float:

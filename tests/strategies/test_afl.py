@@ -1,13 +1,12 @@
 """AFL: sums give what the paper's pairwise aggregation gives, and the joint solution."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from torch import Tensor, nn
+from torch import nn
 
 from fedntk.clients import ClosedFormClient
 from fedntk.ntk import FeatureMap, one_hot
@@ -31,7 +30,7 @@ from .federation import (
 )
 
 CLIENTS = app(ClosedFormClient)
-OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
+OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 CONTRACT = {
     "AFL with a ridge": Contract(
         partial(AFL, network=network(), ridge=0.1, head="3"), CLIENTS, once=True
@@ -43,24 +42,24 @@ WEIGHT, BIAS = "3.weight", "3.bias"
 strategy = partial(AFL, network=network(), **OPTIONS)
 
 
-def pooled() -> tuple[Tensor, Tensor]:
+def pooled():
     x, y = (torch.cat(parts) for parts in zip(*map(examples, range(6)), strict=True))
     z = FeatureMap("last-layer").extractor(network())(x)
     return z.double(), one_hot(y, 3).double()
 
 
-def sums_of(z: Tensor, y: Tensor) -> FeatureStatistics:
+def sums_of(z, y):
     return FeatureStatistics.of([z], y.argmax(1), y.shape[1])
 
 
-def aggregated(parts: list[tuple[Tensor, Tensor]], gamma: float) -> Tensor:
+def aggregated(parts, gamma):
     """The paper's way: local solutions, aggregated two at a time, then without K gamma.
 
     W = (I - R_1 C_2 (I - (C_1 + C_2)^{-1} C_2)) W_1 + the same with 1 and 2 exchanged, R = C^{-1}.
     """
     one = torch.eye(parts[0][0].shape[1]).double()
 
-    def part(own: Tensor, other: Tensor, solution: Tensor) -> Tensor:
+    def part(own, other, solution):
         inner = one - torch.linalg.solve(own + other, other)
         return solution - torch.linalg.solve(own, other @ inner @ solution)
 

@@ -1,5 +1,7 @@
 """The mean of the weights over rounds: what is evaluated and returned, and never trained from."""
 
+from functools import partial
+
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
@@ -12,7 +14,7 @@ from .federation import Contract, Grid, app, arrays_of, bits, lost, start
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
 CONTRACT = {
     "averaged NTKFL": Contract(
-        lambda **options: NTKFL(learning_rate=0.1, steps=[5, 20, 50], average_decay=0.6, **options),
+        partial(NTKFL, learning_rate=0.1, steps=[5, 20, 50], average_decay=0.6),
         app(NTKFLClient),
         sends_queries=True,
     )

@@ -1,13 +1,9 @@
 """What the base does for every strategy, shown with FedAvg, the shortest of them."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord
-from flwr.serverapp.strategy import Result, Strategy
-from torch import nn
+from flwr.serverapp.strategy import Strategy
 
 from fedntk.clients import SGDClient
 from fedntk.ntk import BadReply
@@ -18,7 +14,6 @@ from fedntk.strategies.core.replies import screen_accuracies
 from .federation import (
     DAMAGED_REPLIES,
     ODD,
-    Change,
     Grid,
     app,
     arrays_of,
@@ -35,15 +30,13 @@ from .federation import (
 )
 
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
-ALL: dict[str, Any] = {"fraction_evaluate": 0.0}
+ALL = {"fraction_evaluate": 0.0}
 IDS = [50, 20, 90, 10, 60, 30]
 KINDS = sorted(DAMAGED_REPLIES)
 ALL_FAIL = dict.fromkeys(range(6), failed)
 
 
-def run(
-    rounds: int = 1, options: dict[str, Any] = ALL, *, ask: bool = False, **of_grid: Any
-) -> tuple[dict[str, bytes], SeededFedAvg, Grid]:
+def run(rounds=1, options=ALL, *, ask=False, **of_grid):
     """Weights by FedAvg, and how; with `ask` all clients have told their partitions before."""
     strategy, grid = SeededFedAvg(**options), Grid(CLIENTS, **of_grid)
     if ask:
@@ -73,7 +66,7 @@ def test_no_answer_about_a_partition_ends_the_run():
     kinds = [k for k in KINDS if "arrays" not in DAMAGED_REPLIES[k][1]]
     changes = {k: DAMAGED_REPLIES[kind][0] for k, kind in enumerate(kinds, 1)}
     ids = range(100, 102 + len(kinds))
-    own: Any = {"num_clients": len(ids), "changed_kind": "query.partition"}
+    own = {"num_clients": len(ids), "changed_kind": "query.partition"}
     strategy = run(ask=True, changes=changes, node_ids=ids, **own)[1]
     assert strategy.train_metrics[1]["replies-accepted"] == len(ids)
     known = dict(enumerate(map(strategy.registry.client, ids)))
@@ -125,9 +118,9 @@ def test_clients_metrics_are_limited(added, kept):
 
 def test_the_same_clients_are_sampled_by_fraction_or_by_number_whatever_their_nodes():
     """Three of six, in each of two rounds; another seed draws others."""
-    by_number: Any = {"fraction_train": 0.1, "min_train_nodes": 1, "min_completed": 3}
+    by_number = {"fraction_train": 0.1, "min_train_nodes": 1, "min_completed": 3}
 
-    def sampled(options: dict[str, Any], **of_grid: Any) -> tuple[Any, ...]:
+    def sampled(options, **of_grid):
         weights, _, grid = run(2, ALL | options, **of_grid)
         return weights, {*grid.trained[:3]}, {*grid.trained[3:]}
 
@@ -137,7 +130,7 @@ def test_the_same_clients_are_sampled_by_fraction_or_by_number_whatever_their_no
 
 
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
-    claims: Any = {"changes": {3: with_metrics(partition_id=0)}, "changed_kind": "query.partition"}
+    claims = {"changes": {3: with_metrics(partition_id=0)}, "changed_kind": "query.partition"}
     _, _, grid = run(options=ALL | {"held_out": [0], "min_train_nodes": 1}, **claims)
     assert sorted(grid.trained) == [1, 2, 4, 5]
 
@@ -182,7 +175,7 @@ def test_partitions_that_come_with_no_reply_are_asked_for_once(options, changes,
 def test_a_refused_reply_claims_no_partition(damage):
     """Node 3 claims node 6's partition in a reply that is refused: both keep their own places."""
     claim = with_metrics(partition_id=5)
-    changes: dict[int, Change] = {2: lambda reply: damage(claim(reply))}
+    changes = {2: lambda reply: damage(claim(reply))}
     weights, strategy, _ = run(options={"min_evaluate_nodes": 6}, changes=changes)
     assert strategy.train_metrics[1]["replies-accepted"] == 5
     assert strategy.registry.clients() == {0, 1, 2, 3, 4, 5}
@@ -192,14 +185,14 @@ def test_a_refused_reply_claims_no_partition(damage):
 def test_an_exchange_within_a_round_is_checked_as_any_other():
     """Client 1 answers twice, 2 with an error, 4 and 5 with nothing that can be parsed."""
 
-    def parse(reply: Any) -> float:
+    def parse(reply):
         if reply.client == 4:
             raise BadReply("odd", "not this one")
         if reply.client == 5:
             raise KeyError("weight")
         return float(reply.metrics["loss"])
 
-    changes: dict[int, Change] = {1: lambda reply: [reply, reply], 2: failed}
+    changes = {1: lambda reply: [reply, reply], 2: failed}
     _, strategy, _ = run(changes=changes, changed_kind="evaluate", order=2)
     pairs, rejected = strategy.exchange(range(1, 7), "evaluate", strategy.global_arrays, parse)
     assert [reply.client for reply, _ in pairs] == [0, 1, 3]
@@ -211,9 +204,9 @@ def test_an_exchange_within_a_round_is_checked_as_any_other():
 
 def test_a_run_that_is_stopped_is_the_shorter_run():
     """Flower 1.43's argument, on any version; it is given the round and the result so far."""
-    seen: list[tuple[int, int]] = []
+    seen = []
 
-    def should_stop(server_round: int, result: Result) -> bool:
+    def should_stop(server_round, result):
         seen.append((server_round, len(result.train_metrics_clientapp)))
         return len(seen) == 3
 
@@ -222,10 +215,8 @@ def test_a_run_that_is_stopped_is_the_shorter_run():
     assert seen == [(0, 0), (1, 1), (2, 2)]
 
 
-def checkpointed(
-    folder: Path, rounds: int = 1, net: nn.Module | None = None, lr: float = 0.1, **options: Any
-) -> dict[str, bytes]:
-    config: Any = {"checkpoint": folder, "train_config": ConfigRecord({"lr": lr})}
+def checkpointed(folder, rounds=1, net=None, lr=0.1, **options):
+    config = {"checkpoint": folder, "train_config": ConfigRecord({"lr": lr})}
     return bits(start(SeededFedAvg(**ALL | options), Grid(CLIENTS), rounds, net, **config))
 
 

@@ -1,23 +1,17 @@
 """Inputs centred by their mean over all clients, and before: in float64, equal to 1e-9."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
-from torch import nn
 
 from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient
 from fedntk.ntk import CentredInputs
 from fedntk.ntk.features import CENTRE
-from fedntk.strategies import NTKFL, SCAFFOLD, BaseStrategy, NoUsableReply, SeededFedAvg
+from fedntk.strategies import NTKFL, SCAFFOLD, NoUsableReply, SeededFedAvg
 
 from .federation import (
-    Change,
     Grid,
     app,
     bits,
@@ -33,7 +27,6 @@ from .federation import (
 BOUND = 1e-9
 NTK = {"learning_rate": 0.1, "steps": [5, 20, 50]}
 SGD = {"learning_rate": 0.1, "batch_size": 4}
-METHODS: dict[str, tuple[Callable[..., BaseStrategy], Callable[..., NumPyClient], dict[str, Any]]]
 METHODS = {
     "NTKFL": (lambda **options: NTKFL(**NTK, **options), NTKFLClient, {}),
     "SeededFedAvg": (SeededFedAvg, SGDClient, SGD),
@@ -41,35 +34,35 @@ METHODS = {
 }
 
 
-def made(method: str, **options: Any) -> BaseStrategy:
+def made(method, **options):
     return METHODS[method][0](**{"fraction_evaluate": 0.0, "centre_inputs": True} | options)
 
 
-def centred() -> nn.Module:
+def centred():
     return CentredInputs(network(), (4,)).double()
 
 
-def far(partition: int) -> tuple[torch.Tensor, torch.Tensor]:
+def far(partition):
     x, y = examples(partition)
     return x.double() + torch.tensor([3.0, -2.0, 0.0, 7.0]) + partition / 10, y
 
 
-def mean_without(*partitions: int) -> torch.Tensor:
+def mean_without(*partitions):
     return torch.cat([far(p)[0] for p in range(6) if p not in partitions]).mean(0)
 
 
-def clients(method: str, *, by_hand: bool = False) -> ClientApp:
+def clients(method, *, by_hand=False):
     _, make, options = METHODS[method]
     model, mean = (network().double(), mean_without()) if by_hand else (centred(), torch.zeros(4))
 
-    def client(*_: Any, seed: tuple[int, int]) -> NumPyClient:
+    def client(*_, seed):
         x, y = far(seed[1])
         return make(copy.deepcopy(model), x - mean, y, seed=seed, **options)
 
     return app(client)
 
 
-def run(strategy: BaseStrategy, grid: Grid, rounds: int = 1, **options: Any) -> dict[str, Any]:
+def run(strategy, grid, rounds=1, **options):
     return start(strategy, grid, rounds, centred(), **options)
 
 
@@ -86,7 +79,7 @@ def test_it_is_training_on_inputs_that_were_centred_before(method):
     assert grid.exchanges.count(("query.input_sums", 6)) == 1
 
 
-def sending(array: Any) -> Change:
+def sending(array):
     return with_arrays(lambda _: {"input-sums": np.asarray(array)})
 
 

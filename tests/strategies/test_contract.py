@@ -3,14 +3,12 @@
 import importlib
 import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedntk.clients import SGDClient
@@ -26,8 +24,6 @@ from fedntk.strategies import (
 from .federation import (
     DAMAGED_ARRAYS,
     DAMAGED_REPLIES,
-    Change,
-    Contract,
     Grid,
     app,
     arrays_of,
@@ -52,7 +48,7 @@ MODULES = [
     for path in sorted(Path(__file__).parent.glob("test_*.py"))
     if "\nCONTRACT = " in path.read_text()
 ]
-CONTRACTS: dict[str, Contract] = {n: c for module in MODULES for n, c in module.CONTRACT.items()}
+CONTRACTS = {n: c for module in MODULES for n, c in module.CONTRACT.items()}
 STRATEGIES = {
     name: (lambda make=case.strategy, **o: make(**OPTIONS | o), case.clients)
     for name, case in CONTRACTS.items()
@@ -61,12 +57,12 @@ STRATEGIES = {
 RICHEST = {(type(case.strategy()), case[2:]): name for name, case in CONTRACTS.items()}.values()
 
 
-def untouched(make: Callable[..., BaseStrategy]) -> dict[str, np.ndarray]:
+def untouched(make):
     """What the strategy's run begins with: the network's arrays, and its own if it has any."""
     return start(make(), Grid(app(SGDClient)), rounds=0)
 
 
-def richest(condition: Callable[[Contract], bool]) -> Any:
+def richest(condition):
     """Parameter `name`: the richest cases that fulfil a condition."""
     names = sorted(name for name in RICHEST if condition(CONTRACTS[name]))
     return pytest.mark.parametrize("name", names)
@@ -75,7 +71,7 @@ def richest(condition: Callable[[Contract], bool]) -> Any:
 # ---------------------------------------------------------------------------- rounds
 
 
-def run(name: str, folder: Path, *, ask: bool = False, **options: Any) -> Any:
+def run(name, folder, *, ask=False, **options):
     """Strategy, grid, result and evaluated arrays of two rounds; client 2 fails in the first."""
     make, clients = STRATEGIES[name]
     strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=FEWER, min_available_nodes=FEWER)
@@ -83,9 +79,9 @@ def run(name: str, folder: Path, *, ask: bool = False, **options: Any) -> Any:
     grid = Grid(clients, num_clients=FEWER, changes=changes, **options)
     if ask:
         asked_first(strategy, grid)
-    seen: list[dict[str, np.ndarray]] = []
+    seen = []
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def evaluate(server_round, arrays):
         seen.append(arrays_of(arrays))
         return MetricRecord({"round": server_round})
 
@@ -118,7 +114,7 @@ def test_a_run_learns_and_after_a_crash_goes_on_to_the_same_bits(name, tmp_path)
     assert (metrics["replies-accepted"], metrics["num-examples"]) == (4, 5 + 6 + 7 + 8)
     assert 0 <= metrics["accuracy"] <= 1
 
-    crash: dict[str, Any] = {"node_ids": [90, 12, 55, 7], "order": 1, "ask": True}
+    crash = {"node_ids": [90, 12, 55, 7], "order": 1, "ask": True}
     with pytest.raises(ConnectionError):
         run(name, tmp_path / "crashed", on_send=fail_at_evaluation_of_round_2, **crash)
     again, rest, found, _ = run(name, tmp_path / "crashed", node_ids=[7, 55, 90, 12], order=2)
@@ -131,7 +127,7 @@ def test_a_run_learns_and_after_a_crash_goes_on_to_the_same_bits(name, tmp_path)
     assert frozen(again) == frozen(strategy)
 
 
-def fail_at_evaluation_of_round_2(messages: list[Message]) -> None:
+def fail_at_evaluation_of_round_2(messages):
     for message in messages:
         rounds = [c.get("server-round") for c in message.content.config_records.values()]
         if message.metadata.message_type == "evaluate" and 2 in rounds:
@@ -148,7 +144,7 @@ def test_state_saved_and_restored_mid_run_gives_the_same_bits(name):
     }  # fmt: skip
     straight, states = make(**options), []
 
-    def after_one(server_round: int, arrays: ArrayRecord) -> None:
+    def after_one(server_round, arrays):
         if server_round == 1:
             states.append((straight.state_dict(), frozen(straight), arrays))
 
@@ -168,7 +164,7 @@ def test_state_saved_and_restored_mid_run_gives_the_same_bits(name):
     assert sorted(straight.train_metrics) == [1]
 
 
-def frozen(strategy: BaseStrategy) -> dict[str, Any]:
+def frozen(strategy):
     """Return the state, less what each run draws anew, its arrays as they are now."""
     drawn = ("run-key", "run_key")
     state = {n: v for n, v in strategy.state_dict().items() if not n.endswith(drawn)}
@@ -188,7 +184,7 @@ def test_damaged_replies_leave_the_result_of_the_run_without_those_clients(name)
     make, clients = STRATEGIES[name]
     claim, bonus = with_metrics(partition_id=0, train_loss=None), with_metrics(bonus=1.0)
     twice = CONTRACTS[name].one_exchange
-    odd: dict[int, Change] = {9: claim}
+    odd = {9: claim}
     odd[0] = lambda reply: [bonus(reply), reply] if twice else bonus(reply)
     strategy = make(min_completed=2)
     attacked = run_damaged(strategy, clients, sorted(DAMAGED_ARRAYS), odd)
@@ -218,7 +214,7 @@ def test_damaged_replies_to_other_messages_do_not_end_the_run(name):
     assert counted == {"replies-rejected": 5} | {f"rejected-{k}": n for k, n in expected.items()}
 
 
-def largest(contents: list[RecordDict], _: str) -> MetricRecord:
+def largest(contents, _):
     return MetricRecord({"largest": max(float(c["metrics"]["train-loss"]) for c in contents)})
 
 

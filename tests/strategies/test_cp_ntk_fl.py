@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import ConfigRecord, Context
-from flwr.client import NumPyClient
+from flwr.app import ConfigRecord
 from torch import nn
 
 from fedntk.clients import (
@@ -161,7 +160,7 @@ class Parties:
         self.options, self.kind = {"run": run, "verify_key": self.server.verify_key}, kind
         self.app = client_app(self.client)
 
-    def client(self, context: Context) -> NumPyClient:
+    def client(self, context):
         partition = int(context.node_config["partition-id"])
         state = context.state.config_records.setdefault("keys", ConfigRecord())
         keys = ClientKeys(self.private[partition], state=state, **self.options)

@@ -1,7 +1,6 @@
 """D-PSGD against algorithm 1 by hand."""
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord
 from torch import nn
 
@@ -20,7 +19,7 @@ def test_a_round_of_one_batch_is_algorithm_1():
     topology = Topology("own", graph=GRAPH)
     own = DPSGD(topology=topology, mixing="metropolis", collect_both=True, **OPTIONS)
 
-    def make(_: nn.Module, x: torch.Tensor, y: torch.Tensor, **more: object) -> DPSGDClient:
+    def make(_, x, y, **more):
         layer = nn.Linear(4, 3, bias=False).double()
         return DPSGDClient(layer, x.double(), y, learning_rate=rate, batch_size=20, **more)
 

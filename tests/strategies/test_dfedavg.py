@@ -1,35 +1,21 @@
 """DFedAvg: FedAvg on the complete graph, local training without edges, consensus without steps."""
 
-from typing import Any
-
 import networkx as nx
 import numpy as np
 import pytest
-from torch import nn
 
 from fedntk.clients import DFedAvgClient, SGDClient
 from fedntk.strategies import DFedAvg, SeededFedAvg, Topology, spectral_gap
 
-from .federation import (
-    Contract,
-    Grid,
-    app,
-    assert_near,
-    bits,
-    examples,
-    kept_by,
-    network,
-    start,
-    told,
-)
+from .federation import Contract, Grid, app, bits, examples, kept_by, network, start, told
 
-SGD: dict[str, Any] = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 2}
-OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
+SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 2}
+OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 COMPLETE = Topology("complete")
 GRAPH = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (1, 4), (0, 2)]
 
 
-def contract(kind: Any, client: Any, *, personal: bool = False, **options: Any) -> Contract:
+def contract(kind, client, *, personal=False, **options):
     """How the contract tests run a decentralised strategy whose clients train by SGD."""
     given = {"topology": Topology("regular", degree=3), **options}
     return Contract(
@@ -41,37 +27,39 @@ def contract(kind: Any, client: Any, *, personal: bool = False, **options: Any) 
     )
 
 
-LINE: dict[str, Any] = {"topology": Topology("line"), "mixing": "metropolis", "gossip_steps": 2}
+LINE = {"topology": Topology("line"), "mixing": "metropolis", "gossip_steps": 2}
 CONTRACT = {
     "DFedAvg": contract(DFedAvg, DFedAvgClient),
     "DFedAvg, line, two gossip steps": contract(DFedAvg, DFedAvgClient, same_weights=False, **LINE),
 }
 
 
-def net() -> nn.Module:
+def net():
     """In float64: what one program computes and another agrees to 1e-12."""
     return network().double()
 
 
-def in_double(kind: type, **options: Any) -> Any:
+def in_double(kind, **options):
     return app(lambda _, x, y, **more: kind(net(), x.double(), y, **more, **{**SGD, **options}))
 
 
-def run(of: Any, grid: Grid, rounds: int = 1, **options: Any) -> dict[str, np.ndarray]:
+def run(of, grid, rounds=1, **options):
     return start(of, grid, rounds, net(), **options)
 
 
-def within(of: Any, client: int, number: int) -> dict[str, np.ndarray]:
+def within(of, client, number):
     """Weights that a client kept within a round, in DFedAvg the trained ones."""
     return kept_by(of, f"{client}-weights-within-round", number)
 
 
-def agree(a: Any, b: Any, atol: float = 1e-12) -> None:
+def agree(a, b, atol=1e-12):
     """Weights of size 1, some hundred sums in float64: 1e-12."""
-    assert_near(a, b, atol)
+    assert list(a) == list(b)
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=0, atol=atol, err_msg=name)
 
 
-def mixing_matrix(rule: str) -> np.ndarray:
+def mixing_matrix(rule):
     """W of the graph by hand: row i sums to one."""
     near = nx.to_numpy_array(nx.Graph(GRAPH), range(6))
     if rule == "metropolis":

@@ -1,7 +1,5 @@
 """DFedSAM: with a radius of zero it is DFedAvg, bit for bit."""
 
-from typing import Any
-
 from fedntk.clients import DFedAvgClient, DFedSAMClient
 from fedntk.strategies import DFedAvg, DFedSAM, Topology
 
@@ -13,7 +11,7 @@ CONTRACT = {"DFedSAM": contract(DFedSAM, DFedSAMClient)}
 
 def test_a_radius_of_zero_is_dfedavg_bit_for_bit_with_the_papers_factor():
     """0.95 by default; with momentum it is DFedAvgM. Another radius is something else."""
-    ring: dict[str, Any] = {"topology": Topology("ring", seed=1), **OPTIONS}
+    ring = {"topology": Topology("ring", seed=1), **OPTIONS}
     sgd = {"momentum": 0.9, "weight_decay": 5e-4}
     expected, zero = DFedAvg(learning_rate_factor=0.95, **ring), DFedSAM(**ring)
     mean = run(expected, Grid(in_double(DFedAvgClient, **sgd)), 2)

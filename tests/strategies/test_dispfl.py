@@ -1,7 +1,5 @@
 """DisPFL: what travels, how masks change, and DFedAvg if nothing is sparse."""
 
-from typing import Any
-
 import numpy as np
 
 from fedntk.clients import DFedAvgClient, DisPFLClient
@@ -13,18 +11,18 @@ from .test_dfedavg import COMPLETE, GRAPH, OPTIONS, agree, contract, in_double, 
 
 MASKED = ("0.weight", "3.weight")  # of the network's arrays, those of two axes
 
-OWN: dict[str, Any] = {"sparsity": 0.3, "same_masks": False, "mixing": "examples"}
+OWN = {"sparsity": 0.3, "same_masks": False, "mixing": "examples"}
 CONTRACT = {"DisPFL": contract(DisPFL, DisPFLClient, personal=True, annealing_rounds=4, **OWN)}
 
 
-def masks_of(of: DisPFL, client: int, number: int, name: str) -> tuple[Any, Any]:
+def masks_of(of, client, number, name):
     kept = kept_by(of, client, number)
     return kept[f"sent {name}"], kept[f"next {name}"]
 
 
 def test_with_no_sparsity_clients_train_as_in_dfedavg():
     """DFedAvg averages at the end of a round, DisPFL at the beginning: what is trained is alike."""
-    options: dict[str, Any] = {"topology": Topology("own", graph=GRAPH), "mixing": "examples"}
+    options = {"topology": Topology("own", graph=GRAPH), "mixing": "examples"}
     dense, expected = DisPFL(sparsity=0.0, **options, **OPTIONS), DFedAvg(**options, **OPTIONS)
     run(dense, Grid(in_double(DisPFLClient)), 2)
     run(expected, Grid(in_double(DFedAvgClient)), 2)
@@ -65,11 +63,8 @@ def test_masks_keep_their_densities_and_change_as_the_cosine_has_it_and_weights_
 def test_an_average_is_over_those_that_have_the_coordinate():
     """Without epochs or search, on the complete graph: by hand, from what round 1 kept."""
     options = {"prune_share": 0.0, "same_masks": False, "same_weights": False, **OPTIONS}
-    run(
-        own := DisPFL(topology=COMPLETE, **options),
-        Grid(in_double(DisPFLClient, local_epochs=0)),
-        2,
-    )
+    own = DisPFL(topology=COMPLETE, **options)
+    run(own, Grid(in_double(DisPFLClient, local_epochs=0)), 2)
     found, after = ([kept_by(own, k, number) for k in range(6)] for number in (1, 2))
     for name in MASKED:
         masks = [masks_of(own, k, 1, name)[0] for k in range(6)]

@@ -1,7 +1,6 @@
 """Ditto: the global model is FedAvg's, and a client's own lies between local training and it."""
 
 from logging import WARNING
-from typing import Any
 
 import pytest
 import torch
@@ -10,20 +9,9 @@ from torch import nn
 from fedntk.clients import DittoClient, NamedArrays, PersonalisedClient, SGDClient
 from fedntk.strategies import Ditto, LocalTraining, SeededFedAvg
 
-from .federation import (
-    Contract,
-    Grid,
-    app,
-    bits,
-    examples,
-    forgetting,
-    kept_by,
-    loaded,
-    network,
-    start,
-)
+from .federation import Contract, Grid, app, bits, examples, forgetting, kept_by, loaded, start
 
-OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
+OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 EVALUATED = {"min_available_nodes": 6, "fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
 SGD = {"learning_rate": 0.1, "batch_size": 4}
 CLIENTS, PLAIN = app(DittoClient, **SGD), app(SGDClient, **SGD)
@@ -51,7 +39,7 @@ def test_one_that_lost_its_model_begins_again_with_the_global_one_and_says_so(ca
     assert forgetful.train_metrics[3]["restarted"] == 1
     two, three = (start(SeededFedAvg(**OPTIONS), Grid(PLAIN), rounds) for rounds in (2, 3))
     assert bits(after) == bits(three)
-    own = DittoClient(network(), *examples(4), seed=(0, 4), **SGD)
+    own = DittoClient(loaded(two), *examples(4), seed=(0, 4), **SGD)
     config = {"server-round": 3, "personal-run": "single", "client-id": "4"}
     own.fit(NamedArrays({"arrays": two}), config)
     assert bits(own.kept(config | {"personal-round": 3})) == bits(kept_by(forgetful, 4, 3))

@@ -1,7 +1,7 @@
 """FedBE: the distributions over models, the distillation, and what it is in the limits."""
 
 import copy
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,26 +26,23 @@ from fedntk.strategies.ensembles.model_samples import (
 
 from .federation import Contract, Grid, app, arrays_of, bits, network, start
 
-OPTIONS: dict[str, Any] = {"fraction_evaluate": 0.0}
+OPTIONS = {"fraction_evaluate": 0.0}
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
 
 
-def server_examples(n: int = 30) -> torch.Tensor:
+def server_examples(n=30):
     """Like the clients', of all three classes and without labels."""
     generator = torch.Generator().manual_seed(99)
     classes = torch.arange(n) % 3
     return torch.randn(n, 4, generator=generator) + 2 * nn.functional.one_hot(classes, 4)
 
 
-def distillation(**options: Any) -> Distillation:
+def distillation(**options):
     small = {"epochs": 2, "batch_size": 8, "learning_rate": 0.05, "final_learning_rate": 0.01}
     return Distillation(network(), server_examples(), **{**small, "cycle": 3, **options})
 
 
-def fed_be(**own: Any) -> Any:
-    return lambda **options: FedBE(**own, **options)
-
-
+fed_be = partial(partial, FedBE)
 CONTRACT = {
     "FedBE": Contract(fed_be(num_samples=3), CLIENTS, grows=True),
     "FedBE without the clients' models": Contract(
@@ -53,8 +50,6 @@ CONTRACT = {
     ),
     "FedBE with distillation": Contract(fed_be(num_samples=3, distill=distillation()), CLIENTS),
 }
-
-
 SIZES = [5, 20, 75]
 DRAWS = np.random.default_rng(0)
 MODELS = [
@@ -68,7 +63,7 @@ MODELS = [
 MEAN = cast_like(weighted_mean(MODELS, SIZES), MODELS[0])  # FedAvg's
 
 
-def stacked(name: str) -> np.ndarray:
+def stacked(name):
     return np.stack([model[name] for model in MODELS]).astype(np.float64)
 
 
@@ -129,7 +124,7 @@ def test_moments_of_dirichlet_shares_of_equal_clients_and_the_limits_of_alpha():
 def test_models_are_drawn_by_seed_round_and_number():
     """Model k is the same whatever M; another round or seed draws others."""
 
-    def drawn(server_round: int = 1, **options: Any) -> list[bytes]:
+    def drawn(server_round=1, **options):
         strategy = FedBE(client_models=False, **options)
         mean, *models = strategy._ensemble(server_round, MEAN, MODELS, SIZES)
         assert mean is MEAN
@@ -140,7 +135,7 @@ def test_models_are_drawn_by_seed_round_and_number():
     assert len({*five, *drawn(num_samples=2, seed=1), *drawn(2, num_samples=2)}) == 9
 
 
-def teachers_labels(n: int = 30) -> torch.Tensor:
+def teachers_labels(n=30):
     models = [arrays_of_network(network(seed)) for seed in range(5)]
     return sharpen(mean_probabilities(network(), models, server_examples(n)), 0.5)
 
@@ -234,7 +229,7 @@ def test_distillation_of_a_network_that_draws_repeats_itself_and_leaves_torchs_s
     assert found[0] == found[1] != found[2]
 
 
-def fed_avgs(rounds: int) -> dict[str, np.ndarray]:
+def fed_avgs(rounds):
     return start(SeededFedAvg(**OPTIONS), Grid(CLIENTS), rounds)
 
 

@@ -4,8 +4,6 @@ import importlib
 import tempfile
 from collections import Counter
 from functools import partial
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +11,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx
 from torch import nn
 
-from fedntk.clients import (
-    FedEnsembleClient,
-    NTKFLClient,
-    SCAFFOLDClient,
-    SGDClient,
-    TCTClient,
-)
+from fedntk.clients import FedEnsembleClient, NTKFLClient, SCAFFOLDClient, SGDClient, TCTClient
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.strategies import NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
 from fedntk.strategies.ensembles.strata import Strata, permutations
@@ -42,22 +34,22 @@ from .federation import (
     with_metrics,
 )
 
-OPTIONS: dict[str, Any] = {"fraction_evaluate": 0.0}
-BALANCED: dict[str, Any] = OPTIONS | {"schedule": "balanced", "min_train_nodes": 6}
+OPTIONS = {"fraction_evaluate": 0.0}
+BALANCED = OPTIONS | {"schedule": "balanced", "min_train_nodes": 6}
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
 CACHE = tempfile.TemporaryDirectory()
-OF_TCT: dict[str, Any] = {"network": network(), "learning_rate": 0.05, "local_steps": 5}
+OF_TCT = {"network": network(), "learning_rate": 0.05, "local_steps": 5}
 
 
-def ensemble_app(make: Any = SGDClient, **options: Any) -> Any:
+def ensemble_app(make=SGDClient, **options):
     return app(lambda *given, **own: FedEnsembleClient(make(*given, **options, **own)))
 
 
-def ntk_fl(steps: tuple[int, ...], **options: Any) -> Any:
+def ntk_fl(steps, **options):
     return lambda **others: NTKFL(learning_rate=0.5, steps=steps, **options | others)
 
 
-def contract(clients: Any, **own: Any) -> Contract:
+def contract(clients, **own):
     return Contract(lambda **options: FedEnsemble(num_models=2, **own, **options), clients)
 
 
@@ -79,13 +71,13 @@ CONTRACT = {
 }
 
 
-def first_models(strategy: FedEnsemble, net: nn.Module | None = None) -> list[Any]:
+def first_models(strategy, net=None):
     """What a run begins with."""
     initial = ArrayRecord(dict((net or network()).state_dict()))
     return models(arrays_of(strategy.begin(initial, 1, 0)))
 
 
-def models(weights: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+def models(weights):
     return list(EnsembleArrays.from_arrays(weights).models)
 
 
@@ -183,11 +175,11 @@ def test_each_model_is_what_its_own_clients_alone_would_make():
     assert set(assigned) == set(range(6))
     strategy = FedEnsemble(**three)
     first = first_models(strategy)
-    fails: Any = {client: failed for client, k in assigned.items() if k == 1}
+    fails = {client: failed for client, k in assigned.items() if k == 1}
     after = models(start(strategy, Grid(CLIENTS, changes=fails)))
     assert bits(after[1]) == bits(first[1])
     for k in (0, 2):
-        others: Any = {client: lost for client, model in assigned.items() if model != k}
+        others = {client: lost for client, model in assigned.items() if model != k}
         alone = SeededFedAvg(**OPTIONS)
         expected = alone.start(Grid(CLIENTS, changes=others), as_record(first[k]), num_rounds=1)
         assert bits(after[k]) == bits(arrays_of(expected.arrays))
@@ -266,7 +258,7 @@ def test_too_few_clients_for_the_strata_are_refused_before_any_work_and_later_en
     assert grid.trained == []
 
     class Shrinking(Grid):
-        def get_node_ids(self):  # type: ignore[no-untyped-def]
+        def get_node_ids(self):
             return list(super().get_node_ids())[4 if strategy.server_round >= 2 else 0 :]
 
     strategy = FedEnsemble(num_models=3, **OPTIONS)
@@ -276,7 +268,7 @@ def test_too_few_clients_for_the_strata_are_refused_before_any_work_and_later_en
 
 def test_a_run_in_which_the_inner_strategy_always_fails_says_so():
     class Failing(FedAvg):
-        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        def aggregate_train(self, server_round, replies):
             raise KeyError("moments")
 
     with pytest.raises(RuntimeError, match=r"the model never changed: Failing failed: KeyError"):
@@ -287,7 +279,7 @@ def test_a_run_in_which_the_inner_strategy_always_fails_says_so():
 
 
 @pytest.fixture
-def limit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def limit(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("fed_ensemble_limit")  # at four widths, of 100 models
 

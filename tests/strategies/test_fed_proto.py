@@ -1,7 +1,6 @@
 """FedProto: prototypes are means over the clients' examples, and draw the features to them."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from .federation import (
     with_arrays,
 )
 
-OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
+OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 EVALUATED = {"min_available_nodes": 6, "fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
 SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 5}
 CLIENTS = app(FedProtoClient, **SGD)

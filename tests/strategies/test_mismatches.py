@@ -1,22 +1,20 @@
 """Strategies and clients that do not go together say so, and what would."""
 
 import itertools
-from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import FedAvg
 
 from fedntk.clients import CPNTKFLClient, NTKFLClient, SCAFFOLDClient, SGDClient, TCTClient
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, NoUsableReply, SeededFedAvg
 
 from .federation import Grid, app, bits, network, start
 
-OFF: dict[str, Any] = {"fraction_evaluate": 0.0}
+OFF = {"fraction_evaluate": 0.0}
 BOOTSTRAP = {"network": network(), "bootstrap": SeededFedAvg(**OFF), "bootstrap_rounds": 1}
-MADE: dict[type[NumPyClient], Any] = {
+MADE = {
     SGDClient: lambda: SeededFedAvg(**OFF),
     SCAFFOLDClient: lambda: SCAFFOLD(**OFF),
     NTKFLClient: lambda: NTKFL(learning_rate=0.1, **OFF),
@@ -25,17 +23,17 @@ MADE: dict[type[NumPyClient], Any] = {
 }
 
 
-def run(strategy: Strategy, clients: ClientApp, rounds: int = 1, **config: Any) -> Any:
+def run(strategy, clients, rounds=1, **config):
     options = {"train_config": ConfigRecord(config)} if config else {}
     return start(strategy, Grid(clients, num_clients=2), rounds, **options)
 
 
-def stock_app() -> ClientApp:
+def stock_app():
     """Replies with the weights that came, as an app of Flower's own does."""
     own = ClientApp()
 
     @own.train()
-    def train(message: Message, context: Context) -> Message:
+    def train(message, context):
         metrics = MetricRecord({"train_loss": 1.0, "num-examples": 10})
         arrays = message.content["arrays"]
         return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
@@ -45,7 +43,7 @@ def stock_app() -> ClientApp:
 
 UNKNOWN = {"local-epochs": 5, "colour": "blue"}
 SAID = "train_config: unknown keys colour, local-epochs for"
-MISMATCHES: list[tuple[type[NumPyClient], ClientApp, dict[str, Any], str]] = [
+MISMATCHES = [
     *(
         (own, app(other), {}, f"takes {own.replies}, and {other.__name__} replies with "
          f"{other.replies}; have client_fn return a {own.__name__}")
@@ -88,7 +86,7 @@ def test_a_stock_strategy_is_told_from_the_clients_own(client, caplog):
 
 @pytest.mark.parametrize("kind", [SGDClient, SCAFFOLDClient])
 def test_a_learning_rate_in_train_config_is_that_of_the_steps(kind):
-    def trained(**own: Any) -> dict[str, bytes]:
+    def trained(**own):
         return bits(run(MADE[kind](), app(kind, **own), 2))
 
     sent = bits(run(MADE[kind](), app(kind), 2, lr=0.5))

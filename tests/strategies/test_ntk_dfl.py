@@ -1,13 +1,12 @@
 """NTK-DFL against its equations, computed on one machine, and against clients that fail."""
 
-from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, Message
-from torch import Tensor, nn
+from flwr.app import Array
+from torch import nn
 
 from fedntk.clients import NTKDFLClient, NTKFLClient
 from fedntk.ntk import jacobian, loss_value
@@ -18,20 +17,19 @@ from .federation import Contract, Grid, app, arrays_of, bits, examples, failed, 
 from .test_dfedavg import COMPLETE, OPTIONS, agree, net, run
 
 STEPS = (2.0, 5.0, 10.0)
-MSE: dict[str, Any] = {"loss": "mse", **OPTIONS}
+MSE = {"loss": "mse", **OPTIONS}
 FIRST = {name: t.numpy() for name, t in net().state_dict().items()}
-Arrays = dict[str, np.ndarray]
 
 
-def strategy(**options: Any) -> NTKDFL:
+def strategy(**options):
     return NTKDFL(**{"learning_rate": 0.1, "steps": STEPS, "topology": COMPLETE, **options})
 
 
-def contract(loss: Any, topology: Any, **given: Any) -> Contract:
+def contract(loss, topology, **given):
     """Two steps, in closed form for MSE, else with few products of the solver."""
     own = {"topology": Topology(topology, degree=2), "steps": STEPS[:2], "tolerance": 0.1, **given}
     return Contract(
-        lambda **options: strategy(loss=loss, **own, **options),
+        partial(strategy, loss=loss, **own),
         app(NTKDFLClient, loss=loss),
         one_exchange=False,
         sends_arrays=False,
@@ -46,28 +44,21 @@ CONTRACT = {
 }
 
 
-def model(weights: Arrays) -> nn.Module:
+def model(weights):
     made = net().eval()
     made.load_state_dict({name: torch.tensor(a) for name, a in weights.items()})
     return made
 
 
-def clients(loss: str = "mse", kind: Any = NTKDFLClient) -> Any:
+def clients(loss="mse", kind=NTKDFLClient):
     return app(lambda _, x, y, **more: kind(net(), x.double(), y, loss=loss, **more))
 
 
-def mean_of(models: Sequence[Arrays], shares: Sequence[float] | None = None) -> Arrays:
+def mean_of(models, shares=None):
     return {n: np.average([own[n] for own in models], axis=0, weights=shares) for n in models[0]}
 
 
-def candidates(
-    held: Arrays,
-    parts: Sequence[tuple[Tensor, Tensor]],
-    steps: Sequence[float] = STEPS,
-    *,
-    prior: bool = False,
-    **options: Any,
-) -> tuple[list[Arrays], Tensor | float]:
+def candidates(held, parts, steps=STEPS, *, prior=False, **options):
     """Weights at each t of an evolution on one machine, eq. (2) to (5), and the outputs' offset."""
     x, y = (torch.cat(of) for of in zip(*parts, strict=True))
     network, targets = model(held), nn.functional.one_hot(y, 3).double()
@@ -82,7 +73,7 @@ def candidates(
     return [held | own for own in moved], offset
 
 
-def batches_of(client: int, number: int, count: int) -> list[tuple[Tensor, Tensor]]:
+def batches_of(client, number, count):
     x, y = examples(client)
     if count == 1:
         return [(x, y)]
@@ -133,7 +124,7 @@ def test_rounds_are_those_of_the_algorithms_on_one_machine(options, exchanges, b
 
 def test_on_the_complete_graph_it_is_ntk_fl_of_all_clients():
     found = run(own := strategy(**MSE), Grid(clients()), 2)
-    rule: dict[str, Any] = {"steps": STEPS[-1:], "selection": "linearised", "allow_no_step": False}
+    rule = {"steps": STEPS[-1:], "selection": "linearised", "allow_no_step": False}
     central = NTKFL(learning_rate=0.1, **rule, **MSE)
     agree(found, run(central, Grid(clients(kind=NTKFLClient)), 2), 1e-9)
     assert told(own, "inter-client-deviation") == pytest.approx([0, 0], abs=1e-12)
@@ -168,7 +159,7 @@ def test_one_evolution_a_cluster_gives_what_all_its_members_would_find(options, 
 def test_t_is_that_of_the_lowest_true_loss(selection, loss, prior, grid):
     """Cross-entropy, solved to 1e-4 twice: 1e-6 apart. The prior decides for some clients."""
     topology, chosen = Topology("ring", seed=1), set()
-    options: dict[str, Any] = {"loss": loss, "learning_rate": 0.3, "tolerance": 1e-4}
+    options = {"loss": loss, "learning_rate": 0.3, "tolerance": 1e-4}
     given = {"selection": selection, "class_prior": prior, "steps": grid, **options, **OPTIONS}
     run(own := strategy(topology=topology, **given), Grid(clients(loss)))
     for k, near in topology.neighbours(1, range(6)).items():
@@ -188,8 +179,8 @@ def test_inputs_out_of_proportion_have_no_say_in_which_t_is_taken():
     """Losses on two clients' inputs overflow, or are huge; their rows still count in kernels."""
     own = strategy(selection="true-loss", **OPTIONS)
 
-    def sends(value: float) -> Any:
-        def change(reply: Message) -> Message:
+    def sends(value):
+        def change(reply):
             if own._step.name == "jacobians":
                 for record in reply.content.array_records.values():
                     record["inputs"] = Array(np.full_like(record["inputs"].numpy(), value))
@@ -206,7 +197,7 @@ def test_a_client_that_fails_in_a_step_is_out_for_the_round_and_goes_on_with_its
     """Clients 1 to 4 in one exchange each of round 1; their neighbours go on without them."""
     own = strategy(**MSE)
 
-    def fails(step: int) -> Any:
+    def fails(step):
         return lambda r: failed(r) if (own.server_round, own._position) == (1, step) else r
 
     run(own, Grid(clients(), changes={k: fails(k - 1) for k in (1, 2, 3, 4)}), 2)
@@ -224,7 +215,7 @@ def test_a_client_that_joins_begins_with_the_global_arrays(collect):
     own, grid, after = strategy(**given), Grid(clients()), dict(FIRST)
     late = dict([grid.contexts.popitem()])
 
-    def evaluate(server_round: int, arrays: Any) -> None:
+    def evaluate(server_round, arrays):
         if server_round == 1:
             grid.contexts.update(late)
             after.update(arrays_of(arrays) if collect else {})

@@ -1,14 +1,12 @@
 """NTKFL against the same computation on the pooled examples, and its rules for choosing t."""
 
 import itertools
-from collections.abc import Sequence
+from functools import partial
 from logging import WARNING
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
-from torch import nn
 
 from fedntk.clients import NTKFLClient
 from fedntk.ntk import Jacobian, evolve, jacobian, loss_value, one_hot
@@ -18,7 +16,6 @@ from fedntk.strategies import NTKFL
 
 from .federation import (
     NUM_CLIENTS,
-    Change,
     Contract,
     Grid,
     app,
@@ -45,21 +42,14 @@ OPTIONS = {  # the paper's grid
 CLIENTS = app(NTKFLClient)
 CONTRACT = {
     "NTKFL": Contract(
-        lambda **options: NTKFL(
-            learning_rate=0.1, steps=[5, 20, 50], class_prior=True, class_target="seen", **options
-        ),
+        partial(NTKFL, learning_rate=0.1, steps=[5, 20, 50], class_prior=True, class_target="seen"),
         CLIENTS,
         sends_queries=True,
     )
 }
 
 
-def loss_of(
-    weights: dict[str, np.ndarray],
-    partitions: Sequence[int],
-    loss: str = "cross-entropy",
-    offset: torch.Tensor | float = 0.0,
-) -> float:
+def loss_of(weights, partitions, loss="cross-entropy", offset=0.0):
     """Loss of the true network with these weights, over some clients' examples."""
     data = [examples(p) for p in partitions]
     model = loaded(weights)
@@ -68,13 +58,7 @@ def loss_of(
     return total / sum(len(y) for _, y in data)
 
 
-def pooled(
-    loss: str = "cross-entropy",
-    partitions: Sequence[int] = range(NUM_CLIENTS),
-    *,
-    class_prior: bool = False,
-    **options: object,
-) -> tuple[list[dict[str, np.ndarray]], list[float], list[float]]:
+def pooled(loss="cross-entropy", partitions=range(NUM_CLIENTS), *, class_prior=False, **options):
     """Candidates, their true losses and their linearised losses, on one machine, by fedntk.ntk."""
     model = network().eval()
     data = [examples(p) for p in partitions]
@@ -123,7 +107,7 @@ def test_the_prior_is_of_the_examples_seen_so_far():
     """In round 1 they are the round's own, so that nothing is added; later rounds differ."""
     few = OPTIONS | {"fraction_train": 0.5, "class_prior": True}
 
-    def after(rounds: int, **options: object) -> dict[str, bytes]:
+    def after(rounds, **options):
         strategy = NTKFL(**few | options)
         return bits(start(asked_first(strategy, grid := Grid(CLIENTS)), grid, rounds))
 
@@ -146,7 +130,7 @@ def test_linearised_rule_takes_the_last_step_under_the_flow():
 def test_validation_on_the_server_decides(other):
     wanted = bits(pooled()[0][2])
 
-    def validation_loss(arrays: ArrayRecord) -> float:
+    def validation_loss(arrays):
         return 0.0 if bits(arrays_of(arrays)) == wanted else other
 
     strategy = NTKFL(selection="validation", validation_loss=validation_loss, **OPTIONS)
@@ -180,7 +164,7 @@ def test_a_round_never_raises_the_loss_that_it_sees(caplog):
 def test_the_automatic_rate_suits_networks_of_any_kind(scale):
     """Outputs of other sizes, whose kernels are 10,000 times apart: each round finds a step."""
 
-    def net() -> nn.Module:
+    def net():
         model = network()
         with torch.no_grad():
             for parameter in model[-1].parameters():
@@ -198,7 +182,7 @@ def test_the_automatic_rate_suits_networks_of_any_kind(scale):
     assert losses[-1] < 0.7 * losses[0]
 
 
-def after_answers(changes: dict[int, Change]) -> tuple[dict[str, float], dict[str, bytes]]:
+def after_answers(changes):
     """Metrics and weights of a round with these answers to the query."""
     strategy = NTKFL(**OPTIONS)
     weights = start(strategy, Grid(CLIENTS, changes=changes, changed_kind="query"))
@@ -256,10 +240,10 @@ def test_labels_that_are_not_one_hot_and_false_counts_are_refused():
         assert told(strategy, f"rejected-{reason}") == [count]
 
 
-def factors(first: float, second: float) -> Change:
+def factors(first, second):
     """Multiply the inputs and the gradients of the first layer."""
 
-    def change(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def change(arrays):
         for name, factor in (("block-000", first), ("block-001", second)):
             arrays[name] = arrays[name] * np.float32(factor)
         return arrays

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import MetricRecord, RecordDict
 
 from fedntk.clients import (
     DittoClient,
@@ -30,7 +30,6 @@ from fedntk.strategies import (
 )
 
 from .federation import (
-    Change,
     Contract,
     Grid,
     app,
@@ -52,14 +51,14 @@ EVALUATED = {"min_available_nodes": 6, "min_evaluate_nodes": 6, "fraction_evalua
 ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "fraction_evaluate": 0.0}
 
 
-def personal(**options) -> PersonalisedStrategy:
+def personal(**options):
     return PersonalisedStrategy(**{"personal": NORM, **OPTIONS, **options})
 
 
 CONTRACT = {"PersonalisedStrategy": Contract(personal, CLIENTS, personal=True)}
 
 
-def folders(strategy: PersonalisedStrategy) -> list[Path]:
+def folders(strategy):
     return sorted((cache_dir() / "personal").glob(f"run-{strategy.run_key}-*"))
 
 
@@ -87,7 +86,7 @@ def test_a_clients_own_arrays_are_those_it_trained_and_the_result_holds_the_firs
 def test_a_client_that_lost_its_own_arrays_starts_from_the_first_ones_in_the_same_round(stage):
     strategy, lost = personal(**EVALUATED), list[Path]()
 
-    def lose(messages: list[Message]) -> None:
+    def lose(messages):
         kinds = {message.metadata.message_type for message in messages}
         if kinds == {stage} and strategy.server_round == 3 and not lost:
             lost.extend(folders(strategy))
@@ -107,12 +106,12 @@ def test_replies_that_are_not_used_claim_no_partition():
     out; node 4 lost something that it is sent again, so that a second exchange comes between.
     """
 
-    def says_lost(said: int, partition: int) -> Change:
+    def says_lost(said, partition):
         told = {"lost-state": said, "num-examples": 1, "partition-id": partition}
         content = RecordDict({"metrics": MetricRecord(told)})
-        seen: list[Message] = []
+        seen = []
 
-        def change(reply: Message) -> Message:
+        def change(reply):
             if not seen:
                 reply.content = content
             seen.append(reply)

@@ -4,8 +4,6 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import networkx as nx
 import pytest
@@ -15,7 +13,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from torch import nn
 
 import fedntk.clients
-from fedntk.ntk.options import Declared, Option
+from fedntk.ntk.options import Declared
 from fedntk.strategies import (
     CPNTKFL,
     NTKDFL,
@@ -50,7 +48,7 @@ VALIDATED = NOISE | {"selection": "validation", "validation_partitions": [1]}
 SHUFFLED = {"shuffling_server": SERVER, "run": "a run"}
 CENTRED = {"centre_inputs": True}
 NET = nn.Linear(4, 3)
-EVOLUTION: dict[str, Any] = {"learning_rate": 0.1, "steps": [5, 20, 50]}
+EVOLUTION = {"learning_rate": 0.1, "steps": [5, 20, 50]}
 ntk_fl = functools.partial(NTKFL, **EVOLUTION)
 cp_ntk_fl = functools.partial(CPNTKFL, **EVOLUTION)
 weighted = functools.partial(WeightedFedAvg, network=NET)
@@ -64,11 +62,11 @@ distillation = functools.partial(
 )
 
 
-def held(count: int, label: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def held(count, label=0):
     return torch.zeros(count, 4), torch.full((count,), label)
 
 
-REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+REFUSED = [
     (ntk_fl, {"steps": (2, 1)}, "steps: expected increasing times"),
     (ntk_fl, {"class_prior": True, "loss": "mse"}, "expected the loss cross-entropy"),
     (ntk_fl, {"class_target": "seen"}, "'seen' goes with class_prior=True, got False"),
@@ -119,7 +117,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 ]
 
 
-def outside(own: Option) -> list[Any]:
+def outside(own):
     """List values that an option's limits exclude, at each of them, and one of another type."""
     past = {"at_least": -1, "at_most": 1, "above": 0, "below": 0}
     numbers = [bound + past[limit] for limit, bound in own.limits.items() if math.isfinite(bound)]
@@ -134,7 +132,7 @@ def outside(own: Option) -> list[Any]:
 EXAMPLES = {"model": NET, "x": torch.zeros(2, 4), "y": torch.arange(2)}
 MADE = [distillation(), *(case.strategy() for case in CONTRACTS.values())]
 # class -> what it takes besides options
-KINDS: dict[type[Declared], dict[str, Any]] = {type(made): vars(made) for made in MADE} | {
+KINDS = {type(made): vars(made) for made in MADE} | {
     kind: EXAMPLES
     for kind in map(vars(fedntk.clients).get, fedntk.clients.__all__)
     if isinstance(kind, type) and issubclass(kind, Declared)

@@ -10,7 +10,7 @@ from fedntk.strategies.core.registry import ClientRegistry, Exchange, SentParts
 from .federation import from_node
 
 
-def registry(partitions: dict[int, int | None]) -> ClientRegistry:
+def registry(partitions):
     made = ClientRegistry()
     made.add(partitions)
     made.set_present(partitions)
@@ -62,12 +62,12 @@ def test_what_was_sent_is_forgotten_and_restored():
 # ------------------------------------------------------------------------ exchange
 
 
-def asked(*nodes: int) -> list[Message]:
+def asked(*nodes):
     become_server()
     return [Message(RecordDict(), node, "train") for node in nodes]
 
 
-def reply(message: Message) -> Message:
+def reply(message):
     return Message(RecordDict(), reply_to=message)
 
 

@@ -2,49 +2,33 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import Array, ArrayRecord, Message
-from flwr.clientapp import ClientApp
+from flwr.app import Array
 
 import fedntk.clients
 import fedntk.strategies
 from fedntk.clients import cache_dir
 from fedntk.clients.personal import personal_store
 from fedntk.ntk.payloads.gossip_options import REFUSED
-from fedntk.strategies import DFedAvg, NoUsableReply, RelayStrategy, Topology
+from fedntk.strategies import DFedAvg, NoUsableReply, Topology
 from fedntk.strategies.gossip.relay import count_refused, deviation
 from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_bytes
 
-from .federation import (
-    Change,
-    Grid,
-    app,
-    arrays_of,
-    as_record,
-    bits,
-    failed,
-    kept_by,
-    start,
-    told,
-    with_arrays,
-)
+from .federation import Grid, app, arrays_of, as_record, bits, failed, kept_by, start, told
 
-Arrays = dict[str, np.ndarray]
-SGD: dict[str, Any] = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
+SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
 MSE = {"loss": "mse"}
-ALL: dict[str, Any] = {
+ALL = {
     "topology": Topology("complete"), "min_available_nodes": 6, "fraction_evaluate": 0.0,
     "collect": False,
 }  # fmt: skip
 REGULAR = Topology("regular", degree=3)
 EVERYONE = set(range(6))
-METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of strategies and clients
+METHODS = {  # options of strategies and clients
     "NTKDFL": ({"learning_rate": 0.1, "steps": (2.0, 5.0), **MSE}, MSE),
     "DFedAvg": ({"gossip_steps": 2}, SGD),
     "DPSGD": ({"mixing": "metropolis"}, SGD),
@@ -53,22 +37,19 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of stra
 each_method = pytest.mark.parametrize("name", sorted(METHODS))
 
 
-def make(name: str, **options: Any) -> RelayStrategy:
-    own: RelayStrategy = getattr(fedntk.strategies, name)(**METHODS[name][0] | ALL | options)
-    return own
+def make(name, **options):
+    return getattr(fedntk.strategies, name)(**METHODS[name][0] | ALL | options)
 
 
-def client(name: str, *args: Any, **options: Any) -> Any:
+def client(name, *args, **options):
     return getattr(fedntk.clients, f"{name}Client")(*args, **METHODS[name][1], **options)
 
 
-def clients(name: str, **options: Any) -> ClientApp:
+def clients(name, **options):
     return app(lambda *args, **more: client(name, *args, **options, **more))
 
 
-def run(
-    name: str, rounds: int = 1, changes: Callable[..., Any] = lambda _: {}, **options: Any
-) -> tuple[RelayStrategy, Grid]:
+def run(name, rounds=1, changes=lambda _: {}, **options):
     """Run a strategy; `changes` makes those of replies, given the strategy."""
     own = make(name, **options)
     grid = Grid(clients(name), changes=changes(own))
@@ -76,20 +57,20 @@ def run(
     return own, grid
 
 
-def alike(a: RelayStrategy, b: RelayStrategy, number: int = 1) -> set[int]:
+def alike(a, b, number=1):
     """Clients that ended a round of two runs with the same bits."""
     return {k for k in EVERYONE if bits(kept_by(a, k, number)) == bits(kept_by(b, k, number))}
 
 
-def sent_first(grid: Grid) -> Counter[int]:
+def sent_first(grid):
     down = [m for way, m in grid.seen if way == "down" and "arrays" in m.content]
     return Counter(m.metadata.dst_node_id - 1 for m in down)
 
 
-def on_parcels(change: Callable[[Arrays], Any], prefix: str = "to-") -> Change:
+def on_parcels(change, prefix="to-"):
     """Change the arrays of each parcel of a reply; None takes the parcel out."""
 
-    def apply(reply: Message) -> Message:
+    def apply(reply):
         for name in [n for n in reply.content.array_records if n.startswith(prefix)]:
             changed = change(arrays_of(reply.content[name]))
             del reply.content[name]
@@ -103,14 +84,14 @@ def on_parcels(change: Callable[[Arrays], Any], prefix: str = "to-") -> Change:
 silent = on_parcels(lambda _: None)
 
 
-def in_step(own: RelayStrategy, number: int, position: int, change: Change) -> Change:
+def in_step(own, number, position, change):
     return lambda reply: (
         change(reply) if (own.server_round, own._position) == (number, position) else reply
     )
 
 
-def forgets(own: RelayStrategy, what: str) -> Change:
-    def change(reply: Message) -> Message:
+def forgets(own, what):
+    def change(reply):
         shutil.rmtree(cache_dir() / "personal" / f"run-{own.run_key}-client-{what}")
         return reply
 
@@ -137,17 +118,17 @@ def test_sealed_runs_have_the_bits_of_others_and_send_nothing_in_clear(name):
     assert names == {"content", "key"}
 
 
-def keys_of(name: str, given: Any) -> tuple[list[Any], ClientApp]:
+def keys_of(name, given):
     """Private keys of six clients, and the clients that have them."""
     keys = [new_key() for _ in range(6)]
 
-    def with_key(*args: Any, **more: Any) -> Any:
+    def with_key(*args, **more):
         return client(name, *args, parcel_keys=ParcelKeys(keys[more["seed"][1]], **given), **more)
 
     return keys, app(with_key)
 
 
-def parcels(grid: Grid) -> list[tuple[int, int, ArrayRecord]]:
+def parcels(grid):
     return [
         (message.metadata.dst_node_id - 1, int(name.removeprefix("from-")), record)
         for message in (m for way, m in grid.seen if way == "down")
@@ -156,7 +137,7 @@ def parcels(grid: Grid) -> list[tuple[int, int, ArrayRecord]]:
     ]
 
 
-def opens(parcel: ArrayRecord, key: Any, run_key: str, sender: int) -> bool:
+def opens(parcel, key, run_key, sender):
     """Whether a key opens a parcel of some exchange of round 1."""
     for exchange in range(4):
         info = f"fedntk parcel 1\0{run_key}\x001\0{exchange}\0{sender}".encode()
@@ -173,27 +154,27 @@ def test_parcels_open_only_with_their_receivers_keys():
     keys, own_clients = keys_of("NTKDFL", {})
     own = make("NTKDFL", seal=True, topology=Topology("ring"))
     start(own, grid := Grid(own_clients))
-    opened: Counter[bool] = Counter()
+    opened = Counter()
     for receiver, sender, parcel in parcels(grid):
         for k, key in enumerate(keys):
             opened[k == receiver] += opens(parcel, key, own.run_key, sender)
     assert opened == {True: 6 * 2 * 3, False: 6 * 2 * 2}
 
 
-def flip(arrays: Arrays) -> Arrays:
+def flip(arrays):
     return {n: a ^ (np.arange(a.size) == 20) if n == "content" else a for n, a in arrays.items()}
 
 
 def test_a_parcel_that_is_damaged_replayed_or_in_clear_counts_as_none():
     """Those of clients 2, 1 (its very first one, in every later exchange) and 3."""
-    first: dict[str, ArrayRecord] = {}
+    first = {}
 
-    def replay(reply: Message) -> Message:
+    def replay(reply):
         for name, record in list(reply.content.array_records.items()):
             reply.content[name] = first.setdefault(name, record)
         return reply
 
-    def leave_out(own: RelayStrategy) -> Any:
+    def leave_out(own):
         later = lambda r: r if (own.server_round, own._position) == (1, 0) else silent(r)  # noqa: E731
         return {1: later, 2: silent, 3: silent}
 
@@ -213,7 +194,7 @@ def test_keys_are_asked_for_again_of_clients_that_failed():
     """Client 3 sends what is no key in round 1, and client 2 loses its own at the end of it."""
     own = make("DFedAvg", seal=True)
 
-    def odd(reply: Message) -> Message:
+    def odd(reply):
         if (own.server_round, reply.metadata.message_type) == (1, "query.public_key"):
             reply.content["properties"]["public-key"] = b"no key"
         return reply
@@ -236,7 +217,7 @@ class Swapping(DFedAvg):
 
     thief = new_key()
 
-    def _add_keys(self, config: Any, client: int) -> None:
+    def _add_keys(self, config, client):
         held = self.public_keys[2]
         if client != 2:
             self.public_keys[2] = (public_bytes(self.thief).hex(), held[1])
@@ -247,7 +228,7 @@ class Swapping(DFedAvg):
 @pytest.mark.parametrize("vouched", [False, True])
 def test_a_relay_that_swaps_keys_reads_along_unless_a_key_server_vouches(vouched):
     """Client 5 is not enrolled, and so has no voucher: it is sent nothing, and fails."""
-    options: dict[str, Any] = {}
+    options = {}
     keys, own_clients = keys_of("DFedAvg", options)
     server = KeyServer(bytes(32), map(public_bytes, keys[:5]), Ed25519PrivateKey.generate())
     if vouched:
@@ -270,17 +251,17 @@ def test_deviation_is_eq_12_and_grows_with_the_root_of_the_number_of_clients():
     assert [deviation(models), deviation(models * 4)] == pytest.approx([expected, 2 * expected])
 
 
-def nan(arrays: Arrays) -> Arrays:
+def nan(arrays):
     return {n: np.full_like(a, np.nan) if a.dtype.kind == "f" else a for n, a in arrays.items()}
 
 
-def enlarge(arrays: Arrays) -> Arrays:
+def enlarge(arrays):
     """Multiply all numbers of a parcel by a million; they stay finite and well formed."""
     large = {n: a.dtype.kind == "f" and n not in ("targets", "inputs") for n, a in arrays.items()}
     return {n: (a * 1e6).astype(a.dtype) if large[n] else a for n, a in arrays.items()}
 
 
-def unreadable(reply: Message) -> Message:
+def unreadable(reply):
     if record := reply.content.array_records.get("to-neighbours"):
         record[next(iter(record))] = Array("float32", (2,), "numpy.ndarray", b"not an array")
     return reply
@@ -307,7 +288,7 @@ def test_a_hostile_jacobian_of_a_neighbour_is_refused():
 
 
 def test_a_model_of_a_huge_norm_is_left_out_of_the_mean():
-    own, changes = make("DPSGD", collect=True), {2: with_arrays(enlarge)}
+    own, changes = make("DPSGD", collect=True), {2: on_parcels(enlarge, "arrays")}
     mean = start(own, Grid(clients("DPSGD"), changes=changes, changed_kind="evaluate.model"))
     assert np.abs(mean["0.weight"]).max() < 1e3
     assert own.train_metrics[1]["models-collected"] == len(own.models) == 5
@@ -316,8 +297,8 @@ def test_a_model_of_a_huge_norm_is_left_out_of_the_mean():
 def test_replies_with_weights_or_parcels_for_strangers_are_refused():
     """The relay tells weights by their record's name: parcels named like them are handed on."""
 
-    def copied(name: str) -> Change:
-        def apply(reply: Message) -> Message:
+    def copied(name):
+        def apply(reply):
             reply.content[name] = reply.content["to-neighbours"]
             return reply
 
@@ -334,7 +315,7 @@ def test_replies_with_weights_or_parcels_for_strangers_are_refused():
 
 def test_what_clients_say_of_refused_parcels_counts_within_reason():
     """At most as many as there are clients, each; what is no whole number above 0 does not."""
-    said: list[Any] = [[1, 2], -5, 0.5, 10**15, 2, 0]
+    said = [[1, 2], -5, 0.5, 10**15, 2, 0]
     assert count_refused([(SimpleNamespace(metrics={REFUSED: n}), None) for n in said]) == 6 + 2
 
 
@@ -357,9 +338,9 @@ def test_a_static_graph_stays_as_it_is_if_a_client_is_missing():
 def test_a_client_that_returns_after_rounds_goes_on_with_its_weights(name, monkeypatch):
     """Two rounds are kept: those of round 1 stay while client 5 fails in rounds 2 and 3."""
     monkeypatch.setattr(personal_store, "KEPT", 2)
-    collected: list[Any] = []
+    collected = []
 
-    def absent(reply: Message) -> Message:
+    def absent(reply):
         last = own._position == len(own._planned) - 1
         return failed(reply) if own.server_round in (2, 3) and last else reply
 
@@ -378,10 +359,10 @@ def test_a_client_that_returns_after_rounds_goes_on_with_its_weights(name, monke
 def test_a_client_that_lost_its_weights_sends_its_neighbours_none(name):
     """It takes over their average, with which NTK-DFL evolves and DFedAvg ends (float32: 1e-5)."""
 
-    def losing(own: RelayStrategy) -> Change:
+    def losing(own):
         return in_step(own, 1, len(own.plan(first=True)) - 1, forgets(own, "5"))
 
-    def hushing(own: RelayStrategy) -> Any:
+    def hushing(own):
         lose, hush = losing(own), in_step(own, 2, 0, silent)
         return {5: lambda reply: hush(lose(reply))}
 

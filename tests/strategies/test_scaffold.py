@@ -1,12 +1,9 @@
 """SCAFFOLD against algorithm 1 on least squares, where fixed points are known, and under attack."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedntk.clients import SCAFFOLDClient, SGDClient
@@ -38,10 +35,10 @@ CONTRACT = {"SCAFFOLD": Contract(SCAFFOLD, CLIENTS)}
 SLOPES, COUNTS = (1.0, 2.0, 1.5), (2, 2, 6)
 
 
-def scalar(**options: Any) -> ClientApp:
+def scalar(**options):
     """Clients of one weight in float64, with full batches."""
 
-    def make(*_: Any, seed: tuple[int, int]) -> SCAFFOLDClient:
+    def make(*_, seed):
         slope, count = SLOPES[seed[1]], COUNTS[seed[1]]
         x, y = torch.full((count, 1), slope).double(), torch.zeros(count, dtype=torch.int64)
         model = nn.Linear(1, 1, bias=False).double()
@@ -52,9 +49,7 @@ def scalar(**options: Any) -> ClientApp:
     return app(make)
 
 
-def descend(
-    strategy: SCAFFOLD, clients: ClientApp, rounds: int, *, first: float = 0.0, **grid: Any
-) -> float:
+def descend(strategy, clients, rounds, *, first=0.0, **grid):
     """Weight after some rounds of the scalar clients."""
     initial = ArrayRecord({"weight": Array(np.array([[first]]))})
     result = strategy.start(Grid(clients, **grid), initial, num_rounds=rounds)

@@ -2,9 +2,7 @@
 
 import functools
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from fedntk.clients import NamedArrays, TCTClient
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import ConvexTask, FeatureStatistics
-from fedntk.strategies import TCT
 from fedntk.trust import KeyServer, ParcelKeys, new_key, public_bytes
 
 from .federation import Grid, app, bits, examples, lost, network, start, start_in_vain
@@ -24,17 +21,15 @@ from .tct_problem import FIXED, LINEAR, held, served, sums
 STEPS = ("public-key", "shares", "masked", "confirm", "reveal")
 
 
-def make(clients: int = 6, **options: Any) -> TCT:
+def make(clients=6, **options):
     return sums(clients, **{"secure_aggregation": True} | FIXED | options)
 
 
-def step_of(config: Mapping[str, Any]) -> str | None:
+def step_of(config):
     return getattr(ConvexTask.of_message(config), "step", None)
 
 
-def acting(
-    step: str, change: Callable[..., Any], *partitions: int, only_round: int = 0
-) -> type[TCTClient]:
+def acting(step, change, *partitions, only_round=0):
     """Clients, some of which answer otherwise in one step."""
 
     class Acting(TCTClient):
@@ -46,17 +41,17 @@ def acting(
     return Acting
 
 
-def gone(*_: Any) -> None:
+def gone(*_):
     raise ConnectionError("this client is gone")
 
 
 @pytest.fixture
-def clients(tmp_path: Path) -> Callable[..., Any]:
+def clients(tmp_path):
     return functools.partial(served, tmp_path)
 
 
 @functools.cache
-def without(*partitions: int) -> dict[str, bytes]:
+def without(*partitions):
     with tempfile.TemporaryDirectory() as cache:
         grid = Grid(served(Path(cache)), changes=dict.fromkeys(partitions, lost))
         return bits(start(make(secure_aggregation=False), grid))
@@ -106,7 +101,7 @@ def test_the_server_gets_no_clients_sums(clients, tmp_path):
     assert not list(tmp_path.glob("*/*.npy"))  # clients keep no features either
 
 
-def masked_words(grid: Grid) -> dict[int, np.ndarray]:
+def masked_words(grid):
     contents = [m.content for way, m in grid.seen if way == "up"]
     return {
         int(content["metrics"]["partition-id"]): content["arrays"]["masked"].numpy()
@@ -135,7 +130,7 @@ def masked_words(grid: Grid) -> dict[int, np.ndarray]:
     ],
 )
 def test_what_a_client_sends_wrongly_leaves_it_out_or_does_no_harm(clients, step, change, left):
-    def changed(arrays: Any, count: int, metrics: Any) -> Any:
+    def changed(arrays, count, metrics):
         if change is None:
             return arrays, count + 1, metrics
         own = zip(arrays.records["arrays"], change(list(arrays)), strict=False)
@@ -154,7 +149,7 @@ def test_a_client_that_was_asked_about_other_features_keeps_the_sum_closed(clien
     """Else a server could have all others add zeros to one client's sums."""
     lies = []
 
-    def lie(messages: Any) -> None:
+    def lie(messages):
         for content in [message.content for message in messages[1:2]]:
             if step_of(content.get("config", {})) == "masked":
                 name, array = next(iter(content[record].items()))
@@ -167,7 +162,7 @@ def test_a_client_that_was_asked_about_other_features_keeps_the_sum_closed(clien
     assert not found[LINEAR].any()
 
 
-def with_keys(cache: Path, keys: Mapping[int, ParcelKeys]) -> Any:
+def with_keys(cache, keys):
     """Clients, some of which have key pairs that are not drawn for the run."""
     make = functools.partial(TCTClient, cache=cache)
     return app(lambda *of, seed: make(*of, seed=seed, parcel_keys=keys.get(seed[1])))
@@ -188,7 +183,7 @@ def test_vouched_keys_give_the_same_sum_and_one_of_the_servers_own_none(tmp_path
     class Lying:
         """Has a key of its own passed off as a client's, with that client's voucher."""
 
-        def voucher(self, public_key: bytes, run: str) -> bytes:
+        def voucher(self, public_key, run):
             return server.voucher(public_key, "another run")
 
     start_in_vain(make(vouching=Lying(), run="a run"), Grid(federation))

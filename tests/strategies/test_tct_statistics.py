@@ -1,25 +1,20 @@
 """TCT by one exchange of sums: the pooled solution, whatever the split, and without clients."""
 
 from logging import WARNING
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
-from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedntk.clients import TCTClient
 from fedntk.clients.core.disk_store import example_digests
 from fedntk.ntk import NotEnoughMemory, one_hot
-from fedntk.ntk.convex import RIDGES, class_weights
+from fedntk.ntk.convex import class_weights
 from fedntk.ntk.payloads import draw_held_out
-from fedntk.strategies import TCT, NoUsableReply, SeededFedAvg
+from fedntk.strategies import NoUsableReply, SeededFedAvg
 
 from .federation import (
-    Change,
     Grid,
     app,
     arrays_of,
@@ -34,26 +29,13 @@ from .federation import (
     with_arrays,
     with_metrics,
 )
-from .tct_problem import (
-    FIXED,
-    LINEAR,
-    distance,
-    held,
-    normalised,
-    pooled,
-    rows,
-    served,
-    solved,
-    sums,
-    targets,
-)
+from .tct_problem import FIXED, LINEAR, distance, errors, held, pooled, served, solved, sums
 
-Data = tuple[torch.Tensor, torch.Tensor]
-SHARE: dict[str, Any] = {"auto_ridge": True, "validation_share": 0.25}  # two parts of sums
+SHARE = {"auto_ridge": True, "validation_share": 0.25}  # two parts of sums
 
 
 @pytest.fixture
-def clients(tmp_path: Path) -> Any:
+def clients(tmp_path):
     return served(tmp_path)
 
 
@@ -70,10 +52,10 @@ def test_the_sums_give_the_solution_of_the_pooled_rows(clients, options, toleran
     assert (strategy.train_metrics[1]["ridge"], strategy.phase) == (1e-2, None)
 
 
-def regrouped(groups: list[list[int]], cache: Path) -> ClientApp:
+def regrouped(groups, cache):
     """Clients that have several of the six clients' examples each, in other orders."""
 
-    def client(model: nn.Module, *_: Any, seed: tuple[int, int]) -> TCTClient:
+    def client(model, *_, seed):
         x, y = pooled(groups[seed[1]])
         return TCTClient(model, x.flip(0), y.flip(0), seed=seed, cache=cache)
 
@@ -101,16 +83,6 @@ def test_balanced_classes_take_one_exchange_of_counts_before(clients):
         assert [kind for kind, _ in grid.exchanges].count("train") == 2
 
 
-def errors(fit: Data, others: Data, of_class: torch.Tensor) -> dict[float, float]:
-    """Weighted squared errors on other examples of each ridge's solution, in float64."""
-    weights, found = of_class[fit[1]], {}
-    z = normalised(rows(others[0]), rows(fit[0]), weights)
-    for ridge in RIDGES:
-        misses = z @ solved(ridge, weights=weights, data=fit) - targets(others[1])
-        found[ridge] = float((of_class[others[1], None] * misses.square()).sum())
-    return found
-
-
 def test_the_ridge_is_chosen_on_the_servers_examples(clients):
     strategy = sums(auto_ridge=True, validation=held())
     after = start(strategy, Grid(clients))
@@ -120,7 +92,7 @@ def test_the_ridge_is_chosen_on_the_servers_examples(clients):
     assert distance(after[LINEAR], solved(best)) < 1e-4
 
 
-def drawn(partition: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def drawn(partition):
     """A client's examples in the order in which it sorts them, and which of them it holds out."""
     x, y = examples(partition)
     order = torch.from_numpy(np.lexsort(example_digests(x, one_hot(y, 3)).T))
@@ -151,11 +123,11 @@ def test_a_ridge_too_small_is_raised_tenfold_and_said_so(clients, caplog):
     assert np.isfinite(after[LINEAR]).all()
 
 
-def scaled(name: str, by: float, more: float = 0) -> Change:
+def scaled(name, by, more=0):
     return with_arrays(lambda arrays: arrays | {name: by * arrays[name] + more})
 
 
-LARGE: list[Change] = [scaled("gram", 1e6), scaled("class-sums", 1e3)]  # features 1,000 as large
+LARGE = [scaled("gram", 1e6), scaled("class-sums", 1e3)]  # features 1,000 as large
 
 
 @pytest.mark.parametrize(
@@ -183,11 +155,11 @@ def test_a_network_that_diverged_leaves_the_model(clients):
             start(sums(**options), Grid(clients), 1, broken)
 
 
-def started(strategy: TCT, grid: Grid, rounds: int = 2, *args: Any, **options: Any) -> ArrayRecord:
+def started(strategy, grid, rounds=2, *args, **options):
     return as_record(start(strategy, grid, rounds, *args, **options))
 
 
-def raw(arrays: ArrayRecord) -> dict[str, bytes]:
+def raw(arrays):
     return bits(arrays_of(arrays))
 
 
@@ -215,7 +187,7 @@ def test_a_client_whose_reply_never_came_is_not_in_the_model(clients, tmp_path):
 
 def test_a_network_that_was_trained_stays_as_it_is(clients, tmp_path):
     """Stage 1 has seen the client."""
-    options: dict[str, Any] = {"bootstrap": SeededFedAvg(), "bootstrap_rounds": 1, **FIXED}
+    options = {"bootstrap": SeededFedAvg(), "bootstrap_rounds": 1, **FIXED}
     strategy = sums(keep_sums=tmp_path / "sums", **options)
     arrays = started(strategy, Grid(clients), rounds=3)
     trained = {name: arrays[name].numpy() for name in network().state_dict()}

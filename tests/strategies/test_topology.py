@@ -1,7 +1,6 @@
 """The graphs: degrees, connectedness, and what is drawn anew."""
 
-from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 import networkx as nx
 import numpy as np
@@ -13,10 +12,6 @@ from fedntk.strategies.gossip.topology import TopologyKind
 KINDS = [kind for kind in get_args(TopologyKind) if kind != "own"]
 CLIENTS = [3, 7, 8, 20, 21, 22, 40, 41, 50, 60, 61, 99]
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def graph_of(neighbours: Mapping[int, tuple[int, ...]]) -> nx.Graph:
-    return nx.Graph({client: list(others) for client, others in neighbours.items()})
 
 
 @each_kind
@@ -51,7 +46,7 @@ def test_degrees_of_each_kind(kind, degree, expected):
 def test_erdos_renyi_graphs_have_the_degree_in_the_mean():
     """Over 40 draws of 60 clients: the mean of 40 x 1,770 edges' draws, within five deviations."""
     topology, share = Topology("erdos-renyi", degree=6), 6 / 59
-    counts = [graph_of(topology.neighbours(k, range(60))).number_of_edges() for k in range(40)]
+    counts = [nx.Graph(topology.neighbours(k, range(60))).number_of_edges() for k in range(40)]
     deviation = np.sqrt(1770 * share * (1 - share) / 40)
     assert abs(np.mean(counts) - 1770 * share) < 5 * deviation
     assert len(set(counts)) > 10
@@ -61,7 +56,7 @@ def test_erdos_renyi_graphs_have_the_degree_in_the_mean():
 def test_a_draw_that_falls_apart_is_drawn_again(kind, degree):
     topology, apart = Topology(kind, degree=degree), 0
     for number in range(20):
-        assert nx.is_connected(graph_of(topology.neighbours(number, range(16))))
+        assert nx.is_connected(nx.Graph(topology.neighbours(number, range(16))))
         generator = np.random.default_rng([0, number, *b"topology"])
         apart += not nx.is_connected(topology._draw(range(16), generator))
     assert apart > 0
@@ -71,7 +66,7 @@ def test_a_draw_that_falls_apart_is_drawn_again(kind, degree):
 def test_a_graph_is_drawn_from_the_seed_and_with_dynamic_from_the_round(kind):
     """Whatever was drawn before, and in whatever order clients come."""
 
-    def drawn(number: int, clients: list[int] = CLIENTS, **options: Any) -> str:
+    def drawn(number, clients=CLIENTS, **options):
         return str(Topology(kind, degree=3, **options).neighbours(number, clients))
 
     one = Topology(kind, degree=3, seed=9)

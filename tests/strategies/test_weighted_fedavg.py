@@ -1,7 +1,6 @@
 """Weighted FedAvg against its equations, its limits, and clients that come, go and attack."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,27 +31,19 @@ from .federation import (
 
 LOCAL = {"learning_rate": 0.1, "batch_size": 4}
 CLIENTS = app(WeightedFedAvgClient, **LOCAL)
-ALL: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
-HALF: dict[str, Any] = ALL | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 1}
+ALL = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
+HALF = ALL | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 1}
 weighted = partial(WeightedFedAvg, network=network())
+OVER_ALL = {"over": "all", "similarity": "entk", "temperature": 0.1, "by_examples": True}
 CONTRACT = {
     "WeightedFedAvg": Contract(weighted, CLIENTS, personal=True),
     "WeightedFedAvg, over all, entk, personal BatchNorm": Contract(
-        partial(
-            weighted,
-            over="all",
-            similarity="entk",
-            temperature=0.1,
-            by_examples=True,
-            personal_batch_norm=True,
-        ),
-        CLIENTS,
-        personal=True,
+        partial(weighted, personal_batch_norm=True, **OVER_ALL), CLIENTS, personal=True
     ),
 }
 
 
-def travelled(grid: Grid, way: str) -> list[dict[int, dict[str, dict[str, np.ndarray]]]]:
+def travelled(grid, way):
     """Each round's records of arrays, sent "down" or "up" in training, by partition."""
     found, before = [], "up"
     for own, message in grid.seen:
@@ -68,7 +59,7 @@ def travelled(grid: Grid, way: str) -> list[dict[int, dict[str, dict[str, np.nda
     return found
 
 
-def mixed(replies: dict[int, Any], weights: np.ndarray) -> dict[str, np.ndarray]:
+def mixed(replies, weights):
     """The sum of some clients' weights, by loops in float64."""
     models = [reply["arrays"] for reply in replies.values()]
     total = {
@@ -78,7 +69,7 @@ def mixed(replies: dict[int, Any], weights: np.ndarray) -> dict[str, np.ndarray]
     return total | {"1.num_batches_tracked": np.rint(total["1.num_batches_tracked"])}
 
 
-def weights_of(replies: dict[int, Any], absent: str, *, by_examples: bool) -> np.ndarray:
+def weights_of(replies, absent, *, by_examples):
     """s_kk' at a temperature of 0.2, clients in the order of the replies."""
     own = [
         Prototypes.from_arrays(reply["prototypes"], num_classes=3, width=8, max_examples=100)
@@ -98,13 +89,13 @@ def test_a_client_is_sent_the_mixture_of_its_last_round_or_of_what_all_last_sent
     own = {"over": over, "absent": absent, "by_examples": by_examples}
     strategy, models = weighted(temperature=0.2, **own, **HALF), {}
 
-    def note(_: Any) -> None:
+    def note(_):
         models[strategy.server_round] = arrays_of(strategy.global_arrays)
 
     grid = Grid(CLIENTS, on_send=note)
     start(strategy, grid, rounds=4)
-    last: dict[int, dict[str, np.ndarray]] = {}
-    pool: dict[int, Any] = {}
+    last = {}
+    pool = {}
     met = set()
     down, up = travelled(grid, "down"), travelled(grid, "up")
     for sent, came, model in zip(down, up, models.values(), strict=True):
@@ -206,7 +197,7 @@ def test_a_reply_is_an_outlier_by_its_distance_from_what_its_client_was_sent():
 # --------------------------------------------------- a model for each client, in memory or on disk
 
 
-def model(seed: int) -> dict[str, np.ndarray]:
+def model(seed):
     rng = np.random.default_rng(seed)
     return {
         "weight": rng.normal(size=(3, 5)).astype(np.float32),
@@ -240,7 +231,7 @@ def test_what_is_set_comes_back_whatever_is_on_disk(budget):
 
 
 def test_a_full_disk_leaves_models_in_memory_and_says_so(monkeypatch, caplog):
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np.lib.format, "open_memmap", full)
