@@ -1,7 +1,5 @@
 """SeededFedAvg is Flower's FedAvg, of weights that can be averaged; Flower's own, checked."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,9 @@ CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
 ALL = {"fraction_evaluate": 0.0}
 CONTRACT = {
     "SeededFedAvg": Contract(SeededFedAvg, CLIENTS),
-    "CheckedStrategy": Contract(partial(CheckedStrategy, FedAvgM(server_momentum=0.5)), CLIENTS),
+    "CheckedStrategy": Contract(
+        lambda **o: CheckedStrategy(FedAvgM(server_momentum=0.5), **o), CLIENTS
+    ),
 }
 
 
