@@ -113,6 +113,11 @@ def test_records_come_in_the_order_that_they_are_asked_for_or_the_missing_are_na
     text = "got arrays, empty, corrections; linear, control comes from the strategy TCT"
     with pytest.raises(ValueError, match=text):
         records_of(named, "arrays", "linear", "control", strategy="TCT")
+    named.records["arrays"].clear()  # they are not the ones that it was made of
+    del named.records["corrections"]
+    assert {name: list(record) for name, record in RECORDS.items()} == {
+        "arrays": ["w", "n"], "empty": [], "corrections": ["w", "again"],
+    }  # fmt: skip
 
 
 def changed(parameters):
