@@ -1,36 +1,27 @@
-"""The formulas of docs/costs.py, compared with the arrays that small federations send and keep."""
+"""The formulas of docs/costs.py, compared with the arrays that small federations send."""
 
 import math
 import sys
-from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAvg
-from torch import nn
 
-from fedntk import clients as halves
-from fedntk import strategies
-from fedntk.clients import client_app
+from fedntk.clients import FedEnsembleClient, SGDClient
 from fedntk.ntk import JacobianUpload, compress, jacobian, one_hot
-from fedntk.simulations.engine.engines import LocalGrid
-from fedntk.strategies import CPNTKFL, NTKDFL, NTKFL, TCT, FedBE, FedEnsemble, Topology
+from fedntk.simulations.methods import own_methods
+from fedntk.strategies import Topology
 
 from .conftest import ROOT
+from .strategies.federation import Grid, app, arrays_of, examples, network, start
 
 sys.path.append(str(ROOT / "docs"))
 import costs
 
-EXAMPLES, CLASSES, INPUTS, HIDDEN = 60, 3, 20, 11
+X, Y = examples(6)  # of each client; one of the three classes is missing
+EXAMPLES, CLASSES, (HIDDEN, INPUTS) = len(Y), 3, network()[0].weight.shape
 FUNCTIONS = {"ceil": math.ceil, "log2": math.log2, "min": min}
-
-
-def network():
-    return nn.Sequential(
-        nn.Linear(INPUTS, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)
-    )
 
 
 def numbers(*prefixes, floating=False):
@@ -52,89 +43,63 @@ def value(formula, **symbols):
     return eval(formula, {"__builtins__": {}}, FUNCTIONS | KNOWN | symbols)  # noqa: S307
 
 
-def examples(partition=0, num_classes=CLASSES):
-    generator = torch.Generator().manual_seed(partition)
-    x = torch.randn(EXAMPLES, INPUTS, generator=generator)
-    return x, torch.arange(EXAMPLES) % num_classes
-
-
 def size(arrays):
     """Bytes of arrays, without the Jacobian's layout, which is JSON."""
     return sum(a.nbytes for a in arrays if not (a.dtype == np.uint8 and a[0] in b"[{"))
 
 
-class Recording(LocalGrid):
-    """Keeps the arrays' bytes of each message and reply that has any, by kind."""
-
-    def __init__(self, client_fn, num_clients):
-        super().__init__(client_app(client_fn), num_clients, {})
-        self.down, self.up = defaultdict(list), defaultdict(list)
-
-    def send_and_receive(self, messages, *, timeout=None):
-        messages = list(messages)
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        for exchange, kept in ((messages, self.down), (replies, self.up)):
-            for message in exchange:
-                assert not message.has_error(), message.error
-                records = message.content.array_records.values()
-                arrays = [array.numpy() for record in records for array in record.values()]
-                if arrays:
-                    kept[message.metadata.message_type].append(size(arrays))
-        return replies
+def sent(grid, way, kind="train"):
+    """Bytes of each message's arrays, of those that have any."""
+    messages = [m for w, m in grid.seen if (w, m.metadata.message_type) == (way, kind)]
+    records = [message.content.array_records.values() for message in messages]
+    sizes = [size(a for record in own for a in arrays_of(record).values()) for own in records]
+    return [bytes_of for bytes_of in sizes if bytes_of]
 
 
-def federated(kind, name, rounds=2, num_clients=2, num_classes=CLASSES, client=None, **own):
-    """Run a federation in which all clients take part; return what travelled, and the strategy."""
+def federated(page, rounds=2, num_clients=2, client=None, **own):
+    """Run a method in which all clients take part; return what travelled, and the strategy."""
+    method = own_methods()[page.replace("_", "-")]
 
-    def client_fn(context):
-        k = int(context.node_config["partition-id"])
-        x, y = examples(k, num_classes)
-        made = getattr(halves, name)(network(), x, y, seed=(0, k), **client or {})
-        return halves.FedEnsembleClient(made) if kind is FedEnsemble else made
+    def make(model, x, y, **options):
+        kind = SGDClient if page == "fed_ensemble" else method.client_class
+        made = kind(model, X, Y, **options)
+        return FedEnsembleClient(made) if page == "fed_ensemble" else made
 
-    grid = Recording(client_fn, num_clients)
-    strategy = kind(min_available_nodes=num_clients, min_train_nodes=num_clients, **own)
-    strategy.start(grid, ArrayRecord(network().state_dict()), num_rounds=rounds)
+    grid = Grid(app(make, **client or {}), num_clients=num_clients)
+    everyone = {"min_available_nodes": num_clients, "min_train_nodes": num_clients}
+    strategy = method.strategy_class(**everyone, **own)
+    start(strategy, grid, rounds)
     return grid, strategy
 
 
-# page -> a strategy, its own options, and its client's class
 NETWORK = {"network": network()}
-STRATEGIES = {
-    "ntk_fl": (NTKFL, {"learning_rate": 0.1, "steps": (10, 20)}, "NTKFLClient"),
-    "fed_be": (FedBE, {"num_samples": 3}, "SGDClient"),
-    "fed_ensemble": (FedEnsemble, {"num_models": 3, "num_strata": 1}, "SGDClient"),
-}
-for page, kind, own in (
-    ("fedavg", "SeededFedAvg", {}), ("scaffold", "SCAFFOLD", {}), ("ditto", "Ditto", {}),
-    ("local_training", "LocalTraining", {}), ("afl", "AFL", NETWORK), ("fed3r", "Fed3R", NETWORK),
-    ("fed_ncm", "FedNCM", NETWORK), ("fed_bn", "FedBN", NETWORK), ("fed_per", "FedPer", NETWORK),
-    ("fed_proto", "FedProto", NETWORK),
-    ("weighted_fedavg", "WeightedFedAvg", NETWORK | {"personal_batch_norm": True}),
-):  # fmt: skip
-    made = getattr(strategies, kind)
-    STRATEGIES[page] = made, own, made.client
+OWN = {  # page -> options of its strategy
+    "ntk_fl": {"learning_rate": 0.1, "steps": (10, 20)}, "fed_be": {"num_samples": 3},
+    "fed_ensemble": {"num_models": 3, "num_strata": 1}, "fedavg": {}, "scaffold": {}, "ditto": {},
+    "local_training": {}, "afl": NETWORK, "fed3r": NETWORK, "fed_ncm": NETWORK, "fed_bn": NETWORK,
+    "fed_per": NETWORK, "fed_proto": NETWORK,
+    "weighted_fedavg": NETWORK | {"personal_batch_norm": True},
+}  # fmt: skip
 ONCE = ("afl", "fed3r", "fed_ncm")  # trained in the first round only
 
 
-@pytest.mark.parametrize("page", STRATEGIES)
+@pytest.mark.parametrize("page", OWN)
 def test_what_a_client_of_a_server_sends(page, tmp_path):
     """Two rounds of two clients, accepted in the first; each lacks a class."""
-    kind, own, name = STRATEGIES[page]
     row = dict(costs.COSTS[page])
     cache = {"cache": tmp_path} if "kept" in row else {}
-    grid, _ = federated(kind, name, num_classes=CLASSES - 1, client=cache, **own)
+    grid, _ = federated(page, client=cache, **OWN[page])
     if page == "ntk_fl":  # the candidates travel as queries
         (candidates,) = (f for key, f in row.items() if key.startswith("down, candidates"))
-        assert set(grid.down["query"]) == {value(candidates, T=3)}
+        assert set(sent(grid, "down", "query")) == {value(candidates, T=3)}
         row["up"] = f"{row['up, outputs and targets']} + {jacobian_bytes(row)}"
     down, up, evaluate = (value(row[key], K=3) for key in ("down", "up", "evaluate"))
     first = value(row.get("first", "0"))
     times = 2 if page in ONCE else 4
     expected = [down + first] * 2 + [down] * (times - 2)
-    assert grid.down["train"] == [each for each in expected if each]
-    assert grid.up["train"] == [up] * times * bool(up)
-    assert set(grid.down["evaluate"]) <= {evaluate}
+    assert sent(grid, "down") == [each for each in expected if each]
+    assert sent(grid, "up") == [up] * times * bool(up)
+    assert set(sent(grid, "down", "evaluate")) <= {evaluate}
 
 
 def jacobian_bytes(row):
@@ -173,19 +138,18 @@ def test_the_bytes_of_a_compressed_tensor(bits, by_row):
 
 def test_what_cp_ntk_fl_sends():
     rows, tools = costs.COSTS["cp_ntk_fl"], {"sparsity": 0.5, "bits": 6}
-    own = {"learning_rate": 0.1, "steps": [10], **tools}
-    grid, _ = federated(CPNTKFL, "CPNTKFLClient", 1, client=tools, **own)
+    grid, _ = federated("cp_ntk_fl", 1, client=tools, learning_rate=0.1, steps=[10], **tools)
     expected = value(rows["outputs"]) + value(rows["labels, up to 256 classes"])
-    for block in jacobian(network().eval(), examples()[0]).blocks:
+    for block in jacobian(network().eval(), X).blocks:
         expected += sum(tensor_bytes(tuple(a.shape), 1, 0.5, 6) for a in block.arrays)
-    assert grid.up["train"] == [expected] * 2
+    assert sent(grid, "up") == [expected] * 2
 
 
 def tct(tmp_path, rounds, num_clients=2, only_masked=False, **own):
     """Run TCT; return what travelled, and a function for the bytes of a row, down and up."""
     client = {"cache": tmp_path, "only_masked": only_masked}
     own = {"network": network(), "fraction_evaluate": 0.0} | own
-    grid, strategy = federated(TCT, "TCTClient", rounds, num_clients, client=client, **own)
+    grid, strategy = federated("tct", rounds, num_clients, client, **own)
 
     def of(row):
         return tuple(value(f, p=strategy.shape[0], K=num_clients) for f in costs.TCT[row])
@@ -201,13 +165,13 @@ def test_what_tct_sends_in_its_stages(tmp_path):
     )  # fmt: skip
     once, each = of("its first round of stage 2, besides")[0], of(costs.STAGE_2)[0]
     up = [of(row)[1] for row in (costs.STAGE_1, costs.MOMENTS, costs.STAGE_2, costs.STAGE_2)]
-    assert grid.up["train"] == np.repeat(up, 2).tolist()
-    down = grid.down["train"]
+    assert sent(grid, "up") == np.repeat(up, 2).tolist()
+    down, evaluate = sent(grid, "down"), sent(grid, "down", "evaluate")
     assert down[:4] == [of(costs.STAGE_1)[0]] * 2 + [of(costs.MOMENTS)[0]] * 2
     assert set(down[4:6]) <= {each, each + once}
     assert down[6:] == [each] * 2
-    assert grid.down["evaluate"][:2] == [of("an evaluation before stage 2")[0]] * 2
-    assert grid.down["evaluate"][-2:] == [of("an evaluation in stage 2")[0]] * 2
+    assert evaluate[:2] == [of("an evaluation before stage 2")[0]] * 2
+    assert evaluate[-2:] == [of("an evaluation in stage 2")[0]] * 2
 
 
 SHARE = {"auto_ridge": True, "validation_share": 0.2}
@@ -236,7 +200,7 @@ def test_what_tct_sends_in_its_only_round(row, tmp_path):
     counts = of("the counts before, `balanced`")
     if "balanced" in row:
         down, up = down + counts[0], up + counts[1]
-    assert (sum(grid.down["train"]), sum(grid.up["train"])) == (4 * down, 4 * up)
+    assert (sum(sent(grid, "down")), sum(sent(grid, "up"))) == (4 * down, 4 * up)
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -245,30 +209,25 @@ def test_what_ntk_dfl_sends(once):
 
     Each is the neighbour of both others, or with `evolve_once` they are a hub and two others.
     """
-    x, y = examples()
-    outputs, targets = torch.zeros(EXAMPLES, CLASSES), one_hot(y, CLASSES)
-    upload = JacobianUpload(jacobian(network().eval(), x), outputs, targets).to_arrays()
+    outputs, targets = torch.zeros(EXAMPLES, CLASSES), one_hot(Y, CLASSES)
+    upload = JacobianUpload(jacobian(network().eval(), X), outputs, targets).to_arrays()
     row = {k: value(f, d=2, U=size(upload.values())) for k, f in costs.COSTS["ntk_dfl"].items()}
     topology = Topology("clustered", degree=2) if once else Topology("complete")
     own = {"topology": topology, "evolve_once": once, "collect_both": not once}
-    grid, _ = federated(NTKDFL, "NTKDFLClient", 2, 3, **own)
+    grid, _ = federated("ntk_dfl", 2, 3, **own)
     weights = 4 * KNOWN["P"] + 8  # once more, in the first round
-    for way, sent, more in (("up", grid.up, weights), ("down", grid.down, row["first"])):
+    for way, more in (("up", weights), ("down", row["first"])):
         hub, other = (row[f"`evolve-once`: {way}, {who}"] for who in ("a hub", "another"))
         a_round = hub + 2 * other if once else 3 * row[way]
-        assert sum(sent["train"]) == 3 * more + 2 * a_round
+        assert sum(sent(grid, way)) == 3 * more + 2 * a_round
     both = 0 if once else row["up besides, with `collect_both`"]
-    assert grid.up["evaluate.model"] == [row["model"] + both] * 6
+    assert sent(grid, "up", "evaluate.model") == [row["model"] + both] * 6
 
 
-RELAYED = {"dfedavg": "DFedAvg", "dfedsam": "DFedSAM", "d_psgd": "DPSGD", "dispfl": "DisPFL"}
-
-
-@pytest.mark.parametrize("page", RELAYED)
+@pytest.mark.parametrize("page", ["dfedavg", "dfedsam", "d_psgd", "dispfl"])
 def test_what_a_decentralised_baseline_sends(page, tmp_path):
     """Three rounds, each with an evaluation; three clients, all of them neighbours."""
-    kind, cache = getattr(strategies, RELAYED[page]), {"cache": tmp_path}
-    grid, _ = federated(kind, kind.client, 3, 3, client=cache, topology=Topology("complete"))
+    grid, _ = federated(page, 3, 3, {"cache": tmp_path}, topology=Topology("complete"))
     parameters = list(network().parameters())
     in_matrices = sum(p.numel() for p in parameters if p.dim() > 1)
     total = sum(p.numel() for p in parameters)
@@ -277,8 +236,8 @@ def test_what_a_decentralised_baseline_sends(page, tmp_path):
     row = {key: value(formula, d=2, P_m=in_matrices, K=in_masks) for key, formula in formulas}
     before = page in ("d_psgd", "dispfl")  # one exchange more in round 1, of the first weights
     rounded = 5 if page == "dispfl" else 0  # bits to bytes, and K to a whole number
-    sent, got = [row["up"]] * (12 if before else 9), [row["first"]] * 3 + [row["down"]] * 9
-    assert np.abs(np.array(grid.up["train"]) - sent).max() <= rounded
-    assert np.abs(np.array(grid.down["train"]) - got).max() <= 2 * rounded
-    assert grid.up["evaluate.model"] == [row["model"]] * 9
-    assert not grid.down["evaluate.model"]
+    up, down = [row["up"]] * (12 if before else 9), [row["first"]] * 3 + [row["down"]] * 9
+    assert np.abs(np.array(sent(grid, "up")) - up).max() <= rounded
+    assert np.abs(np.array(sent(grid, "down")) - down).max() <= 2 * rounded
+    assert sent(grid, "up", "evaluate.model") == [row["model"]] * 9
+    assert not sent(grid, "down", "evaluate.model")
