@@ -18,6 +18,7 @@ SUMS = {"method": "tct", "tct.solve": "statistics"}
 SECURE = SUMS | {"tct.bits": 8, "tct.secure-aggregation": True, "validation-examples": 9}
 VALIDATION = {"ntk-fl.selection": "validation", "validation-clients": 2}
 DISTILLED = {"method": "fed-be", "fed-be.distill": True}
+CLUSTERED = {"degree": 2, "evolve_once": True, "topology": "clustered", "average": False}
 HELD = DISTILLED | {"validation-examples": 50}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -34,8 +35,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"class-prior": True, "method": "fedavg", "loss": "mse"},
      "class-prior goes with loss = cross-entropy, got mse"),
     ({"evaluate-on": "validation"}, "nothing is held out of training; set validation-examples"),
-    ({"evaluate-on": "validation", "private-test": True},
+    ({"evaluate-on": "validation", "private-test": True, "validation-examples": 50},
      "local-test-fraction: expected more than 0 with private-test"),
+    ({"evaluate-on": "validation", "local-test-fraction": 0.1}, "nothing is held out of training"),
     ({"owners": 2}, "owners = 2 needs partition = natural, got dirichlet"),
     ({"ntk-fl.selection": "validation"}, "ntk-fl.selection = validation goes with one of"),
     (VALIDATION | {"validation-examples": 9}, "validation-clients (held out), got 9 and 2"),
@@ -59,6 +61,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (HELD | {"evaluate-on": "validation"}, "fed-be.distill uses the examples that evaluate-on"),
     (HELD | {"projection": 20}, "projection: expected 0 with fed-be.distill"),
     ({"method": "fed-ensemble", "weights": "a.safetensors"}, "expected none with fed-ensemble"),
+    ({"method": "dispfl", "num-clients": 5, "clients-per-round": 5},
+     "dispfl.degree: expected less than clients-per-round = 5, got 5"),
+    ({"method": "ntk-dfl", "ntk-dfl": CLUSTERED}, "evolve-once: expected clusters"),
     ({"num-features": 5}, "unknown key 'num-features'; did you mean 'tct.num-features' or"),
 ]  # fmt: skip
 

@@ -17,19 +17,6 @@ SMALL = {"num_clients": 5, "clients_per_round": 5, "clients_per_evaluation": 5, 
          "learning_rate": 0.1, "min_partition_size": 2}  # fmt: skip
 
 OWN = {"d_psgd": {"degree": 2}}
-CLUSTERED = {"degree": 2, "evolve_once": True, "topology": "clustered", "average": False}
-
-
-@pytest.mark.parametrize(
-    ("method", "own", "message"),
-    [
-        ("dispfl", {}, "dispfl.degree: expected less than clients-per-round = 5, got 5"),
-        ("ntk_dfl", CLUSTERED, "evolve-once: expected clusters"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(method, own, message):
-    with pytest.raises(ConfigError, match=message):
-        Config(method=method.replace("_", "-"), **SMALL, **{method: own})
 
 
 def test_a_graph_of_ones_own_comes_from_a_file_of_edges(tmp_path):

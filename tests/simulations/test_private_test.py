@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedntk.simulations import Config, ConfigError, load_predictor, run
+from fedntk.simulations import Config, load_predictor, run
 from fedntk.simulations.data.load import Data, load_data
 from fedntk.simulations.data.partitions import _load_split, load_split, split_data
 from fedntk.simulations.engine.building import load_setup
@@ -81,10 +81,7 @@ def test_where_the_split_is_by_owners_so_is_that_of_the_test_set(owners, expecte
 
 
 def test_clients_evaluate_on_their_part_and_train_on_the_rest_of_their_own():
-    """What is held out of training is so whatever it is evaluated on.
-
-    The server validates on what all clients hold out, unless it has examples of its own.
-    """
+    """The server validates on what all clients hold out, unless it has examples of its own."""
     config = replace(SMALL, local_test_fraction=0.25)
     tested, all_kept = load_setup(config), []
     tuned = load_setup(config.replace(evaluate_on="validation"))
@@ -130,9 +127,3 @@ def test_a_client_without_examples_to_evaluate_on_does_not_evaluate(tmp_path, ev
     result = run(config, out=tmp_path / "run", progress=False)
     assert set(result.clients.partition) == with_some
     assert result.curve("client-replies-accepted")[1] == len(with_some)
-
-
-def test_settings_by_which_nobody_could_evaluate_are_refused():
-    for own in ({"validation_examples": 50}, {"local_test_fraction": 0.1, "private_test": False}):
-        with pytest.raises(ConfigError, match=r"local-test-fraction|nothing is held out"):
-            SMALL.replace(evaluate_on="validation", **own)

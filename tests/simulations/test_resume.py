@@ -131,21 +131,11 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, straight, b
     assert list(tmp_path.rglob("*.partial")) == []
 
 
-def test_a_finished_run_is_not_run_again_unless_asked(tmp_path, each_run):
-    config, ran = SMALL.replace(out=tmp_path, rounds=1), []
-    first = run(config, progress=False)
-    each_run(ran.append)
-    assert run(config, progress=False).rounds.equals(first.rounds)
-    assert not ran
-    run(config, width=5, progress=False, again=True)
-    assert ran
-    assert Config.load(tmp_path / "config.toml").width == 5
-
-
-def test_a_folder_with_another_run_is_refused_and_left_alone(straight):
+def test_a_folder_with_a_finished_or_another_run_is_left_alone(straight):
     """By `serve`, too, which is what ``flwr run`` calls: it goes by what is in the folder."""
     config, files = straight.config, [straight.folder, *straight.folder.rglob("*")]
     before, grid = [path.stat().st_mtime_ns for path in files], grid_of(config)
+    assert run(config, progress=False).rounds.equals(straight.rounds)
     with pytest.raises(ConfigError, match=r"other settings: learning-rate = 0.1 \(now 0.2\); ch"):
         run(config, learning_rate=0.2, progress=False)
     with pytest.raises(ConfigError, match=r"rounds = 5 \(now 0\)"):

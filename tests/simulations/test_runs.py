@@ -71,15 +71,6 @@ def test_statistics_over_clients_are_those_of_their_table(small):
             np.testing.assert_allclose(small.curve(f"client-{metric}-{name}"), own, rtol=1e-12)
 
 
-def test_evaluation_does_not_change_what_training_costs(tmp_path, small):
-    without = run(small.config, clients_per_evaluation=0, out=tmp_path, progress=False)
-    assert bits(without.folder) == bits(small.folder)
-    for metric in ("bytes-up", "bytes-down"):
-        pd.testing.assert_series_equal(without.curve(metric), small.curve(metric))
-        assert (without.curve(f"evaluation-{metric}") == 0).all()
-        assert (small.curve(f"evaluation-{metric}")[1:] > 0).all()
-
-
 FITS = 2 * 10**8  # bytes
 
 

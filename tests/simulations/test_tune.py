@@ -68,10 +68,7 @@ def no_picture(monkeypatch):
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Names of runs that only write records: the loss is the distance from the rate 0.1.
-
-    Seed and round add a little to the accuracy.
-    """
+    """Names of runs that only write records: the loss is the distance from the rate 0.1."""
     ran = []
 
     def pretend(config, *, progress, on_round):
@@ -145,12 +142,6 @@ def test_a_value_is_the_mean_over_the_last_rounds_and_then_over_seeds(tmp_path, 
     np.testing.assert_allclose(found["std"], 1e-3 / np.sqrt(2), rtol=1e-9)
 
 
-def test_the_smallest_loss_is_the_best(tmp_path, pretended):
-    found = search(tmp_path, grid={"learning-rate": [1e-4, 0.1, 1.0]}, metric="loss")
-    assert found.best.learning_rate == 0.1
-    assert found.trials["mean"].tolist() == pytest.approx([0, 1, 3])
-
-
 def test_a_grid_is_its_product_and_one_that_has_grown_runs_only_what_is_new(tmp_path, pretended):
     grid = THREE | {"local-epochs": [1, 3]}
     for now, ran in ((grid | ONE, 4), (grid, 12), (grid, 12)):
@@ -206,10 +197,7 @@ def workers():
 
 
 def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatch):
-    """One of two is killed, as if there were no memory: its trial fails. After Ctrl-C none is left.
-
-    The same call finishes them all.
-    """
+    """One of two is killed: its trial fails. After Ctrl-C none is left. The same call finishes."""
     killed = []
 
     def kill_and_interrupt(shown, record):
@@ -247,7 +235,9 @@ def test_a_bad_trial_ends_early_if_asked_and_is_marked(tmp_path, pretended, prun
 
 
 @pytest.mark.parametrize("loss", [{"loss": float("nan")}, {}])
-def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, pretended, loss):
+def test_the_smallest_loss_is_the_best_and_one_that_is_no_number_never(
+    tmp_path, monkeypatch, pretended, loss
+):
     """Or that is missing in all rounds: NaN would be neither more nor less than the others."""
     pretend = trials.run
 
@@ -258,19 +248,17 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, prete
             (config.folder / "rounds.jsonl").write_text(json.dumps(record) + "\n")
 
     monkeypatch.setattr(trials, "run", spoil)
-    found = search(tmp_path / "a", grid=TWO, metric="loss")
-    assert found.trials["state"].tolist() == ["finished", "failed"]
-    assert found.trials["error"][1] == "loss is missing or not finite"
-    assert found.best.learning_rate == 0.3
+    found = search(tmp_path / "a", metric="loss")
+    assert found.trials["state"].tolist() == ["finished", "finished", "failed"]
+    assert found.trials["error"][2] == "loss is missing or not finite"
+    assert found.trials["learning-rate"].tolist() == [0.1, 0.3, 0.01]
+    assert found.best.learning_rate == 0.1
     with pytest.raises(RunFailed, match="no trial was finished; trial 0 failed: "):
         search(tmp_path / "b", grid=ONE, metric="loss")
 
 
 def test_a_failed_trial_is_tried_again(tmp_path, each_run):
-    """A full disk in one run of the second trial; only that run is run again.
-
-    No other search may be at work in the folder.
-    """
+    """Only the run with the full disk. No other search may be at work in the folder."""
 
     def full(config):
         with pytest.raises(ConfigError, match="another process is at work in"):
