@@ -96,10 +96,7 @@ def test_an_exchange_of_sums_is_measured(monkeypatch, program, tmp_path):
 
 
 def test_who_is_in_small_sums_is_found(monkeypatch, program):
-    """10 Gaussian examples of 60 in 30 features, and two clients' 20: no other is in their span.
-
-    In the sums of 50 or 100 examples all lie in the span.
-    """
+    """20 Gaussian examples of 60 in 30 features span none of the others; 50 or 100 span all."""
     program = program("sums_privacy")
     monkeypatch.setattr(program, "MANY", 50)
     drawn = torch.Generator().manual_seed(0)

@@ -190,10 +190,7 @@ SOLVED_ONCE = {
 
 @pytest.mark.parametrize("row", SOLVED_ONCE)
 def test_what_tct_sends_in_its_only_round(row, tmp_path):
-    """Counts travel before if classes are to weigh the same; all exchanges of a secure sum count.
-
-    There it is keys, shares, masked sums and shares, and all four clients stay.
-    """
+    """All exchanges of a secure sum count, in which all four clients stay."""
     own = {"solve": "statistics", "validation": examples(7)} | SOLVED_ONCE[row]
     grid, of = tct(tmp_path, 2, 4, **own)
     down, up = of(row)
@@ -205,10 +202,7 @@ def test_what_tct_sends_in_its_only_round(row, tmp_path):
 
 @pytest.mark.parametrize("once", [False, True])
 def test_what_ntk_dfl_sends(once):
-    """Three clients, two rounds with an evaluation each.
-
-    Each is the neighbour of both others, or with `evolve_once` they are a hub and two others.
-    """
+    """Three clients, all neighbours or a hub and two others; two rounds, each with evaluation."""
     outputs, targets = torch.zeros(EXAMPLES, CLASSES), one_hot(Y, CLASSES)
     upload = JacobianUpload(jacobian(network().eval(), X), outputs, targets).to_arrays()
     row = {k: value(f, d=2, U=size(upload.values())) for k, f in costs.COSTS["ntk_dfl"].items()}

@@ -25,10 +25,7 @@ sys.meta_path.insert(0, Stop())
 
 @pytest.mark.parametrize("room", ["ntk", "clients", "strategies", "simulations", "simulations.cli"])
 def test_passive_waiting_is_set_before_torch_is_loaded(room):
-    """OpenMP reads the variable as it is loaded, by torch: a later setting would do nothing.
-
-    The process ends where it is about to load torch.
-    """
+    """OpenMP reads the variable as torch loads it; the process ends just before that."""
     done = subprocess.run(  # noqa: S603
         [sys.executable, "-c", f"{BEFORE_TORCH}import fedntk.{room}"],
         env={k: v for k, v in os.environ.items() if k not in threads.OWN_SETTINGS},

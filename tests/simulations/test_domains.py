@@ -50,10 +50,7 @@ def test_pictures_are_inverted_turned_blurred_and_enlarged():
 
 
 def test_domains_are_of_one_size_balanced_and_share_no_picture(config):
-    """Those of MNIST are of the first pictures of each class, then of the next, and so on.
-
-    Without numbers, they have as many as scikit-learn's digits: 133 of a class, 26 for testing.
-    """
+    """By default of the size of scikit-learn's digits: 133 of a class, and 26 for testing."""
     data = load_data(config)
     original = load_data(Config(dataset="mnist", data_dir=config.data_dir))
     assert DOMAINS == ("mnist", "inverted", "rotated", "blurred", "enlarged")

@@ -69,10 +69,7 @@ def test_thousands_of_new_names_a_round_leave_files_small(tmp_path, monkeypatch)
 
 
 def test_nodes_with_ids_of_64_bits_are_recorded(tmp_path):
-    """A client that tells no partition goes by its node's id, as on Ray half of all have 64 bits.
-
-    Or by a placeholder, if another one tells the same partition: clients 0 and 1.
-    """
+    """Without a partition of its own a client goes by its node's id, or by a placeholder."""
 
     def answer(message, context):
         partition, reply = context.node_config["partition-id"], app(message, context)

@@ -35,10 +35,7 @@ CUTS = [(0, 1), (1, 1), (1, 2)]  # round after which a run ends, rounds between 
 
 @pytest.mark.parametrize("method", each_of(all_methods()))
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, finished_run, method):
-    """Interrupted once, finished, and then made longer.
-
-    Clients of TCT remove at the end what can be sent again: a longer run sends more bytes.
-    """
+    """And longer: then TCT's clients, which remove at the end what can be sent again, send more."""
     after, every = CUTS[(sorted(all_methods()).index(method) + 1) % len(CUTS)]
     config = EACH.replace(method=method, **SETTINGS[method], out=tmp_path, checkpoint_every=every)
     interrupted(config.replace(rounds=2), after)  # an exception saves what there is
@@ -193,10 +190,7 @@ def test_the_best_model_is_that_of_the_best_round(tmp_path, monitor, best_of):
 
 @pytest.mark.parametrize(("every", "rounds"), [(1, [0, 1, 2, 3]), (5, [0, 5])])
 def test_early_stopping_after_patience_rounds_without_a_better_model(tmp_path, every, rounds):
-    """No local epochs: the accuracy of round 0 stays, so rounds 1 ... patience are the last.
-
-    With evaluation in every fifth round, round 5 is the first that could have been better.
-    """
+    """Round 0 stays the best without local epochs: the first round evaluated from 3 on is last."""
     own = {"local_epochs": 0, "rounds": 8, "patience": 3, "evaluate_every": every}
     config = SMALL.replace(**own, out=tmp_path)
     interrupted(config, after=2)

@@ -106,10 +106,7 @@ def test_what_cannot_fit_is_refused_before_the_first_round(
 
 
 def test_tct_goes_on_from_another_runs_network_and_its_predictor_can_be_kept(tmp_path):
-    """T_1 = 2 in one run is a run of FedAvg and, from its weights, one with T_1 = 0.
-
-    What is saved is what was evaluated: on as many of the first test examples as asked.
-    """
+    """T_1 = 2 is a run of FedAvg and, from its weights, one of T_1 = 0; 50 test examples count."""
     settings = {**SETTINGS["tct"], "sampling_rate": 1.0, "projection": 0, "test_examples": 50}
     shared = SMALL.replace(method="tct", **settings, clients_per_round=SMALL.num_clients)
     shared = shared.replace(tct={"num_features": 0, "bootstrap_rounds": 2}, rounds=4)
@@ -182,10 +179,7 @@ def test_what_flowers_own_command_meets(tmp_path):
 @pytest.mark.xdist_group("ray")
 @pytest.mark.ray
 def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_process(tmp_path):
-    """The whole way: SuperLink, app bundle, Ray actors, all exchanges and client evaluation.
-
-    With all tools: clients in several processes open the seed with a challenge that they keep.
-    """
+    """With all tools: clients in several processes open the seed with the challenge they keep."""
     config = SMALL.replace(
         method="cp-ntk-fl", **TOOLS, min_completed=2, private_test=True, num_clients=4,
         clients_per_round=2, clients_per_evaluation=2, rounds=2, train_examples=100,

@@ -84,10 +84,7 @@ def test_the_sum_is_exact_whoever_drops_out_at_whatever_step(dtype):
 
 
 def test_masks_of_pairs_are_known_only_to_the_pair_and_uniform():
-    """Without its own mask a client's words are masked, differently each time.
-
-    Mean and variance are those of uniform words, to four standard errors.
-    """
+    """Without the own mask words have mean and variance of uniform ones, to 4 standard errors."""
     found, zeros = [], np.zeros(100_000, np.uint32)
     for _ in range(2):
         masker = agreed()[5]

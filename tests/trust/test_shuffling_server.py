@@ -34,10 +34,7 @@ def test_rows_stay_whole_and_none_is_lost(server, structure):
 
 
 def test_all_orders_are_equally_likely():
-    """Three rows of two clients, 120 times: chi squared of the 6 orders.
-
-    With five degrees of freedom it exceeds 50.8 with probability 1e-9.
-    """
+    """Of 3 rows, 120 times: chi^2 of 5 degrees of freedom is over 50.8 with probability 1e-9."""
     parts = [upload(0, 1), upload(1, 2)]
     data = JacobianUpload.concatenate(parts).outputs
     counts = Counter()
@@ -121,10 +118,7 @@ def test_upload_that_does_not_fit_in_memory_is_dropped(server, monkeypatch):
 
 
 def test_too_few_clients_get_nothing_and_may_come_again(server, monkeypatch):
-    """As may a round that could not be pooled; what was given out may not, even if sealed anew.
-
-    The rows missing the second time would be those of the client that is missing.
-    """
+    """What was given out may not, even sealed anew: missing rows would be the missing client's."""
     data = [sealed(upload(seed, 10), server) for seed in range(3)]
     for count in (0, 1):
         shuffled = shuffle(server, [*data[:count], b"rubbish"])

@@ -95,10 +95,7 @@ def gradient_flow(
 
 @pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_linear_model_evolves_as_under_gradient_flow(loss, kernel):
-    """The linearisation of a linear model is the model, so functions and weights must agree.
-
-    Its outputs do not share weights and their kernels are equal, so the mean kernel is exact too.
-    """
+    """It is its linearisation, and all outputs have one kernel, so the mean kernel is exact too."""
     model, x, y = problem(nn.Linear(4, 3))
     times = [0.0, 1.0, 7.0, 40.0]
     weights, outputs = gradient_flow(model, x, y, loss, 0.3, times)

@@ -91,10 +91,7 @@ def close(actual, expected, digits=1e-6):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_features_are_the_papers_algorithm_3(name):
-    """Running statistics are used, and are not moved: each example's row depends on it alone.
-
-    1,000 coordinates are more than a small network has, and 0 are all.
-    """
+    """Running statistics are used, not moved. 0 means all; small networks have under 1,000."""
     model, x = network(name), examples(name, n=2)
     before = copy.deepcopy(model.state_dict())
     total = FeatureMap(num_features=0).width(model)

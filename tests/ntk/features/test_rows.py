@@ -87,10 +87,7 @@ def test_rows_are_read_in_order_each_once_and_no_more_at_a_time_than_allowed(siz
     [(50, 2 * 4 * 50, 1), (50, 2 * 4 * 50 * 5, 5), (50, 2**30, 23), (1, 256, 8)],
 )
 def test_gram_reads_each_pair_of_blocks_once(width, block_bytes, size, monkeypatch):
-    """Two blocks of `size` rows are held; b blocks take b (b + 1) / 2 reads.
-
-    With p = 1, 256 bytes hold two blocks of 32 rows, but products of 8 rows only.
-    """
+    """b blocks take b (b + 1) / 2 reads. With p = 1, 256 bytes hold products of only 8 rows."""
     monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
     rows, asked = computed(normal(N, width, seed=0).float().numpy())
     rows.gram()
