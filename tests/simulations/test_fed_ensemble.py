@@ -1,9 +1,8 @@
-"""Fed-ensemble in the simulations: the first weights of its models, and what it refuses."""
+"""Fed-ensemble in the simulations: the first weights of its models."""
 
-import pytest
 import torch
 
-from fedntk.simulations import Config, ConfigError, run
+from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup, make_strategy
 
 
@@ -18,11 +17,3 @@ def test_models_can_be_drawn_as_the_networks_layers_draw_them():
         for own in (first, *others) if array.ndim > 1 else ():
             assert float(own[name].abs().max()) <= array[0].numel() ** -0.5 + 1e-6
             assert sum(torch.equal(own[name], other[name]) for other in (first, *others)) == 1
-
-
-@pytest.mark.parametrize("inner", ["ditto", "d-psgd"])
-def test_methods_whose_models_stay_with_the_clients_are_refused(inner, tmp_path):
-    own = {"inner": inner, "num_models": 2}
-    config = Config(method="fed-ensemble", fed_ensemble=own, rounds=1, out=str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="cannot work within a FedEnsemble"):
-        run(config, progress=False)

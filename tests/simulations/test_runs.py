@@ -144,6 +144,11 @@ def test_different_runs_of_one_name_are_told_apart(tmp_path):
     [
         ({"dataset": "npz:/nowhere.npz"}, "no file at /nowhere.npz"),
         ({"num_clients": 2000}, "at most one client for each of the 400"),
+        ({"train_examples": 1438}, "train-examples: expected at most 1437, got 1438"),
+        ({"partition": "dirichlet", "min_partition_size": 500}, "partition = dirichlet"),
+        ({"partition": "pathological", "classes_per_client": 11}, "partition = pathological"),
+        ({"partition": "natural"}, "digits names no owners; a Hugging Face set needs natural-colu"),
+        ({"partition": "client-dirichlet", "examples_per_client": 900}, "is to get"),
         ({"device": "banana"}, "device = banana: cannot be used"),
         ({"weights": "/nowhere.safetensors"}, "weights = /nowhere.safetensors: cannot be read"),
         ({"method": "tct", "model": "tests.simulations.networks:no_linear"}, "last nn.Linear"),
