@@ -102,12 +102,6 @@ def test_links_of_the_readme_are_absolute_in_the_package_index():
         assert (kind == "raw") == (path.suffix == ".png")
 
 
-def test_the_repositorys_address_stands_in_one_file():
-    others = [*PAGES, *(ROOT / name for name in ("README.md", "mkdocs.yml", "CITATION.cff"))]
-    for path in [*others, *(ROOT / "docs").glob("*.py"), *(ROOT / "simulations").glob("*.toml")]:
-        assert HOST not in text_of(path), path
-
-
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "<!-- table:" in text_of(page)], ids=str
 )
@@ -120,26 +114,15 @@ def test_the_citation_file_is_of_this_version_and_cites_what_the_bibliography_ha
     citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
     assert citation["version"] == fedntk.__version__
     assert (citation["license"], citation["title"]) == (PROJECT["license"], PROJECT["name"])
-    titles = [re.search(r"title *= \{(.*)\},", body)[1] for _, _, body in BIBLIOGRAPHY]
-    titles = [re.sub(r"[{}]", "", title) for title in titles]
-    assert len({key for _, key, _ in BIBLIOGRAPHY}) == len(BIBLIOGRAPHY) == 30
+    bibliography = text_of(ROOT / "docs" / "references.bib").replace("{", "").replace("}", "")
+    entries = bibliography.split("\n@")
+    assert len(entries) == 30
+    titles = [re.search(r"title *= (.*),", entry)[1] for entry in entries]
+    years = [re.search(r"year *= (\d+)", entry)[1] for entry in entries]
     assert [one["title"] for one in citation["references"] if one["title"] not in titles] == []
-
-
-ENTRY = re.compile(r"^@(\w+)\{(\w+),\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-BIBLIOGRAPHY = ENTRY.findall(text_of(ROOT / "docs" / "references.bib"))
-
-
-@pytest.mark.parametrize(("kind", "key", "body"), BIBLIOGRAPHY, ids=lambda part: part[:20])
-def test_an_entry_of_the_bibliography_is_whole_and_on_the_page(kind, key, body):
-    entry = dict(re.findall(r"^ *(\w+) *= \{(.*)\},?$", body, re.MULTILINE))
-    assert ("booktitle" in entry) == (kind == "inproceedings")
-    first, *others = (author.split(",")[0] for author in entry["author"].split(" and "))
-    authors = f"{first} and {others[0]}" if len(others) == 1 else f"{first} et al."
-    assert key.startswith(first.lower())
-    assert entry["year"] in key
-    plain = re.sub(r"[{}]", "", entry["title"])
-    assert f"{authors} {entry['year']}, *{plain}*" in text_of(ROOT / "docs" / "bibliography.md")
+    page = text_of(ROOT / "docs" / "bibliography.md")
+    cited = [f"{year}, *{title}*" for year, title in zip(years, titles, strict=True)]
+    assert [entry for entry in cited if entry not in page] == []
 
 
 def test_messages_on_the_page_of_mismatches_are_those_of_the_code():

@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context
 
-from fedntk.clients import SGDClient, client_app
+from fedntk.clients import SGDClient
 from fedntk.ntk.feature_learning import (
     Coefficients,
     TwoPatchDistribution,
@@ -19,9 +18,10 @@ from fedntk.simulations import Config, ConfigError
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.data.two_patch import TwoPatchOptions
-from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.models import TwoPatchCNN, build_model
 from fedntk.strategies import SeededFedAvg
+
+from ..strategies.federation import Grid, app, start
 
 DATASET = "two-patch:groups=1-3,dimension=60,examples=6,test=25,signal=1.5,noise=0.7,seed=3"
 DISTRIBUTION = TwoPatchDistribution((1, 3), 60, signal_norm=1.5, noise_std=0.7, seed=3)
@@ -77,15 +77,13 @@ def test_the_strategys_weights_are_those_of_the_update_rules():
     initial = model.weight.detach().clone()
     x, y = examples.patches(), examples.classes()
 
-    def client_fn(context: Context) -> SGDClient:
-        k = int(context.node_config["partition-id"])
-        own = copy.deepcopy(model)
-        return SGDClient(own, x[k], y[k], local_epochs=steps, batch_size=6, learning_rate=0.8)
+    def client(*_: object, seed: tuple[int, int], **options: float) -> SGDClient:
+        own, k = copy.deepcopy(model), seed[1]
+        return SGDClient(own, x[k], y[k], local_epochs=steps, batch_size=6, **options)
 
     strategy = SeededFedAvg(fraction_evaluate=0.0, min_available_nodes=4)
-    first = ArrayRecord({"weight": Array(initial.numpy())})
-    result = strategy.start(LocalGrid(client_app(client_fn), 4, {}), first, num_rounds=rounds)
-    learned = torch.from_numpy(result.arrays["weight"].numpy())
+    grid = Grid(app(client, learning_rate=0.8), num_clients=4)
+    learned = torch.from_numpy(start(strategy, grid, rounds, model)["weight"])
     found, mixing = Coefficients.zeros(examples, 5), mixing_matrix(torch.zeros(4))
     for _ in range(rounds):
         for _ in range(steps):
