@@ -17,6 +17,10 @@ SMALL = Config(
     targets="0.3",
 )
 
+FEDAVG = Config(
+    method="fedavg", num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=2,
+    train_examples=300, learning_rate=0.1,
+)  # fmt: skip
 PROJECTED = {"sampling_rate": 0.5, "projection": 20}
 TOOLS: dict[str, Any] = {**PROJECTED, "cp_ntk_fl": {"sparsity": 0.5, "bits": 6, "shuffle": True}}
 SETTINGS: dict[str, dict[str, Any]] = defaultdict(dict)  # a method without tools needs none

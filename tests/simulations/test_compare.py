@@ -5,13 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from fedntk.simulations import Config, ConfigError, RunFailed, compare, load_results, run
+from fedntk.simulations import ConfigError, RunFailed, compare, load_results, run
 from fedntk.simulations.report.results import run_state
 
-SMALL = Config(
-    method="fedavg", num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=2,
-    train_examples=300, learning_rate=0.1,
-)  # fmt: skip
+from .settings import FEDAVG as SMALL
+
 PAIR = {"wide": SMALL, "narrow": SMALL.replace(width=10)}
 
 

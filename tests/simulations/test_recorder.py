@@ -3,17 +3,16 @@
 from flwr.app import MetricRecord
 
 from fedntk.clients import SGDClient
-from fedntk.simulations import Config, run
+from fedntk.simulations import run
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.recorder import LONGEST, OTHERS
 from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.report.results import read_run
 
 from .outcomes import bits, grid_of, measured
+from .settings import FEDAVG
 
-SMALL = Config(
-    method="fedavg", num_clients=6, clients_per_round=3, clients_per_evaluation=3, rounds=3
-)
+SMALL = FEDAVG.replace(num_clients=6, clients_per_evaluation=3, rounds=3)
 
 
 def naming(monkeypatch, more):

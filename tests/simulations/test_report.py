@@ -6,14 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedntk.simulations import Config, Run, compare, read_runs
+from fedntk.simulations import Run, compare, read_runs
 from fedntk.simulations.report.figures import accuracy_curves
 from fedntk.simulations.report.report import _without_alpha, final_table, target_table
 
-SMALL = Config(
-    method="fedavg", num_clients=8, clients_per_round=3, clients_per_evaluation=4, rounds=3,
-    targets="0.3,0.99", learning_rate=0.1, width=20,
-)  # fmt: skip
+from .settings import FEDAVG
+
+SMALL = FEDAVG.replace(clients_per_evaluation=4, rounds=3, targets="0.3,0.99", width=20)
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 
 from fedntk.ntk.support.files import claimed
-from fedntk.simulations import Config, ConfigError, Run, load_model, run
+from fedntk.simulations import ConfigError, Run, load_model, run
 from fedntk.simulations.engine.checkpoints import Best, Checkpoint, Checkpoints, Round
 from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.methods import all_methods
 
 from .outcomes import bits, grid_of, interrupted, outcome, write_data
-from .settings import SETTINGS, each_of
+from .settings import FEDAVG, SETTINGS, each_of
 from .settings import SMALL as EACH
 
-SMALL = Config(
-    method="fedavg", num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=5,
-    train_examples=300, checkpoint_every=2, server_threads=1, learning_rate=0.1,
-)  # fmt: skip
+SMALL = FEDAVG.replace(rounds=5, checkpoint_every=2, server_threads=1)
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,12 @@ from fedntk.simulations.report.results import read_run
 from fedntk.simulations.tuning import trials
 
 from .outcomes import bits, measured, write_data
-from .settings import SETTINGS
+from .settings import FEDAVG, SETTINGS
 from .test_cli import fedntk
 
-SMALL = Config(
-    method="fedavg", num_clients=4, clients_per_round=2, clients_per_evaluation=0, rounds=2,
-    partition="iid", width=10, train_examples=200, validation_examples=100, batch_size=8,
-    learning_rate=0.1,
+SMALL = FEDAVG.replace(
+    num_clients=4, clients_per_round=2, clients_per_evaluation=0, partition="iid", width=10,
+    train_examples=200, validation_examples=100, batch_size=8,
 )  # fmt: skip
 ONE, TWO, THREE = ({"learning-rate": [0.01, 0.3, 0.1][:count]} for count in (1, 2, 3))
 PRIVATE = {

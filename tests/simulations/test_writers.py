@@ -2,12 +2,11 @@
 
 import pytest
 
-from fedntk.simulations import Config, run
+from fedntk.simulations import run
 
-SMALL = Config(
-    method="fedavg", num_clients=4, clients_per_round=2, clients_per_evaluation=0, rounds=3,
-    train_examples=200, width=5,
-)  # fmt: skip
+from .settings import FEDAVG
+
+SMALL = FEDAVG.replace(clients_per_evaluation=0, rounds=3, width=5)
 
 
 def in_two_parts(folder, writer):
