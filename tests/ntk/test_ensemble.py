@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.ntk import (
-    EnsemblePredictor,
-    FeatureMap,
-    NetworkPredictor,
-    Normaliser,
-    TCTModel,
-    uncertainty_of,
-)
+from fedntk import ntk
 
 K, C, N = 5, 4, 40
 EPS = 2.0**-24  # half a unit in the last place of float32, relative
@@ -46,7 +39,7 @@ X = drawn(0, N, 1, 6, 6)
 def members(make=mlp, count=K):
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(1)
-        return [NetworkPredictor(make()) for _ in range(count)]
+        return [ntk.NetworkPredictor(make()) for _ in range(count)]
 
 
 def probabilities():
@@ -64,7 +57,7 @@ def test_probabilities_are_the_mean_of_the_models(make):
     numbers below 20, and of exp and log: within 36 x 20 x EPS of the logarithms, twice for the
     sum of the exponentials.
     """
-    ensemble = EnsemblePredictor(members(make))
+    ensemble = ntk.EnsemblePredictor(members(make))
     expected = np.zeros((N, C))
     for member in ensemble.models:
         exact = copy.deepcopy(member.network).double().eval()
@@ -84,13 +77,13 @@ def test_probabilities_are_the_mean_of_the_models(make):
 def test_certain_models_have_finite_scores():
     """Outputs of 1e4: probabilities of 0 in float32, and a mean of logarithms would be -5e3."""
     scores = torch.tensor([[[1e4, 0.0]], [[0.0, 1e4]]])
-    found = EnsemblePredictor(members(count=2)).together(scores)
+    found = ntk.EnsemblePredictor(members(count=2)).together(scores)
     torch.testing.assert_close(found, torch.full((1, 2), 0.5).log(), rtol=0, atol=2 * EPS)
 
 
 def test_one_model_is_itself():
     (one,) = members(count=1)
-    ensemble = EnsemblePredictor([one])
+    ensemble = ntk.EnsemblePredictor([one])
     assert torch.equal(ensemble.predict(X), one.predict(X).log_softmax(1))
     assert torch.equal(ensemble.uncertainty(X).mutual_information, torch.zeros(N))
 
@@ -103,7 +96,7 @@ def test_entropy_and_variance_are_split_into_those_of_the_models_and_those_betwe
     between them.
     """
     p = probabilities()
-    found = uncertainty_of(p)
+    found = ntk.uncertainty_of(p)
     mean = p.numpy().mean(0)
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = p.numpy() * (np.log(p.numpy()) - np.log(mean))
@@ -119,7 +112,7 @@ def test_entropy_and_variance_are_split_into_those_of_the_models_and_those_betwe
 def test_models_certain_of_different_classes_disagree_most():
     """C models, one for each class: log C nats, no entropy of their own, variance 1 - 1/C."""
     p = torch.eye(C, dtype=torch.float64)[:, None].expand(C, N, C)
-    found = uncertainty_of(p)
+    found = ntk.uncertainty_of(p)
     assert torch.equal(found.expected_entropy, torch.zeros(N, dtype=torch.float64))
     np.testing.assert_allclose(found.entropy, math.log(C), rtol=1e-14)
     np.testing.assert_allclose(found.mutual_information, math.log(C), rtol=1e-14)
@@ -128,7 +121,7 @@ def test_models_certain_of_different_classes_disagree_most():
 
 def test_evaluation_is_that_of_the_mean_and_tells_of_the_single_models():
     """NLL by hand in float64; float32 scores are off as in the test of the probabilities."""
-    ensemble = EnsemblePredictor(members())
+    ensemble = ntk.EnsemblePredictor(members())
     y = torch.arange(N) % C
     found = ensemble.evaluate(X, y)
     p = np.stack([m.predict(X).double().softmax(1).numpy() for m in ensemble.models])
@@ -136,7 +129,7 @@ def test_evaluation_is_that_of_the_mean_and_tells_of_the_single_models():
     mean = p.mean(0)
     assert found.loss == pytest.approx(-np.log(mean[np.arange(N), y]).mean(), abs=8 * 20 * EPS)
     assert found.accuracy == (mean.argmax(1) == y.numpy()).mean()
-    uncertain = uncertainty_of(torch.from_numpy(p))
+    uncertain = ntk.uncertainty_of(torch.from_numpy(p))
     assert found.more == pytest.approx(
         {
             "model-accuracy-max": own.max(),
@@ -154,24 +147,26 @@ def test_evaluation_is_that_of_the_mean_and_tells_of_the_single_models():
 
 
 def tct(loss="mse", seed=2):
-    width = FeatureMap().width(mlp())
+    width = ntk.FeatureMap().width(mlp())
     linear = drawn(seed, width, C, scale=1.0) / width
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(seed)
         network = mlp()
-    return TCTModel(network, FeatureMap(), Normaliser.identity(width), linear.numpy(), loss=loss)
+    return ntk.TCTModel(
+        network, ntk.FeatureMap(), ntk.Normaliser.identity(width), linear.numpy(), loss=loss
+    )
 
 
 def test_models_of_both_losses_count_as_of_cross_entropy():
     """The softmax of all scores, those of least squares too."""
-    mixed = EnsemblePredictor([*members(count=1), tct("mse")])
+    mixed = ntk.EnsemblePredictor([*members(count=1), tct("mse")])
     assert mixed.loss == "cross-entropy"
     expected = torch.stack([m.predict(X).softmax(1) for m in mixed.models]).mean(0).log()
     torch.testing.assert_close(mixed.predict(X), expected, rtol=0, atol=8 * EPS * 4)
 
 
 def test_the_mean_of_least_squares_is_that_of_outputs_and_has_no_entropy():
-    ensemble = EnsemblePredictor([tct("mse"), tct("mse", 3)])
+    ensemble = ntk.EnsemblePredictor([tct("mse"), tct("mse", 3)])
     assert ensemble.loss == "mse"
     expected = (ensemble.models[0].predict(X) + ensemble.models[1].predict(X)) / 2
     torch.testing.assert_close(ensemble.predict(X), expected, rtol=0, atol=0)
@@ -181,9 +176,9 @@ def test_the_mean_of_least_squares_is_that_of_outputs_and_has_no_entropy():
 
 
 def test_models_of_several_kinds_are_saved_together(tmp_path):
-    one = EnsemblePredictor([*members(count=2), tct("mse"), tct("cross-entropy", 3)])
+    one = ntk.EnsemblePredictor([*members(count=2), tct("mse"), tct("cross-entropy", 3)])
     one.save(tmp_path)
-    loaded = EnsemblePredictor.load(tmp_path, mlp())
+    loaded = ntk.EnsemblePredictor.load(tmp_path, mlp())
     kinds, expected = ([(type(m), m.loss) for m in each.models] for each in (loaded, one))
     assert kinds == expected
     assert torch.equal(loaded.scores(X), one.scores(X))
@@ -193,11 +188,11 @@ def test_models_of_several_kinds_are_saved_together(tmp_path):
 def test_a_damaged_file_is_refused(tmp_path, text):
     (tmp_path / "ensemble.json").write_text(text)
     with pytest.raises(ValueError, match="describes no ensemble"):
-        EnsemblePredictor.load(tmp_path, mlp())
+        ntk.EnsemblePredictor.load(tmp_path, mlp())
 
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="members: expected at least one model"):
-        EnsemblePredictor([])
+        ntk.EnsemblePredictor([])
     with pytest.raises(ValueError, match="at least one example and as many labels"):
-        EnsemblePredictor(members()).evaluate(X, torch.zeros(3).long())
+        ntk.EnsemblePredictor(members()).evaluate(X, torch.zeros(3).long())

@@ -18,21 +18,9 @@ import uvicorn
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
+from fedntk import trust
 from fedntk.ntk import JacobianUpload, UploadLimits
 from fedntk.simulations.deploy.certificates import make_certificates
-from fedntk.trust import (
-    ClientKeys,
-    KeyServer,
-    NotEnrolled,
-    RemoteKeyServer,
-    RemoteShufflingServer,
-    SealError,
-    ShufflingServer,
-    check_voucher,
-    load_key,
-    new_key,
-    public_bytes,
-)
 from fedntk.trust.__main__ import app
 from fedntk.trust.key_server import load_secret
 from fedntk.trust.service import read_enrolled
@@ -124,8 +112,8 @@ def servers(tmp_path_factory):
         yield SimpleNamespace(
             **{"secret": secret, "enrolled": enrolled, "key": key, "key_url": key_url, "url": url},
             commands={"/sealed-seed": for_keys, "/shuffle": for_uploads},
-            keys=RemoteKeyServer(key_url, verify=tls.authority),
-            shuffling=RemoteShufflingServer(url + "/"),
+            keys=trust.RemoteKeyServer(key_url, verify=tls.authority),
+            shuffling=trust.RemoteShufflingServer(url + "/"),
         )
 
 
@@ -137,21 +125,21 @@ def log(caplog):
 
 def enrol(servers, key) -> bytes:
     with servers.enrolled.open("a") as file:
-        file.write(f"{public_bytes(key).hex()}  hospital of {RUN} # by phone\n")
-    return public_bytes(key)
+        file.write(f"{trust.public_bytes(key).hex()}  hospital of {RUN} # by phone\n")
+    return trust.public_bytes(key)
 
 
 def test_seeds_and_vouchers_come_from_elsewhere_and_secrets_stay_there(servers, log):
     master, signing_key = load_secret(servers.secret)
-    here, key = KeyServer(master, [], signing_key), new_key()
-    client = ClientKeys(key, run=RUN, verify_key=here.verify_key, state={})
+    here, key = trust.KeyServer(master, [], signing_key), trust.new_key()
+    client = trust.ClientKeys(key, run=RUN, verify_key=here.verify_key, state={})
     request = client.request()
     public_key = enrol(servers, key)
     data = servers.keys.sealed_seed(public_key, RUN, request["challenge"])
     seed = client.open(data)
     assert seed == here.projection_seed(RUN)
     assert seed not in data
-    check_voucher(servers.keys.voucher(public_key, RUN), public_key, RUN, here.verify_key)
+    trust.check_voucher(servers.keys.voucher(public_key, RUN), public_key, RUN, here.verify_key)
     assert '"POST /sealed-seed HTTP/1.1" 200' in log.text
     for secret in (seed, master):
         assert secret.hex() not in log.text
@@ -159,11 +147,11 @@ def test_seeds_and_vouchers_come_from_elsewhere_and_secrets_stay_there(servers, 
 
 
 def test_enrolled_keys_may_change_while_it_runs(servers, log):
-    key = new_key()
-    public_key = public_bytes(key)
+    key = trust.new_key()
+    public_key = trust.public_bytes(key)
     asked = public_key, RUN, bytes(16)
-    refused("is not enrolled with", servers.keys.sealed_seed, *asked, error=NotEnrolled)
-    refused("is not enrolled with", servers.keys.voucher, public_key, RUN, error=NotEnrolled)
+    refused("is not enrolled with", servers.keys.sealed_seed, *asked, error=trust.NotEnrolled)
+    refused("is not enrolled with", servers.keys.voucher, public_key, RUN, error=trust.NotEnrolled)
     enrol(servers, key)
     servers.keys.sealed_seed(*asked)
     before = servers.enrolled.read_text()
@@ -172,14 +160,14 @@ def test_enrolled_keys_may_change_while_it_runs(servers, log):
     line = len(before.splitlines()) + 1
     assert f"line {line}: expected 64 hexadecimal digits" in log.text
     servers.enrolled.write_text("")
-    refused("is not enrolled with", servers.keys.sealed_seed, *asked, error=NotEnrolled)
+    refused("is not enrolled with", servers.keys.sealed_seed, *asked, error=trust.NotEnrolled)
 
 
 def test_refusals_are_the_servers_own(servers):
-    public_key = enrol(servers, new_key())
-    with pytest.raises(SealError, match="challenge: expected 16 bytes, got 3") as error:
+    public_key = enrol(servers, trust.new_key())
+    with pytest.raises(trust.SealError, match="challenge: expected 16 bytes, got 3") as error:
         servers.keys.sealed_seed(public_key, RUN, b"abc")
-    assert type(error.value) is SealError
+    assert type(error.value) is trust.SealError
     refused("at most 10000 bytes, got 20", servers.keys.sealed_seed, public_key, RUN, bytes(20_000))
     limits = UploadLimits(LIMITS.parameters, max_examples="many")
     refused(r"malformed request: 'limits\.max_examples'", shuffle, servers.shuffling, [], limits)
@@ -191,20 +179,20 @@ def test_wrong_address_is_named(servers, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
     for url, error, message in (
-        (servers.url, SealError, r"answered with status 404.*check the address"),
+        (servers.url, trust.SealError, r"answered with status 404.*check the address"),
         (servers.key_url, ConnectionError, re.escape(servers.key_url) + ".*CERTIFICATE"),
         (nobody, ConnectionError, f"{nobody}.*python -m fedntk.trust key-server"),
         ("localhost:9", ConnectionError, "no key-server answers at localhost:9"),
     ):
-        refused(message, RemoteKeyServer(url).sealed_seed, b"", RUN, b"", error=error)
+        refused(message, trust.RemoteKeyServer(url).sealed_seed, b"", RUN, b"", error=error)
     answers = [httpx.Response(200, content=b"<html>"), httpx.Response(400, content=DEEP)]
     monkeypatch.setattr(httpx, "post", lambda *_, **__: answers.pop(0))
     for message in ("no shuffling server's", "answered with status 400"):
-        refused(message, shuffle, RemoteShufflingServer(nobody), [])
+        refused(message, shuffle, trust.RemoteShufflingServer(nobody), [])
 
 
 def test_uploads_are_shuffled_elsewhere(servers):
-    owner = ShufflingServer(load_key(servers.key))
+    owner = trust.ShufflingServer(trust.load_key(servers.key))
     parts = [upload(seed, 10) for seed in range(2)]
     data = [b"rubbish", *(sealed(part, owner) for part in parts)]
     shuffled = shuffle(servers.shuffling, data)
@@ -303,7 +291,10 @@ def verify_key_in(path: Path) -> bytes:
 
 @pytest.mark.parametrize(
     ("name", "public"),
-    [("new-key", lambda path: public_bytes(load_key(path))), ("new-key-server", verify_key_in)],
+    [
+        ("new-key", lambda path: trust.public_bytes(trust.load_key(path))),
+        ("new-key-server", verify_key_in),
+    ],
 )
 def test_commands_print_public_keys_and_replace_nothing(tmp_path, name, public):
     path = tmp_path / "secret"

@@ -7,17 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.ntk import (
-    BadReply,
-    CompressedUpload,
-    Jacobian,
-    JacobianUpload,
-    NotEnoughMemory,
-    UploadLimits,
-    compress,
-    jacobian,
-    one_hot,
-)
+from fedntk import ntk
 from fedntk.ntk.payloads import screen_uploads
 from fedntk.ntk.payloads.compression import top_k
 
@@ -31,16 +21,16 @@ both_structures = pytest.mark.parametrize("structure", ["factored", "dense"])
 def upload(n=12, seed=0, structure="factored"):
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(n, 6, generator=generator), torch.arange(n) % 3
-    jac = jacobian(MODEL, x, structure=structure)
-    return JacobianUpload(jac, MODEL(x).detach(), one_hot(y, 3))
+    jac = ntk.jacobian(MODEL, x, structure=structure)
+    return ntk.JacobianUpload(jac, MODEL(x).detach(), ntk.one_hot(y, 3))
 
 
 def compressed(sent=None, **options):
-    return CompressedUpload.compress(sent or upload(), **options).to_arrays()
+    return ntk.CompressedUpload.compress(sent or upload(), **options).to_arrays()
 
 
 def received(arrays, **limits):
-    return CompressedUpload.from_arrays(arrays, UploadLimits(SHAPES, **limits))
+    return ntk.CompressedUpload.from_arrays(arrays, ntk.UploadLimits(SHAPES, **limits))
 
 
 def arrays_of(payload):
@@ -57,7 +47,7 @@ def test_without_compression_every_bit_arrives_in_any_order_of_arrays(structure)
     assert arrays_of(received(compressed(sent))) == arrays_of(sent)
     assert arrays_of(received(dict(reversed(compressed(sent).items())))) == arrays_of(sent)
     turned = dict(reversed(sent.to_arrays().items()))
-    assert arrays_of(JacobianUpload.from_arrays(turned, parameters=SHAPES)) == arrays_of(sent)
+    assert arrays_of(ntk.JacobianUpload.from_arrays(turned, parameters=SHAPES)) == arrays_of(sent)
 
 
 @both_structures
@@ -75,9 +65,11 @@ def test_each_tensor_is_sparsified_by_itself(structure):
 def test_embeddings_tokens_travel_as_they_are():
     model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 3))
     x = torch.arange(30).reshape(10, 3)
-    sent = JacobianUpload(jacobian(model, x), model(x).detach(), one_hot(torch.arange(10) % 3, 3))
-    limits = UploadLimits({name: list(p.shape) for name, p in model.named_parameters()}, bits=8)
-    found = CompressedUpload.from_arrays(compressed(sent, bits=8), limits)
+    sent = ntk.JacobianUpload(
+        ntk.jacobian(model, x), model(x).detach(), ntk.one_hot(torch.arange(10) % 3, 3)
+    )
+    limits = ntk.UploadLimits({name: list(p.shape) for name, p in model.named_parameters()}, bits=8)
+    found = ntk.CompressedUpload.from_arrays(compressed(sent, bits=8), limits)
     assert torch.equal(found.jacobian.blocks[0].inputs, x)
 
 
@@ -127,12 +119,12 @@ MANY_POSITIONS["block-001"] = reshaped("block-001", 12, 3, 2**20, 8)["block-001"
         ({}, "arrays"),
         (without("block-000"), "arrays"),
         (without("block-003"), "shape"),
-        (compressed() | {"block-004": compress(np.ones(12))}, "shape"),
+        (compressed() | {"block-004": ntk.compress(np.ones(12))}, "shape"),
         (compressed() | {"targets": np.ones((12, 3), np.float32)}, "arrays"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(arrays, message):
-    with pytest.raises(BadReply, match=f"^{message}"):
+    with pytest.raises(ntk.BadReply, match=f"^{message}"):
         received(arrays)
 
 
@@ -146,7 +138,7 @@ def test_what_does_not_fit_the_model_is_refused(arrays, message):
     ],
 )
 def test_more_than_was_asked_for_is_refused_and_less_is_taken(options, asked, detail):
-    with pytest.raises(BadReply, match=detail):
+    with pytest.raises(ntk.BadReply, match=detail):
         received(compressed(**options), **asked)
     received(compressed(sparsity=0.9, bits=3), **asked | {"max_examples": 12})
 
@@ -154,7 +146,7 @@ def test_more_than_was_asked_for_is_refused_and_less_is_taken(options, asked, de
 def test_what_would_not_fit_in_memory_is_refused_undecoded(monkeypatch):
     arrays = compressed(sparsity=0.5)
     monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device: 100)
-    with pytest.raises(NotEnoughMemory, match="decoded"):
+    with pytest.raises(ntk.NotEnoughMemory, match="decoded"):
         received(arrays, sparsity=0.5)
 
 
@@ -163,7 +155,7 @@ def test_canonical_order_is_the_same_for_every_permutation(structure):
     """Also where outputs and targets are equal, and the Jacobians decide."""
     whole = upload(n=20, structure=structure)
     zeros = torch.zeros(20, 3)
-    for own in (whole, JacobianUpload(whole.jacobian, zeros, zeros)):
+    for own in (whole, ntk.JacobianUpload(whole.jacobian, zeros, zeros)):
         expected = arrays_of(own.canonical())
         for seed in range(3):
             order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
@@ -181,7 +173,7 @@ def test_rows_keep_jacobian_outputs_and_targets_together():
 def scaled(rows=1.0, outputs=1.0):
     own = upload()
     blocks = [b.with_arrays([*b.arrays[:-1], b.arrays[-1] * rows]) for b in own.jacobian.blocks]
-    return JacobianUpload(Jacobian(tuple(blocks)), own.outputs * outputs, own.targets)
+    return ntk.JacobianUpload(ntk.Jacobian(tuple(blocks)), own.outputs * outputs, own.targets)
 
 
 THREE = [upload(n, n) for n in (3, 5, 9)]
