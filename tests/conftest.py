@@ -1,14 +1,25 @@
-"""Fixtures that all rooms share."""
+"""What the tests of all rooms share."""
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 ROOT = Path(__file__).parent.parent
+
+
+def output_of(*command: object, **options: Any) -> str:
+    """Run a command that must succeed, and return what it says."""
+    done = subprocess.run(  # noqa: S603 - our own programs
+        [str(part) for part in command], capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,14 +4,13 @@ import configparser
 import json
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT
+from .conftest import ROOT, output_of
 
 PAGE = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -65,14 +64,10 @@ def test_the_commands_of_the_page_work_and_one_client_without_clipping_is_fedavg
     install, *others = COMMANDS
     assert install == "pip install --editable ."
     paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", CODE, *others],
-        capture_output=True, text=True, check=False, cwd=package,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("clipped-median.max-norm = 1.0: ")
-    assert "after round 2" in done.stdout
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    said = output_of(sys.executable, "-c", CODE, *others, cwd=package, env=own)
+    assert said.startswith("clipped-median.max-norm = 1.0: ")
+    assert "after round 2" in said
     first, _, last = (
         json.loads(line)
         for line in (package / "runs/clipped-median/rounds.jsonl").read_text().splitlines()

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from fedntk.simulations.models import MLP, SimpleCNN, resnet18
 
-from .conftest import ROOT
+from .conftest import ROOT, output_of
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -73,11 +72,9 @@ def test_measurement_runs_from_the_checkout_and_is_right(name, options):
 
     The contraction of torch.func adds 79,510 products in some order: at most one rounding each.
     """
-    done = subprocess.run(  # noqa: S603 - our own program
-        [sys.executable, BENCHMARKS / f"{name}.py", "--child", json.dumps(options)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    measured = json.loads(done.stdout.splitlines()[-1])
+    path = BENCHMARKS / f"{name}.py"
+    said = output_of(sys.executable, path, "--child", json.dumps(options))
+    measured = json.loads(said.splitlines()[-1])
     assert measured["seconds"] > 0
     for row in [measured, *measured.get("rows", [])]:
         others = options.get("method") == "torch.func"

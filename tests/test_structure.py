@@ -6,7 +6,6 @@ import graphlib
 import importlib
 import importlib.util
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -23,7 +22,7 @@ from fedntk.simulations.methods import own_methods
 from fedntk.strategies import TCT, BaseStrategy
 from fedntk.strategies.core.sampling import Sampling
 
-from .conftest import ROOT
+from .conftest import ROOT, output_of
 
 METHODS = own_methods()
 # room -> the others that it may import; only these three know Flower
@@ -193,10 +192,7 @@ def test_a_folder_named_fedntk_in_the_working_directory_is_not_taken_for_the_pac
     (tmp_path / "fedntk" / "ntk").mkdir(parents=True)
     (tmp_path / "fedntk" / "ntk" / "__init__.py").write_text("raise RuntimeError('shadowed')")
     code = "import fedntk, fedntk.ntk; print(fedntk.__version__, fedntk.ntk.__file__)"
-    done = subprocess.run(  # noqa: S603 - our own program
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    version, file = done.stdout.split()
+    version, file = output_of(sys.executable, "-c", code, cwd=tmp_path).split()
     assert version == fedntk.__version__
     assert Path(file).resolve() == ROOT / "ntk" / "__init__.py"
 

@@ -1,6 +1,5 @@
 """The program that a GPU machine runs, on the CPU, so that it still works where there is one."""
 
-import subprocess
 import sys
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from fedntk.ntk import Jacobian
 
-from ..conftest import ROOT
+from ..conftest import ROOT, output_of
 from . import on_device
 
 NAMES = ["lstm", "single-output", "narrow-maps", "convex problem"]
@@ -45,11 +44,5 @@ def test_factors_of_ten_bits_are_found_out(monkeypatch, capsys):
 )
 def test_the_program_runs_from_a_checkout_and_says_if_there_is_no_gpu(options, end, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == end
+    said = output_of(sys.executable, ROOT / "benchmarks" / "gpu.py", *options)
+    assert said.splitlines()[-1] == end

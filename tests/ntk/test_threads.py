@@ -4,12 +4,13 @@ import json
 import logging
 import os
 import runpy
-import subprocess
 import sys
 
 import pytest
 
 from fedntk.ntk.support import threads
+
+from ..conftest import output_of
 
 BEFORE_TORCH = """
 import json, os, sys
@@ -26,14 +27,9 @@ sys.meta_path.insert(0, Stop())
 @pytest.mark.parametrize("room", ["ntk", "clients", "strategies", "simulations", "simulations.cli"])
 def test_passive_waiting_is_set_before_torch_is_loaded(room):
     """OpenMP reads the variable as torch loads it; the process ends just before that."""
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", f"{BEFORE_TORCH}import fedntk.{room}"],
-        env={k: v for k, v in os.environ.items() if k not in threads.OWN_SETTINGS},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout) == ["PASSIVE", False]
+    plain = {k: v for k, v in os.environ.items() if k not in threads.OWN_SETTINGS}
+    said = output_of(sys.executable, "-c", f"{BEFORE_TORCH}import fedntk.{room}", env=plain)
+    assert json.loads(said) == ["PASSIVE", False]
 
 
 @pytest.mark.parametrize("name", ["", *threads.OWN_SETTINGS])

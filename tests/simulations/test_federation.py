@@ -1,4 +1,3 @@
-# ruff: noqa: S603 - our own commands
 """A real federation on loopback: the same bits as the local engine, whatever is killed in it.
 
 One federation runs all methods at a time, and then has its server killed. Another one, beside it,
@@ -11,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import sysconfig
 import time
@@ -36,7 +34,7 @@ from fedntk.simulations.engine.processes import processes_with, start, tool
 from fedntk.trust import KeyServer, ShufflingServer, load_key, new_key, public_bytes, save_key
 from fedntk.trust.key_server import load_secret, new_secret
 
-from ..conftest import ROOT
+from ..conftest import ROOT, output_of
 from ..strategies.federation import bits
 
 pytestmark = pytest.mark.federation
@@ -293,27 +291,20 @@ with superlink(Path(home)) as (_, environment):
 """
 
 
-def done(*command: Any, **options: Any) -> str:
-    """Run a command that must succeed, and return what it says."""
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Python of an environment with fedntk from a wheel; what it needs is this environment's."""
     folder = tmp_path_factory.mktemp("installed")
     python = folder / "venv" / "bin" / "python"
-    done(*UV, "build", "--wheel", "--out-dir", folder / "dist", ROOT, cwd=folder)
+    output_of(*UV, "build", "--wheel", "--out-dir", folder / "dist", ROOT, cwd=folder)
     (wheel,) = (folder / "dist").glob("fedntk-*.whl")
-    done(*UV, "venv", "--python", sys.executable, folder / "venv", cwd=folder)
+    output_of(*UV, "venv", "--python", sys.executable, folder / "venv", cwd=folder)
     flower = f"flwr=={importlib.metadata.version('flwr')}"  # for commands of its own
-    done(*UV, "pip", "install", "--no-deps", "--python", python, wheel, flower, cwd=folder)
+    output_of(*UV, "pip", "install", "--no-deps", "--python", python, wheel, flower, cwd=folder)
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
     where = "import fedntk.simulations; print(fedntk.simulations.__file__)"
-    assert Path(done(python, "-c", where, cwd=folder).strip()).is_relative_to(packages)
+    assert Path(output_of(python, "-c", where, cwd=folder).strip()).is_relative_to(packages)
     return python
 
 
@@ -322,7 +313,7 @@ def bundle(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the Flower app as it comes out of a bundle that `flwr build` makes of the wheel."""
     folder = tmp_path_factory.mktemp("bundle")
     (app,) = (installed.parents[1] / "lib").glob("python*/site-packages/fedntk/simulations")
-    said = done(installed.parent / "flwr", "build", "--app", app, cwd=folder)
+    said = output_of(installed.parent / "flwr", "build", "--app", app, cwd=folder)
     assert "missing" not in said  # of the properties that it recommends
     (file,) = folder.glob("*.fab")
     assert file.stat().st_size < 10_000_000
@@ -357,7 +348,7 @@ def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
     deploy += ["3", "--folder", tmp_path / "federation", "--run-config"]
     wanted = bits(load_model(expected.folder))
     for name, command in (("simulated", simulate), ("deployed", deploy)):
-        done(*command, f'{text} out="{tmp_path / name}"', env=environment)
+        output_of(*command, f'{text} out="{tmp_path / name}"', env=environment)
         assert bits(load_model(tmp_path / name)) == wanted, name
     assert processes_with(MARK, tmp_path / "federation") == []
 

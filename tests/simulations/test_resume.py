@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from fedntk.simulations.engine.checkpoints import Best, Checkpoint, Checkpoints,
 from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.methods import all_methods
 
+from ..conftest import output_of
 from .outcomes import bits, grid_of, interrupted, outcome, write_data
 from .settings import FEDAVG, SETTINGS, each_of
 from .settings import SMALL as EACH
@@ -88,11 +88,8 @@ def test_kill_9_at_any_operation_on_a_file(tmp_path, step):
     """Killed at every so many files it opens, renames or removes, and then gone on with."""
     config = SMALL.replace(rounds=3 if step == 20 else 5, width=10, test_examples=50)
     config.save(tmp_path / "config.toml")
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", KILLER, str(tmp_path), str(step)],
-        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    output_of(sys.executable, "-c", KILLER, tmp_path, step, env=one_thread)
     killed = list((tmp_path / "runs").iterdir())
     assert len(killed) > 60 // step
     straight = outcome(run(config, out=tmp_path / "straight", progress=False).folder)

@@ -13,11 +13,7 @@ import torch
 
 from fedntk.ntk import calibrate, uncertainty_of
 from fedntk.simulations import Config, ConfigError, assess, load_predictor, run
-from fedntk.simulations.assessment.uncertainty_metrics import (
-    BINS,
-    calibration,
-    rejection_curve,
-)
+from fedntk.simulations.assessment.uncertainty_metrics import BINS, calibration, rejection_curve
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.methods import own_methods
