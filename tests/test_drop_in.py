@@ -81,9 +81,6 @@ def test_clients_take_the_data_that_the_page_names():
         assert torch.equal(client.test_targets, one_hot(y, 3))
 
 
-# ------------------------------------------------------------------------------------ running
-
-
 def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Strategy, Result]:
     """Run an app in this process, as its pyproject.toml says; the last strategy, and its result."""
     kept: list[tuple[Strategy, Result]] = []

@@ -8,11 +8,7 @@ from torch import nn
 from fedntk.ntk import PrototypePredictor
 from fedntk.ntk.payloads import Prototypes
 
-
-def network(seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+from ..strategies.federation import network
 
 
 def test_a_class_without_a_prototype_is_never_predicted_and_its_loss_is_finite():

@@ -83,8 +83,6 @@ def test_several_clients_share_a_domain_evenly(config):
         load_split(replace(config, num_clients=12))
 
 
-# ------------------------------------------------------------------------ digits-five
-
 FORMS = {  # image column, label column, class labels or numbers, mode, size
     "mnist": ("image", "label", True, "L", (28, 28)),
     "svhn": ("picture", "digit", False, "RGB", (32, 32)),

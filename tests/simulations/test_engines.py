@@ -87,15 +87,11 @@ def test_counted_bytes_are_flowers_own_sizes():
     assert len(known) == 3
 
 
-def metered() -> MeteredGrid:
+def test_meter_counts_training_and_evaluation_apart():
     app = ClientApp(mods=[meter])
     for register in (app.train(), app.evaluate(), app.query(), app.query("partition")):
         register(echo)
-    return MeteredGrid(LocalGrid(app, 4, {}))
-
-
-def test_meter_counts_training_and_evaluation_apart():
-    counting, array = metered(), np.zeros(1000, dtype=np.float32)
+    counting, array = MeteredGrid(LocalGrid(app, 4, {})), np.zeros(1000, dtype=np.float32)
     records = {"arrays": ArrayRecord({"w": Array(array)}), "config": ConfigRecord({"round": 1})}
     for kind in ("query.partition", "train", "evaluate"):
         sent = messages(RecordDict(records), kind=kind)

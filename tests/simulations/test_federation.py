@@ -127,9 +127,6 @@ def locally(
     return bits(result)
 
 
-# --------------------------------------------------------------------------- federations
-
-
 @pytest.fixture(scope="module")
 def without_nodes(folder: Path, node_configs: Any) -> Iterator[Future[Federation]]:
     """Runs, beside the other tests, a federation two of whose nodes are killed in one round."""
@@ -189,9 +186,6 @@ def assert_nothing_left(federation: Federation) -> None:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections wait
             probe.bind(("127.0.0.1", port))
-
-
-# --------------------------------------------------------------------------------- tests
 
 
 def test_every_method_learns_the_local_engines_bits(
@@ -275,8 +269,6 @@ def test_a_node_that_is_not_registered_is_refused(federation):
     assert "SuperNode ID" not in said
     assert "The SuperNode could not establish a connection" in said
 
-
-# ------------------------------------------------------------------- bundle, wheel, command
 
 SIMULATE = """
 import subprocess, sys

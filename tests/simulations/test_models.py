@@ -9,6 +9,7 @@ from torch import nn
 
 from fedntk.simulations import Config, ConfigError, load_predictor, run
 from fedntk.simulations.data.load import load_data
+from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.models import build_model
 
 THREE_CLASSES = "tests.simulations.networks:three_classes"
@@ -70,6 +71,19 @@ def test_first_weights_by_a_rule_that_does_not_depend_on_the_layers(init):
         # four standard deviations of the sample variance of normal draws; uniform ones vary less
         assert float(array.var()) == pytest.approx(variance, rel=4 * math.sqrt(2 / array.numel()))
         assert not torch.equal(other[name], array)
+
+
+def test_models_can_be_drawn_as_the_networks_layers_draw_them():
+    """Torch's are uniform within 1 / sqrt(fan_in) of zero, which normal ones would soon leave."""
+    own = {"init": "network"}
+    config = Config(method="fed-ensemble", model="digits-cnn", width=64, fed_ensemble=own)
+    strategy = make_strategy(load_setup(config))
+    first, *others, again = (strategy.init(k).state_dict() for k in (0, 1, 2, 3, 4, 1))
+    for name, array in first.items():
+        assert torch.equal(others[0][name], again[name])
+        for own in (first, *others) if array.ndim > 1 else ():
+            assert float(own[name].abs().max()) <= array[0].numel() ** -0.5 + 1e-6
+            assert sum(torch.equal(own[name], other[name]) for other in (first, *others)) == 1
 
 
 def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path):

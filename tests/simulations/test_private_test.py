@@ -18,9 +18,6 @@ SMALL = Config(
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------------ the split
-
-
 @pytest.mark.parametrize(
     "own",
     [
@@ -75,9 +72,6 @@ def test_where_the_split_is_by_owners_so_is_that_of_the_test_set(owners, expecte
     split = split_data(Config(num_clients=3, clients_per_round=1, **own), data)
     pairs = zip(split.clients, split.tests, strict=True)
     assert {data.natural_ids[own[0]]: sorted(test) for own, test in pairs} == expected
-
-
-# --------------------------------------------------------------- who evaluates on what
 
 
 def test_clients_evaluate_on_their_part_and_train_on_the_rest_of_their_own():

@@ -165,9 +165,6 @@ def test_two_runs_in_one_folder_at_a_time_are_refused(tmp_path):
         run(config, rounds=2, progress=False)
 
 
-# ------------------------------------------------------- best model, early stopping
-
-
 @pytest.mark.parametrize(("monitor", "best_of"), [("accuracy", np.argmax), ("loss", np.argmin)])
 def test_the_best_model_is_that_of_the_best_round(tmp_path, monitor, best_of):
     """The weights of the run that ends with the best round; the first of equals."""
@@ -192,9 +189,6 @@ def test_early_stopping_after_patience_rounds_without_a_better_model(tmp_path, e
     assert result.curve().index.tolist() == rounds
     assert (result.summary["best"]["round"], result.summary["rounds"]) == (0, rounds[-1])
     assert run(config, rounds=9, progress=False).curve().index.tolist() == rounds
-
-
-# --------------------------------------------------------------------- checkpoints
 
 
 def a_checkpoint(rounds: int, weights, state=None, best=None) -> Checkpoint:

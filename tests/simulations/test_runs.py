@@ -15,15 +15,7 @@ import torch
 from flwr.app import Context, RecordDict
 
 from fedntk.ntk import TCTModel
-from fedntk.simulations import (
-    Config,
-    ConfigError,
-    Run,
-    RunFailed,
-    load_predictor,
-    load_results,
-    run,
-)
+from fedntk.simulations import Config, ConfigError, RunFailed, load_predictor, load_results, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.engine.server_app import main, serve
@@ -33,12 +25,8 @@ from .outcomes import bits, grid_of, measured
 from .settings import SETTINGS, SMALL, TOOLS
 
 
-@pytest.fixture
-def small(finished_run) -> Run:
-    return finished_run("ntk-fl")
-
-
-def test_a_run_writes_its_folder(small):
+def test_a_run_writes_its_folder(finished_run):
+    small = finished_run("ntk-fl")
     config, summary, frame = small.config, small.summary, small.rounds
     assert {p.name for p in small.folder.iterdir() if p.name[0] != "."} == {
         *("best.safetensors", "checkpoints", "clients.parquet", "config.toml"),
@@ -61,7 +49,8 @@ def test_a_run_writes_its_folder(small):
     assert (small.to_target(0.3), small.to_target(0.999)) == (found, None)
 
 
-def test_statistics_over_clients_are_those_of_their_table(small):
+def test_statistics_over_clients_are_those_of_their_table(finished_run):
+    small = finished_run("ntk-fl")
     table = small.clients
     for metric, worst in (("accuracy", "min"), ("loss", "max")):
         values = table[table.metric == metric].groupby("round").value
@@ -176,9 +165,6 @@ def test_what_flowers_own_command_meets(tmp_path):
     with pytest.raises(ConfigError, match="learning-rate: expected more than 0"):
         main(grid_of(SMALL), Context(1, 0, {}, RecordDict(), values))
     assert not (tmp_path / "b" / "rounds.jsonl").exists()
-
-
-# ------------------------------------------------------------------------------- Ray
 
 
 @pytest.mark.xdist_group("ray")

@@ -285,15 +285,11 @@ def test_line_without_a_key_is_named(tmp_path, word):
     refused("line 6: expected 64 hexadecimal digits, got", read_enrolled, path)
 
 
-def verify_key_in(path: Path) -> bytes:
-    return load_secret(path)[1].public_key().public_bytes_raw()
-
-
 @pytest.mark.parametrize(
     ("name", "public"),
     [
         ("new-key", lambda path: trust.public_bytes(trust.load_key(path))),
-        ("new-key-server", verify_key_in),
+        ("new-key-server", lambda path: load_secret(path)[1].public_key().public_bytes_raw()),
     ],
 )
 def test_commands_print_public_keys_and_replace_nothing(tmp_path, name, public):
