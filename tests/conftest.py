@@ -1,8 +1,10 @@
 """What the tests of all rooms share."""
 
+import importlib
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "docs"))  # what makes the pages is tested, too
 
 
 def output_of(*command: object, **options: Any) -> str:
@@ -28,6 +31,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Import a benchmark by its name, or by folder and name."""
+
+    def imported(name: str) -> Any:
+        path = ROOT / "benchmarks" / f"{name}.py"
+        monkeypatch.syspath_prepend(path.parent)
+        return importlib.import_module(path.stem)
+
+    return imported
 
 
 @pytest.fixture(scope="session")

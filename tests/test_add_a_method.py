@@ -1,6 +1,5 @@
 """The page on adding a method, followed word by word: its files, its package, its commands."""
 
-import configparser
 import json
 import os
 import re
@@ -31,10 +30,9 @@ def package(tmp_path: Path) -> Path:
     (described / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
     )
-    entries = configparser.ConfigParser()
-    entries.read_dict(project["entry-points"])
-    with (described / "entry_points.txt").open("w") as file:
-        entries.write(file)
+    ((group, named),) = project["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in named.items())]
+    (described / "entry_points.txt").write_text("\n".join(lines))
     return tmp_path
 
 

@@ -1,7 +1,6 @@
 """The benchmarks' networks are the simulations', and each measurement can be made."""
 
 import argparse
-import importlib
 import json
 import sys
 
@@ -11,20 +10,6 @@ import torch
 from fedntk.simulations.models import MLP, SimpleCNN, resnet18
 
 from .conftest import ROOT, output_of
-
-BENCHMARKS = ROOT / "benchmarks"
-
-
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch):
-    """Import a benchmark by its name, or by folder and name."""
-
-    def imported(name: str):
-        path = BENCHMARKS / f"{name}.py"
-        monkeypatch.syspath_prepend(path.parent)
-        return importlib.import_module(path.stem)
-
-    return imported
 
 
 def sizes(model: torch.nn.Module) -> list[tuple[int, ...]]:
@@ -72,7 +57,7 @@ def test_measurement_runs_from_the_checkout_and_is_right(name, options):
 
     The contraction of torch.func adds 79,510 products in some order: at most one rounding each.
     """
-    path = BENCHMARKS / f"{name}.py"
+    path = ROOT / "benchmarks" / f"{name}.py"
     said = output_of(sys.executable, path, "--child", json.dumps(options))
     measured = json.loads(said.splitlines()[-1])
     assert measured["seconds"] > 0

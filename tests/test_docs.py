@@ -7,21 +7,16 @@ import importlib.util
 import json
 import pkgutil
 import re
-import sys
 import tomllib
 from urllib.parse import urlsplit
 
 import pytest
+import tables
 import yaml
 
 import fedntk
 
 from .conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "docs"))
-import tables
-
-sys.path.remove(str(ROOT / "docs"))
 
 ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

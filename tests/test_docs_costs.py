@@ -1,8 +1,8 @@
 """The formulas of docs/costs.py, compared with the arrays that small federations send."""
 
 import math
-import sys
 
+import costs
 import numpy as np
 import pytest
 import torch
@@ -13,11 +13,7 @@ from fedntk.ntk import JacobianUpload, compress, jacobian, one_hot
 from fedntk.simulations.methods import own_methods
 from fedntk.strategies import Topology
 
-from .conftest import ROOT
 from .strategies.federation import Grid, app, arrays_of, examples, network, start
-
-sys.path.append(str(ROOT / "docs"))
-import costs
 
 X, Y = examples(6)  # of each client; one of the three classes is missing
 EXAMPLES, CLASSES, (HIDDEN, INPUTS) = len(Y), 3, network()[0].weight.shape

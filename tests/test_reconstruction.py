@@ -1,6 +1,5 @@
 """The reconstruction benchmark's attackers do what they are said to do."""
 
-import importlib
 import math
 
 import pytest
@@ -8,17 +7,14 @@ import torch
 
 from fedntk.ntk import random_projection
 
-from .conftest import ROOT
-
 pytest.importorskip("scipy")
 pytest.importorskip("skimage")
 WIRES = ("dense", "factored")
 
 
 @pytest.fixture
-def attack(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("reconstruction")
+def attack(program):
+    return program("reconstruction")
 
 
 def seen_by_server(attack, wire, sparsity=0.0):

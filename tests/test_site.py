@@ -2,11 +2,12 @@
 
 import re
 import shutil
-import sys
 import tomllib
 from logging import WARNING
 from types import SimpleNamespace
 
+import docstrings
+import hooks
 import nbformat
 import pytest
 import yaml
@@ -17,12 +18,6 @@ from mkdocs.exceptions import Abort
 from fedntk.simulations import Config
 
 from .conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "docs"))
-import docstrings
-import hooks
-
-sys.path.remove(str(ROOT / "docs"))
 
 SITE = {
     "index.html": '<h1 id="top">x</h1><a href="a/b.html#there">1</a><a href="#top">2</a>'

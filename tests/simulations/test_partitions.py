@@ -7,7 +7,7 @@ import pytest
 
 from fedntk.simulations import Config
 from fedntk.simulations.data.load import load_data
-from fedntk.simulations.data.partitions import _load_split, client_dirichlet, load_split
+from fedntk.simulations.data.partitions import _load_split, client_dirichlet, load_split, split_data
 
 DIGITS = Config(num_clients=20, clients_per_round=5)
 LABELS = np.repeat(np.arange(10), 300)
@@ -48,14 +48,19 @@ def test_with_one_class_by_number_client_k_has_class_k():
 
 
 def test_cached_split_is_the_split(tmp_path, monkeypatch):
-    """And its checksum is that of what it depends on."""
+    """And its checksum is that of what it depends on. Private tests are of the seed, in no file."""
     others = [{"seed": 1}, {"alpha": 0.2}, {"num_clients": 19}, {}, {"learning_rate": 3.0}]
     assert len({load_split(replace(DIGITS, **other)).checksum for other in others}) == 4
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _load_split.cache_clear()
-    fresh = load_split(DIGITS)
+    fresh, private = load_split(DIGITS), replace(DIGITS, private_test=True)
+    same, other = (split_data(replace(private, seed=s), load_data(DIGITS)) for s in (0, 1))
     assert len(list((tmp_path / "fedntk" / "splits").iterdir())) == 1
     _load_split.cache_clear()
     monkeypatch.setattr("fedntk.simulations.data.partitions.split_data", None)
-    assert load_split(DIGITS).checksum == fresh.checksum
+    found = load_split(private)
+    assert load_split(DIGITS).checksum == fresh.checksum != found.checksum == same.checksum
+    np.testing.assert_equal((found.clients, found.tests), (same.clients, same.tests))
+    np.testing.assert_equal((fresh.clients, fresh.tests), (found.clients, ()))
+    assert set(found.tests[0]) != set(other.tests[0])
     _load_split.cache_clear()

@@ -7,7 +7,7 @@ import pytest
 
 from fedntk.simulations import Config, load_predictor, run
 from fedntk.simulations.data.load import Data, load_data
-from fedntk.simulations.data.partitions import _load_split, load_split, split_data
+from fedntk.simulations.data.partitions import load_split, split_data
 from fedntk.simulations.engine.building import load_setup
 
 DIGITS = Config(num_clients=20, clients_per_round=5, private_test=True, alpha=0.5)
@@ -37,21 +37,6 @@ def test_every_test_example_has_one_client_and_classes_go_as_in_training(own):
     exact = held / held.sum(0) * np.bincount(data.y_test)
     assert np.all(np.abs(tested - exact) < 1)
     assert not tested[held == 0].any()
-
-
-def test_the_seed_says_which_examples_they_are(tmp_path, monkeypatch):
-    """From the cached file of the split, too, which is that of the run without private tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _load_split.cache_clear()
-    plain = load_split(replace(DIGITS, private_test=False))
-    first = load_split(DIGITS)
-    _load_split.cache_clear()
-    assert len(list((tmp_path / "fedntk" / "splits").iterdir())) == 1
-    again, other = (split_data(replace(DIGITS, seed=s), load_data(DIGITS)) for s in (0, 1))
-    assert first.checksum == again.checksum != plain.checksum
-    np.testing.assert_equal((first.clients, first.tests), (again.clients, again.tests))
-    np.testing.assert_equal((plain.clients, plain.tests), (first.clients, ()))
-    assert set(first.tests[0]) != set(other.tests[0])
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,8 @@ def at_5(value):
 )
 def test_damaged_moments_are_refused_with_the_reason(name, damage, reason):
     arrays = Moments.of(clients()[1]).to_arrays()
-    with pytest.raises(BadReply) as refused:
+    with pytest.raises(BadReply, match=f"^{reason}: "):
         Moments.from_arrays(arrays | {name: damage(arrays[name])}, 30, 12)
-    assert refused.value.reason == reason
 
 
 def test_other_damage_is_refused_and_the_limits_are_taken():

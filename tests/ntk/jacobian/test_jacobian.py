@@ -321,9 +321,8 @@ DAMAGE = {
 def test_a_damaged_upload_is_refused_with_its_reason(name, damage, reason):
     arrays, shapes = _wire(name)
     _parsed(arrays, shapes)
-    with pytest.raises(BadReply) as refused:
+    with pytest.raises(BadReply, match=f"^{reason}: "):
         _parsed(damage(arrays), shapes)
-    assert refused.value.reason == reason
 
 
 @settings(max_examples=50, deadline=None)

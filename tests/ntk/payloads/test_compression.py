@@ -171,9 +171,8 @@ def zeros(form, shape, count, *positions):
     ],
 )
 def test_a_head_that_does_not_fit_its_bytes_is_refused(code):
-    with pytest.raises(BadReply) as refused:
+    with pytest.raises(BadReply, match=r"^compression: "):
         Encoded.parse(code)
-    assert refused.value.reason == "compression"
 
 
 def test_a_small_payload_that_declares_much_allocates_nothing():

@@ -188,9 +188,8 @@ HOSTILE_CODE = [
 )
 def test_hostile_uploads_are_refused_with_the_reason(options, name, damage, reason):
     received = upload().to_arrays(**options)
-    with pytest.raises(BadReply) as refused:
+    with pytest.raises(BadReply, match=f"^{reason}: "):
         parse(received | {name: damage(received[name])}, **options)
-    assert refused.value.reason == reason
 
 
 def test_other_arrays_and_more_examples_than_allowed_are_refused():

@@ -45,9 +45,8 @@ ARRAYS = JacobianParcel(SENT, INPUTS).to_arrays()
 )
 def test_what_does_not_fit_is_refused(changes, reason):
     arrays = {name: a for name, a in {**ARRAYS, **changes}.items() if a is not None}
-    with pytest.raises(BadReply) as refused:
+    with pytest.raises(BadReply, match=f"^{reason}: "):
         parsed(arrays, INPUTS)
-    assert refused.value.reason == reason
 
 
 @pytest.mark.parametrize("options", [{}, SOME])
