@@ -16,6 +16,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "docs"))  # what makes the pages is tested, too
 
 
+def refused(
+    message: str, call: Callable[..., Any], *given: Any, error: Any = ValueError, **named: Any
+) -> None:
+    with pytest.raises(error, match=message):
+        call(*given, **named)
+
+
 def output_of(*command: object, **options: Any) -> str:
     """Run a command that must succeed, and return what it says."""
     done = subprocess.run(  # noqa: S603 - our own programs

@@ -1,16 +1,21 @@
 """What tests of runs compare, and data on which a model is right or wrong as they wish."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from fedntk.simulations import Config, Run, load_model
+from fedntk.simulations import Config, ConfigError, Run, load_model
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.report.results import read_run
+
+from .. import conftest
+
+refused = functools.partial(conftest.refused, error=ConfigError)
 
 
 def grid_of(config: Config) -> LocalGrid:

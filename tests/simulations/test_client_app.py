@@ -14,7 +14,7 @@ from fedntk.simulations.engine.building import load_setup, make_client, make_str
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
 
 from ..strategies.federation import bits
-from .outcomes import grid_of
+from .outcomes import grid_of, refused
 
 CONFIG = Config(
     method="fedavg", num_clients=3, clients_per_round=3, clients_per_evaluation=3, rounds=2
@@ -66,8 +66,7 @@ def test_a_node_with_its_own_examples_trains_on_these(tmp_path):
     save(tmp_path / "examples.npz", x=x[: len(x) // 2], y=y[: len(y) // 2])
     assert learned(grid(nodes)) != expected
     save(tmp_path / "other.npz", x=x, y=y)
-    with pytest.raises(ConfigError, match="an npz file, or a folder with one"):
-        load_own(str(tmp_path), load_data(CONFIG), 1437)
+    refused("an npz file, or a folder with one", load_own, str(tmp_path), load_data(CONFIG), 1437)
 
 
 def test_a_node_without_a_number_goes_by_its_id(tmp_path):
@@ -133,6 +132,5 @@ def test_own_examples_are_not_left_to_protection_that_is_none(tmp_path, settings
     config = CONFIG.replace(**settings)
     setup, (x, y) = load_setup(config), raw(0)
     own = load_own(save(tmp_path / "own.npz", x=x, y=y), setup.data, 1437)
-    with pytest.raises(ConfigError, match=f"^{named}: .*protect nothing"):
-        make_client(setup, 0, {}, own)
+    refused(f"^{named}: .*protect nothing", make_client, setup, 0, {}, own)
     make_client(setup, 0, {})

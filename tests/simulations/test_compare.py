@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from fedntk.simulations import ConfigError, RunFailed, compare, load_results, run
+from fedntk.simulations import RunFailed, compare, load_results, run
 from fedntk.simulations.report.results import run_state
 
+from .outcomes import refused
 from .settings import FEDAVG as SMALL
 
 PAIR = {"wide": SMALL, "narrow": SMALL.replace(width=10)}
@@ -59,8 +60,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, each_run):
 
     each_run(fail)
     message = r"1 of 2 runs failed \(wide, seed 0: RuntimeError: out of luck\)"
-    with pytest.raises(RunFailed, match=message):
-        compare(PAIR, out=tmp_path, progress=False)
+    refused(message, compare, PAIR, out=tmp_path, progress=False, error=RunFailed)
     assert load_results(tmp_path).run.unique().tolist() == ["narrow"]
     each_run()
     assert len(compare(PAIR, out=tmp_path, progress=False).run.unique()) == 2
@@ -77,6 +77,5 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, each_run):
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_run(tmp_path, configs, options, message):
-    with pytest.raises(ConfigError, match=message):
-        compare(configs, out=tmp_path, progress=False, **options)
+    refused(message, compare, configs, out=tmp_path, progress=False, **options)
     assert list(tmp_path.rglob("*")) == []

@@ -8,10 +8,11 @@ import pytest
 
 from fedntk.simulations import Config, load_predictor, run
 from fedntk.simulations.assessment.selection import numbers_averaged, selection_curves
-from fedntk.simulations.config.settings import ConfigError
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.methods.decentralised import selection_sets
 from fedntk.simulations.report.report import write_report
+
+from .outcomes import refused
 
 SMALL = {"num_clients": 5, "clients_per_round": 5, "clients_per_evaluation": 5, "rounds": 2,
          "learning_rate": 0.1, "min_partition_size": 2}  # fmt: skip
@@ -29,11 +30,9 @@ def test_a_graph_of_ones_own_comes_from_a_file_of_edges(tmp_path):
         return make_strategy(load_setup(config)).settings()["edges"]
 
     assert edges(graph=str(file)) == [[0, 1], [1, 2], [1, 4], [2, 3], [3, 4]]
-    with pytest.raises(ConfigError, match=r"graph: expected one with topology = 'own'"):
-        edges()
+    refused(r"graph: expected one with topology = 'own'", edges)
     file.write_text("0 7\n1 2\n")
-    with pytest.raises(ConfigError, match=r"dfedavg.graph = .*expected edges.*4, got \[7\]"):
-        edges(graph=str(file))
+    refused(r"dfedavg.graph = .*expected edges.*4, got \[7\]", edges, graph=str(file))
 
 
 def test_selection_curves_are_means_in_three_orders():

@@ -21,7 +21,7 @@ from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.engine.server_app import main, serve
 from fedntk.simulations.report.results import read_run
 
-from .outcomes import bits, grid_of, measured
+from .outcomes import bits, grid_of, measured, refused
 from .settings import SETTINGS, SMALL, TOOLS
 
 
@@ -89,8 +89,7 @@ def test_what_cannot_fit_is_refused_before_the_first_round(
     monkeypatch.setattr(differentiate, "require_memory", lambda *a, **o: None)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ConfigError, match=message):
-        run(config, **options, progress=False, again=True)
+    refused(message, run, config, **options, progress=False, again=True)
     assert read_run(tmp_path).summary["rounds"] == 0  # and what was there is there still
 
 
@@ -155,10 +154,8 @@ def test_what_cannot_work_is_refused_before_round_1(tmp_path, options, message):
 def test_what_flowers_own_command_meets(tmp_path):
     """It does not go through `run`: failures are kept, numbers of nodes and settings checked."""
     config = SMALL.replace(out=tmp_path, dataset="npz:/nowhere.npz")
-    with pytest.raises(ConfigError, match="no file at"):
-        serve(grid_of(SMALL), config)
-    with pytest.raises(RunFailed, match=r"no file at /nowhere\.npz"):
-        read_run(tmp_path)
+    refused("no file at", serve, grid_of(SMALL), config)
+    refused(r"no file at /nowhere\.npz", read_run, tmp_path, error=RunFailed)
     with pytest.raises(ConfigError, match=r'expected 12 nodes, got 13.*"num-supernodes=12"'):
         serve(grid_of(SMALL.replace(num_clients=13)), SMALL.replace(out=tmp_path / "a"))
     values = SMALL.replace(out=tmp_path / "b").run_config() | {"learning-rate": -1.0}

@@ -16,7 +16,7 @@ from fedntk.simulations.methods import all_methods
 from fedntk.simulations.report.results import read_run
 from fedntk.simulations.tuning import trials
 
-from .outcomes import bits, measured, write_data
+from .outcomes import bits, measured, refused, write_data
 from .settings import FEDAVG, SETTINGS
 from .test_cli import fedntk
 
@@ -182,8 +182,7 @@ def test_another_search_in_the_folder_is_refused(tmp_path, pretended):
         ({"grid": TWO, "seeds": [0, 1]}, r"seeds = \[0\] \(now \[0, 1\]\)"),
         ({"grid": TWO, "dataset": write_data(tmp_path / "d.npz")}, r"data = '\w+' \(now '\w+'\)"),
     ):
-        with pytest.raises(ConfigError, match=f"another search: .*{message}.*; choose another"):
-            search(tmp_path, **other)
+        refused(f"another search: .*{message}.*; choose another", search, tmp_path, **other)
     assert len(pretended) == 2
     search(tmp_path, again=True, **other)
     assert folders(tmp_path) == ["trials/000/seed-0", "trials/001/seed-0"]
@@ -260,8 +259,7 @@ def test_a_failed_trial_is_tried_again(tmp_path, each_run):
     """Only the run with the full disk. No other search may be at work in the folder."""
 
     def full(config):
-        with pytest.raises(ConfigError, match="another process is at work in"):
-            search(tmp_path)
+        refused("another process is at work in", search, tmp_path)
         if name_of(config) == "001/seed-1":
             raise OSError("No space left on device")
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from fedntk.ntk import calibrate, uncertainty_of
-from fedntk.simulations import Config, ConfigError, assess, load_predictor, run
+from fedntk.simulations import Config, assess, load_predictor, run
 from fedntk.simulations.assessment.uncertainty_metrics import BINS, calibration, rejection_curve
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.methods import own_methods
 
+from .outcomes import refused
 from .settings import each_of
 from .test_cli import fedntk
 
@@ -170,8 +171,7 @@ def test_every_method_whose_loss_is_cross_entropy_is_assessed(method, finished_r
     """Another loss is refused."""
     finished = finished_run(method)
     if load_predictor(finished.folder).loss == "mse":
-        with pytest.raises(ConfigError, match="loss is cross-entropy, got mse"):
-            assess(finished)
+        refused("loss is cross-entropy, got mse", assess, finished)
     else:
         found = assess(finished)
         assert found.table.accuracy.iloc[0] == finished.summary["accuracy"]
@@ -197,16 +197,13 @@ def test_what_cannot_be_assessed_is_refused(finished_run, tmp_path, options, mes
     if options.get("unfamiliar") == "large":
         large = write_npz(tmp_path / "large.npz", np.ones((6, 1, 9, 9)), np.arange(6) % 2, 6)
         options = {"unfamiliar": large}
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        assess(finished_run("fedavg"), **options)
+    refused(re.escape(message), assess, finished_run("fedavg"), **options)
 
 
 def test_too_few_held_out_examples_and_other_data_are_refused(finished):
-    with pytest.raises(ConfigError, match="needs at least 999 calibration"):
-        assess(finished, coverage=0.999)
+    refused("needs at least 999 calibration", assess, finished, coverage=0.999)
     changed = replace(finished, summary={**finished.summary, "data": "other"})
-    with pytest.raises(ConfigError, match="the data set has changed since the run in"):
-        assess(changed)
+    refused("the data set has changed since the run in", assess, changed)
 
 
 def test_the_command_writes_the_figures(finished, assessed, noise, tmp_path):

@@ -6,12 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from fedntk.simulations import Config, ConfigError, load_predictor, run, unlearn
+from fedntk.simulations import Config, load_predictor, run, unlearn
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.report.results import read_run
 
-from .outcomes import bits
+from .outcomes import bits, refused
 from .test_cli import fedntk
 
 OWN = {
@@ -82,8 +82,7 @@ def test_a_run_that_was_moved_is_found_with_its_sums_until_it_is_replaced(finish
     other = run(SMALL.replace(tct={"keep_sums": False}), out=moved, progress=False, again=True)
     assert not found.folder.exists()
     assert not (moved / "details").exists()
-    with pytest.raises(ConfigError, match="keep_sums: set a folder before the run"):
-        unlearn(other, [1])
+    refused("keep_sums: set a folder before the run", unlearn, other, [1])
 
 
 def test_what_cannot_be_is_refused_and_nothing_is_written(finished):
@@ -93,6 +92,5 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(finished):
         ([6], {}, "clients: expected some of those in the model, 0, 1, 2, 3, 4, 5, got 6"),
         ([1], {"out": finished.folder / "checkpoints"}, "expected a folder that is new or empty"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            unlearn(finished, clients, **own)
+        refused(message, unlearn, finished, clients, **own)
     assert sorted(finished.folder.iterdir()) == before

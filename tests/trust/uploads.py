@@ -1,23 +1,17 @@
 """Clients' uploads of a small network, their sealed form, and how refusals are tested."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from fedntk.ntk import CompressedUpload, JacobianUpload, UploadLimits, jacobian, one_hot
 from fedntk.trust import SealError, Shuffled, ShufflingServer, seal_upload
 
+from .. import conftest
 
-def refused(
-    message: str, call: Callable[..., Any], *given: Any, error: Any = SealError, **named: Any
-) -> None:
-    with pytest.raises(error, match=message):
-        call(*given, **named)
-
-
+refused = functools.partial(conftest.refused, error=SealError)
 RUN = "run-7"
 ROUND = 3
 

@@ -16,6 +16,8 @@ from fedntk.ntk.convex import (
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import FeatureStatistics, FeatureUpload, feature_statistics
 
+from ...conftest import refused
+
 N, P, C = 60, 9, 4
 LABELS = torch.arange(N) % (C - 1)  # nobody has the last class
 
@@ -188,11 +190,9 @@ def test_a_ridge_too_small_is_said_so_and_passed_over():
     sums = statistics(z)
     sums.gram[1] += 1.0  # |<a, b>| is above |a||b|
     broken = NormalEquations.of(sums, Normaliser.identity(2))
-    with pytest.raises(ValueError, match="ridge = 1e-06 is too small for these features; raise it"):
-        broken.solve(1e-6)
+    refused("ridge = 1e-06 is too small for these features; raise it", broken.solve, 1e-6)
     assert best_ridge(broken, broken, (1e-6, 1.0)) == 1.0
-    with pytest.raises(ValueError, match=r"none of 1e-09 \.\.\. 1e-06 has a solution"):
-        best_ridge(broken, broken, (1e-9, 1e-6))
+    refused(r"none of 1e-09 \.\.\. 1e-06 has a solution", best_ridge, broken, broken, (1e-9, 1e-6))
 
 
 def test_sizes_are_refused_before_they_are_allocated(monkeypatch):
@@ -205,21 +205,18 @@ def test_sizes_are_refused_before_they_are_allocated(monkeypatch):
         lambda: NormalEquations.of(sums, Normaliser.identity(P)),
         lambda: equations.solve(1.0),
     ):
-        with pytest.raises(NotEnoughMemory, match=r"GB .* lower num_features"):
-            work()
+        refused(r"GB .* lower num_features", work, error=NotEnoughMemory)
 
 
 def test_what_does_not_fit_together_is_refused():
     z, w = features(), np.ones(C)
     for size, labels in ((N, LABELS[1:]), (N - 1, LABELS)):
-        with pytest.raises(ValueError, match=f"labels: {len(labels)} of them for"):
-            statistics(z[:size], labels)
+        refused(f"labels: {len(labels)} of them for", statistics, z[:size], labels)
     with pytest.raises(ValueError, match="weighted examples are no whole numbers"):
         statistics(z, weights=w, fixed_point=FixedPoint.of(z, 8))
     with pytest.raises(ValueError, match="weights: expected the same"):
         statistics(z) + statistics(z, weights=2 * w)
-    with pytest.raises(ValueError, match=r"bits: expected 2 \.\.\. 8, got 9"):
-        FixedPoint.of(z, 9)
+    refused(r"bits: expected 2 \.\.\. 8, got 9", FixedPoint.of, z, 9)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -7,6 +7,7 @@ from torch import nn
 from fedntk.ntk import NotEnoughMemory, entk_features, random_projection
 from fedntk.ntk.support import memory as ntk_memory
 
+from ...conftest import refused
 from ..cases import CASES, make
 
 
@@ -52,8 +53,7 @@ def test_float16_is_the_rounded_float32_and_overflow_is_refused():
     half = entk_features(model, x, 40, 0, dtype=torch.float16)
     assert half.dtype == torch.float16
     assert torch.equal(half, full.half())
-    with pytest.raises(ValueError, match="store them in float32"):
-        entk_features(model, 1e6 * x, 40, 0, dtype=torch.float16)
+    refused("store them in float32", entk_features, model, 1e6 * x, 40, 0, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("name", ["narrow-maps", "tokens-first", "mlp", "lstm"])
@@ -109,13 +109,11 @@ def test_projection_is_its_matrix_whatever_the_block(monkeypatch):
 )
 def test_bad_arguments_are_refused_by_name(change, message):
     arguments = {"model": nn.Linear(5, 3), "x": torch.zeros(2, 5), "num_features": 4, "seed": 0}
-    with pytest.raises(ValueError, match=message):
-        entk_features(**(arguments | change))
+    refused(message, entk_features, **arguments | change)
 
 
 def test_what_does_not_fit_is_refused_before_the_work(monkeypatch):
     monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 100)
     with pytest.raises(NotEnoughMemory, match="18 features of 2 examples needs"):
         entk_features(nn.Linear(5, 3), torch.zeros(2, 5), 18, 0)
-    with pytest.raises(ValueError, match="random_projection: expected"):
-        random_projection(torch.zeros(3), 2, 0)
+    refused("random_projection: expected", random_projection, torch.zeros(3), 2, 0)

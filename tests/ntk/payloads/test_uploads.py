@@ -11,6 +11,8 @@ from fedntk import ntk
 from fedntk.ntk.payloads import screen_uploads
 from fedntk.ntk.payloads.compression import top_k
 
+from ...conftest import refused
+
 with torch.random.fork_rng(devices=[]):
     torch.default_generator.manual_seed(0)
     MODEL = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -124,8 +126,7 @@ MANY_POSITIONS["block-001"] = reshaped("block-001", 12, 3, 2**20, 8)["block-001"
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(arrays, message):
-    with pytest.raises(ntk.BadReply, match=f"^{message}"):
-        received(arrays)
+    refused(f"^{message}", received, arrays, error=ntk.BadReply)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +139,14 @@ def test_what_does_not_fit_the_model_is_refused(arrays, message):
     ],
 )
 def test_more_than_was_asked_for_is_refused_and_less_is_taken(options, asked, detail):
-    with pytest.raises(ntk.BadReply, match=detail):
-        received(compressed(**options), **asked)
+    refused(detail, received, compressed(**options), **asked, error=ntk.BadReply)
     received(compressed(sparsity=0.9, bits=3), **asked | {"max_examples": 12})
 
 
 def test_what_would_not_fit_in_memory_is_refused_undecoded(monkeypatch):
     arrays = compressed(sparsity=0.5)
     monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device: 100)
-    with pytest.raises(ntk.NotEnoughMemory, match="decoded"):
-        received(arrays, sparsity=0.5)
+    refused("decoded", received, arrays, sparsity=0.5, error=ntk.NotEnoughMemory)
 
 
 @both_structures
