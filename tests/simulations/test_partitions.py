@@ -1,13 +1,14 @@
-"""Splits: every partitioner, that of Yue et al. 2022 and checksums."""
+"""Who has which examples, of training and of test data of their own; tuning never sees these."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from fedntk.simulations import Config
-from fedntk.simulations.data.load import load_data
+from fedntk.simulations import Config, load_predictor, run
+from fedntk.simulations.data.load import Data, load_data
 from fedntk.simulations.data.partitions import _load_split, client_dirichlet, load_split, split_data
+from fedntk.simulations.engine.building import load_setup
 
 DIGITS = Config(num_clients=20, clients_per_round=5)
 LABELS = np.repeat(np.arange(10), 300)
@@ -64,3 +65,101 @@ def test_cached_split_is_the_split(tmp_path, monkeypatch):
     np.testing.assert_equal((fresh.clients, fresh.tests), (found.clients, ()))
     assert set(found.tests[0]) != set(other.tests[0])
     _load_split.cache_clear()
+
+
+PRIVATE = Config(num_clients=20, clients_per_round=5, private_test=True, alpha=0.5)
+SMALL = Config(
+    method="fedavg", num_clients=6, clients_per_round=4, clients_per_evaluation=6, rounds=2,
+    partition="dirichlet", alpha=1.0, width=10, batch_size=8, learning_rate=0.1, private_test=True,
+    min_partition_size=10,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"partition": "iid"},
+        {"partition": "dirichlet", "alpha": 0.3},
+        {"partition": "client-dirichlet", "examples_per_client": 100},
+        {"partition": "pathological", "classes_per_client": 4},
+    ],
+)
+def test_every_test_example_has_one_client_and_classes_go_as_in_training(own):
+    config = replace(PRIVATE, **own)
+    data, split = load_data(config), load_split(config)
+    everything = np.sort(np.concatenate(split.tests))
+    np.testing.assert_array_equal(everything, np.arange(len(data.y_test)))
+    held = np.stack([np.bincount(data.y_train[own], minlength=10) for own in split.clients])
+    tested = np.stack([np.bincount(data.y_test[own], minlength=10) for own in split.tests])
+    exact = held / held.sum(0) * np.bincount(data.y_test)
+    assert np.all(np.abs(tested - exact) < 1)
+    assert not tested[held == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("owners", "expected"),
+    [
+        (list("bbadbb"), {"a": [2], "b": [0, 1, 4, 5], "c": []}),
+        (None, {"a": [0, 3], "b": [1, 4], "c": [2, 5]}),  # by class: owner a has class 0, and so on
+    ],
+)
+def test_where_the_split_is_by_owners_so_is_that_of_the_test_set(owners, expected):
+    """Test examples of an unknown owner, and of another class, are nobody's."""
+    data = Data(
+        np.zeros((10, 2)), np.arange(10) % 3, np.zeros((7, 2)), np.array([0, 1, 2, 0, 1, 2, 3]), 4,
+        natural_ids=np.array(list("abcabcabca")),
+        natural_ids_test=None if owners is None else np.array([*owners, "e"]),
+    )  # fmt: skip
+    own = {"partition": "natural", "natural_column": "writer", "private_test": True}
+    split = split_data(Config(num_clients=3, clients_per_round=1, **own), data)
+    pairs = zip(split.clients, split.tests, strict=True)
+    assert {data.natural_ids[own[0]]: sorted(test) for own, test in pairs} == expected
+
+
+def test_clients_evaluate_on_their_part_and_train_on_the_rest_of_their_own():
+    """The server validates on what all clients hold out, unless it has examples of its own."""
+    config = replace(SMALL, local_test_fraction=0.25)
+    tested, all_kept = load_setup(config), []
+    tuned = load_setup(config.replace(evaluate_on="validation"))
+    (x_test, _), (x, _) = tested.data.test(), tested.data.train(np.arange(len(tested.data.y_train)))
+    for i, test in enumerate(tested.split.tests):
+        train, kept = tested.split.train_and_test(i, config)
+        np.testing.assert_array_equal(tested.examples(i).test[0], x_test[test])
+        np.testing.assert_array_equal(tuned.examples(i).test[0], x[kept])
+        for setup in (tested, tuned):
+            np.testing.assert_array_equal(setup.examples(i).train[0], x[train])
+        assert not set(train) & set(kept)
+        all_kept.append(kept)
+    np.testing.assert_array_equal(tuned.evaluation_set()[0], x[np.concatenate(all_kept)])
+    more = load_setup(config.replace(evaluate_on="validation", validation_examples=50))
+    assert len(more.evaluation_set()[1]) == 50
+
+
+def test_clients_accuracies_are_those_of_the_model_on_their_parts(tmp_path):
+    result = run(SMALL, out=tmp_path, progress=False)
+    setup, model = load_setup(result.config), load_predictor(tmp_path)
+    last = result.clients[result.clients["round"] == 2].pivot(columns="metric", index="partition")
+    for i, test in enumerate(setup.split.tests):
+        expected = model.evaluate(*setup.data.test(test)).accuracy, len(test)
+        found = last.value.loc[i, ["accuracy", "num-examples"]]
+        assert tuple(found) == pytest.approx(expected, abs=1e-12)
+    on_all = model.evaluate(*setup.data.test()).accuracy
+    assert result.curve("client-accuracy")[2] == pytest.approx(on_all, abs=1e-9)
+
+
+@pytest.mark.parametrize("evaluate_on", ["test", "validation"])
+def test_a_client_without_examples_to_evaluate_on_does_not_evaluate(tmp_path, evaluate_on):
+    """Fifty clients share nine test examples; or keep a tenth of ten examples or fewer."""
+    y = np.arange(400) % 3
+    x = np.random.default_rng(0).normal(size=(400, 6))
+    np.savez(tmp_path / "d.npz", x_train=x[:391], y_train=y[:391], x_test=x[391:], y_test=y[391:])
+    config = SMALL.replace(
+        dataset=f"npz:{tmp_path / 'd.npz'}", num_clients=50, clients_per_evaluation=50, rounds=1,
+        evaluate_on=evaluate_on, local_test_fraction=0.1, min_partition_size=1,
+    )  # fmt: skip
+    setup = load_setup(config)
+    with_some = {i for i in range(50) if len(setup.examples(i).test[1])}
+    assert 0 < len(with_some) < 50
+    result = run(config, out=tmp_path / "run", progress=False)
+    assert set(result.clients.partition) == with_some
+    assert result.curve("client-replies-accepted")[1] == len(with_some)
