@@ -85,15 +85,13 @@ def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Strategy, R
     """Run an app in this process, as its pyproject.toml says; the last strategy, and its result."""
     kept: list[tuple[Strategy, Result]] = []
 
-    def noting(start: Any) -> Any:
-        def noted(self: Strategy, *args: Any, **options: Any) -> Result:
+    for kind in (Strategy, BaseStrategy):
+
+        def noted(self: Strategy, *args: Any, start: Any = kind.start, **options: Any) -> Result:
             kept.append((self, start(self, *args, **options)))
             return kept[-1][1]
 
-        return noted
-
-    for kind in (Strategy, BaseStrategy):
-        patch.setattr(kind, "start", noting(kind.start))
+        patch.setattr(kind, "start", noted)
     files = applied(DIFFS[name], STOCK) if name else STOCK
     for path, text in {"digits/__init__.py": "", **files}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,13 @@
-"""Tables and pictures, of runs and of their clients, say what the records say."""
+"""Comparisons run once and go on; tables and pictures of runs and clients say what records say."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from fedntk.simulations import Run, compare, read_runs
+from fedntk.simulations import Run, RunFailed, compare, load_results, read_runs, run
 from fedntk.simulations.data.client_tables import (
     client_accuracy_table,
     client_gains,
@@ -15,7 +16,9 @@ from fedntk.simulations.data.client_tables import (
 )
 from fedntk.simulations.report.figures import accuracy_curves
 from fedntk.simulations.report.report import _without_alpha, final_table, target_table
+from fedntk.simulations.report.results import run_state
 
+from .outcomes import refused
 from .settings import FEDAVG
 
 SMALL = FEDAVG.replace(clients_per_evaluation=4, rounds=3, targets="0.3,0.99", width=20)
@@ -128,3 +131,73 @@ def test_targets_go_by_the_clients_own_models(finished_run):
     assert result.curve().max() < 0.3
     assert reached["round"] == curve[curve >= 0.3].index[0]
     assert result.summary["to-target"]["0.3"] == reached
+
+
+PAIR = {"wide": FEDAVG, "narrow": FEDAVG.replace(width=10)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The table of a comparison that was not interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    return compare(PAIR, seeds=np.array([1, 0]), out=folder, progress=False)
+
+
+def test_table_of_all_rounds_by_name_and_seed(whole, tmp_path):
+    accuracy = whole[whole.metric == "accuracy"]
+    assert list(zip(accuracy.run, accuracy.seed, accuracy["round"], strict=True)) == [
+        (name, seed, number) for name in PAIR for seed in (1, 0) for number in range(3)
+    ]
+    single = run(PAIR["narrow"], seed=1, out=tmp_path, progress=False)
+    own = accuracy[(accuracy.run == "narrow") & (accuracy.seed == 1)].value
+    assert own.tolist() == single.curve().tolist()
+
+
+def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, whole, each_run):
+    ran = []
+
+    def stop(config, record):
+        if len(ran) == 3 and record["round"] == 1:
+            raise KeyboardInterrupt
+
+    each_run(lambda config: ran.append((f"{config.name} {config.seed}", run_state(config))), stop)
+    with pytest.raises(KeyboardInterrupt):
+        compare(PAIR, seeds=[1, 0], out=tmp_path, progress=False)
+    summary = json.loads((tmp_path / "narrow" / "seed-1" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    table = compare(PAIR, seeds=[1, 0], out=tmp_path, progress=False)
+    assert ran == [
+        *(("wide 1", "new"), ("wide 0", "new"), ("narrow 1", "new")),
+        *(("narrow 1", "interrupted"), ("narrow 0", "new")),
+    ]
+    assert (tmp_path / "wide" / "seed-1" / "rounds.parquet").exists()
+    own, other = (t[~t.metric.str.contains("seconds|memory")] for t in (table, whole))
+    assert own.equals(other)
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path, each_run):
+    def fail(config):
+        if config.name == "wide":
+            raise RuntimeError("out of luck")
+
+    each_run(fail)
+    message = r"1 of 2 runs failed \(wide, seed 0: RuntimeError: out of luck\)"
+    refused(message, compare, PAIR, out=tmp_path, progress=False, error=RunFailed)
+    assert load_results(tmp_path).run.unique().tolist() == ["narrow"]
+    each_run()
+    assert len(compare(PAIR, out=tmp_path, progress=False).run.unique()) == 2
+
+
+@pytest.mark.parametrize(
+    ("configs", "options", "message"),
+    [
+        (PAIR, {"seeds": 3}, r"seeds: expected numbers such as \[0, 1, 2\], got 3"),
+        (PAIR, {"seeds": [1, 1]}, r"seeds: expected each once, got \[1, 1\]"),
+        (PAIR, {"seed": 3}, "seed: set for each run by the comparison"),
+        ({"a/b": FEDAVG, "a-b": FEDAVG}, {}, "names that make different folders"),
+        (PAIR | {"c": FEDAVG.replace(model="lenet")}, {}, "c: .*images"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_run(tmp_path, configs, options, message):
+    refused(message, compare, configs, out=tmp_path, progress=False, **options)
+    assert list(tmp_path.rglob("*")) == []

@@ -69,8 +69,7 @@ def client_fn(context: Context) -> NumPyClient:
     elif method == "tct":
         options |= {"cache": Path(config["out"]) / f"cache-{hospital}", "local_epochs": 2}
     elif method == "cp-ntk-fl":
-        if "keys" not in context.state:
-            context.state["keys"] = ConfigRecord()
+        context.state.setdefault("keys", ConfigRecord())
         keys = ClientKeys(
             load_key(Path(node["key"])),
             run=RUN,
