@@ -33,9 +33,7 @@ def test_passive_waiting_is_set_before_torch_is_loaded(room):
 
 
 @pytest.mark.parametrize("name", ["", *threads.OWN_SETTINGS])
-def test_own_settings_win_and_after_torch_it_is_set_for_processes_that_are_started(
-    name, monkeypatch
-):
+def test_own_settings_win_and_after_torch_it_is_set_for_new_processes(name, monkeypatch):
     """Without settings it is too late for this process, where torch is loaded already."""
     for setting in threads.OWN_SETTINGS:
         monkeypatch.setenv(setting, "100")
@@ -50,9 +48,7 @@ def test_own_settings_win_and_after_torch_it_is_set_for_processes_that_are_start
     ("change", "count", "warnings"),
     [({}, 8, 1), ({}, 1, 0), ({"TOO_LATE": False}, 8, 0), ({"load": 0.0}, 8, 0)],
 )
-def test_spinning_threads_are_reported_once_on_a_busy_machine(
-    change, count, warnings, monkeypatch, caplog
-):
+def test_spinning_is_reported_once_if_busy(change, count, warnings, monkeypatch, caplog):
     monkeypatch.setattr(threads, "TOO_LATE", change.get("TOO_LATE", True))
     monkeypatch.setattr(threads, "_cores", lambda: 8)
     monkeypatch.setattr(os, "getloadavg", lambda: (change.get("load", 99.0),) * 3)

@@ -238,10 +238,8 @@ def test_kill_9_of_the_server_app_and_of_the_superlink(federation, hospitals, fo
     assert learned(out) == expected
 
 
-def test_kill_9_of_a_supernode_in_training_and_of_one_in_a_query(
-    without_nodes, hospitals, folder, node_configs
-):
-    """The round goes on with who is left, as on a local engine where these clients fail."""
+def test_kill_9_of_two_supernodes_at_work(without_nodes, hospitals, folder, node_configs):
+    """In training and in a query. It goes on with the third, as if these clients had failed."""
     federation = without_nodes.result(timeout=2 * PATIENCE)
     out = folder / "killed"
     config = settings(out, "ntk-fl", rounds=1, fail_at="train:2,query:1")
@@ -322,9 +320,7 @@ def bundle(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "app"
 
 
-def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
-    installed, bundle, tmp_path, monkeypatch
-):
+def test_the_bundle_runs_simulated_and_deployed(installed, bundle, tmp_path, monkeypatch):
     """With fedntk from a wheel; both learn the local engine's bits, and leave nothing running."""
     monkeypatch.chdir(tmp_path)
     settings = {

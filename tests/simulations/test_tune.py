@@ -233,9 +233,7 @@ def test_a_bad_trial_ends_early_if_asked_and_is_marked(tmp_path, pretended, prun
 
 
 @pytest.mark.parametrize("loss", [{"loss": float("nan")}, {}])
-def test_the_smallest_loss_is_the_best_and_one_that_is_no_number_never(
-    tmp_path, monkeypatch, pretended, loss
-):
+def test_the_smallest_loss_is_best_and_never_one_of_nan(tmp_path, monkeypatch, pretended, loss):
     """Or that is missing in all rounds: NaN would be neither more nor less than the others."""
     pretend = trials.run
 
