@@ -18,8 +18,7 @@ def attack(program):
 
 
 def seen_by_server(attack, wire, sparsity=0.0):
-    """Network, what the server sees of each of four pictures, and these, standardised: a disc, a
-    frame and two gradients."""
+    """Network, what the server sees of four pictures, and these, standardised."""
     line = torch.linspace(-1, 1, 28)
     down, across = torch.meshgrid(line, line, indexing="ij")
     disc = (down**2 + across**2 < 0.5).float()

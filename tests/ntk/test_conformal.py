@@ -92,11 +92,8 @@ def test_too_few_examples_say_how_many_are_needed(coverage):
     needed = examples_needed(coverage)
     p, labels = torch.full((needed, 2), 0.5), torch.zeros(needed, dtype=torch.int64)
     calibrate(p, labels, coverage)
-    with pytest.raises(
-        ValueError,
-        match=rf"a coverage of {coverage} needs at least {needed} calibration examples, "
-        rf"got {needed - 1}; hold out more, or lower the coverage",
-    ):
+    wrong = f"{coverage} needs at least {needed} calibration examples, got {needed - 1}; hold out"
+    with pytest.raises(ValueError, match=wrong):
         calibrate(p[1:], labels[1:], coverage)
 
 

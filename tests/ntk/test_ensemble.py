@@ -154,9 +154,8 @@ def tct(loss="mse", seed=2):
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(seed)
         network = mlp()
-    return ntk.TCTModel(
-        network, ntk.FeatureMap(), ntk.Normaliser.identity(width), linear.numpy(), loss=loss
-    )
+    parts = network, ntk.FeatureMap(), ntk.Normaliser.identity(width)
+    return ntk.TCTModel(*parts, linear.numpy(), loss=loss)
 
 
 def test_models_of_both_losses_count_as_of_cross_entropy():

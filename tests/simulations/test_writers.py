@@ -64,19 +64,16 @@ def test_mlflow(tmp_path, monkeypatch):
     assert len(found) == 2
 
 
-def record(number: int) -> dict[str, float]:
-    return {"round": number, "accuracy": number / 10}
-
-
 def two_runs(shown: Progress) -> None:
     """Four rounds of a first run, two of a second one that is gone on with."""
     shown.begin("first", 4)
     shown.on_answer("train", 3, 8)
     for number in range(5):
-        shown.on_round(record(number) | {"replies-accepted": 7, "replies-rejected": 1})
+        record = {"round": number, "accuracy": number / 10}
+        shown.on_round(record | {"replies-accepted": 7, "replies-rejected": 1})
     shown.end()
     shown.begin("second", 4, done=2)
-    shown.on_round(record(4))
+    shown.on_round(record)
     shown.end()
 
 

@@ -314,16 +314,10 @@ AUTO, CROSS_ENTROPY = {"learning_rate": "auto"}, {"loss": "cross-entropy"}
     ],
 )
 def test_bad_problems_are_refused_by_name(change, message):
-    arguments = {
-        "jacobian_or_kernel": torch.eye(2),
-        "outputs": torch.zeros(2, 2),
-        "targets": torch.eye(2),
-        "loss": "mse",
-        "learning_rate": 0.1,
-        "steps": [1],
-    }
+    tensors = {"jacobian_or_kernel": torch.eye(2), "outputs": torch.zeros(2, 2)}
+    others = {"targets": torch.eye(2), "loss": "mse", "learning_rate": 0.1, "steps": [1]}
     with pytest.raises(ValueError, match=message):
-        evolve(**arguments | change)
+        evolve(**tensors | others | change)
 
 
 @pytest.mark.parametrize("size", [1e9, 1e30])
@@ -351,13 +345,12 @@ def test_what_does_not_fit_is_refused_with_both_sizes(monkeypatch):
     """12 examples x 3 outputs at 2 steps: 8 x 36 x (24 + 4) bytes for the solver alone."""
     jac, f, y = mlp()
     options = {"learning_rate": 0.5, "steps": [1, 2]}
-    monkeypatch.setattr(
-        "fedntk.ntk.support.memory.available_memory", lambda device: 8 * 36 * 28 - 1
-    )
+    memory = "fedntk.ntk.support.memory.available_memory"
+    monkeypatch.setattr(memory, lambda device: 8 * 36 * 28 - 1)
     monkeypatch.setattr("fedntk.ntk.evolution.gradient_flow.available_memory", lambda device: 1000)
     with pytest.raises(NotEnoughMemory, match=r"12 examples x 3 outputs .* needs 0.0 GB and cpu"):
         evolve(jac, f, y, loss="cross-entropy", **options)
-    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device: 1000)
+    monkeypatch.setattr(memory, lambda device: 1000)
     with pytest.raises(NotEnoughMemory, match="eigendecomposition of the kernel of 12 examples"):
         evolve(torch.eye(12).double(), f, y, loss="mse", **options)
 

@@ -67,9 +67,8 @@ def test_each_tensor_is_sparsified_by_itself(structure):
 def test_embeddings_tokens_travel_as_they_are():
     model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 3))
     x = torch.arange(30).reshape(10, 3)
-    sent = ntk.JacobianUpload(
-        ntk.jacobian(model, x), model(x).detach(), ntk.one_hot(torch.arange(10) % 3, 3)
-    )
+    targets = ntk.one_hot(torch.arange(10) % 3, 3)
+    sent = ntk.JacobianUpload(ntk.jacobian(model, x), model(x).detach(), targets)
     limits = ntk.UploadLimits({name: list(p.shape) for name, p in model.named_parameters()}, bits=8)
     found = ntk.CompressedUpload.from_arrays(compressed(sent, bits=8), limits)
     assert torch.equal(found.jacobian.blocks[0].inputs, x)

@@ -152,12 +152,11 @@ def learn(grid: Grid, strategy: BaseStrategy, config: dict[str, Any]) -> dict[st
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
-    verify = config["authority"]
-    strategy = strategy_of(
-        config["method"],
-        RemoteKeyServer(config["key-server"], verify=verify) if verify else None,
-        RemoteShufflingServer(config["shuffling-server"], verify=verify) if verify else None,
-    )
+    parties: list[Any] = []
+    if verify := config["authority"]:
+        parties.append(RemoteKeyServer(config["key-server"], verify=verify))
+        parties.append(RemoteShufflingServer(config["shuffling-server"], verify=verify))
+    strategy = strategy_of(config["method"], *parties)
     learned = learn(grid, strategy, dict(config))
     np.savez(Path(config["out"]) / "partial.npz", **learned)
     (Path(config["out"]) / "partial.npz").rename(Path(config["out"]) / "learned.npz")
