@@ -231,6 +231,7 @@ def first(count: int, threshold: int) -> dict[str, Any]:
     [
         (first(5, 6), "more than half of 5 clients"),
         (first(4, 2), "more than half of 4 clients"),
+        ({"clients": (*IDS, 21), "keys": (*PUBLIC, bytes(32))}, "half of 6 clients.*, got 3"),
         (first(3, 2), "at least 3 and at most all, got 2"),
         (first(2, 2), "at least 3 clients"),
         ({"clients": IDS[::-1]}, "clients in order"),
