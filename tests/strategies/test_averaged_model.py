@@ -56,6 +56,7 @@ def test_a_round_that_changes_nothing_counts_for_nothing():
     empty = Grid(CLIENTS, changes=dict.fromkeys(range(6), lost))
     assert bits(start(strategy, empty, rounds=3)) == once
     assert strategy.averaged.count == 1
+    assert bits(start(strategy, Grid(CLIENTS))) == once  # another run begins anew
 
 
 def test_weights_that_stay_are_their_own_mean():

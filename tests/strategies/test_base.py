@@ -127,6 +127,7 @@ def test_the_same_clients_are_sampled_by_fraction_or_by_number_whatever_their_no
     first = sampled({"seed": 3, "fraction_train": 0.5, "min_train_nodes": 3})
     assert first == sampled({"seed": 3} | by_number, node_ids=IDS, order=1) != sampled(by_number)
     assert (len(first[1]), len(first[2])) == (3, 3)
+    assert first[1] != first[2]
 
 
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
