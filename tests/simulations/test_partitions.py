@@ -67,6 +67,15 @@ def test_cached_split_is_the_split(tmp_path, monkeypatch):
     _load_split.cache_clear()
 
 
+def test_a_cached_split_is_of_its_owners():
+    """Two columns of owners under one setting are two splits."""
+    own = Config(num_clients=3, clients_per_round=1, partition="natural")
+    data = load_data(own)
+    for ids in (np.arange(1437) % 3, np.arange(1437) // 479):
+        for k, indices in enumerate(_load_split(own, replace(data, natural_ids=ids)).clients):
+            assert set(ids[indices]) == {k}
+
+
 PRIVATE = Config(num_clients=20, clients_per_round=5, private_test=True, alpha=0.5)
 SMALL = Config(
     method="fedavg", num_clients=6, clients_per_round=4, clients_per_evaluation=6, rounds=2,

@@ -162,13 +162,16 @@ def test_two_runs_in_one_folder_at_a_time_are_refused(tmp_path):
         run(config, rounds=2, progress=False)
 
 
-@pytest.mark.parametrize(("monitor", "best_of"), [("accuracy", np.argmax), ("loss", np.argmin)])
+@pytest.mark.parametrize(
+    ("monitor", "best_of"),
+    [("accuracy", np.argmax), ("loss", np.argmin), ("client-loss-mean", np.argmin)],
+)
 def test_the_best_model_is_that_of_the_best_round(tmp_path, monitor, best_of):
     """The weights of the run that ends with the best round; the first of equals."""
     config = SMALL.replace(learning_rate=3.0, monitor=monitor)  # the last is not the best
     result = run(config, out=tmp_path / "all", progress=False)
     curve = result.curve(monitor)
-    best = int(best_of(curve.to_numpy()))
+    best = int(curve.index[best_of(curve.to_numpy())])
     assert best < 5
     assert result.summary["best"] == {"metric": monitor, "round": best, "value": curve[best]}
     until = run(config, out=tmp_path / "until", rounds=best, progress=False)
