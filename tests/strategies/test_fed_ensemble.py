@@ -96,7 +96,7 @@ def test_in_an_age_each_model_visits_each_stratum_once_and_each_order_is_as_like
 
 def test_a_run_goes_by_the_orders_of_each_age():
     strategy, seen = FedEnsemble(num_models=3, **BALANCED), []
-    note: Any = {"evaluate_fn": lambda *_: seen.append(dict(strategy._model_of))}
+    note = {"evaluate_fn": lambda *_: seen.append(dict(strategy._model_of))}
     start(strategy, Grid(CLIENTS), 6, **note)
     orders = [permutations(3, 3, "balanced", 0, age) for age in (0, 1)]
     assert (orders[0] != orders[1]).any()
