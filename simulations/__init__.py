@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .assessment.uncertainty import Assessment, assess
     from .assessment.unlearning import Unlearned, unlearn
     from .config.config import Config
+    from .data.own import OwnData
     from .deploy.federation import Federation
     from .engine.building import load_predictor
     from .engine.runs import compare, run
@@ -29,6 +30,7 @@ _HOMES = {
     "assessment.uncertainty": ("Assessment", "assess"),
     "assessment.unlearning": ("Unlearned", "unlearn"),
     "config.config": ("Config",),
+    "data.own": ("OwnData",),
     "deploy.federation": ("Federation",),
     "engine.building": ("load_predictor",),
     "engine.runs": ("compare", "run"),
@@ -43,6 +45,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Federation",
+    "OwnData",
     "Run",
     "RunFailed",
     "Tuning",

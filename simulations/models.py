@@ -1,7 +1,9 @@
 """The papers' networks, by name."""
 
-import importlib
+import copy
+import hashlib
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -20,10 +22,13 @@ from fedntk.ntk.features import CENTRE
 from fedntk.ntk.first_weights import draw_weights
 
 from .config.config import Config
+from .config.importing import absolute, import_object
 from .config.settings import ConfigError, nearest
 from .errors import first_line
 
 InputShape = tuple[int, ...]
+GIVEN = "given:"  # begins names of models that were passed as objects
+_given: dict[str, Any] = {}
 
 
 class MLP(nn.Sequential):
@@ -201,6 +206,35 @@ def _image(input_shape: InputShape, name: str, *, at_least: int) -> InputShape:
     return input_shape
 
 
+def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) -> str:
+    """Return the setting ``model`` for a module, or a function of input shape and classes.
+
+    What cannot be imported is known in this process only; its name begins with ``given:``.
+    """
+    if isinstance(model, str):
+        return model
+    if not callable(model):
+        raise ConfigError(
+            "model: expected a torch.nn.Module, a function of (input_shape, num_classes), or a "
+            f"name, got {type(model).__name__}"
+        )
+    digest = hashlib.sha256(repr(model).encode() if isinstance(model, nn.Module) else b"")
+    if isinstance(model, nn.Module):
+        name = type(model).__name__
+        for key, tensor in model.state_dict().items():
+            digest.update(key.encode() + tensor.detach().cpu().numpy().tobytes())
+    else:
+        name = getattr(model, "__qualname__", type(model).__name__)
+        module = sys.modules.get(getattr(model, "__module__", "__main__"))
+        if module and module.__name__ != "__main__" and getattr(module, name, None) is model:
+            return absolute(f"{module.__name__}:{name}")
+        if code := getattr(model, "__code__", None):
+            digest.update(code.co_code + repr(code.co_consts).encode())
+    given = f"{GIVEN}{name.rpartition('.')[2]}-{digest.hexdigest()[:6]}"
+    _given[given] = model
+    return given
+
+
 def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
     """Make the network that `config` names, its weights drawn from the configured seed.
 
@@ -289,17 +323,22 @@ def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Mo
     }
     if config.model in known:
         return known[config.model](input_shape, num_classes)
-    module, _, factory = config.model.partition(":")
-    if not factory:
+    if config.model.startswith(GIVEN):
+        if config.model not in _given:
+            raise ConfigError(
+                f"model = {config.model}: a module or function of another process; pass it again "
+                "with model=..., or put a function into a file and pass model='mynet.py:build'"
+            )
+        make = _given[config.model]
+        return (
+            copy.deepcopy(make) if isinstance(make, nn.Module) else make(input_shape, num_classes)
+        )
+    if ":" not in config.model:
         raise ConfigError(
-            f"model: expected {', '.join(known)} or <module>:<factory>, "
+            f"model: expected {', '.join(known)}, or your own as <file>.py:<function>, "
             f"got {config.model!r}{nearest(config.model, known)}"
         )
-    try:
-        make = getattr(importlib.import_module(module), factory)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"model = {config.model}: cannot be imported: {error}") from error
-    model: nn.Module = make(input_shape, num_classes)
+    model: nn.Module = import_object("model", config.model)(input_shape, num_classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model = {config.model}: expected a torch.nn.Module, got {type(model).__name__}"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,17 +88,18 @@ class EnsemblePredictor(Predictor):
         """The K models."""
         return [cast(Predictor, member) for member in self.members]
 
-    def scores(self, x: Tensor) -> Tensor:
+    def scores(self, x: Any) -> Tensor:
         """Return each model's scores of examples (n, ...): shape (K, n, C), on the CPU."""
+        x = self.prepare(x)
         return torch.stack([member.predict(x) for member in self.models])
 
-    def probabilities(self, x: Tensor) -> Tensor:
+    def probabilities(self, x: Any) -> Tensor:
         """Return each model's probabilities of the classes, (K, n, C); not for MSE."""
         if self.loss != "cross-entropy":
             raise ValueError(f"expected models with cross-entropy, got {self.loss}")
         return self.scores(x).softmax(-1)
 
-    def predict(self, x: Tensor) -> Tensor:
+    def predict(self, x: Any) -> Tensor:
         """Return log of the mean probabilities, or for MSE the mean outputs: shape (n, C)."""
         return self.together(self.scores(x))
 
@@ -108,7 +109,7 @@ class EnsemblePredictor(Predictor):
             return scores.log_softmax(-1).logsumexp(0) - math.log(len(scores))
         return scores.mean(0)
 
-    def uncertainty(self, x: Tensor) -> Uncertainty:
+    def uncertainty(self, x: Any) -> Uncertainty:
         """Compute the uncertainty of the ensemble about examples (n, ...)."""
         return uncertainty_of(self.probabilities(x))
 
@@ -116,7 +117,7 @@ class EnsemblePredictor(Predictor):
         alike = (member for member in self.models if member.loss == self.loss)
         return next(alike).loss_of(outputs, targets)
 
-    def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
+    def evaluate(self, x: Any, y: Any) -> Evaluation:
         """Return loss and accuracy on labelled examples, and in ``more`` those of single models.
 
         They are ``model-accuracy-max``, ``-mean`` and ``-min`` over the models; with cross-entropy
@@ -124,6 +125,7 @@ class EnsemblePredictor(Predictor):
         examples' mean expected entropy and mean mutual information, in nats.
         """
         require_labelled(x, y)
+        y = y if self.inputs is None else self.inputs.labels(y)
         scores = self.scores(x)
         own = [m._evaluate(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
         more = {
@@ -137,9 +139,8 @@ class EnsemblePredictor(Predictor):
             more["mutual-information"] = float(uncertain.mutual_information.mean())
         return self._evaluate(self.together(scores), y)._replace(more=more)
 
-    def save(self, folder: str | Path) -> None:
+    def _save(self, folder: Path) -> None:
         """Write each model into a folder ``model-<k>`` of its own."""
-        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for k, member in enumerate(self.models):
             member.save(folder / f"model-{k}")
@@ -147,8 +148,8 @@ class EnsemblePredictor(Predictor):
         (folder / self.FILE).write_text(json.dumps(described, indent=2), encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> Self:  # noqa: D102
-        path = Path(folder) / cls.FILE
+    def _load(cls, folder: Path, network: nn.Module) -> Self:
+        path = folder / cls.FILE
         try:
             described = json.loads(path.read_text(encoding="utf-8"))
             known: list[type[Predictor]] = [NetworkPredictor, TCTModel, cls]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..losses import Loss, check_loss, loss_value, one_hot
+from .inputs import InputTransform
 
 BATCH_SIZE = 1024  # examples in a forward pass
 
@@ -32,26 +33,48 @@ class Evaluation(NamedTuple):
 
 
 class Predictor(nn.Module, ABC):
-    """Gives each class a score; the class with the largest one is the prediction."""
+    """Gives each class a score; the class with the largest one is the prediction.
+
+    Attributes
+    ----------
+    inputs : InputTransform or None
+        What is done to raw examples first; None: examples come as the network takes them.
+    """
 
     loss: Loss
+    inputs: InputTransform | None = None
 
     @abstractmethod
-    def predict(self, x: Tensor) -> Tensor:
+    def predict(self, x: Any) -> Tensor:
         """Return the scores of examples (n, ...): shape (n, C), float32 on the CPU, no gradient."""
 
     @abstractmethod
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
         """Loss of scores (n, C) against one-hot targets (n, C), averaged over the examples."""
 
-    @abstractmethod
     def save(self, folder: str | Path) -> None:
-        """Write the predictor into a folder, which is made."""
+        """Write the predictor, and what it does to its inputs, into a folder, which is made."""
+        if self.inputs is not None:
+            self.inputs.save(folder)  # refuses a secret before anything is written
+        self._save(Path(folder))
+
+    @classmethod
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:
+        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+        predictor = cls._load(Path(folder), network)
+        predictor.inputs = InputTransform.load(folder)
+        return predictor
+
+    @abstractmethod
+    def _save(self, folder: Path) -> None: ...
 
     @classmethod
     @abstractmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> Self:
-        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+    def _load(cls, folder: Path, network: nn.Module) -> Self: ...
+
+    def prepare(self, x: Any) -> Tensor:
+        """Return examples as the network takes them."""
+        return x if self.inputs is None else self.inputs(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores of examples (n, ...): shape (n, C), on the predictor's device.
@@ -60,10 +83,13 @@ class Predictor(nn.Module, ABC):
         """
         return self.predict(x)
 
-    def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
-        """Return loss and accuracy on examples (n, ...), n > 0, with labels (n,) in 0 ... C - 1."""
+    def evaluate(self, x: Any, y: Any) -> Evaluation:
+        """Return loss and accuracy on examples (n, ...), n > 0, with labels (n,) in 0 ... C - 1.
+
+        A predictor with `inputs` also takes names of classes as labels.
+        """
         require_labelled(x, y)
-        return self._evaluate(self.predict(x), y)
+        return self._evaluate(self.predict(x), y if self.inputs is None else self.inputs.labels(y))
 
     def _evaluate(self, outputs: Tensor, y: Tensor) -> Evaluation:
         targets = one_hot(y.cpu(), outputs.shape[1])
@@ -115,24 +141,25 @@ class NetworkPredictor(Predictor):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's outputs (n, C), on its device and with gradients."""
-        outputs: Tensor = self.network(x.to(self.device))
+        outputs: Tensor = self.network(self.prepare(x).to(self.device))
         return outputs
 
     @torch.no_grad()
-    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
+    def predict(self, x: Any) -> Tensor:  # noqa: D102
         self.network.eval()
-        return torch.cat([self(chunk).cpu() for chunk in x.split(BATCH_SIZE)])
+        chunks = self.prepare(x).split(BATCH_SIZE)
+        return torch.cat([self.network(chunk.to(self.device)).cpu() for chunk in chunks])
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:  # noqa: D102
         return loss_value(outputs, targets, self.loss)
 
-    def save(self, folder: str | Path) -> None:
+    def _save(self, folder: Path) -> None:
         """Write ``network.safetensors`` with the state dict, and the loss in its metadata."""
-        write_model(Path(folder) / self.FILE, arrays_of(self.network), {"loss": self.loss})
+        write_model(folder / self.FILE, arrays_of(self.network), {"loss": self.loss})
 
     @classmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> Self:  # noqa: D102
-        with reading_model(Path(folder) / cls.FILE, "network") as (arrays, described):
+    def _load(cls, folder: Path, network: nn.Module) -> Self:
+        with reading_model(folder / cls.FILE, "network") as (arrays, described):
             loss = described["loss"]
         require_same_network(network, arrays, folder)
         return cls.from_arrays(network, arrays, loss=loss)
@@ -163,7 +190,7 @@ def reading_model(
         raise ValueError(f"{path} holds no {kind} that can be read: {error}") from error
 
 
-def require_labelled(x: Tensor, y: Tensor) -> None:
+def require_labelled(x: Any, y: Any) -> None:
     """Refuse no examples, or another number of labels."""
     if len(x) == 0 or len(x) != len(y):
         raise ValueError(

@@ -5,7 +5,7 @@ Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous
 """
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -58,12 +58,12 @@ class PrototypePredictor(NetworkPredictor):
         return self.predict(x)
 
     @torch.no_grad()
-    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
+    def predict(self, x: Any) -> Tensor:  # noqa: D102
         extract = self.feature_map.extractor(self.network)
         present = torch.from_numpy(self.prototypes.present)
         means = torch.from_numpy(np.array(self.prototypes.means))[present]
         scores = []
-        for chunk in x.split(BATCH_SIZE):
+        for chunk in self.prepare(x).split(BATCH_SIZE):
             features = extract(chunk)
             own = torch.stack([-(features - mean).square().sum(1) for mean in means], 1)
             lowest = own.amin(1, keepdim=True) - 1
@@ -71,16 +71,16 @@ class PrototypePredictor(NetworkPredictor):
             scores[-1][:, present] = own
         return torch.cat(scores)
 
-    def save(self, folder: str | Path) -> None:
+    def _save(self, folder: Path) -> None:
         """Write the network as :class:`NetworkPredictor` does, and ``prototypes.safetensors``."""
-        super().save(folder)
+        super()._save(folder)
         means, counts = self.prototypes.means, self.prototypes.counts
-        path, described = Path(folder) / self.PROTOTYPES, {"head": self.feature_map.head}
+        path, described = folder / self.PROTOTYPES, {"head": self.feature_map.head}
         write_model(path, {"means": means, "counts": counts}, described)
 
     @classmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> Self:  # noqa: D102
-        with reading_model(Path(folder) / cls.PROTOTYPES, "prototypes") as (arrays, described):
+    def _load(cls, folder: Path, network: nn.Module) -> Self:
+        with reading_model(folder / cls.PROTOTYPES, "prototypes") as (arrays, described):
             head, prototypes = described["head"], Prototypes(arrays["means"], arrays["counts"])
         own = NetworkPredictor.load(folder, network).network
         return cls(own, prototypes, head=head)

@@ -103,17 +103,18 @@ class TCTModel(Predictor):
         load_arrays(model.network, arrays)
         return model
 
-    def features(self, x: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
+    def features(self, x: Any, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
         """Yield the normalised features of examples (n, ...), some at a time: (m, p), float32.
 
         The features of a chunk take at most `chunk_bytes`.
         """
         extract, normaliser = self.feature_map.extractor(self.network), self.normaliser
         size = max(1, chunk_bytes // (4 * len(normaliser.mean)))
+        x = self.prepare(x)
         for chunk in x.split(size) if len(x) else ():
             yield normaliser(extract(chunk))
 
-    def predict(self, x: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
+    def predict(self, x: Any, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
         """Return the classes' scores (n, C), float32 on the CPU; the largest is the prediction.
 
         Trained by least squares they estimate the classes' probabilities minus 1/C; trained by
@@ -121,7 +122,7 @@ class TCTModel(Predictor):
         """
         linear = self.linear.cpu()
         with torch.inference_mode(False):  # features are gradients, whatever the caller has off
-            x = x.clone() if x.is_inference() else x
+            x = x.clone() if isinstance(x, Tensor) and x.is_inference() else x
             scores = [self.scores(z, linear) for z in self.features(x, chunk_bytes=chunk_bytes)]
         return torch.cat(scores) if scores else linear.new_zeros(0, linear.shape[1])
 
@@ -140,17 +141,17 @@ class TCTModel(Predictor):
         scores = features @ linear[:width]
         return scores + linear[width] if len(linear) > width else scores
 
-    def save(self, folder: str | Path) -> None:
+    def _save(self, folder: Path) -> None:
         """Write ``tct.safetensors`` into a folder; the architecture is not in it."""
         arrays = {f"network.{name}": array for name, array in arrays_of(self.network).items()}
         own = zip(self.ARRAYS, (self.linear, self.mean, self.inv_std), strict=True)
         arrays |= {name: np.array(tensor.cpu().numpy(), order="C") for name, tensor in own}
         described = {"loss": self.loss, **self.feature_map.to_config()}
-        write_model(Path(folder) / self.FILE, arrays, described)
+        write_model(folder / self.FILE, arrays, described)
 
     @classmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> Self:  # noqa: D102
-        with reading_model(Path(folder) / cls.FILE, "TCT model") as (arrays, described):
+    def _load(cls, folder: Path, network: nn.Module) -> Self:
+        with reading_model(folder / cls.FILE, "TCT model") as (arrays, described):
             feature_map, loss = FeatureMap.from_config(described), check_loss(described["loss"])
         own = {k.removeprefix("network."): a for k, a in arrays.items() if "network." in k[:8]}
         missing = not {LINEAR, MEAN, SCALE} <= arrays.keys()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,6 @@ from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..data.partitions import load_split
-from ..deploy.simulated_trust import projected
 from ..engine.building import load_predictor
 from ..report.figures import rejection_curves, reliability_diagram, uncertainty_histogram
 from ..report.report import markdown, setting_in_words, write_latex
@@ -285,18 +284,17 @@ def assess(
         )
     held_out = None if coverage is None else _load_held_out(config, which, calibrate_on)
     strangers = None if unfamiliar is None else _load_unfamiliar(config, unfamiliar)
-    x, labels = load_data(config).test(slice(config.test_examples or None))
-
-    def predict(x: Tensor) -> dict[str, Tensor]:
-        return _by_model(predictor, projected(config, x))
-
-    models = predict(x)
+    data, tested = load_data(config), slice(config.test_examples or None)
+    models, labels = (
+        _by_model(predictor, data.x_test[tested]),
+        torch.from_numpy(data.y_test[tested]),
+    )
     examples = {name: _examples(own, labels) for name, own in models.items()}
     table = pd.DataFrame({n: calibration(_together(own), labels) for n, own in models.items()}).T
     whole_name = next(iter(models))  # the ensemble, or the single model
     others: dict[str, pd.DataFrame] = {}
     if strangers is not None:
-        others = {name: _examples(own) for name, own in predict(strangers).items()}
+        others = {name: _examples(own) for name, own in _by_model(predictor, strangers).items()}
         for measure in MEASURES:
             table[f"auroc_{measure}"] = [
                 auroc(examples[name][measure].to_numpy(), others[name][measure].to_numpy())
@@ -306,7 +304,7 @@ def assess(
             ]
     sets = None
     if held_out is not None and coverage is not None:
-        held = _together(predict(held_out.x)[whole_name]).exp()
+        held = _together(_by_model(predictor, held_out.x)[whole_name]).exp()
         p = _together(models[whole_name]).exp()
         sets, sizes = _make_sets(held, held_out, p, labels, coverage, score, config.seed)
         examples[whole_name]["set_size"] = sizes
@@ -323,7 +321,7 @@ def assess(
     )
 
 
-def _by_model(predictor: Predictor, x: Tensor) -> dict[str, Tensor]:
+def _by_model(predictor: Predictor, x: NDArray[Any]) -> dict[str, Tensor]:
     """Name -> log-probabilities, float64 (k, n, C): all models as the ensemble, then each."""
     if isinstance(predictor, EnsemblePredictor):
         scores = predictor.scores(x)
@@ -366,22 +364,23 @@ def _rejection(models: Mapping[str, Tensor], examples: Mapping[str, pd.DataFrame
     return pd.concat(parts, ignore_index=True)
 
 
-def _load_unfamiliar(config: Config, name: str) -> Tensor:
-    """Return the test examples of another data set, standardised as the run's own are."""
+def _load_unfamiliar(config: Config, name: str) -> NDArray[Any]:
+    """Return the raw test examples of another data set, of the shape of the run's own."""
     if name == config.dataset:
         raise ConfigError(f"unfamiliar: expected another data set than the run's, got {name!r}")
     data = load_data(config)
     try:
         x = load_data(config.replace(dataset=name)).x_test[: config.test_examples or None]
-        return data.convert_examples(x, np.zeros(len(x), np.int64))[0]  # its labels are not ours
-    except ConfigError as error:
+        data.inputs(x[:1])
+    except ValueError as error:
         raise ConfigError(f"unfamiliar = {name}: {error}") from error
+    return x
 
 
 class _HeldOut(NamedTuple):
     """Labelled examples (n, ...) that nobody trained on."""
 
-    x: Tensor
+    x: NDArray[Any]  # raw
     y: Tensor
     described: str
     note: str  # what else the run used them for
@@ -409,7 +408,9 @@ def _load_held_out(config: Config, which: str, on: str | None) -> _HeldOut:
     else:
         indices, described = split.validation, f"{len(split.validation)} held-out examples"
     note = f"In the run {chosen}, so the stated coverage holds only approximately."
-    return _HeldOut(*load_data(config).train(indices), described, note if chosen else "")
+    data = load_data(config)
+    y = torch.from_numpy(data.y_train[indices])
+    return _HeldOut(data.x_train[indices], y, described, note if chosen else "")
 
 
 def _make_sets(

@@ -131,6 +131,7 @@ def unlearn(
     save_tensors(folder / "model.safetensors", models[1], described)
     config = setup.config
     config.replace(out=str(folder)).save(folder / "config.toml")
+    setup.data.inputs.save(folder)
     x, labels = setup.data.test(slice(config.test_examples or None))
     x, hits = projected(config, x), []
     for named in models:

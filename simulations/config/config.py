@@ -9,6 +9,7 @@ import difflib
 import functools
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,8 @@ import tomli_w
 
 from fedntk.ntk.support.files import whole
 
-from ..data.settings import SplitSettings
+from ..data.settings import SplitSettings, absolute_dataset
+from .importing import absolute
 from .registry import all_methods, own_methods
 from .settings import ConfigError, Settings, Value, key_of, nearest, setting
 
@@ -42,7 +44,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     Examples
     --------
     >>> config = Config(num_clients=20, method="tct", tct={"num_features": 1000})
-    >>> config.clients_per_round, config.settings.num_features
+    >>> config.clients_a_round, config.settings.num_features
     (10, 1000)
     >>> config.replace(tct={"local_steps": 50}).settings.num_features
     1000
@@ -55,7 +57,9 @@ class Config(SplitSettings, frozen=True, eq=True):
     name: str = setting("", "name of the run; the method by default")
     out: str = setting("", "folder for results; by default one in runs/, named after the settings")
     rounds: int = setting(20, "communication rounds", at_least=0)
-    clients_per_round: int = setting(10, "clients trained on a round", at_least=1)
+    clients_per_round: int = setting(
+        0, "clients that train in a round; 0: 10, or all if they are fewer", at_least=0
+    )
     clients_per_evaluation: int = setting(
         10, "clients that evaluate the new model in a round; 0: none", at_least=0
     )
@@ -115,8 +119,8 @@ class Config(SplitSettings, frozen=True, eq=True):
     model: str = setting(
         "mlp",
         "mlp, simple-cnn, lenet, lenet-bn (with BatchNorm), digits-cnn, resnet18, char-lstm, "
-        "two-patch-cnn, or "
-        "<module>:<factory>(input_shape, num_classes)",
+        "two-patch-cnn; or your own, <file>.py:<function> or <module>:<function>, called with the "
+        "shape of an example and the number of classes",
     )
     width: int = setting(
         100,
@@ -200,14 +204,18 @@ class Config(SplitSettings, frozen=True, eq=True):
         """Refuse common settings that do not fit together."""
         super().check()
         _require_method(self.method)
-        if self.weights:  # the same file for every process
-            path = str(Path(self.weights).expanduser().absolute())
-            object.__setattr__(self, "weights", path)
-            if self.init != "default":
-                raise ConfigError(
-                    f"init = {self.init} draws first weights, and weights = {path} gives them; "
-                    "leave one of the two out"
-                )
+        # the same files for every process
+        for name, whole_path in (
+            ("weights", str(Path(self.weights).expanduser().absolute()) if self.weights else ""),
+            ("dataset", absolute_dataset(self.dataset)),
+            ("model", absolute(self.model)),
+        ):
+            object.__setattr__(self, name, whole_path)
+        if self.weights and self.init != "default":
+            raise ConfigError(
+                f"init = {self.init} draws first weights, and weights = {self.weights} gives them; "
+                "leave one of the two out"
+            )
         if self.projection_kind != "gaussian" and not self.projection:
             raise ConfigError(
                 f"projection-kind = {self.projection_kind} goes with projection, the number of "
@@ -216,18 +224,18 @@ class Config(SplitSettings, frozen=True, eq=True):
         if self.class_prior and self.loss != "cross-entropy":
             raise ConfigError(f"class-prior goes with loss = cross-entropy, got {self.loss}")
         trainable = self.num_clients - self.validation_clients
-        if self.clients_per_round > trainable:
+        if not 1 <= self.clients_a_round <= trainable:
             raise ConfigError(
-                f"clients-per-round: expected at most the {trainable} clients that train, "
-                f"got {self.clients_per_round}"
+                f"clients-per-round: expected 1 ... {trainable}, the clients that train, got "
+                f"{self.clients_a_round}"
             )
         if self.monitor.startswith("client-") and not self.clients_per_evaluation:
             raise ConfigError(
                 f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0"
             )
-        if self.min_completed > self.clients_per_round:
+        if self.min_completed > self.clients_a_round:
             raise ConfigError(
-                f"min-completed: expected at most clients-per-round = {self.clients_per_round}, "
+                f"min-completed: expected at most clients-per-round = {self.clients_a_round}, "
                 f"got {self.min_completed}"
             )
         if self.client_gpus and self.device == "cpu":
@@ -245,6 +253,11 @@ class Config(SplitSettings, frozen=True, eq=True):
                 "evaluate-on = validation: nothing is held out of training; set "
                 "validation-examples, such as a tenth of the training set, or validation-clients"
             )
+
+    @property
+    def clients_a_round(self) -> int:
+        """How many clients train in a round."""
+        return self.clients_per_round or min(10, self.num_clients - self.validation_clients)
 
     @property
     def chosen_method(self) -> Any:
@@ -271,7 +284,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         """Where results go: `out`, or a folder in ``runs`` of its own for each configuration."""
         if self.out:
             return Path(self.out).expanduser().absolute()
-        dataset = self.dataset.replace(":", "-").replace("/", "-")
+        dataset = re.sub(r"[^\w.-]+", "-", re.sub(r"[^:]*/", "", self.dataset))
         settings = json.dumps({k: v for k, v in self._acting().items() if k not in INCIDENTAL})
         digest = hashlib.sha256(settings.encode()).hexdigest()[:6]
         name = f"{self.name or self.method}-{dataset}-{self.seed}-{digest}"

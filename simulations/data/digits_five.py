@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..config.settings import ConfigError
-from .hugging_face import HuggingFaceSet, existing_folder, pictures
+from .hugging_face import HuggingFaceSet, existing_folder, image_column, pictures
 from .parts import Domain, Part, join_domains, select_balanced
 
 SIDE = 28  # pixels to which all pictures are resized, as by Li et al.
@@ -60,7 +60,7 @@ def _part(source: HuggingFaceSet, name: str, part: str, count: int) -> Part:
     if count:
         own = select_balanced(y, count, part, name)
         split, y = split.select(own), y[own]
-    return Part(pictures(split, source.image_column(split), _resize), y)
+    return Part(pictures(split, image_column(split), _resize), y)
 
 
 def _resize(picture: Any) -> Any:

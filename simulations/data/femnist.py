@@ -8,7 +8,7 @@ via Neural Tangent Kernel*, ICML 2025, section 5.
 import numpy as np
 
 from ..config.settings import ConfigError
-from .hugging_face import HuggingFaceSet, existing_folder, pictures
+from .hugging_face import HuggingFaceSet, existing_folder, image_column, pictures
 from .parts import Part
 
 HUB = "flwrlabs/femnist"
@@ -40,7 +40,7 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
         chosen = np.flatnonzero(digit_of[y] >= 0)
         split, writers = split.select(chosen), writers[chosen]
         y, names = digit_of[y[chosen]], names[:10]
-    image = source.image_column(split)
+    image = image_column(split)
     chunks = (split.select(range(i, min(i + CHUNK, len(y)))) for i in range(0, len(y), CHUNK))
     grey = [pictures(own, image, lambda picture: picture.convert("L")) for own in chunks]
     x = np.concatenate(grey)

@@ -1,6 +1,6 @@
 """Image sets in Hugging Face's form, from the hub or a folder of their files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config.settings import ConfigError
+from ..config.settings import ConfigError, nearest
+from ..errors import first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,6 +25,28 @@ class HuggingFaceSet:
     name: str
     subset: str = ""
 
+    def splits(self) -> dict[str, "Dataset"]:
+        """Return all splits; a path is never looked for on the hub."""
+        place = Path(self.name).expanduser()
+        kind = place.suffix.removeprefix(".")
+        if place.is_file() or kind in ("csv", "parquet", "npz"):
+            raise ConfigError(
+                f"dataset: hf: takes a name on the hub, or a folder, got the file {place}"
+                + (f"; did you mean {kind}:{place}?" if kind in ("csv", "parquet", "npz") else "")
+            )
+        if not place.is_dir() and self.name.startswith((".", "/", "~")):
+            raise ConfigError(f"dataset: no folder at {place.absolute()}")
+        from datasets import load_dataset
+
+        try:
+            found: dict[str, Dataset] = load_dataset(str(place), self.subset or None)
+        except Exception as error:
+            raise ConfigError(
+                f"dataset: {self.name!r} cannot be read: {first_line(error)}; for a folder with a "
+                "folder of pictures for each class use folder:"
+            ) from error
+        return found
+
     def split(self, part: str) -> "Dataset":
         """Return the train or the test split."""
         from datasets import load_dataset
@@ -35,21 +58,9 @@ class HuggingFaceSet:
                 f"dataset: {self.name!r} has no readable {part} split: {error}"
             ) from error
 
-    def image_column(self, split: "Dataset", given: str = "") -> str:
-        """Return the column of the images: the given one, or the first that has images."""
-        from datasets import Image
-
-        images = [key for key, feature in split.features.items() if isinstance(feature, Image)]
-        return self.column(split, "image-column", given or (images[0] if images else ""))
-
     def column(self, split: "Dataset", setting: str, given: str) -> str:
         """Return the given column, if the split has it."""
-        if given not in split.features:
-            raise ConfigError(
-                f"{setting}: {self.name!r} has the columns {', '.join(split.features)}, "
-                f"got {given!r}"
-            )
-        return given
+        return require_column(setting, given, split.features, repr(self.name))
 
     def class_column(self, split: "Dataset") -> str:
         """Return the only column of class labels; without one, the only column of whole numbers."""
@@ -67,6 +78,25 @@ class HuggingFaceSet:
         return found[0]
 
 
+def image_column(split: "Dataset") -> str:
+    """Return the first column that has images; empty if there is none."""
+    from datasets import Image
+
+    images = (key for key, feature in split.features.items() if isinstance(feature, Image))
+    return next(images, "")
+
+
+def require_column(setting: str, given: str, columns: Iterable[str], whose: str) -> str:
+    """Return a column that a setting names, if it is there."""
+    known = [str(name) for name in columns]
+    if given not in known:
+        shown = ", ".join(known[:10]) + (f" and {len(known) - 10} more" * (len(known) > 10))
+        raise ConfigError(
+            f"{setting}: {whose} has the columns {shown}, got {given!r}{nearest(given, known)}"
+        )
+    return given
+
+
 def existing_folder(folder: str, dataset: str) -> Path | None:
     """Return the folder of a data set's files; None if none is named."""
     place = Path(folder).expanduser()
@@ -78,8 +108,20 @@ def existing_folder(folder: str, dataset: str) -> Path | None:
 def pictures(
     split: "Dataset", column: str, convert: Callable[[Any], Any] = np.asarray
 ) -> NDArray[Any]:
-    """Return a column of pictures, all of one size and mode, as (n, channels, height, width)."""
-    return channels_first(np.stack([np.asarray(convert(picture)) for picture in split[column]]))
+    """Return a column of pictures as :func:`picture_array` does."""
+    return picture_array([convert(picture) for picture in split[column]], column)
+
+
+def picture_array(pictures: Any, what: str) -> NDArray[Any]:
+    """Return pictures, all of one size and mode, as (n, channels, height, width)."""
+    arrays = [np.asarray(picture) for picture in pictures]
+    shapes = sorted({array.shape for array in arrays})
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"{what}: expected pictures of one size and mode, got shapes {shapes[0]} and "
+            f"{shapes[1]}; resize or convert them first"
+        )
+    return channels_first(np.stack(arrays))
 
 
 def channels_first(pictures: NDArray[Any]) -> NDArray[Any]:

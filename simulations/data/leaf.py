@@ -13,16 +13,16 @@ from .parts import Part
 Row = tuple[Any, Any, str]  # x, y, user
 
 
-def load_leaf(folder: Path) -> tuple[Part, Part, int, bool]:
+def load_leaf(folder: Path) -> tuple[Part, Part, int, str]:
     """Read ``train/*.json`` and ``test/*.json`` of a folder.
 
     Each file holds ``users`` and ``user_data``: for each user the lists ``x`` and ``y``. Examples
     are strings of one length, with the next character as label, or lists of numbers, with a whole
     number as label. Lists of 784 numbers are images of 28 x 28, as in FEMNIST.
 
-    Returns training and test set, owned by users; number of classes; whether it is text. Text is
-    int64 of shape (n, length), positions in the alphabet, the sorted characters of both splits;
-    other examples are float32.
+    Returns training and test set, owned by users; number of classes; the alphabet, the sorted
+    characters of both splits. Text is int64 of shape (n, length), positions in it; other examples
+    are float32, and have no alphabet.
     """
     raw = {part: list(_examples(folder, part)) for part in ("train", "test")}
     if empty := [part for part, rows in raw.items() if not rows]:
@@ -35,9 +35,9 @@ def load_leaf(folder: Path) -> tuple[Part, Part, int, bool]:
         letters = sorted({c for rows in raw.values() for x, y, _ in rows for c in (*x, *str(y))})
         position = {letter: i for i, letter in enumerate(letters)}
         train, test = (_text(rows, position, folder) for rows in raw.values())
-        return train, test, len(letters), True
+        return train, test, len(letters), "".join(letters)
     train, test = (_numbers(rows, folder) for rows in raw.values())
-    return train, test, int(max(train.y.max(), test.y.max())) + 1, False
+    return train, test, int(max(train.y.max(), test.y.max())) + 1, ""
 
 
 def _examples(folder: Path, part: str) -> Iterator[Row]:

@@ -3,8 +3,8 @@
 import gzip
 import hashlib
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.clients import cache_dir
+from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.support.files import whole
 
+from ..config.importing import import_object
 from ..config.settings import ConfigError, nearest
+from ..errors import first_line
 from .digit_domains import digit_domains
 from .digits_five import digits_five
 from .femnist import femnist
-from .hugging_face import HuggingFaceSet, channels_first, pictures
+from .hugging_face import HuggingFaceSet, channels_first
 from .kept_examples import Own
 from .leaf import load_leaf
+from .own import Examples, OwnData, Table, check_numbers, read_file
 from .parts import Domain, Part
 from .settings import DatasetSettings
 from .two_patch import TwoPatchOptions, draw_two_patch
@@ -39,8 +43,9 @@ class Data:
 
     Examples (n, channels, height, width) or (n, ...) are raw values, as stored, with labels (n,),
     0 ... num_classes - 1, and the owner of each (n,), if the set names owners. A network gets them
-    standardised unless their values have a meaning as they are: positions in an alphabet, or
-    signals of a stated strength.
+    as `inputs` makes them: standardised, unless their values have a meaning as they are, such as
+    positions in an alphabet, or signals of a stated strength. A `split` that comes with the data
+    has indices of each client's training examples.
     """
 
     x_train: NDArray[Any]
@@ -51,10 +56,16 @@ class Data:
     natural_ids: NDArray[Any] | None = None
     natural_ids_test: NDArray[Any] | None = None
     standardise: bool = True
+    columns: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    alphabet: str = ""
+    split: tuple[NDArray[np.int64], ...] | None = None
 
     def __post_init__(self) -> None:
-        parts = {"train": (self.x_train, self.y_train), "test": (self.x_test, self.y_test)}
-        for part, (x, y) in parts.items():
+        for part, x, y in (
+            ("train", self.x_train, self.y_train),
+            ("test", self.x_test, self.y_test),
+        ):
             if not len(x):
                 raise ConfigError(f"{part} set: expected examples, got none")
             self._require_kind(x, y, f"{part} set: ")
@@ -73,14 +84,16 @@ class Data:
             )
 
     @cached_property
-    def _mean_and_std(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Mean and deviation per channel, or over all values of examples without channels."""
-        if not self.standardise:
-            return np.zeros(1, np.float32), np.ones(1, np.float32)
-        axes = (0, *range(2, self.x_train.ndim)) if self.x_train.ndim == 4 else None
-        mean = self.x_train.mean(axis=axes, keepdims=True, dtype=np.float64)
-        std = self.x_train.std(axis=axes, keepdims=True, dtype=np.float64)
-        return mean.astype(np.float32), np.where(std > 0, std, 1.0).astype(np.float32)
+    def inputs(self) -> InputTransform:
+        """What is done to raw examples before a network sees them."""
+        classes = self.classes or tuple(self.alphabet) or tuple(map(str, range(self.num_classes)))
+        return InputTransform.fit(
+            self.x_train,
+            standardise=self.standardise and not self.alphabet,
+            columns=self.columns,
+            classes=classes,
+            alphabet=self.alphabet,
+        )
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -97,51 +110,45 @@ class Data:
         return digest.hexdigest()
 
     def train(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return training examples, float32 standardised by the training set, with their labels."""
-        return self._tensors(self.x_train[indices], self.y_train[indices])
+        """Return training examples as a network takes them, float32, with their labels."""
+        return self.inputs(self.x_train[indices]), torch.from_numpy(self.y_train[indices])
 
     def test(self, indices: NDArray[np.int64] | slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return test examples, by default all, as :meth:`train` does."""
-        return self._tensors(self.x_test[indices], self.y_test[indices])
+        y = np.ascontiguousarray(self.y_test[indices])
+        return self.inputs(self.x_test[indices]), torch.from_numpy(y)
 
     def convert_examples(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
-        """Return other examples of this kind, checked, as :meth:`train` does."""
-        part = _check_own(x, y)
-        self._require_kind(part.x, part.y)
-        return self._tensors(part.x, part.y)
-
-    def _tensors(self, x: NDArray[Any], y: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        mean, std = self._mean_and_std
-        standardised = (x.astype(np.float32) - mean) / std
-        return torch.from_numpy(standardised), torch.from_numpy(np.ascontiguousarray(y))
-
-
-def _check_own(x: NDArray[Any], y: NDArray[Any], what: str = "") -> Part:
-    """Return a user's examples with labels in int64, if they are finite and whole numbers."""
-    if not np.issubdtype(x.dtype, np.number) or np.iscomplexobj(x) or x.ndim < 2:
-        raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
-    if not np.isfinite(x).all():
-        raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")
-    if not np.issubdtype(y.dtype, np.integer):
-        raise ConfigError(f"{what}expected whole numbers as labels, got {y.dtype}")
-    return Part(x, y.astype(np.int64))
+        """Return other raw examples of this kind, checked, as :meth:`train` does."""
+        if not np.issubdtype(y.dtype, np.integer) and y.dtype.kind != "U":
+            raise ConfigError(f"expected whole numbers or names as labels, got {y.dtype}")
+        try:
+            labels = self.inputs.labels(y).to(torch.int64)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._require_kind(check_numbers(x), labels.numpy())
+        return self.inputs(x), labels
 
 
-def _arrays(key: str, path: Path, *names: str, optional: tuple[str, ...] = ()) -> Any:
-    """Read arrays of an npz file; the optional ones if it has the first of them."""
+def _arrays(key: str, path: Path, *names: str) -> dict[str, NDArray[Any]]:
+    """Read the arrays of an npz file, which has at least those that are named."""
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            wanted = names + optional if optional and optional[0] in file else names
-            return [file[name] for name in wanted]
+            found = dict(file)
     except FileNotFoundError:
-        raise ConfigError(f"{key}: no file at {path}") from None
-    except (KeyError, ValueError, OSError) as error:
-        needed = f"{', '.join(names[:-1])} and {names[-1]}"
-        raise ConfigError(f"{key}: {path} must hold {needed} ({error})") from None
+        raise ConfigError(f"{key}: no file at {path.absolute()}") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {first_line(error)}") from None
+    if missing := [name for name in names if name not in found]:
+        raise ConfigError(
+            f"{key}: {path} must hold {' and '.join(names)}; it lacks {', '.join(missing)} and "
+            f"has {', '.join(found) or 'nothing'}"
+        )
+    return found
 
 
 def load_own(path: str, data: Data, max_examples: int) -> Own:
-    """Load a node's own examples, of the kind of the run's data set and standardised by it.
+    """Load a node's own examples, of the kind of the run's data set and prepared as these.
 
     `path` is an npz file, or a folder with one. It holds x and y, and may hold x_test and y_test.
     """
@@ -149,14 +156,16 @@ def load_own(path: str, data: Data, max_examples: int) -> Own:
     files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
     if len(files) != 1 or not files[0].is_file():
         raise ConfigError(f"data-path: expected an npz file, or a folder with one, got {place}")
-    x, y, *test = _arrays("data-path", files[0], "x", "y", optional=("x_test", "y_test"))
+    found = _arrays("data-path", files[0], "x", "y")
+    x, y = found["x"], found["y"]
     if not 0 < len(y) <= max_examples:
         raise ConfigError(
             f"data-path: expected 1 ... {max_examples} examples, got {len(y)} in {files[0]}; "
             "max-examples says how many a client may have"
         )
+    test = found.get("x_test", x[:0]), found.get("y_test", y[:0])
     try:
-        return Own(data.convert_examples(x, y), data.convert_examples(*(test or (x[:0], y[:0]))))
+        return Own(data.convert_examples(x, y), data.convert_examples(*test))
     except ConfigError as error:
         raise ConfigError(f"data-path: {files[0]}: {error}") from None
 
@@ -183,36 +192,62 @@ def _load(settings: DatasetSettings, _modified: int) -> Data:
     name, _, rest = settings.dataset.partition(":")
     folder = Path(settings.data_dir).expanduser()
     per_domain = settings.examples_per_domain, settings.test_examples_per_domain
+    if name in ("csv", "parquet", "folder") and rest:
+        return _own(read_file(name, rest, settings), settings)
+    if name.endswith(".py") and rest:
+        made = import_object("dataset", settings.dataset)
+        return _own(OwnData.of(made() if callable(made) else made, settings).read(), settings)
     if name == "npz" and rest:
-        return _data(*_npz(Path(rest)))
+        return _own(_npz(Path(rest).expanduser(), settings), settings)
     if name == "leaf" and rest:
-        train, test, num_classes, is_text = load_leaf(Path(rest).expanduser())
-        return _data(train, test, num_classes, standardise=not is_text)
+        train, test, num_classes, alphabet = load_leaf(Path(rest).expanduser())
+        return _data(train, test, num_classes, settings, alphabet=alphabet)
     if name == "two-patch":
-        return _data(*draw_two_patch(TwoPatchOptions.read(rest)), 2, standardise=False)
+        return _data(*draw_two_patch(TwoPatchOptions.read(rest)), 2)
     if name == "hf" and rest:
-        return _data(*_hugging_face(rest, settings))
+        parts = HuggingFaceSet(rest).splits()
+        return _own(OwnData.of(parts, settings).read(), settings)
     if name in ("femnist", "femnist-digits"):
-        return _data(*femnist(rest, digits=name == "femnist-digits"))
+        return _data(*femnist(rest, digits=name == "femnist-digits"), settings)
     if name == "digits-five":
-        return _data(*digits_five(rest, *per_domain), 10)
+        return _data(*digits_five(rest, *per_domain), 10, settings)
     if settings.dataset == "digit-domains":
         mnist, digits = (Domain(*_BY_NAME[own](folder)[:2]) for own in ("mnist", "digits"))
-        return _data(*digit_domains(mnist, digits, *per_domain), 10)
+        return _data(*digit_domains(mnist, digits, *per_domain), 10, settings)
     if settings.dataset in _BY_NAME:
-        return _data(*_BY_NAME[settings.dataset](folder))
+        return _data(*_BY_NAME[settings.dataset](folder), settings)
     names = (*_BY_NAME, "femnist", "femnist-digits", "digit-domains", "digits-five")
     raise ConfigError(
-        f"dataset: expected {', '.join(names)}, digits-five:<folder>, femnist:<folder>, hf:<name "
-        f"or folder>, leaf:<folder>, npz:<file> or two-patch:<options>, got {settings.dataset!r}"
-        f"{nearest(settings.dataset, (*names, 'two-patch'))}"
+        f"dataset: expected {', '.join(names)}, digits-five:<folder>, femnist:<folder>, "
+        "two-patch:<options>; or your own: csv:<file>, parquet:<file>, folder:<class folders>, "
+        "hf:<name or folder>, leaf:<folder>, npz:<file>, <file>.py:<function>; got "
+        f"{settings.dataset!r}{_meant(settings.dataset, (*names, 'two-patch'))}"
     )
 
 
-def _data(train: Part, test: Part, num_classes: int, *, standardise: bool = True) -> Data:
-    return Data(
-        train.x, train.y, test.x, test.y, num_classes, train.owners, test.owners, standardise
-    )
+def _meant(given: str, names: Sequence[str]) -> str:
+    """Say which form of a path, or which name, is meant by one that is none."""
+    place = Path(given.removeprefix("hf:")).expanduser()
+    kind = "folder" if place.is_dir() else place.suffix.removeprefix(".")
+    if place.exists() and kind in ("csv", "parquet", "npz", "folder"):
+        return f"; did you mean {f'{kind}:{place}'!r}?"
+    if place.exists() and kind == "py":
+        return f"; name a function in it, such as '{place}:load'"
+    return nearest(given, names)
+
+
+def _data(
+    train: Part, test: Part, num_classes: int, settings: DatasetSettings | None = None, **more: Any
+) -> Data:
+    """Make a data set; without settings it is not standardised."""
+    standardise = settings is not None and settings.standardise
+    owners = train.owners, test.owners
+    return Data(train.x, train.y, test.x, test.y, num_classes, *owners, standardise, **more)
+
+
+def _own(own: Examples, settings: DatasetSettings) -> Data:
+    train, test, num_classes, columns, classes, split = own
+    return _data(train, test, num_classes, settings, columns=columns, classes=classes, split=split)
 
 
 Loaded = tuple[Part, Part, int]  # training and test set, number of classes
@@ -232,7 +267,7 @@ def _digits(_: Path) -> Loaded:
         test = np.arange(len(y)) % 5 == 0
         with whole(path) as file:
             np.savez(file, x_train=x[~test], y_train=y[~test], x_test=x[test], y_test=y[test])
-    return _npz(path)
+    return _npz(path, DatasetSettings())[:3]
 
 
 def _torchvision(class_name: str, folder: str, data_dir: Path) -> Loaded:
@@ -283,36 +318,39 @@ def _unpack(data_dir: Path, folder: str) -> Path:
     return cache
 
 
-def _npz(path: Path) -> Loaded:
-    """Arrays x_train, y_train, x_test and y_test of a user's own file."""
-    x, y, x_test, y_test = _arrays("dataset", path, "x_train", "y_train", "x_test", "y_test")
-    train = _check_own(x, y, f"dataset: train set in {path}: ")
-    test = _check_own(x_test, y_test, f"dataset: test set in {path}: ")
-    num_classes = 1 + max(int(part.y.max(initial=-1)) for part in (train, test))
-    if num_classes > train.y.size:
+NPZ = (
+    *("x_train", "y_train", "x_test", "y_test", "clients_train", "clients_test"),
+    *("columns", "classes", "split", "split_sizes"),
+)
+
+
+def _npz(path: Path, settings: DatasetSettings) -> Examples:
+    """Read arrays of a user's own file.
+
+    They are x_train (n, ...) and y_train (n,), and perhaps x_test and y_test, clients_train and
+    clients_test (whose an example is), columns and classes (names), and a split: the indices of
+    each client's training examples, one client after the other, and split_sizes.
+    """
+    found = _arrays("dataset", path, "x_train", "y_train")
+    if odd := sorted(found.keys() - set(NPZ)):
         raise ConfigError(
-            f"dataset: {path} has labels up to {num_classes - 1} and {train.y.size} "
-            "training examples; number the classes 0 ... C - 1"
+            f"dataset: {path} has {', '.join(odd)}; expected some of {', '.join(NPZ)}"
         )
-    return train, test, num_classes
+    names = {key: tuple(found.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")}
 
+    def side(part: str) -> Table:
+        x, y = (found[f"{axis}_{part}"] for axis in "xy")
+        return Table(x, y, found.get(f"clients_{part}"), names["columns"], names["classes"])
 
-def _hugging_face(name: str, settings: DatasetSettings) -> Loaded:
-    """Any image set with train and test splits, from the hub or a folder of its files."""
-    source, parts = HuggingFaceSet(name), []
-    num_classes = 0
-    for side in ("train", "test"):
-        split = source.split(side)
-        images = source.image_column(split, settings.image_column)
-        label = source.column(split, "label-column", settings.label_column)
-        y = np.asarray(split[label], dtype=np.int64)
-        found = max(num_classes, int(y.max()) + 1)
-        num_classes = getattr(split.features[label], "num_classes", found)
-        ids, owners = settings.natural_column, None
-        if ids and (side == "train" or ids in split.features):
-            owners = np.asarray(split[source.column(split, "natural-column", ids)])
-        parts.append(Part(pictures(split, images), y, owners))
-    return parts[0], parts[1], num_classes
+    own = OwnData.of(side("train"), settings)
+    split = None
+    if "split" in found:
+        split = np.split(found["split"], np.cumsum(found["split_sizes"])[:-1])
+    test = side("test") if "x_test" in found else None
+    try:
+        return replace(own, test=test, split=split).read()
+    except (ConfigError, KeyError) as error:
+        raise ConfigError(f"dataset: {path}: {error}") from None
 
 
 _BY_NAME: dict[str, Callable[[Path], Loaded]] = {

@@ -64,9 +64,22 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
     ids = data.natural_ids
     if settings.partition == "natural" and ids is None:
         raise ConfigError(
-            f"partition = natural: {settings.dataset} names no owners; a Hugging Face set needs "
-            "natural-column, the column of the ids"
+            f"partition = natural: {settings.dataset} names no owners; set client-column, the "
+            "column that says whose an example is"
         )
+    if (settings.partition == "given") != (data.split is not None):
+        raise ConfigError(
+            "partition: expected given exactly if the data come with a split, got partition = "
+            f"{settings.partition}"
+        )
+    if data.split is not None:
+        if len(data.split) != settings.num_clients or settings.validation_examples:
+            raise ConfigError(
+                f"partition = given: the data are split over {len(data.split)} clients, and the "
+                f"server keeps none; got num-clients = {settings.num_clients} and "
+                f"validation-examples = {settings.validation_examples}"
+            )
+        return _with_tests(Split(data.split, np.zeros(0, np.int64)), settings, data)
     if settings.owners and ids is not None:
         everyone = np.unique(ids[rest])
         if settings.owners > len(everyone):
@@ -133,7 +146,7 @@ def _partition(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indi
         clients_each, too_many = divmod(settings.num_clients, num_parts)
         if too_many:
             raise ConfigError(
-                f"num-clients: {settings.natural_column or 'owners'} has {num_parts} values, got "
+                f"num-clients: {settings.client_column or 'owners'} has {num_parts} values, got "
                 f"{settings.num_clients}; expected as many clients, or several for each: twice as "
                 "many, and so on"
             )
@@ -177,8 +190,8 @@ def load_split(settings: SplitSettings) -> Split:
 @lru_cache(maxsize=2)
 def _load_split(settings: SplitSettings, data: Data) -> Split:
     digest = hashlib.sha256(data.y_train.tobytes())
-    if data.natural_ids is not None:
-        digest.update(repr(data.natural_ids.tolist()).encode())
+    for given in (data.natural_ids, *(data.split or ())):
+        digest.update(b"" if given is None else repr(given.tolist()).encode())
     digest.update(repr([(name, getattr(settings, name)) for name in SPLIT_SETTINGS]).encode())
     digest.update(importlib.metadata.version("flwr-datasets").encode())
     path = cache_dir() / "splits" / f"{digest.hexdigest()}.npz"

@@ -16,6 +16,11 @@ class Part(NamedTuple):
     y: NDArray[np.int64]
     owners: NDArray[Any] | None = None
 
+    def select(self, chosen: NDArray[np.bool_]) -> "Part":
+        """Return some of the examples."""
+        owners = None if self.owners is None else self.owners[chosen]
+        return Part(self.x[chosen], self.y[chosen], owners)
+
 
 class Domain(NamedTuple):
     """Training and test examples of one domain, or of a whole set."""

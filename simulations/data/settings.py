@@ -1,8 +1,12 @@
 """Settings of the data set and of its split among the clients."""
 
+from pathlib import Path
 from typing import Literal
 
+from ..config.importing import absolute
 from ..config.settings import ConfigError, Settings, setting
+
+FILES = ("csv", "parquet", "folder", "npz", "leaf", "hf")  # kinds of data sets that a path follows
 
 
 class DatasetSettings(Settings, frozen=True, eq=True):
@@ -12,14 +16,30 @@ class DatasetSettings(Settings, frozen=True, eq=True):
         "digits",
         "digits, mnist, fashion-mnist, cifar10, femnist, femnist-digits (only its digits), either "
         "with :<folder>, digit-domains, digits-five, digits-five:<folder>, "
-        "hf:<name or folder>, leaf:<folder>, npz:<file>, or two-patch:<options>",
+        "two-patch:<options>; or your own: csv:<file>, parquet:<file>, folder:<class folders>, "
+        "hf:<name or folder>, leaf:<folder>, npz:<file>, or <file>.py:<function>",
     )
+    standardise: bool = setting(
+        True,
+        "networks get inputs of mean 0 and standard deviation 1, by the moments of the training "
+        "examples: per channel of images, per column of tables, of all values of other examples; "
+        "texts stay as they are",
+    )
+    test_share: float = setting(
+        0.2,
+        "of your own data without a test set: share of each class that is kept for it",
+        at_least=0,
+        below=1,
+    )
+    test_seed: int = setting(0, "of that draw, the same for all seeds of a run", at_least=0)
     data_dir: str = setting(
         "", "folder of torchvision's data sets; ~/.cache/fedntk/data by default"
     )
     image_column: str = setting("", "of a Hugging Face set; its first image column by default")
-    label_column: str = setting("label", "of a Hugging Face set")
-    natural_column: str = setting("", "of a Hugging Face set: the owner of each example")
+    target: str = setting("label", "column of the labels of a table or a Hugging Face set")
+    client_column: str = setting(
+        "", "column that says whose an example is, for partition = natural"
+    )
     examples_per_domain: int = setting(
         0,
         "training examples of each domain of digit-domains or digits-five, as many of each class; "
@@ -38,11 +58,14 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
         0, "training examples kept on the server, which no client gets", at_least=0
     )
 
-    partition: Literal["iid", "dirichlet", "client-dirichlet", "pathological", "natural"] = setting(
+    partition: Literal[
+        "iid", "dirichlet", "client-dirichlet", "pathological", "natural", "given"
+    ] = setting(
         "dirichlet",
         "iid; dirichlet: per class over clients; client-dirichlet: per client over classes, as by "
-        "Yue et al. 2022; pathological: #C classes a client; natural: by natural-column, LEAF's "
-        "users, FEMNIST's writers, domains, or the clients of two-patch",
+        "Yue et al. 2022; pathological: #C classes a client; natural: by client-column, LEAF's "
+        "users, FEMNIST's writers, domains, or the clients of two-patch; given: the split that "
+        "comes with your own data",
     )
     owners: int = setting(
         0,
@@ -80,3 +103,12 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
             raise ConfigError(
                 f"owners = {self.owners} needs partition = natural, got {self.partition}"
             )
+
+
+def absolute_dataset(dataset: str) -> str:
+    """Return the setting with the whole path of a file or folder that exists."""
+    kind, colon, rest = dataset.partition(":")
+    path = Path(rest).expanduser()
+    if kind in FILES and rest and path.exists():
+        return f"{kind}:{path.absolute()}"
+    return absolute(dataset) if colon and kind.endswith(".py") else dataset

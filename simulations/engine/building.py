@@ -1,6 +1,8 @@
 """Strategy, clients and predictor of a run, as its configuration says."""
 
 from collections.abc import MutableMapping
+from dataclasses import replace
+from functools import partial
 from logging import ERROR
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +12,7 @@ from flwr.client import NumPyClient
 
 from fedntk.clients.core.adapter import unpack_content
 from fedntk.ntk import NotEnoughMemory
+from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.predictors.network import Predictor
 from fedntk.strategies import BaseStrategy
 from fedntk.strategies.core.array_archive import load_tensors
@@ -18,10 +21,9 @@ from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.kept_examples import Own
 from ..data.load import load_data
-from ..data.partitions import load_split
-from ..deploy.simulated_trust import key_server, run_name, sealed_projection
+from ..deploy.simulated_trust import key_server, projected, run_name, sealed_projection
 from ..methods.method import Method, Setup
-from ..models import build_model
+from ..models import build_model, name_model
 from ._flower import log_from
 from .checkpoints import Checkpoint, Checkpoints
 
@@ -29,8 +31,9 @@ from .checkpoints import Checkpoint, Checkpoints
 def load_setup(config: Config) -> Setup:
     """Load data and split, and build the network."""
     data = load_data(config)
-    network = build_model(config, data.input_shape, data.num_classes)
-    return Setup(config, data, load_split(config), network)
+    setup = Setup(config, build_model(config, data.input_shape, data.num_classes))
+    _ = setup.split
+    return setup
 
 
 def load_finished(folder: Path) -> tuple[Setup, Checkpoint]:
@@ -56,8 +59,8 @@ def make_strategy(setup: Setup) -> BaseStrategy:
         "average_decay": config.average_decay,
         "centre_inputs": config.centre_inputs,
         "max_examples": setup.max_examples,
-        "fraction_train": config.clients_per_round / config.num_clients,
-        "min_train_nodes": config.clients_per_round,
+        "fraction_train": config.clients_a_round / config.num_clients,
+        "min_train_nodes": config.clients_a_round,
         "fraction_evaluate": evaluating / config.num_clients,
         "min_evaluate_nodes": evaluating,
         "min_available_nodes": config.num_clients,
@@ -123,8 +126,12 @@ def load_predictor(
     which: Literal["model", "best"] = "model",
     *,
     client: int | None = None,
+    model: Any = None,
 ) -> Predictor:
     """Return what a run learned: its last model, the best one, or a client's own.
+
+    It takes raw examples, as they were before the run standardised and projected them: arrays, a
+    data frame with the columns of the run's table, or texts.
 
     FileNotFoundError if there is no finished run.
 
@@ -137,13 +144,20 @@ def load_predictor(
     client : int, optional
         Partition of a client, to return its own last model, with what it kept in the run's folder:
         what that client would evaluate. Methods without such models give the last one.
+    model : nn.Module or callable, optional
+        The network, if the run got it as an object in another process.
     """
     folder = Path(folder)
+    inputs = _load_inputs(folder)
     if client is None:
         arrays, described = load_tensors(folder / f"{which}.safetensors")
-        config = Config.of_run(folder, weights="")
+        own_model = {} if model is None else {"model": name_model(model)}
+        config = Config.of_run(folder, weights="", **own_model)
         method: Method = config.chosen_method
-        return method.predictor(load_setup(config), arrays, described["learned"])
+        setup = Setup(config, build_model(config, inputs.shape, len(inputs.classes)))
+        predictor: Predictor = method.predictor(setup, arrays, described["learned"])
+        predictor.inputs = inputs
+        return predictor
     if which != "model":
         raise ConfigError(f"which: clients have only their last models, got {which!r}")
     setup, checkpoint = load_finished(folder)
@@ -154,5 +168,16 @@ def load_predictor(
     settings = ConfigRecord()
     strategy.prepare_config(settings, checkpoint.round)
     content = strategy.content_for(client, MessageType.EVALUATE, arrays_then, settings)
-    predictor: Predictor = own.predictor(*unpack_content(content, str(client)))  # type: ignore[attr-defined]
+    client_model: Any = own
+    predictor = client_model.predictor(*unpack_content(content, str(client)))
+    predictor.inputs = inputs
     return predictor
+
+
+def _load_inputs(folder: Path) -> InputTransform:
+    """Return what a run did to raw examples, its projection included."""
+    inputs = InputTransform.load(folder)
+    if inputs is None:
+        raise FileNotFoundError(f"{folder}: no run that tells what it did to its examples")
+    config = Config.of_run(folder)
+    return replace(inputs, project=partial(projected, config)) if config.projection else inputs

@@ -33,6 +33,7 @@ from .checkpoints import Checkpoints, OnRound, Record
 from .client_app import app as client_application
 from .engines import LocalGrid
 from .flwr_run import flwr_run
+from .objects import with_objects
 from .processes import end_with
 from .progress import Progress
 from .progress import progress as show_progress
@@ -52,6 +53,8 @@ def run(
     again: bool = False,
     writers: Sequence[str] = (),
     on_round: OnRound | None = None,
+    data: Any = None,
+    model: Any = None,
     **overrides: Any,
 ) -> Run:
     """Run a configuration and read its results back.
@@ -79,6 +82,12 @@ def run(
     on_round : callable, optional
         Called with the metrics of each round that is run. What it raises ends the run; after
         ``fedntk.simulations.errors.Stopped`` the run counts as interrupted.
+    data : OwnData, or what it takes, optional
+        Your own examples in place of the setting `dataset`: arrays (x, y), a data frame, a dataset
+        of torch or Hugging Face; :class:`~fedntk.simulations.OwnData` also says how they are split.
+    model : nn.Module, callable or str, optional
+        Your own network in place of the setting `model`: a module, with the weights to start from,
+        or a function of (shape of an example, number of classes).
     **overrides
         Settings (snake_case) that win over `config`.
 
@@ -98,7 +107,7 @@ def run(
     [0, 1]
     """
     _check(engine, workers, writers)
-    config = read_config(config, overrides)
+    config = with_objects(read_config(config, overrides), engine, data=data, model=model)
     prepared = _prepare(config, engine, again=again)
     try:
         with show_progress(config.rounds, enabled=progress) as shown:
@@ -119,6 +128,8 @@ def compare(
     progress: bool = True,
     again: bool = False,
     writers: Sequence[str] = (),
+    data: Any = None,
+    model: Any = None,
     **overrides: Any,
 ) -> pd.DataFrame:
     """Run each configuration with each seed; return all results, as :func:`load_results`.
@@ -135,7 +146,7 @@ def compare(
         Seeds of split, first weights and sampling, for all configurations.
     out : path
         Folder of the comparison; runs land in ``<out>/<name>/seed-<seed>``.
-    engine, workers, progress, again, writers
+    engine, workers, progress, again, writers, data, model
         As in :func:`run`.
     **overrides
         Settings (snake_case) that win over all of `configs`.
@@ -150,7 +161,10 @@ def compare(
     [('wide', 0), ('wide', 1), ('narrow', 0), ('narrow', 1)]
     """
     _check(engine, workers, writers)
-    planned = _plan(configs, seeds, Path(out), overrides)
+    planned = [
+        with_objects(config, engine, data=data, model=model)
+        for config in _plan(configs, seeds, Path(out), overrides)
+    ]
     prepared = []
     for config in planned:
         with _naming(config.name):

@@ -120,6 +120,7 @@ def _serve(
     _await_nodes(grid, config)
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
+    setup.data.inputs.save(folder)
     metered = MeteredGrid(grid)
     x, y = setup.evaluation_set()
     x = projected(config, x)  # once, not in each round
@@ -153,7 +154,8 @@ def _serve(
     recorder.save()
     method.after_run(setup, strategy, folder / "details")
     sizes = [len(own) for own in setup.split.clients]
-    more = {**source, "examples-per-client": [min(sizes), max(sizes)]}
+    inputs = setup.data.inputs.describe()
+    more = {**source, "inputs": inputs, "examples-per-client": [min(sizes), max(sizes)]}
     summary = write_run(config, recorder.checkpoint, **more)
     checkpoints.save(recorder.checkpoint, last=True)
     write_json(folder / "summary.json", summary)

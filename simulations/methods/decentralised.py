@@ -90,7 +90,7 @@ class DecentralisedMethod(Method):
     def check(self, config: Config, settings: Any) -> None:
         """Refuse more neighbours than there are others in a round."""
         super().check(config, settings)
-        taking_part = config.clients_per_round
+        taking_part = config.clients_a_round
         if settings.topology in ("regular", "clustered") and settings.degree >= taking_part:
             raise ConfigError(
                 f"{settings.key('degree')}: expected less than clients-per-round = {taking_part}, "

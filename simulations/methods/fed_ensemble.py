@@ -59,10 +59,10 @@ class _FedEnsemble(Method):
                 f"{settings.key('inner')}: expected one of {', '.join(known)}, "
                 f"got {settings.inner!r}"
             )
-        if config.clients_per_round < strata:
+        if config.clients_a_round < strata:
             raise ConfigError(
                 f"clients-per-round: expected at least one client of each of the "
-                f"{strata} strata, got {config.clients_per_round}; sample more, or set "
+                f"{strata} strata, got {config.clients_a_round}; sample more, or set "
                 f"{settings.key('num-strata')}"
             )
         if config.weights:

@@ -23,8 +23,8 @@ from fedntk.strategies import BaseStrategy
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings
 from ..data.kept_examples import KeptExamples, Own
-from ..data.load import Data
-from ..data.partitions import Split
+from ..data.load import Data, load_data
+from ..data.partitions import Split, load_split
 
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
@@ -41,10 +41,18 @@ class Setup:
     """
 
     config: Config
-    data: Data
-    split: Split
     network: nn.Module
     kept: KeptExamples = field(default_factory=KeptExamples)
+
+    @cached_property
+    def data(self) -> Data:
+        """The data set."""
+        return load_data(self.config)
+
+    @cached_property
+    def split(self) -> Split:
+        """Which client has which examples."""
+        return load_split(self.config)
 
     @property
     def max_examples(self) -> int:

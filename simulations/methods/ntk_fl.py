@@ -77,7 +77,7 @@ class EvolvingMethod(Method):
         size = sum(b.dense_size for b in row.blocks) * row.dtype.itemsize
         size = size if self.own(config).structure == "dense" else row.nbytes
         counts = [sample_size(len(own), config.sampling_rate) for own in setup.split.clients]
-        largest = sorted(counts)[-config.clients_per_round :]
+        largest = sorted(counts)[-config.clients_a_round :]
         require_memory(
             2 * size * sum(largest),
             f"a round of {len(largest)} clients, up to {sum(largest)} examples of "

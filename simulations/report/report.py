@@ -228,7 +228,7 @@ def _spread(shares: "pd.Series[float]") -> str:
 def setting_in_words(runs: Sequence[Run]) -> str:
     """Return in words the data and split that all runs share; empty if they differ."""
     described = {
-        f"{c.dataset}, {c.num_clients} clients, {c.clients_per_round} a round, {c.partition}"
+        f"{c.dataset}, {c.num_clients} clients, {c.clients_a_round} a round, {c.partition}"
         + (f"({c.alpha:g})" if "dirichlet" in c.partition else "")
         + (f" of {c.classes_per_client} classes" if c.partition == "pathological" else "")
         for c in (run.config for run in runs)

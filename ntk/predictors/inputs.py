@@ -1,0 +1,167 @@
+"""What is done to raw examples before a model sees them: part of what was learned."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+FILE = "inputs.json"
+
+
+@dataclass(frozen=True, eq=False)
+class InputTransform:
+    """Turns raw examples into the tensors that a network was trained on.
+
+    Numbers are standardised to ``(x - mean) / std``; texts become positions in an alphabet.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Shape of one raw example.
+    mean, std : float32
+        Moments of the training examples, which broadcast over an example: per channel of images,
+        per column of tables.
+    columns : tuple of str
+        Columns of a table, in order; a data frame is then read by them.
+    alphabet : str
+        Characters of texts; empty for numbers.
+    classes : tuple of str
+        Names of the C classes, which may be numbers.
+    project : callable, optional
+        Random projection of the standardised tensor. Its seed is a secret, so it is not saved.
+
+    Examples
+    --------
+    >>> inputs = InputTransform((2,), np.float32([1, 10]), np.float32([2, 5]))
+    >>> inputs([[3, 0]])
+    tensor([[ 1., -2.]])
+    """
+
+    shape: tuple[int, ...]
+    mean: NDArray[np.float32]
+    std: NDArray[np.float32]
+    columns: tuple[str, ...] = ()
+    alphabet: str = ""
+    classes: tuple[str, ...] = ()
+    project: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def fit(cls, x: NDArray[Any], *, standardise: bool = True, **more: Any) -> Self:
+        """Take the moments of training examples (n, ...); not standardised, they are 0 and 1.
+
+        Images (n, channels, height, width) have moments for each channel, tables (n, columns) for
+        each column, and other examples one mean and deviation of all their values. A channel or
+        column that is constant is only centred.
+        """
+        axes = {4: (0, 2, 3), 2: (0,)}.get(x.ndim)
+        mean, std = np.zeros(1), np.ones(1)
+        if standardise:
+            mean, std = (
+                moment(axis=axes, keepdims=True, dtype=np.float64)[0] for moment in (x.mean, x.std)
+            )
+        std = np.where(std > 0, std, 1.0)
+        return cls(x.shape[1:], mean.astype(np.float32), std.astype(np.float32), **more)
+
+    def __call__(self, x: Any) -> Tensor:
+        """Return examples (n, ...) as a network takes them, float32.
+
+        `x` is an array, a tensor, nested lists, a data frame with the columns, or a sequence of
+        texts. ValueError if the examples are not of the kind that was trained on.
+        """
+        raw = self._encode(x) if self.alphabet else self._numbers(x)
+        if raw.shape[1:] != self.shape:
+            sizes = ", ".join(map(str, self.shape))
+            raise ValueError(f"expected examples of shape (n, {sizes}), got {raw.shape}")
+        ready = torch.from_numpy((raw.astype(np.float32) - self.mean) / self.std)
+        return ready if self.project is None else self.project(ready)
+
+    def _numbers(self, x: Any) -> NDArray[Any]:
+        if self.columns and hasattr(x, "columns"):
+            if missing := [name for name in self.columns if name not in x.columns]:
+                raise ValueError(
+                    f"expected the columns {', '.join(self.columns)}; missing: {', '.join(missing)}"
+                )
+            x = x[list(self.columns)].to_numpy()
+        raw = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+        if raw.dtype == bool or not np.issubdtype(raw.dtype, np.number) or np.iscomplexobj(raw):
+            raise ValueError(f"expected numbers, got {raw.dtype}")
+        return raw
+
+    def _encode(self, x: Any) -> NDArray[Any]:
+        """Return the positions of texts' characters in the alphabet; positions stay."""
+        if not len(x) or not isinstance(x[0], str):
+            return self._numbers(x)
+        position = {letter: i for i, letter in enumerate(self.alphabet)}
+        if odd := sorted({letter for text in x for letter in text} - position.keys()):
+            raise ValueError(
+                f"expected characters of the training texts, got {''.join(odd)!r}; replace them"
+            )
+        if wrong := {len(text) for text in x} - {self.shape[0]}:
+            raise ValueError(f"expected texts of length {self.shape[0]}, got {min(wrong)}")
+        return np.array([[position[letter] for letter in text] for text in x])
+
+    def labels(self, y: Any) -> Tensor:
+        """Return labels 0 ... C - 1, int64 (n,), of names of classes; ValueError if one is unknown.
+
+        Numbers are names if the classes have numbers as names; else they are labels already.
+        """
+        given = y.tolist() if hasattr(y, "tolist") else list(y)
+        numbered = not all(name.lstrip("-").isdigit() for name in self.classes)
+        if numbered and not any(isinstance(own, str) for own in given):
+            return torch.tensor(given, dtype=torch.int64)
+        number = {name: i for i, name in enumerate(self.classes)}
+        if odd := sorted({str(own) for own in given} - number.keys()):
+            known = ", ".join(self.classes[:20])
+            raise ValueError(f"expected the classes {known}, got {', '.join(odd[:5])}")
+        return torch.tensor([number[str(own)] for own in given], dtype=torch.int64)
+
+    def describe(self) -> str:
+        """Say in a few words what is done, for a run's summary."""
+        each = {4: "channel", 2: "column"}.get(len(self.shape) + 1, "set")
+        as_is = not self.mean.any() and bool((self.std == 1).all())
+        done = "as they are" if as_is else f"standardised by {each}"
+        return "texts as positions in an alphabet" if self.alphabet else done
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what :meth:`from_json` reads; ValueError if there is a secret projection."""
+        if self.project is not None:
+            raise ValueError(
+                "inputs: expected no projection, whose seed is a secret; set predictor.inputs = "
+                "None to save the model for inputs that are standardised and projected already"
+            )
+        return {
+            field.name: value.tolist() if isinstance(value, np.ndarray) else value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """Read what :meth:`to_json` returned."""
+        tuples = {name: tuple(content[name]) for name in ("shape", "columns", "classes")}
+        moments = {name: np.float32(content[name]) for name in ("mean", "std")}
+        return cls(**{**content, **tuples, **moments})
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``inputs.json`` into a folder, which is made."""
+        text = json.dumps(self.to_json())
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / FILE).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self | None:
+        """Read what :meth:`save` wrote; None if there is none."""
+        path = Path(folder) / FILE
+        if not path.exists():
+            return None
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no inputs that can be read: {error!r}") from error
