@@ -165,6 +165,7 @@ def load_predictor(
     own, strategy = make_client(setup, client, {}), make_strategy(setup)
     strategy.load_state_dict(checkpoint.strategy)
     arrays_then = strategy.begin(checkpoint.arrays, checkpoint.round, done=checkpoint.round)
+    strategy.forget_sent(client)  # what it keeps may have been removed
     settings = ConfigRecord()
     strategy.prepare_config(settings, checkpoint.round)
     content = strategy.content_for(client, MessageType.EVALUATE, arrays_then, settings)

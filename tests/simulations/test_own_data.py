@@ -1,0 +1,276 @@
+"""Your own examples and networks: all forms alike, raw rows to predictions, clear refusals."""
+
+import json
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from flwr_datasets.partitioner import IidPartitioner
+from PIL import Image
+from torch import nn
+
+from fedntk.ntk import Moments, NetworkPredictor, Normaliser
+from fedntk.ntk.predictors.inputs import InputTransform
+from fedntk.simulations import (
+    Config,
+    ConfigError,
+    OwnData,
+    compare,
+    load_model,
+    load_predictor,
+    run,
+)
+from fedntk.simulations.data.load import load_data
+from fedntk.simulations.data.own import Examples
+from fedntk.simulations.data.partitions import load_split
+
+NAMES = np.array(["ash", "birch", "oak"])
+
+
+def make_frame(n: int = 60, seed: int = 0) -> pd.DataFrame:
+    """Three kinds of trees by columns of very different sizes, at four sites."""
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % 3
+    x = (rng.normal(size=(n, 4)) + 3 * np.eye(4)[y]) * [1, 100, 1e-3, 1e4] + [0, 5, 1, -1e4]
+    frame = pd.DataFrame(x.astype(np.float32), columns=["girth", "height", "ring", "weight"])
+    return frame.assign(kind=NAMES[y], site=[f"site {i % 4}" for i in range(n)])
+
+
+def small(**options: object) -> Config:
+    base = {"method": "fedavg", "num_clients": 4, "rounds": 2, "partition": "iid", "width": 8}
+    return Config(**{**base, "learning_rate": 0.1, **options})
+
+
+@pytest.mark.parametrize("method", ["fedavg", "tct", "fed-ensemble", "cp-ntk-fl"])
+def test_a_predictor_takes_the_raw_rows_of_a_csv(tmp_path, method):
+    """With the accuracy of the run, whatever the columns' order; also client 1's, and a saved one.
+
+    A projection's seed is a secret of the run: such a predictor is not saved.
+    """
+    train, test = make_frame(), make_frame(30, seed=1)
+    for name, own in (("train", train), ("test", test)):
+        own.drop(columns="site").to_csv(tmp_path / f"{name}.csv", index=False)
+    options = {
+        "tct": {"rounds": 4, "tct": {"bootstrap_rounds": 1}},
+        "fed-ensemble": {"fed_ensemble": {"num_models": 2}},
+        "cp-ntk-fl": {"projection": 3},
+    }.get(method, {})
+    config = small(method=method, dataset=f"csv:{tmp_path}", target="kind", **options)
+    finished = run(config, out=tmp_path / "run", progress=False)
+    predictor = load_predictor(finished.folder)
+    raw = pd.read_csv(tmp_path / "test.csv").sample(frac=1, axis=1, random_state=0)
+    evaluated = predictor.evaluate(raw, raw.kind)
+    assert evaluated.accuracy == finished.summary["accuracy"]
+    assert evaluated.loss == pytest.approx(finished.summary["loss"], rel=1e-6)
+    assert predictor.inputs.classes == tuple(NAMES)
+    assert finished.summary["inputs"] == "standardised by column"
+    own = load_predictor(finished.folder, client=1)
+    assert own.predict(raw).shape == (30, 3)
+    with pytest.raises(ValueError, match="missing: ring"):
+        predictor.predict(raw.drop(columns="ring"))
+    with pytest.raises(ValueError, match=r"expected the classes ash, birch, oak, got elm"):
+        predictor.evaluate(raw, ["elm"] * 30)
+    if method == "fedavg":
+        predictor.save(tmp_path / "saved")
+        again = NetworkPredictor.load(tmp_path / "saved", predictor.network)
+        torch.testing.assert_close(again.predict(raw), predictor.predict(raw), rtol=0, atol=0)
+    if method == "cp-ntk-fl":
+        with pytest.raises(ValueError, match="whose seed is a secret"):
+            predictor.save(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+
+
+def test_inputs_are_standardised_by_the_pooled_moments_of_any_parts():
+    """Per column of tables, per channel of images, over all values else; constants are centred."""
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(50, 3)) * [1, 1e3, 0] + [0, 5, 7]).astype(np.float32)
+    pooled = Normaliser.of(Moments.join(Moments.of(torch.from_numpy(x[i::3])) for i in range(3)))
+    found = InputTransform.fit(x)
+    np.testing.assert_allclose(found.mean, pooled.mean, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(1 / found.std[:2], pooled.inv_std[:2], rtol=1e-5)
+    assert not found(x)[:, 2].any()
+    images = rng.normal(size=(20, 2, 3, 3)) * np.array([1, 50])[:, None, None]
+    z = InputTransform.fit(images)(images)
+    torch.testing.assert_close(z.std((0, 2, 3), correction=0), torch.ones(2), rtol=1e-5, atol=0)
+    signals = rng.normal(size=(20, 4, 5)) * 9
+    assert float(InputTransform.fit(signals)(signals).std(correction=0)) == pytest.approx(1)
+    as_is = InputTransform.fit(x, standardise=False)
+    np.testing.assert_array_equal(as_is(x), x)
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        if i >= len(self):
+            raise IndexError
+        return torch.from_numpy(self.x[i]), int(self.y[i])
+
+
+def test_all_forms_of_the_same_data_are_the_same_examples(tmp_path, monkeypatch):
+    """Objects, files and a function in a file; a test set is drawn alike from each."""
+    monkeypatch.chdir(tmp_path)
+    frame = make_frame().drop(columns="site")
+    x, y = frame.drop(columns="kind").to_numpy().copy(), np.arange(60) % 3
+    frame.to_csv("t.csv", index=False)
+    frame.to_parquet("t.parquet")
+    np.savez("t.npz", x_train=x, y_train=y)
+    (tmp_path / "load_t.py").write_text(
+        "import pandas as pd\ndef load():\n    return pd.read_csv('t.csv')\n"
+    )
+    files = ["csv:t.csv", "parquet:t.parquet", "npz:t.npz", "load_t.py:load"]
+    found = [load_data(small(dataset=name, target="kind")) for name in files]
+    forms = [frame, (x, y), (torch.from_numpy(x), torch.from_numpy(y)), Pairs(x, y)]
+    table = datasets.Dataset.from_pandas(frame)
+    forms += [table, datasets.DatasetDict(train=table)]
+    found += [OwnData(own, target="kind").read() for own in forms]
+    train, test = found[0].x_train, found[0].x_test
+    np.testing.assert_array_equal(np.bincount(found[0].y_test), [4, 4, 4])  # a fifth of each class
+    assert len({row.tobytes() for row in [*train, *test]}) == 60  # all rows, each once
+    for own in found[1:]:
+        parts = own[:2] if isinstance(own, Examples) else (own.x_train, own.x_test)
+        for part, expected in zip(parts, (train, test), strict=True):
+            x = part.x if isinstance(own, Examples) else part
+            np.testing.assert_allclose(x, expected, rtol=1e-6)
+
+
+def test_splits_of_ones_own(tmp_path):
+    """Index lists, a partitioner and a column; rows of no client are tested on."""
+    frame = make_frame()
+    lists = [[0, 1, 2, 5], [7, 8, 9], [5, 30]]
+    base = small(rounds=1, clients_per_evaluation=0)
+    own = run(base, data=OwnData(frame.drop(columns="site"), target="kind", split=lists),
+              out=tmp_path / "lists", progress=False)  # fmt: skip
+    assert (own.config.num_clients, own.config.partition) == (3, "given")
+    data, split = load_data(own.config), load_split(own.config)
+    raw = frame.drop(columns=["site", "kind"]).to_numpy()
+    for indices, expected in zip(split.clients, lists, strict=True):
+        np.testing.assert_array_equal(data.x_train[indices], raw[expected])
+    assert len(data.x_test) == 60 - 8
+    by_column = OwnData(frame, target="kind", client_column="site")
+    own = run(base, data=by_column, out=tmp_path / "column", progress=False)
+    assert (own.config.num_clients, own.config.partition) == (4, "natural")
+    five = OwnData(frame.drop(columns="site"), target="kind", split=IidPartitioner(5)).read()
+    assert sorted(np.concatenate(five.split)) == [*range(48)]  # all that are not tested on
+
+
+def test_pictures_in_class_folders(tmp_path):
+    """Flat, and with a test part; of one size and mode."""
+    for part in ("flat", "both/train", "both/test"):
+        for i, kind in enumerate(("cat", "dog")):
+            folder = tmp_path / part / kind
+            folder.mkdir(parents=True)
+            for k in range(5):
+                Image.new("L", (6, 7), 10 * i + k).save(folder / f"{k}.png")
+    flat = load_data(small(dataset=f"folder:{tmp_path}/flat"))
+    assert flat.x_train.shape == (8, 1, 7, 6)
+    assert flat.inputs.classes == ("cat", "dog")
+    both = load_data(small(dataset=f"folder:{tmp_path}/both"))
+    assert (len(both.y_train), len(both.y_test)) == (10, 10)
+    assert set(both.x_test[both.y_test == 1].ravel()) == {10, 11, 12, 13, 14}
+    Image.new("L", (9, 9)).save(tmp_path / "flat" / "cat" / "large.png")
+    with pytest.raises(ConfigError, match="pictures of one size and mode"):
+        load_data(small(dataset=f"folder:{tmp_path}/flat", test_seed=1))
+
+
+def test_texts_are_encoded_by_the_predictor(tmp_path):
+    """A run on LEAF's form: the predictor takes strings, and names the next character."""
+    texts = {"a": ["abca", "bcab", "cabc"] * 4}
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        x = texts["a"]
+        own = {"x": x, "y": [{"a": "b", "b": "c", "c": "a"}[t[-1]] for t in x]}
+        content = {"users": ["u", "v"], "user_data": {"u": own, "v": own}}
+        (tmp_path / part / "all.json").write_text(json.dumps(content))
+    config = small(dataset=f"leaf:{tmp_path}", model="char-lstm", num_clients=2, rounds=1)
+    finished = run(config, out=tmp_path / "run", progress=False)
+    predictor = load_predictor(finished.folder)
+    assert predictor.inputs.classes == ("a", "b", "c")
+    accuracy = predictor.evaluate(["abca", "bcab", "cabc"], ["b", "c", "a"]).accuracy
+    assert accuracy == finished.summary["accuracy"]
+    with pytest.raises(ValueError, match="expected characters of the training texts, got 'x'"):
+        predictor.predict(["abcx"])
+
+
+def build(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    return nn.Linear(*input_shape, num_classes)
+
+
+def test_networks_of_ones_own(tmp_path, monkeypatch):
+    """A module is where training starts; a function and a file build the same network."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mynet.py").write_text(
+        "from torch import nn\nbuild = lambda shape, classes: nn.Linear(*shape, classes)\n"
+    )
+    frame = make_frame().drop(columns="site")
+    base = small(rounds=0, target="kind")
+    network = nn.Linear(4, 3)
+    own = run(base, data=frame, model=network, out=tmp_path / "module", progress=False)
+    np.testing.assert_array_equal(load_model(own.folder)["weight"], network.weight.detach())
+    assert load_predictor(own.folder, model=network).predict(frame).shape == (60, 3)
+    models = {"function": build, "cell": lambda shape, c: build(shape, c), "file": "mynet.py:build",
+              "module name": "mynet:build"}  # fmt: skip
+    weights = [
+        load_model(run(base, data=frame, model=m, out=tmp_path / name, progress=False).folder)
+        for name, m in models.items()
+    ]
+    for other in weights[1:]:
+        np.testing.assert_array_equal(other["weight"], weights[0]["weight"])
+    table = compare({"a": base}, data=frame, model=build, out=tmp_path / "c", progress=False)
+    assert "accuracy" in set(table.metric)
+    with pytest.raises(ConfigError, match="Ray's workers cannot import it; put a function of"):
+        run(base, data=frame, model=network, engine="ray")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "hf:t.csv"}, "did you mean csv:.*t.csv"),
+        ({"dataset": "t.csv"}, "did you mean 'csv:t.csv'"),
+        ({"dataset": "csv:u.csv"}, "no file or folder at /"),
+        ({"dataset": "csv:."}, "did you mean folder:"),
+        ({"dataset": "hf:./no"}, "no folder at /"),
+        ({"target": "kinds"}, "target: .* has the columns .* did you mean 'kind'"),
+        ({"test_share": 0.0}, "test-share: the data have no test set"),
+        ({"client_column": "where"}, "client-column: .* has the columns"),
+        ({"dataset": "t.py:load"}, "t.py:load: cannot be imported: FileNotFoundError"),
+        ({"model": "mlpp"}, "did you mean 'mlp'"),
+        ({"partition": "given"}, "expected given exactly if the data come with a split"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_cure(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    make_frame().to_csv("t.csv", index=False)
+    options = {"dataset": "csv:t.csv", "target": "kind", "client_column": "site", **options}
+    with pytest.raises(ConfigError, match=message):
+        run(small(**options), progress=False, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (make_frame(), "target: .* has the columns"),
+        (OwnData(make_frame(), target="kind"), "words in site; encode them first"),
+        (OwnData((np.ones((4, 2)), np.ones(3, int))), r"one label each, got shapes \(4, 2\)"),
+        (OwnData((np.ones((4, 2)) * np.nan, np.arange(4) % 2)), "expected finite numbers"),
+        (OwnData((np.ones((4, 2)), np.arange(4) / 2)), "whole numbers or words as labels"),
+        (OwnData((np.eye(4), np.arange(4) % 2), split=[[0], [4]]), "indices 0 ... 3 for client 1"),
+        (np.eye(4), r"train set: expected \(x, y\), a data frame"),
+        ({"test": (np.eye(4), np.arange(4))}, "expected train among the splits, got test"),
+    ],
+)
+def test_objects_that_do_not_fit_are_refused(data, message):
+    with pytest.raises(ConfigError, match=message):
+        run(small(), data=data, progress=False)
+
+
+def test_labels_that_do_not_begin_at_0_are_as_many_classes():
+    own = OwnData((np.eye(9, dtype=np.float32), np.arange(9) % 3 + 1)).read()
+    assert (own.num_classes, own.classes) == (3, ("1", "2", "3"))
+    assert sorted(set(own.train.y)) == [0, 1, 2]
