@@ -16,7 +16,7 @@ from fedntk.ntk.support.files import whole
 from ..config.settings import ConfigError
 from .hugging_face import image_column, picture_array, require_column
 from .parts import Part
-from .settings import DatasetSettings, SplitSettings
+from .settings import DatasetSettings
 
 Indices = NDArray[np.int64]
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"}
@@ -83,14 +83,15 @@ class OwnData:
         second = None if test is None else self._table(test, "test set")
         return _assemble(self, first, second)
 
-    def settings(self, settings: SplitSettings, examples: "Examples") -> dict[str, Any]:
+    def settings(self, examples: "Examples") -> dict[str, Any]:
         """Return the settings that follow from whose the examples are."""
         if examples.split is not None:
             return {"partition": "given", "num_clients": len(examples.split)}
         if self.client_column and examples.train.owners is not None:
-            owners = len(np.unique(examples.train.owners))
-            fits = settings.num_clients % owners == 0
-            return {"partition": "natural", "num_clients": settings.num_clients if fits else owners}
+            return {
+                "partition": "natural",
+                "num_clients": len(np.unique(examples.train.owners)),
+            }
         return {}
 
     def _table(self, data: Any, what: str) -> "Table":

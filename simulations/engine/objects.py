@@ -17,8 +17,7 @@ def with_objects(config: Config, engine: str, *, data: Any = None, model: Any = 
     if data is not None:
         own = OwnData.of(data, config)
         examples = own.read()
-        settings = own.settings(config, examples)
-        config = config.replace(dataset=f"npz:{examples.write()}", **settings)
+        config = config.replace(dataset=f"npz:{examples.write()}", **own.settings(examples))
     if model is not None:
         config = config.replace(model=name_model(model))
     if engine == "ray" and config.model.startswith(GIVEN):
