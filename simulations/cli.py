@@ -120,6 +120,11 @@ def compare_command(
     from .engine.runs import compare
     from .report.report import write_report
 
+    if folders := [conf for conf in confs if conf.is_dir()]:
+        raise ConfigError(
+            f"expected TOML files, got the folder {folders[0]}; name its files, such as "
+            f"{folders[0]}/*.toml, or show finished runs with fedntk report {folders[0]}"
+        )
     configs = {conf.stem: Config.load(conf) for conf in confs}
     if len(configs) < len(confs):
         raise ConfigError("expected files of different names, which become the runs' names")

@@ -31,6 +31,7 @@ INCIDENTAL = frozenset(
 # key of Flower's run-config that holds the settings of other packages' methods, as JSON: the
 # app's pyproject.toml has to list all keys
 PLUGGED_IN = "plugged-in"
+REPLACE_RUN = "replace that run with again=True (on the command line --again)"
 END = "# end of the settings\n"  # of a file that is whole
 
 
@@ -347,7 +348,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         if not path.read_text(encoding="utf-8", errors="replace").endswith(END):
             raise ConfigError(
                 f"{path} is cut off, or of an older version: its last line, {END.strip()!r}, is "
-                "missing. Choose another folder with out, or replace that run with again"
+                f"missing. Choose another folder with out, or {REPLACE_RUN}"
             )
         return cls.load(path, **overrides)
 

@@ -1,5 +1,6 @@
 """Split of the examples among clients, mostly by flwr-datasets' partitioners."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import warnings
@@ -105,13 +106,28 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
     except ConfigError:
         raise
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"partition = {settings.partition}: {error}") from error
+        served = _largest_split(settings, rest, data)
+        raise ConfigError(
+            f"partition = {settings.partition}: {str(error).strip()}"
+            + (f"; it works with num-clients = {served}" if served else "")
+        ) from error
     if empty := [i for i, own in enumerate(clients) if not len(own)]:
         raise ConfigError(
             f"partition = {settings.partition}: client {empty[0]} would have no examples; use "
             "fewer clients or a larger alpha"
         )
     return _with_tests(Split(clients, validation), settings, data)
+
+
+def _largest_split(settings: SplitSettings, rest: Indices, data: Data) -> int:
+    """Return how many clients a Dirichlet split serves, by halves of what was asked; 0: none."""
+    number = settings.num_clients // 2 if settings.partition == "dirichlet" else 0
+    while number > 1:
+        with contextlib.suppress(ValueError, AssertionError):
+            _partition(replace(settings, num_clients=number), rest, data)
+            return number
+        number //= 2
+    return 0
 
 
 def _partition(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indices, ...]:

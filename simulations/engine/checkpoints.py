@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fedntk.strategies.core.array_archive import ArrayArchive, OldFormat
 
+from ..config.config import REPLACE_RUN
 from ..config.settings import ConfigError
 
 ROUNDS = 32  # rounds in one array of a file: those of long ago are written once
@@ -107,7 +108,7 @@ class Checkpoints:
             state = self._archive.newest()
         except OldFormat as error:
             raise ConfigError(
-                f"{error}; choose another folder with out, or replace that run with again"
+                f"{error}; choose another folder with out, or {REPLACE_RUN}"
             ) from error
         if state is None:
             return None

@@ -55,6 +55,15 @@ class _TCT(Method):
 
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
+        before = settings.bootstrap_rounds + (settings.solve == "clients" and settings.normalise)
+        before += settings.balanced
+        if 0 < config.rounds <= before:
+            raise ConfigError(
+                f"rounds: expected more than {before}, as tct.bootstrap-rounds = "
+                f"{settings.bootstrap_rounds} and the exchanges before stage 2 take these, got "
+                f"{config.rounds}; lower tct.bootstrap-rounds, or use method = fedavg for stage 1 "
+                "without the rest"
+            )
         if settings.secure_aggregation and config.num_clients < FEWEST:
             raise ConfigError(
                 f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as two clients "

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import load_tensors, save_tensors
 
-from ..config.config import Config
+from ..config.config import REPLACE_RUN, Config
 from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..engine.checkpoints import Checkpoint, Record
@@ -93,7 +93,7 @@ def run_state(config: Config) -> State:
         listed = ", ".join(f"{k} = {old!r} (now {new!r})" for k, (old, new) in differing.items())
         raise ConfigError(
             f"{folder} holds a run with other settings: {listed}; choose another folder with out, "
-            "or replace that run with again"
+            f"or {REPLACE_RUN}"
         )
     if longer or not (folder / "summary.json").exists():
         return "interrupted"
@@ -213,7 +213,7 @@ def read_records(folder: Path) -> list[Record]:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
     except ValueError as error:
-        raise RunFailed(f"{path} is damaged: {error}; replace the run with again") from error
+        raise RunFailed(f"{path} is damaged: {error}; {REPLACE_RUN}") from error
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise RunFailed(
             f"{path} is damaged: {first_line(error)}; remove it to go on from the checkpoints, or "
-            "replace the run with again"
+            f"{REPLACE_RUN}"
         ) from error
     return summary
 
@@ -236,7 +236,7 @@ def require_same(name: str, before: str, now: str, folder: Path) -> None:
     if before != now:
         raise ConfigError(
             f"the {name} has changed since the run in {folder}; restore it, choose another folder "
-            "with out, or replace that run with again"
+            f"with out, or {REPLACE_RUN}"
         )
 
 

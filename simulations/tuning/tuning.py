@@ -258,7 +258,7 @@ def _require_same_search(
     if differing:
         raise ConfigError(
             f"{folder} holds another search: {', '.join(differing)}; choose another folder with "
-            "out, or replace that search with again"
+            "out, or replace that search with again=True (--again)"
         )
     study.set_user_attr("described", described)
 

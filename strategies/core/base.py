@@ -23,7 +23,7 @@ from torch import nn
 
 from fedntk.ntk import NetworkPredictor, Predictor
 from fedntk.ntk.features import CENTRE
-from fedntk.ntk.options import option, state
+from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import screen_changes
 from fedntk.ntk.support.files import claimed
 from fedntk.ntk.support.threads import warn_of_spinning
@@ -88,6 +88,10 @@ class BaseStrategy(Sampling):
         "they are, and the model's array 'centre' becomes the mean, for a model that is a "
         "fedntk.ntk.CentredInputs; more than half of them must answer",
         default=False,
+    )
+
+    network: nn.Module | None = argument(
+        "the clients' architecture, for `predictor`; its weights do not matter", default=None
     )
 
     train_metrics: dict[int, MetricRecord] = state(dict, saved=False)
@@ -254,14 +258,25 @@ class BaseStrategy(Sampling):
         return "network"
 
     def predictor(
-        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
+        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
     ) -> Predictor:
         """Make the predictor of what :meth:`start` returned, or ``evaluate_fn`` was given.
 
-        The network has the clients' architecture; it is copied, its weights do not matter.
+        The network has the clients' architecture, and is the strategy's own by default. It is
+        copied; its weights do not matter.
         """
         loss = self.agreement().loss or "cross-entropy"
-        return NetworkPredictor.from_arrays(network, named_arrays(arrays), loss=loss)
+        own = self.architecture(network)
+        return NetworkPredictor.from_arrays(own, named_arrays(arrays), loss=loss)
+
+    def architecture(self, network: nn.Module | None) -> nn.Module:
+        """Return a given network, or the strategy's own; TypeError if there is neither."""
+        if (own := self.network if network is None else network) is None:
+            raise TypeError(
+                "predictor: expected the clients' network as second argument, or as network=... of "
+                f"{type(self).__name__}"
+            )
+        return own
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Return the arrays that a run begins with; methods that learn more than a network add it.

@@ -14,6 +14,7 @@ from .replies import NoUsableReply
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
+GIVE_UP = 3  # first rounds of a run that may pass without any reply that can be used
 logger = getLogger("flwr")
 
 
@@ -69,6 +70,8 @@ def run_rounds(
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
             result.train_metrics_clientapp[number] = metrics
+        if number == done + GIVE_UP and not done:
+            _require_success(strategy, changed=bool(result.arrays))
         judged = strategy.choose_evaluated(arrays)
         messages = strategy.configure_evaluate(number, judged, evaluate_config, grid)
         replies = grid.send_and_receive(messages=messages, timeout=timeout)
@@ -82,17 +85,16 @@ def run_rounds(
     for line in str(result).splitlines():
         logger.info("\t%s", line)
     if not done:
-        _require_success(strategy, num_rounds, changed=bool(result.arrays))
+        _require_success(strategy, changed=bool(result.arrays))
     result.arrays = result.arrays or arrays
     return result
 
 
-def _require_success(strategy: Any, num_rounds: int, *, changed: bool) -> None:
-    """Refuse to end as if all were well where no client ever replied with what can be used."""
+def _require_success(strategy: Any, *, changed: bool) -> None:
+    """Refuse to go on, or to end, as if all were well if no client's reply could ever be used."""
     if strategy.last_failure and not changed:
-        raise RuntimeError(
-            f"in {num_rounds} rounds the model never changed: {strategy.last_failure}"
-        )
+        rounds = strategy.server_round
+        raise RuntimeError(f"in {rounds} rounds the model never changed: {strategy.last_failure}")
     trained = [m for m in strategy.train_metrics.values() if "replies-accepted" in m]
     if trained and not any(metrics["replies-accepted"] for metrics in trained):
         raise NoUsableReply(

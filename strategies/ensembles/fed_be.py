@@ -105,13 +105,14 @@ class FedBE(BaseStrategy):
         return arrays
 
     def predictor(
-        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
+        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
     ) -> Predictor:
         """Make the predictor of the ensemble, or of the distilled network."""
         if self.distill is not None:
             return super().predictor(arrays, network)
         models = EnsembleArrays.from_arrays(named_arrays(arrays)).models
-        return EnsemblePredictor(NetworkPredictor.from_arrays(network, own) for own in models)
+        whole = self.architecture(network)
+        return EnsemblePredictor(NetworkPredictor.from_arrays(whole, own) for own in models)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Begin with an ensemble of only the initial network, unless given an ensemble."""

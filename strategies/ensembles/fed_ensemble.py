@@ -174,9 +174,9 @@ class FedEnsemble(BaseStrategy):
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
     ) -> EnsemblePredictor:
         """Make the predictor of the mean of the models' predictions."""
-        options = () if network is None else (network,)
+        network = self.network if network is None else network
         each = self._with_models(named_arrays(arrays))
-        return EnsemblePredictor(member.predictor(model, *options) for member, model in each)
+        return EnsemblePredictor(member.predictor(model, network) for member, model in each)
 
     def _with_models(self, arrays: Mapping[str, Any]) -> Iterator[tuple[BaseStrategy, Any]]:
         """Pair the members with their models' arrays."""

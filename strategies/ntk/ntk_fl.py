@@ -46,6 +46,7 @@ EXPENSIVE = (
     "; to make rounds cheaper use kernel='mean' (one small matrix), learning_rate='auto', "
     "a smaller last t in steps, fewer clients a round or a sampling_rate on the clients"
 )
+AUTO_RATE = "use learning_rate='auto' (setting auto-learning-rate), a lower rate, or give"
 LARGEST_LOSS = 1e30  # a client's; float32's infinity and more count as infinite
 Selection = Literal["clients", "linearised", "validation"]
 Gathered = tuple[list[Reply], list[JacobianUpload], Counter[str]]
@@ -191,7 +192,7 @@ class NTKFL(FlowOptions, BaseStrategy):
                 self.rounds_without_step,
                 candidates.evolution.learning_rate,
                 self.steps[1],
-                "give" if self.has_auto_rate else "use learning_rate='auto', a lower rate, or",
+                "give" if self.has_auto_rate else AUTO_RATE,
             )
         return None, metrics
 

@@ -131,10 +131,10 @@ class TCT(ConvexStrategy):
 
         `network` is the strategy's own by default.
         """
-        network = self.network if network is None else network
         if self.learned == "network":
             return super().predictor(arrays, network)
-        return TCTModel.from_arrays(network, self.feature_map, named_arrays(arrays), loss=self.loss)
+        whole = self.architecture(network)
+        return TCTModel.from_arrays(whole, self.feature_map, named_arrays(arrays), loss=self.loss)
 
     def without(self, clients: Sequence[int], arrays: ArrayRecord) -> ArrayRecord:
         """Return the arrays of the model that never had some clients' examples.
