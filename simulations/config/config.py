@@ -26,7 +26,10 @@ from .settings import ConfigError, Settings, Value, key_of, nearest, setting
 
 # keys that do not change what a run computes, only where, how safely and with what machine
 INCIDENTAL = frozenset(
-    {"out", "targets", "checkpoint-every", "data-dir", "client-cpus", "client-gpus"}
+    {
+        *("out", "targets", "checkpoint-every", "data-dir"),
+        *("ray-address", "client-cpus", "client-gpus"),
+    }
 )
 # key of Flower's run-config that holds the settings of other packages' methods, as JSON: the
 # app's pyproject.toml has to list all keys
@@ -168,6 +171,11 @@ class Config(SplitSettings, frozen=True, eq=True):
     )
 
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
+    ray_address: str = setting(
+        "",
+        "Ray: address of a running cluster, such as 10.0.0.1:6379, or auto for this machine's; by "
+        "default the run starts a Ray of its own",
+    )
     client_cpus: int = setting(1, "Ray: CPUs for each running client", at_least=1)
     client_gpus: float = setting(0.0, "Ray: share of a GPU for each running client", at_least=0)
     client_threads: int = setting(1, "CPU threads of torch in a client", at_least=1)

@@ -36,7 +36,7 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
     )
     log = folder / "flwr.log"
     log.unlink(missing_ok=True)
-    with superlink(folder / "flwr") as (server, environment):
+    with superlink(folder / "flwr", config.ray_address) as (server, environment):
         command = [
             *(tool("flwr"), "run", str(APP), "fedntk", "--stream"),
             *("--run-config", str(settings), "--federation-config", federation),
@@ -54,13 +54,16 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
 
 
 @contextlib.contextmanager
-def superlink(home: Path) -> Iterator[tuple[Process, dict[str, str]]]:
+def superlink(home: Path, ray_address: str = "") -> Iterator[tuple[Process, dict[str, str]]]:
     """Start a SuperLink in simulation mode with its files in `home`; stop it and all it started.
+
+    Its clients work on the Ray cluster at an address, which goes on, or on a Ray of their own.
 
     It yields the process, and the environment with which ``flwr run`` finds it.
     """
     home.mkdir(parents=True, exist_ok=True)
     environment, log = processes.flower_environment(home), home / "superlink.log"
+    environment |= {"RAY_ADDRESS": ray_address} if ray_address else {}
     log.unlink(missing_ok=True)
     options = ("--insecure", "--simulation", "--host", "127.0.0.1", "--port")
     process, port = processes.start_on_free_port(

@@ -214,6 +214,8 @@ def _prepare(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
 
 def _check_resources(config: Config) -> None:
     """Refuse what would keep Ray waiting for ever, or a client from its device."""
+    if config.ray_address or os.environ.get("RAY_ADDRESS"):  # the cluster knows its machines
+        return
     for key, asked, most in (
         ("client-cpus", config.client_cpus, os.cpu_count() or 1),
         ("client-gpus", config.client_gpus, torch.cuda.device_count()),
