@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and a picture
-	$(BIN)/python -m fedntk.simulations.demo
+	$(BIN)/fedntk demo
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 test: install ## the quick tests, with doctests, pages and notebooks in a short form

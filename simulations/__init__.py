@@ -8,8 +8,6 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
-
 from .errors import with_extra_named
 
 if TYPE_CHECKING:
@@ -69,6 +67,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
+        importlib.import_module("fedntk.ntk")  # before torch: how its threads wait
         with warnings.catch_warnings():  # of progress bars that Jupyter cannot show
             warnings.filterwarnings("ignore", "IProgress not found")
             return getattr(importlib.import_module(f".{home}", __name__), name)

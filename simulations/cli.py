@@ -1,13 +1,16 @@
-"""The command ``fedntk``: run, compare, tune, report, assess, unlearn."""
+"""The command ``fedntk``: run, compare, tune, report, assess, unlearn.
+
+Only a command that needs torch imports it, so that help comes at once.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from .config.config import Config
+from fedntk import __version__
+
 from .errors import ConfigError, command_line
 
 app = command_line(
@@ -30,6 +33,23 @@ Seeds = Annotated[str, typer.Option(help="Seeds, with commas between them.")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write for TensorBoard.")]
 MLflow = Annotated[bool, typer.Option("--mlflow", help="Log to MLflow.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A finished run's folder.")]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedntk {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
 
 
 @app.command("run")
@@ -68,7 +88,8 @@ def run_command(
 
       fedntk run --set dataset=fashion-mnist --set num-clients=300 --engine ray
     """
-    from .engine.runs import run
+    from . import Config, run
+    from .report.results import read_records
 
     overrides = _parse_settings(settings)
     if resume is not None:
@@ -87,8 +108,8 @@ def run_command(
         writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
     )
     headline = result.summary["headline"]
-    curve = result.curve(headline)
-    reached = f"{100 * curve.iloc[-1]:.1f} %" if len(curve) else f"no {headline} was measured"
+    curve = [row[headline] for row in read_records(result.folder) if headline in row]
+    reached = f"{100 * curve[-1]:.1f} %" if curve else f"no {headline} was measured"
     typer.echo(f"{reached} after round {result.summary['rounds']}: {result.folder}")
 
 
@@ -117,8 +138,7 @@ def compare_command(
 
       fedntk compare a.toml b.toml --set rounds=10 --engine ray
     """
-    from .engine.runs import compare
-    from .report.report import write_report
+    from . import Config, compare, write_report
 
     if folders := [conf for conf in confs if conf.is_dir()]:
         raise ConfigError(
@@ -190,7 +210,7 @@ def tune_command(
 
       fedntk run runs/tune/best.toml
     """
-    from .tuning.tuning import tune
+    from . import tune
 
     found = tune(
         conf,
@@ -230,7 +250,7 @@ def report_command(
 
       fedntk report runs --out report --targets 0.5,0.9
     """
-    from .report.report import write_report
+    from . import Config, write_report
 
     wanted = Config(targets=targets).targets if targets else None
     _show(write_report(folder, out, targets=wanted))
@@ -277,7 +297,7 @@ def assess_command(
 
       fedntk assess runs/a --unfamiliar mnist --coverage 0.9
     """
-    from .assessment.uncertainty import assess
+    from . import assess
 
     found = assess(
         folder,
@@ -314,7 +334,7 @@ def unlearn_command(
 
       fedntk unlearn runs/a 3 5 --forget
     """
-    from .assessment.unlearning import unlearn
+    from . import unlearn
 
     typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget).lines()))
 
@@ -324,10 +344,26 @@ def settings_command(
     method: Annotated[str, typer.Argument(help="Only its own settings, such as tct.")] = "",
 ) -> None:
     """List all settings with their defaults and meanings."""
+    from . import Config
+
     typer.echo("\n".join(Config.describe(method)) or f"{method} has no settings of its own")
 
 
+@app.command("demo")
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/demo"),
+) -> None:
+    """Compare NTK-FL with FedAvg on real digits, on Ray: tables and a picture, in a minute or two.
+
+    It needs no download, and replaces what is in its folder.
+    """
+    from .demo import demo
+
+    demo(out)
+
+
 def _show(report: Path) -> None:
+    from rich.console import Console
     from rich.markdown import Markdown
 
     text = report.read_text(encoding="utf-8")
@@ -348,7 +384,13 @@ def _parse_seeds(text: str) -> list[int]:
 def _parse_settings(settings: list[str] | None) -> dict[str, Any]:
     """Parse ``key=value`` as the key's type."""
     pairs = [_split("--set", "KEY=VALUE", setting) for setting in settings or []]
-    return {key.replace("-", "_"): Config.convert(key, text) for key, text in pairs}
+    return {key.replace("-", "_"): _convert(key, text) for key, text in pairs}
+
+
+def _convert(key: str, text: str) -> Any:
+    from . import Config
+
+    return Config.convert(key, text)
 
 
 def _split(option: str, expected: str, given: str) -> tuple[str, str]:
@@ -362,7 +404,7 @@ def _parse_list(option: str, given: str) -> tuple[str, list[Any]]:
     """Parse ``key=v1,v2``, or ``key=v1;v2`` if values have commas."""
     key, text = _split(option, "KEY=V1,V2,...", given)
     values = text.split(";" if ";" in text else ",")
-    return key, [Config.convert(key, value.strip()) for value in values]
+    return key, [_convert(key, value.strip()) for value in values]
 
 
 def _parse_range(given: str) -> tuple[str, Sequence[Any]]:
@@ -371,7 +413,7 @@ def _parse_range(given: str) -> tuple[str, Sequence[Any]]:
     low, *rest = text.split(":")
     if not rest:
         return _parse_list("--random", given)
-    return key, (Config.convert(key, low), Config.convert(key, rest[0]), *rest[1:])
+    return key, (_convert(key, low), _convert(key, rest[0]), *rest[1:])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""NTK-FL against Flower's FedAvg on real digits, through ``flwr run`` on Ray: ``make demo``."""
+"""NTK-FL against Flower's FedAvg on real digits, through ``flwr run`` on Ray: ``fedntk demo``."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ CONF = Path(__file__).parent / "conf"
 TARGET = 0.9
 
 
-def main() -> None:
+def demo(folder: Path) -> None:
     """Run both methods on the same split, network and first weights; print tables, draw curves."""
     print(
         "NTK-FL against Flower's FedAvg on scikit-learn's handwritten digits: 50 clients by\n"
         "Dirichlet(0.1), 10 a round, the same network and first weights.\n"
         "Each is a Flower run on Ray, whose workers take a while to start."
     )
-    folder = Path("runs/demo").absolute()
+    folder = folder.absolute()
     configs = {"NTK-FL": CONF / "ntk_fl_digits.toml", "FedAvg": CONF / "fedavg_digits.toml"}
     compare(configs, out=folder, engine="ray", again=True)
     folders = [folder / name for name in configs]
@@ -34,7 +34,3 @@ def main() -> None:
     title = "Digits, 50 clients, Dirichlet(0.1), 10 clients a round"
     accuracy_curves(load_results(folders), title=title, target=TARGET).savefig(picture)
     print(f"Curves: {picture}\nAll metrics of each round: {folder}/*/seed-0/rounds.parquet")
-
-
-if __name__ == "__main__":
-    main()

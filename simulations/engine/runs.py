@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import ERROR, WARNING, getLogger
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import pandas as pd
 import torch
 
 from fedntk.ntk.support.files import claimed
@@ -39,6 +38,9 @@ from .progress import Progress
 from .progress import progress as show_progress
 from .server_app import Prepared, prepare, serve
 from .writers import check_writers, writing
+
+if TYPE_CHECKING:  # slow to import
+    import pandas as pd
 
 Engine = Literal["local", "ray"]
 logger = getLogger("flwr")
@@ -131,7 +133,7 @@ def compare(
     data: Any = None,
     model: Any = None,
     **overrides: Any,
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """Run each configuration with each seed; return all results, as :func:`load_results`.
 
     All settings are checked before the first run. Finished runs are not run again and an

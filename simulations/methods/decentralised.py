@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import networkx as nx
 import numpy as np
-import pandas as pd
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,12 +14,14 @@ from fedntk.strategies import BaseStrategy, RelayStrategy, Topology
 from fedntk.strategies.core.averaging import cast_like, named_arrays
 from fedntk.strategies.gossip.topology import TopologyKind
 
-from ..assessment.selection import selection_curves
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
 from ..deploy.simulated_trust import projected
-from ..report.figures import selection_accuracies
 from .method import Method, Setup
+
+if TYPE_CHECKING:  # slow to import
+    import networkx as nx
+    from matplotlib.figure import Figure
 
 _GRAPH = Topology.options()
 
@@ -63,7 +62,9 @@ class GraphSettings(Settings, frozen=True, eq=True):
             graph=self._read_graph(config.num_clients) if self.graph else None,
         )
 
-    def _read_graph(self, num_clients: int) -> nx.Graph:
+    def _read_graph(self, num_clients: int) -> "nx.Graph":
+        import networkx as nx
+
         named = f"{self.key('graph')} = {self.graph}: expected edges"
         try:
             graph = nx.read_edgelist(self.graph, nodetype=int, data=False)
@@ -124,6 +125,8 @@ class DecentralisedMethod(Method):
             return
         (x, y), held = selection_sets(setup)
         x, x_held = projected(setup.config, x), projected(setup.config, held[0])
+        from ..assessment.selection import selection_curves
+
         expected = next(iter(relay.models.values()))
         curves = selection_curves(
             relay.models,
@@ -136,8 +139,12 @@ class DecentralisedMethod(Method):
         with whole(folder / "selection.parquet") as file:
             curves.to_parquet(file)
 
-    def pictures(self, folder: Path) -> Mapping[str, Figure]:
+    def pictures(self, folder: Path) -> Mapping[str, "Figure"]:
         """Draw the accuracy against the number of clients averaged."""
+        import pandas as pd
+
+        from ..report.figures import selection_accuracies
+
         path = folder / "selection.parquet"
         return {"selection": selection_accuracies(pd.read_parquet(path))} if path.exists() else {}
 

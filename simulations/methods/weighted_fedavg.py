@@ -1,16 +1,17 @@
 """Similarity-weighted FedAvg: a model for each client, mixed from those of clients like it."""
 
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from fedntk.ntk.support.files import whole
 from fedntk.strategies import BaseStrategy, WeightedFedAvg
 
-from ..report.figures import similarity_heat_map
 from .method import Method
+
+if TYPE_CHECKING:  # slow to import
+    from matplotlib.figure import Figure
 
 
 class _WeightedFedAvg(Method):
@@ -26,7 +27,9 @@ class _WeightedFedAvg(Method):
             with whole(folder / f"similarity-{server_round:06}.npz") as file:
                 np.savez(file, **mixing._asdict())
 
-    def pictures(self, folder: Path) -> dict[str, Figure]:
+    def pictures(self, folder: Path) -> dict[str, "Figure"]:
+        from ..report.figures import similarity_heat_map
+
         files = sorted(folder.glob("similarity-*.npz"))
         if not files:
             return {}

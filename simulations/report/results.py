@@ -9,18 +9,23 @@ some clients.
 """
 
 import contextlib
+import csv
+import io
 import json
 import platform
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pandas as pd
 import psutil
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 import torch
 from numpy.typing import NDArray
 
@@ -33,6 +38,9 @@ from ..data.load import load_data
 from ..engine.checkpoints import Checkpoint, Record
 from ..errors import RunFailed, first_line
 
+if TYPE_CHECKING:  # slow to import
+    import pandas as pd
+
 logger = getLogger("flwr")
 
 
@@ -42,23 +50,36 @@ class Run:
 
     Attributes
     ----------
-    rounds : DataFrame
-        Tidy: one row for each round and metric.
-    clients : DataFrame
-        Tidy: one row for each round, partition and metric of the clients' own evaluations.
     summary : dict
         Final and best accuracy; rounds, bytes and seconds to each target; bytes, seconds, machine,
         device, threads, checksums of data and split.
+    tables : dict
+        ``"rounds"`` and ``"clients"`` as pyarrow has them, before pandas is imported.
     """
 
     folder: Path
     config: Config
-    rounds: pd.DataFrame
-    clients: pd.DataFrame
     summary: dict[str, Any]
+    tables: dict[str, Any]
 
-    def curve(self, metric: str = "accuracy") -> pd.Series:
+    @cached_property
+    def rounds(self) -> "pd.DataFrame":
+        """Metrics, tidy: one row for each round and metric."""
+        return self._frame("rounds")
+
+    @cached_property
+    def clients(self) -> "pd.DataFrame":
+        """Clients' own evaluations, tidy: one row for each round, partition and metric."""
+        return self._frame("clients")
+
+    def _frame(self, name: str) -> "pd.DataFrame":
+        table: pd.DataFrame = self.tables[name].to_pandas()
+        return table.assign(run=self.summary["run"])
+
+    def curve(self, metric: str = "accuracy") -> "pd.Series":
         """Return one metric by round."""
+        import pandas as pd
+
         rows = self.rounds[self.rounds.metric == metric]
         return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
 
@@ -130,10 +151,10 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
         (int(own.metrics["round"]), *row) for own in checkpoint.rounds for row in own.clients
     ]
     for file, rows, columns in (("rounds", rounds, []), ("clients", clients, ["partition"])):
-        kinds = {"run": str, "method": str, "seed": int, "round": int}
-        kinds |= dict.fromkeys(columns, int) | {"metric": str, "value": float}
-        table = pd.DataFrame([(*identity.values(), *row) for row in rows], columns=list(kinds))
-        table.astype(kinds).to_parquet(folder / f"{file}.parquet", index=False)
+        kinds = {"run": "string", "method": "string", "seed": "int64", "round": "int64"}
+        kinds |= dict.fromkeys(columns, "int64") | {"metric": "string", "value": "float64"}
+        table = _make_table(kinds, [(*identity.values(), *row) for row in rows])
+        pyarrow.parquet.write_table(table, folder / f"{file}.parquet")
     best = checkpoint.best
     for file, own in (("model", checkpoint), ("best", best)):
         if own is not None:
@@ -156,6 +177,17 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
         "machine": machine(),
         **more,
     }
+
+
+def _make_table(kinds: dict[str, str], rows: Iterable[Sequence[Any]]) -> Any:
+    """Make pyarrow's table, by way of CSV: its other ways import pandas, which is slow."""
+    text = io.StringIO()
+    csv.writer(text).writerows([tuple(kinds), *rows])
+    return pyarrow.csv.read_csv(
+        io.BytesIO(text.getvalue().encode()),
+        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+        convert_options=pyarrow.csv.ConvertOptions(column_types=kinds, null_values=[]),
+    )
 
 
 TOTALS = ("bytes-up", "bytes-down", "seconds")
@@ -197,13 +229,15 @@ def read_run(folder: str | Path) -> Run:
     summary = read_summary(folder)
     if summary["status"] != "finished":
         raise RunFailed(summary["error"] if summary["status"] == "failed" else "interrupted")
-    tables = []
-    for path in (folder / "rounds.parquet", folder / "clients.parquet"):
+    tables = {}
+    for name in ("rounds", "clients"):
+        path = folder / f"{name}.parquet"
         try:
-            tables.append(pd.read_parquet(path))
+            with pyarrow.parquet.ParquetFile(path) as file:
+                tables[name] = file.read()
         except ValueError as error:  # as pyarrow calls a file that is none of its own
             raise RunFailed(f"{path} is damaged: {first_line(error)}") from error
-    return Run(folder, Config.of_run(folder), tables[0], tables[1], summary)
+    return Run(folder, Config.of_run(folder), summary, tables)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -283,9 +317,7 @@ def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
         values = run.config.values()
         differing = (f"{key} = {values[key]}" for key in sorted(keys) if key in values)
         name = ", ".join([run.summary["run"], *differing])
-        rounds, clients = (table.assign(run=name) for table in (run.rounds, run.clients))
-        summary = {**run.summary, "run": name}
-        named.append(replace(run, rounds=rounds, clients=clients, summary=summary))
+        named.append(replace(run, summary={**run.summary, "run": name}))
     seen: dict[tuple[str, int], Run] = {}
     for run in named:
         first = seen.setdefault((run.summary["run"], run.summary["seed"]), run)
@@ -294,8 +326,10 @@ def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
     return list(seen.values())
 
 
-def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+def load_results(folders: str | Path | Iterable[str | Path]) -> "pd.DataFrame":
     """Read runs as :func:`read_runs`: one table of run, method, seed, round, metric, value."""
+    import pandas as pd
+
     return pd.concat([run.rounds for run in read_runs(folders)], ignore_index=True)
 
 

@@ -8,20 +8,22 @@ neighbours, rings, lines, Erdos-Renyi graphs and clusters, drawn anew in each ro
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING, getLogger
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.ntk.options import Declared, argument, option
 from fedntk.ntk.payloads.gossip_options import MixingMatrix, mixing_row
 
+if TYPE_CHECKING:  # slow to import
+    import networkx as nx
+
 logger = getLogger("flwr")
 TopologyKind = Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete", "own"]
 TRIES = 100  # to draw a connected graph
 Neighbours = dict[int, tuple[int, ...]]
-Edges: TypeAlias = nx.Graph | Iterable[Sequence[int]]
+Edges: TypeAlias = Union["nx.Graph", Iterable[Sequence[int]]]
 
 
 class Topology(Declared):
@@ -54,7 +56,7 @@ class Topology(Declared):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.edges = _edges(() if self.graph is None else self.graph)
+        self.edges = frozenset() if self.graph is None else _edges(self.graph)
         if self.kind == "clustered" and not self.dynamic:
             logger.log(WARNING, "static clusters never exchange anything with each other")
 
@@ -78,6 +80,8 @@ class Topology(Declared):
         A random graph that falls apart is drawn again, up to 100 times. The sizes of the parts of
         one that still does, or of a given graph that is not connected, are logged.
         """
+        import networkx as nx
+
         members = sorted(clients)
         drawn = server_round if self.dynamic else 0
         generator = np.random.default_rng([self.seed, drawn, *b"topology"])
@@ -117,7 +121,9 @@ class Topology(Declared):
         renamed = {"topology": own.pop("kind"), "topology_seed": own.pop("seed")}
         return {**renamed, **own, "edges": sorted(map(list, self.edges))}
 
-    def _draw(self, members: Sequence[int], generator: np.random.Generator) -> nx.Graph:
+    def _draw(self, members: Sequence[int], generator: np.random.Generator) -> "nx.Graph":
+        import networkx as nx
+
         count, order = len(members), [members[i] for i in generator.permutation(len(members))]
         seed = int(generator.integers(2**31))
         degree = min(self.degree, count - 1)
@@ -149,6 +155,8 @@ class Topology(Declared):
 
 def _edges(graph: Edges) -> frozenset[tuple[int, int]]:
     """Return a graph's edges between different clients, each once, the lower id first."""
+    import networkx as nx
+
     if isinstance(graph, nx.Graph) and graph.is_directed():
         raise ValueError(
             "graph: expected one without directions, as neighbours send each other parcels, got a "

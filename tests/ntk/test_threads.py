@@ -24,11 +24,18 @@ sys.meta_path.insert(0, Stop())
 """
 
 
-@pytest.mark.parametrize("room", ["ntk", "clients", "strategies", "simulations", "simulations.cli"])
-def test_passive_waiting_is_set_before_torch_is_loaded(room):
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fedntk.ntk", "import fedntk.clients", "import fedntk.strategies",
+        "from fedntk.simulations import run", "from fedntk.simulations import fedntk_app",
+        "from fedntk.simulations.cli import app; app(['settings'])",
+    ],
+)  # fmt: skip
+def test_passive_waiting_is_set_before_torch_is_loaded(code):
     """OpenMP reads the variable as torch loads it; the process ends just before that."""
     plain = {k: v for k, v in os.environ.items() if k not in threads.OWN_SETTINGS}
-    said = output_of(sys.executable, "-c", f"{BEFORE_TORCH}import fedntk.{room}", env=plain)
+    said = output_of(sys.executable, "-c", f"{BEFORE_TORCH}{code}", env=plain)
     assert json.loads(said) == ["PASSIVE", False]
 
 

@@ -112,6 +112,10 @@ def test_a_request_to_terminate_saves_what_there_is(tmp_path, each_run):
     assert len(read_runs(folder)[0].curve()) == 5
 
 
+def test_the_version_is_said():
+    assert fedntk("--version") == f"fedntk {metadata.version('fedntk')}\n"
+
+
 def test_command_is_installed():
     (command,) = metadata.entry_points(group="console_scripts", name="fedntk")
     assert command.load() is app
