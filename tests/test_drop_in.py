@@ -81,7 +81,7 @@ def test_clients_take_the_data_that_the_page_names():
         assert torch.equal(client.test_targets, one_hot(y, 3))
 
 
-def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Strategy, Result]:
+def run_app(folder: Path, patch: pytest.MonkeyPatch, **changed: Any) -> tuple[Strategy, Result]:
     """Run an app in this process, as its pyproject.toml says; the last strategy, and its result."""
     kept: list[tuple[Strategy, Result]] = []
 
@@ -92,24 +92,29 @@ def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Strategy, R
             return kept[-1][1]
 
         patch.setattr(kind, "start", noted)
+    patch.syspath_prepend(str(folder))
+    settings = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    config, found = {**settings["config"], **changed}, {}
+    for which, reference in settings["components"].items():
+        module, _, attribute = reference.partition(":")
+        found[which] = getattr(import_module(module), attribute)
+    grid = LocalGrid(found["clientapp"], NUM_CLIENTS, config)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        found["serverapp"](grid, Context(1, 0, {}, RecordDict(), config))
+    return kept[-1]
+
+
+def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Strategy, Result]:
+    """Run the page's app after a change, from a folder."""
     files = applied(DIFFS[name], STOCK) if name else STOCK
     for path, text in {"digits/__init__.py": "", **files}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
-    patch.chdir(folder)
-    patch.syspath_prepend(str(folder))
     for module in [module for module in sys.modules if module.partition(".")[0] == "digits"]:
         del sys.modules[module]
-    settings = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    found = {}
-    for which, reference in settings["components"].items():
-        module, _, attribute = reference.partition(":")
-        found[which] = getattr(import_module(module), attribute)
-    grid = LocalGrid(found["clientapp"], NUM_CLIENTS, settings["config"])
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        found["serverapp"](grid, Context(1, 0, {}, RecordDict(), settings["config"]))
-    return kept[-1]
+    patch.chdir(folder)
+    return run_app(folder, patch)
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("", "cp_ntk_fl.diff", "tct.diff")]
@@ -143,3 +148,15 @@ def test_the_app_runs_with_each_method(name, tmp_path, monkeypatch):
         learned.load_state_dict(torch.load(tmp_path / "final_model.pt"))
     _, accuracy = task.test(learned, task.load_centralized_data(), "cpu")
     assert accuracy == central[rounds]["accuracy"]
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").iterdir()), ids=lambda p: p.name)
+def test_an_example_runs_and_saves_what_it_learned(example, tmp_path, monkeypatch):
+    """Chance is 0.1. The app stands in the layout of Flower's baselines."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("README.md", "__init__.py", "client_app.py", "server_app.py", "task.py"):
+        assert (example / ("" if file == "README.md" else example.name) / file).is_file()
+    _, result = run_app(example, monkeypatch)
+    central = [metrics["accuracy"] for metrics in result.evaluate_metrics_serverapp.values()]
+    assert central[-1] > 0.5
+    assert len([*tmp_path.iterdir()]) == 1

@@ -1,0 +1,1 @@
+"""TCT (Yu et al., NeurIPS 2022) on handwritten digits."""
