@@ -32,6 +32,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and a picture
 	$(BIN)/fedntk demo
 
+lab: install ## Jupyter Lab with the notebooks
+	$(BIN)/jupyter lab notebooks
+
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 test: install ## the quick tests, with doctests, pages and notebooks in a short form
 	$(PYTEST) -m 'not federation and not slow'
@@ -68,6 +71,10 @@ pages: install ## write results and costs into the tables of the pages
 	$(BIN)/python docs/tables.py
 
 check: lint types docs test slow federation ## everything; CI leaves `slow` out
+
+dist: install ## wheel and source archive, in build/dist
+	$(BIN)/uv build --quiet --clear --out-dir build/dist
+	$(BIN)/twine check --strict build/dist/*
 
 format: install ## let ruff format and fix
 	$(BIN)/ruff format .

@@ -180,6 +180,12 @@ def test_run_config_of_the_flower_app_equals_the_defaults():
     assert flatten_dict(FLOWER_APP["config"]) == Config.default_run_config()
 
 
+def test_all_files_name_the_packages_version():
+    assert APP["project"]["version"] == fedntk.__version__
+    assert f"\nversion: {fedntk.__version__}\n" in read("CITATION.cff")
+    assert f"\n## {fedntk.__version__} - " in read("CHANGELOG.md")
+
+
 def test_the_flower_app_takes_the_versions_of_flower_that_fedntk_takes():
     (flower,) = APP["project"]["dependencies"]
     assert flower in toml("pyproject.toml")["project"]["dependencies"]
