@@ -336,6 +336,8 @@ def _npz(path: Path, settings: DatasetSettings) -> Examples:
         raise ConfigError(
             f"dataset: {path} has {', '.join(odd)}; expected some of {', '.join(NPZ)}"
         )
+    if ("x_test" in found) != ("y_test" in found):
+        raise ConfigError(f"dataset: {path} must hold both x_test and y_test, or neither")
     names = {key: tuple(found.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")}
 
     def side(part: str) -> Table:
@@ -349,7 +351,7 @@ def _npz(path: Path, settings: DatasetSettings) -> Examples:
     test = side("test") if "x_test" in found else None
     try:
         return replace(own, test=test, split=split).read()
-    except (ConfigError, KeyError) as error:
+    except ConfigError as error:
         raise ConfigError(f"dataset: {path}: {error}") from None
 
 

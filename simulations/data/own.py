@@ -207,6 +207,9 @@ def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
         every = np.unique(np.concatenate(labels)) if labels else np.zeros(0, np.int64)
         if every.dtype.kind not in "iubUSO":
             raise ConfigError(f"expected whole numbers or words as labels, got {every.dtype}")
+        if len(new := np.setdiff1d(every, labels[0])):
+            few = ", ".join(map(str, new[:5]))
+            raise ConfigError(f"test set: no training example has the labels {few}")
         if not np.array_equal(every, np.arange(len(every))):
             names = tuple(map(str, every))
             known = {name: i for i, name in enumerate(names)}

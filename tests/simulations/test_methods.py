@@ -88,7 +88,8 @@ def test_the_model_of_a_client_is_what_the_client_evaluated(tmp_path, method):
     assert set(reported.index) == set(range(4))
     setup, first = load_setup(result.config), load_predictor(result.folder)
     for client in range(4):
-        x, y = setup.examples(client).test
+        _, kept = setup.split.train_and_test(client, setup.config)
+        x, y = setup.data.x_train[kept], setup.data.y_train[kept]
         own = load_predictor(result.folder, client=client).evaluate(x, y)
         assert own.accuracy == pytest.approx(reported[client], abs=1e-12)
         assert own.loss != first.evaluate(x, y).loss

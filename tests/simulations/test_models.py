@@ -101,8 +101,8 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path):
     after = load_file(done.folder / "model.safetensors")
     changed = {name for name, own in before.items() if not torch.equal(own, after[name])}
     assert changed == {"3.1.weight", "3.1.bias"}
-    x, y = load_data(config).test()
-    found = load_predictor(done.folder).evaluate(x, y).accuracy
+    data = load_data(config)
+    found = load_predictor(done.folder).evaluate(data.x_test, data.y_test).accuracy
     assert found == pytest.approx(done.summary["accuracy"], abs=1e-3)
     assert found > 0.7
 
@@ -110,8 +110,12 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("options", "shape", "message"),
     [
-        ({"model": "vgg"}, (3, 32, 32), "model: expected mlp, .* lenet-bn, .*, two-patch-cnn or"),
-        ({"model": "math:nothing"}, (4,), "cannot be imported"),
+        (
+            {"model": "vgg"},
+            (3, 32, 32),
+            "model: expected mlp, .* lenet-bn, .*, two-patch-cnn, or your own as",
+        ),
+        ({"model": "math:nothing"}, (4,), "math lacks 'nothing'"),
         ({"model": "lenet"}, (1, 8, 8), "model = lenet: .* at least 16 x 16"),
         ({"model": "two-patch-cnn"}, (3, 60), r"expected examples of shape \(2, d\) and 2 classes"),
         ({"model": THREE_CLASSES}, (4,), r"outputs of shape \(n, 4\), .* got \('n', 3\)"),

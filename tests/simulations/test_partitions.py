@@ -119,7 +119,7 @@ def test_where_the_split_is_by_owners_so_is_that_of_the_test_set(owners, expecte
         natural_ids=np.array(list("abcabcabca")),
         natural_ids_test=None if owners is None else np.array([*owners, "e"]),
     )  # fmt: skip
-    own = {"partition": "natural", "natural_column": "writer", "private_test": True}
+    own = {"partition": "natural", "client_column": "writer", "private_test": True}
     split = split_data(Config(num_clients=3, clients_per_round=1, **own), data)
     pairs = zip(split.clients, split.tests, strict=True)
     assert {data.natural_ids[own[0]]: sorted(test) for own, test in pairs} == expected
@@ -149,10 +149,11 @@ def test_clients_accuracies_are_those_of_the_model_on_their_parts(tmp_path):
     setup, model = load_setup(result.config), load_predictor(tmp_path)
     last = result.clients[result.clients["round"] == 2].pivot(columns="metric", index="partition")
     for i, test in enumerate(setup.split.tests):
-        expected = model.evaluate(*setup.data.test(test)).accuracy, len(test)
+        x, y = setup.data.x_test[test], setup.data.y_test[test]
+        expected = model.evaluate(x, y).accuracy, len(test)
         found = last.value.loc[i, ["accuracy", "num-examples"]]
         assert tuple(found) == pytest.approx(expected, abs=1e-12)
-    on_all = model.evaluate(*setup.data.test()).accuracy
+    on_all = model.evaluate(setup.data.x_test, setup.data.y_test).accuracy
     assert result.curve("client-accuracy")[2] == pytest.approx(on_all, abs=1e-9)
 
 

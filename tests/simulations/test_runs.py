@@ -29,7 +29,7 @@ def test_a_run_writes_its_folder(finished_run):
     small = finished_run("ntk-fl")
     config, summary, frame = small.config, small.summary, small.rounds
     assert {p.name for p in small.folder.iterdir() if p.name[0] != "."} == {
-        *("best.safetensors", "checkpoints", "clients.parquet", "config.toml"),
+        *("best.safetensors", "checkpoints", "clients.parquet", "config.toml", "inputs.json"),
         *("model.safetensors", "rounds.jsonl", "rounds.parquet", "summary.json"),
     }
     assert Config.load(small.folder / "config.toml") == config
@@ -67,8 +67,16 @@ FITS = 2 * 10**8  # bytes
     ("options", "free", "message"),
     [
         ({"ntk_fl": {"structure": "dense"}}, FITS, "a round of .* clients, .* needs .* GB and cpu"),
-        ({"method": "tct", "tct": {"solve": "server"}}, 100, "stage 2 of 12 clients, .* need"),
-        ({"method": "tct", "tct": {"local_steps": 1}}, 100, "features of all examples need .* GB"),
+        (
+            {"method": "tct", "tct": {"solve": "server", "bootstrap_rounds": 0}},
+            100,
+            "stage 2 of 12 clients, .* need",
+        ),
+        (
+            {"method": "tct", "tct": {"local_steps": 1, "bootstrap_rounds": 0}},
+            100,
+            "features of all examples need .* GB",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_at_once(tmp_path, monkeypatch, options, free, message):
@@ -101,7 +109,8 @@ def test_tct_goes_on_from_another_runs_network_and_its_predictor_can_be_kept(tmp
     assert bits(both.folder) == bits(second.folder)
     assert both.curve()[2] == first.curve()[2] == second.curve()[0]
     predictor, network = (load_predictor(result.folder) for result in (second, first))
-    x, y = (part[:50] for part in load_data(shared).test())
+    data = load_data(shared)
+    x, y = data.x_test[:50], data.y_test[:50]
     assert second.curve()[2] == predictor.evaluate(x, y).accuracy
     assert network.evaluate(x, y)[:2] == (first.curve("loss")[2], first.curve()[2])
     predictor.save(tmp_path / "kept")
@@ -129,11 +138,19 @@ def test_different_runs_of_one_name_are_told_apart(tmp_path):
         ({"train_examples": 1438}, "train-examples: expected at most 1437, got 1438"),
         ({"partition": "dirichlet", "min_partition_size": 500}, "partition = dirichlet"),
         ({"partition": "pathological", "classes_per_client": 11}, "partition = pathological"),
-        ({"partition": "natural"}, "digits names no owners; a Hugging Face set needs natural-colu"),
+        ({"partition": "natural"}, "digits names no owners; set client-column"),
         ({"partition": "client-dirichlet", "examples_per_client": 900}, "is to get"),
         ({"device": "banana"}, "device = banana: cannot be used"),
         ({"weights": "/nowhere.safetensors"}, "weights = /nowhere.safetensors: cannot be read"),
-        ({"method": "tct", "model": "tests.simulations.networks:no_linear"}, "last nn.Linear"),
+        (
+            {
+                "method": "tct",
+                "tct": {"bootstrap_rounds": 0},
+                "model": "tests.simulations.networks:no_linear",
+            },
+            "last nn.Linear",
+        ),
+        ({"method": "tct", "rounds": 11}, "rounds: expected more than 11, as tct.bootstrap-rounds"),
         ({"workers": 2, "engine": "ray"}, "workers is for the local engine"),
         ({"engine": "ray", "client_cpus": 10_000}, "client-cpus: expected at most this machine's"),
     ],

@@ -117,10 +117,11 @@ def test_no_method_looks_at_the_test_set(tmp_path, method, held_out):
     indices = split.validation if len(split.validation) else np.concatenate(split.clients[-2:])
     assert not set(indices) & set(np.concatenate(split.clients[:-2]))
     assert held_out is PRIVATE or set(first.clients.partition) == {6, 7}
-    on_held_out = load_predictor(first.folder).evaluate(*setup.data.train(indices))
+    x, y = setup.data.x_train[indices], setup.data.y_train[indices]
+    on_held_out = load_predictor(first.folder).evaluate(x, y)
     assert first.curve()[2] == pytest.approx(on_held_out.accuracy, abs=1e-12)
     assert not tested.clients.equals(first.clients)
-    on_test = load_predictor(tested.folder).evaluate(*setup.data.test())
+    on_test = load_predictor(tested.folder).evaluate(setup.data.x_test, setup.data.y_test)
     assert tested.curve()[2] == pytest.approx(on_test.accuracy, abs=1e-12)
 
 

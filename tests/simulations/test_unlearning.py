@@ -48,7 +48,7 @@ def test_the_new_model_is_read_as_a_runs_and_its_accuracies_are_its_own(finished
     found = unlearn(finished, [3, 1, 3])
     assert found.clients == (1, 3)
     data, split = load_data(finished.config), load_split(finished.config)
-    x, y = data.test()
+    (_, y), x = data.test(), data.x_test
     theirs = np.concatenate([split.clients[k] for k in (1, 3)])
     assert set(found.by_class) == set(data.y_train[theirs].tolist())
     assert found.examples == len(theirs)
