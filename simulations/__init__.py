@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from .engine.building import load_predictor
     from .engine.runs import compare, run
     from .errors import ConfigError, RunFailed
+    from .report.comparison import Results, load_results
     from .report.report import write_report
-    from .report.results import Run, load_model, load_results, read_runs
+    from .report.results import Run, load_model, read_runs
     from .tuning.tuning import Tuning, tune
 
 # module -> its public names
@@ -33,8 +34,9 @@ _HOMES = {
     "engine.building": ("load_predictor",),
     "engine.runs": ("compare", "run"),
     "errors": ("ConfigError", "RunFailed"),
+    "report.comparison": ("Results", "load_results"),
     "report.report": ("write_report",),
-    "report.results": ("Run", "load_model", "load_results", "read_runs"),
+    "report.results": ("Run", "load_model", "read_runs"),
     "tuning.tuning": ("Tuning", "tune"),
 }
 
@@ -44,6 +46,7 @@ __all__ = [
     "ConfigError",
     "Federation",
     "OwnData",
+    "Results",
     "Run",
     "RunFailed",
     "Tuning",

@@ -5,7 +5,7 @@ Only a command that needs torch imports it, so that help comes at once.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -242,7 +242,7 @@ def report_command(
         str, typer.Option(help="Accuracies for the table, such as 0.8,0.9; the runs' by default.")
     ] = "",
 ) -> None:
-    """Write tables (Markdown, LaTeX) and pictures of finished runs.
+    """Write tables (Markdown, LaTeX), pictures and report.html of finished runs.
 
     [b]Examples[/]
 
@@ -364,12 +364,29 @@ def demo_command(
 
 def _show(report: Path) -> None:
     from rich.console import Console
-    from rich.markdown import Markdown
+    from rich.markdown import Markdown, TableElement
+
+    class Table(TableElement):
+        """A table that folds long words where the console is narrow, and cuts none."""
+
+        def __rich_console__(self, console: Any, options: Any) -> Any:
+            for table in super().__rich_console__(console, options):
+                columns = getattr(table, "columns", [])
+                for column in columns:
+                    column.overflow = "fold"
+                for first in columns[:1]:  # names
+                    first.width = min(18, max(map(len, [first.header, *first.cells])))
+                yield table
+
+    class Folding(Markdown):
+        elements: ClassVar = {**Markdown.elements, "table_open": Table}
 
     text = report.read_text(encoding="utf-8")
     tables = [line for line in text.splitlines() if not line.startswith("!")]
-    Console().print(Markdown("\n".join(tables)))
+    Console().print(Folding("\n".join(tables)))
     typer.echo(f"Report: {report}")
+    if (page := report.with_suffix(".html")).exists():
+        typer.echo(f"In a browser: {page}")
 
 
 def _parse_seeds(text: str) -> list[int]:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pandas as pd
 
 from .engine.runs import compare
+from .report.comparison import load_results
 from .report.figures import accuracy_curves
 from .report.report import final_table, markdown, target_table
-from .report.results import load_results, read_runs
+from .report.results import read_runs
 
 CONF = Path(__file__).parent / "conf"
 TARGET = 0.9

@@ -20,7 +20,6 @@ from ..report.results import (
     Run,
     State,
     clear_run,
-    load_results,
     read_records,
     read_run,
     read_summary,
@@ -40,7 +39,7 @@ from .server_app import Prepared, prepare, serve
 from .writers import check_writers, writing
 
 if TYPE_CHECKING:  # slow to import
-    import pandas as pd
+    from ..report.comparison import Results
 
 Engine = Literal["local", "ray"]
 logger = getLogger("flwr")
@@ -133,8 +132,10 @@ def compare(
     data: Any = None,
     model: Any = None,
     **overrides: Any,
-) -> "pd.DataFrame":
+) -> "Results":
     """Run each configuration with each seed; return all results, as :func:`load_results`.
+
+    The table shows itself in Jupyter; it has the methods of :class:`Results`, such as ``plot``.
 
     All settings are checked before the first run. Finished runs are not run again and an
     interrupted one continues where it stopped, so the same call continues a comparison that was
@@ -190,6 +191,8 @@ def compare(
             f"{len(failed)} of {len(planned)} runs failed ({'; '.join(failed)}). The others are in "
             f"{Path(out)}: load_results reads them. Call again to try the failed ones again."
         )
+    from ..report.comparison import load_results  # imports pandas
+
     return load_results([config.folder for config in planned])
 
 

@@ -3,10 +3,14 @@
 Each function returns a matplotlib Figure, which Jupyter shows and ``savefig`` writes. A table
 `rounds` is one that :func:`~fedntk.simulations.load_results` returns, `title` stands above the
 picture, and `evaluated_on` is the runs' setting of this name.
+
+A run has one style in all pictures: that of its place, by name, among all runs of the comparison.
+Tables know these runs by ``attrs["runs"]``, which pandas keeps when rows are selected.
 """
 
+import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +22,12 @@ from numpy.typing import NDArray
 
 from ..data.client_tables import newest_accuracies
 
-# Okabe and Ito's palette; each colour with a marker of its own, and dashed when it comes again
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito's palette, with a grey that is seen on black as well for its black; each colour has
+# a marker of its own, and is dashed when it comes again
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676")
 MARKERS = "os^Dvp*"
 LINES = ("-", "--", ":")
+MOST_BANDS = 4  # more would lie over each other
 
 # what an accuracy can be drawn against -> (label, factor from the table's unit)
 AXES = {
@@ -43,7 +49,8 @@ def accuracy_curves(
     """Draw accuracy against rounds, data sent or time: one curve a run.
 
     Several seeds of a run become their mean, with a band from the lowest to the highest, as far as
-    all have rounds. Data and time are means over the seeds, summed from round 0 on.
+    all have rounds. More than four runs have bars in its place, in different rounds. Data and time
+    are means over the seeds, summed from round 0 on.
 
     Parameters
     ----------
@@ -56,21 +63,22 @@ def accuracy_curves(
     """
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
-    label, factor = AXES[against]
-    figure, axes = _figure(title, xlabel=label, ylabel=f"{evaluated_on} accuracy (%)")
-    many = False
-    for name, rows, style in _each(rounds, "run"):
-        accuracy = _by_round(rows, "accuracy") * 100
-        x = accuracy.index.to_series()
-        if against != "rounds":
-            spent = _by_round(rows, against)["mean"].cumsum() * factor
-            x = spent.reindex(accuracy.index)
+    figure, axes = _figure(title, xlabel=AXES[against][0], ylabel=f"{evaluated_on} accuracy (%)")
+    several = rounds.groupby("run").seed.nunique() > 1
+    crowded = several.sum() > MOST_BANDS
+    for number, (name, rows, style) in enumerate(_each(rounds, "run")):
+        accuracy = by_round(rows, "accuracy")
+        x = costs_by_round(rows, accuracy.index)[against]
+        mean, low, high = (100 * accuracy[each] for each in ("mean", "min", "max"))
         every = max(len(x) // 20, 1)
-        axes.plot(x, accuracy["mean"], ms=4, markevery=every, label=name, **style)
-        if rows.seed.nunique() > 1:
-            many = True
-            band = accuracy["min"], accuracy["max"]
-            axes.fill_between(x, *band, color=style["color"], alpha=0.2, lw=0)
+        axes.plot(x, mean, ms=4, markevery=every, label=name, **style)
+        if several[name] and crowded:
+            step = max(len(x) // 5, 3)
+            some = slice(number % step, None, step)
+            bars = (mean - low)[some], (high - mean)[some]
+            axes.errorbar(x[some], mean[some], bars, fmt="none", ecolor=style["color"], capsize=2)
+        elif several[name]:
+            axes.fill_between(x, low, high, color=style["color"], alpha=0.2, lw=0)
     if target is not None:
         axes.axhline(100 * target, color="0.5", lw=1, ls="--", zorder=0)
         axes.annotate(
@@ -82,7 +90,14 @@ def accuracy_curves(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
         axes.set_xlim(left=0)
-    axes.legend(loc="lower right", frameon=False, title="band: range over seeds" if many else None)
+    marks = f"{'bars' if crowded else 'band'}: range over seeds" if several.any() else None
+    if len(several) > MOST_BANDS:
+        columns = max(1, 75 // (8 + rounds.run.str.len().max()))  # as many as have room
+        figure.set_figheight(4 + 0.25 * -(-len(several) // columns))
+        options: Any = {"loc": "outside lower center", "ncols": columns}
+        figure.legend(**options, frameon=False, title=marks)
+    else:
+        axes.legend(loc="lower right", frameon=False, title=marks)
     return figure
 
 
@@ -114,11 +129,13 @@ def accuracy_against_heterogeneity(
     if labels is not None:
         best["method"] = best.run.map(labels)
     many = best.duplicated(["method", "alpha"]).any()
-    for method, rows, style in _each(best, "method"):
+    known = styles(rounds.attrs.get("runs", best.run))
+    for method, rows in best.groupby("method", sort=False):
+        style = known[rows.run.min()]
         values = rows.groupby("alpha").value.agg(["mean", "min", "max"])
         means = values["mean"] * 100
         spread = means - values["min"] * 100, values["max"] * 100 - means
-        axes.errorbar(means.index, means, spread, capsize=3, label=method, **style)
+        axes.errorbar(means.index, means, spread, capsize=3, label=str(method), **style)
     axes.set_xscale("log")
     _tick(axes, best.alpha)
     axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
@@ -348,6 +365,15 @@ def _order_by_similarity(similarities: NDArray[np.float64]) -> NDArray[np.int64]
     return leaves
 
 
+def as_html(table: pd.DataFrame, figure: Figure) -> str:
+    """Return a table and a picture as HTML that Jupyter shows."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=80)
+    code = base64.b64encode(picture.getvalue()).decode()
+    shown = table.to_html(index=False, border=0)
+    return f'{shown}<img alt="curves of accuracy" src="data:image/png;base64,{code}">'
+
+
 class _Picture(Figure):
     """A figure that Jupyter shows without pyplot, which would keep each one in memory."""
 
@@ -378,16 +404,34 @@ def _tick(axes: Axes, values: "pd.Series[float]") -> None:
     axes.set_xticks([], minor=True)
 
 
+def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return colour, marker and line of each of a comparison's runs, by their names in order."""
+    found = {}
+    for number, name in enumerate(sorted({str(name) for name in names})):
+        again, i = divmod(number, len(COLOURS))
+        found[name] = {"color": COLOURS[i], "marker": MARKERS[i]}
+        found[name]["linestyle"] = LINES[again % len(LINES)]
+    return found
+
+
 def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
     """Yield rows by the values of a column, with a style that depends only on the value."""
-    numbers = {name: i for i, name in enumerate(sorted(table[column].unique()))}
+    own = table[column].unique()
+    known = table.attrs.get("runs", ())
+    found = styles(known if column == "run" and set(own) <= set(known) else own)
     for name, rows in table.groupby(column, sort=False):
-        again, i = divmod(numbers[name], len(COLOURS))
-        dashes = LINES[again % len(LINES)]
-        yield str(name), rows, {"color": COLOURS[i], "marker": MARKERS[i], "linestyle": dashes}
+        yield str(name), rows, found[str(name)]
 
 
-def _by_round(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return mean and range over the seeds, of the rounds that all seeds have."""
+def by_round(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return mean and range over the seeds of one run, of the rounds that all seeds have."""
     values = rows[rows.metric == metric].groupby("round").value.agg(["mean", "min", "max", "size"])
     return values[values["size"] == rows.seed.nunique()]
+
+
+def costs_by_round(rows: pd.DataFrame, rounds: "pd.Index[int]") -> pd.DataFrame:
+    """Return what a run has cost up to each of the rounds, in the units of AXES."""
+    costs = {"rounds": rounds.to_series()}
+    for key, (_, factor) in list(AXES.items())[1:]:
+        costs[key] = (by_round(rows, key)["mean"].cumsum() * factor).reindex(rounds)
+    return pd.DataFrame(costs)

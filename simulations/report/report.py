@@ -1,28 +1,33 @@
-"""Tables and pictures of finished runs, in one folder."""
+"""Tables and pictures of finished runs, in one folder, and as one page."""
 
 import logging
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from ..config.settings import ConfigError
 from ..data.client_tables import client_accuracy_table, client_gains, client_summary
 from ..data.load import load_data
 from ..data.partitions import SPLIT_SETTINGS, load_split
+from . import page
 from .figures import (
     AXES,
     accuracy_against_heterogeneity,
     accuracy_curves,
     client_accuracies,
     label_distribution,
+    styles,
     tuning_values,
 )
+from .page import Section
 from .results import Run, read_runs
+from .statistics import Estimate, estimate, paired_differences, run_scores, summary_over_seeds
 
 logger = logging.getLogger("flwr")
 
@@ -34,7 +39,8 @@ def write_report(
 
     It holds accuracy against rounds, data sent and time; accuracy against heterogeneity, if splits
     of several concentrations were run; the rounds, data and time to each target (``targets.tex``
-    has them in LaTeX); the accuracies of single clients; and the split of the labels.
+    has them in LaTeX); statistics over seeds; the accuracies of single clients; and the split of
+    the labels. ``report.html`` beside it has tables to sort and curves to explore, in one file.
     FileNotFoundError if there is no finished run.
 
     Parameters
@@ -49,11 +55,9 @@ def write_report(
     runs = read_runs(folder)
     out = Path(out) if out is not None else Path(folder) / "report"
     out.mkdir(parents=True, exist_ok=True)
-    rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
-    clients = pd.concat([run.clients for run in runs], ignore_index=True)
-    to_targets = target_table(runs, targets)
-    write_latex(to_targets, out / "targets.tex")
-    judged = " or ".join(sorted({run.config.evaluate_on for run in runs}))
+    rounds, clients = _join_tables(runs)
+    write_latex(target_table(runs, targets), out / "targets.tex")
+    judged = evaluated_on(runs)
     pictures = {
         f"accuracy-{against}": accuracy_curves(
             rounds, against=against, title=setting_in_words(runs), evaluated_on=judged
@@ -67,10 +71,12 @@ def write_report(
             rounds, alphas, labels=_without_alpha(runs), evaluated_on=judged
         )
     if len(clients):
-        pictures["clients"] = client_accuracies(
-            clients, title="Clients' own examples, last five rounds"
-        )
-    pictures |= _splits(runs)
+        title = f"Clients' {_examples_of_clients(runs)}, last five rounds"
+        pictures["clients"] = client_accuracies(clients, title=title)
+        client_accuracy_table(clients).reset_index().to_csv(out / "clients.csv", index=False)
+    for number, (title, split) in enumerate(_splits(runs).items(), 1):
+        name = "labels" if number == 1 else f"labels-{number}"
+        pictures[name] = label_distribution(*split, title=title)
     for name, own in _group(
         runs
     ).items():  # what methods draw of their own runs, each of its first seed
@@ -79,47 +85,220 @@ def write_report(
         pictures |= {f"{kind}-{word}": figure for kind, figure in found.items()}
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
+    known = {run.folder.resolve() for run in runs}
+    others = {path.parent.resolve() for path in Path(folder).rglob("rounds.jsonl")} - known
+    html = write_html(runs, out / "report.html", targets=targets, left_out=sorted(others))
     paragraphs = [
         "# Report",
         setting_in_words(runs) or "Runs on several data sets or splits.",
-        "## Accuracy",
-        f"Measured on: {judged} examples.",
-        markdown(final_table(runs)),
-        "## Rounds, data and time to each accuracy",
-        "Medians over the seeds that reach it; in brackets how many do, if not all. Data is what "
-        "clients send for training.",
-        markdown(to_targets),
-        *(_of_clients(runs, clients, out) if len(clients) else ()),
+        *[f"- {warning}" for warning in _warnings(runs, sorted(others))],
+    ]
+    for section in _sections(runs, targets):
+        if section.frame is not None:
+            paragraphs += [f"## {section.title}", section.text, markdown(section.frame)]
+    paragraphs += [
         "\n".join(f"![{name}]({name}.png)" for name in pictures),
+        f"Tables to sort, curves to explore, and all settings: [{html.name}]({html.name})",
     ]
     (out / "report.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
     return out / "report.md"
 
 
-def _of_clients(runs: Sequence[Run], clients: pd.DataFrame, out: Path) -> list[str]:
-    """Write each client's accuracies; describe their spread and gains."""
-    client_accuracy_table(clients).reset_index().to_csv(out / "clients.csv", index=False)
+def write_html(
+    runs: Sequence[Run],
+    path: str | Path,
+    *,
+    targets: Sequence[float] | None = None,
+    left_out: Sequence[Path] = (),
+) -> Path:
+    """Write a report on runs as one HTML file, which needs no network; return its path.
+
+    Parameters
+    ----------
+    runs : sequence of Run
+        Runs, as :func:`~fedntk.simulations.read_runs` returns.
+    targets : sequence of float, optional
+        Accuracies for the table of rounds to targets; by default the runs' own.
+    left_out : sequence of path
+        Folders of other runs, to name in a warning.
+    """
+    rounds, clients = _join_tables(runs)
+    looks = styles(rounds.run)
+    looks |= {label: looks[name] for name, label in reversed(_without_alpha(runs).items())} | looks
+    data = {
+        "styles": looks,
+        "curves": page.curves(rounds),
+        "profile": page.profiles(_scores(runs)),
+        "clients": page.client_points(clients),
+        "split": [
+            {"title": title, "counts": page.class_counts(*split)}
+            for title, split in _splits(runs).items()
+        ],
+    }
+    sections = [*_sections(runs, targets), *_sections_of_settings(runs)]
+    shown = [each for each in sections if not each.chart or data[each.chart]]
+    warnings = _warnings(runs, left_out)
+    return page.write_page(Path(path), setting_in_words(runs), warnings, shown, data)
+
+
+def _join_tables(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the tables of rounds and of clients of all runs."""
+    rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
+    return rounds, pd.concat([run.clients for run in runs], ignore_index=True)
+
+
+def _scores(runs: Sequence[Run]) -> pd.DataFrame:
+    """Return last accuracies; runs that differ only in alpha are one with several tasks."""
+    rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
+    names = [str(run.summary["run"]) for run in runs]
+    tasks = {name: setting_in_words([run]) for name, run in zip(names, runs, strict=True)}
+    scores = run_scores(rounds, tasks=tasks)
+    if len(set(tasks.values())) > 1:
+        scores["run"] = scores.run.map(_without_alpha(runs))
+    return scores
+
+
+def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> list[Section]:
+    """Return what a report shows, in order."""
+    clients = _join_tables(runs)[1]
+    found = [
+        Section(
+            "Accuracy",
+            f"Measured on: {evaluated_on(runs)} examples. Means over the seeds, and in brackets "
+            "95 % bootstrap intervals; no interval if there is one seed.",
+            final_table(runs),
+        ),
+        Section("Curves", "", chart="curves"),
+        Section(
+            "Rounds, data and time to each accuracy",
+            "Medians over the seeds that reach it; in brackets how many do, if not all. Data is "
+            "what clients send for training.",
+            target_table(runs, targets),
+        ),
+    ]
+    scores = _scores(runs)
+    over_seeds = summary_over_seeds(scores)
+    if (over_seeds.scores > 1).any():
+        frame = over_seeds[["run", "seeds", "scores"]].copy()
+        for column, name in (("mean", "mean (%)"), ("iqm", "interquartile mean (%)")):
+            ends = over_seeds[[column, f"{column}-low", f"{column}-high"]].to_numpy()
+            frame[name] = [Estimate(*row).text() for row in ends]
+        text = (
+            "Scores are last accuracies, one for each seed and split. Mean, and mean of the middle "
+            "half (of fewer than four scores, the mean), with 95 % stratified bootstrap intervals "
+            "(Agarwal et al. 2021). With fewer than ten seeds these intervals are too narrow: with "
+            "three they hold the true mean in about 75 % of all cases."
+        )
+        found.append(Section("Over seeds", text, frame))
+        names = [name for name in _baselines(runs) if name in set(scores.run)]
+        pairs = paired_differences(scores, names or [scores.run.min()])
+        pairs = pairs[pairs.pairs > 0] if len(pairs) else pairs
+        if len(pairs):
+            ends = pairs[["difference", "low", "high"]].to_numpy()
+            frame = pairs[["run", "against", "pairs"]].copy()
+            frame["difference (points)"] = [Estimate(*row).text() for row in ends]
+            text = "Mean differences of last accuracies between runs of the same seed and split."
+            found.append(Section("Paired differences", text, frame))
+    if (over_seeds.scores >= 3).all():
+        text = "Share of a run's seeds and splits with a last accuracy above each value."
+        found.append(Section("Performance profile", text, chart="profile"))
+    if len(clients):
+        found += _sections_of_clients(runs, clients)
+    found.append(Section("Classes of the clients", "Of each split's first seed.", chart="split"))
+    return found
+
+
+def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> list[Section]:
+    """Describe the spread of the clients' accuracies, and their gains."""
     summary = client_summary(clients)
+    summary["examples"] = [_examples_of_clients(own) for own in _group(runs).values()]
     for column in ("mean", "mean-std", "worst", "std"):
         summary[column] = (100 * summary[column]).map("{:.1f}".format).replace("nan", "-")
-    paragraphs = [
-        "## Clients",
-        "Accuracy (%) on each client's own examples for evaluation, each client counting once: its "
-        "newest of a run's last five rounds. Mean over the clients and its standard deviation over "
-        "the seeds; the worst client; standard deviation over the clients.",
-        markdown(summary),
-    ]
-    baselines = [str(r.summary["run"]) for r in runs if r.config.chosen_method.baseline]
-    gains = client_gains(clients, list(dict.fromkeys(baselines)))
+    text = (
+        f"Accuracy (%) on each client's {_examples_of_clients(runs)}, each client counting once: "
+        "its newest of a run's last five rounds. Mean over the clients and its standard deviation "
+        "over the seeds; the worst client; standard deviation over the clients."
+    )
+    found = [Section("Clients", text, summary, "clients")]
+    gains = client_gains(clients, _baselines(runs))
     if len(gains):
         for column in ("gain", "lose", "mean-gain", "largest-gain", "largest-loss"):
             gains[column] = (100 * gains[column]).map("{:.1f}".format)
-        paragraphs += [
+        text = (
             "Clients that gain or lose more than one point against each baseline (%), and by how "
-            "many points.",
-            markdown(gains),
-        ]
-    return paragraphs
+            "many points."
+        )
+        found.append(Section("Clients' gains", text, gains))
+    return found
+
+
+def _sections_of_settings(runs: Sequence[Run]) -> list[Section]:
+    firsts = {name: own[0] for name, own in _group(runs).items()}
+    settings = {name: run.config.values() for name, run in firsts.items()}
+    machines = {
+        name: run.summary["machine"] | {key: run.summary[key] for key in ("device", "threads")}
+        for name, run in firsts.items()
+    }
+    found = []
+    for title, values in (("Settings", settings), ("Machine", machines)):
+        frame = pd.DataFrame(values).drop(["name", "out", "seed"], errors="ignore")
+        frame = frame.astype(object).where(frame.notna(), "-").astype(str)
+        same = frame.nunique(axis=1) == 1
+        if same.all():
+            frame = frame.iloc[:, :1].set_axis(["all runs"], axis=1)
+        frame = pd.concat([frame[~same], frame[same]]).rename_axis(title.lower())
+        text = "" if same.all() else "What differs comes first."
+        found.append(Section(title, text, frame.reset_index()))
+    return found
+
+
+def _warnings(runs: Sequence[Run], left_out: Sequence[Path]) -> list[str]:
+    """Return what a reader of the figures must know."""
+    groups, seeds = _group(runs), {run.summary["seed"] for run in runs}
+    single = [name for name, own in groups.items() if len(own) == 1]
+    training = [name for name, own in groups.items() if TRAINING in _examples_of_clients(own)]
+    same_split = len({(run.summary["seed"], run.summary["split"]) for run in runs}) == len(seeds)
+    machines = {str((run.summary["machine"], run.summary["threads"])) for run in runs}
+
+    def listed(names: Sequence[str]) -> str:
+        return "all runs" if len(names) == len(groups) > 1 else ", ".join(names)
+
+    found = {
+        f"One seed, so no interval: {listed(single)}.": bool(single),
+        "The runs have different data or splits.": not same_split,
+        "The runs are from different machines: do not compare seconds.": len(machines) > 1,
+        "Best accuracies are chosen on the test examples, so they are optimistic.": "test"
+        in evaluated_on(runs),
+        f"Clients' accuracies are of their training examples, as none are held out: "
+        f"{listed(training)}. Set local-test-fraction or private-test.": bool(training),
+        f"Left out, as not finished, not readable or there twice: "
+        f"{', '.join(map(str, left_out))}.": bool(left_out),
+    }
+    return [text for text, holds in found.items() if holds]
+
+
+TRAINING = "training examples"
+
+
+def _examples_of_clients(runs: Sequence[Run]) -> str:
+    """Return which examples the runs' clients evaluate on."""
+    kinds = []
+    for config in (run.config for run in runs if len(run.clients)):
+        if config.private_test and config.evaluate_on == "test":
+            kinds.append("part of the test set")
+        else:
+            kinds.append("held-out examples" if config.local_test_fraction else TRAINING)
+    return " or ".join(sorted(set(kinds)))
+
+
+def evaluated_on(runs: Sequence[Run]) -> str:
+    """Return which examples the runs' accuracies are of: test, validation, or both words."""
+    return " or ".join(sorted({run.config.evaluate_on for run in runs}))
+
+
+def _baselines(runs: Sequence[Run]) -> list[str]:
+    names = [str(run.summary["run"]) for run in runs if run.config.chosen_method.baseline]
+    return list(dict.fromkeys(names))
 
 
 def write_tuning_report(
@@ -165,7 +344,7 @@ def write_latex(table: pd.DataFrame, path: Path) -> None:
 
 
 def final_table(runs: Sequence[Run]) -> pd.DataFrame:
-    """Return one row a run: accuracy of its models, clients, data, time; means over seeds."""
+    """Return one row a run: accuracies with intervals, data, time; means over seeds."""
     rows = []
     for name, own in _group(runs).items():
         summaries = pd.DataFrame([run.summary for run in own])
@@ -218,11 +397,8 @@ def _group(
 
 
 def _spread(shares: "pd.Series[float]") -> str:
-    """Return mean and standard deviation over the seeds, in per cent."""
-    values = 100 * shares
-    if values.isna().all():
-        return "-"
-    return f"{values.mean():.1f}" + (f" ± {values.std():.1f}" if len(values) > 1 else "")
+    """Return the mean over the seeds with its interval, in per cent."""
+    return estimate([shares.dropna()]).text() if shares.notna().any() else "-"
 
 
 def setting_in_words(runs: Sequence[Run]) -> str:
@@ -247,18 +423,19 @@ def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
     return labels
 
 
-def _splits(runs: Sequence[Run]) -> dict[str, Figure]:
-    """Return a picture of the split of each setting, with its first seed."""
-    pictures: dict[str, Figure] = {}
+def _splits(runs: Sequence[Run]) -> dict[str, tuple[NDArray[np.int64], Any]]:
+    """Return labels and clients' examples of each setting's split, with its first seed."""
+    found: dict[str, tuple[NDArray[np.int64], Any]] = {}
     keys = ["dataset", *(name for name in SPLIT_SETTINGS if name != "seed")]
     for run, *_ in _group(runs, lambda r: str([getattr(r.config, k) for k in keys])).values():
         config = run.config
         try:
-            labels, clients = load_data(config).y_train, load_split(config).clients
+            split = load_data(config).y_train, load_split(config).clients
         except (ConfigError, OSError) as error:
             logger.warning("no picture of the split: %s", error)
             continue
         title = f"{setting_in_words([run])}: seed {config.seed}"
-        name = "labels" if not pictures else f"labels-{len(pictures) + 1}"
-        pictures[name] = label_distribution(labels, clients, title=title)
-    return pictures
+        while title in found:
+            title += "'"
+        found[title] = split
+    return found

@@ -92,6 +92,22 @@ class Run:
         records: Any = table.reset_index().to_dict("records")
         return to_target(records, target, self.config.chosen_method.headline)
 
+    def _repr_html_(self) -> str:
+        from .figures import accuracy_curves, as_html
+
+        own = self.summary
+        row: dict[str, Any] = {key: own[key] for key in ("run", "seed", "rounds")}
+        row |= {
+            "last accuracy (%)": f"{100 * own['accuracy']:.1f}",
+            "best accuracy (%)": f"{100 * self.curve().max():.1f}",
+            **{f"MB {way}": f"{own[f'bytes-{way}'] / 1e6:.1f}" for way in ("up", "down")},
+            "seconds": f"{own['seconds']:.1f}",
+        }
+        curves = accuracy_curves(self.rounds, evaluated_on=self.config.evaluate_on)
+        import pandas as pd
+
+        return as_html(pd.DataFrame([row]), curves)
+
 
 State = Literal["new", "interrupted", "finished"]
 
@@ -319,18 +335,14 @@ def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
         name = ", ".join([run.summary["run"], *differing])
         named.append(replace(run, summary={**run.summary, "run": name}))
     seen: dict[tuple[str, int], Run] = {}
+    names = sorted({str(run.summary["run"]) for run in named})
     for run in named:
+        for table in (run.rounds, run.clients):
+            table.attrs["runs"] = names  # of which pictures make one style a run
         first = seen.setdefault((run.summary["run"], run.summary["seed"]), run)
         if first is not run:
             logger.warning("%s is left out: it is the run of %s", run.folder, first.folder)
     return list(seen.values())
-
-
-def load_results(folders: str | Path | Iterable[str | Path]) -> "pd.DataFrame":
-    """Read runs as :func:`read_runs`: one table of run, method, seed, round, metric, value."""
-    import pandas as pd
-
-    return pd.concat([run.rounds for run in read_runs(folders)], ignore_index=True)
 
 
 def load_model(

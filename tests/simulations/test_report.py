@@ -1,6 +1,7 @@
 """Comparisons run once and go on; tables and pictures of runs and clients say what records say."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +9,16 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from fedntk.simulations import Run, RunFailed, compare, load_results, read_runs, run
+from fedntk.simulations import Results, Run, RunFailed, compare, load_results, read_runs, run
 from fedntk.simulations.data import client_tables
-from fedntk.simulations.report.figures import accuracy_curves
-from fedntk.simulations.report.report import _without_alpha, final_table, target_table
+from fedntk.simulations.report.figures import accuracy_curves, styles
+from fedntk.simulations.report.report import (
+    _examples_of_clients,
+    _without_alpha,
+    final_table,
+    target_table,
+    write_html,
+)
 from fedntk.simulations.report.results import run_state
 
 from .outcomes import refused
@@ -29,13 +36,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return read_runs(folder)
 
 
-def test_final_table_holds_means_and_deviations_over_seeds(runs):
+def test_final_table_holds_means_and_intervals_over_seeds(runs):
+    """The interval of two values is from one to the other: see test_statistics."""
     assert _without_alpha(runs) == {"SGD, 0.1": "SGD", "SGD, 100": "SGD", "E_%": "E_%"}
     row = final_table(runs).set_index("run").loc["SGD, 0.1"]
     own = [run for run in runs if run.summary["run"] == "SGD, 0.1"]
     last = 100 * np.array([run.curve().iloc[-1] for run in own])
-    assert row["last accuracy (%)"] == f"{last.mean():.1f} ± {last.std(ddof=1):.1f}"
+    assert row["last accuracy (%)"] == f"{last.mean():.1f} [{last.min():.1f}, {last.max():.1f}]"
     assert row["MB up"] == f"{np.mean([run.curve('bytes-up').sum() for run in own]) / 1e6:.1f}"
+
+
+def test_clients_figures_say_which_examples_they_are_of(runs):
+    for settings, words in (
+        ({}, "training examples"),
+        ({"local_test_fraction": 0.2}, "held-out examples"),
+        ({"private_test": True}, "part of the test set"),
+    ):
+        own = [replace(run, config=run.config.replace(**settings)) for run in runs]
+        assert _examples_of_clients(own) == words
+    assert _examples_of_clients([runs[0], own[1]]) == "part of the test set or training examples"
 
 
 def test_target_table_holds_medians_of_those_that_reach_it(runs):
@@ -199,3 +218,104 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, each_run):
 def test_what_cannot_work_is_refused_before_the_first_run(tmp_path, configs, options, message):
     refused(message, compare, configs, out=tmp_path, progress=False, **options)
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_results_are_a_table_that_shows_itself(runs):
+    table = Results(runs)
+    pd.testing.assert_frame_equal(pd.DataFrame(table), pd.concat([run.rounds for run in runs],
+                                                                 ignore_index=True))  # fmt: skip
+    assert type(table[table.metric == "accuracy"]) is pd.DataFrame
+    assert len(load_results([run.folder for run in runs]).runs) == len(runs)
+    for shown in (table._repr_html_(), runs[0]._repr_html_()):
+        assert "last accuracy" in shown
+        assert '<img alt="curves of accuracy" src="data:image/png;base64,' in shown
+    last = {run.summary["run"]: [] for run in runs}
+    for run in runs:
+        last[run.summary["run"]].append(run.summary["accuracy"])
+    found = table.summary().set_index("run")
+    assert found["mean"].to_dict() == pytest.approx({k: np.mean(v) for k, v in last.items()})
+    gain = table.differences(against="E_%").set_index("run").difference
+    assert gain["SGD, 100"] == pytest.approx(np.mean(last["SGD, 100"]) - np.mean(last["E_%"]))
+
+
+def test_a_run_has_one_colour_in_all_pictures(runs):
+    """Also in a picture of some of the runs, which keep the place that they have among all."""
+    expected, some = styles(["E_%", "SGD, 0.1", "SGD, 100"]), Results(runs)
+    some = some[some.run != "E_%"]
+    for line in accuracy_curves(some).axes[0].lines:
+        assert line.get_color() == expected[line.get_label()]["color"]
+    assert len({str(style) for style in styles(map(str, range(20))).values()}) == 20
+
+
+def test_more_than_four_runs_have_bars_in_place_of_bands():
+    rows = pd.concat([table().assign(run=f"run {n}") for n in range(5)])
+    axes = accuracy_curves(rows).axes[0]
+    assert [len(axes.containers), len(axes.collections)] == [5, 5]  # of bars, and no band
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(runs, tmp_path):
+    """One file, which asks nothing of a network: its tables sort, and its curves say values."""
+    selenium = pytest.importorskip("selenium.webdriver")
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not browser or not driver:
+        pytest.skip("no chromium with chromedriver is here")
+    evil = "<b>&</script><script>throw 1</script>"  # a name is text
+    named = [
+        replace(run, rounds=run.rounds.assign(run=name), clients=run.clients.assign(run=name),
+                summary={**run.summary, "run": name})
+        for run in runs for name in [run.summary["run"].replace("E_%", evil)]
+    ]  # fmt: skip
+    page = write_html(named, tmp_path / "report.html")
+    options = selenium.ChromeOptions()
+    options.binary_location = browser
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    with selenium.Chrome(options, selenium.ChromeService(driver)) as chrome:
+        backgrounds = set()
+        for width, scheme in ((1280, "light"), (400, "dark")):
+            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+            chrome.get(page.as_uri())
+            assert chrome.execute_script("return document.documentElement.scrollWidth") <= width
+            style = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+            backgrounds.add(chrome.execute_script(style, "body", "backgroundColor"))
+            text = [chrome.execute_script(style, "body", "color"),
+                    chrome.execute_script(style, "#curves .xtick text", "fill")]  # fmt: skip
+            assert text[0] == text[1]
+            check_sorting(chrome)
+            check_hover(chrome, selenium, {run.summary["run"] for run in named})
+        assert len(backgrounds) == 2
+        assert chrome.get_log("browser") == []
+        events = [json.loads(each["message"])["message"] for each in chrome.get_log("performance")]
+        asked = [e["params"]["request"]["url"] for e in events
+                 if e["method"] == "Network.requestWillBeSent"]  # fmt: skip
+        assert page.as_uri() in asked
+        assert all(url.startswith(("file:", "data:", "blob:")) for url in asked), asked
+
+
+def check_sorting(chrome):
+    cells = """return [...document.querySelectorAll("section table")[0].tBodies[0].rows]
+        .map(row => row.cells[arguments[0]].textContent.trim())"""
+    buttons = chrome.find_elements("css selector", "section:first-of-type th button")
+    for column, key in ((0, str.lower), (3, lambda cell: float(cell.split()[0]))):
+        for reverse in (column > 0, column == 0):  # numbers begin with the largest
+            buttons[column].click()
+            found = chrome.execute_script(cells, column)
+            assert found == sorted(found, key=key, reverse=reverse)
+            assert len(set(map(key, found))) > 1
+
+
+def check_hover(chrome, selenium, names):
+    points = chrome.find_elements("css selector", "#curves .trace:last-child .point")
+    chrome.execute_script("arguments[0].scrollIntoView({block: 'center'})", points[-1])
+    selenium.ActionChains(chrome).move_to_element(points[-1]).perform()
+    shown = chrome.find_element("css selector", "#curves .hoverlayer").text
+    legend = [each.text for each in chrome.find_elements("css selector", "#curves .legendtext")]
+    assert {*legend} == names | {"Pareto front"}
+    assert any(name in shown for name in names)
+    assert "round 3" in shown
+    assert "2 seeds" in shown

@@ -1,0 +1,77 @@
+"""What `compare` and `load_results` return: a table of all rounds that shows itself in Jupyter."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from .results import Run, read_runs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Results(pd.DataFrame):
+    """A tidy table of runs: run, method, seed, round, metric, value.
+
+    A DataFrame in all that pandas does; rows that are selected from it are a plain one. In Jupyter
+    it shows accuracies, costs and curves.
+
+    Attributes
+    ----------
+    runs : list of Run
+        The runs, each with its clients' evaluations, settings and summary.
+    """
+
+    _metadata = ["runs"]  # noqa: RUF012 - so does pandas declare attributes that are no columns
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        table = pd.concat([run.rounds for run in runs], ignore_index=True)
+        super().__init__(table)  # type: ignore[call-arg] # its stubs have __new__
+        self.attrs = dict(runs[0].rounds.attrs)
+        self.runs = list(runs)
+
+    @property
+    def _constructor(self) -> type[pd.DataFrame]:
+        return pd.DataFrame
+
+    def plot(self, against: str = "rounds", **options: Any) -> "Figure":  # type: ignore[override]
+        """Draw accuracy against rounds, bytes-up or seconds; see `figures.accuracy_curves`."""
+        from .figures import accuracy_curves
+        from .report import evaluated_on, setting_in_words
+
+        described = {"title": setting_in_words(self.runs), "evaluated_on": evaluated_on(self.runs)}
+        return accuracy_curves(self, against=against, **{**described, **options})
+
+    def summary(self, metric: str = "accuracy") -> pd.DataFrame:
+        """Return mean and interquartile mean of each run's last values, with 95 % intervals."""
+        from .statistics import run_scores, summary_over_seeds
+
+        return summary_over_seeds(run_scores(self, metric))
+
+    def differences(self, metric: str = "accuracy", against: str | None = None) -> pd.DataFrame:
+        """Return paired differences of last values over common seeds, with 95 % intervals.
+
+        `against` is the name of the run to compare with; by default all pairs are returned.
+        """
+        from .statistics import paired_differences, run_scores
+
+        return paired_differences(run_scores(self, metric), against and [against])
+
+    def write_html(self, path: str | Path, *, targets: Sequence[float] | None = None) -> Path:
+        """Write ``report.html``: one file with tables, curves and settings, for any browser."""
+        from .report import write_html
+
+        return write_html(self.runs, path, targets=targets)
+
+    def _repr_html_(self) -> str:
+        from .figures import as_html
+        from .report import final_table
+
+        return as_html(final_table(self.runs), self.plot())
+
+
+def load_results(folders: str | Path | Iterable[str | Path]) -> Results:
+    """Read runs as :func:`read_runs`: one table of run, method, seed, round, metric, value."""
+    return Results(read_runs(folders))

@@ -1,0 +1,143 @@
+"""Statistics over seeds: bootstrap intervals, interquartile means, paired differences, profiles.
+
+Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
+NeurIPS 2021, section 4; definitions as in its library rliable.
+
+A score is one number of one run, and a task a data set with its split. `scores` is a table with the
+columns run, task, seed and value, as :func:`run_scores` makes. Intervals are percentile bootstrap
+intervals: seeds are drawn with replacement within each task, by a generator of fixed seed.
+
+With few seeds such an interval is too narrow: of normal scores, the 95 % interval of the mean
+covers it in about 75 % of all cases with 3 seeds, 85 % with 5 and 90 % with 10.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import bootstrap, trim_mean
+
+Statistic = Callable[..., NDArray[np.float64]]
+
+
+class Estimate(NamedTuple):
+    """A value and the ends of its interval, which are NaN if a task has fewer than two seeds."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, factor: float = 100.0, digits: int = 1) -> str:
+        """Return such as ``71.2 [70.1, 72.0]``, or ``71.2`` without an interval."""
+        value, low, high = (f"{factor * each:.{digits}f}" for each in self)
+        return "-" if np.isnan(self.value) else value + f" [{low}, {high}]" * (low != "nan")
+
+
+def mean(*tasks: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+    """Return the mean of all tasks' scores."""
+    return np.asarray(np.concatenate(tasks, axis).mean(axis))
+
+
+def interquartile_mean(*tasks: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+    """Return the mean of the middle half of all tasks' scores (section 4.3).
+
+    Examples
+    --------
+    >>> float(interquartile_mean(np.array([0.0, 1, 2, 3, 4, 5, 6, 100])))
+    3.5
+    """
+    return np.asarray(trim_mean(np.concatenate(tasks, axis), 0.25, axis))
+
+
+def estimate(
+    tasks: Sequence[ArrayLike],
+    statistic: Statistic = mean,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 9_999,
+) -> Estimate:
+    """Return a statistic of each task's scores, (n,), and its stratified bootstrap interval."""
+    # in order, so that the interval does not depend on that of the runs
+    own = [np.sort(np.asarray(scores, np.float64)) for scores in tasks]
+    value = float(statistic(*own, axis=-1)) if own else np.nan
+    if not own or min(map(len, own)) < 2 or np.isnan(value):
+        return Estimate(value, np.nan, np.nan)
+    options: Any = {"confidence_level": confidence, "n_resamples": resamples, "vectorized": True}
+    generator = np.random.default_rng(0)
+    found = bootstrap(own, statistic, method="percentile", axis=-1, rng=generator, **options)
+    return Estimate(value, *map(float, found.confidence_interval))
+
+
+def run_scores(
+    rounds: pd.DataFrame,
+    metric: str = "accuracy",
+    *,
+    which: Literal["last", "max", "min"] = "last",
+    tasks: Mapping[str, str] | None = None,
+) -> pd.DataFrame:
+    """Return one score for each run and seed, with the columns run, task, seed, value.
+
+    `rounds` is a table that :func:`~fedntk.simulations.load_results` returns, `which` says which
+    round's metric is the score, and `tasks` has each run's task by its name: by default all have
+    the same.
+    """
+    rows = rounds[rounds.metric == metric].sort_values("round")
+    if rows.empty:
+        known = ", ".join(sorted(rounds.metric.unique()))
+        raise ValueError(f"metric: expected one of {known}; got {metric!r}")
+    scores = rows.groupby(["run", "seed"]).value.agg(which).reset_index()
+    scores["task"] = [(tasks or {}).get(run, "") for run in scores.run]
+    return scores[["run", "task", "seed", "value"]]
+
+
+def summary_over_seeds(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return mean and interquartile mean of each run, with their 95 % intervals; one row a run."""
+    rows = []
+    for run, own in scores.groupby("run"):
+        tasks = _by_task(own)
+        row = {"run": run, "seeds": own.seed.nunique(), "scores": len(own)}
+        for name, statistic in (("mean", mean), ("iqm", interquartile_mean)):
+            value, low, high = estimate(tasks, statistic)
+            row |= {name: value, f"{name}-low": low, f"{name}-high": high}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def paired_differences(scores: pd.DataFrame, against: Sequence[str] | None = None) -> pd.DataFrame:
+    """Return mean differences between runs over the seeds that both have, with 95 % intervals.
+
+    Runs of one seed share split, first weights and sampling, so that much of what differs from
+    seed to seed is the same for both. A row has run, against, pairs, difference, low, high;
+    `against` names the runs to compare with, by default all.
+    """
+    table = scores.pivot_table(index=["task", "seed"], columns="run", values="value")
+    rows = []
+    for other in table.columns if against is None else against:
+        for run in table.columns.drop(other):
+            pairs = (table[run] - table[other]).dropna().rename("value").reset_index()
+            value, low, high = estimate(_by_task(pairs))
+            row = {"run": run, "against": other, "pairs": len(pairs)}
+            rows.append({**row, "difference": value, "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def performance_profile(
+    scores: pd.DataFrame, thresholds: ArrayLike, *, resamples: int = 1_999
+) -> pd.DataFrame:
+    """Return which share of a run's scores lies above each threshold (section 4.2).
+
+    A row has run, threshold, share and the ends low and high of its 95 % interval.
+    """
+    rows = []
+    for run, own in scores.groupby("run"):
+        tasks = _by_task(own)
+        for threshold in np.asarray(thresholds, np.float64):
+            above = estimate([task > threshold for task in tasks], resamples=resamples)
+            rows.append((run, threshold, *above))
+    return pd.DataFrame(rows, columns=["run", "threshold", "share", "low", "high"])
+
+
+def _by_task(scores: pd.DataFrame) -> list[NDArray[np.float64]]:
+    return [own.value.to_numpy(np.float64) for _, own in scores.groupby("task")]
