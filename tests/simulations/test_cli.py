@@ -63,10 +63,14 @@ def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tm
 def test_compare_and_report(tmp_path):
     files = NTK_FL, CONF / "fedavg_digits.toml"
     options = "--seeds", "0,1", "--out", tmp_path, "--quiet", *settings(rounds=1)
-    fedntk("compare", *files, *options)
+    said = fedntk("compare", *files, *options)
+    assert "fedavg_digits " in said  # no name is cut off, however narrow the console
+    assert "…" not in said
     assert len(read_runs(tmp_path / "fedavg_digits")) == 2
     text = (tmp_path / "report" / "report.md").read_text()
     assert "fedavg_digits" in text
+    assert "training examples, as none are held out: all runs" in text
+    assert "all runs" in (tmp_path / "report" / "report.html").read_text()
     assert all(f"]({path.name})" in text for path in (tmp_path / "report").glob("*.png"))
     assert r"fedavg\_digits" in (tmp_path / "report" / "targets.tex").read_text()
     said = fedntk("report", tmp_path / "ntk_fl_digits", "--out", tmp_path / "other")
