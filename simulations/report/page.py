@@ -92,9 +92,9 @@ def client_points(clients: pd.DataFrame) -> dict[str, Any]:
 
 
 def class_counts(
-    labels: NDArray[np.int64], clients: Sequence[NDArray[np.int64]], most: int = 200
-) -> list[list[int]]:
+    labels: NDArray[np.int64], clients: Sequence[NDArray[np.int64]], title: str, most: int = 200
+) -> dict[str, Any]:
     """Return how many examples of each class each of the first clients holds, by class."""
     classes = int(labels.max()) + 1
     counts = [np.bincount(labels[own], minlength=classes) for own in clients[:most]]
-    return np.stack(counts, axis=1).tolist()  # type: ignore[no-any-return]
+    return {"title": title, "counts": np.stack(counts, axis=1).tolist()}

@@ -113,27 +113,18 @@ def write_html(
 ) -> Path:
     """Write a report on runs as one HTML file, which needs no network; return its path.
 
-    Parameters
-    ----------
-    runs : sequence of Run
-        Runs, as :func:`~fedntk.simulations.read_runs` returns.
-    targets : sequence of float, optional
-        Accuracies for the table of rounds to targets; by default the runs' own.
-    left_out : sequence of path
-        Folders of other runs, to name in a warning.
+    `targets` is as in :func:`write_report`, and `left_out` has folders to name in a warning.
     """
     rounds, clients = _join_tables(runs)
     looks = styles(rounds.run)
-    looks |= {label: looks[name] for name, label in reversed(_without_alpha(runs).items())} | looks
+    labels = sorted(_without_alpha(runs).items(), reverse=True)
+    looks = {label: looks[name] for name, label in labels} | looks
     data = {
         "styles": looks,
         "curves": page.curves(rounds),
         "profile": page.profiles(_scores(runs)),
         "clients": page.client_points(clients),
-        "split": [
-            {"title": title, "counts": page.class_counts(*split)}
-            for title, split in _splits(runs).items()
-        ],
+        "split": [page.class_counts(*split, title) for title, split in _splits(runs).items()],
     }
     sections = [*_sections(runs, targets), *_sections_of_settings(runs)]
     shown = [each for each in sections if not each.chart or data[each.chart]]
@@ -149,10 +140,8 @@ def _join_tables(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def _scores(runs: Sequence[Run]) -> pd.DataFrame:
     """Return last accuracies; runs that differ only in alpha are one with several tasks."""
-    rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
-    names = [str(run.summary["run"]) for run in runs]
-    tasks = {name: setting_in_words([run]) for name, run in zip(names, runs, strict=True)}
-    scores = run_scores(rounds, tasks=tasks)
+    tasks = {str(run.summary["run"]): setting_in_words([run]) for run in runs}
+    scores = run_scores(_join_tables(runs)[0], tasks=tasks)
     if len(set(tasks.values())) > 1:
         scores["run"] = scores.run.map(_without_alpha(runs))
     return scores
@@ -211,7 +200,8 @@ def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> list[Sect
 def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> list[Section]:
     """Describe the spread of the clients' accuracies, and their gains."""
     summary = client_summary(clients)
-    summary["examples"] = [_examples_of_clients(own) for own in _group(runs).values()]
+    groups = _group(runs)
+    summary["examples"] = [_examples_of_clients(groups[name]) for name in summary.run]
     for column in ("mean", "mean-std", "worst", "std"):
         summary[column] = (100 * summary[column]).map("{:.1f}".format).replace("nan", "-")
     text = (

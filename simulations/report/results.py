@@ -93,20 +93,14 @@ class Run:
         return to_target(records, target, self.config.chosen_method.headline)
 
     def _repr_html_(self) -> str:
-        from .figures import accuracy_curves, as_html
-
-        own = self.summary
-        row: dict[str, Any] = {key: own[key] for key in ("run", "seed", "rounds")}
-        row |= {
-            "last accuracy (%)": f"{100 * own['accuracy']:.1f}",
-            "best accuracy (%)": f"{100 * self.curve().max():.1f}",
-            **{f"MB {way}": f"{own[f'bytes-{way}'] / 1e6:.1f}" for way in ("up", "down")},
-            "seconds": f"{own['seconds']:.1f}",
-        }
-        curves = accuracy_curves(self.rounds, evaluated_on=self.config.evaluate_on)
         import pandas as pd
 
-        return as_html(pd.DataFrame([row]), curves)
+        from .figures import accuracy_curves, as_html
+
+        shown = "run", "seed", "rounds", "accuracy", "loss", "bytes-up", "bytes-down", "seconds"
+        table = pd.DataFrame([self.summary])[list(shown)].round(3)
+        curves = accuracy_curves(self.rounds, evaluated_on=self.config.evaluate_on)
+        return as_html(table, curves)
 
 
 State = Literal["new", "interrupted", "finished"]

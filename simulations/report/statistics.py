@@ -12,7 +12,7 @@ covers it in about 75 % of all cases with 3 seeds, 85 % with 5 and 90 % with 10.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -74,20 +74,18 @@ def run_scores(
     rounds: pd.DataFrame,
     metric: str = "accuracy",
     *,
-    which: Literal["last", "max", "min"] = "last",
     tasks: Mapping[str, str] | None = None,
 ) -> pd.DataFrame:
-    """Return one score for each run and seed, with the columns run, task, seed, value.
+    """Return a metric's last value in each run and seed: columns run, task, seed, value.
 
-    `rounds` is a table that :func:`~fedntk.simulations.load_results` returns, `which` says which
-    round's metric is the score, and `tasks` has each run's task by its name: by default all have
-    the same.
+    `rounds` is a table that :func:`~fedntk.simulations.load_results` returns, and `tasks` has each
+    run's task by its name: by default all have the same.
     """
     rows = rounds[rounds.metric == metric].sort_values("round")
     if rows.empty:
         known = ", ".join(sorted(rounds.metric.unique()))
         raise ValueError(f"metric: expected one of {known}; got {metric!r}")
-    scores = rows.groupby(["run", "seed"]).value.agg(which).reset_index()
+    scores = rows.groupby(["run", "seed"]).value.last().reset_index()
     scores["task"] = [(tasks or {}).get(run, "") for run in scores.run]
     return scores[["run", "task", "seed", "value"]]
 

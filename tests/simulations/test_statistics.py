@@ -17,7 +17,6 @@ from fedntk.simulations.report.statistics import (
 
 
 def scores(**runs):
-    """Scores of runs by seed; of several tasks if there are lists in a list."""
     rows = [
         (run, f"task {number}", seed, float(value))
         for run, tasks in runs.items()
@@ -59,8 +58,6 @@ def test_interquartile_mean_is_that_of_all_tasks_together():
 
 
 def test_one_seed_has_no_interval():
-    value, low, high = estimate([[0.5]])
-    assert (value, np.isnan(low), np.isnan(high)) == (0.5, True, True)
     assert estimate([[0.5]]).text() == "50.0"
     assert Estimate(0.5, 0.25, 1).text() == "50.0 [25.0, 100.0]"
     assert summary_over_seeds(scores(a=[1])).filter(regex="low|high").isna().all(axis=None)
@@ -88,7 +85,6 @@ def test_scores_are_of_the_last_round_that_has_the_metric():
     rows = [("a", 0, r, v) for r, v in enumerate([0.3, 0.9, 0.6])] + [("b", 0, 0, 0.2)]
     rounds = pd.DataFrame(rows, columns=["run", "seed", "round", "value"]).assign(metric="accuracy")
     assert run_scores(rounds[::-1]).value.tolist() == [0.6, 0.2]
-    assert run_scores(rounds, which="max").value.tolist() == [0.9, 0.2]
     assert run_scores(rounds, tasks={"a": "x", "b": "y"}).task.tolist() == ["x", "y"]
     with pytest.raises(ValueError, match="metric: expected one of accuracy; got 'f1'"):
         run_scores(rounds, "f1")
