@@ -116,7 +116,8 @@ def accuracy_against_heterogeneity(
     alphas : dict of str to float
         Concentration of the Dirichlet split of each run, by the run's name.
     labels : dict of str to str, optional
-        Curve of each run, by the run's name; by default its method's.
+        Curve of each run, by the run's name; by default its method's. It looks as the run of this
+        name in ``rounds.attrs["runs"]``, if there is one, else as its first run.
     """
     figure, axes = _figure(
         title,
@@ -131,7 +132,7 @@ def accuracy_against_heterogeneity(
     many = best.duplicated(["method", "alpha"]).any()
     known = styles(rounds.attrs.get("runs", best.run))
     for method, rows in best.groupby("method", sort=False):
-        style = known[rows.run.min()]
+        style = known.get(str(method)) or known[rows.run.min()]
         values = rows.groupby("alpha").value.agg(["mean", "min", "max"])
         means = values["mean"] * 100
         spread = means - values["min"] * 100, values["max"] * 100 - means
