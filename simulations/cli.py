@@ -3,6 +3,7 @@
 Only a command that needs torch imports it, so that help comes at once.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -91,7 +92,7 @@ def run_command(
     from . import Config, run
     from .report.results import read_records
 
-    overrides = _parse_settings(settings)
+    overrides = _parse_settings(settings, conf or (resume and resume / "config.toml"))
     if resume is not None:
         if conf is not None or out or again:
             raise ConfigError("--resume FOLDER takes its settings and folder from that run")
@@ -145,6 +146,7 @@ def compare_command(
             f"expected TOML files, got the folder {folders[0]}; name its files, such as "
             f"{folders[0]}/*.toml, or show finished runs with fedntk report {folders[0]}"
         )
+    overrides = _parse_settings(settings, *confs)
     configs = {conf.stem: Config.load(conf) for conf in confs}
     if len(configs) < len(confs):
         raise ConfigError("expected files of different names, which become the runs' names")
@@ -160,7 +162,7 @@ def compare_command(
         progress=not quiet,
         again=again,
         writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
-        **_parse_settings(settings),
+        **overrides,
     )
     _show(write_report(out))
 
@@ -212,6 +214,7 @@ def tune_command(
     """
     from . import tune
 
+    overrides = _parse_settings(settings, conf)
     found = tune(
         conf,
         grid=dict(_parse_list("--grid", each) for each in grid or []),
@@ -227,7 +230,7 @@ def tune_command(
         out=out,
         progress=not quiet,
         again=again,
-        **_parse_settings(settings),
+        **overrides,
     )
     _show(found.folder / "report" / "report.md")
     typer.echo(f"Best: {found.folder / 'best.toml'}")
@@ -339,6 +342,39 @@ def unlearn_command(
     typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget).lines()))
 
 
+@app.command("check")
+def check_command(
+    method: Annotated[
+        str, typer.Argument(help="Such as mymethod.py:FedAvgM, or a TOML file with its settings.")
+    ],
+    *,
+    settings: Settings = None,
+) -> None:
+    """Check a method by the contract that all methods here keep, with the cure of each failure.
+
+    Hostile replies, their order, resumed runs, dtypes, seeds, settings. The exit code is 1 if a
+    check fails.
+
+    [b]Examples[/]
+
+      fedntk check mymethod.py:FedAvgM
+
+      fedntk check mymethod.py:FedAvgM --set model=simple-cnn
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from .check import check_method
+
+    found = check_method(method, **_parse_settings(settings, method))
+    table = Table("check", "", "what to do")
+    for name, passed, cure in found.itertuples(index=False):
+        table.add_row(name, "passed" if passed else "[red]failed[/]", escape(cure))
+    Console().print(table)
+    raise typer.Exit(int(not found.passed.all()))
+
+
 @app.command("settings")
 def settings_command(
     method: Annotated[str, typer.Argument(help="Only its own settings, such as tct.")] = "",
@@ -398,9 +434,18 @@ def _parse_seeds(text: str) -> list[int]:
         ) from None
 
 
-def _parse_settings(settings: list[str] | None) -> dict[str, Any]:
-    """Parse ``key=value`` as the key's type."""
+def _parse_settings(settings: list[str] | None, *named: Path | str | None) -> dict[str, Any]:
+    """Parse ``key=value`` as the key's type.
+
+    Keys may be of a method of one's own, which is among the settings, or in what is `named`.
+    """
+    from .engine.runs import read_config
+
     pairs = [_split("--set", "KEY=VALUE", setting) for setting in settings or []]
+    for each in (*named, dict(pairs).get("method")):
+        with contextlib.suppress(ConfigError):
+            if each:
+                read_config(each, {})
     return {key.replace("-", "_"): _convert(key, text) for key, text in pairs}
 
 

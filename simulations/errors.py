@@ -2,12 +2,15 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperGroup, TyperOption
 
 
 class ConfigError(ValueError):
@@ -23,8 +26,16 @@ class Stopped(RunFailed):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0]
+    """Return the kind of an error, the first line of what it says, and where in a user's file."""
+    said = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0]
+    installed = tuple(filter(None, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        if not module.startswith("fedntk.") and not file.startswith(("<", *installed)):
+            name = "a notebook's cell" if "ipykernel" in file else Path(file).name
+            place = f" ({name}, line {line})"
+    return said if place.strip() in said else said + place
 
 
 def with_extra_named(error: ModuleNotFoundError) -> ModuleNotFoundError:
@@ -42,8 +53,22 @@ def command_line(name: str, meaning: str) -> typer.Typer:
     """Make an app for commands; `name` begins each of its errors, which are one line."""
 
     class Commands(TyperGroup):
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            """Give each command the option ``--debug``."""
+            command = super().get_command(ctx, cmd_name)
+            if command is not None:
+                debug = TyperOption(
+                    param_decls=["--debug"],
+                    is_flag=True,
+                    expose_value=False,
+                    callback=lambda ctx, _, value: ctx.meta.update(debug=value),
+                    help="Show the whole traceback of an error.",
+                )
+                command.params = [own for own in command.params if own.name != "debug"] + [debug]
+            return command
+
         def invoke(self, ctx: Any) -> Any:
-            with _errors_in_one_line(name):
+            with _errors_in_one_line(name, ctx.meta):
                 return super().invoke(ctx)
 
     return typer.Typer(
@@ -57,15 +82,18 @@ def command_line(name: str, meaning: str) -> typer.Typer:
 
 
 @contextmanager
-def _errors_in_one_line(command: str) -> Iterator[None]:
-    """Say what is wrong without a traceback; exit codes: 2 for settings, 1 for failures.
+def _errors_in_one_line(command: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Say what is wrong; exit codes: 2 for settings, 1 for failures.
 
-    A request to terminate saves what there is, as Ctrl-C does.
+    With ``debug`` among the options, the traceback stands above it. A request to terminate saves
+    what there is, as Ctrl-C does.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except (ConfigError, RunFailed, OSError, ModuleNotFoundError) as error:
+        if options.get("debug"):
+            traceback.print_exception(error)
         shown = with_extra_named(error) if isinstance(error, ModuleNotFoundError) else error
         typer.echo(f"{command}: {shown}", err=True)
         sys.exit(2 if isinstance(error, ConfigError | FileNotFoundError) else 1)

@@ -22,7 +22,7 @@ from fedntk.ntk.features import CENTRE
 from fedntk.ntk.first_weights import draw_weights
 
 from .config.config import Config
-from .config.importing import absolute, import_object
+from .config.importing import import_named
 from .config.settings import ConfigError, nearest
 from .errors import first_line
 
@@ -227,7 +227,7 @@ def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) 
         name = getattr(model, "__qualname__", type(model).__name__)
         module = sys.modules.get(getattr(model, "__module__", "__main__"))
         if module and module.__name__ != "__main__" and getattr(module, name, None) is model:
-            return absolute(f"{module.__name__}:{name}")
+            return f"{module.__name__}:{name}"
         if code := getattr(model, "__code__", None):
             digest.update(code.co_code + repr(code.co_consts).encode())
     given = f"{GIVEN}{name.rpartition('.')[2]}-{digest.hexdigest()[:6]}"
@@ -338,7 +338,7 @@ def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Mo
             f"model: expected {', '.join(known)}, or your own as <file>.py:<function>, "
             f"got {config.model!r}{nearest(config.model, known)}"
         )
-    model: nn.Module = import_object("model", config.model)(input_shape, num_classes)
+    model: nn.Module = import_named("model", config.model)(input_shape, num_classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model = {config.model}: expected a torch.nn.Module, got {type(model).__name__}"

@@ -137,7 +137,8 @@ class EnsemblePredictor(Predictor):
             uncertain = uncertainty_of(scores.double().softmax(-1))
             more["model-entropy-mean"] = float(uncertain.expected_entropy.mean())
             more["mutual-information"] = float(uncertain.mutual_information.mean())
-        return self._evaluate(self.together(scores), y)._replace(more=more)
+        together = self._evaluate(self.together(scores), y)
+        return together._replace(more={**together.more, **more})
 
     def _save(self, folder: Path) -> None:
         """Write each model into a folder ``model-<k>`` of its own."""

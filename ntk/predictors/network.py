@@ -7,7 +7,7 @@ import copy
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -43,6 +43,9 @@ class Predictor(nn.Module, ABC):
 
     loss: Loss
     inputs: InputTransform | None = None
+    # further metrics that evaluations report: functions of scores (n, C) and labels (n,), None
+    # where there is no value
+    metrics: Mapping[str, Callable[[Tensor, Tensor], float | None]] = MappingProxyType({})
 
     @abstractmethod
     def predict(self, x: Any) -> Tensor:
@@ -92,9 +95,12 @@ class Predictor(nn.Module, ABC):
         return self._evaluate(self.predict(x), y if self.inputs is None else self.inputs.labels(y))
 
     def _evaluate(self, outputs: Tensor, y: Tensor) -> Evaluation:
-        targets = one_hot(y.cpu(), outputs.shape[1])
+        y = y.cpu()
+        targets = one_hot(y, outputs.shape[1])
         hits = outputs.argmax(1) == targets.argmax(1)
-        return Evaluation(self.loss_of(outputs, targets), float(hits.double().mean()))
+        found = {name: measure(outputs, y) for name, measure in self.metrics.items()}
+        more = {name: value for name, value in found.items() if value is not None}
+        return Evaluation(self.loss_of(outputs, targets), float(hits.double().mean()), more)
 
 
 class NetworkPredictor(Predictor):

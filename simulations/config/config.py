@@ -20,8 +20,9 @@ import tomli_w
 from fedntk.ntk.support.files import whole
 
 from ..data.settings import SplitSettings, absolute_dataset
-from .importing import absolute
-from .registry import all_methods, own_methods
+from ..metrics import metrics_of, metrics_setting
+from .importing import with_whole_path
+from .registry import all_methods, find_method, known_methods, own_methods
 from .settings import ConfigError, Settings, Value, key_of, nearest, setting
 
 # keys that do not change what a run computes, only where, how safely and with what machine
@@ -35,6 +36,10 @@ INCIDENTAL = frozenset(
 # app's pyproject.toml has to list all keys
 PLUGGED_IN = "plugged-in"
 REPLACE_RUN = "replace that run with again=True (on the command line --again)"
+MONITORED = (
+    *("accuracy", "loss", "client-accuracy-mean", "client-accuracy-worst"),
+    *("client-loss-mean", "client-loss-worst"),
+)
 END = "# end of the settings\n"  # of a file that is whole
 
 
@@ -89,17 +94,15 @@ class Config(SplitSettings, frozen=True, eq=True):
     targets: tuple[float, ...] = setting(
         (0.8, 0.85, 0.9), "accuracies whose first round is reported", above=0, below=1
     )
-    # metrics of loss are better if smaller, the others if larger
-    monitor: Literal[
+    metrics: str = setting(
+        "",
+        "further metrics of what was learned, on the server's examples: f1-macro, "
+        "balanced-accuracy, <file>.py:<function>, <module>:<function>, with commas between them",
+    )
+    monitor: str = setting(
         "accuracy",
-        "loss",
-        "client-accuracy-mean",
-        "client-accuracy-worst",
-        "client-loss-mean",
-        "client-loss-worst",
-    ] = setting(
-        "accuracy",
-        "metric by which a model is the best: kept as best.safetensors, and for patience",
+        "metric by which a model is the best, the smallest of a loss and the largest of others: "
+        "kept as best.safetensors, and for patience; may be one of metrics",
     )
     patience: int = setting(
         0, "rounds without a better model after which a run stops; 0: never", at_least=0
@@ -187,6 +190,11 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     def __init__(self, **values: Any) -> None:
         given: dict[str, Any] = {}
+        values["method"], chosen = find_method(
+            values.get("method", self.options()["method"].default)
+        )
+        object.__setattr__(self, "_method", chosen)
+        values["metrics"] = metrics_setting(values.get("metrics", ""), chosen.metrics)
         if isinstance(values.get("tables"), tuple):  # from dataclasses.replace
             for table in values.pop("tables"):
                 given |= table.values()
@@ -198,9 +206,14 @@ class Config(SplitSettings, frozen=True, eq=True):
         for name, option in self.options().items():
             object.__setattr__(self, name, common.get(name, option.default))
         self.__post_init__()
-        methods = all_methods().items()
+        methods = known_methods().items()
         every = [method.settings(**by_table.get(name, {})) for name, method in methods]
-        kept = [own for own in every if own.table == self.method or own != type(own)()]
+        installed = [own for own in every if own.table in all_methods()]
+        kept = [
+            own
+            for own in every
+            if own.table == chosen.name or (own in installed and own != type(own)())
+        ]
         object.__setattr__(self, "tables", tuple(kept))
         if self.class_prior and "class_prior" in self.settings.options():
             raise ConfigError(
@@ -212,18 +225,22 @@ class Config(SplitSettings, frozen=True, eq=True):
     def check(self) -> None:
         """Refuse common settings that do not fit together."""
         super().check()
-        _require_method(self.method)
         # the same files for every process
         for name, whole_path in (
             ("weights", str(Path(self.weights).expanduser().absolute()) if self.weights else ""),
             ("dataset", absolute_dataset(self.dataset)),
-            ("model", absolute(self.model)),
+            ("model", with_whole_path(self.model)),
         ):
             object.__setattr__(self, name, whole_path)
         if self.weights and self.init != "default":
             raise ConfigError(
                 f"init = {self.init} draws first weights, and weights = {self.weights} gives them; "
                 "leave one of the two out"
+            )
+        if self.monitor not in (known := (*MONITORED, *metrics_of(self.metrics))):
+            raise ConfigError(
+                f"monitor: expected one of {', '.join(known)}, got {self.monitor!r}"
+                f"{nearest(self.monitor, known)}"
             )
         if self.projection_kind != "gaussian" and not self.projection:
             raise ConfigError(
@@ -271,17 +288,22 @@ class Config(SplitSettings, frozen=True, eq=True):
     @property
     def chosen_method(self) -> Any:
         """The :class:`~fedntk.simulations.methods.method.Method` that is run."""
-        return all_methods()[self.method]
+        return self._method  # type: ignore[attr-defined]
+
+    @property
+    def label(self) -> str:
+        """Name of the run: the setting ``name``, or the method's."""
+        return self.name or str(self.chosen_method.name)
 
     @property
     def settings(self) -> Any:
         """The chosen method's own settings."""
-        return self.settings_of(self.method)
+        return self.settings_of(self.chosen_method.name)
 
     def settings_of(self, method: str) -> Settings:
         """Return one method's own settings, chosen or not."""
         given = {own.table: own for own in self.tables}
-        settings: Settings = given.get(method) or all_methods()[method].settings()
+        settings: Settings = given.get(method) or known_methods()[method].settings()
         return settings
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -296,7 +318,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         dataset = re.sub(r"[^\w.-]+", "-", re.sub(r"[^:]*/", "", self.dataset))
         settings = json.dumps({k: v for k, v in self._acting().items() if k not in INCIDENTAL})
         digest = hashlib.sha256(settings.encode()).hexdigest()[:6]
-        name = f"{self.name or self.method}-{dataset}-{self.seed}-{digest}"
+        name = f"{self.label}-{dataset}-{self.seed}-{digest}"
         return Path("runs").absolute() / name
 
     def _acting(self) -> dict[str, Value]:
@@ -327,10 +349,12 @@ class Config(SplitSettings, frozen=True, eq=True):
     def home_of(cls, key: str) -> tuple[type[Settings], str]:
         """Return the class that has the setting of a key, and its name there."""
         table, name = _locate(key_of(key))
-        return (all_methods()[table].settings if table else cls), name
+        return (known_methods()[table].settings if table else cls), name
 
     def replace(self, **overrides: Any) -> Self:
         """Return a copy with other settings (snake_case): ``replace(tct={"bias": True})``."""
+        if "method" in overrides:
+            find_method(overrides["method"])
         return self.parse({**self.values(), **_flatten(overrides)})
 
     @classmethod
@@ -343,6 +367,9 @@ class Config(SplitSettings, frozen=True, eq=True):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is no TOML: {error}") from None
         try:
+            for given in (values, overrides):
+                if "method" in given:  # whose table may be in either
+                    find_method(given["method"])
             return cls.parse({**_flatten(values), **_flatten(overrides)})
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
@@ -391,24 +418,15 @@ class Config(SplitSettings, frozen=True, eq=True):
     @classmethod
     def describe(cls, method: str = "") -> list[str]:
         """One line for each key, or for each of a method's own: default, choices, meaning."""
-        if method:
-            _require_method(method)
-        methods = [all_methods()[method]] if method else all_methods().values()
+        methods = [find_method(method)[1]] if method else all_methods().values()
         tables = [line for known in methods for line in known.settings.describe()]
         return tables if method else [*super().describe(), *tables]
 
     @classmethod
     def choices(cls, name: str) -> tuple[str, ...]:
         """Return what a setting may be, if it is one of several words."""
-        return tuple(all_methods()) if name == "method" else super().choices(name)
-
-
-def _require_method(name: str) -> None:
-    if name not in all_methods():
-        raise ConfigError(
-            f"method: expected one of {', '.join(all_methods())}, got {name!r}"
-            f"{nearest(name, all_methods())}"
-        )
+        named = {"method": tuple(all_methods()), "monitor": MONITORED}
+        return named.get(name) or super().choices(name)
 
 
 def nest(values: Mapping[str, Value]) -> dict[str, Any]:
@@ -430,7 +448,7 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
                 flat |= json.loads(value) if value else {}
             except (TypeError, ValueError):
                 raise ConfigError(f"{PLUGGED_IN}: expected JSON, got {value!r}") from None
-        elif key in all_methods():
+        elif key in known_methods():
             if isinstance(value, Settings):
                 value = {name: getattr(value, name) for name in value.options()}
             if not isinstance(value, Mapping):
@@ -443,19 +461,18 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-@functools.cache
-def _keys() -> dict[str, tuple[str, str]]:
-    """Return key -> table (empty: none) and field name."""
+@functools.lru_cache(maxsize=8)
+def _keys(*tables: type[Settings]) -> dict[str, tuple[str, str]]:
+    """Return key -> table (empty: none) and field name, of all settings or those of tables."""
     known = {Config.key(name): ("", name) for name in Config.options()}
-    for table, method in all_methods().items():
-        own = method.settings
-        known |= {own.key(name): (table, name) for name in own.options()}
+    for own in tables:
+        known |= {own.key(name): (own.table, name) for name in own.options()}
     return known
 
 
 def _locate(key: str) -> tuple[str, str]:
     """Return table and field name of a key."""
-    known = _keys()
+    known = _keys(*(method.settings for method in known_methods().values()))
     if key in known:
         return known[key]
     in_tables = [full for full in known if full.endswith(f".{key}")]

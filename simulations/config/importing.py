@@ -1,61 +1,82 @@
-"""What settings name in a user's own code: ``file.py:name`` or ``module:name``."""
+"""Objects that users name in settings: ``mymethod.py:FedAvgM``, or ``package.module:FedAvgM``."""
 
+import functools
 import importlib
-import importlib.util
+import os
+import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigError, first_line
+from .settings import nearest
+
+SEARCHED = "FEDNTK_PATH"  # environment variable: folders where Flower's processes find modules
 
 
-def absolute(spec: str) -> str:
-    """Return ``file.py:name`` with the file's whole path, so that every process finds it.
+def search_path() -> str:
+    """Return the folders where this process finds modules, the working directory among them."""
+    return os.pathsep.join(dict.fromkeys([str(Path.cwd()), *filter(None, sys.path)]))
 
-    A module whose file lies in the working directory is named by that file. All else stays.
+
+def with_whole_path(named: str) -> str:
+    """Return a name with the whole path of its file, if it names one."""
+    home, _, name = named.rpartition(":")
+    return f"{Path(home).expanduser().absolute()}:{name}" if home.endswith(".py") else named
+
+
+def import_named(key: str, named: str) -> Any:
+    """Return what a setting names; ConfigError if it is not there.
+
+    Modules are also looked for in the working directory, and beside the file. A file that has
+    changed since it was loaded is loaded again.
     """
-    place, colon, name = spec.rpartition(":")
-    path = Path(place).expanduser()
-    if path.suffix != ".py":
-        path = Path(*place.split(".")).with_suffix(".py") if place else path
-    return f"{path.absolute()}:{name}" if colon and path.is_file() else spec
-
-
-def import_object(key: str, spec: str) -> Any:
-    """Import what a setting names; `key` is the setting, for errors.
-
-    The file's folder joins the path, as it does for a script. A file that was imported is not read
-    again in this process.
-    """
-    place, _, name = absolute(spec).rpartition(":")
+    home, _, name = named.rpartition(":")
+    path = Path(home)
+    folders = [*os.environ.get(SEARCHED, search_path()).split(os.pathsep), str(path.parent)]
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    if home.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{key} = {named}: there is no file {home}")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    except Exception as error:  # whatever a user's code raises
-        raise ConfigError(f"{key} = {spec}: cannot be imported: {first_line(error)}") from error
-    if not hasattr(module, name):
-        public = ", ".join(own for own in vars(module) if not own.startswith("_")) or "nothing"
-        raise ConfigError(f"{key} = {spec}: {place} lacks {name!r}; it has {public}")
-    return getattr(module, name)
+        module = _load(path) if home.endswith(".py") else importlib.import_module(home)
+    except (Exception, SystemExit) as error:  # whatever a user's code raises
+        raise ConfigError(f"{key} = {named}: cannot be imported: {first_line(error)}") from error
+    try:
+        return functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        cure = nearest(name, vars(module))
+        if is_of_one_process(named):
+            cure = "; run the cell or script that defines it again"
+        raise ConfigError(f"{key} = {named}: {home} has no {name}{cure}") from None
 
 
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file at {path}")
-    name = f"fedntk_own.{path.stem}_{abs(hash(str(path)))}"
-    if name not in sys.modules:
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{path} is no Python file")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+def is_of_one_process(named: str) -> bool:
+    """Whether what is named was made in a notebook, a script or a function."""
+    return named.startswith("__main__:") or "<" in named or named.endswith("()")
 
 
-def _import_module(name: str) -> Any:
-    return importlib.import_module(name)
+def not_importable(key: str, named: str) -> ConfigError:
+    """Return the error about an object that other processes of a run cannot import."""
+    name = re.findall(r"\w+", named)[-1]
+    return ConfigError(
+        f"{key} = {named}: other processes that take part in the run cannot import it; put it into "
+        f"a file, such as my{key}.py, and pass {key}='my{key}.py:{name}'"
+    )
+
+
+def _load(path: Path) -> ModuleType:
+    """Load a file as a module whose name is its path, unless it is loaded and has not changed."""
+    name, changed = str(path), path.stat().st_mtime_ns
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__changed__ == changed:
+        return loaded
+    module = ModuleType(name)
+    vars(module).update(__file__=name, __changed__=changed)
+    sys.modules[name] = module  # where dataclasses look for it
+    try:
+        exec(compile(path.read_bytes(), name, "exec"), vars(module))  # noqa: S102
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

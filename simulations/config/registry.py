@@ -6,6 +6,10 @@ package names such an object in the entry-point group ``fedntk.methods``::
 
     [project.entry-points."fedntk.methods"]
     my-method = "my_package.my_method:METHOD"
+
+A method of a user's own has no such name. The setting ``method`` holds where its strategy is:
+``/home/me/mymethod.py:FedAvgM`` or ``my_module:FedAvgM``, and after a comma the class of its
+clients, if the strategy does not name it. ``__main__`` is a notebook's cells.
 """
 
 import functools
@@ -13,10 +17,16 @@ import importlib
 import importlib.metadata
 import itertools
 import pkgutil
+import sys
 from collections.abc import Mapping
 from logging import getLogger
 from types import MappingProxyType
 from typing import Any
+
+from fedntk.ntk.options import nearest
+
+from ..errors import ConfigError
+from .importing import import_named, is_of_one_process, not_importable, with_whole_path
 
 HOME = "fedntk.simulations.methods"
 logger = getLogger("flwr")
@@ -45,7 +55,7 @@ def all_methods() -> Mapping[str, Any]:
     for entry in importlib.metadata.entry_points(group="fedntk.methods"):
         try:
             method = entry.load()
-            if not isinstance(method, importlib.import_module(f"{HOME}.method").Method):
+            if not isinstance(method, _kind()):
                 raise TypeError(f"expected an object of a subclass of Method, got {method!r}")
             if method.name in methods:
                 raise ValueError(f"there is a method {method.name!r} already")
@@ -55,3 +65,91 @@ def all_methods() -> Mapping[str, Any]:
         else:
             methods[method.name] = method
     return MappingProxyType(methods)
+
+
+_given: dict[str, Any] = {}  # what the setting holds -> method that came as an object
+_own: dict[str, Any] = {}  # name -> the newest method that is not installed
+
+
+def known_methods() -> Mapping[str, Any]:
+    """Return the methods, with users' own ones that this process has found, by name."""
+    return {**all_methods(), **_own}
+
+
+def find_method(given: Any) -> tuple[str, Any]:
+    """Return what the setting ``method`` holds, and the method; ConfigError if there is none.
+
+    `given` is a text, a Method or the class of a strategy. An object is found again by its text, in
+    this process.
+    """
+    if isinstance(given, type):
+        given = _make(given)
+    if isinstance(given, _kind()):
+        place, method = _place_of(given), given
+    else:
+        place = with_whole_path(str(given))
+        method = all_methods().get(place) or _given.get(place) or import_method(place)
+    if place not in all_methods():
+        common = importlib.import_module(f"{__package__}.config").Config.options()
+        if method.name in all_methods() or method.name.replace("-", "_") in common:
+            raise ConfigError(
+                f"method = {place}: {method.name!r} is a method or a setting already; rename the "
+                "class, or give name='...' to Method"
+            )
+        if method is given:
+            _given[place] = method
+        _own[method.name] = method
+    return place, method
+
+
+def import_method(place: str) -> Any:
+    """Import the method that the setting names; ConfigError if there is none."""
+    home, colon, names = place.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"method: expected one of {', '.join(all_methods())}, or <file>.py:<strategy>, got "
+            f"{place!r}{nearest(place, all_methods())}"
+        )
+    found = [import_named("method", f"{home}:{name}") for name in names.split(",")]
+    return found[0] if isinstance(found[0], _kind()) else _make(*found)
+
+
+def require_importable_method(place: str, method: Any) -> None:
+    """Refuse a method that other processes cannot import, or would find to be another."""
+    if place in all_methods():
+        return
+    if not is_of_one_process(place):
+        every = import_method(place), method
+        found, expected = ({**vars(own), "settings": type(own)} for own in every)
+        if found == expected:
+            return
+    raise not_importable("method", place)
+
+
+def _place_of(method: Any) -> str:
+    """Return where a method can be imported from: its name, if it is installed."""
+    if method in all_methods().values():
+        return str(method.name)
+    strategy, client = method.strategy_class, method.client_class
+    other = "" if client is named_client(strategy) else f",{client.__qualname__}"
+    return f"{strategy.__module__}:{strategy.__qualname__}{other}"
+
+
+def named_client(strategy: Any) -> Any:
+    """Return the class of clients that a strategy names; None if it is nowhere.
+
+    It is looked for in the module of the class that names it, and in :mod:`fedntk.clients`.
+    """
+    home = next(kind for kind in strategy.__mro__ if "client" in vars(kind)).__module__
+    places = (sys.modules.get(home), importlib.import_module("fedntk.clients"))
+    found = (getattr(place, strategy.client, None) for place in places)
+    return next(filter(None, found), None)
+
+
+@functools.cache
+def _make(*classes: Any) -> Any:
+    return _kind()(*classes)
+
+
+def _kind() -> Any:
+    return importlib.import_module(f"{HOME}.method").Method

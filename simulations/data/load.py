@@ -18,7 +18,7 @@ from fedntk.clients import cache_dir
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.support.files import whole
 
-from ..config.importing import import_object
+from ..config.importing import import_named
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line
 from .digit_domains import digit_domains
@@ -195,7 +195,7 @@ def _load(settings: DatasetSettings, _modified: int) -> Data:
     if name in ("csv", "parquet", "folder") and rest:
         return _own(read_file(name, rest, settings), settings)
     if name.endswith(".py") and rest:
-        made = import_object("dataset", settings.dataset)
+        made = import_named("dataset", settings.dataset)
         return _own(OwnData.of(made() if callable(made) else made, settings).read(), settings)
     if name == "npz" and rest:
         return _own(_npz(Path(rest).expanduser(), settings), settings)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from ..config.importing import absolute
+from ..config.importing import with_whole_path
 from ..config.settings import ConfigError, Settings, setting
 
 FILES = ("csv", "parquet", "folder", "npz", "leaf", "hf")  # kinds of data sets that a path follows
@@ -107,8 +107,8 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
 
 def absolute_dataset(dataset: str) -> str:
     """Return the setting with the whole path of a file or folder that exists."""
-    kind, colon, rest = dataset.partition(":")
+    kind, _, rest = dataset.partition(":")
     path = Path(rest).expanduser()
     if kind in FILES and rest and path.exists():
         return f"{kind}:{path.absolute()}"
-    return absolute(dataset) if colon and kind.endswith(".py") else dataset
+    return with_whole_path(dataset)

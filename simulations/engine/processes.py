@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import tomli_w
 
+from ..config.importing import SEARCHED, search_path
 from ..errors import RunFailed
 
 Process = subprocess.Popen[bytes]
@@ -27,6 +28,7 @@ def flower_environment(home: Path) -> dict[str, str]:
     """Return an environment in which Flower keeps its files in `home` and installs nothing."""
     return os.environ | {
         "FLWR_HOME": str(home),
+        SEARCHED: search_path(),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",

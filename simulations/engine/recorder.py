@@ -17,6 +17,7 @@ from fedntk.ntk.predictors.network import Evaluation
 from fedntk.strategies import BaseStrategy
 
 from ..config.config import Config
+from ..metrics import MEASURED, MEASURED_PREFIXES, metrics_of
 from .checkpoints import Best, Checkpoint, Checkpoints, OnRound, Record, Round
 from .engines import MeteredGrid
 from .meter import peak_memory, reset_peak_memory
@@ -73,12 +74,6 @@ class AdmittedMetrics:
         return name in self._known or name in pool
 
 
-def _is_measured_here(name: str) -> bool:
-    return name in ("round", "accuracy", "loss", "model-updated") or name.startswith(
-        ("client-", "bytes-", "evaluation-bytes-", "seconds", "peak-memory")
-    )
-
-
 def _is_statistic(name: str) -> bool:
     """Whether a metric of clients has the name of a statistic over them."""
     return name.startswith(("accuracy-", "loss-"))
@@ -106,7 +101,7 @@ class Recorder:
         self._start = time.perf_counter()
         method = self.config.chosen_method
         known = (*OF_REPLIES, "train-loss", *method.metrics)
-        self._of_training = AdmittedMetrics(known, _is_measured_here, "training")
+        self._of_training = AdmittedMetrics(known, self._is_measured_here, "training")
         of_clients = (*OF_REPLIES, "accuracy", "loss", *method.evaluation_metrics)
         self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation")
         self._of_clients = AdmittedMetrics(of_clients, lambda _: False, "clients' evaluations")
@@ -117,7 +112,7 @@ class Recorder:
         """Take over what was recorded; `arrays` are what the strategy is started from."""
         self._arrays, self.checkpoint, self._saved = arrays, checkpoint, checkpoint.round
         names = {name for record in checkpoint.records for name in record}
-        self._of_training.remember(name for name in names if not _is_measured_here(name))
+        self._of_training.remember(n for n in names if not self._is_measured_here(n))
         own = (n.removeprefix("client-") for n in names if n.startswith("client-"))
         self._of_evaluation.remember(name for name in own if not _is_statistic(name))
         self._of_clients.remember(name for own in checkpoint.rounds for _, name, _ in own.clients)
@@ -151,6 +146,10 @@ class Recorder:
         if stops:
             logger.info("no better model in %d rounds: stopped", patience)
         return stops
+
+    def _is_measured_here(self, name: str) -> bool:
+        measured = *MEASURED, *metrics_of(self.config.metrics)
+        return name in measured or name.startswith(MEASURED_PREFIXES)
 
     def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
         updated = arrays is not self._arrays  # Flower hands on the same record if none came

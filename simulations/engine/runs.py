@@ -13,9 +13,12 @@ import torch
 from fedntk.ntk.support.files import claimed
 
 from ..config.config import Config
+from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..errors import RunFailed, first_line
+from ..methods.method import Method
+from ..metrics import require_importable_metrics
 from ..report.results import (
     Run,
     State,
@@ -42,11 +45,12 @@ if TYPE_CHECKING:  # slow to import
     from ..report.comparison import Results
 
 Engine = Literal["local", "ray"]
+Runnable = Config | str | Path | Method
 logger = getLogger("flwr")
 
 
 def run(
-    config: Config | str | Path,
+    config: Runnable,
     *,
     engine: Engine = "local",
     workers: int = 1,
@@ -65,7 +69,7 @@ def run(
 
     Parameters
     ----------
-    config : Config, or path of a TOML file
+    config : Config, path of a TOML file, name of a method, or Method
         Settings of the run.
     engine : {"local", "ray"}
         ``"local"``: virtual clients in this process, no Ray. ``"ray"``: ``flwr run`` as a
@@ -90,7 +94,8 @@ def run(
         Your own network in place of the setting `model`: a module, with the weights to start from,
         or a function of (shape of an example, number of classes).
     **overrides
-        Settings (snake_case) that win over `config`.
+        Settings (snake_case) that win over `config`. `method` may be a Method or the class of a
+        strategy, `metrics` a dict of functions: see :class:`~fedntk.simulations.Config`.
 
     Raises
     ------
@@ -120,7 +125,7 @@ def run(
 
 
 def compare(
-    configs: Mapping[str, Config | str | Path],
+    configs: Mapping[str, Runnable],
     *,
     seeds: Iterable[int] = (0,),
     out: str | Path = "runs/compare",
@@ -143,8 +148,8 @@ def compare(
 
     Parameters
     ----------
-    configs : dict of str to Config or path
-        Configurations, by the names that tables and pictures will show.
+    configs : dict
+        What :func:`run` takes, by the names that tables and pictures will show.
     seeds : iterable of int
         Seeds of split, first weights and sampling, for all configurations.
     out : path
@@ -213,8 +218,15 @@ def _prepare(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
     """Make what a run needs, and so check it; None if the run is finished."""
     if engine == "ray":
         _check_resources(config)
+        require_importable(config)
     with failing_as_run():
         return prepare(config) if again or run_state(config) != "finished" else None
+
+
+def require_importable(config: Config) -> None:
+    """Refuse a method or metrics that another process cannot import."""
+    require_importable_method(config.method, config.chosen_method)
+    require_importable_metrics(config.metrics)
 
 
 def _check_resources(config: Config) -> None:
@@ -234,15 +246,19 @@ def _check_resources(config: Config) -> None:
         )
 
 
-def read_config(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
-    """Return a configuration, or that of a file, with overrides."""
+def read_config(config: Runnable, overrides: Mapping[str, Any]) -> Config:
+    """Return a configuration, that of a file, or the defaults of a method, with overrides."""
     if isinstance(config, Config):
         return config.replace(**overrides)
-    return Config.load(config, **overrides)
+    if isinstance(config, str) and (config.endswith(".toml") or Path(config).is_file()):
+        config = Path(config)
+    if isinstance(config, Path):
+        return Config.load(config, **overrides)
+    return Config.parse({"method": config, **overrides})
 
 
 def _plan(
-    configs: Mapping[str, Config | str | Path],
+    configs: Mapping[str, Runnable],
     seeds: Iterable[int],
     out: Path,
     overrides: Mapping[str, Any],
@@ -264,6 +280,9 @@ def _plan(
     folders = {name: name.replace("/", "-").replace("\\", "-").strip(". ") for name in configs}
     if "" in folders.values() or len(set(folders.values())) < len(folders):
         raise ConfigError(f"names: expected names that make different folders, got {list(configs)}")
+    for config in configs.values():  # the overrides may be for the table of any of them
+        with contextlib.suppress(ConfigError):
+            read_config(config, {})
     planned = []
     for name, config in configs.items():
         with _naming(name):
@@ -317,7 +336,7 @@ def _run(
             state: State = "new" if again else run_state(config)
             before = _records_before(config, state)
             done = int(before[-1]["round"]) if before else -1
-            label = f"{config.name or config.method} on {config.dataset}, seed {config.seed}"
+            label = f"{config.label} on {config.dataset}, seed {config.seed}"
             headline = config.chosen_method.headline
             shown.begin(label, config.rounds, max(done, 0), headline=headline)
             with writing(writers, config, before) as write:

@@ -20,8 +20,9 @@ from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.kept_examples import KeptExamples
 from ..deploy.simulated_trust import projected
-from ..errors import Stopped
+from ..errors import Stopped, first_line
 from ..methods.method import Setup
+from ..metrics import load_metrics
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
 from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints, OnRound
@@ -48,7 +49,8 @@ Prepared = tuple[Setup, BaseStrategy]
 
 
 def prepare(config: Config) -> Prepared:
-    """Load data and split, build network, strategy and, as a trial, a client."""
+    """Load data and split, build network, strategy and, as a trial, metrics and a client."""
+    load_metrics(config.metrics)
     setup = load_setup(config)
     make_client(replace(setup, kept=KeptExamples()), 0, {})  # whose examples go with it
     return setup, make_strategy(setup)
@@ -76,7 +78,7 @@ def serve(
             _serve(grid, config, on_round, prepared, resume=state == "interrupted")
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit | Stopped)
-            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            reason = first_line(error)
             if not stopped:
                 logger.error("%s", reason)
             status = "interrupted" if stopped else "failed"
@@ -124,9 +126,11 @@ def _serve(
     metered = MeteredGrid(grid)
     x, y = setup.evaluation_set()
     x = projected(config, x)  # once, not in each round
+    metrics = load_metrics(config.metrics)
 
     def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
         predictor = method.predictor(setup, arrays, strategy.learned, cache=folder / "cache")
+        predictor.metrics = metrics
         evaluation: Evaluation = predictor.evaluate(x, y)
         more = {**evaluation.more, **method.measure(setup, strategy)}
         return evaluation._replace(more=more)

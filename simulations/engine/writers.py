@@ -51,7 +51,7 @@ def _mlflow(config: Config, before: Records) -> Iterator[OnRound]:
         history = client.get_metric_history(run_id, "accuracy")
         logged = max((metric.step for metric in history), default=-1)
     else:
-        run_name = f"{config.name or config.method}-{config.seed}"
+        run_name = f"{config.label}-{config.seed}"
         run_id = client.create_run(experiment_id, run_name=run_name).info.run_id
         remembered.parent.mkdir(parents=True, exist_ok=True)
         remembered.write_text(run_id, encoding="utf-8")

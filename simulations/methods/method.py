@@ -21,6 +21,7 @@ from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.strategies import BaseStrategy
 
 from ..config.config import Config
+from ..config.registry import named_client
 from ..config.settings import ConfigError, Settings
 from ..data.kept_examples import KeptExamples, Own
 from ..data.load import Data, load_data
@@ -30,6 +31,12 @@ if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
 Arrays = Mapping[str, NDArray[Any]]
+
+
+def _kebab_case(name: str) -> str:
+    """Return the name of a class in kebab-case: FedAvgM becomes fed-avg-m."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_", "-", name.strip("_"))
+    return words.lower()
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +133,12 @@ class Setup:
 class Method:
     """All that the simulations know of one method.
 
-    An object of it is a row of :mod:`fedntk.simulations.methods.table`: name, strategy and further
-    attributes. A method with behaviour of its own is a subclass, with an object of it as
+    ``Method(MyStrategy)`` or ``Method(MyStrategy, MyClient)`` is a method of one's own, which
+    :func:`~fedntk.simulations.run` takes; its name is that of the strategy in kebab-case, unless
+    `name` is given.
+
+    Here an object of it is a row of :mod:`fedntk.simulations.methods.table`: name, strategy and
+    further attributes. A method with behaviour of its own is a subclass, with an object of it as
     ``METHOD`` in a module of :mod:`fedntk.simulations.methods`, or in another package that names it
     in the entry-point group ``fedntk.methods``.
 
@@ -155,15 +166,28 @@ class Method:
     evaluation_metrics: ClassVar[tuple[str, ...]] = ()  # of clients, besides loss and accuracy
 
     def __init__(self, *row: Any, **more: Any) -> None:
-        vars(self).update(zip(("name", "strategy_class"), row, strict=False), **more)
+        if row and not isinstance(row[0], str):  # the classes, of which the first one names it
+            row = (more.pop("name", _kebab_case(getattr(row[0], "__name__", ""))), *row)
+        names = ("name", "strategy_class", "client_class")
+        vars(self).update(zip(names, row, strict=False), **more)
+        kind = self.strategy_class
+        if not (isinstance(kind, type) and issubclass(kind, BaseStrategy)):
+            raise ConfigError(
+                f"method: expected a class derived from BaseStrategy or SeededFedAvg, got {kind!r}"
+            )
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
             raise ValueError(f"name: expected words in kebab-case, got {self.name!r}")
         self.settings = self._make_settings()
 
     @cached_property
     def client_class(self) -> Any:
-        """Class of its clients: the one that the strategy names, unless a subclass has another."""
-        return getattr(fedntk.clients, self.strategy_class.client)
+        """Class of its clients: the one that the strategy names, unless another is given."""
+        if (found := named_client(self.strategy_class)) is None:
+            raise ConfigError(
+                f"{self.name}: client = {self.strategy_class.client!r} is neither beside "
+                f"{self.strategy_class.__name__} nor in fedntk.clients; give Method both classes"
+            )
+        return found
 
     def _make_settings(self) -> Any:
         """Make the class of the method's settings from the options of its classes."""

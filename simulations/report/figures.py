@@ -45,8 +45,9 @@ def accuracy_curves(
     target: float | None = None,
     bottom: float = 0.0,
     evaluated_on: str = "test",
+    metric: str = "accuracy",
 ) -> Figure:
-    """Draw accuracy against rounds, data sent or time: one curve a run.
+    """Draw accuracy, or another metric, against rounds, data sent or time: one curve a run.
 
     Several seeds of a run become their mean, with a band from the lowest to the highest, as far as
     all have rounds. More than four runs have bars in its place, in different rounds. Data and time
@@ -60,16 +61,20 @@ def accuracy_curves(
         Accuracy to mark with a line.
     bottom : float
         Accuracy at which the axis begins.
+    metric : str
+        One of the table; others than the accuracy are drawn as they are, and not in per cent.
     """
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
-    figure, axes = _figure(title, xlabel=AXES[against][0], ylabel=f"{evaluated_on} accuracy (%)")
+    unit, name_of_unit = (100, " (%)") if metric == "accuracy" else (1, "")
+    label = f"{evaluated_on} {metric}{name_of_unit}"
+    figure, axes = _figure(title, xlabel=AXES[against][0], ylabel=label)
     several = rounds.groupby("run").seed.nunique() > 1
     crowded = several.sum() > MOST_BANDS
     for number, (name, rows, style) in enumerate(_each(rounds, "run")):
-        accuracy = by_round(rows, "accuracy")
+        accuracy = by_round(rows, metric)
         x = costs_by_round(rows, accuracy.index)[against]
-        mean, low, high = (100 * accuracy[each] for each in ("mean", "min", "max"))
+        mean, low, high = (unit * accuracy[each] for each in ("mean", "min", "max"))
         every = max(len(x) // 20, 1)
         axes.plot(x, mean, ms=4, markevery=every, label=name, **style)
         if several[name] and crowded:
@@ -85,7 +90,8 @@ def accuracy_curves(
             f"{100 * target:g} %", (1.0, 100 * target), xycoords=("axes fraction", "data"),
             xytext=(3, 0), textcoords="offset points", ha="left", va="center", color="0.4",
         )  # fmt: skip
-    axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
+    if metric == "accuracy":
+        axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
     if against == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:

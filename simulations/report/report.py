@@ -15,6 +15,7 @@ from ..config.settings import ConfigError
 from ..data.client_tables import client_accuracy_table, client_gains, client_summary
 from ..data.load import load_data
 from ..data.partitions import SPLIT_SETTINGS, load_split
+from ..metrics import metrics_of
 from . import page
 from .figures import (
     AXES,
@@ -64,6 +65,12 @@ def write_report(
         )
         for against in AXES
     }
+    for name in dict.fromkeys(name for run in runs for name in metrics_of(run.config.metrics)):
+        having = rounds[rounds.run.isin(rounds[rounds.metric == name].run)]
+        if len(having):
+            pictures[f"metric-{name}"] = accuracy_curves(
+                having, metric=name, title=setting_in_words(runs), evaluated_on=judged
+            )
     alphas = {str(run.summary["run"]): run.config.alpha for run in runs}
     dirichlet = all("dirichlet" in run.config.partition for run in runs)
     if dirichlet and len(set(alphas.values())) > 1:
@@ -348,12 +355,19 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
                 "last accuracy (%)": _spread(summaries["accuracy"]),
                 "best accuracy (%)": _spread(pd.Series([run.curve().max() for run in own])),
                 "worst client (%)": _spread(pd.Series(worst, dtype=float)),
+                **_last_metrics(own),
                 "MB up": f"{summaries['bytes-up'].mean() / 1e6:.1f}",
                 "MB down": f"{summaries['bytes-down'].mean() / 1e6:.1f}",
                 "seconds": f"{summaries['seconds'].mean():.1f}",
             }
         )
     return pd.DataFrame(rows)
+
+
+def _last_metrics(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the last value of each further metric: mean and standard deviation over the seeds."""
+    last = pd.DataFrame([run.summary.get("metrics", {}) for run in runs]).astype(float)
+    return {f"last {name}": _spread(last[name], unit=1, digits=3) for name in last}
 
 
 def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) -> pd.DataFrame:
@@ -386,9 +400,9 @@ def _group(
     return groups
 
 
-def _spread(shares: "pd.Series[float]") -> str:
+def _spread(shares: "pd.Series[float]", *, unit: float = 100, digits: int = 1) -> str:
     """Return the mean over the seeds with its interval, in per cent."""
-    return estimate([shares.dropna()]).text() if shares.notna().any() else "-"
+    return estimate([shares.dropna()]).text(unit, digits) if shares.notna().any() else "-"
 
 
 def setting_in_words(runs: Sequence[Run]) -> str:
@@ -409,7 +423,7 @@ def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
     for own in _group(runs, lambda run: str(run.config.replace(**same).values())).values():
         names = list(_group(own))
         shared = os.path.commonprefix(names).strip(" ,_-=/")  # noqa: RUF071 - of names, not paths
-        labels |= dict.fromkeys(names, shared or own[0].config.method)
+        labels |= dict.fromkeys(names, shared or own[0].config.chosen_method.name)
     return labels
 
 

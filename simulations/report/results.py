@@ -37,6 +37,7 @@ from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..engine.checkpoints import Checkpoint, Record
 from ..errors import RunFailed, first_line
+from ..metrics import metrics_of
 
 if TYPE_CHECKING:  # slow to import
     import pandas as pd
@@ -51,8 +52,8 @@ class Run:
     Attributes
     ----------
     summary : dict
-        Final and best accuracy; rounds, bytes and seconds to each target; bytes, seconds, machine,
-        device, threads, checksums of data and split.
+        Final and best accuracy; last metrics; rounds, bytes and seconds to each target; bytes,
+        seconds, machine, device, threads, checksums of data and split.
     tables : dict
         ``"rounds"`` and ``"clients"`` as pyarrow has them, before pandas is imported.
     """
@@ -148,8 +149,11 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
 def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """Write a finished run's tables and models; return the summary, with `more` in it."""
     folder, headline = config.folder, config.chosen_method.headline
-    name = config.name or config.method
-    identity: dict[str, Any] = {"run": name, "method": config.method, "seed": config.seed}
+    identity: dict[str, Any] = {
+        "run": config.label,
+        "method": config.chosen_method.name,
+        "seed": config.seed,
+    }
     records = checkpoint.records
     rounds = [
         (int(record["round"]), metric, float(value))
@@ -177,6 +181,7 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
         "rounds": checkpoint.round,
         "accuracy": measured["accuracy"],
         "loss": measured["loss"],
+        "metrics": {name: measured.get(name) for name in metrics_of(config.metrics)},
         "headline": headline,
         "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
         "to-target": {

@@ -117,7 +117,7 @@ class Search:
             self._finish(trial, self._configs(trial), how)
             show()
 
-        title = f"tuning {self.base.name or self.base.method} on {self.base.dataset}"
+        title = f"tuning {self.base.label} on {self.base.dataset}"
         shown.begin(title, total * self._whole, sum(self._done.values()))
         try:
             run_trials(self._trials(total), on_round, on_end, parallel)

@@ -16,9 +16,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from fedntk.ntk.support.files import claimed
 
 from ..config.config import INCIDENTAL, Config
+from ..config.registry import find_method
 from ..config.settings import ConfigError, Value
 from ..engine.progress import progress as show_progress
-from ..engine.runs import failing_as_run, read_config
+from ..engine.runs import Runnable, failing_as_run, read_config, require_importable
 from ..engine.server_app import prepare
 from ..errors import RunFailed
 from ..report.report import write_tuning_report
@@ -53,7 +54,7 @@ class Tuning:
 
 
 def tune(
-    config: Config | str | Path,
+    config: Runnable,
     *,
     grid: Mapping[str, Sequence[Value]] | None = None,
     random: Mapping[str, Sequence[Value]] | None = None,
@@ -76,7 +77,7 @@ def tune(
 
     Parameters
     ----------
-    config : Config, or path of a TOML file
+    config : Config, path of a TOML file, name of a method, or Method
         All other settings, `overrides` (snake_case) over them. It holds out validation-examples or
         validation-clients, or with private-test a local-test-fraction of each client's examples.
     grid : dict of str to list
@@ -90,7 +91,7 @@ def tune(
     seeds : iterable of int
         Every combination is run with each of them.
     metric : str
-        ``"accuracy"``, ``"loss"``, or one of the clients' metrics that the setting monitor lists.
+        One that the setting monitor may name, such as ``"accuracy"``, or of the setting metrics.
     last : int
         Number of rounds at a run's end; the metric's mean over them is the run's value.
     prune : {"none", "median", "halving"}
@@ -136,6 +137,8 @@ def tune(
     if not each or len(set(each)) < len(each):
         raise ConfigError(f"seeds: expected at least one, each once, got {each}")
     _check_metric(base, metric)
+    if parallel > 1:
+        require_importable(base)
     combinations = _combinations(base, space, each_once=not grid)
     checksum, rounds = _prepare(base, combinations, each)
     folder = Path(out).expanduser().absolute()
@@ -202,7 +205,8 @@ def _ends(values: Searched) -> Sequence[Any]:
 
 def _combinations(base: Config, space: Space, *, each_once: bool) -> list[dict[str, Value]]:
     """Return all combinations, or as many as have each value and end of a range."""
-    methods = _ends(space["method"]) if "method" in space else (base.method,)
+    given = _ends(space["method"]) if "method" in space else (base.method,)
+    methods = [find_method(method)[1].name for method in given]
     for key in space:
         if "." in key and key.partition(".")[0] not in methods:
             raise ConfigError(f"{key} has no effect with method = {', '.join(methods)}")
@@ -220,7 +224,7 @@ def _check_metric(base: Config, metric: str) -> None:
         raise ConfigError(f"metric = {metric} needs validation-clients, or private-test = true")
     headline = base.chosen_method.headline
     if metric in ("accuracy", "loss") and headline != "accuracy":
-        judged = f"{base.method} is judged by metric = {headline}"
+        judged = f"{base.chosen_method.name} is judged by metric = {headline}"
         logger.warning("metric = %s is of the server's model; %s", metric, judged)
 
 
@@ -282,8 +286,8 @@ def _conclude(search: Search, space: Space) -> Tuning:
     best = base.replace(**{**values, "evaluate-on": "test"})
     best.save(folder / "best.toml")
     lines = [
-        f"{base.method} on {base.dataset}: {search.metric} on validation examples, as a mean over "
-        f"the last {search.last} rounds and over seeds. The test set played no part.",
+        f"{base.chosen_method.name} on {base.dataset}: {search.metric} on validation examples, as "
+        f"a mean over the last {search.last} rounds and over seeds. The test set played no part.",
         *notes,
     ]
     write_tuning_report(folder / "report", table, list(space), metric=search.metric, lines=lines)

@@ -8,7 +8,6 @@ import pytest
 
 from fedntk.ntk.options import option
 from fedntk.simulations import Config, load_predictor, run
-from fedntk.simulations.config import config as config_module
 from fedntk.simulations.config.settings import ConfigError
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.methods import all_methods, own_methods
@@ -49,26 +48,25 @@ def test_a_method_has_a_name_in_kebab_case():
         type("Odd", (Toy,), {"name": "Toy_Avg"})()
 
 
-def test_an_option_of_one_line_is_known_everywhere(monkeypatch, tmp_path):
-    """In the signature, the TOML table, the key of flwr run, checkpoints and the docs' table."""
+TOY = Toy()
+
+
+def test_an_option_of_one_line_is_known_everywhere(tmp_path):
+    """In the signature, the TOML table, what flwr run carries, checkpoints and the list."""
     assert inspect.signature(ToyAvg).parameters["depth"].default == 2
     with pytest.raises(ValueError, match="expected depth = 2, got 3"):
         ToyAvg().load_state_dict(ToyAvg(depth=3).state_dict())
-    methods = {**own_methods(), "toy-avg": Toy()}
-    for name in ("own_methods", "all_methods"):
-        monkeypatch.setattr(config_module, name, lambda: methods)
-    config_module._keys.cache_clear()
-    try:
-        (tmp_path / "toy.toml").write_text('method = "toy-avg"\n[toy-avg]\ndepth = 4\n')
-        config = Config.load(tmp_path / "toy.toml")
-        assert Config.default_run_config()["toy-avg.depth"] == 2
-        assert Config.parse({"method": "toy-avg", "toy-avg.depth": 5}).settings.depth == 5
-        with pytest.raises(ConfigError, match=r"toy-avg\.depth: expected at most 9, got 10"):
-            config.replace(toy_avg={"depth": 10})
-        assert Config.describe("toy-avg") == ["toy-avg.depth = 2: how deep"]
-        assert make_strategy(load_setup(config)).depth == config.settings.depth == 4
-    finally:
-        config_module._keys.cache_clear()
+    place = f"{__name__}:TOY"
+    (tmp_path / "toy.toml").write_text(f'method = "{place}"\n[toy-avg]\ndepth = 4\n')
+    config = Config.load(tmp_path / "toy.toml")
+    assert Config.parse(config.run_config()) == config
+    assert config.chosen_method is TOY
+    assert Config.parse({"method": place, "toy-avg.depth": 5}).settings.depth == 5
+    with pytest.raises(ConfigError, match=r"toy-avg\.depth: expected at most 9, got 10"):
+        config.replace(toy_avg={"depth": 10})
+    assert Config.describe(place) == ["toy-avg.depth = 2: how deep"]
+    assert make_strategy(load_setup(config)).depth == config.settings.depth == 4
+    assert "toy-avg.depth" not in config.replace(method="fedavg").values()
 
 
 OWN_MODELS = sorted(n for n, own in own_methods().items() if own.headline.startswith("client"))

@@ -115,7 +115,7 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path):
             (3, 32, 32),
             "model: expected mlp, .* lenet-bn, .*, two-patch-cnn, or your own as",
         ),
-        ({"model": "math:nothing"}, (4,), "math lacks 'nothing'"),
+        ({"model": "math:nothing"}, (4,), "math has no nothing"),
         ({"model": "lenet"}, (1, 8, 8), "model = lenet: .* at least 16 x 16"),
         ({"model": "two-patch-cnn"}, (3, 60), r"expected examples of shape \(2, d\) and 2 classes"),
         ({"model": THREE_CLASSES}, (4,), r"outputs of shape \(n, 4\), .* got \('n', 3\)"),

@@ -198,7 +198,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, each_run):
             raise RuntimeError("out of luck")
 
     each_run(fail)
-    message = r"1 of 2 runs failed \(wide, seed 0: RuntimeError: out of luck\)"
+    message = r"1 of 2 runs failed \(wide, seed 0: RuntimeError: out of luck \(test_report"
     refused(message, compare, PAIR, out=tmp_path, progress=False, error=RunFailed)
     assert load_results(tmp_path).run.unique().tolist() == ["narrow"]
     each_run()

@@ -1,0 +1,138 @@
+"""Further metrics of what was learned, on the examples that the server evaluates on.
+
+A metric is a function of scores (float32, shape (n, C)) and labels (int64, shape (n,)) that returns
+a number, or an object of torchmetrics, which is called in the same way and reset before. The
+setting ``metrics`` names them: ``f1-macro``, ``mymetrics.py:f`` or ``my_module:f``, and
+``name=mymetrics.py:f`` to record it under another name.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config.importing import import_named, is_of_one_process, not_importable, with_whole_path
+from .config.settings import ConfigError, key_of, nearest
+from .errors import first_line
+
+Metric = Callable[[Tensor, Tensor], Any]
+logger = getLogger("flwr")
+
+
+def f1_macro(scores: Tensor, labels: Tensor) -> float:
+    """Mean over the classes of F1 = 2 TP / (2 TP + FP + FN).
+
+    Classes count that have a label or a prediction, as in scikit-learn's ``f1_score``.
+    """
+    hits, true, predicted = _counts(scores, labels)
+    both = true + predicted
+    return float((2 * hits / both)[both > 0].mean())
+
+
+def balanced_accuracy(scores: Tensor, labels: Tensor) -> float:
+    """Mean over the classes that have labels of the share of their examples that are right."""
+    hits, true, _ = _counts(scores, labels)
+    return float((hits / true)[true > 0].mean())
+
+
+def _counts(scores: Tensor, labels: Tensor) -> list[Tensor]:
+    """Return the hits, labels and predictions of each class, float64."""
+    predicted = scores.argmax(1)
+    each = labels[predicted == labels], labels, predicted
+    return [torch.bincount(own, minlength=scores.shape[1]).double() for own in each]
+
+
+BUILT_IN: dict[str, Metric] = {"f1-macro": f1_macro, "balanced-accuracy": balanced_accuracy}
+# what the server records anyway, and what strategies and ensembles report
+MEASURED = ("round", "accuracy", "loss", "model-updated")
+MEASURED_PREFIXES = ("client-", "bytes-", "evaluation-bytes-", "seconds", "peak-memory")
+REPORTED = ("train-loss", "num-examples", "replies-", "rejected-", "model-", "mutual-information")
+_given: dict[tuple[str, str], Metric] = {}  # name and place -> object that came in a dict
+
+
+def metrics_of(setting: str) -> dict[str, str]:
+    """Return name -> place of the metrics in a setting; the place gives a name that is not said."""
+    items = [item.strip().rpartition("=") for item in setting.split(",") if item.strip()]
+    return {name or _name(place): place for name, _, place in items}
+
+
+def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -> str:
+    """Return what the setting ``metrics`` holds, given that or a dict of name to metric.
+
+    Objects are found again by their names, in this process. ConfigError if one is unknown, or a
+    name is `taken`.
+    """
+    if not isinstance(given, Mapping):
+        given = metrics_of(",".join(map(str, [given] if isinstance(given, str) else given)))
+    items = []
+    for name, metric in given.items():
+        place = with_whole_path(metric) if isinstance(metric, str) else _place_of(metric)
+        recorded = name in (*MEASURED, *taken) or name.startswith((*MEASURED_PREFIXES, *REPORTED))
+        if recorded or {*name} & {*",="}:
+            raise ConfigError(f"metrics: expected another name, such as my-{name}, got {name!r}")
+        if ":" not in place and place not in BUILT_IN:
+            raise ConfigError(
+                f"metrics: expected {', '.join(BUILT_IN)}, <file>.py:<function> or "
+                f"<module>:<function>, got {place!r}{nearest(place, BUILT_IN)}"
+            )
+        if not isinstance(metric, str):
+            _given[name, place] = metric
+        items.append(place if name == _name(place) else f"{name}={place}")
+    return ",".join(items)
+
+
+def load_metrics(setting: str) -> dict[str, Metric]:
+    """Return name -> metric of a setting: each returns None, and logs it once, if it fails."""
+    return {
+        name: _guard(name, _given.get((name, place)) or BUILT_IN.get(place) or _import(place))
+        for name, place in metrics_of(setting).items()
+    }
+
+
+def require_importable_metrics(setting: str) -> None:
+    """Refuse metrics that other processes cannot import."""
+    for place in metrics_of(setting).values():
+        if is_of_one_process(place):
+            raise not_importable("metrics", place)
+
+
+def _name(place: str) -> str:
+    return key_of(place.rpartition(":")[2])
+
+
+def _place_of(metric: Any) -> str:
+    named = hasattr(metric, "__qualname__")  # a function, not an object
+    kind = metric if named else type(metric)
+    return f"{kind.__module__}:{kind.__qualname__}{'' if named else '()'}"
+
+
+def _import(place: str) -> Metric:
+    found: Metric = import_named("metrics", place)
+    if not callable(found):
+        raise ConfigError(f"metrics = {place}: expected a function, got {found!r}")
+    return found
+
+
+def _guard(name: str, metric: Metric) -> Metric:
+    """Keep a metric from ending a run."""
+    warned: list[str] = []
+
+    def measure(scores: Tensor, labels: Tensor) -> float | None:
+        try:
+            if hasattr(metric, "reset"):
+                metric.reset()
+            value = float(metric(scores, labels))
+            reason = f"it returned {value}"
+        except Exception as error:  # whatever a user's function raises
+            value, reason = math.nan, first_line(error)
+        if math.isfinite(value):
+            return value
+        if not warned:
+            logger.warning("metric %s is missing where it fails, as here: %s", name, reason)
+            warned.append(reason)
+        return None
+
+    return measure

@@ -1,0 +1,136 @@
+"""Further metrics: of every evaluated round, in all results, and never the end of a run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import balanced_accuracy_score, f1_score
+from torch import nn
+
+from fedntk.ntk import EnsemblePredictor, NetworkPredictor
+from fedntk.simulations import Config, ConfigError, run, tune, write_report
+from fedntk.simulations.metrics import BUILT_IN, load_metrics, metrics_setting
+
+SMALL = {
+    "num_clients": 6, "clients_per_round": 3, "clients_per_evaluation": 2, "rounds": 4,
+    "train_examples": 200, "learning_rate": 0.3, "progress": False,
+}  # fmt: skip
+
+
+class Total:
+    """Adds up what it is called with until it is reset, as objects of torchmetrics do."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def reset(self) -> None:
+        self.count = 0
+
+    def __call__(self, scores, labels):
+        assert scores.dtype == torch.float32
+        assert labels.dtype == torch.int64
+        self.count += len(labels)
+        return torch.tensor(self.count)
+
+
+def top_two(scores, labels):
+    return (scores.topk(2).indices == labels[:, None]).any(1).float().mean()
+
+
+def fail(scores, labels):
+    raise ZeroDivisionError("no luck")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_built_in_metrics_are_those_of_scikit_learn(seed):
+    """Classes without labels, without predictions and without both among them."""
+    rng = np.random.default_rng(seed)
+    scores, labels = rng.normal(size=(30, 7)).astype(np.float32), rng.integers(1, 6, 30)
+    scores[:, 6] = -9
+    predicted = scores.argmax(1)
+    found = {n: f(torch.from_numpy(scores), torch.from_numpy(labels)) for n, f in BUILT_IN.items()}
+    assert found["f1-macro"] == pytest.approx(f1_score(labels, predicted, average="macro"))
+    expected = np.mean([(predicted[labels == c] == c).mean() for c in np.unique(labels)])
+    assert found["balanced-accuracy"] == pytest.approx(expected)
+    if set(predicted) <= set(labels):  # else scikit-learn warns, and leaves these classes out
+        assert expected == pytest.approx(balanced_accuracy_score(labels, predicted))
+
+
+def test_metrics_are_in_all_results_and_choose_the_best_model(tmp_path, caplog):
+    """One that fails is missing, and told once; what is learned is the same without any."""
+    metrics = {
+        "top2": top_two,
+        "n": Total(),
+        "bad": fail,
+        "f1": "f1-macro",
+        "nan": lambda *_: np.nan,
+    }
+    result = run("fedavg", metrics=metrics, monitor="top2", out=tmp_path / "a", **SMALL)
+    assert result.curve("n").tolist() == [360] * 5
+    assert len(result.curve("bad")) == len(result.curve("nan")) == 0
+    said = [message for message in caplog.messages if message.startswith("metric ")]
+    assert [message.partition(": ")[2] for message in said] == [
+        f"ZeroDivisionError: no luck (test_metrics.py, line {fail.__code__.co_firstlineno + 1})",
+        "it returned nan",
+    ]
+    curve = result.curve("top2")
+    last = {"top2": curve[4], "n": 360, "bad": None, "f1": result.curve("f1")[4], "nan": None}
+    assert result.summary["metrics"] == last
+    assert result.summary["best"]["value"] == curve.max()
+    lines = (result.folder / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["top2"] for line in lines] == curve.tolist()
+    text = write_report(result.folder).read_text()
+    assert f"{curve[4]:.3f}" in text
+    assert "](metric-top2.png)" in text
+    plain = run("fedavg", out=tmp_path / "b", **SMALL)
+    assert plain.curve().tolist() == result.curve().tolist()
+
+
+def test_patience_and_tuning_go_by_a_metric(tmp_path):
+    """`flat` never gets better after round 0; smaller is better of a name with loss in it."""
+    given = {"metrics": {"flat": lambda *_: 1.0, "n-loss": Total()}, **SMALL}
+    for monitor in ("flat", "n-loss"):
+        result = run("fedavg", monitor=monitor, patience=2, out=tmp_path / monitor, **given)
+        assert result.summary["rounds"] == 2
+    found = tune(
+        "fedavg", grid={"learning-rate": [1e-6, 0.3]}, metric="f1-macro", metrics="f1-macro",
+        validation_examples=50, out=tmp_path / "tune", **{**SMALL, "learning_rate": 0.1},
+    )  # fmt: skip
+    assert found.best.learning_rate == 0.3
+    with pytest.raises(ConfigError, match=r"metrics = .*: other processes .* cannot"):
+        tune("fedavg", grid={"momentum": [0.0]}, parallel=2, validation_examples=50, **given)
+
+
+def test_an_ensembles_evaluation_has_metrics_beside_those_of_its_models():
+    ensemble = EnsemblePredictor(NetworkPredictor(nn.Linear(4, 3)) for _ in range(2))
+    ensemble.metrics = load_metrics(metrics_setting({"n": Total()}))
+    more = ensemble.evaluate(torch.ones(5, 4), torch.zeros(5, dtype=torch.long)).more
+    assert more["n"] == 5
+    assert "model-accuracy-max" in more
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"metrics": "f1-marco"}, "got 'f1-marco'; did you mean 'f1-macro'"),
+        ({"metrics": {"accuracy": top_two}}, "another name, such as my-accuracy, got 'accuracy'"),
+        ({"metrics": "client-f=f1-macro"}, "got 'client-f'"),
+        ({"metrics": "f1-macro", "monitor": "f1-marco"}, "monitor: .*did you mean 'f1-macro'"),
+        ({"metrics": "nowhere.py:f"}, "metrics = .*/nowhere.py:f: there is no file"),
+        ({"metrics": ["math:sqroot"]}, "metrics = math:sqroot: math has no sqroot; did you mean"),
+        ({"metrics": "math:pi"}, "expected a function, got 3.14"),
+        ({"metrics": {"n": Total()}, "engine": "ray"}, r"pass metrics='mymetrics.py:Total'"),
+    ],
+)
+def test_a_metric_that_cannot_be_is_refused_before_the_run(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        run("fedavg", **{**SMALL, **given})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_setting_names_metrics_in_any_process():
+    config = Config(metrics={"top2": top_two, "f1-macro": "f1-macro"}, monitor="top2")
+    assert config.metrics == f"top2={__name__}:top_two,f1-macro"
+    assert Config.parse(config.run_config()) == config

@@ -1,0 +1,159 @@
+"""Methods of users' own: classes of a cell, of a file, of a module; their errors have a place."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedntk.clients import SGDClient
+from fedntk.ntk.options import option
+from fedntk.simulations import Config, ConfigError, Method, RunFailed, compare, load_predictor, run
+from fedntk.simulations.cli import app
+from fedntk.strategies import SeededFedAvg
+
+from .outcomes import bits
+
+SMALL = {
+    "num_clients": 6, "clients_per_round": 3, "clients_per_evaluation": 2, "rounds": 2,
+    "train_examples": 200, "progress": False,
+}  # fmt: skip
+FILE = """
+from __future__ import annotations
+from fedntk.clients import SGDClient
+from fedntk.ntk.options import option
+from fedntk.strategies import SeededFedAvg
+import beside
+
+class HalfClient(SGDClient):
+    share: float = option("of the change that is kept", default=0.5, at_least=0)
+
+    def fit(self, parameters, config):
+        new, number, metrics = super().fit(parameters, config)
+        pairs = zip(new, parameters, strict=True)
+        return [old + self.share * (own - old) for own, old in pairs], number, metrics
+
+class HalfFL(SeededFedAvg):
+    client = "HalfClient"
+"""
+
+
+class Mine(SeededFedAvg):
+    """FedAvg."""
+
+
+class MyClient(SGDClient):
+    """SGD with an option."""
+
+    depth: int = option("how deep", default=2, at_least=1)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Working directory with a file of a method, which imports another beside it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "beside.py").touch()
+    return tmp_path
+
+
+def test_classes_of_a_cell_run_beside_files_and_names(folder):
+    """Without an own step they are FedAvg; the client of the file is FedAvg's at a share of 1."""
+    table = compare(
+        {"cell": Method(Mine, MyClient), "FedAvg": "fedavg", "file": "mine.py:HalfFL"},
+        out=folder / "all", mine={"depth": 3}, half_fl={"share": 1.0}, **SMALL,
+    )  # fmt: skip
+    assert table.method.unique().tolist() == ["mine", "fedavg", "half-fl"]
+    folders = [folder / "all" / name / "seed-0" for name in ("cell", "FedAvg", "file")]
+    cell, plain, file = map(bits, folders)
+    assert cell == plain
+    half = bits(run("mine.py:HalfFL", out=folder / "half", **SMALL).folder)
+    assert len({str(each) for each in (plain, half)}) == 2
+    assert file.keys() == plain.keys()
+    config = Config.of_run(folders[0])
+    assert config.settings.depth == 3
+    assert config.method == f"{__name__}:Mine,MyClient"
+
+
+def test_a_method_in_a_file_is_found_from_elsewhere(folder, monkeypatch):
+    """The setting has the whole path: a run goes on, and its model is read, in any directory."""
+    run("mine.py:HalfFL", half_fl={"share": 0.25}, out="run", **SMALL)
+    (folder / "other").mkdir()
+    monkeypatch.chdir(folder / "other")
+    config = Config.of_run(folder / "run")
+    assert config.method == f"{folder}/mine.py:HalfFL"
+    assert config.replace(out="").folder.name.startswith("half-fl-digits-0-")
+    assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301 - our own
+    assert load_predictor(folder / "run")
+    done = CliRunner().invoke(app, f"run --resume {folder}/run --set rounds=3 --quiet".split())
+    assert "after round 3" in done.output
+    whole = run(config, rounds=3, out="whole", progress=False)
+    assert bits(whole.folder) == bits(folder / "run")
+    done = CliRunner().invoke(app, ["settings", f"{folder}/mine.py:HalfFL"])
+    assert done.output == "half-fl.share = 0.5: of the change that is kept\n"
+
+
+def test_a_file_that_changed_is_loaded_again(folder):
+    names = []
+    for default in (0.5, 0.75):
+        (folder / "mine.py").write_text(FILE.replace("0.5", str(default)))
+        names.append(Config(method="mine.py:HalfFL").settings.share)
+    assert names == [0.5, 0.75]
+
+
+def test_an_error_in_a_file_has_its_line(folder):
+    line = FILE.splitlines().index("        pairs = zip(new, parameters, strict=True)") + 1
+    (folder / "mine.py").write_text(FILE.replace("zip(new,", "zip(nwe,"))
+    place = rf"NameError: name 'nwe' is not defined \(mine.py, line {line}\)"
+    with pytest.raises(RunFailed, match=place):
+        run("mine.py:HalfFL", out="run", **SMALL)
+    command = ["run", "--set=method=mine.py:HalfFL", "--set=rounds=1", "--quiet", "--again"]
+    short, long = (CliRunner().invoke(app, [*command, *more]) for more in ((), ("--debug",)))
+    assert [done.exit_code for done in (short, long)] == [1, 1]
+    assert "Traceback" not in short.output.splitlines()[-1]
+    assert "in failing_as_run" in long.output
+    (folder / "mine.py").write_text("x = 1\nnwe\n")
+    with pytest.raises(ConfigError, match=r"imported: .*'nwe' is not defined \(mine.py, line 2\)"):
+        run("mine.py:HalfFL")
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("fedavgg", "expected one of .*; did you mean 'fedavg'"),
+        ("nowhere.py:Mine", "there is no file .*nowhere.py"),
+        ("mine.py:HalfFl", "mine.py has no HalfFl; did you mean 'HalfFL'"),
+        ("mine.py:HalfClient", "expected a class derived from BaseStrategy or SeededFedAvg, got"),
+        ("__main__:Gone", "run the cell or script that defines it again"),
+        (type("SCAFFOLD", (SeededFedAvg,), {}), "'scaffold' is a method or a sett.*; rename"),
+        (type("Momentum", (SeededFedAvg,), {}), "'momentum' is a method or a setting already"),
+        (type("Alone", (SeededFedAvg,), {"client": "Gone"}), "client = 'Gone' is neither beside"),
+        (5, "got '5'"),
+    ],
+)
+def test_what_is_no_method_is_refused_with_a_cure(folder, method, message):
+    with pytest.raises(ConfigError, match=message):
+        run(method, **SMALL)
+
+
+def test_what_other_processes_cannot_import_is_refused_before_the_run(folder):
+    """Also what they would find to be another method."""
+    local = type("Local", (SeededFedAvg,), {"__module__": "__main__"})
+    for method in (local, Method(Mine, headline="loss")):
+        with pytest.raises(ConfigError, match=r"cannot import it; put it into a file, such as mym"):
+            run(method, engine="ray", **SMALL)
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.ray
+def test_a_method_and_a_metric_in_files_run_on_ray_to_the_same_bits(folder):
+    (folder / "mymetrics.py").write_text("def n(scores, labels):\n    return len(labels)\n")
+    given = {"half_fl": {"share": 0.25}, "metrics": "f1-macro,mymetrics.py:n", **SMALL}
+    here, there = (
+        run("mine.py:HalfFL", engine=engine, out=engine, **given) for engine in ("local", "ray")
+    )
+    assert bits(here.folder) == bits(there.folder)
+    for metric in ("f1-macro", "n"):
+        assert here.curve(metric).tolist() == there.curve(metric).tolist() != []
