@@ -13,12 +13,14 @@ from .errors import with_extra_named
 if TYPE_CHECKING:
     from .assessment.uncertainty import Assessment, assess
     from .assessment.unlearning import Unlearned, unlearn
+    from .check import check_method, method_checks
     from .config.config import Config
     from .data.own import OwnData
     from .deploy.federation import Federation
     from .engine.building import load_predictor
     from .engine.runs import compare, run
     from .errors import ConfigError, RunFailed
+    from .methods.method import Method
     from .report.comparison import Results, load_results
     from .report.report import write_report
     from .report.results import Run, load_model, read_runs
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "assessment.uncertainty": ("Assessment", "assess"),
     "assessment.unlearning": ("Unlearned", "unlearn"),
+    "check": ("check_method", "method_checks"),
     "config.config": ("Config",),
     "data.own": ("OwnData",),
     "deploy.federation": ("Federation",),
     "engine.building": ("load_predictor",),
     "engine.runs": ("compare", "run"),
     "errors": ("ConfigError", "RunFailed"),
+    "methods.method": ("Method",),
     "report.comparison": ("Results", "load_results"),
     "report.report": ("write_report",),
     "report.results": ("Run", "load_model", "read_runs"),
@@ -45,6 +49,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Federation",
+    "Method",
     "OwnData",
     "Results",
     "Run",
@@ -52,10 +57,12 @@ __all__ = [
     "Tuning",
     "Unlearned",
     "assess",
+    "check_method",
     "compare",
     "load_model",
     "load_predictor",
     "load_results",
+    "method_checks",
     "read_runs",
     "run",
     "tune",

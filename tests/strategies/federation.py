@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedntk.clients import cache_dir, client_app
+from fedntk.simulations.check import failed, from_node
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import BaseStrategy, NoUsableReply
 
@@ -262,19 +263,6 @@ def with_metrics(**values: Any) -> Change:
         return reply
 
     return apply
-
-
-def from_node(reply: Message, node: int) -> Message:
-    reply.metadata.__dict__["_src_node_id"] = node
-    return reply
-
-
-def failed(reply: Message) -> Message:
-    """Return an error in place of the reply, from the client."""
-    instruction = Message(RecordDict(), reply_to=reply)  # back to the client, which answers it
-    error = Message(Error(0, "out of memory"), reply_to=instruction)
-    error.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
-    return error
 
 
 def unavailable(reply: Message) -> Message:

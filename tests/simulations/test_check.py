@@ -1,0 +1,103 @@
+"""The contract finds each fault of a method by its own check, and names the cure."""
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord
+from typer.testing import CliRunner
+
+from fedntk.ntk.averages import weighted_mean
+from fedntk.ntk.options import state
+from fedntk.simulations import ConfigError, check_method, method_checks
+from fedntk.simulations.cli import app
+from fedntk.strategies import SeededFedAvg
+from fedntk.strategies.core.averaging import cast_like, named_arrays
+
+
+class ServerMomentum(SeededFedAvg):
+    """Keeps half of its last step, in a declared state."""
+
+    step: dict[str, np.ndarray] = state(dict)
+
+    def aggregate_train(self, server_round, replies):
+        mean, metrics = super().aggregate_train(server_round, replies)
+        if mean is None:
+            return None, metrics
+        model, new = named_arrays(self.global_arrays), named_arrays(mean)
+        self.step = {n: new[n] - a + 0.5 * self.step.get(n, 0) for n, a in model.items()}
+        return cast_like({n: a + self.step[n] for n, a in model.items()}, model), metrics
+
+
+class Forgetful(ServerMomentum):
+    """Keeps it beside the state."""
+
+    kept = None
+
+    def aggregate_train(self, server_round, replies):
+        self.step = self.kept or {}
+        found = super().aggregate_train(server_round, replies)
+        self.kept, self.step = self.step, {}
+        return found
+
+
+class AsTheyCome(SeededFedAvg):
+    """Adds up in the order of arrival."""
+
+    def aggregate_train(self, server_round, replies):
+        replies, model = list(replies), named_arrays(self.global_arrays)
+        order = [reply.metadata.src_node_id for reply in replies]
+        pairs, metrics = self.accept_weights(replies, model)
+        if not self.enough(len(pairs)):
+            return None, metrics
+        pairs.sort(key=lambda pair: order.index(pair[0].node))
+        weights = [own for _, own in pairs]
+        return cast_like(weighted_mean(weights, [1] * len(weights)), model), metrics
+
+
+class Trusting(SeededFedAvg):
+    """Reads replies before they are checked."""
+
+    def aggregate_train(self, server_round, replies):
+        replies = list(replies)
+        self.largest = max(reply.content["metrics"]["num-examples"] for reply in replies)
+        return super().aggregate_train(server_round, replies)
+
+
+class Wide(SeededFedAvg):
+    """Returns float64."""
+
+    def aggregate_train(self, server_round, replies):
+        mean, metrics = super().aggregate_train(server_round, replies)
+        arrays = named_arrays(mean or {})
+        wide = {name: Array(array.astype(np.float64)) for name, array in arrays.items()}
+        return mean and ArrayRecord(wide), metrics
+
+
+@pytest.mark.parametrize(
+    ("method", "failed", "cure"),
+    [
+        (ServerMomentum, None, ""),
+        (Forgetful, "a resumed run gives the same bits", "as a field: name: type = state("),
+        (AsTheyCome, "the order of replies changes no bit", "sorted by client"),
+        (Trusting, "no reply of a client ends a run", "Use only what accept_weights"),
+        (Wide, "arrays keep names dtypes and shapes", "Return cast_like("),
+    ],
+)
+def test_each_fault_is_found_by_its_own_check(method, failed, cure):
+    found = check_method(method)
+    assert found[~found.passed]["check"].tolist() == [failed] * (failed is not None)
+    assert cure in "".join(found["what to do"])
+
+
+@pytest.mark.parametrize("name", CHECKS := method_checks("tct"))
+def test_checks_are_parameters_for_pytest(name):
+    CHECKS[name]()
+
+
+def test_the_command_says_what_failed_and_settings_are_not_a_fault(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = CliRunner().invoke(app, ["check", f"{__name__}:Wide"])
+    assert done.exit_code == 1
+    assert "became 1.weight (float64, (100, 64)). Return" in done.output
+    assert CliRunner().invoke(app, ["check", "fedavg", "--set=momentum=0.5"]).exit_code == 0
+    with pytest.raises(ConfigError, match="degree: expected less than clients-per-round"):
+        check_method("d-psgd")
