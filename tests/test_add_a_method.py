@@ -1,4 +1,4 @@
-"""The page on adding a method, followed word by word: its files, its package, its commands."""
+"""The page on adding a method, followed word by word: its files, its commands, its package."""
 
 import json
 import os
@@ -14,29 +14,10 @@ from .conftest import ROOT, output_of
 PAGE = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 FILES = dict(FILE.findall(PAGE))
-COMMANDS = re.search(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1].splitlines()
+SHELL = "".join(re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+BEFORE, AFTER = (part.splitlines() for part in SHELL.split("pip install --editable .\n"))
 
-
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """Folder with what the page says, and what an installation of it would leave there."""
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "clipped_median" / "__init__.py").touch()
-    project = tomllib.loads(FILES["pyproject.toml"])["project"]
-    described = tmp_path / f"clipped_median-{project['version']}.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    )
-    ((group, named),) = project["entry-points"].items()
-    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in named.items())]
-    (described / "entry_points.txt").write_text("\n".join(lines))
-    return tmp_path
-
-
-CODE = """
+COMMANDS = """
 import sys
 from typer.testing import CliRunner
 from fedntk.simulations import Config, load_model, run
@@ -45,7 +26,14 @@ for line in sys.argv[1:]:
     done = CliRunner().invoke(app, line.split()[1:], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     print(done.output)
-
+"""
+FROM_A_CELL = """
+exec(open("compare.py").read())
+assert accuracy.run.unique().tolist() == ["momentum", "FedAvg", "file"]
+import test_mymethod
+test_mymethod.test_contract(next(iter(test_mymethod.CHECKS)))
+"""
+AS_A_PACKAGE = """
 def learned(name, **own):
     result = run(Config(method=name), out=f"{name}{own}", clients_per_round=1, rounds=2,
                  learning_rate=0.3, progress=False, **own)
@@ -57,18 +45,44 @@ assert learned("clipped-median", clipped_median={"max_norm": 0.01}) != learned("
 """
 
 
-def test_the_commands_of_the_page_work_and_one_client_without_clipping_is_fedavg(package):
-    """Each in its turn. The fixture does the work of the first, which takes an index."""
-    install, *others = COMMANDS
-    assert install == "pip install --editable ."
-    paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Folder with the files of the page."""
+    made = tmp_path_factory.mktemp("page")
+    for name, text in FILES.items():
+        (made / name).write_text(text)
+    return made
+
+
+def python(code: str, lines: list[str], folder: Path) -> str:
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    said = output_of(sys.executable, "-c", CODE, *others, cwd=package, env=own)
+    return output_of(sys.executable, "-c", COMMANDS + code, *lines, cwd=folder, env=own)
+
+
+def test_one_file_runs_from_the_command_line_and_from_a_cell_and_keeps_the_contract(folder):
+    said = python(FROM_A_CELL, BEFORE, folder)
+    assert said.startswith("fed-avg-m.server-momentum = 0.7: beta\n")
+    assert "after round 3" in said
+    assert said.count("passed") == 18  # three methods, six checks
+
+
+def test_as_a_package_one_client_without_clipping_is_fedavg(folder):
+    """The dist-info is what the installation, which takes an index, would leave there."""
+    project = tomllib.loads(FILES["pyproject.toml"])["project"]
+    described = folder / f"clipped_median-{project['version']}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    ((group, named),) = project["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in named.items())]
+    (described / "entry_points.txt").write_text("\n".join(lines))
+    said = python(AS_A_PACKAGE, AFTER, folder)
     assert said.startswith("clipped-median.max-norm = 1.0: ")
-    assert "after round 2" in said
     first, _, last = (
         json.loads(line)
-        for line in (package / "runs/clipped-median/rounds.jsonl").read_text().splitlines()
+        for line in (folder / "runs/clipped-median/rounds.jsonl").read_text().splitlines()
     )
     assert last["model-updated"] == 1
     assert last["clipped"] > 0  # the norm of the page is one that clients reach
