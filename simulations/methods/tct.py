@@ -55,14 +55,11 @@ class _TCT(Method):
 
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
-        before = settings.bootstrap_rounds + (settings.solve == "clients" and settings.normalise)
-        before += settings.balanced
-        if 0 < config.rounds <= before:
+        if 0 < config.rounds <= settings.bootstrap_rounds:
             raise ConfigError(
-                f"rounds: expected more than {before}, as tct.bootstrap-rounds = "
-                f"{settings.bootstrap_rounds} and the exchanges before stage 2 take these, got "
-                f"{config.rounds}; lower tct.bootstrap-rounds, or use method = fedavg for stage 1 "
-                "without the rest"
+                f"rounds: expected more than tct.bootstrap-rounds = {settings.bootstrap_rounds}, "
+                f"which are stage 1, got {config.rounds}; lower tct.bootstrap-rounds, or use "
+                "method = fedavg, which is stage 1"
             )
         if settings.secure_aggregation and config.num_clients < FEWEST:
             raise ConfigError(

@@ -88,7 +88,7 @@ def test_each_fault_is_found_by_its_own_check(method, failed, cure):
     assert cure in "".join(found["what to do"])
 
 
-@pytest.mark.parametrize("name", CHECKS := method_checks("tct"))
+@pytest.mark.parametrize("name", CHECKS := method_checks("tct", tct={"bootstrap_rounds": 1}))
 def test_checks_are_parameters_for_pytest(name):
     CHECKS[name]()
 

@@ -150,7 +150,7 @@ def test_different_runs_of_one_name_are_told_apart(tmp_path):
             },
             "last nn.Linear",
         ),
-        ({"method": "tct", "rounds": 11}, "rounds: expected more than 11, as tct.bootstrap-rounds"),
+        ({"method": "tct", "rounds": 10}, "rounds: expected more than tct.bootstrap-rounds = 10"),
         ({"workers": 2, "engine": "ray"}, "workers is for the local engine"),
         ({"engine": "ray", "client_cpus": 10_000}, "client-cpus: expected at most this machine's"),
     ],
