@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from ray.cluster_utils import Cluster
 
 from fedntk.ntk import TCTModel
 from fedntk.simulations import Config, ConfigError, RunFailed, load_predictor, load_results, run
@@ -22,7 +23,7 @@ from fedntk.simulations.engine.server_app import main, serve
 from fedntk.simulations.report.results import read_run
 
 from .outcomes import bits, grid_of, measured, refused
-from .settings import SETTINGS, SMALL, TOOLS
+from .settings import FEDAVG, SETTINGS, SMALL, TOOLS
 
 
 def test_a_run_writes_its_folder(finished_run):
@@ -192,6 +193,40 @@ def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_proces
     pd.testing.assert_frame_equal(ray.clients, local.clients)
     assert (ray.curve("seconds-clients")[1:] > 0).all()
     assert processes_of(tmp_path) == []
+
+
+BUILD = """
+import pathlib, ray
+from torch import nn
+def build(shape, classes):
+    if ray.is_initialized():
+        node = ray.get_runtime_context().get_node_id()
+        (pathlib.Path(__file__).parent / node).touch()
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray's open files
+def test_a_cluster_of_two_nodes_gives_the_bits_of_one_machine(tmp_path):
+    """Clients work on both; the cluster goes on after the run."""
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "nodes" / "net.py").write_text(BUILD)
+    config = FEDAVG.replace(model=f"{tmp_path}/nodes/net.py:build", clients_per_round=8)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        options = {"engine": "ray", "ray_address": cluster.address, "progress": False}
+        both = run(config, out=tmp_path / "both", **options)
+        assert len([path for path in (tmp_path / "nodes").iterdir() if path.is_file()]) == 1 + 2
+        assert len(cluster.list_all_nodes()) == 2
+    finally:
+        cluster.shutdown()
+    one = run(config, out=tmp_path / "one", progress=False)
+    assert bits(both.folder) == bits(one.folder)
+    pd.testing.assert_frame_equal(measured(both), measured(one))
 
 
 def processes_of(folder: Path) -> list[str]:
