@@ -11,6 +11,7 @@ Tables know these runs by ``attrs["runs"]``, which pandas keeps when rows are se
 import base64
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -57,10 +58,8 @@ def accuracy_curves(
     ----------
     against : {"rounds", "bytes-up", "seconds"}
         Horizontal axis.
-    target : float, optional
-        Accuracy to mark with a line.
-    bottom : float
-        Accuracy at which the axis begins.
+    target, bottom : float
+        Accuracy to mark with a line, and accuracy at which the axis begins.
     metric : str
         One of the table; others than the accuracy are drawn as they are, and not in per cent.
     """
@@ -72,9 +71,9 @@ def accuracy_curves(
     several = rounds.groupby("run").seed.nunique() > 1
     crowded = several.sum() > MOST_BANDS
     for number, (name, rows, style) in enumerate(_each(rounds, "run")):
-        accuracy = by_round(rows, metric)
-        x = costs_by_round(rows, accuracy.index)[against]
-        mean, low, high = (unit * accuracy[each] for each in ("mean", "min", "max"))
+        drawn = curve(rows, metric)
+        x = drawn[against]
+        mean, low, high = (unit * drawn[each] for each in ("mean", "min", "max"))
         every = max(len(x) // 20, 1)
         axes.plot(x, mean, ms=4, markevery=every, label=name, **style)
         if several[name] and crowded:
@@ -100,8 +99,7 @@ def accuracy_curves(
     if len(several) > MOST_BANDS:
         columns = max(1, 75 // (8 + rounds.run.str.len().max()))  # as many as have room
         figure.set_figheight(4 + 0.25 * -(-len(several) // columns))
-        options: Any = {"loc": "outside lower center", "ncols": columns}
-        figure.legend(**options, frameon=False, title=marks)
+        figure.legend(loc="outside lower center", ncols=columns, frameon=False, title=marks)
     else:
         axes.legend(loc="lower right", frameon=False, title=marks)
     return figure
@@ -117,13 +115,8 @@ def accuracy_against_heterogeneity(
 ) -> Figure:
     """Draw the best accuracy against the concentration alpha: one curve a method.
 
-    Parameters
-    ----------
-    alphas : dict of str to float
-        Concentration of the Dirichlet split of each run, by the run's name.
-    labels : dict of str to str, optional
-        Curve of each run, by the run's name; by default its method's. It looks as the run of this
-        name in ``rounds.attrs["runs"]``, if there is one, else as its first run.
+    `alphas` has each run's concentration by the run's name, and `labels` its curve, by default its
+    method's. A curve looks as the run of its name, if there is one, else as its first run.
     """
     figure, axes = _figure(
         title,
@@ -133,16 +126,16 @@ def accuracy_against_heterogeneity(
     accuracy = rounds[rounds.metric == "accuracy"]
     best = accuracy.groupby(["run", "method", "seed"], sort=False).value.max().reset_index()
     best["alpha"] = best.run.map(alphas)
-    if labels is not None:
-        best["method"] = best.run.map(labels)
+    best["method"] = best.run.map(labels) if labels else best.method
     many = best.duplicated(["method", "alpha"]).any()
     known = styles(rounds.attrs.get("runs", best.run))
     for method, rows in best.groupby("method", sort=False):
         style = known.get(str(method)) or known[rows.run.min()]
         values = rows.groupby("alpha").value.agg(["mean", "min", "max"])
-        means = values["mean"] * 100
-        spread = means - values["min"] * 100, values["max"] * 100 - means
-        axes.errorbar(means.index, means, spread, capsize=3, label=str(method), **style)
+        mean, low, high = (100 * values[each] for each in values)
+        axes.errorbar(
+            mean.index, mean, (mean - low, high - mean), capsize=3, label=str(method), **style
+        )
     axes.set_xscale("log")
     _tick(axes, best.alpha)
     axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
@@ -183,7 +176,7 @@ def label_distribution(
     `labels` (n,) are those of all training examples, and `clients` holds the indices of each
     client's examples; the first `most` clients are drawn.
     """
-    figure, axes = _figure(title, width=8.0)
+    figure, axes = _figure(title, size=(8.0, 4.0))
     shown, classes = clients[:most], int(labels.max()) + 1
     counts = np.stack([np.bincount(labels[own], minlength=classes) for own in shown])
     client, label = np.nonzero(counts)
@@ -212,10 +205,11 @@ def tuning_values(
     columns = min(len(searched), 3)
     rows = -(-len(searched) // columns)
     figure = _Picture(figsize=(max(4.2 * columns, 6.4), 4 * rows), dpi=120, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    kinds = (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x"))
-    for axes, key in zip(grid.flat, searched, strict=False):
+    for place, key in enumerate(searched, 1):
+        axes = figure.add_subplot(rows, columns, place, xlabel=key)
         _plain_frame(axes)
+        if place % columns == 1 % columns:
+            axes.set_ylabel(f"validation {metric}")
         x = trials[key]
         in_words = x.dtype == bool or not pd.api.types.is_numeric_dtype(x)
         if in_words:
@@ -223,7 +217,7 @@ def tuning_values(
             x = x.astype(str).map(words.index)
             axes.set_xticks(range(len(words)), words)
             axes.set_xlim(-0.5, len(words) - 0.5)
-        for state, colour, marker in kinds:
+        for state, colour, marker in (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x")):
             own = (trials.state == state) & trials["mean"].notna()
             axes.errorbar(
                 x[own], trials["mean"][own], trials["std"][own],
@@ -235,15 +229,14 @@ def tuning_values(
             axes.set_xscale("log")
         if not in_words and x.nunique() <= 6:
             _tick(axes, x)
-        axes.set_xlabel(key)
-    for axes in grid.flat[len(searched) :]:
-        axes.set_axis_off()
-    for axes in grid[:, 0]:
-        axes.set_ylabel(f"validation {metric}")
     bars = ", bars: standard deviation over seeds" if trials["std"].notna().any() else ""
     figure.suptitle(f"Means over the last rounds and over seeds{bars}", fontsize="medium")
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
     return figure
 
 
@@ -322,7 +315,6 @@ def similarity_heat_map(
     clients: Sequence[int] | NDArray[np.int64],
     *,
     title: str = "",
-    label: str = "cosine similarity",
 ) -> Figure:
     """Draw how similar clients are to each other, similar ones side by side.
 
@@ -330,17 +322,15 @@ def similarity_heat_map(
     """
     similarities = np.asarray(similarities)
     order = _order_by_similarity(similarities)
-    figure = _Picture(figsize=(5.6, 4.8), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    shown = similarities[np.ix_(order, order)]
-    image = axes.imshow(shown, cmap="viridis", interpolation="nearest")
-    figure.colorbar(image, label=label)
+    figure, axes = _figure(title, size=(5.6, 4.8), xlabel="client", ylabel="client")
+    axes.grid(visible=False)
+    image = axes.imshow(similarities[np.ix_(order, order)], interpolation="nearest")
+    figure.colorbar(image, label="cosine similarity")
     every = -(-len(order) // 30)  # more labels would run into each other
     places = np.arange(0, len(order), every)
     names = [str(clients[order[i]]) for i in places]
     axes.set_xticks(places, names, rotation=90, fontsize=7)
     axes.set_yticks(places, names, fontsize=7)
-    axes.set(xlabel="client", ylabel="client", title=title)
     return figure
 
 
@@ -349,8 +339,7 @@ def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
 
     `curves` is what :func:`~fedntk.simulations.assessment.selection.selection_curves` returns.
     """
-    figure, axes = _figure(title)
-    axes.set(xlabel="clients averaged", ylabel="accuracy of their mean (%)")
+    figure, axes = _figure(title, xlabel="clients averaged", ylabel="accuracy of their mean (%)")
     for name, own, style in _each(curves, "order"):
         axes.plot(own.clients, 100 * own.accuracy, label=name, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -366,17 +355,13 @@ def _order_by_similarity(similarities: NDArray[np.float64]) -> NDArray[np.int64]
     if len(similarities) < 3:
         return np.arange(len(similarities))
     distances = np.clip(1 - (similarities + similarities.T) / 2, 0, None)
-    np.fill_diagonal(distances, 0)
     tree = linkage(squareform(distances, checks=False), "average", optimal_ordering=True)
-    leaves: NDArray[np.int64] = leaves_list(tree)
-    return leaves
+    return np.asarray(leaves_list(tree))
 
 
 def as_html(table: pd.DataFrame, figure: Figure) -> str:
     """Return a table and a picture as HTML that Jupyter shows."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=80)
-    code = base64.b64encode(picture.getvalue()).decode()
+    code = base64.b64encode(_png(figure)).decode()
     shown = table.to_html(index=False, border=0)
     return f'{shown}<img alt="curves of accuracy" src="data:image/png;base64,{code}">'
 
@@ -385,13 +370,19 @@ class _Picture(Figure):
     """A figure that Jupyter shows without pyplot, which would keep each one in memory."""
 
     def _repr_png_(self) -> bytes:
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=80)
-        return buffer.getvalue()
+        return _png(self)
 
 
-def _figure(title: str, *, width: float = 6.4, **settings: Any) -> tuple[Figure, Axes]:
-    figure = _Picture(figsize=(width, 4.0), dpi=120, layout="constrained")
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=80)
+    return buffer.getvalue()
+
+
+def _figure(
+    title: str, *, size: tuple[float, float] = (6.4, 4.0), **settings: Any
+) -> tuple[Figure, Axes]:
+    figure = _Picture(figsize=size, dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.set(title=title, **settings)
     _plain_frame(axes)
@@ -413,12 +404,9 @@ def _tick(axes: Axes, values: "pd.Series[float]") -> None:
 
 def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return colour, marker and line of each of a comparison's runs, by their names in order."""
-    found = {}
-    for number, name in enumerate(sorted({str(name) for name in names})):
-        again, i = divmod(number, len(COLOURS))
-        found[name] = {"color": COLOURS[i], "marker": MARKERS[i]}
-        found[name]["linestyle"] = LINES[again % len(LINES)]
-    return found
+    keys, colours = ("linestyle", "color", "marker"), zip(COLOURS, MARKERS, strict=True)
+    looks = [dict(zip(keys, (line, *own), strict=True)) for line, own in product(LINES, colours)]
+    return dict(zip(sorted(set(map(str, names))), cycle(looks), strict=False))
 
 
 def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
@@ -430,15 +418,15 @@ def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame,
         yield str(name), rows, found[str(name)]
 
 
-def by_round(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return mean and range over the seeds of one run, of the rounds that all seeds have."""
-    values = rows[rows.metric == metric].groupby("round").value.agg(["mean", "min", "max", "size"])
-    return values[values["size"] == rows.seed.nunique()]
+def curve(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return mean, min and max of one run's metric over the seeds, and its costs up to each round.
 
+    It has the rounds that all seeds have, and costs in the units of AXES.
+    """
 
-def costs_by_round(rows: pd.DataFrame, rounds: "pd.Index[int]") -> pd.DataFrame:
-    """Return what a run has cost up to each of the rounds, in the units of AXES."""
-    costs = {"rounds": rounds.to_series()}
-    for key, (_, factor) in list(AXES.items())[1:]:
-        costs[key] = (by_round(rows, key)["mean"].cumsum() * factor).reindex(rounds)
-    return pd.DataFrame(costs)
+    def over_seeds(metric: str) -> pd.DataFrame:
+        values = rows[rows.metric == metric].groupby("round").value
+        return values.agg(["mean", "min", "max"])[values.size() == rows.seed.nunique()]
+
+    costs = {key: over_seeds(key)["mean"].cumsum() * AXES[key][1] for key in list(AXES)[1:]}
+    return over_seeds(metric).assign(rounds=lambda found: found.index, **costs)

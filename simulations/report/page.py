@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
 from ..data.client_tables import newest_accuracies
-from .figures import by_round, costs_by_round
+from .figures import curve
 from .statistics import performance_profile
 
 COSTS = ("bytes", "seconds", "replies", "rejected", "peak-memory", "num-examples", "models-")
@@ -64,10 +64,9 @@ def curves(rounds: pd.DataFrame) -> list[dict[str, Any]]:
     for name, own in rounds.groupby("run"):
         run: dict[str, Any] = {"name": name, "seeds": own.seed.nunique(), "metrics": {}}
         for metric in metrics:
-            values = by_round(own, metric)
-            values = values.iloc[:: -(-len(values) // MOST_POINTS) or 1]
-            columns = {**values[["mean", "min", "max"]], **costs_by_round(own, values.index)}
-            run["metrics"][metric] = {key: column.tolist() for key, column in columns.items()}
+            values = curve(own, metric)
+            some = values.iloc[:: -(-len(values) // MOST_POINTS) or 1]
+            run["metrics"][metric] = some.to_dict("list")
         found.append(run)
     return found
 
