@@ -196,7 +196,7 @@ def compare(
             f"{len(failed)} of {len(planned)} runs failed ({'; '.join(failed)}). The others are in "
             f"{Path(out)}: load_results reads them. Call again to try the failed ones again."
         )
-    from ..report.comparison import load_results  # imports pandas
+    from ..report.comparison import load_results  # imports pandas and matplotlib
 
     return load_results([config.folder for config in planned])
 

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
+from . import report
+from .figures import accuracy_curves, as_html
 from .results import Run, read_runs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .statistics import paired_differences, run_scores, summary_over_seeds
 
 
 class Results(pd.DataFrame):
@@ -36,18 +37,14 @@ class Results(pd.DataFrame):
     def _constructor(self) -> type[pd.DataFrame]:
         return pd.DataFrame
 
-    def plot(self, against: str = "rounds", **options: Any) -> "Figure":  # type: ignore[override]
+    def plot(self, against: str = "rounds", **options: Any) -> Figure:  # type: ignore[override]
         """Draw accuracy against rounds, bytes-up or seconds; see `figures.accuracy_curves`."""
-        from .figures import accuracy_curves
-        from .report import evaluated_on, setting_in_words
-
-        described = {"title": setting_in_words(self.runs), "evaluated_on": evaluated_on(self.runs)}
-        return accuracy_curves(self, against=against, **{**described, **options})
+        return accuracy_curves(
+            self, against=against, **{**report.words_of_curves(self.runs), **options}
+        )
 
     def summary(self, metric: str = "accuracy") -> pd.DataFrame:
         """Return mean and interquartile mean of each run's last values, with 95 % intervals."""
-        from .statistics import run_scores, summary_over_seeds
-
         return summary_over_seeds(run_scores(self, metric))
 
     def differences(self, metric: str = "accuracy", against: str | None = None) -> pd.DataFrame:
@@ -55,21 +52,14 @@ class Results(pd.DataFrame):
 
         `against` is the name of the run to compare with; by default all pairs are returned.
         """
-        from .statistics import paired_differences, run_scores
-
         return paired_differences(run_scores(self, metric), against and [against])
 
     def write_html(self, path: str | Path, *, targets: Sequence[float] | None = None) -> Path:
         """Write ``report.html``: one file with tables, curves and settings, for any browser."""
-        from .report import write_html
-
-        return write_html(self.runs, path, targets=targets)
+        return report.write_html(self.runs, path, targets=targets)
 
     def _repr_html_(self) -> str:
-        from .figures import as_html
-        from .report import final_table
-
-        return as_html(final_table(self.runs), self.plot())
+        return as_html(report.final_table(self.runs), self.plot())
 
 
 def load_results(folders: str | Path | Iterable[str | Path]) -> Results:

@@ -177,8 +177,7 @@ def label_distribution(
     client's examples; the first `most` clients are drawn.
     """
     figure, axes = _figure(title, size=(8.0, 4.0))
-    shown, classes = clients[:most], int(labels.max()) + 1
-    counts = np.stack([np.bincount(labels[own], minlength=classes) for own in shown])
+    counts = class_counts(labels, clients[:most])
     client, label = np.nonzero(counts)
     largest = int(counts.max())
     disc: Any = {"color": COLOURS[0], "lw": 0}
@@ -187,12 +186,21 @@ def label_distribution(
         axes.scatter([], [], s=110 * example / largest, label=f"{example}", **disc)
     few = f" (the first {most} of {len(clients)})" if len(clients) > most else ""
     axes.set(xlabel=f"client{few}", ylabel="class")
-    axes.set(xlim=(-1, len(shown)), ylim=(-0.7, classes - 0.3))
+    shown, classes = counts.shape
+    axes.set(xlim=(-1, shown), ylim=(-0.7, classes - 0.3))
     if classes <= 20:
         axes.set_yticks(range(classes))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(title="examples", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
+
+
+def class_counts(
+    labels: NDArray[np.int64], clients: Sequence[NDArray[np.int64]]
+) -> NDArray[np.int64]:
+    """Return how many examples each client has of each class, (clients, classes)."""
+    classes = int(labels.max()) + 1
+    return np.stack([np.bincount(labels[own], minlength=classes) for own in clients])
 
 
 def tuning_values(

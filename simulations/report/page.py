@@ -12,7 +12,6 @@ from typing import Any
 import jinja2
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
 from ..data.client_tables import newest_accuracies
@@ -88,12 +87,3 @@ def client_points(clients: pd.DataFrame) -> dict[str, Any]:
         str(name): {"x": own.accuracy.tolist(), "text": own.client.tolist()}
         for name, own in newest.groupby("run")
     }
-
-
-def class_counts(
-    labels: NDArray[np.int64], clients: Sequence[NDArray[np.int64]], title: str, most: int = 200
-) -> dict[str, Any]:
-    """Return how many examples of each class each of the first clients holds, by class."""
-    classes = int(labels.max()) + 1
-    counts = [np.bincount(labels[own], minlength=classes) for own in clients[:most]]
-    return {"title": title, "counts": np.stack(counts, axis=1).tolist()}

@@ -21,6 +21,7 @@ from .figures import (
     AXES,
     accuracy_against_heterogeneity,
     accuracy_curves,
+    class_counts,
     client_accuracies,
     label_distribution,
     styles,
@@ -44,38 +45,25 @@ def write_report(
     the labels. ``report.html`` beside it has tables to sort and curves to explore, in one file.
     FileNotFoundError if there is no finished run.
 
-    Parameters
-    ----------
-    folder : path
-        A run's folder, or one that holds runs at any depth.
-    out : path, optional
-        Folder of the report: ``report`` in `folder` by default.
-    targets : sequence of float, optional
-        Accuracies for the table of rounds to targets; by default the runs' own.
+    `folder` is a run's, or holds runs at any depth, and `out` is by default ``report`` in it.
+    `targets` are accuracies, by default the runs' own.
     """
     runs = read_runs(folder)
     out = Path(out) if out is not None else Path(folder) / "report"
     out.mkdir(parents=True, exist_ok=True)
     rounds, clients = _join_tables(runs)
     write_latex(target_table(runs, targets), out / "targets.tex")
-    judged = evaluated_on(runs)
-    pictures = {
-        f"accuracy-{against}": accuracy_curves(
-            rounds, against=against, title=setting_in_words(runs), evaluated_on=judged
-        )
-        for against in AXES
-    }
+    options = words_of_curves(runs)
+    pictures = {f"accuracy-{x}": accuracy_curves(rounds, against=x, **options) for x in AXES}
     for name in dict.fromkeys(name for run in runs for name in metrics_of(run.config.metrics)):
         having = rounds[rounds.run.isin(rounds[rounds.metric == name].run)]
         if len(having):
-            pictures[f"metric-{name}"] = accuracy_curves(
-                having, metric=name, title=setting_in_words(runs), evaluated_on=judged
-            )
+            pictures[f"metric-{name}"] = accuracy_curves(having, metric=name, **options)
     alphas = {str(run.summary["run"]): run.config.alpha for run in runs}
     dirichlet = all("dirichlet" in run.config.partition for run in runs)
     if dirichlet and len(set(alphas.values())) > 1:
         pictures["heterogeneity"] = accuracy_against_heterogeneity(
-            rounds, alphas, labels=_without_alpha(runs), evaluated_on=judged
+            rounds, alphas, labels=_without_alpha(runs), **options
         )
     if len(clients):
         title = f"Clients' {_examples_of_clients(runs)}, last five rounds"
@@ -84,26 +72,24 @@ def write_report(
     for number, (title, split) in enumerate(_splits(runs).items(), 1):
         name = "labels" if number == 1 else f"labels-{number}"
         pictures[name] = label_distribution(*split, title=title)
-    for name, own in _group(
-        runs
-    ).items():  # what methods draw of their own runs, each of its first seed
+    for name, (run, *_) in _group(runs).items():  # what methods draw, of each run's first seed
         word = re.sub(r"[^\w]+", "-", name).strip("-")
-        found = own[0].config.chosen_method.pictures(own[0].folder / "details")
+        found = run.config.chosen_method.pictures(run.folder / "details")
         pictures |= {f"{kind}-{word}": figure for kind, figure in found.items()}
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
-    known = {run.folder.resolve() for run in runs}
-    others = {path.parent.resolve() for path in Path(folder).rglob("rounds.jsonl")} - known
-    html = write_html(runs, out / "report.html", targets=targets, left_out=sorted(others))
+    others = {path.parent.resolve() for path in Path(folder).rglob("rounds.jsonl")}
+    left_out = sorted(others - {run.folder.resolve() for run in runs})
+    html = write_html(runs, out / "report.html", targets=targets, left_out=left_out)
     paragraphs = [
         "# Report",
         setting_in_words(runs) or "Runs on several data sets or splits.",
-        *[f"- {warning}" for warning in _warnings(runs, sorted(others))],
-    ]
-    for section in _sections(runs, targets):
-        if section.frame is not None:
-            paragraphs += [f"## {section.title}", section.text, markdown(section.frame)]
-    paragraphs += [
+        *[f"- {warning}" for warning in _warnings(runs, left_out)],
+        *[
+            f"## {each.title}\n\n{each.text}\n\n{markdown(each.frame)}"
+            for each in _sections(runs, targets)
+            if each.frame is not None
+        ],
         "\n".join(f"![{name}]({name}.png)" for name in pictures),
         f"Tables to sort, curves to explore, and all settings: [{html.name}]({html.name})",
     ]
@@ -131,7 +117,10 @@ def write_html(
         "curves": page.curves(rounds),
         "profile": page.profiles(_scores(runs)),
         "clients": page.client_points(clients),
-        "split": [page.class_counts(*split, title) for title, split in _splits(runs).items()],
+        "split": [
+            {"title": title, "counts": class_counts(labels, clients[:200]).T.tolist()}
+            for title, (labels, clients) in _splits(runs).items()
+        ],
     }
     sections = [*_sections(runs, targets), *_sections_of_settings(runs)]
     shown = [each for each in sections if not each.chart or data[each.chart]]
@@ -175,25 +164,23 @@ def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> list[Sect
     scores = _scores(runs)
     over_seeds = summary_over_seeds(scores)
     if (over_seeds.scores > 1).any():
-        frame = over_seeds[["run", "seeds", "scores"]].copy()
-        for column, name in (("mean", "mean (%)"), ("iqm", "interquartile mean (%)")):
-            ends = over_seeds[[column, f"{column}-low", f"{column}-high"]].to_numpy()
-            frame[name] = [Estimate(*row).text() for row in ends]
         text = (
             "Scores are last accuracies, one for each seed and split. Mean, and mean of the middle "
             "half (of fewer than four scores, the mean), with 95 % stratified bootstrap intervals "
             "(Agarwal et al. 2021). With fewer than ten seeds these intervals are too narrow: with "
             "three they hold the true mean in about 75 % of all cases."
         )
-        found.append(Section("Over seeds", text, frame))
+        found.append(
+            Section(
+                "Over seeds", text, _join_ends(over_seeds, "mean (%)", "interquartile mean (%)")
+            )
+        )
         names = [name for name in _baselines(runs) if name in set(scores.run)]
         pairs = paired_differences(scores, names or [scores.run.min()])
         pairs = pairs[pairs.pairs > 0] if len(pairs) else pairs
         if len(pairs):
-            ends = pairs[["difference", "low", "high"]].to_numpy()
-            frame = pairs[["run", "against", "pairs"]].copy()
-            frame["difference (points)"] = [Estimate(*row).text() for row in ends]
             text = "Mean differences of last accuracies between runs of the same seed and split."
+            frame = _join_ends(pairs, "difference (points)")
             found.append(Section("Paired differences", text, frame))
     if (over_seeds.scores >= 3).all():
         text = "Share of a run's seeds and splits with a last accuracy above each value."
@@ -204,13 +191,26 @@ def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> list[Sect
     return found
 
 
+def _join_ends(table: pd.DataFrame, *names: str) -> pd.DataFrame:
+    """Return the first three columns, and the triples value, low, high after them as texts."""
+    texts = table.iloc[:, :3].copy()
+    for first, name in zip(range(3, 3 + 3 * len(names), 3), names, strict=True):
+        ends = table.iloc[:, first : first + 3].to_numpy()
+        texts[name] = [Estimate(*row).text() for row in ends]
+    return texts
+
+
+def _write_per_cent(table: pd.DataFrame, columns: list[str]) -> None:
+    """Write shares in a table as texts, in per cent."""
+    table[columns] = (100 * table[columns]).map("{:.1f}".format).replace("nan", "-")
+
+
 def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> list[Section]:
     """Describe the spread of the clients' accuracies, and their gains."""
     summary = client_summary(clients)
     groups = _group(runs)
     summary["examples"] = [_examples_of_clients(groups[name]) for name in summary.run]
-    for column in ("mean", "mean-std", "worst", "std"):
-        summary[column] = (100 * summary[column]).map("{:.1f}".format).replace("nan", "-")
+    _write_per_cent(summary, ["mean", "mean-std", "worst", "std"])
     text = (
         f"Accuracy (%) on each client's {_examples_of_clients(runs)}, each client counting once: "
         "its newest of a run's last five rounds. Mean over the clients and its standard deviation "
@@ -219,8 +219,7 @@ def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> list[Sec
     found = [Section("Clients", text, summary, "clients")]
     gains = client_gains(clients, _baselines(runs))
     if len(gains):
-        for column in ("gain", "lose", "mean-gain", "largest-gain", "largest-loss"):
-            gains[column] = (100 * gains[column]).map("{:.1f}".format)
+        _write_per_cent(gains, ["gain", "lose", "mean-gain", "largest-gain", "largest-loss"])
         text = (
             "Clients that gain or lose more than one point against each baseline (%), and by how "
             "many points."
@@ -279,18 +278,23 @@ TRAINING = "training examples"
 
 def _examples_of_clients(runs: Sequence[Run]) -> str:
     """Return which examples the runs' clients evaluate on."""
-    kinds = []
+    kinds = set()
     for config in (run.config for run in runs if len(run.clients)):
         if config.private_test and config.evaluate_on == "test":
-            kinds.append("part of the test set")
+            kinds.add("part of the test set")
         else:
-            kinds.append("held-out examples" if config.local_test_fraction else TRAINING)
-    return " or ".join(sorted(set(kinds)))
+            kinds.add("held-out examples" if config.local_test_fraction else TRAINING)
+    return " or ".join(sorted(kinds))
 
 
 def evaluated_on(runs: Sequence[Run]) -> str:
     """Return which examples the runs' accuracies are of: test, validation, or both words."""
     return " or ".join(sorted({run.config.evaluate_on for run in runs}))
+
+
+def words_of_curves(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return title and axis of pictures of the runs, as options of their functions."""
+    return {"title": setting_in_words(runs), "evaluated_on": evaluated_on(runs)}
 
 
 def _baselines(runs: Sequence[Run]) -> list[str]:
@@ -346,6 +350,7 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
     for name, own in _group(runs).items():
         summaries = pd.DataFrame([run.summary for run in own])
         low, high = summaries["rounds"].min(), summaries["rounds"].max()
+        metrics = pd.DataFrame([run.summary.get("metrics", {}) for run in own])
         worst = [value for run in own for value in run.curve("client-accuracy-worst")[-1:]]
         rows.append(
             {
@@ -353,21 +358,15 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
                 "seeds": len(own),
                 "rounds": str(low) if low == high else f"{low}-{high}",
                 "last accuracy (%)": _spread(summaries["accuracy"]),
-                "best accuracy (%)": _spread(pd.Series([run.curve().max() for run in own])),
-                "worst client (%)": _spread(pd.Series(worst, dtype=float)),
-                **_last_metrics(own),
+                "best accuracy (%)": _spread([run.curve().max() for run in own]),
+                "worst client (%)": _spread(worst),
+                **{f"last {each}": _spread(metrics[each], 1, 3) for each in metrics},
                 "MB up": f"{summaries['bytes-up'].mean() / 1e6:.1f}",
                 "MB down": f"{summaries['bytes-down'].mean() / 1e6:.1f}",
                 "seconds": f"{summaries['seconds'].mean():.1f}",
             }
         )
-    return pd.DataFrame(rows)
-
-
-def _last_metrics(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the last value of each further metric: mean and standard deviation over the seeds."""
-    last = pd.DataFrame([run.summary.get("metrics", {}) for run in runs]).astype(float)
-    return {f"last {name}": _spread(last[name], unit=1, digits=3) for name in last}
+    return pd.DataFrame(rows).fillna("-")  # a metric that not all runs have
 
 
 def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) -> pd.DataFrame:
@@ -375,17 +374,16 @@ def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) ->
     rows = []
     if targets is None:
         targets = sorted({target for run in runs for target in run.config.targets})
-    forms = {"rounds": ("round", 1, "{:.0f}"), "MB up": ("bytes-up", 1e6, "{:.1f}")}
-    forms["s"] = "seconds", 1, "{:.1f}"
+    forms = {"rounds": ("round", 1, 0), "MB up": ("bytes-up", 1e6, 1), "s": ("seconds", 1, 1)}
     for name, own in _group(runs).items():
         row = {"run": name}
         for target in targets:
             reached = [found for run in own if (found := run.to_target(target)) is not None]
             few = f" ({len(reached)} of {len(own)})" if len(reached) < len(own) else ""
-            for label, (key, unit, form) in forms.items():
-                values = [found[key] / unit for found in reached]
-                value = form.format(np.median(values)) + few if reached else "-"
-                row[f"{label} to {100 * target:g} %"] = value
+            for label, (key, unit, digits) in forms.items():
+                middle = np.median([found[key] / unit for found in reached] or np.nan)
+                text = f"{middle:.{digits}f}{few}" if reached else "-"
+                row[f"{label} to {100 * target:g} %"] = text
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -400,9 +398,9 @@ def _group(
     return groups
 
 
-def _spread(shares: "pd.Series[float]", *, unit: float = 100, digits: int = 1) -> str:
-    """Return the mean over the seeds with its interval, in per cent."""
-    return estimate([shares.dropna()]).text(unit, digits) if shares.notna().any() else "-"
+def _spread(values: Sequence[float] | pd.Series, factor: float = 100, digits: int = 1) -> str:
+    """Return the mean over the seeds with its interval, by default in per cent."""
+    return estimate([pd.Series(values, dtype=float).dropna()]).text(factor, digits)
 
 
 def setting_in_words(runs: Sequence[Run]) -> str:

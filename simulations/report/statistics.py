@@ -61,8 +61,9 @@ def estimate(
     """Return a statistic of each task's scores, (n,), and its stratified bootstrap interval."""
     # in order, so that the interval does not depend on that of the runs
     own = [np.sort(np.asarray(scores, np.float64)) for scores in tasks]
-    value = float(statistic(*own, axis=-1)) if own else np.nan
-    if not own or min(map(len, own)) < 2 or np.isnan(value):
+    fewest = min(map(len, own), default=0)
+    value = float(statistic(*own, axis=-1)) if fewest else np.nan
+    if fewest < 2 or np.isnan(value):
         return Estimate(value, np.nan, np.nan)
     options: Any = {"confidence_level": confidence, "n_resamples": resamples, "vectorized": True}
     generator = np.random.default_rng(0)
