@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
+from typer import Argument, Option
 
 from fedntk import __version__
 
@@ -22,18 +23,18 @@ app = command_line(
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated."),
+    Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated."),
 ]
 EngineOption = Annotated[
-    str, typer.Option(help="[b]local[/]: clients in this process. [b]ray[/]: flwr run on Ray.")
+    str, Option(help="[b]local[/]: clients in this process. [b]ray[/]: flwr run on Ray.")
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Local engine: clients that run at a time.")]
-Again = Annotated[bool, typer.Option("--again", help="Replace what is in the folder.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
-Seeds = Annotated[str, typer.Option(help="Seeds, with commas between them.")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write for TensorBoard.")]
-MLflow = Annotated[bool, typer.Option("--mlflow", help="Log to MLflow.")]
-RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A finished run's folder.")]
+Workers = Annotated[int, Option(min=1, help="Local engine: clients that run at a time.")]
+Again = Annotated[bool, Option("--again", help="Replace what is in the folder.")]
+Quiet = Annotated[bool, Option("--quiet", help="Show no progress.")]
+Seeds = Annotated[str, Option(help="Seeds, with commas between them.")]
+TensorBoard = Annotated[bool, Option("--tensorboard", help="Write for TensorBoard.")]
+MLflow = Annotated[bool, Option("--mlflow", help="Log to MLflow.")]
+RunFolder = Annotated[Path, Argument(metavar="FOLDER", help="A finished run's folder.")]
 
 
 def _show_version(asked: bool) -> None:
@@ -46,8 +47,7 @@ def _show_version(asked: bool) -> None:
 def options(
     *,
     version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
+        bool, Option("--version", is_eager=True, callback=_show_version, help="Show the version.")
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
@@ -56,14 +56,13 @@ def options(
 @app.command("run")
 def run_command(
     conf: Annotated[
-        Path | None, typer.Argument(help="A TOML file, such as simulations/conf/ntk_fl_digits.toml")
+        Path | None, Argument(help="A TOML file, such as simulations/conf/ntk_fl_digits.toml")
     ] = None,
     *,
     resume: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Go on with the interrupted run in this folder."),
+        Path | None, Option(metavar="FOLDER", help="Go on with the interrupted run in this folder.")
     ] = None,
-    out: Annotated[str, typer.Option(help="Folder of the results.")] = "",
+    out: Annotated[str, Option(help="Folder of the results.")] = "",
     settings: Settings = None,
     engine: EngineOption = "local",
     workers: Workers = 1,
@@ -116,10 +115,10 @@ def run_command(
 
 @app.command("compare")
 def compare_command(
-    confs: Annotated[list[Path], typer.Argument(help="TOML files, one for each method.")],
+    confs: Annotated[list[Path], Argument(help="TOML files, one for each method.")],
     *,
     seeds: Seeds = "0",
-    out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("runs/compare"),
+    out: Annotated[Path, Option(help="Folder of the comparison.")] = Path("runs/compare"),
     settings: Settings = None,
     engine: EngineOption = "local",
     workers: Workers = 1,
@@ -169,30 +168,28 @@ def compare_command(
 
 @app.command("tune")
 def tune_command(
-    conf: Annotated[Path, typer.Argument(help="A TOML file of all other settings.")],
+    conf: Annotated[Path, Argument(help="A TOML file of all other settings.")],
     *,
     grid: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="KEY=V1,V2,...",
             help="Try these values; may be repeated. With semicolons if values have commas.",
         ),
     ] = None,
     random: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=LOW:HIGH[:log]", help="Or V1,V2,...: draw; may be repeated."),
+        Option(metavar="KEY=LOW:HIGH[:log]", help="Or V1,V2,...: draw; may be repeated."),
     ] = None,
-    trials: Annotated[int, typer.Option(help="Combinations to draw.")] = 20,
-    sampler: Annotated[str, typer.Option(help="How to draw: random or tpe.")] = "random",
-    sampler_seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    trials: Annotated[int, Option(help="Combinations to draw.")] = 20,
+    sampler: Annotated[str, Option(help="How to draw: random or tpe.")] = "random",
+    sampler_seed: Annotated[int, Option(help="Seed of the draws.")] = 0,
     seeds: Seeds = "0",
-    metric: Annotated[
-        str, typer.Option(help="accuracy, loss, client-accuracy-mean, ...")
-    ] = "accuracy",
-    last: Annotated[int, typer.Option(help="Rounds at the end whose mean is the value.")] = 5,
-    prune: Annotated[str, typer.Option(help="End bad trials early: median or halving.")] = "none",
-    parallel: Annotated[int, typer.Option(help="Trials at a time, each in a process.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder of the search.")] = Path("runs/tune"),
+    metric: Annotated[str, Option(help="accuracy, loss, client-accuracy-mean, ...")] = "accuracy",
+    last: Annotated[int, Option(help="Rounds at the end whose mean is the value.")] = 5,
+    prune: Annotated[str, Option(help="End bad trials early: median or halving.")] = "none",
+    parallel: Annotated[int, Option(help="Trials at a time, each in a process.")] = 1,
+    out: Annotated[Path, Option(help="Folder of the search.")] = Path("runs/tune"),
     settings: Settings = None,
     again: Again = False,
     quiet: Quiet = False,
@@ -238,11 +235,11 @@ def tune_command(
 
 @app.command("report")
 def report_command(
-    folder: Annotated[Path, typer.Argument(help="A run, or a folder of runs at any depth.")],
+    folder: Annotated[Path, Argument(help="A run, or a folder of runs at any depth.")],
     *,
-    out: Annotated[Path | None, typer.Option(help="FOLDER/report by default.")] = None,
+    out: Annotated[Path | None, Option(help="FOLDER/report by default.")] = None,
     targets: Annotated[
-        str, typer.Option(help="Accuracies for the table, such as 0.8,0.9; the runs' by default.")
+        str, Option(help="Accuracies for the table, such as 0.8,0.9; the runs' by default.")
     ] = "",
 ) -> None:
     """Write tables (Markdown, LaTeX), pictures and report.html of finished runs.
@@ -264,30 +261,30 @@ def assess_command(
     folder: RunFolder,
     *,
     unfamiliar: Annotated[
-        str, typer.Option(metavar="DATASET", help="Data of which the model should be uncertain.")
+        str, Option(metavar="DATASET", help="Data of which the model should be uncertain.")
     ] = "",
     coverage: Annotated[
         float | None,
-        typer.Option(help="Make prediction sets that hold the true class so often, such as 0.9."),
+        Option(help="Make prediction sets that hold the true class so often, such as 0.9."),
     ] = None,
     score: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="[threshold|adaptive]",
             help="Of these sets: the smallest ones, or larger ones for hard examples.",
         ),
     ] = "threshold",
     calibrate_on: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="[clients|examples]",
             help="The run's validation-clients (by default, if there are any) or -examples.",
         ),
     ] = "",
     which: Annotated[
-        str, typer.Option(metavar="[model|best]", help="The last model, or the best one.")
+        str, Option(metavar="[model|best]", help="The last model, or the best one.")
     ] = "model",
-    out: Annotated[Path | None, typer.Option(help="FOLDER/uncertainty by default.")] = None,
+    out: Annotated[Path | None, Option(help="FOLDER/uncertainty by default.")] = None,
 ) -> None:
     """Say how far a run's predictions can be trusted, on its test examples.
 
@@ -316,13 +313,11 @@ def assess_command(
 @app.command("unlearn")
 def unlearn_command(
     folder: RunFolder,
-    clients: Annotated[
-        list[int], typer.Argument(metavar="CLIENT...", help="Partitions to take out.")
-    ],
+    clients: Annotated[list[int], Argument(metavar="CLIENT...", help="Partitions to take out.")],
     *,
-    out: Annotated[Path | None, typer.Option(help="FOLDER/without-CLIENT-... by default.")] = None,
+    out: Annotated[Path | None, Option(help="FOLDER/without-CLIENT-... by default.")] = None,
     forget: Annotated[
-        bool, typer.Option("--forget", help="Then remove what the run keeps of them.")
+        bool, Option("--forget", help="Then remove what the run keeps of them.")
     ] = False,
 ) -> None:
     """Take clients out of what a run learned, as if they had never taken part; no round is run.
@@ -345,7 +340,7 @@ def unlearn_command(
 @app.command("check")
 def check_command(
     method: Annotated[
-        str, typer.Argument(help="Such as mymethod.py:FedAvgM, or a TOML file with its settings.")
+        str, Argument(help="Such as mymethod.py:FedAvgM, or a TOML file with its settings.")
     ],
     *,
     settings: Settings = None,
@@ -377,7 +372,7 @@ def check_command(
 
 @app.command("settings")
 def settings_command(
-    method: Annotated[str, typer.Argument(help="Only its own settings, such as tct.")] = "",
+    method: Annotated[str, Argument(help="Only its own settings, such as tct.")] = "",
 ) -> None:
     """List all settings with their defaults and meanings."""
     from . import Config
@@ -387,7 +382,7 @@ def settings_command(
 
 @app.command("demo")
 def demo_command(
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/demo"),
+    out: Annotated[Path, Option(help="Folder of the results.")] = Path("runs/demo"),
 ) -> None:
     """Compare NTK-FL with FedAvg on real digits, on Ray: tables and a picture, in a minute or two.
 

@@ -303,12 +303,7 @@ def _baselines(runs: Sequence[Run]) -> list[str]:
 
 
 def write_tuning_report(
-    out: Path,
-    trials: pd.DataFrame,
-    searched: Sequence[str],
-    *,
-    metric: str,
-    lines: Sequence[str],
+    out: Path, trials: pd.DataFrame, searched: Sequence[str], *, metric: str, lines: Sequence[str]
 ) -> None:
     """Write the table of a search (Markdown, LaTeX, CSV), and its values against each setting.
 

@@ -72,10 +72,7 @@ def estimate(
 
 
 def run_scores(
-    rounds: pd.DataFrame,
-    metric: str = "accuracy",
-    *,
-    tasks: Mapping[str, str] | None = None,
+    rounds: pd.DataFrame, metric: str = "accuracy", *, tasks: Mapping[str, str] | None = None
 ) -> pd.DataFrame:
     """Return a metric's last value in each run and seed: columns run, task, seed, value.
 
