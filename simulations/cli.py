@@ -146,12 +146,10 @@ def compare_command(
             f"{folders[0]}/*.toml, or show finished runs with fedntk report {folders[0]}"
         )
     overrides = _parse_settings(settings, *confs)
-    configs = {conf.stem: Config.load(conf) for conf in confs}
+    named = [(conf.stem, Config.load(conf)) for conf in confs]
+    configs = {config.name or stem: config for stem, config in named}
     if len(configs) < len(confs):
         raise ConfigError("expected files of different names, which become the runs' names")
-    configs = {config.name or stem: config for stem, config in configs.items()}
-    if len(configs) < len(confs):
-        raise ConfigError("expected configurations of different names")
     compare(
         configs,
         seeds=_parse_seeds(seeds),

@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +110,16 @@ def write_html(
     """
     rounds, clients = _join_tables(runs)
     looks = styles(rounds.run)
-    labels = sorted(_without_alpha(runs).items(), reverse=True)
-    looks = {label: looks[name] for name, label in labels} | looks
+    shorter = sorted(_without_alpha(runs).items(), reverse=True)
+    looks = {label: looks[name] for name, label in shorter} | looks
     data = {
         "styles": looks,
         "curves": page.curves(rounds),
         "profile": page.profiles(_scores(runs)),
         "clients": page.client_points(clients),
         "split": [
-            {"title": title, "counts": class_counts(labels, clients[:200]).T.tolist()}
-            for title, (labels, clients) in _splits(runs).items()
+            {"title": title, "counts": class_counts(labels, own[:200]).T.tolist()}
+            for title, (labels, own) in _splits(runs).items()
         ],
     }
     sections = [*_sections(runs, targets), *_sections_of_settings(runs)]
@@ -143,24 +143,19 @@ def _scores(runs: Sequence[Run]) -> pd.DataFrame:
     return scores
 
 
-def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> list[Section]:
-    """Return what a report shows, in order."""
-    clients = _join_tables(runs)[1]
-    found = [
-        Section(
-            "Accuracy",
-            f"Measured on: {evaluated_on(runs)} examples. Means over the seeds, and in brackets "
-            "95 % bootstrap intervals; no interval if there is one seed.",
-            final_table(runs),
-        ),
-        Section("Curves", "", chart="curves"),
-        Section(
-            "Rounds, data and time to each accuracy",
-            "Medians over the seeds that reach it; in brackets how many do, if not all. Data is "
-            "what clients send for training.",
-            target_table(runs, targets),
-        ),
-    ]
+def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> Iterator[Section]:
+    """Yield what a report shows, in order."""
+    text = (
+        f"Measured on: {evaluated_on(runs)} examples. Means over the seeds, and in brackets "
+        "95 % bootstrap intervals; no interval if there is one seed."
+    )
+    yield Section("Accuracy", text, final_table(runs))
+    yield Section("Curves", "", chart="curves")
+    text = (
+        "Medians over the seeds that reach it; in brackets how many do, if not all. Data is "
+        "what clients send for training."
+    )
+    yield Section("Rounds, data and time to each accuracy", text, target_table(runs, targets))
     scores = _scores(runs)
     over_seeds = summary_over_seeds(scores)
     if (over_seeds.scores > 1).any():
@@ -170,25 +165,21 @@ def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> list[Sect
             "(Agarwal et al. 2021). With fewer than ten seeds these intervals are too narrow: with "
             "three they hold the true mean in about 75 % of all cases."
         )
-        found.append(
-            Section(
-                "Over seeds", text, _join_ends(over_seeds, "mean (%)", "interquartile mean (%)")
-            )
-        )
+        frame = _join_ends(over_seeds, "mean (%)", "interquartile mean (%)")
+        yield Section("Over seeds", text, frame)
         names = [name for name in _baselines(runs) if name in set(scores.run)]
         pairs = paired_differences(scores, names or [scores.run.min()])
         pairs = pairs[pairs.pairs > 0] if len(pairs) else pairs
         if len(pairs):
             text = "Mean differences of last accuracies between runs of the same seed and split."
-            frame = _join_ends(pairs, "difference (points)")
-            found.append(Section("Paired differences", text, frame))
+            yield Section("Paired differences", text, _join_ends(pairs, "difference (points)"))
     if (over_seeds.scores >= 3).all():
         text = "Share of a run's seeds and splits with a last accuracy above each value."
-        found.append(Section("Performance profile", text, chart="profile"))
+        yield Section("Performance profile", text, chart="profile")
+    clients = _join_tables(runs)[1]
     if len(clients):
-        found += _sections_of_clients(runs, clients)
-    found.append(Section("Classes of the clients", "Of each split's first seed.", chart="split"))
-    return found
+        yield from _sections_of_clients(runs, clients)
+    yield Section("Classes of the clients", "Of each split's first seed.", chart="split")
 
 
 def _join_ends(table: pd.DataFrame, *names: str) -> pd.DataFrame:
@@ -205,10 +196,9 @@ def _write_per_cent(table: pd.DataFrame, columns: list[str]) -> None:
     table[columns] = (100 * table[columns]).map("{:.1f}".format).replace("nan", "-")
 
 
-def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> list[Section]:
+def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> Iterator[Section]:
     """Describe the spread of the clients' accuracies, and their gains."""
-    summary = client_summary(clients)
-    groups = _group(runs)
+    summary, groups = client_summary(clients), _group(runs)
     summary["examples"] = [_examples_of_clients(groups[name]) for name in summary.run]
     _write_per_cent(summary, ["mean", "mean-std", "worst", "std"])
     text = (
@@ -216,7 +206,7 @@ def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> list[Sec
         "its newest of a run's last five rounds. Mean over the clients and its standard deviation "
         "over the seeds; the worst client; standard deviation over the clients."
     )
-    found = [Section("Clients", text, summary, "clients")]
+    yield Section("Clients", text, summary, "clients")
     gains = client_gains(clients, _baselines(runs))
     if len(gains):
         _write_per_cent(gains, ["gain", "lose", "mean-gain", "largest-gain", "largest-loss"])
@@ -224,18 +214,14 @@ def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> list[Sec
             "Clients that gain or lose more than one point against each baseline (%), and by how "
             "many points."
         )
-        found.append(Section("Clients' gains", text, gains))
-    return found
+        yield Section("Clients' gains", text, gains)
 
 
-def _sections_of_settings(runs: Sequence[Run]) -> list[Section]:
-    firsts = {name: own[0] for name, own in _group(runs).items()}
-    settings = {name: run.config.values() for name, run in firsts.items()}
-    machines = {
-        name: run.summary["machine"] | {key: run.summary[key] for key in ("device", "threads")}
-        for name, run in firsts.items()
-    }
-    found = []
+def _sections_of_settings(runs: Sequence[Run]) -> Iterator[Section]:
+    settings, machines = {}, {}
+    for name, (run, *_) in _group(runs).items():
+        settings[name] = run.config.values()
+        machines[name] = run.summary["machine"] | {k: run.summary[k] for k in ("device", "threads")}
     for title, values in (("Settings", settings), ("Machine", machines)):
         frame = pd.DataFrame(values).drop(["name", "out", "seed"], errors="ignore")
         frame = frame.astype(object).where(frame.notna(), "-").astype(str)
@@ -244,8 +230,7 @@ def _sections_of_settings(runs: Sequence[Run]) -> list[Section]:
             frame = frame.iloc[:, :1].set_axis(["all runs"], axis=1)
         frame = pd.concat([frame[~same], frame[same]]).rename_axis(title.lower())
         text = "" if same.all() else "What differs comes first."
-        found.append(Section(title, text, frame.reset_index()))
-    return found
+        yield Section(title, text, frame.reset_index())
 
 
 def _warnings(runs: Sequence[Run], left_out: Sequence[Path]) -> list[str]:
@@ -298,8 +283,7 @@ def words_of_curves(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _baselines(runs: Sequence[Run]) -> list[str]:
-    names = [str(run.summary["run"]) for run in runs if run.config.chosen_method.baseline]
-    return list(dict.fromkeys(names))
+    return list(_group([run for run in runs if run.config.chosen_method.baseline]))
 
 
 def write_tuning_report(
@@ -313,11 +297,8 @@ def write_tuning_report(
     out.mkdir(parents=True, exist_ok=True)
     trials.to_csv(out / "trials.csv", index=False)
     shown = trials.drop(columns=["mean", "std", *([] if trials.error.any() else ["error"])])
-    values = [
-        "-" if pd.isna(mean) else f"{mean:.4f}" + ("" if pd.isna(std) else f" ± {std:.4f}")
-        for mean, std in zip(trials["mean"], trials["std"], strict=True)
-    ]
-    shown.insert(2, metric, values)
+    means = trials["mean"].map("{:.4f}".format).replace("nan", "-")
+    shown.insert(2, metric, means + trials["std"].map(" ± {:.4f}".format).replace(" ± nan", ""))
     for key in [*searched, "seconds"]:
         if pd.api.types.is_float_dtype(shown[key]):
             shown[key] = shown[key].map("{:.4g}".format)

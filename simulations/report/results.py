@@ -14,7 +14,7 @@ import io
 import json
 import platform
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
@@ -49,13 +49,9 @@ logger = getLogger("flwr")
 class Run:
     """A finished run.
 
-    Attributes
-    ----------
-    summary : dict
-        Final and best accuracy; last metrics; rounds, bytes and seconds to each target; bytes,
-        seconds, machine, device, threads, checksums of data and split.
-    tables : dict
-        ``"rounds"`` and ``"clients"`` as pyarrow has them, before pandas is imported.
+    `summary` has final and best accuracy; last metrics; rounds, bytes and seconds to each target;
+    bytes, seconds, machine, device, threads, checksums of data and split. `tables` has ``"rounds"``
+    and ``"clients"`` as pyarrow has them, before pandas is imported.
     """
 
     folder: Path
@@ -98,8 +94,8 @@ class Run:
 
         from .figures import accuracy_curves, as_html
 
-        shown = "run", "seed", "rounds", "accuracy", "loss", "bytes-up", "bytes-down", "seconds"
-        table = pd.DataFrame([self.summary])[list(shown)].round(3)
+        shown = ["run", "seed", "rounds", "accuracy", "loss", *TOTALS]
+        table = pd.DataFrame([self.summary])[shown].round(3)
         curves = accuracy_curves(self.rounds, evaluated_on=self.config.evaluate_on)
         return as_html(table, curves)
 
@@ -149,27 +145,17 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
 def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """Write a finished run's tables and models; return the summary, with `more` in it."""
     folder, headline = config.folder, config.chosen_method.headline
-    identity: dict[str, Any] = {
-        "run": config.label,
-        "method": config.chosen_method.name,
-        "seed": config.seed,
-    }
-    records = checkpoint.records
-    rounds = [
-        (int(record["round"]), metric, float(value))
-        for record in records
-        for metric, value in record.items()
-        if metric != "round"
-    ]
-    clients = [
-        (int(own.metrics["round"]), *row) for own in checkpoint.rounds for row in own.clients
-    ]
-    for file, rows, columns in (("rounds", rounds, []), ("clients", clients, ["partition"])):
-        kinds = {"run": "string", "method": "string", "seed": "int64", "round": "int64"}
-        kinds |= dict.fromkeys(columns, "int64") | {"metric": "string", "value": "float64"}
-        table = _make_table(kinds, [(*identity.values(), *row) for row in rows])
-        pyarrow.parquet.write_table(table, folder / f"{file}.parquet")
-    best = checkpoint.best
+    names = config.label, config.chosen_method.name, config.seed
+    rounds, clients = [], []
+    for each in checkpoint.rounds:
+        first = *names, int(each.metrics["round"])
+        rounds += [(*first, key, float(x)) for key, x in each.metrics.items() if key != "round"]
+        clients += [(*first, *row) for row in each.clients]
+    columns = {"run": "string", "method": "string", "seed": "int64", "round": "int64"}
+    metric = {"metric": "string", "value": "float64"}
+    _write_table(folder / "rounds.parquet", columns | metric, rounds)
+    _write_table(folder / "clients.parquet", columns | {"partition": "int64"} | metric, clients)
+    records, best = checkpoint.records, checkpoint.best
     for file, own in (("model", checkpoint), ("best", best)):
         if own is not None:
             described = {"round": own.round, "learned": own.learned}
@@ -177,16 +163,14 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
     measured = next(record for record in reversed(records) if "accuracy" in record)
     return {
         "status": "finished",
-        **identity,
+        **dict(zip(("run", "method", "seed"), names, strict=True)),
         "rounds": checkpoint.round,
         "accuracy": measured["accuracy"],
         "loss": measured["loss"],
         "metrics": {name: measured.get(name) for name in metrics_of(config.metrics)},
         "headline": headline,
         "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
-        "to-target": {
-            str(target): to_target(records, target, headline) for target in config.targets
-        },
+        "to-target": {str(each): to_target(records, each, headline) for each in config.targets},
         "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
         **{total: sum(record[total] for record in records) for total in TOTALS},
         "machine": machine(),
@@ -194,15 +178,16 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
     }
 
 
-def _make_table(kinds: dict[str, str], rows: Iterable[Sequence[Any]]) -> Any:
-    """Make pyarrow's table, by way of CSV: its other ways import pandas, which is slow."""
+def _write_table(path: Path, kinds: dict[str, str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write pyarrow's table, by way of CSV: its other ways import pandas, which is slow."""
     text = io.StringIO()
     csv.writer(text).writerows([tuple(kinds), *rows])
-    return pyarrow.csv.read_csv(
+    table = pyarrow.csv.read_csv(
         io.BytesIO(text.getvalue().encode()),
         parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
         convert_options=pyarrow.csv.ConvertOptions(column_types=kinds, null_values=[]),
     )
+    pyarrow.parquet.write_table(table, path)
 
 
 TOTALS = ("bytes-up", "bytes-down", "seconds")
@@ -247,37 +232,36 @@ def read_run(folder: str | Path) -> Run:
     tables = {}
     for name in ("rounds", "clients"):
         path = folder / f"{name}.parquet"
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                tables[name] = file.read()
-        except ValueError as error:  # as pyarrow calls a file that is none of its own
-            raise RunFailed(f"{path} is damaged: {first_line(error)}") from error
+        with _tell_damage(path), pyarrow.parquet.ParquetFile(path) as file:
+            tables[name] = file.read()
     return Run(folder, Config.of_run(folder), summary, tables)
 
 
 def read_records(folder: Path) -> list[Record]:
     """Read the metrics of each round so far; RunFailed if they are damaged."""
     path = folder / "rounds.jsonl"
-    try:
+    with _tell_damage(path, f"; {REPLACE_RUN}"):
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise RunFailed(f"{path} is damaged: {error}; {REPLACE_RUN}") from error
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """Read ``summary.json``; RunFailed if it is damaged."""
     path = folder / "summary.json"
-    try:
+    with _tell_damage(path, f"; remove it to go on from the checkpoints, or {REPLACE_RUN}"):
         summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(summary["status"], str):
             raise TypeError(f"expected a word as status, got {summary['status']!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunFailed(
-            f"{path} is damaged: {first_line(error)}; remove it to go on from the checkpoints, or "
-            f"{REPLACE_RUN}"
-        ) from error
     return summary
+
+
+@contextlib.contextmanager
+def _tell_damage(path: Path, cure: str = "") -> Iterator[None]:
+    """Raise RunFailed with a cure if what is read of a file is not as it was written."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:  # pyarrow's are ValueErrors
+        raise RunFailed(f"{path} is damaged: {first_line(error)}{cure}") from error
 
 
 def require_same(name: str, before: str, now: str, folder: Path) -> None:
