@@ -82,8 +82,6 @@ def run_command(
 
       fedntk run simulations/conf/fedavg_digits.toml --set rounds=40 --out runs/a
 
-      fedntk run --resume runs/a
-
       fedntk run --resume runs/a --set rounds=100
 
       fedntk run --set dataset=fashion-mnist --set num-clients=300 --engine ray
@@ -204,8 +202,6 @@ def tune_command(
       fedntk tune a.toml --grid learning-rate=0.1,0.01 --grid local-epochs=1,5,20 --parallel 4
 
       fedntk tune a.toml --random learning-rate=0.001:1:log --trials 30 --sampler tpe --prune median
-
-      fedntk run runs/tune/best.toml
     """
     from . import tune
 
@@ -291,8 +287,6 @@ def assess_command(
 
     [b]Examples[/]
 
-      fedntk assess runs/a
-
       fedntk assess runs/a --unfamiliar mnist --coverage 0.9
     """
     from . import assess
@@ -326,8 +320,6 @@ def unlearn_command(
 
     [b]Examples[/]
 
-      fedntk unlearn runs/a 3
-
       fedntk unlearn runs/a 3 5 --forget
     """
     from . import unlearn
@@ -349,8 +341,6 @@ def check_command(
     check fails.
 
     [b]Examples[/]
-
-      fedntk check mymethod.py:FedAvgM
 
       fedntk check mymethod.py:FedAvgM --set model=simple-cnn
     """
@@ -465,10 +455,10 @@ def _parse_list(option: str, given: str) -> tuple[str, list[Any]]:
 def _parse_range(given: str) -> tuple[str, Sequence[Any]]:
     """Parse ``key=low:high``, with ``:log`` or without; else a list of values."""
     key, text = _split("--random", "KEY=LOW:HIGH[:log] or KEY=V1,V2,...", given)
-    low, *rest = text.split(":")
-    if not rest:
+    if ":" not in text:
         return _parse_list("--random", given)
-    return key, (_convert(key, low), _convert(key, rest[0]), *rest[1:])
+    low, high, *log = text.split(":")
+    return key, (_convert(key, low), _convert(key, high), *log)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 MARKERS = "os^Dvp*"
 LINES = ("-", "--", ":")
 MOST_BANDS = 4  # more would lie over each other
+MOST_CLIENTS = 50  # of a picture of labels
 
 # what an accuracy can be drawn against -> (label, factor from the table's unit)
 AXES = {
@@ -54,14 +55,8 @@ def accuracy_curves(
     all have rounds. More than four runs have bars in its place, in different rounds. Data and time
     are means over the seeds, summed from round 0 on.
 
-    Parameters
-    ----------
-    against : {"rounds", "bytes-up", "seconds"}
-        Horizontal axis.
-    target, bottom : float
-        Accuracy to mark with a line, and accuracy at which the axis begins.
-    metric : str
-        One of the table; others than the accuracy are drawn as they are, and not in per cent.
+    `against` is a key of AXES, `target` an accuracy to mark with a line, `bottom` the one at which
+    the axis begins. A `metric` other than the accuracy is drawn as it is, and not in per cent.
     """
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
@@ -118,11 +113,8 @@ def accuracy_against_heterogeneity(
     `alphas` has each run's concentration by the run's name, and `labels` its curve, by default its
     method's. A curve looks as the run of its name, if there is one, else as its first run.
     """
-    figure, axes = _figure(
-        title,
-        xlabel=r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)",
-        ylabel=f"best {evaluated_on} accuracy (%)",
-    )
+    figure, axes = _figure(title, xscale="log", ylabel=f"best {evaluated_on} accuracy (%)")
+    axes.set_xlabel(r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)")
     accuracy = rounds[rounds.metric == "accuracy"]
     best = accuracy.groupby(["run", "method", "seed"], sort=False).value.max().reset_index()
     best["alpha"] = best.run.map(alphas)
@@ -136,7 +128,6 @@ def accuracy_against_heterogeneity(
         axes.errorbar(
             mean.index, mean, (mean - low, high - mean), capsize=3, label=str(method), **style
         )
-    axes.set_xscale("log")
     _tick(axes, best.alpha)
     axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
     return figure
@@ -148,13 +139,9 @@ def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
     `clients` holds :attr:`~fedntk.simulations.Run.clients` of one or more runs. A client's newest
     accuracy in the last five rounds counts, so that it has more clients than a round asks.
     """
-    figure, axes = _figure(
-        title,
-        xlabel="accuracy on a client's own examples (%)",
-        ylabel="clients with at most this accuracy (%)",
-        xlim=(0, 100),
-        ylim=(0, 101),
-    )
+    figure, axes = _figure(title, xlim=(0, 100), ylim=(0, 101))
+    axes.set_xlabel("accuracy on a client's own examples (%)")
+    axes.set_ylabel("clients with at most this accuracy (%)")
     for name, rows, style in _each(clients, "run"):
         values = 100 * np.sort(newest_accuracies(rows).accuracy.to_numpy())
         shares = 100 * np.arange(1, len(values) + 1) / len(values)
@@ -165,29 +152,24 @@ def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
 
 
 def label_distribution(
-    labels: NDArray[np.int64],
-    clients: Sequence[NDArray[np.int64]],
-    *,
-    title: str = "",
-    most: int = 50,
+    labels: NDArray[np.int64], clients: Sequence[NDArray[np.int64]], *, title: str = ""
 ) -> Figure:
     """Draw how many examples of each class each client holds: a disc's area is their number.
 
     `labels` (n,) are those of all training examples, and `clients` holds the indices of each
-    client's examples; the first `most` clients are drawn.
+    client's examples; the first 50 clients are drawn.
     """
     figure, axes = _figure(title, size=(8.0, 4.0))
-    counts = class_counts(labels, clients[:most])
+    counts = class_counts(labels, clients[:MOST_CLIENTS])
     client, label = np.nonzero(counts)
     largest = int(counts.max())
     disc: Any = {"color": COLOURS[0], "lw": 0}
     axes.scatter(client, label, s=110 * counts[client, label] / largest, **disc)
     for example in (largest, max(largest // 4, 1)):
         axes.scatter([], [], s=110 * example / largest, label=f"{example}", **disc)
-    few = f" (the first {most} of {len(clients)})" if len(clients) > most else ""
-    axes.set(xlabel=f"client{few}", ylabel="class")
     shown, classes = counts.shape
-    axes.set(xlim=(-1, shown), ylim=(-0.7, classes - 0.3))
+    few = f" (the first {shown} of {len(clients)})" if len(clients) > shown else ""
+    axes.set(xlabel=f"client{few}", ylabel="class", xlim=(-1, shown), ylim=(-0.7, classes - 0.3))
     if classes <= 20:
         axes.set_yticks(range(classes))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -248,14 +230,12 @@ def tuning_values(
     return figure
 
 
-def reliability_diagram(
-    tables: Mapping[str, pd.DataFrame], *, title: str = "", least: int = 10
-) -> Figure:
+def reliability_diagram(tables: Mapping[str, pd.DataFrame], *, title: str = "") -> Figure:
     """Draw accuracy against confidence: on the diagonal if a model is as right as it is certain.
 
     `tables` is an :attr:`Assessment.reliability <fedntk.simulations.Assessment.reliability>`. The
     first is drawn with markers, the others, an ensemble's single models, as thin lines. Bins with
-    fewer than `least` examples are not drawn.
+    fewer than 10 examples are not drawn.
     """
     figure, axes = _figure(title)
     axes.set(xlabel="confidence (%)", ylabel="accuracy (%)", xlim=(0, 100), ylim=(0, 100))
@@ -263,7 +243,7 @@ def reliability_diagram(
     first: dict[str, Any] = {"color": COLOURS[0], "marker": MARKERS[0], "ms": 4, "zorder": 3}
     other: dict[str, Any] = {"color": COLOURS[1], "lw": 0.8, "alpha": 0.7}
     for number, (name, table) in enumerate(tables.items()):
-        shown = 100 * table[table.examples >= least]
+        shown = 100 * table[table.examples >= 10]
         label = [name, "its single models", None][min(number, 2)]
         axes.plot(shown.confidence, shown.accuracy, label=label, **(other if number else first))
     axes.legend(loc="upper left", frameon=False)
@@ -276,12 +256,8 @@ def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
     `rejection` is an :attr:`Assessment.rejection <fedntk.simulations.Assessment.rejection>`. All
     measures of the first model are drawn, and the entropy of an ensemble's single models.
     """
-    figure, axes = _figure(
-        title,
-        xlabel="most uncertain examples that are rejected (%)",
-        ylabel="accuracy of the others (%)",
-        xlim=(0, 99),
-    )
+    figure, axes = _figure(title, xlim=(0, 99), ylabel="accuracy of the others (%)")
+    axes.set_xlabel("most uncertain examples that are rejected (%)")
     first = rejection.model.iloc[0]
     own = rejection[rejection.model == first]
     for name, rows, style in _each(own, "measure"):
@@ -298,15 +274,15 @@ def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
 
 
 def uncertainty_histogram(
-    values: Mapping[str, NDArray[np.float64]], *, label: str, title: str = "", bins: int = 40
+    values: Mapping[str, NDArray[np.float64]], *, label: str, title: str = ""
 ) -> Figure:
     """Draw how an uncertainty is spread over the examples of several data sets.
 
     `values` holds the uncertainties (n,) of each data set by its name, and `label` is the
-    uncertainty's name, with its unit. The `bins` have equal width, from 0 to the largest value.
+    uncertainty's name, with its unit. 40 bins have equal width, from 0 to the largest value.
     """
     figure, axes = _figure(title, xlabel=label, ylabel="share of the examples (%)")
-    edges = np.linspace(0, max(float(own.max()) for own in values.values()) or 1.0, bins + 1)
+    edges = np.linspace(0, max(float(own.max()) for own in values.values()) or 1.0, 41)
     for number, (name, own) in enumerate(values.items()):
         shares = 100 * np.histogram(own, edges)[0] / len(own)
         colour = COLOURS[number % len(COLOURS)]

@@ -291,8 +291,7 @@ def write_tuning_report(
 ) -> None:
     """Write the table of a search (Markdown, LaTeX, CSV), and its values against each setting.
 
-    `out` is the folder of the report, `trials` the table of a :class:`~fedntk.simulations.Tuning`,
-    `metric` the name of its values, and `lines` is the text before the table.
+    `trials` is the table of a :class:`~fedntk.simulations.Tuning`, and `lines` the text before it.
     """
     out.mkdir(parents=True, exist_ok=True)
     trials.to_csv(out / "trials.csv", index=False)

@@ -281,9 +281,7 @@ def run_with_its_data(run: Run | str | Path) -> Run:
 
 
 def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
-    """Read several finished runs.
-
-    Runs of one name with different settings, besides the seed, get names that say how they differ.
+    """Read several finished runs; those of one name get names that say how their settings differ.
 
     `folders` are runs', or hold runs' folders at any depth. In the latter, runs that did not finish
     or cannot be read are skipped, with a warning. FileNotFoundError if a folder holds no finished

@@ -41,13 +41,7 @@ def mean(*tasks: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
 
 
 def interquartile_mean(*tasks: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
-    """Return the mean of the middle half of all tasks' scores (section 4.3).
-
-    Examples
-    --------
-    >>> float(interquartile_mean(np.array([0.0, 1, 2, 3, 4, 5, 6, 100])))
-    3.5
-    """
+    """Return the mean of the middle half of all tasks' scores (section 4.3)."""
     return np.asarray(trim_mean(np.concatenate(tasks, axis), 0.25, axis))
 
 
@@ -113,10 +107,9 @@ def paired_differences(scores: pd.DataFrame, against: Sequence[str] | None = Non
     for other in table.columns if against is None else against:
         for run in table.columns.drop(other):
             pairs = (table[run] - table[other]).dropna().rename("value").reset_index()
-            value, low, high = estimate(_by_task(pairs))
-            row = {"run": run, "against": other, "pairs": len(pairs)}
-            rows.append({**row, "difference": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
+            rows.append((run, other, len(pairs), *estimate(_by_task(pairs))))
+    names = ["run", "against", "pairs", "difference", "low", "high"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def performance_profile(
@@ -126,12 +119,11 @@ def performance_profile(
 
     A row has run, threshold, share and the ends low and high of its 95 % interval.
     """
-    rows = []
-    for run, own in scores.groupby("run"):
-        tasks = _by_task(own)
-        for threshold in np.asarray(thresholds, np.float64):
-            above = estimate([task > threshold for task in tasks], resamples=resamples)
-            rows.append((run, threshold, *above))
+    rows = [
+        (run, each, *estimate([task > each for task in _by_task(own)], resamples=resamples))
+        for run, own in scores.groupby("run")
+        for each in np.asarray(thresholds, np.float64)
+    ]
     return pd.DataFrame(rows, columns=["run", "threshold", "share", "low", "high"])
 
 
