@@ -262,11 +262,7 @@ def assess_command(
         Option(help="Make prediction sets that hold the true class so often, such as 0.9."),
     ] = None,
     score: Annotated[
-        str,
-        Option(
-            metavar="[threshold|adaptive]",
-            help="Of these sets: the smallest ones, or larger ones for hard examples.",
-        ),
+        str, Option(metavar="[threshold|adaptive]", help="Smallest sets, or adapted to examples.")
     ] = "threshold",
     calibrate_on: Annotated[
         str,

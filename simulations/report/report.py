@@ -169,7 +169,7 @@ def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> Iterator[
         yield Section("Over seeds", text, frame)
         names = [name for name in _baselines(runs) if name in set(scores.run)]
         pairs = paired_differences(scores, names or [scores.run.min()])
-        pairs = pairs[pairs.pairs > 0] if len(pairs) else pairs
+        pairs = pairs[pairs.pairs > 0]
         if len(pairs):
             text = "Mean differences of last accuracies between runs of the same seed and split."
             yield Section("Paired differences", text, _join_ends(pairs, "difference (points)"))
@@ -265,10 +265,9 @@ def _examples_of_clients(runs: Sequence[Run]) -> str:
     """Return which examples the runs' clients evaluate on."""
     kinds = set()
     for config in (run.config for run in runs if len(run.clients)):
-        if config.private_test and config.evaluate_on == "test":
-            kinds.add("part of the test set")
-        else:
-            kinds.add("held-out examples" if config.local_test_fraction else TRAINING)
+        kind = "held-out examples" if config.local_test_fraction else TRAINING
+        of_test = config.private_test and config.evaluate_on == "test"
+        kinds.add("part of the test set" if of_test else kind)
     return " or ".join(sorted(kinds))
 
 
