@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..config.settings import ConfigError
-from .hugging_face import HuggingFaceSet, existing_folder, image_column, pictures
+from .hugging_face import class_column, existing_folder, image_column, load_splits, stack_pictures
 from .parts import Domain, Part, join_domains, select_balanced
 
 SIDE = 28  # pixels to which all pictures are resized, as by Li et al.
@@ -36,31 +36,29 @@ def digits_five(folder: str, num_examples: int = 0, num_test_examples: int = 0) 
     place = existing_folder(folder, "digits-five")
     sources = {}
     for name, hub in DIGIT_SETS.items():
-        if place is not None and (place / name).is_dir():
-            sources[name] = HuggingFaceSet(str(place / name))
-        elif hub:
-            sources[name] = HuggingFaceSet(*hub)
-        else:
+        own = place is not None and (place / name).is_dir()
+        if not own and not hub:
             raise ConfigError(
                 f"dataset = digits-five: {name} is on no hub that we know of; set "
                 f"dataset = digits-five:<folder>, with its Parquet files in <folder>/{name}"
             )
+        sources[name] = (f"{place}/{name}",) if own else hub
+    numbers = {"train": num_examples, "test": num_test_examples}
     return join_domains(
-        Domain(
-            _part(source, name, "train", num_examples),
-            _part(source, name, "test", num_test_examples),
-        )
+        Domain(*(_part(load_splits(*source), name, *own) for own in numbers.items()))
         for name, source in sources.items()
     )
 
 
-def _part(source: HuggingFaceSet, name: str, part: str, count: int) -> Part:
-    split = source.split(part)
-    y = np.asarray(split[source.class_column(split)], dtype=np.int64)
+def _part(splits: Any, name: str, part: str, count: int) -> Part:
+    if part not in splits:
+        raise ConfigError(f"dataset = digits-five: {name} has no {part} split")
+    split = splits[part]
+    y = np.asarray(split[class_column(split, name)], dtype=np.int64)
     if count:
         own = select_balanced(y, count, part, name)
         split, y = split.select(own), y[own]
-    return Part(pictures(split, image_column(split), _resize), y)
+    return Part(stack_pictures(split[image_column(split)], name, _resize), y)
 
 
 def _resize(picture: Any) -> Any:

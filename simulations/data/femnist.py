@@ -5,10 +5,12 @@ in Thompson et al., *NTK-DFL: Enhancing Decentralized Federated Learning in Hete
 via Neural Tangent Kernel*, ICML 2025, section 5.
 """
 
+from typing import Any
+
 import numpy as np
 
 from ..config.settings import ConfigError
-from .hugging_face import HuggingFaceSet, existing_folder, image_column, pictures
+from .hugging_face import existing_folder, image_column, load_splits, require_column, stack_pictures
 from .parts import Part
 
 HUB = "flwrlabs/femnist"
@@ -26,12 +28,13 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
     import pandas as pd
 
     place = existing_folder(folder, "femnist")
-    source = HuggingFaceSet(HUB if place is None else str(place))
-    split = source.split("train")
-    writers = np.asarray(split[source.column(split, "femnist", WRITER)])
-    label = source.column(split, "femnist", LABEL)
-    y = np.asarray(split[label], dtype=np.int64)
-    names = getattr(split.features[label], "names", None)
+    source = HUB if place is None else str(place)
+    split = load_splits(source)["train"]
+    for column in (WRITER, LABEL):
+        require_column("femnist", column, split.features, repr(source))
+    writers = np.asarray(split[WRITER])
+    y = np.asarray(split[LABEL], dtype=np.int64)
+    names = getattr(split.features[LABEL], "names", None)
     names = names or [str(k) for k in range(int(y.max(initial=-1)) + 1)]
     if digits:
         digit_of = np.array([int(name) if name in "0123456789" else -1 for name in names])
@@ -42,9 +45,13 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
         y, names = digit_of[y[chosen]], names[:10]
     image = image_column(split)
     chunks = (split.select(range(i, min(i + CHUNK, len(y)))) for i in range(0, len(y), CHUNK))
-    grey = [pictures(own, image, lambda picture: picture.convert("L")) for own in chunks]
+    grey = [stack_pictures(own[image], image, _to_grey) for own in chunks]
     x = np.concatenate(grey)
     positions = pd.Series(writers).groupby(writers).cumcount().to_numpy()
     test = positions % TEST_EVERY == TEST_EVERY - 1
     train, tested = (Part(x[own], y[own], writers[own]) for own in (~test, test))
     return train, tested, len(names)
+
+
+def _to_grey(picture: Any) -> Any:
+    return picture.convert("L")

@@ -1,7 +1,6 @@
 """Image sets in Hugging Face's form, from the hub or a folder of their files."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,67 +14,43 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-@dataclass(frozen=True)
-class HuggingFaceSet:
-    """An image set with train and test splits.
+def load_splits(name: str, subset: str = "") -> dict[str, "Dataset"]:
+    """Return all splits of a set: its name on the hub, or a folder, never looked for there."""
+    place = Path(name).expanduser()
+    kind = place.suffix.removeprefix(".")
+    if kind in ("csv", "parquet", "npz"):
+        raise ConfigError(
+            f"dataset: hf: takes a name on the hub, or a folder, got the file {place}; did you "
+            f"mean {kind}:{place}?"
+        )
+    if not place.is_dir() and (place.exists() or name.startswith((".", "/", "~"))):
+        raise ConfigError(f"dataset: no folder at {place.absolute()}")
+    from datasets import load_dataset
 
-    `name` is its name on the hub, or a folder of Parquet files; `subset` one of several there.
-    """
+    try:
+        found: dict[str, Dataset] = load_dataset(str(place), subset or None)
+    except Exception as error:
+        raise ConfigError(
+            f"dataset: {name!r} cannot be read: {first_line(error)}; for a folder with a folder "
+            "of pictures for each class use folder:"
+        ) from error
+    return found
 
-    name: str
-    subset: str = ""
 
-    def splits(self) -> dict[str, "Dataset"]:
-        """Return all splits; a path is never looked for on the hub."""
-        place = Path(self.name).expanduser()
-        kind = place.suffix.removeprefix(".")
-        if place.is_file() or kind in ("csv", "parquet", "npz"):
-            raise ConfigError(
-                f"dataset: hf: takes a name on the hub, or a folder, got the file {place}"
-                + (f"; did you mean {kind}:{place}?" if kind in ("csv", "parquet", "npz") else "")
-            )
-        if not place.is_dir() and self.name.startswith((".", "/", "~")):
-            raise ConfigError(f"dataset: no folder at {place.absolute()}")
-        from datasets import load_dataset
+def class_column(split: "Dataset", name: str) -> str:
+    """Return the only column of class labels; without one, the only column of whole numbers."""
+    from datasets import ClassLabel
 
-        try:
-            found: dict[str, Dataset] = load_dataset(str(place), self.subset or None)
-        except Exception as error:
-            raise ConfigError(
-                f"dataset: {self.name!r} cannot be read: {first_line(error)}; for a folder with a "
-                "folder of pictures for each class use folder:"
-            ) from error
-        return found
-
-    def split(self, part: str) -> "Dataset":
-        """Return the train or the test split."""
-        from datasets import load_dataset
-
-        try:
-            return load_dataset(self.name, self.subset or None, split=part)
-        except Exception as error:
-            raise ConfigError(
-                f"dataset: {self.name!r} has no readable {part} split: {error}"
-            ) from error
-
-    def column(self, split: "Dataset", setting: str, given: str) -> str:
-        """Return the given column, if the split has it."""
-        return require_column(setting, given, split.features, repr(self.name))
-
-    def class_column(self, split: "Dataset") -> str:
-        """Return the only column of class labels; without one, the only column of whole numbers."""
-        from datasets import ClassLabel
-
-        features = split.features.items()
-        labels = [key for key, feature in features if isinstance(feature, ClassLabel)]
-        numbers = [key for key, feature in features if "int" in str(getattr(feature, "dtype", ""))]
-        found: list[str] = labels or numbers
-        if len(found) != 1:
-            raise ConfigError(
-                f"dataset: {self.name!r} has the columns {', '.join(split.features)}; expected one "
-                f"of class labels, or one of whole numbers, got {', '.join(found) or 'none'}"
-            )
-        return found[0]
+    features = split.features.items()
+    labels = [key for key, feature in features if isinstance(feature, ClassLabel)]
+    numbers = [key for key, feature in features if "int" in str(getattr(feature, "dtype", ""))]
+    found: list[str] = labels or numbers
+    if len(found) != 1:
+        raise ConfigError(
+            f"dataset: {name!r} has the columns {', '.join(split.features)}; expected one of class "
+            f"labels, or one of whole numbers, got {', '.join(found) or 'none'}"
+        )
+    return found[0]
 
 
 def image_column(split: "Dataset") -> str:
@@ -105,16 +80,11 @@ def existing_folder(folder: str, dataset: str) -> Path | None:
     return place if folder else None
 
 
-def pictures(
-    split: "Dataset", column: str, convert: Callable[[Any], Any] = np.asarray
+def stack_pictures(
+    pictures: Iterable[Any], what: str, convert: Callable[[Any], Any] = np.asarray
 ) -> NDArray[Any]:
-    """Return a column of pictures as :func:`picture_array` does."""
-    return picture_array([convert(picture) for picture in split[column]], column)
-
-
-def picture_array(pictures: Any, what: str) -> NDArray[Any]:
     """Return pictures, all of one size and mode, as (n, channels, height, width)."""
-    arrays = [np.asarray(picture) for picture in pictures]
+    arrays = [np.asarray(convert(picture)) for picture in pictures]
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
         raise ConfigError(

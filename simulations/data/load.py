@@ -1,10 +1,8 @@
 """Data sets by name, standardised, as tensors; nothing here depends on how they are split."""
 
 import gzip
-import hashlib
-import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,14 @@ from fedntk.clients import cache_dir
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.support.files import whole
 
-from ..config.importing import import_named
 from ..config.settings import ConfigError, nearest
-from ..errors import first_line
 from .digit_domains import digit_domains
 from .digits_five import digits_five
 from .femnist import femnist
-from .hugging_face import HuggingFaceSet, channels_first
+from .hugging_face import channels_first
 from .kept_examples import Own
 from .leaf import load_leaf
-from .own import Examples, OwnData, Table, check_numbers, read_file
+from .own import check_examples, checksum_of, read_arrays, read_own
 from .parts import Domain, Part
 from .settings import DatasetSettings
 from .two_patch import TwoPatchOptions, draw_two_patch
@@ -62,19 +58,14 @@ class Data:
     split: tuple[NDArray[np.int64], ...] | None = None
 
     def __post_init__(self) -> None:
-        for part, x, y in (
-            ("train", self.x_train, self.y_train),
-            ("test", self.x_test, self.y_test),
-        ):
+        for part in ("train", "test"):
+            x, y = (getattr(self, f"{axis}_{part}") for axis in "xy")
             if not len(x):
                 raise ConfigError(f"{part} set: expected examples, got none")
             self._require_kind(x, y, f"{part} set: ")
 
     def _require_kind(self, x: NDArray[Any], y: NDArray[Any], what: str = "") -> None:
-        if y.shape != (len(x),):
-            raise ConfigError(
-                f"{what}expected examples and one label each, got shapes {x.shape} and {y.shape}"
-            )
+        check_examples(x, y, what)
         if x.shape[1:] != self.input_shape:
             sizes = ", ".join(map(str, self.input_shape))
             raise ConfigError(f"{what}expected examples of shape (n, {sizes}), got {x.shape}")
@@ -87,13 +78,9 @@ class Data:
     def inputs(self) -> InputTransform:
         """What is done to raw examples before a network sees them."""
         classes = self.classes or tuple(self.alphabet) or tuple(map(str, range(self.num_classes)))
-        return InputTransform.fit(
-            self.x_train,
-            standardise=self.standardise and not self.alphabet,
-            columns=self.columns,
-            classes=classes,
-            alphabet=self.alphabet,
-        )
+        names = {"columns": self.columns, "classes": classes, "alphabet": self.alphabet}
+        scaled = self.standardise and not self.alphabet
+        return InputTransform.fit(self.x_train, standardise=scaled, **names)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -103,11 +90,7 @@ class Data:
     @cached_property
     def checksum(self) -> str:
         """SHA-256 of all examples and labels."""
-        digest = hashlib.sha256()
-        for array in (self.x_train, self.y_train, self.x_test, self.y_test):
-            digest.update(f"{array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+        return checksum_of(self.x_train, self.y_train, self.x_test, self.y_test)
 
     def train(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return training examples as a network takes them, float32, with their labels."""
@@ -119,32 +102,12 @@ class Data:
         return self.inputs(self.x_test[indices]), torch.from_numpy(y)
 
     def convert_examples(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
-        """Return other raw examples of this kind, checked, as :meth:`train` does."""
+        """Return raw examples of this kind as :meth:`train` does; ValueError if they are none."""
         if not np.issubdtype(y.dtype, np.integer) and y.dtype.kind != "U":
             raise ConfigError(f"expected whole numbers or names as labels, got {y.dtype}")
-        try:
-            labels = self.inputs.labels(y).to(torch.int64)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        self._require_kind(check_numbers(x), labels.numpy())
+        labels = self.inputs.labels(y)
+        self._require_kind(x, labels.numpy())
         return self.inputs(x), labels
-
-
-def _arrays(key: str, path: Path, *names: str) -> dict[str, NDArray[Any]]:
-    """Read the arrays of an npz file, which has at least those that are named."""
-    try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            found = dict(file)
-    except FileNotFoundError:
-        raise ConfigError(f"{key}: no file at {path.absolute()}") from None
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {first_line(error)}") from None
-    if missing := [name for name in names if name not in found]:
-        raise ConfigError(
-            f"{key}: {path} must hold {' and '.join(names)}; it lacks {', '.join(missing)} and "
-            f"has {', '.join(found) or 'nothing'}"
-        )
-    return found
 
 
 def load_own(path: str, data: Data, max_examples: int) -> Own:
@@ -156,7 +119,7 @@ def load_own(path: str, data: Data, max_examples: int) -> Own:
     files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
     if len(files) != 1 or not files[0].is_file():
         raise ConfigError(f"data-path: expected an npz file, or a folder with one, got {place}")
-    found = _arrays("data-path", files[0], "x", "y")
+    found = read_arrays("data-path", files[0], "x", "y")
     x, y = found["x"], found["y"]
     if not 0 < len(y) <= max_examples:
         raise ConfigError(
@@ -166,7 +129,7 @@ def load_own(path: str, data: Data, max_examples: int) -> Own:
     test = found.get("x_test", x[:0]), found.get("y_test", y[:0])
     try:
         return Own(data.convert_examples(x, y), data.convert_examples(*test))
-    except ConfigError as error:
+    except ValueError as error:
         raise ConfigError(f"data-path: {files[0]}: {error}") from None
 
 
@@ -192,21 +155,14 @@ def _load(settings: DatasetSettings, _modified: int) -> Data:
     name, _, rest = settings.dataset.partition(":")
     folder = Path(settings.data_dir).expanduser()
     per_domain = settings.examples_per_domain, settings.test_examples_per_domain
-    if name in ("csv", "parquet", "folder") and rest:
-        return _own(read_file(name, rest, settings), settings)
-    if name.endswith(".py") and rest:
-        made = import_named("dataset", settings.dataset)
-        return _own(OwnData.of(made() if callable(made) else made, settings).read(), settings)
-    if name == "npz" and rest:
-        return _own(_npz(Path(rest).expanduser(), settings), settings)
+    if rest and (own := read_own(settings)) is not None:
+        more: dict[str, Any] = {"columns": own.columns, "classes": own.classes, "split": own.split}
+        return _data(*own[:3], settings, **more)
     if name == "leaf" and rest:
         train, test, num_classes, alphabet = load_leaf(Path(rest).expanduser())
         return _data(train, test, num_classes, settings, alphabet=alphabet)
     if name == "two-patch":
         return _data(*draw_two_patch(TwoPatchOptions.read(rest)), 2)
-    if name == "hf" and rest:
-        parts = HuggingFaceSet(rest).splits()
-        return _own(OwnData.of(parts, settings).read(), settings)
     if name in ("femnist", "femnist-digits"):
         return _data(*femnist(rest, digits=name == "femnist-digits"), settings)
     if name == "digits-five":
@@ -245,11 +201,6 @@ def _data(
     return Data(train.x, train.y, test.x, test.y, num_classes, *owners, standardise, **more)
 
 
-def _own(own: Examples, settings: DatasetSettings) -> Data:
-    train, test, num_classes, columns, classes, split = own
-    return _data(train, test, num_classes, settings, columns=columns, classes=classes, split=split)
-
-
 Loaded = tuple[Part, Part, int]  # training and test set, number of classes
 
 
@@ -267,20 +218,21 @@ def _digits(_: Path) -> Loaded:
         test = np.arange(len(y)) % 5 == 0
         with whole(path) as file:
             np.savez(file, x_train=x[~test], y_train=y[~test], x_test=x[test], y_test=y[test])
-    return _npz(path, DatasetSettings())[:3]
+    found = read_arrays("dataset", path)
+    train, test = (Part(found[f"x_{part}"], found[f"y_{part}"]) for part in ("train", "test"))
+    return train, test, 10
 
 
 def _torchvision(class_name: str, folder: str, data_dir: Path) -> Loaded:
-    root = _unpack(data_dir, folder) if folder else data_dir
-    raw = root / folder / "raw"
-    if folder and all((raw / name).is_file() for name in IDX_FILES):
-        x_train, y_train, x_test, y_test = (_idx(raw / name) for name in IDX_FILES)
+    files = [data_dir / folder / "raw" / name for name in IDX_FILES]
+    if folder and all(path.is_file() or _packed(path).is_file() for path in files):
+        x_train, y_train, x_test, y_test = map(_idx, files)
         return _images(x_train, y_train), _images(x_test, y_test), 10
     import torchvision  # takes a second
 
     kind = getattr(torchvision.datasets, class_name)
     try:  # nothing is downloaded that is there
-        parts = [kind(root=str(root), train=train, download=True) for train in (True, False)]
+        parts = [kind(root=str(data_dir), train=train, download=True) for train in (True, False)]
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"{class_name} is not in {data_dir} and cannot be downloaded ({error}); set data-dir "
@@ -294,65 +246,18 @@ def _images(x: NDArray[Any], y: NDArray[Any]) -> Part:
     return Part(channels_first(x), y.astype(np.int64))
 
 
+def _packed(path: Path) -> Path:
+    return path.with_name(f"{path.name}.gz")
+
+
 def _idx(path: Path) -> NDArray[np.uint8]:
     """Read unsigned bytes after a header: two zeros, type, dimensions, and the size of each."""
-    raw = np.fromfile(path, np.uint8)
+    content = path.read_bytes() if path.is_file() else gzip.decompress(_packed(path).read_bytes())
+    raw = np.frombuffer(bytearray(content), np.uint8)
     if raw[:3].tolist() != [0, 0, 8]:
         raise ValueError(f"{path} is no file of unsigned bytes in the format IDX")
     start = 4 + 4 * int(raw[3])
     return raw[start:].reshape(raw[4:start].view(">u4").tolist())
-
-
-def _unpack(data_dir: Path, folder: str) -> Path:
-    """Root that holds ``folder/raw`` unpacked: `data_dir`, or a cache if it has gzip files."""
-    packed = sorted((data_dir / folder / "raw").glob("*ubyte.gz"))
-    if all(path.with_suffix("").exists() for path in packed):
-        return data_dir
-    stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in packed]
-    cache = cache_dir() / "data" / hashlib.sha256(repr(stamp).encode()).hexdigest()[:16]
-    for path in packed:
-        target = cache / folder / "raw" / path.stem
-        if not target.exists():
-            with gzip.open(path) as source, whole(target) as sink:
-                shutil.copyfileobj(source, sink)
-    return cache
-
-
-NPZ = (
-    *("x_train", "y_train", "x_test", "y_test", "clients_train", "clients_test"),
-    *("columns", "classes", "split", "split_sizes"),
-)
-
-
-def _npz(path: Path, settings: DatasetSettings) -> Examples:
-    """Read arrays of a user's own file.
-
-    They are x_train (n, ...) and y_train (n,), and perhaps x_test and y_test, clients_train and
-    clients_test (whose an example is), columns and classes (names), and a split: the indices of
-    each client's training examples, one client after the other, and split_sizes.
-    """
-    found = _arrays("dataset", path, "x_train", "y_train")
-    if odd := sorted(found.keys() - set(NPZ)):
-        raise ConfigError(
-            f"dataset: {path} has {', '.join(odd)}; expected some of {', '.join(NPZ)}"
-        )
-    if ("x_test" in found) != ("y_test" in found):
-        raise ConfigError(f"dataset: {path} must hold both x_test and y_test, or neither")
-    names = {key: tuple(found.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")}
-
-    def side(part: str) -> Table:
-        x, y = (found[f"{axis}_{part}"] for axis in "xy")
-        return Table(x, y, found.get(f"clients_{part}"), names["columns"], names["classes"])
-
-    own = OwnData.of(side("train"), settings)
-    split = None
-    if "split" in found:
-        split = np.split(found["split"], np.cumsum(found["split_sizes"])[:-1])
-    test = side("test") if "x_test" in found else None
-    try:
-        return replace(own, test=test, split=split).read()
-    except ConfigError as error:
-        raise ConfigError(f"dataset: {path}: {error}") from None
 
 
 _BY_NAME: dict[str, Callable[[Path], Loaded]] = {

@@ -1,7 +1,7 @@
 """A user's own examples, from objects or files, in the form that runs take."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,18 @@ from numpy.typing import NDArray
 from fedntk.clients import cache_dir
 from fedntk.ntk.support.files import whole
 
+from ..config.importing import import_named
 from ..config.settings import ConfigError
-from .hugging_face import image_column, picture_array, require_column
+from ..errors import first_line
+from .hugging_face import image_column, load_splits, require_column, stack_pictures
 from .parts import Part
 from .settings import DatasetSettings
 
 Indices = NDArray[np.int64]
+NPZ = (
+    *("x_train", "y_train", "clients_train", "x_test", "y_test", "clients_test"),
+    *("columns", "classes", "split", "split_sizes"),
+)
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"}
 
 
@@ -65,12 +71,12 @@ class OwnData:
     test_seed: int = 0
 
     @classmethod
-    def of(cls, data: Any, settings: DatasetSettings) -> "OwnData":
+    def of(cls, data: Any, settings: DatasetSettings, **more: Any) -> "OwnData":
         """Return data as they came, or with the columns and the share that the settings name."""
         if isinstance(data, OwnData):
             return data
         names = ("target", "client_column", "image_column", "test_share", "test_seed")
-        return cls(data, **{name: getattr(settings, name) for name in names})
+        return cls(data, **{name: getattr(settings, name) for name in names}, **more)
 
     def read(self) -> "Examples":
         """Return the examples as arrays; ConfigError says what does not fit."""
@@ -83,47 +89,31 @@ class OwnData:
         second = None if test is None else self._table(test, "test set")
         return _assemble(self, first, second)
 
-    def settings(self, examples: "Examples") -> dict[str, Any]:
-        """Return the settings that follow from whose the examples are."""
-        if examples.split is not None:
-            return {"partition": "given", "num_clients": len(examples.split)}
-        if self.client_column and examples.train.owners is not None:
-            return {
-                "partition": "natural",
-                "num_clients": len(np.unique(examples.train.owners)),
-            }
-        return {}
-
     def _table(self, data: Any, what: str) -> "Table":
         if isinstance(data, Table):
             return data
-        if isinstance(data, tuple | list) and len(data) == 2:
-            return Table(_array(data[0], what), _array(data[1], what))
         if hasattr(data, "to_numpy") and hasattr(data, "columns"):
             return self._frame(data, what)
-        if hasattr(data, "features") and hasattr(data, "column_names"):
+        if hasattr(data, "column_names"):
             return self._hugging_face(data, what)
-        if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not _is_array(data):
-            try:
+        try:
+            if not (isinstance(data, tuple | list) and len(data) == 2):
                 x, y = zip(*(data[i] for i in range(len(data))), strict=True)
-                return Table(np.stack([_array(own, what) for own in x]), _array(y, what))
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{what}: expected pairs of one shape (x, y), got {type(data).__name__}: "
-                    f"{error}"
-                ) from error
-        raise ConfigError(
-            f"{what}: expected (x, y), a data frame, a torch dataset or a Hugging Face dataset, "
-            f"got {_describe(data)}"
-        )
+                data = np.stack([_array(own) for own in x]), y
+            return Table(_array(data[0]), _array(data[1]))
+        except (TypeError, ValueError, LookupError) as error:
+            raise ConfigError(
+                f"{what}: expected (x, y), a data frame, a Hugging Face dataset or a torch dataset "
+                f"of pairs, with examples of one shape, got {type(data).__name__}: {error}"
+            ) from error
+
+    def _require_columns(self, columns: Iterable[str], what: str) -> list[str]:
+        """Return the columns of labels and owners, which must be there."""
+        own = {"target": self.target, "client-column": self.client_column or self.target}
+        return [require_column(key, name, columns, f"the {what}") for key, name in own.items()]
 
     def _frame(self, frame: Any, what: str) -> "Table":
-        own = [require_column("target", self.target, frame.columns, f"the {what}")]
-        if self.client_column:
-            own += [
-                require_column("client-column", self.client_column, frame.columns, f"the {what}")
-            ]
-        inputs = frame.drop(columns=own)
+        inputs = frame.drop(columns=self._require_columns(frame.columns, what))
         words = [str(c) for c in inputs.columns if inputs[c].dtype.kind not in "biuf"]
         if words:
             raise ConfigError(
@@ -131,28 +121,20 @@ class OwnData:
                 f"{', '.join(words[:10])}; encode them first, such as with "
                 "pandas.get_dummies, or leave them out"
             )
-        if not len(inputs.columns):
-            raise ConfigError(f"{what}: expected columns besides the target, got none")
-        owners = frame[self.client_column].to_numpy() if self.client_column else None
-        columns = tuple(map(str, inputs.columns))
-        x = inputs.to_numpy(dtype=np.float32)
+        owners = np.array(frame[self.client_column].tolist()) if self.client_column else None
+        x, columns = inputs.to_numpy(dtype=np.float32), tuple(map(str, inputs.columns))
         return Table(x, frame[self.target].to_numpy(), owners, columns)
 
     def _hugging_face(self, data: Any, what: str) -> "Table":
-        from datasets import ClassLabel
-
         picture = self.image_column or image_column(data)
         if not picture:
             return self._frame(data.to_pandas(), what)
         require_column("image-column", picture, data.features, f"the {what}")
-        kind = data.features[require_column("target", self.target, data.features, f"the {what}")]
-        names = tuple(kind.names) if isinstance(kind, ClassLabel) else ()
-        owners = None
-        if self.client_column:
-            require_column("client-column", self.client_column, data.features, f"the {what}")
-            owners = np.asarray(data[self.client_column])
-        y = np.asarray(data[self.target])
-        return Table(picture_array(data[picture], what), y, owners, classes=names)
+        self._require_columns(data.features, what)
+        names = tuple(getattr(data.features[self.target], "names", ()))
+        owners = np.asarray(data[self.client_column]) if self.client_column else None
+        x, y = stack_pictures(data[picture], what), np.asarray(data[self.target])
+        return Table(x, y, owners, classes=names)
 
 
 class Table(NamedTuple):
@@ -175,28 +157,36 @@ class Examples(NamedTuple):
     classes: tuple[str, ...] = ()
     split: tuple[Indices, ...] | None = None
 
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that follow from whose the examples are."""
+        if self.split is not None:
+            return {"partition": "given", "num_clients": len(self.split)}
+        if self.train.owners is not None:
+            return {"partition": "natural", "num_clients": len(np.unique(self.train.owners))}
+        return {}
+
     def write(self) -> Path:
         """Write the examples into the cache, under a name that their content gives."""
-        arrays = {
-            "x_train": self.train.x, "y_train": self.train.y,
-            "x_test": self.test.x, "y_test": self.test.y,
-            "clients_train": self.train.owners, "clients_test": self.test.owners,
-            "columns": np.array(self.columns) if self.columns else None,
-            "classes": np.array(self.classes) if self.classes else None,
-        }  # fmt: skip
-        if self.split is not None:
-            arrays["split"] = np.concatenate(self.split)
-            arrays["split_sizes"] = np.array([len(own) for own in self.split])
-        found = {name: array for name, array in arrays.items() if array is not None}
-        digest = hashlib.sha256()
-        for name, array in found.items():
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).tobytes())
-        path = cache_dir() / "data" / f"own-{digest.hexdigest()[:16]}.npz"
+        sizes = None if self.split is None else np.array([len(own) for own in self.split])
+        split = None if self.split is None else np.concatenate(self.split)
+        texts = np.array(self.columns, str), np.array(self.classes, str)
+        every = (*self.train, *self.test, *texts, split, sizes)
+        arrays = {n: array for n, array in zip(NPZ, every, strict=True) if array is not None}
+        digest = checksum_of(np.array(list(arrays)), *arrays.values())
+        path = cache_dir() / "data" / f"own-{digest[:16]}.npz"
         if not path.exists():
             with whole(path) as file:
-                np.savez(file, allow_pickle=False, **found)
+                np.savez(file, allow_pickle=False, **arrays)
         return path
+
+
+def checksum_of(*arrays: NDArray[Any]) -> str:
+    """Return the SHA-256 of arrays with their dtypes and shapes."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
@@ -216,28 +206,22 @@ def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
 
     def part(table: Table, what: str) -> Part:
         y = np.array([known.get(str(v), v) for v in table.y.tolist()]) if known else table.y
-        x = check_numbers(table.x, f"{what}: ")
-        if y.shape != (len(x),):
-            raise ConfigError(
-                f"{what}: expected examples and one label each, got shapes {x.shape} and {y.shape}"
-            )
-        return Part(x, y.astype(np.int64), _plain(table.owners))
+        check_examples(table.x, y, f"{what}: ")
+        return Part(table.x, y.astype(np.int64), table.owners)
 
     whole_set = part(train, "train set")
     num_classes = len(names) or int(max(values.max() for values in labels)) + 1
     given = _split(own, whole_set)
+    more = num_classes, train.columns, names
     if test is not None:
-        first, second = whole_set, part(test, "test set")
-    else:
-        kept = _draw_test(whole_set.y, own.test_share, own.test_seed)
-        if given is not None:  # only what no client has been given can be tested on
-            free = np.ones(len(whole_set.y), bool)
-            free[np.concatenate(given)] = False
-            kept = free if free.any() else kept
-            numbers = np.cumsum(~kept) - 1
-            given = tuple(numbers[indices[~kept[indices]]] for indices in given)
-        first, second = whole_set.select(~kept), whole_set.select(kept)
-    return Examples(first, second, num_classes, train.columns, names, given)
+        return Examples(whole_set, part(test, "test set"), *more, given)
+    kept = _draw_test(whole_set.y, own.test_share, own.test_seed)
+    if given is not None:  # only what no client has been given can be tested on
+        free = ~np.isin(np.arange(len(kept)), np.concatenate(given))
+        kept = free if free.any() else kept
+        numbers = np.cumsum(~kept) - 1
+        given = tuple(numbers[indices[~kept[indices]]] for indices in given)
+    return Examples(whole_set.select(~kept), whole_set.select(kept), *more, given)
 
 
 def _draw_test(y: Indices, share: float, seed: int) -> NDArray[np.bool_]:
@@ -270,68 +254,60 @@ def _split(own: OwnData, whole_set: Part) -> tuple[Indices, ...] | None:
         split = [split.load_partition(i)["index"] for i in range(split.num_partitions)]
     clients = tuple(np.asarray(indices, np.int64).reshape(-1) for indices in split)
     for i, indices in enumerate(clients):
-        if not len(indices) or indices.min() < 0 or indices.max() >= most:
+        wrong = indices[(indices < 0) | (indices >= most)]
+        if len(wrong) or not len(indices):
             raise ConfigError(
                 f"split: expected indices 0 ... {most - 1} for client {i}, at least one, got "
-                f"{_range(indices)}"
+                f"{', '.join(map(str, wrong[:5])) or 'none'}"
             )
     return clients
 
 
-def _range(indices: Indices) -> str:
-    return f"{indices.min()} ... {indices.max()}" if len(indices) else "none"
-
-
-def check_numbers(x: NDArray[Any], what: str = "") -> NDArray[Any]:
-    """Refuse examples that are not finite numbers of shape (n, ...)."""
-    if not np.issubdtype(x.dtype, np.number) or np.iscomplexobj(x) or x.ndim < 2:
+def check_examples(x: NDArray[Any], y: NDArray[Any], what: str = "") -> None:
+    """Refuse examples that are not finite numbers of shape (n, ...), or lack one label each."""
+    is_number = np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)
+    if not is_number or x.ndim < 2 or 0 in x.shape[1:]:
         raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
     if not np.isfinite(x).all():
         raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")
-    return x
+    if y.shape != (len(x),):
+        raise ConfigError(
+            f"{what}expected examples and one label each, got shapes {x.shape} and {y.shape}"
+        )
 
 
-def _plain(owners: NDArray[Any] | None) -> NDArray[Any] | None:
-    """Return owners as numbers or text, which a file holds without pickling."""
-    return owners.astype(str) if owners is not None and owners.dtype.kind == "O" else owners
-
-
-def _is_array(data: Any) -> bool:
-    return isinstance(data, np.ndarray) or hasattr(data, "detach")
-
-
-def _array(data: Any, what: str) -> NDArray[Any]:
-    """Return an array of a tensor, a picture, a sequence of labels, or an array."""
-    if hasattr(data, "detach"):
-        data = data.detach().cpu()
-    try:
-        array = np.asarray(data)
-    except ValueError as error:
-        raise ConfigError(f"{what}: expected examples of one shape, got {error}") from error
-    return array
-
-
-def _describe(data: Any) -> str:
-    """Say what an object is without printing its numbers."""
-    shape = getattr(data, "shape", None)
-    return type(data).__name__ if shape is None else f"{type(data).__name__} of {tuple(shape)}"
+def _array(data: Any) -> NDArray[Any]:
+    return np.asarray(data.detach().cpu() if hasattr(data, "detach") else data)
 
 
 # -------------------------------------------------------------------------- files
 
 
-def read_file(kind: str, rest: str, settings: DatasetSettings) -> Examples:
-    """Read ``csv:``, ``parquet:`` or ``folder:``; a folder may hold a train and a test part."""
+def read_own(settings: DatasetSettings) -> Examples | None:
+    """Read the examples that the setting names; None if it is not of a kind of one's own.
+
+    A folder may hold a train and a test part, each a file of the kind, or a folder of classes.
+    """
+    kind, _, rest = settings.dataset.partition(":")
     place = Path(rest).expanduser()
-    if not place.exists():
+    if kind == "npz":
+        return _read_npz(place, settings).read()
+    data: Any
+    if kind.endswith(".py"):
+        made = import_named("dataset", settings.dataset)
+        data = made() if callable(made) else made
+    elif kind == "hf":
+        data = load_splits(rest)
+    elif kind not in ("csv", "parquet", "folder"):
+        return None
+    elif not place.exists():
         raise ConfigError(f"dataset: no file or folder at {place.absolute()}")
-    read = _read_class_folders if kind == "folder" else partial(_read_table, kind)
-    parts = {
-        path.stem: read(path)
-        for path in sorted(place.iterdir() if place.is_dir() else ())
-        if path.stem in ("train", "test")
-    }
-    return OwnData.of(parts if "train" in parts else read(place), settings).read()
+    else:
+        parts = place.iterdir() if place.is_dir() else ()
+        data = {own.stem: own for own in parts if own.stem in ("train", "test")}
+        read = _read_class_folders if kind == "folder" else partial(_read_table, kind)
+        data = {n: read(own) for n, own in data.items()} if "train" in data else read(place)
+    return OwnData.of(data, settings).read()
 
 
 def _read_table(kind: str, path: Path) -> Any:
@@ -346,17 +322,56 @@ def _read_table(kind: str, path: Path) -> Any:
 
 
 def _read_class_folders(place: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Read pictures of a folder for each class, all of one size and mode; labels are its name."""
+    """Read pictures of a folder for each class; labels are its name."""
     from PIL import Image
 
-    pictures, labels = [], []
-    for folder in sorted(path for path in place.iterdir() if path.is_dir()):
-        for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES):
-            with Image.open(path) as picture:
-                pictures.append(np.asarray(picture))
-            labels.append(folder.name)
-    if not pictures:
+    paths = sorted(path for path in place.glob("*/**/*") if path.suffix.lower() in IMAGES)
+    if not paths:
         raise ConfigError(
             f"dataset: expected a folder for each class with pictures in it, got none in {place}"
         )
-    return picture_array(pictures, str(place)), np.array(labels)
+    labels = [path.relative_to(place).parts[0] for path in paths]
+    return stack_pictures(map(Image.open, paths), str(place)), np.array(labels)
+
+
+def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
+    """Read some of the arrays ``NPZ``.
+
+    clients_... say whose an example is; columns and classes are names; split has the indices of
+    each client's training examples, one client after the other, of split_sizes.
+    """
+    found: dict[str, Any] = read_arrays("dataset", path, "x_train", "y_train")
+    if odd := sorted(found.keys() - set(NPZ)):
+        raise ConfigError(
+            f"dataset: {path} has {', '.join(odd)}; expected some of {', '.join(NPZ)}"
+        )
+    if ("x_test" in found) != ("y_test" in found):
+        raise ConfigError(f"dataset: {path} must hold both x_test and y_test, or neither")
+    names = {key: tuple(found.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")}
+    train, test = (
+        Table(found[f"x_{part}"], found[f"y_{part}"], found.get(f"clients_{part}"), **names)
+        if f"x_{part}" in found
+        else None
+        for part in ("train", "test")
+    )
+    split = None
+    if "split" in found:
+        split = np.split(found["split"], np.cumsum(found["split_sizes"])[:-1])
+    return OwnData.of(train, settings, test=test, split=split)
+
+
+def read_arrays(key: str, path: Path, *names: str) -> dict[str, NDArray[Any]]:
+    """Read the arrays of an npz file, which has at least those that are named."""
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            found = dict(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{key}: no file at {path.absolute()}") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {first_line(error)}") from None
+    if missing := [name for name in names if name not in found]:
+        raise ConfigError(
+            f"{key}: {path} must hold {' and '.join(names)}; it lacks {', '.join(missing)} and "
+            f"has {', '.join(found) or 'nothing'}"
+        )
+    return found

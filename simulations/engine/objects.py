@@ -15,9 +15,8 @@ def with_objects(config: Config, engine: str, *, data: Any = None, model: Any = 
     gives; a split that comes with them decides `partition` and `num_clients`.
     """
     if data is not None:
-        own = OwnData.of(data, config)
-        examples = own.read()
-        config = config.replace(dataset=f"npz:{examples.write()}", **own.settings(examples))
+        examples = OwnData.of(data, config).read()
+        config = config.replace(dataset=f"npz:{examples.write()}", **examples.settings())
     if model is not None:
         config = config.replace(model=name_model(model))
     if engine == "ray" and config.model.startswith(GIVEN):
