@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config.importing import import_named, is_of_one_process, not_importable, with_whole_path
+from .config.importing import import_named, place_of, with_whole_path
 from .config.settings import ConfigError, key_of, nearest
 from .errors import first_line
 
@@ -69,7 +69,7 @@ def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -
         given = metrics_of(",".join(map(str, [given] if isinstance(given, str) else given)))
     items = []
     for name, metric in given.items():
-        place = with_whole_path(metric) if isinstance(metric, str) else _place_of(metric)
+        place = with_whole_path(metric) if isinstance(metric, str) else place_of(metric)
         recorded = name in (*MEASURED, *taken) or name.startswith((*MEASURED_PREFIXES, *REPORTED))
         if recorded or {*name} & {*",="}:
             raise ConfigError(f"metrics: expected another name, such as my-{name}, got {name!r}")
@@ -92,21 +92,8 @@ def load_metrics(setting: str) -> dict[str, Metric]:
     }
 
 
-def require_importable_metrics(setting: str) -> None:
-    """Refuse metrics that other processes cannot import."""
-    for place in metrics_of(setting).values():
-        if is_of_one_process(place):
-            raise not_importable("metrics", place)
-
-
 def _name(place: str) -> str:
     return key_of(place.rpartition(":")[2])
-
-
-def _place_of(metric: Any) -> str:
-    named = hasattr(metric, "__qualname__")  # a function, not an object
-    kind = metric if named else type(metric)
-    return f"{kind.__module__}:{kind.__qualname__}{'' if named else '()'}"
 
 
 def _import(place: str) -> Metric:

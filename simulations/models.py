@@ -22,13 +22,12 @@ from fedntk.ntk.features import CENTRE
 from fedntk.ntk.first_weights import draw_weights
 
 from .config.config import Config
-from .config.importing import import_named
+from .config.importing import import_named, is_of_one_process, place_of
 from .config.settings import ConfigError, nearest
 from .errors import first_line
 
 InputShape = tuple[int, ...]
-GIVEN = "given:"  # begins names of models that were passed as objects
-_given: dict[str, Any] = {}
+_given: dict[str, Any] = {}  # name -> model that was passed as an object
 
 
 class MLP(nn.Sequential):
@@ -209,7 +208,7 @@ def _image(input_shape: InputShape, name: str, *, at_least: int) -> InputShape:
 def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) -> str:
     """Return the setting ``model`` for a module, or a function of input shape and classes.
 
-    What cannot be imported is known in this process only; its name begins with ``given:``.
+    What cannot be imported is known in this process only.
     """
     if isinstance(model, str):
         return model
@@ -218,21 +217,24 @@ def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) 
             "model: expected a torch.nn.Module, a function of (input_shape, num_classes), or a "
             f"name, got {type(model).__name__}"
         )
-    digest = hashlib.sha256(repr(model).encode() if isinstance(model, nn.Module) else b"")
+    place, digest = place_of(model), hashlib.sha256()
     if isinstance(model, nn.Module):
-        name = type(model).__name__
+        digest.update(repr(model).encode())
         for key, tensor in model.state_dict().items():
             digest.update(key.encode() + tensor.detach().cpu().numpy().tobytes())
-    else:
-        name = getattr(model, "__qualname__", type(model).__name__)
-        module = sys.modules.get(getattr(model, "__module__", "__main__"))
-        if module and module.__name__ != "__main__" and getattr(module, name, None) is model:
-            return f"{module.__name__}:{name}"
-        if code := getattr(model, "__code__", None):
-            digest.update(code.co_code + repr(code.co_consts).encode())
-    given = f"{GIVEN}{name.rpartition('.')[2]}-{digest.hexdigest()[:6]}"
+    elif not is_of_one_process(place) and _found(place) is model:
+        return place
+    elif code := getattr(model, "__code__", None):
+        digest.update(code.co_code + repr(code.co_consts).encode())
+    given = f"{place.removesuffix('()')}()-{digest.hexdigest()[:6]}"
     _given[given] = model
     return given
+
+
+def _found(place: str) -> Any:
+    """Return what is at a place of the modules that are loaded."""
+    module, _, name = place.partition(":")
+    return getattr(sys.modules.get(module), name, None)
 
 
 def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
@@ -323,22 +325,20 @@ def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Mo
     }
     if config.model in known:
         return known[config.model](input_shape, num_classes)
-    if config.model.startswith(GIVEN):
-        if config.model not in _given:
-            raise ConfigError(
-                f"model = {config.model}: a module or function of another process; pass it again "
-                "with model=..., or put a function into a file and pass model='mynet.py:build'"
-            )
-        make = _given[config.model]
-        return (
-            copy.deepcopy(make) if isinstance(make, nn.Module) else make(input_shape, num_classes)
+    given = _given.get(config.model)
+    if isinstance(given, nn.Module):
+        return copy.deepcopy(given)
+    if given is None and "()" in config.model:
+        raise ConfigError(
+            f"model = {config.model}: a module or function of another process; pass it again "
+            "with model=..., or put a function into a file and pass model='mynet.py:build'"
         )
     if ":" not in config.model:
         raise ConfigError(
             f"model: expected {', '.join(known)}, or your own as <file>.py:<function>, "
             f"got {config.model!r}{nearest(config.model, known)}"
         )
-    model: nn.Module = import_named("model", config.model)(input_shape, num_classes)
+    model: Any = (given or import_named("model", config.model))(input_shape, num_classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model = {config.model}: expected a torch.nn.Module, got {type(model).__name__}"

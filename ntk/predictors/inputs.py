@@ -1,6 +1,5 @@
 """What is done to raw examples before a model sees them: part of what was learned."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,9 +62,8 @@ class InputTransform:
         axes = {4: (0, 2, 3), 2: (0,)}.get(x.ndim)
         mean, std = np.zeros(1), np.ones(1)
         if standardise:
-            mean, std = (
-                moment(axis=axes, keepdims=True, dtype=np.float64)[0] for moment in (x.mean, x.std)
-            )
+            how: Any = {"axis": axes, "keepdims": True, "dtype": np.float64}
+            mean, std = x.mean(**how)[0], x.std(**how)[0]
         std = np.where(std > 0, std, 1.0)
         return cls(x.shape[1:], mean.astype(np.float32), std.astype(np.float32), **more)
 
@@ -84,10 +82,9 @@ class InputTransform:
 
     def _numbers(self, x: Any) -> NDArray[Any]:
         if self.columns and hasattr(x, "columns"):
-            if missing := [name for name in self.columns if name not in x.columns]:
-                raise ValueError(
-                    f"expected the columns {', '.join(self.columns)}; missing: {', '.join(missing)}"
-                )
+            if missing := ", ".join(name for name in self.columns if name not in x.columns):
+                named = ", ".join(self.columns)
+                raise ValueError(f"expected the columns {named}; missing: {missing}")
             x = x[list(self.columns)].to_numpy()
         raw = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
         if raw.dtype == bool or not np.issubdtype(raw.dtype, np.number) or np.iscomplexobj(raw):
@@ -129,29 +126,15 @@ class InputTransform:
         done = "as they are" if as_is else f"standardised by {each}"
         return "texts as positions in an alphabet" if self.alphabet else done
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what :meth:`from_json` reads; ValueError if there is a secret projection."""
+    def save(self, folder: str | Path) -> None:
+        """Write ``inputs.json`` into a folder; ValueError if there is a secret projection."""
         if self.project is not None:
             raise ValueError(
                 "inputs: expected no projection, whose seed is a secret; set predictor.inputs = "
                 "None to save the model for inputs that are standardised and projected already"
             )
-        return {
-            field.name: value.tolist() if isinstance(value, np.ndarray) else value
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) is not None
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
-        """Read what :meth:`to_json` returned."""
-        tuples = {name: tuple(content[name]) for name in ("shape", "columns", "classes")}
-        moments = {name: np.float32(content[name]) for name in ("mean", "std")}
-        return cls(**{**content, **tuples, **moments})
-
-    def save(self, folder: str | Path) -> None:
-        """Write ``inputs.json`` into a folder, which is made."""
-        text = json.dumps(self.to_json())
+        moments = {"mean": self.mean.tolist(), "std": self.std.tolist()}
+        text = json.dumps({**vars(self), **moments, "project": None})
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / FILE).write_text(text, encoding="utf-8")
 
@@ -162,6 +145,9 @@ class InputTransform:
         if not path.exists():
             return None
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            tuples = {name: tuple(content[name]) for name in ("shape", "columns", "classes")}
+            moments = {name: np.float32(content[name]) for name in ("mean", "std")}
+            return cls(**{**content, **tuples, **moments})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no inputs that can be read: {error!r}") from error

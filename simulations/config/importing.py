@@ -33,13 +33,13 @@ def import_named(key: str, named: str) -> Any:
     changed since it was loaded is loaded again.
     """
     home, _, name = named.rpartition(":")
-    path = Path(home)
+    path, is_file = Path(home), home.endswith(".py")
     folders = [*os.environ.get(SEARCHED, search_path()).split(os.pathsep), str(path.parent)]
     sys.path += [folder for folder in folders if folder not in sys.path]
-    if home.endswith(".py") and not path.is_file():
+    if is_file and not path.is_file():
         raise ConfigError(f"{key} = {named}: there is no file {home}")
     try:
-        module = _load(path) if home.endswith(".py") else importlib.import_module(home)
+        module = _load(path) if is_file else importlib.import_module(home)
     except (Exception, SystemExit) as error:  # whatever a user's code raises
         raise ConfigError(f"{key} = {named}: cannot be imported: {first_line(error)}") from error
     try:
@@ -51,17 +51,26 @@ def import_named(key: str, named: str) -> Any:
         raise ConfigError(f"{key} = {named}: {home} has no {name}{cure}") from None
 
 
+def place_of(thing: Any) -> str:
+    """Return ``module:name`` of a class or function; of another object its class, with ``()``."""
+    named = hasattr(thing, "__qualname__")
+    kind = thing if named else type(thing)
+    return f"{kind.__module__}:{kind.__qualname__}{'' if named else '()'}"
+
+
 def is_of_one_process(named: str) -> bool:
-    """Whether what is named was made in a notebook, a script or a function."""
-    return named.startswith("__main__:") or "<" in named or named.endswith("()")
+    """Whether what is named is an object, or was made in a notebook, a script or a function."""
+    return named.startswith("__main__:") or "<" in named or "()" in named
 
 
-def not_importable(key: str, named: str) -> ConfigError:
-    """Return the error about an object that other processes of a run cannot import."""
-    name = re.findall(r"\w+", named)[-1]
-    return ConfigError(
-        f"{key} = {named}: other processes that take part in the run cannot import it; put it into "
-        f"a file, such as my{key}.py, and pass {key}='my{key}.py:{name}'"
+def require_importable(key: str, named: str, *, what: str = "it", same: bool = True) -> None:
+    """Refuse what other processes of a run cannot import, or would not find to be the `same`."""
+    if same and not is_of_one_process(named):
+        return
+    name = re.findall(r"\w+", named.partition("()")[0])[-1]
+    raise ConfigError(
+        f"{key} = {named}: other processes that take part in the run cannot import it; put {what} "
+        f"into a file, such as my{key}.py, and pass {key}='my{key}.py:{name}'"
     )
 
 

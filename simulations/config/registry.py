@@ -26,7 +26,7 @@ from typing import Any
 from fedntk.ntk.options import nearest
 
 from ..errors import ConfigError
-from .importing import import_named, is_of_one_process, not_importable, with_whole_path
+from .importing import import_named, place_of, require_importable, with_whole_path
 
 HOME = "fedntk.simulations.methods"
 logger = getLogger("flwr")
@@ -118,12 +118,9 @@ def require_importable_method(place: str, method: Any) -> None:
     """Refuse a method that other processes cannot import, or would find to be another."""
     if place in all_methods():
         return
-    if not is_of_one_process(place):
-        every = import_method(place), method
-        found, expected = ({**vars(own), "settings": type(own)} for own in every)
-        if found == expected:
-            return
-    raise not_importable("method", place)
+    require_importable("method", place)
+    found, own = ({**vars(m), "settings": type(m)} for m in (import_method(place), method))
+    require_importable("method", place, same=found == own)
 
 
 def _place_of(method: Any) -> str:
@@ -132,7 +129,7 @@ def _place_of(method: Any) -> str:
         return str(method.name)
     strategy, client = method.strategy_class, method.client_class
     other = "" if client is named_client(strategy) else f",{client.__qualname__}"
-    return f"{strategy.__module__}:{strategy.__qualname__}{other}"
+    return place_of(strategy) + other
 
 
 def named_client(strategy: Any) -> Any:
@@ -142,8 +139,7 @@ def named_client(strategy: Any) -> Any:
     """
     home = next(kind for kind in strategy.__mro__ if "client" in vars(kind)).__module__
     places = (sys.modules.get(home), importlib.import_module("fedntk.clients"))
-    found = (getattr(place, strategy.client, None) for place in places)
-    return next(filter(None, found), None)
+    return next(filter(None, (getattr(own, strategy.client, None) for own in places)), None)
 
 
 @functools.cache

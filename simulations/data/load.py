@@ -1,7 +1,7 @@
 """Data sets by name, standardised, as tensors; nothing here depends on how they are split."""
 
 import gzip
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.support.files import whole
 
 from ..config.settings import ConfigError, nearest
+from ..errors import first_line
 from .digit_domains import digit_domains
 from .digits_five import digits_five
 from .femnist import femnist
@@ -144,9 +145,8 @@ def load_data(settings: DatasetSettings) -> Data:
     except ConfigError:
         raise
     except Exception as error:  # what a damaged file makes a library raise
-        lines = str(error).splitlines() or [""]
         raise ConfigError(
-            f"dataset = {settings.dataset}: cannot be read: {type(error).__name__}: {lines[0]}"
+            f"dataset = {settings.dataset}: cannot be read: {first_line(error)}"
         ) from error
 
 
@@ -155,50 +155,44 @@ def _load(settings: DatasetSettings, _modified: int) -> Data:
     name, _, rest = settings.dataset.partition(":")
     folder = Path(settings.data_dir).expanduser()
     per_domain = settings.examples_per_domain, settings.test_examples_per_domain
+    standardise, more = settings.standardise and name != "two-patch", dict[str, Any]()
     if rest and (own := read_own(settings)) is not None:
-        more: dict[str, Any] = {"columns": own.columns, "classes": own.classes, "split": own.split}
-        return _data(*own[:3], settings, **more)
-    if name == "leaf" and rest:
-        train, test, num_classes, alphabet = load_leaf(Path(rest).expanduser())
-        return _data(train, test, num_classes, settings, alphabet=alphabet)
-    if name == "two-patch":
-        return _data(*draw_two_patch(TwoPatchOptions.read(rest)), 2)
-    if name in ("femnist", "femnist-digits"):
-        return _data(*femnist(rest, digits=name == "femnist-digits"), settings)
-    if name == "digits-five":
-        return _data(*digits_five(rest, *per_domain), 10, settings)
-    if settings.dataset == "digit-domains":
+        train, test, num_classes, more["columns"], more["classes"], more["split"] = own
+    elif name == "leaf" and rest:
+        train, test, num_classes, more["alphabet"] = load_leaf(Path(rest).expanduser())
+    elif name == "two-patch":
+        (train, test), num_classes = draw_two_patch(TwoPatchOptions.read(rest)), 2
+    elif name in ("femnist", "femnist-digits"):
+        train, test, num_classes = femnist(rest, digits=name == "femnist-digits")
+    elif name == "digits-five":
+        (train, test), num_classes = digits_five(rest, *per_domain), 10
+    elif settings.dataset == "digit-domains":
         mnist, digits = (Domain(*_BY_NAME[own](folder)[:2]) for own in ("mnist", "digits"))
-        return _data(*digit_domains(mnist, digits, *per_domain), 10, settings)
-    if settings.dataset in _BY_NAME:
-        return _data(*_BY_NAME[settings.dataset](folder), settings)
+        (train, test), num_classes = digit_domains(mnist, digits, *per_domain), 10
+    elif settings.dataset in _BY_NAME:
+        train, test, num_classes = _BY_NAME[settings.dataset](folder)
+    else:
+        raise _unknown(settings.dataset)
+    owners = train.owners, test.owners
+    return Data(train.x, train.y, test.x, test.y, num_classes, *owners, standardise, **more)
+
+
+def _unknown(given: str) -> ConfigError:
+    """Return the error about no data set, with the name, or the form of a path, that is meant."""
     names = (*_BY_NAME, "femnist", "femnist-digits", "digit-domains", "digits-five")
-    raise ConfigError(
+    place = Path(given).expanduser()
+    kind = "folder" if place.is_dir() else place.suffix.removeprefix(".")
+    meant = nearest(given, (*names, "two-patch"))
+    if place.exists() and kind in ("csv", "parquet", "npz", "folder"):
+        meant = f"; did you mean {f'{kind}:{place}'!r}?"
+    elif place.exists() and kind == "py":
+        meant = f"; name a function in it, such as '{place}:load'"
+    return ConfigError(
         f"dataset: expected {', '.join(names)}, digits-five:<folder>, femnist:<folder>, "
         "two-patch:<options>; or your own: csv:<file>, parquet:<file>, folder:<class folders>, "
         "hf:<name or folder>, leaf:<folder>, npz:<file>, <file>.py:<function>; got "
-        f"{settings.dataset!r}{_meant(settings.dataset, (*names, 'two-patch'))}"
+        f"{given!r}{meant}"
     )
-
-
-def _meant(given: str, names: Sequence[str]) -> str:
-    """Say which form of a path, or which name, is meant by one that is none."""
-    place = Path(given.removeprefix("hf:")).expanduser()
-    kind = "folder" if place.is_dir() else place.suffix.removeprefix(".")
-    if place.exists() and kind in ("csv", "parquet", "npz", "folder"):
-        return f"; did you mean {f'{kind}:{place}'!r}?"
-    if place.exists() and kind == "py":
-        return f"; name a function in it, such as '{place}:load'"
-    return nearest(given, names)
-
-
-def _data(
-    train: Part, test: Part, num_classes: int, settings: DatasetSettings | None = None, **more: Any
-) -> Data:
-    """Make a data set; without settings it is not standardised."""
-    standardise = settings is not None and settings.standardise
-    owners = train.owners, test.owners
-    return Data(train.x, train.y, test.x, test.y, num_classes, *owners, standardise, **more)
 
 
 Loaded = tuple[Part, Part, int]  # training and test set, number of classes

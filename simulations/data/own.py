@@ -290,18 +290,18 @@ def read_own(settings: DatasetSettings) -> Examples | None:
     """
     kind, _, rest = settings.dataset.partition(":")
     place = Path(rest).expanduser()
-    if kind == "npz":
-        return _read_npz(place, settings).read()
     data: Any
     if kind.endswith(".py"):
         made = import_named("dataset", settings.dataset)
         data = made() if callable(made) else made
     elif kind == "hf":
         data = load_splits(rest)
-    elif kind not in ("csv", "parquet", "folder"):
+    elif kind not in ("csv", "parquet", "folder", "npz"):
         return None
     elif not place.exists():
         raise ConfigError(f"dataset: no file or folder at {place.absolute()}")
+    elif kind == "npz":
+        data = _read_npz(place, settings)
     else:
         parts = place.iterdir() if place.is_dir() else ()
         data = {own.stem: own for own in parts if own.stem in ("train", "test")}
@@ -365,8 +365,6 @@ def read_arrays(key: str, path: Path, *names: str) -> dict[str, NDArray[Any]]:
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             found = dict(file)
-    except FileNotFoundError:
-        raise ConfigError(f"{key}: no file at {path.absolute()}") from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {first_line(error)}") from None
     if missing := [name for name in names if name not in found]:

@@ -3,12 +3,11 @@
 from typing import Any
 
 from ..config.config import Config
-from ..config.settings import ConfigError
 from ..data.own import OwnData
-from ..models import GIVEN, name_model
+from ..models import name_model
 
 
-def with_objects(config: Config, engine: str, *, data: Any = None, model: Any = None) -> Config:
+def with_objects(config: Config, *, data: Any = None, model: Any = None) -> Config:
     """Return the configuration with a user's own data and network.
 
     Data are written into the cache, so that any process reads them, under a name that their content
@@ -19,10 +18,4 @@ def with_objects(config: Config, engine: str, *, data: Any = None, model: Any = 
         config = config.replace(dataset=f"npz:{examples.write()}", **examples.settings())
     if model is not None:
         config = config.replace(model=name_model(model))
-    if engine == "ray" and config.model.startswith(GIVEN):
-        raise ConfigError(
-            f"model = {config.model}: Ray's workers cannot import it; put a function of "
-            "(input_shape, num_classes) into a file and pass model='mynet.py:build', or use the "
-            "local engine"
-        )
     return config

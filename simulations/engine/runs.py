@@ -12,13 +12,14 @@ import torch
 
 from fedntk.ntk.support.files import claimed
 
+from ..config import importing
 from ..config.config import Config
 from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..errors import RunFailed, first_line
 from ..methods.method import Method
-from ..metrics import require_importable_metrics
+from ..metrics import metrics_of
 from ..report.results import (
     Run,
     State,
@@ -113,7 +114,7 @@ def run(
     [0, 1]
     """
     _check(engine, workers, writers)
-    config = with_objects(read_config(config, overrides), engine, data=data, model=model)
+    config = with_objects(read_config(config, overrides), data=data, model=model)
     prepared = _prepare(config, engine, again=again)
     try:
         with show_progress(config.rounds, enabled=progress) as shown:
@@ -170,7 +171,7 @@ def compare(
     """
     _check(engine, workers, writers)
     planned = [
-        with_objects(config, engine, data=data, model=model)
+        with_objects(config, data=data, model=model)
         for config in _plan(configs, seeds, Path(out), overrides)
     ]
     prepared = []
@@ -224,9 +225,12 @@ def _prepare(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
 
 
 def require_importable(config: Config) -> None:
-    """Refuse a method or metrics that another process cannot import."""
+    """Refuse a method, a model or metrics that another process cannot import."""
     require_importable_method(config.method, config.chosen_method)
-    require_importable_metrics(config.metrics)
+    a_function = "a function of (input_shape, num_classes)"
+    importing.require_importable("model", config.model, what=a_function)
+    for place in metrics_of(config.metrics).values():
+        importing.require_importable("metrics", place)
 
 
 def _check_resources(config: Config) -> None:

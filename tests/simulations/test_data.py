@@ -68,7 +68,7 @@ def test_a_damaged_or_missing_file_is_refused_in_one_line(tmp_path, monkeypatch)
         assert "\n" not in str(caught.value)
 
     refused("half.npz", dataset=f"npz:{tmp_path}/half.npz")
-    refused("no file at /nowhere", dataset="npz:/nowhere.npz")
+    refused("no file or folder at /nowhere", dataset="npz:/nowhere.npz")
     refused("or your own: csv:<file>", dataset="emnist")
     for damaged in (raw[:-1], b"1" + raw[1:]):
         file.write_bytes(damaged)

@@ -224,7 +224,9 @@ def test_networks_of_ones_own(tmp_path, monkeypatch):
         np.testing.assert_array_equal(other["weight"], weights[0]["weight"])
     table = compare({"a": base}, data=frame, model=build, out=tmp_path / "c", progress=False)
     assert "accuracy" in set(table.metric)
-    with pytest.raises(ConfigError, match="Ray's workers cannot import it; put a function of"):
+    with pytest.raises(
+        ConfigError, match=r"other processes .* cannot import it; put a function of"
+    ):
         run(base, data=frame, model=network, engine="ray")
 
 
