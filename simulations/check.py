@@ -58,15 +58,12 @@ def from_node(reply: Message, node: int) -> Message:
 def _with(
     arrays: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}, **metrics: Any
 ) -> Change:
-    """Put other arrays into each record, or bytes that are none, and set metrics."""
+    """Put other arrays into each record, and set metrics."""
 
     def change(reply: Message) -> list[Message]:
         for record in reply.content.array_records.values():
             for name, new in arrays(named_arrays(record)).items():
-                broken = isinstance(new, bytes)
-                record[name] = (
-                    Array("float32", (3,), "numpy.ndarray", new) if broken else Array(new)
-                )
+                record[name] = new if isinstance(new, Array) else Array(new)
         for own in reply.content.metric_records.values():
             own.update({key_of(name): value for name, value in metrics.items()})
         return [reply]
@@ -81,7 +78,7 @@ def _first(make: Callable[[Any], Any]) -> Change:
 # what no honest client sends -> what becomes of its reply
 HOSTILE: dict[str, Change] = {
     "an error": lambda reply: [failed(reply)],
-    "bytes that are no array": _first(lambda _: b"not an array"),
+    "bytes that are no array": _first(lambda _: Array("float32", (3,), "numpy.ndarray", b"none")),
     "NaN": _first(lambda array: np.full(array.shape, np.nan, np.float32)),
     "infinity": _first(lambda array: np.full(array.shape, np.inf, np.float32)),
     "another shape": _first(lambda array: np.ones((*array.shape, 2), np.float32)),

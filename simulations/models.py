@@ -218,23 +218,18 @@ def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) 
             f"name, got {type(model).__name__}"
         )
     place, digest = place_of(model), hashlib.sha256()
+    home, _, name = place.rpartition(":")
     if isinstance(model, nn.Module):
         digest.update(repr(model).encode())
         for key, tensor in model.state_dict().items():
             digest.update(key.encode() + tensor.detach().cpu().numpy().tobytes())
-    elif not is_of_one_process(place) and _found(place) is model:
+    elif not is_of_one_process(place) and getattr(sys.modules.get(home), name, None) is model:
         return place
     elif code := getattr(model, "__code__", None):
         digest.update(code.co_code + repr(code.co_consts).encode())
     given = f"{place.removesuffix('()')}()-{digest.hexdigest()[:6]}"
     _given[given] = model
     return given
-
-
-def _found(place: str) -> Any:
-    """Return what is at a place of the modules that are loaded."""
-    module, _, name = place.partition(":")
-    return getattr(sys.modules.get(module), name, None)
 
 
 def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
@@ -262,8 +257,8 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"{first_line(error)}"
         ) from error
     if config.init != "default":
-        trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]
-        arrays = {name: p.numpy() for name, p in trained}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        arrays = {name: p.detach().numpy() for name, p in trained}
         generator = np.random.default_rng([config.seed, *b"first weights"])
         drawn = draw_weights(arrays, config.init, generator)
         weights = {name: torch.from_numpy(array) for name, array in drawn.items()}

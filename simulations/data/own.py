@@ -35,8 +35,7 @@ class OwnData:
     Parameters
     ----------
     train : (x, y), data frame, torch dataset or Hugging Face dataset
-        Examples (n, ...) and labels (n,) as arrays or tensors; or a pandas frame with a column of
-        labels, `target`; or a dataset of torch with pairs; or a Hugging Face ``Dataset``. A mapping
+        Examples (n, ...) and labels (n,), arrays or tensors; or a pandas frame; or pairs. A mapping
         with ``"train"`` and perhaps ``"test"``, such as a ``DatasetDict``, has both.
     test : the same, optional
         Test set. Without one, `test_share` of the examples of each class are kept for it.
@@ -157,18 +156,19 @@ class Examples(NamedTuple):
     classes: tuple[str, ...] = ()
     split: tuple[Indices, ...] | None = None
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that follow from whose the examples are."""
-        if self.split is not None:
-            return {"partition": "given", "num_clients": len(self.split)}
-        if self.train.owners is not None:
-            return {"partition": "natural", "num_clients": len(np.unique(self.train.owners))}
-        return {}
+    def write(self) -> dict[str, Any]:
+        """Write the examples into the cache; return the settings that follow from them.
 
-    def write(self) -> Path:
-        """Write the examples into the cache, under a name that their content gives."""
-        sizes = None if self.split is None else np.array([len(own) for own in self.split])
-        split = None if self.split is None else np.concatenate(self.split)
+        Their content gives the name of the file, from which any process reads them.
+        """
+        split = sizes = None
+        settings: dict[str, Any] = {}
+        if self.split is not None:
+            split, sizes = np.concatenate(self.split), np.array([len(own) for own in self.split])
+            settings = {"partition": "given", "num_clients": len(sizes)}
+        elif self.train.owners is not None:
+            number = len(np.unique(self.train.owners))
+            settings = {"partition": "natural", "num_clients": number}
         texts = np.array(self.columns, str), np.array(self.classes, str)
         every = (*self.train, *self.test, *texts, split, sizes)
         arrays = {n: array for n, array in zip(NPZ, every, strict=True) if array is not None}
@@ -177,7 +177,7 @@ class Examples(NamedTuple):
         if not path.exists():
             with whole(path) as file:
                 np.savez(file, allow_pickle=False, **arrays)
-        return path
+        return {"dataset": f"npz:{path}", **settings}
 
 
 def checksum_of(*arrays: NDArray[Any]) -> str:
@@ -191,7 +191,7 @@ def checksum_of(*arrays: NDArray[Any]) -> str:
 
 def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
     """Give the classes numbers, and the test set its examples."""
-    names, known = train.classes, {}
+    names, every = train.classes, None
     labels = [np.unique(table.y) for table in (train, test) if table is not None and len(table.y)]
     if not names:
         every = np.unique(np.concatenate(labels)) if labels else np.zeros(0, np.int64)
@@ -202,17 +202,15 @@ def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
             raise ConfigError(f"test set: no training example has the labels {few}")
         if not np.array_equal(every, np.arange(len(every))):
             names = tuple(map(str, every))
-            known = {name: i for i, name in enumerate(names)}
 
     def part(table: Table, what: str) -> Part:
-        y = np.array([known.get(str(v), v) for v in table.y.tolist()]) if known else table.y
+        y = table.y if every is None else np.searchsorted(every, table.y.astype(every.dtype))
         check_examples(table.x, y, f"{what}: ")
         return Part(table.x, y.astype(np.int64), table.owners)
 
     whole_set = part(train, "train set")
-    num_classes = len(names) or int(max(values.max() for values in labels)) + 1
     given = _split(own, whole_set)
-    more = num_classes, train.columns, names
+    more = len(names if every is None else every), train.columns, names
     if test is not None:
         return Examples(whole_set, part(test, "test set"), *more, given)
     kept = _draw_test(whole_set.y, own.test_share, own.test_seed)

@@ -17,9 +17,11 @@ from ..config.config import Config
 from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
 from ..data.load import load_data
+from ..data.own import OwnData
 from ..errors import RunFailed, first_line
 from ..methods.method import Method
 from ..metrics import metrics_of
+from ..models import name_model
 from ..report.results import (
     Run,
     State,
@@ -35,7 +37,6 @@ from .checkpoints import Checkpoints, OnRound, Record
 from .client_app import app as client_application
 from .engines import LocalGrid
 from .flwr_run import flwr_run
-from .objects import with_objects
 from .processes import end_with
 from .progress import Progress
 from .progress import progress as show_progress
@@ -114,7 +115,7 @@ def run(
     [0, 1]
     """
     _check(engine, workers, writers)
-    config = with_objects(read_config(config, overrides), data=data, model=model)
+    config = _with_objects(read_config(config, overrides), data=data, model=model)
     prepared = _prepare(config, engine, again=again)
     try:
         with show_progress(config.rounds, enabled=progress) as shown:
@@ -171,7 +172,7 @@ def compare(
     """
     _check(engine, workers, writers)
     planned = [
-        with_objects(config, data=data, model=model)
+        _with_objects(config, data=data, model=model)
         for config in _plan(configs, seeds, Path(out), overrides)
     ]
     prepared = []
@@ -213,6 +214,14 @@ def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
             "decide how many clients run at a time"
         )
     check_writers(writers)
+
+
+def _with_objects(config: Config, *, data: Any = None, model: Any = None) -> Config:
+    """Return the configuration with a user's own data and network, as settings."""
+    own = {} if data is None else OwnData.of(data, config).read().write()
+    if model is not None:
+        own["model"] = name_model(model)
+    return config.replace(**own)
 
 
 def _prepare(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
