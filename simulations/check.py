@@ -1,13 +1,6 @@
 """Checks of a method by the contract that all methods here keep, with the cure of each failure.
 
-They run the method on the local grid: five clients with a few of scikit-learn's digits. In a test
-file of one's own::
-
-    CHECKS = method_checks("mymethod.py:FedAvgM")
-
-    @pytest.mark.parametrize("name", CHECKS)
-    def test_contract(name):
-        CHECKS[name]()
+They run the method on the local grid: five clients with a few of scikit-learn's digits.
 """
 
 import contextlib
@@ -55,9 +48,7 @@ def from_node(reply: Message, node: int) -> Message:
     return reply
 
 
-def _with(
-    arrays: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}, **metrics: Any
-) -> Change:
+def _with(arrays: Callable[[Any], dict[str, Any]] = lambda _: {}, **metrics: Any) -> Change:
     """Put other arrays into each record, and set metrics."""
 
     def change(reply: Message) -> list[Message]:
@@ -122,17 +113,13 @@ class Contract:
         self.first = ArrayRecord(dict(self.setup.network.state_dict()))
         self.after, self.straight = self._run()
 
-    def _run(
-        self, checkpoint: Path | None = None, **how: Any
-    ) -> tuple[ArrayRecord, dict[str, Any]]:
+    def _run(self, checkpoint: Path | None = None, **how: Any) -> tuple[ArrayRecord, Any]:
         """Return the network's arrays, and the bits of all arrays with the last evaluation."""
         strategy, last = make_strategy(self.setup), self.config.rounds
         grid = _Grid(app, self.config.num_clients, self.config.run_config())
         vars(grid).update(how)
         result = strategy.start(MeteredGrid(grid), self.first, last, checkpoint=checkpoint)
-        bits: dict[str, Any] = {
-            name: array.tobytes() for name, array in named_arrays(result.arrays).items()
-        }
+        bits: dict[str, Any] = {n: a.tobytes() for n, a in named_arrays(result.arrays).items()}
         if grid.change is None:
             bits["evaluations"] = dict(strategy.evaluate_metrics.get(last, {}))
         return strategy.network_of(result.arrays), bits
@@ -191,7 +178,7 @@ class Contract:
 def method_checks(method: Runnable, **settings: Any) -> dict[str, Callable[[], None]]:
     """Return the checks of a method, by name: each raises AssertionError, with a cure, if it fails.
 
-    `method` is what :func:`~fedntk.simulations.run` takes; `settings` (snake_case) win over it.
+    The names are parameters for pytest. `method` is what :func:`~fedntk.simulations.run` takes; `settings` (snake_case) win over it.
     """
     config = read_config(method, {**SMALL, **settings})
     names = [name for name in vars(Contract) if not name.startswith("_")]

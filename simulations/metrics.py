@@ -86,21 +86,17 @@ def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -
 
 def load_metrics(setting: str) -> dict[str, Metric]:
     """Return name -> metric of a setting: each returns None, and logs it once, if it fails."""
-    return {
-        name: _guard(name, _given.get((name, place)) or BUILT_IN.get(place) or _import(place))
-        for name, place in metrics_of(setting).items()
-    }
+    found = {}
+    for name, place in metrics_of(setting).items():
+        metric = _given.get((name, place)) or BUILT_IN.get(place) or import_named("metrics", place)
+        if not callable(metric):
+            raise ConfigError(f"metrics = {place}: expected a function, got {metric!r}")
+        found[name] = _guard(name, metric)
+    return found
 
 
 def _name(place: str) -> str:
     return key_of(place.rpartition(":")[2])
-
-
-def _import(place: str) -> Metric:
-    found: Metric = import_named("metrics", place)
-    if not callable(found):
-        raise ConfigError(f"metrics = {place}: expected a function, got {found!r}")
-    return found
 
 
 def _guard(name: str, metric: Metric) -> Metric:

@@ -206,10 +206,7 @@ def _image(input_shape: InputShape, name: str, *, at_least: int) -> InputShape:
 
 
 def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) -> str:
-    """Return the setting ``model`` for a module, or a function of input shape and classes.
-
-    What cannot be imported is known in this process only.
-    """
+    """Return the setting ``model``; what cannot be imported is known in this process only."""
     if isinstance(model, str):
         return model
     if not callable(model):
@@ -257,8 +254,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"{first_line(error)}"
         ) from error
     if config.init != "default":
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        arrays = {name: p.detach().numpy() for name, p in trained}
+        arrays = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
         generator = np.random.default_rng([config.seed, *b"first weights"])
         drawn = draw_weights(arrays, config.init, generator)
         weights = {name: torch.from_numpy(array) for name, array in drawn.items()}

@@ -96,9 +96,9 @@ class InputTransform:
         if not len(x) or not isinstance(x[0], str):
             return self._numbers(x)
         position = {letter: i for i, letter in enumerate(self.alphabet)}
-        if odd := sorted({letter for text in x for letter in text} - position.keys()):
+        if odd := "".join(sorted(set("".join(x)) - position.keys())):
             raise ValueError(
-                f"expected characters of the training texts, got {''.join(odd)!r}; replace them"
+                f"expected characters of the training texts, got {odd!r}; replace them"
             )
         if wrong := {len(text) for text in x} - {self.shape[0]}:
             raise ValueError(f"expected texts of length {self.shape[0]}, got {min(wrong)}")
@@ -121,10 +121,11 @@ class InputTransform:
 
     def describe(self) -> str:
         """Say in a few words what is done, for a run's summary."""
+        if self.alphabet:
+            return "texts as positions in an alphabet"
         each = {4: "channel", 2: "column"}.get(len(self.shape) + 1, "set")
-        as_is = not self.mean.any() and bool((self.std == 1).all())
-        done = "as they are" if as_is else f"standardised by {each}"
-        return "texts as positions in an alphabet" if self.alphabet else done
+        scaled = self.mean.any() or (self.std != 1).any()
+        return f"standardised by {each}" if scaled else "as they are"
 
     def save(self, folder: str | Path) -> None:
         """Write ``inputs.json`` into a folder; ValueError if there is a secret projection."""

@@ -15,7 +15,6 @@ clients, if the strategy does not name it. ``__main__`` is a notebook's cells.
 import functools
 import importlib
 import importlib.metadata
-import itertools
 import pkgutil
 import sys
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from typing import Any
 
 from fedntk.ntk.options import nearest
 
-from ..errors import ConfigError
+from ..errors import ConfigError, first_line
 from .importing import import_named, place_of, require_importable, with_whole_path
 
 HOME = "fedntk.simulations.methods"
@@ -39,10 +38,9 @@ def own_methods() -> Mapping[str, Any]:
         importlib.import_module(f"{HOME}.{info.name}")
         for info in pkgutil.iter_modules(importlib.import_module(HOME).__path__)
     ]
-    found = [getattr(module, "METHODS", ()) for module in modules]
-    found += [(module.METHOD,) for module in modules if hasattr(module, "METHOD")]
-    methods = itertools.chain.from_iterable(found)
-    return MappingProxyType({m.name: m for m in sorted(methods, key=lambda m: m.name)})
+    every = [[*getattr(m, "METHODS", ()), getattr(m, "METHOD", None)] for m in modules]
+    found = {method.name: method for methods in every for method in methods if method}
+    return MappingProxyType(dict(sorted(found.items())))
 
 
 @functools.cache
@@ -60,8 +58,8 @@ def all_methods() -> Mapping[str, Any]:
             if method.name in methods:
                 raise ValueError(f"there is a method {method.name!r} already")
         except Exception as error:  # another package's fault must not stop all other methods
-            reason = f"{type(error).__name__}: {error}"
-            logger.warning("method %s (%s) is left out: %s", entry.name, entry.value, reason)
+            where = entry.name, entry.value
+            logger.warning("method %s (%s) is left out: %s", *where, first_line(error))
         else:
             methods[method.name] = method
     return MappingProxyType(methods)

@@ -5,7 +5,7 @@ in Thompson et al., *NTK-DFL: Enhancing Decentralized Federated Learning in Hete
 via Neural Tangent Kernel*, ICML 2025, section 5.
 """
 
-from typing import Any
+from operator import methodcaller
 
 import numpy as np
 
@@ -44,14 +44,11 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
         split, writers = split.select(chosen), writers[chosen]
         y, names = digit_of[y[chosen]], names[:10]
     image = image_column(split)
+    to_grey = methodcaller("convert", "L")
     chunks = (split.select(range(i, min(i + CHUNK, len(y)))) for i in range(0, len(y), CHUNK))
-    grey = [stack_pictures(own[image], image, _to_grey) for own in chunks]
+    grey = [stack_pictures(own[image], image, to_grey) for own in chunks]
     x = np.concatenate(grey)
     positions = pd.Series(writers).groupby(writers).cumcount().to_numpy()
     test = positions % TEST_EVERY == TEST_EVERY - 1
     train, tested = (Part(x[own], y[own], writers[own]) for own in (~test, test))
     return train, tested, len(names)
-
-
-def _to_grey(picture: Any) -> Any:
-    return picture.convert("L")

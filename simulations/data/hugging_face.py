@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def load_splits(name: str, subset: str = "") -> dict[str, "Dataset"]:
-    """Return all splits of a set: its name on the hub, or a folder, never looked for there."""
+def load_splits(name: str, subset: str = "") -> Any:
+    """Return the splits of a set on the hub, or of a folder, which is never looked for there."""
     place = Path(name).expanduser()
     kind = place.suffix.removeprefix(".")
     if kind in ("csv", "parquet", "npz"):
@@ -28,13 +28,12 @@ def load_splits(name: str, subset: str = "") -> dict[str, "Dataset"]:
     from datasets import load_dataset
 
     try:
-        found: dict[str, Dataset] = load_dataset(str(place), subset or None)
+        return load_dataset(str(place), subset or None)
     except Exception as error:
         raise ConfigError(
             f"dataset: {name!r} cannot be read: {first_line(error)}; for a folder with a folder "
             "of pictures for each class use folder:"
         ) from error
-    return found
 
 
 def class_column(split: "Dataset", name: str) -> str:

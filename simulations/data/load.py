@@ -41,8 +41,8 @@ class Data:
     Examples (n, channels, height, width) or (n, ...) are raw values, as stored, with labels (n,),
     0 ... num_classes - 1, and the owner of each (n,), if the set names owners. A network gets them
     as `inputs` makes them: standardised, unless their values have a meaning as they are, such as
-    positions in an alphabet, or signals of a stated strength. A `split` that comes with the data
-    has indices of each client's training examples.
+    positions in an alphabet, or signals of a stated strength. `split` has the indices of each
+    client's training examples, if it came with the data.
     """
 
     x_train: NDArray[Any]
@@ -218,8 +218,9 @@ def _digits(_: Path) -> Loaded:
 
 
 def _torchvision(class_name: str, folder: str, data_dir: Path) -> Loaded:
-    files = [data_dir / folder / "raw" / name for name in IDX_FILES]
-    if folder and all(path.is_file() or _packed(path).is_file() for path in files):
+    raw = data_dir / folder / "raw"
+    files = [path for name in IDX_FILES for path in sorted(raw.glob(f"{name}*"))[:1]]
+    if len(files) == len(IDX_FILES):
         x_train, y_train, x_test, y_test = map(_idx, files)
         return _images(x_train, y_train), _images(x_test, y_test), 10
     import torchvision  # takes a second
@@ -240,14 +241,10 @@ def _images(x: NDArray[Any], y: NDArray[Any]) -> Part:
     return Part(channels_first(x), y.astype(np.int64))
 
 
-def _packed(path: Path) -> Path:
-    return path.with_name(f"{path.name}.gz")
-
-
 def _idx(path: Path) -> NDArray[np.uint8]:
     """Read unsigned bytes after a header: two zeros, type, dimensions, and the size of each."""
-    content = path.read_bytes() if path.is_file() else gzip.decompress(_packed(path).read_bytes())
-    raw = np.frombuffer(bytearray(content), np.uint8)
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        raw = np.frombuffer(bytearray(file.read()), np.uint8)
     if raw[:3].tolist() != [0, 0, 8]:
         raise ValueError(f"{path} is no file of unsigned bytes in the format IDX")
     start = 4 + 4 * int(raw[3])

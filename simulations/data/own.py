@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +45,10 @@ class OwnData:
     image_column : str
         Column of the images of a Hugging Face dataset; its first one by default.
     split : sequence of index arrays, or partitioner of flwr-datasets, optional
-        Each client's training examples, for ``partition = "given"``. The partitioner gets the
-        columns ``label`` and, with `client_column`, that one.
+        Each client's training examples. A partitioner gets the columns ``label`` and, with
+        `client_column`, that one.
     test_share, test_seed : float, int
-        Share of the examples that become the test set, if there is none, and the seed of their
-        draw, which is the same for all seeds of a run.
+        Share of the examples that become the test set, if there is none, and the draw's seed.
 
     Examples
     --------
@@ -157,18 +155,14 @@ class Examples(NamedTuple):
     split: tuple[Indices, ...] | None = None
 
     def write(self) -> dict[str, Any]:
-        """Write the examples into the cache; return the settings that follow from them.
-
-        Their content gives the name of the file, from which any process reads them.
-        """
+        """Write them into the cache, named by content; return the settings that follow."""
         split = sizes = None
         settings: dict[str, Any] = {}
         if self.split is not None:
             split, sizes = np.concatenate(self.split), np.array([len(own) for own in self.split])
             settings = {"partition": "given", "num_clients": len(sizes)}
         elif self.train.owners is not None:
-            number = len(np.unique(self.train.owners))
-            settings = {"partition": "natural", "num_clients": number}
+            settings = {"partition": "natural", "num_clients": len(np.unique(self.train.owners))}
         texts = np.array(self.columns, str), np.array(self.classes, str)
         every = (*self.train, *self.test, *texts, split, sizes)
         arrays = {n: array for n, array in zip(NPZ, every, strict=True) if array is not None}
@@ -225,10 +219,7 @@ def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
 def _draw_test(y: Indices, share: float, seed: int) -> NDArray[np.bool_]:
     """Draw the test set: a share of each class, at least one and not all of it."""
     if not share:
-        raise ConfigError(
-            "test-share: the data have no test set; expected a share of the examples to keep for "
-            "it, such as 0.2, got 0"
-        )
+        raise ConfigError("test-share: the data have no test set; expected a share, such as 0.2")
     generator = np.random.default_rng([seed, *b"test set"])
     kept = np.zeros(len(y), bool)
     for label in np.unique(y):
@@ -303,33 +294,33 @@ def read_own(settings: DatasetSettings) -> Examples | None:
     else:
         parts = place.iterdir() if place.is_dir() else ()
         data = {own.stem: own for own in parts if own.stem in ("train", "test")}
-        read = _read_class_folders if kind == "folder" else partial(_read_table, kind)
-        data = {n: read(own) for n, own in data.items()} if "train" in data else read(place)
+        if "train" in data:
+            data = {part: _read(kind, own) for part, own in data.items()}
+        else:
+            data = _read(kind, place)
     return OwnData.of(data, settings).read()
 
 
-def _read_table(kind: str, path: Path) -> Any:
-    import pandas as pd
+def _read(kind: str, place: Path) -> Any:
+    """Read a table, or pictures in a folder for each class, whose name is their label."""
+    if kind == "folder":
+        from PIL import Image
 
-    if path.is_dir():
+        paths = sorted(path for path in place.glob("*/**/*") if path.suffix.lower() in IMAGES)
+        if not paths:
+            raise ConfigError(
+                f"dataset: expected a folder of pictures for each class, got none in {place}"
+            )
+        labels = [path.relative_to(place).parts[0] for path in paths]
+        return stack_pictures(map(Image.open, paths), str(place)), np.array(labels)
+    if place.is_dir():
         raise ConfigError(
             f"dataset: expected a {kind} file, or a folder with train.{kind}, got the folder "
-            f"{path}; did you mean folder:{path}?"
+            f"{place}; did you mean folder:{place}?"
         )
-    return pd.read_csv(path) if kind == "csv" else pd.read_parquet(path)
+    import pandas as pd
 
-
-def _read_class_folders(place: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Read pictures of a folder for each class; labels are its name."""
-    from PIL import Image
-
-    paths = sorted(path for path in place.glob("*/**/*") if path.suffix.lower() in IMAGES)
-    if not paths:
-        raise ConfigError(
-            f"dataset: expected a folder for each class with pictures in it, got none in {place}"
-        )
-    labels = [path.relative_to(place).parts[0] for path in paths]
-    return stack_pictures(map(Image.open, paths), str(place)), np.array(labels)
+    return pd.read_csv(place) if kind == "csv" else pd.read_parquet(place)
 
 
 def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
@@ -339,23 +330,20 @@ def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
     each client's training examples, one client after the other, of split_sizes.
     """
     found: dict[str, Any] = read_arrays("dataset", path, "x_train", "y_train")
-    if odd := sorted(found.keys() - set(NPZ)):
-        raise ConfigError(
-            f"dataset: {path} has {', '.join(odd)}; expected some of {', '.join(NPZ)}"
-        )
+    if odd := ", ".join(sorted(found.keys() - set(NPZ))):
+        raise ConfigError(f"dataset: {path} has {odd}; expected some of {', '.join(NPZ)}")
     if ("x_test" in found) != ("y_test" in found):
         raise ConfigError(f"dataset: {path} must hold both x_test and y_test, or neither")
     names = {key: tuple(found.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")}
-    train, test = (
-        Table(found[f"x_{part}"], found[f"y_{part}"], found.get(f"clients_{part}"), **names)
-        if f"x_{part}" in found
-        else None
+    parts = {
+        part: Table(found[f"x_{part}"], found[f"y_{part}"], found.get(f"clients_{part}"), **names)
         for part in ("train", "test")
-    )
+        if f"x_{part}" in found
+    }
     split = None
     if "split" in found:
         split = np.split(found["split"], np.cumsum(found["split_sizes"])[:-1])
-    return OwnData.of(train, settings, test=test, split=split)
+    return OwnData.of(parts, settings, split=split)
 
 
 def read_arrays(key: str, path: Path, *names: str) -> dict[str, NDArray[Any]]:
