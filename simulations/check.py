@@ -178,7 +178,7 @@ class Contract:
 def method_checks(method: Runnable, **settings: Any) -> dict[str, Callable[[], None]]:
     """Return the checks of a method, by name: each raises AssertionError, with a cure, if it fails.
 
-    The names are parameters for pytest. `method` is what :func:`~fedntk.simulations.run` takes; `settings` (snake_case) win over it.
+    `method` is what :func:`~fedntk.simulations.run` takes; `settings` (snake_case) win over it.
     """
     config = read_config(method, {**SMALL, **settings})
     names = [name for name in vars(Contract) if not name.startswith("_")]

@@ -111,12 +111,11 @@ class OwnData:
 
     def _frame(self, frame: Any, what: str) -> "Table":
         inputs = frame.drop(columns=self._require_columns(frame.columns, what))
-        words = [str(c) for c in inputs.columns if inputs[c].dtype.kind not in "biuf"]
-        if words:
+        odd = [str(c) for c in inputs.columns if inputs[c].dtype.kind not in "biuf"]
+        if words := ", ".join(odd[:10]):
             raise ConfigError(
-                f"{what}: expected numbers in all columns but the target, got words in "
-                f"{', '.join(words[:10])}; encode them first, such as with "
-                "pandas.get_dummies, or leave them out"
+                f"{what}: expected numbers in all columns but the target, got words in {words}; "
+                "encode them first, such as with pandas.get_dummies, or leave them out"
             )
         owners = np.array(frame[self.client_column].tolist()) if self.client_column else None
         x, columns = inputs.to_numpy(dtype=np.float32), tuple(map(str, inputs.columns))
@@ -191,9 +190,8 @@ def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
         every = np.unique(np.concatenate(labels)) if labels else np.zeros(0, np.int64)
         if every.dtype.kind not in "iubUSO":
             raise ConfigError(f"expected whole numbers or words as labels, got {every.dtype}")
-        if len(new := np.setdiff1d(every, labels[0])):
-            few = ", ".join(map(str, new[:5]))
-            raise ConfigError(f"test set: no training example has the labels {few}")
+        if new := ", ".join(map(str, np.setdiff1d(every, labels[0])[:5])):
+            raise ConfigError(f"test set: no training example has the labels {new}")
         if not np.array_equal(every, np.arange(len(every))):
             names = tuple(map(str, every))
 
