@@ -58,8 +58,8 @@ def all_methods() -> Mapping[str, Any]:
             if method.name in methods:
                 raise ValueError(f"there is a method {method.name!r} already")
         except Exception as error:  # another package's fault must not stop all other methods
-            where = entry.name, entry.value
-            logger.warning("method %s (%s) is left out: %s", *where, first_line(error))
+            found = entry.name, entry.value, first_line(error)
+            logger.warning("method %s (%s) is left out: %s", *found)
         else:
             methods[method.name] = method
     return MappingProxyType(methods)

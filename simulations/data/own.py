@@ -118,8 +118,8 @@ class OwnData:
                 "encode them first, such as with pandas.get_dummies, or leave them out"
             )
         owners = np.array(frame[self.client_column].tolist()) if self.client_column else None
-        x, columns = inputs.to_numpy(dtype=np.float32), tuple(map(str, inputs.columns))
-        return Table(x, frame[self.target].to_numpy(), owners, columns)
+        x, y = inputs.to_numpy(dtype=np.float32), frame[self.target].to_numpy()
+        return Table(x, y, owners, tuple(map(str, inputs.columns)))
 
     def _hugging_face(self, data: Any, what: str) -> "Table":
         picture = self.image_column or image_column(data)
@@ -155,8 +155,7 @@ class Examples(NamedTuple):
 
     def write(self) -> dict[str, Any]:
         """Write them into the cache, named by content; return the settings that follow."""
-        split = sizes = None
-        settings: dict[str, Any] = {}
+        split, sizes, settings = None, None, dict[str, Any]()
         if self.split is not None:
             split, sizes = np.concatenate(self.split), np.array([len(own) for own in self.split])
             settings = {"partition": "given", "num_clients": len(sizes)}
