@@ -1,7 +1,9 @@
 """The papers' networks, by name."""
 
+import contextlib
 import copy
 import hashlib
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -227,6 +229,17 @@ def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) 
     given = f"{place.removesuffix('()')}()-{digest.hexdigest()[:6]}"
     _given[given] = model
     return given
+
+
+def network_checksum(network: nn.Module) -> str:
+    """Return a checksum of an architecture: layers, shapes, and the source of a user's classes."""
+    digest = hashlib.sha256(repr(network).encode())
+    digest.update(repr([(k, tuple(t.shape)) for k, t in network.state_dict().items()]).encode())
+    for kind in {type(module): None for module in network.modules()}:
+        if kind.__module__.partition(".")[0] not in ("torch", "torchvision", "fedntk"):
+            with contextlib.suppress(OSError, TypeError):  # of a class without a source
+                digest.update(inspect.getsource(kind).encode())
+    return digest.hexdigest()
 
 
 def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:

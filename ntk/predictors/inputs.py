@@ -24,7 +24,7 @@ class InputTransform:
     ----------
     shape : tuple of int
         Shape of one raw example.
-    mean, std : float32
+    mean, std : float32, or float64 for tables
         Moments of the training examples, which broadcast over an example: per channel of images,
         per column of tables.
     columns : tuple of str
@@ -32,7 +32,9 @@ class InputTransform:
     alphabet : str
         Characters of texts; empty for numbers.
     classes : tuple of str
-        Names of the C classes, which may be numbers.
+        Names of the C classes.
+    numbered : bool
+        Whether the names are the numbers that were labels in the data, such as 1 ... C.
     project : callable, optional
         Random projection of the standardised tensor. Its seed is a secret, so it is not saved.
 
@@ -44,11 +46,12 @@ class InputTransform:
     """
 
     shape: tuple[int, ...]
-    mean: NDArray[np.float32]
-    std: NDArray[np.float32]
+    mean: NDArray[Any]
+    std: NDArray[Any]
     columns: tuple[str, ...] = ()
     alphabet: str = ""
     classes: tuple[str, ...] = ()
+    numbered: bool = False
     project: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
@@ -65,7 +68,8 @@ class InputTransform:
             how: Any = {"axis": axes, "keepdims": True, "dtype": np.float64}
             mean, std = x.mean(**how)[0], x.std(**how)[0]
         std = np.where(std > 0, std, 1.0)
-        return cls(x.shape[1:], mean.astype(np.float32), std.astype(np.float32), **more)
+        dtype = _dtype_of(x.shape[1:])
+        return cls(x.shape[1:], mean.astype(dtype), std.astype(dtype), **more)
 
     def __call__(self, x: Any) -> Tensor:
         """Return examples (n, ...) as a network takes them, float32.
@@ -77,7 +81,10 @@ class InputTransform:
         if raw.shape[1:] != self.shape:
             sizes = ", ".join(map(str, self.shape))
             raise ValueError(f"expected examples of shape (n, {sizes}), got {raw.shape}")
-        ready = torch.from_numpy((raw.astype(np.float32) - self.mean) / self.std)
+        if not np.isfinite(raw).all():
+            raise ValueError("expected finite numbers, got NaN or infinity")
+        scaled = (raw.astype(self.mean.dtype) - self.mean) / self.std
+        ready = torch.from_numpy(scaled.astype(np.float32, copy=False))
         return ready if self.project is None else self.project(ready)
 
     def _numbers(self, x: Any) -> NDArray[Any]:
@@ -85,7 +92,7 @@ class InputTransform:
             if missing := ", ".join(name for name in self.columns if name not in x.columns):
                 named = ", ".join(self.columns)
                 raise ValueError(f"expected the columns {named}; missing: {missing}")
-            x = x[list(self.columns)].to_numpy()
+            x = x[list(self.columns)].to_numpy(dtype=np.float64)
         raw = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
         if raw.dtype == bool or not np.issubdtype(raw.dtype, np.number) or np.iscomplexobj(raw):
             raise ValueError(f"expected numbers, got {raw.dtype}")
@@ -107,11 +114,10 @@ class InputTransform:
     def labels(self, y: Any) -> Tensor:
         """Return labels 0 ... C - 1, int64 (n,), of names of classes; ValueError if one is unknown.
 
-        Numbers are names if the classes have numbers as names; else they are labels already.
+        Numbers are names if the data had other numbers as labels; else they are labels already.
         """
         given = y.tolist() if hasattr(y, "tolist") else list(y)
-        numbered = not all(name.lstrip("-").isdigit() for name in self.classes)
-        if numbered and not any(isinstance(own, str) for own in given):
+        if not self.numbered and not any(isinstance(own, bool | str) for own in given):
             return torch.tensor(given, dtype=torch.int64)
         number = {name: i for i, name in enumerate(self.classes)}
         if odd := sorted({str(own) for own in given} - number.keys()):
@@ -139,6 +145,11 @@ class InputTransform:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / FILE).write_text(text, encoding="utf-8")
 
+    @staticmethod
+    def remove(folder: str | Path) -> None:
+        """Remove what an earlier :meth:`save` wrote."""
+        (Path(folder) / FILE).unlink(missing_ok=True)
+
     @classmethod
     def load(cls, folder: str | Path) -> Self | None:
         """Read what :meth:`save` wrote; None if there is none."""
@@ -148,7 +159,13 @@ class InputTransform:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             tuples = {name: tuple(content[name]) for name in ("shape", "columns", "classes")}
-            moments = {name: np.float32(content[name]) for name in ("mean", "std")}
+            dtype = _dtype_of(tuples["shape"])
+            moments = {name: np.asarray(content[name], dtype) for name in ("mean", "std")}
             return cls(**{**content, **tuples, **moments})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no inputs that can be read: {error!r}") from error
+
+
+def _dtype_of(shape: tuple[int, ...]) -> Any:
+    """Return the dtype of moments: columns of tables may be far from 0, such as dates."""
+    return np.float64 if len(shape) == 1 else np.float32

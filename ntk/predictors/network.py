@@ -59,6 +59,8 @@ class Predictor(nn.Module, ABC):
         """Write the predictor, and what it does to its inputs, into a folder, which is made."""
         if self.inputs is not None:
             self.inputs.save(folder)  # refuses a secret before anything is written
+        else:
+            InputTransform.remove(folder)
         self._save(Path(folder))
 
     @classmethod

@@ -54,7 +54,7 @@ class Data:
     natural_ids_test: NDArray[Any] | None = None
     standardise: bool = True
     columns: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
+    classes: tuple[str | int, ...] = ()
     alphabet: str = ""
     split: tuple[NDArray[np.int64], ...] | None = None
 
@@ -79,9 +79,14 @@ class Data:
     def inputs(self) -> InputTransform:
         """What is done to raw examples before a network sees them."""
         classes = self.classes or tuple(self.alphabet) or tuple(map(str, range(self.num_classes)))
-        names = {"columns": self.columns, "classes": classes, "alphabet": self.alphabet}
-        scaled = self.standardise and not self.alphabet
-        return InputTransform.fit(self.x_train, standardise=scaled, **names)
+        return InputTransform.fit(
+            self.x_train,
+            standardise=self.standardise and not self.alphabet,
+            columns=self.columns,
+            classes=tuple(map(str, classes)),
+            numbered=bool(self.classes) and isinstance(self.classes[0], int),
+            alphabet=self.alphabet,
+        )
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -136,8 +141,10 @@ def load_own(path: str, data: Data, max_examples: int) -> Own:
 
 def load_data(settings: DatasetSettings) -> Data:
     """Load the data set that `settings` name; later calls in a process share it."""
-    file = Path(settings.dataset.partition(":")[2])
-    modified = file.stat().st_mtime_ns if file.is_file() else 0
+    kind, _, rest = settings.dataset.partition(":")
+    place = Path(kind if kind.endswith(".py") else rest).expanduser()
+    files = place.rglob("*") if rest and place.is_dir() else [place]
+    modified = sum(file.stat().st_mtime_ns for file in files if file.is_file())
     options = {name: getattr(settings, name) for name in DatasetSettings.options()}
     options["data_dir"] = settings.data_dir or str(cache_dir() / "data")
     try:

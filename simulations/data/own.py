@@ -53,7 +53,7 @@ class OwnData:
     Examples
     --------
     >>> x, y = np.eye(6, dtype=np.float32), np.arange(6) % 2
-    >>> own = OwnData((x, y), split=[[0, 1], [2, 3]], test_share=0.34).read()
+    >>> own = OwnData((x, y), split=[[0, 1], [2, 3]], test_share=0.3).read()
     >>> len(own.train.y), len(own.test.y), own.classes
     (4, 2, ())
     """
@@ -110,24 +110,26 @@ class OwnData:
         return [require_column(key, name, columns, f"the {what}") for key, name in own.items()]
 
     def _frame(self, frame: Any, what: str) -> "Table":
-        inputs = frame.drop(columns=self._require_columns(frame.columns, what))
+        own = self._require_columns(frame.columns, what)
+        index = [c for c in frame.columns if str(c).startswith("__index_level_")]  # of pandas
+        inputs = frame.drop(columns=[*own, *index])
         odd = [str(c) for c in inputs.columns if inputs[c].dtype.kind not in "biuf"]
         if words := ", ".join(odd[:10]):
             raise ConfigError(
-                f"{what}: expected numbers in all columns but the target, got words in {words}; "
+                f"{what}: expected numbers in all columns but the target, got others in {words}; "
                 "encode them first, such as with pandas.get_dummies, or leave them out"
             )
         owners = np.array(frame[self.client_column].tolist()) if self.client_column else None
-        x, y = inputs.to_numpy(dtype=np.float32), frame[self.target].to_numpy()
+        x, y = inputs.to_numpy(dtype=np.float64), frame[self.target].to_numpy()
         return Table(x, y, owners, tuple(map(str, inputs.columns)))
 
     def _hugging_face(self, data: Any, what: str) -> "Table":
         picture = self.image_column or image_column(data)
-        if not picture:
-            return self._frame(data.to_pandas(), what)
-        require_column("image-column", picture, data.features, f"the {what}")
         self._require_columns(data.features, what)
         names = tuple(getattr(data.features[self.target], "names", ()))
+        if not picture:
+            return self._frame(data.to_pandas(), what)._replace(classes=names)
+        require_column("image-column", picture, data.features, f"the {what}")
         owners = np.asarray(data[self.client_column]) if self.client_column else None
         x, y = stack_pictures(data[picture], what), np.asarray(data[self.target])
         return Table(x, y, owners, classes=names)
@@ -140,7 +142,7 @@ class Table(NamedTuple):
     y: NDArray[Any]  # numbers or words
     owners: NDArray[Any] | None = None
     columns: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()  # names of the labels 0 ... C - 1, if they are known
+    classes: tuple[str | int, ...] = ()  # names of the labels 0 ... C - 1, if they are known
 
 
 class Examples(NamedTuple):
@@ -150,7 +152,7 @@ class Examples(NamedTuple):
     test: Part
     num_classes: int
     columns: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
+    classes: tuple[str | int, ...] = ()  # numbers if the data had these as labels
     split: tuple[Indices, ...] | None = None
 
     def write(self) -> dict[str, Any]:
@@ -161,7 +163,7 @@ class Examples(NamedTuple):
             settings = {"partition": "given", "num_clients": len(sizes)}
         elif self.train.owners is not None:
             settings = {"partition": "natural", "num_clients": len(np.unique(self.train.owners))}
-        texts = np.array(self.columns, str), np.array(self.classes, str)
+        texts = np.array(self.columns, str), np.array(self.classes or np.array((), str))
         every = (*self.train, *self.test, *texts, split, sizes)
         arrays = {n: array for n, array in zip(NPZ, every, strict=True) if array is not None}
         digest = checksum_of(np.array(list(arrays)), *arrays.values())
@@ -183,16 +185,26 @@ def checksum_of(*arrays: NDArray[Any]) -> str:
 
 def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
     """Give the classes numbers, and the test set its examples."""
+    if test is not None:
+        test = _match(train, test)
     names, every = train.classes, None
-    labels = [np.unique(table.y) for table in (train, test) if table is not None and len(table.y)]
     if not names:
-        every = np.unique(np.concatenate(labels)) if labels else np.zeros(0, np.int64)
+        tables = (train, test) if test is not None else (train,)
+        try:
+            labels = [np.unique(table.y) for table in tables]
+            every = np.unique(np.concatenate(labels))
+        except TypeError as error:
+            raise ConfigError(
+                f"expected labels of one kind, all words or all numbers, without gaps: {error}"
+            ) from None
+        if every.dtype.kind == "f" and not (every % 1).any():  # whole, from a column with gaps
+            every = every.astype(np.int64)
         if every.dtype.kind not in "iubUSO":
             raise ConfigError(f"expected whole numbers or words as labels, got {every.dtype}")
         if new := ", ".join(map(str, np.setdiff1d(every, labels[0])[:5])):
             raise ConfigError(f"test set: no training example has the labels {new}")
-        if not np.array_equal(every, np.arange(len(every))):
-            names = tuple(map(str, every))
+        if every.dtype.kind not in "iu" or not np.array_equal(every, np.arange(len(every))):
+            names = tuple(every.tolist() if every.dtype.kind in "iu" else map(str, every))
 
     def part(table: Table, what: str) -> Part:
         y = table.y if every is None else np.searchsorted(every, table.y.astype(every.dtype))
@@ -207,10 +219,30 @@ def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
     kept = _draw_test(whole_set.y, own.test_share, own.test_seed)
     if given is not None:  # only what no client has been given can be tested on
         free = ~np.isin(np.arange(len(kept)), np.concatenate(given))
-        kept = free if free.any() else kept
+        kept = free if free.mean() >= own.test_share else kept
         numbers = np.cumsum(~kept) - 1
         given = tuple(numbers[indices[~kept[indices]]] for indices in given)
+        if empty := [i for i, indices in enumerate(given) if not len(indices)]:
+            raise ConfigError(
+                f"split: all examples of client {empty[0]} were drawn for the test set; give a "
+                "test set, or leave rows for it out of the split"
+            )
     return Examples(whole_set.select(~kept), whole_set.select(kept), *more, given)
+
+
+def _match(train: Table, test: Table) -> Table:
+    """Return a test set with the columns, and the numbers of the classes, of the training set."""
+    if sorted(train.columns) != sorted(test.columns):
+        odd = sorted(set(train.columns) ^ set(test.columns))
+        raise ConfigError(f"test set: other columns than the train set: {', '.join(odd[:10])}")
+    order = [test.columns.index(name) for name in train.columns]
+    test = test._replace(x=test.x[:, order] if order else test.x, columns=train.columns)
+    if train.classes == test.classes:
+        return test
+    if odd := sorted(map(str, set(test.classes) - set(train.classes))):
+        raise ConfigError(f"test set: no training example has the classes {', '.join(odd[:10])}")
+    numbers = np.array([train.classes.index(name) for name in test.classes], np.int64)
+    return test._replace(y=numbers[test.y], classes=train.classes)
 
 
 def _draw_test(y: Indices, share: float, seed: int) -> NDArray[np.bool_]:
@@ -238,8 +270,15 @@ def _split(own: OwnData, whole_set: Part) -> tuple[Indices, ...] | None:
             columns[own.client_column] = whole_set.owners
         split.dataset = Dataset.from_dict(columns)
         split = [split.load_partition(i)["index"] for i in range(split.num_partitions)]
-    clients = tuple(np.asarray(indices, np.int64).reshape(-1) for indices in split)
+    split = split.values() if isinstance(split, Mapping) else split
+    clients = tuple(np.asarray(list(indices)) for indices in split)
     for i, indices in enumerate(clients):
+        repeated = len(indices) - len(np.unique(indices))
+        if len(indices) and (repeated or indices.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"split: expected the numbers of client {i}'s examples, each once, got "
+                f"{indices.dtype} with {repeated} repeated"
+            )
         wrong = indices[(indices < 0) | (indices >= most)]
         if len(wrong) or not len(indices):
             raise ConfigError(
@@ -285,12 +324,15 @@ def read_own(settings: DatasetSettings) -> Examples | None:
     elif kind not in ("csv", "parquet", "folder", "npz"):
         return None
     elif not place.exists():
-        raise ConfigError(f"dataset: no file or folder at {place.absolute()}")
+        cure = "; pass data=... again" if place.parent == cache_dir() / "data" else ""
+        raise ConfigError(f"dataset: no file or folder at {place.absolute()}{cure}")
     elif kind == "npz":
         data = _read_npz(place, settings)
     else:
         parts = place.iterdir() if place.is_dir() else ()
-        data = {own.stem: own for own in parts if own.stem in ("train", "test")}
+        suffix = "" if kind == "folder" else f".{kind}"
+        named = ("train", "test")
+        data = {own.stem: own for own in parts if own.stem in named and own.suffix == suffix}
         if "train" in data:
             data = {part: _read(kind, own) for part, own in data.items()}
         else:
@@ -309,7 +351,12 @@ def _read(kind: str, place: Path) -> Any:
                 f"dataset: expected a folder of pictures for each class, got none in {place}"
             )
         labels = [path.relative_to(place).parts[0] for path in paths]
-        return stack_pictures(map(Image.open, paths), str(place)), np.array(labels)
+
+        def convert(path: Path) -> NDArray[Any]:
+            with Image.open(path) as picture:
+                return np.asarray(picture.convert("RGB") if picture.mode == "P" else picture)
+
+        return stack_pictures(paths, str(place), convert), np.array(labels)
     if place.is_dir():
         raise ConfigError(
             f"dataset: expected a {kind} file, or a folder with train.{kind}, got the folder "

@@ -99,6 +99,11 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
 
     def check(self) -> None:
         """Refuse a number of owners without a natural split."""
+        if self.client_column and self.partition != "natural":
+            raise ConfigError(
+                f"client-column = {self.client_column} says whose an example is, and goes with "
+                f"partition = natural; got {self.partition}"
+            )
         if self.owners and self.partition != "natural":
             raise ConfigError(
                 f"owners = {self.owners} needs partition = natural, got {self.partition}"

@@ -23,7 +23,8 @@ from ..data.kept_examples import Own
 from ..data.load import load_data
 from ..deploy.simulated_trust import key_server, projected, run_name, sealed_projection
 from ..methods.method import Method, Setup
-from ..models import build_model, name_model
+from ..models import build_model, name_model, network_checksum
+from ..report.results import read_summary, require_same
 from ._flower import log_from
 from .checkpoints import Checkpoint, Checkpoints
 
@@ -155,6 +156,9 @@ def load_predictor(
         config = Config.of_run(folder, weights="", **own_model)
         method: Method = config.chosen_method
         setup = Setup(config, build_model(config, inputs.shape, len(inputs.classes)))
+        if (folder / "summary.json").exists():
+            now = network_checksum(setup.network)
+            require_same("network", read_summary(folder)["network"], now, folder)
         predictor: Predictor = method.predictor(setup, arrays, described["learned"])
         predictor.inputs = inputs
         return predictor

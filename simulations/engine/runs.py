@@ -21,7 +21,7 @@ from ..data.own import OwnData
 from ..errors import RunFailed, first_line
 from ..methods.method import Method
 from ..metrics import metrics_of
-from ..models import name_model
+from ..models import name_model, network_checksum
 from ..report.results import (
     Run,
     State,
@@ -33,6 +33,7 @@ from ..report.results import (
     run_state,
 )
 from ._flower import log_from
+from .building import load_setup
 from .checkpoints import Checkpoints, OnRound, Record
 from .client_app import app as client_application
 from .engines import LocalGrid
@@ -115,7 +116,7 @@ def run(
     [0, 1]
     """
     _check(engine, workers, writers)
-    config = _with_objects(read_config(config, overrides), data=data, model=model)
+    config = _with_objects(read_config(config, overrides), overrides, data=data, model=model)
     prepared = _prepare(config, engine, again=again)
     try:
         with show_progress(config.rounds, enabled=progress) as shown:
@@ -172,7 +173,7 @@ def compare(
     """
     _check(engine, workers, writers)
     planned = [
-        _with_objects(config, data=data, model=model)
+        _with_objects(config, overrides, data=data, model=model)
         for config in _plan(configs, seeds, Path(out), overrides)
     ]
     prepared = []
@@ -216,9 +217,16 @@ def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
     check_writers(writers)
 
 
-def _with_objects(config: Config, *, data: Any = None, model: Any = None) -> Config:
+def _with_objects(
+    config: Config, overrides: Mapping[str, Any], *, data: Any = None, model: Any = None
+) -> Config:
     """Return the configuration with a user's own data and network, as settings."""
     own = {} if data is None else OwnData.of(data, config).read().write()
+    for name in own.keys() & overrides.keys():
+        if own[name] != overrides[name]:
+            raise ConfigError(
+                f"{name}: the data say {own[name]}, got {overrides[name]}; leave one of the two out"
+            )
     if model is not None:
         own["model"] = name_model(model)
     return config.replace(**own)
@@ -385,8 +393,10 @@ def _records_before(config: Config, state: State) -> Sequence[Record]:
         return [] if checkpoint is None else checkpoint.records
     if state == "new":
         return []
-    before = data = read_summary(config.folder)["data"]
+    before = now = read_summary(config.folder)
     with contextlib.suppress(ConfigError):  # results can be read without the data
-        data = load_data(config).checksum
-    require_same("data set", before, data, config.folder)
+        now = {"data": load_data(config).checksum, "network": now["network"]}
+        now["network"] = network_checksum(load_setup(config).network)
+    require_same("data set", before["data"], now["data"], config.folder)
+    require_same("network", before["network"], now["network"], config.folder)
     return read_records(config.folder)

@@ -23,6 +23,7 @@ from ..deploy.simulated_trust import projected
 from ..errors import Stopped, first_line
 from ..methods.method import Setup
 from ..metrics import load_metrics
+from ..models import network_checksum
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
 from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints, OnRound
@@ -107,6 +108,7 @@ def _serve(
     source = {  # what the bits of a run depend on besides its configuration
         "data": setup.data.checksum,
         "split": setup.split.checksum,
+        "network": network_checksum(setup.network),
         "device": setup.device,
         "threads": f"{torch.get_num_threads()} on the server, {config.client_threads} in a client",
     }
@@ -114,6 +116,7 @@ def _serve(
         before = checkpoint.source
         require_same("data set", before["data"], source["data"], folder)
         require_same("split of the data set", before["split"], source["split"], folder)
+        require_same("network", before["network"], source["network"], folder)
         for key in ("device", "threads"):
             if before[key] != source[key]:
                 logger.warning(
@@ -159,7 +162,12 @@ def _serve(
     method.after_run(setup, strategy, folder / "details")
     sizes = [len(own) for own in setup.split.clients]
     inputs = setup.data.inputs.describe()
-    more = {**source, "inputs": inputs, "examples-per-client": [min(sizes), max(sizes)]}
+    more = {
+        **source,
+        "inputs": inputs,
+        "test-examples": len(setup.data.y_test),
+        "examples-per-client": [min(sizes), max(sizes)],
+    }
     summary = write_run(config, recorder.checkpoint, **more)
     checkpoints.save(recorder.checkpoint, last=True)
     write_json(folder / "summary.json", summary)

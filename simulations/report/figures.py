@@ -113,7 +113,7 @@ def accuracy_against_heterogeneity(
     `alphas` has each run's concentration by the run's name, and `labels` its curve, by default its
     method's. A curve looks as the run of its name, if there is one, else as its first run.
     """
-    figure, axes = _figure(title, xscale="log", ylabel=f"best {evaluated_on} accuracy (%)")
+    figure, axes = _figure(title, ylabel=f"best {evaluated_on} accuracy (%)")
     axes.set_xlabel(r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)")
     accuracy = rounds[rounds.metric == "accuracy"]
     best = accuracy.groupby(["run", "method", "seed"], sort=False).value.max().reset_index()
@@ -128,6 +128,7 @@ def accuracy_against_heterogeneity(
         axes.errorbar(
             mean.index, mean, (mean - low, high - mean), capsize=3, label=str(method), **style
         )
+    axes.set_xscale("log")  # once there are points
     _tick(axes, best.alpha)
     axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
     return figure

@@ -26,7 +26,12 @@ from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.own import Examples
 from fedntk.simulations.data.partitions import load_split
 
+from .outcomes import refused
+
 NAMES = np.array(["ash", "birch", "oak"])
+
+
+NATURAL = {"client_column": "site", "partition": "natural"}
 
 
 def make_frame(n: int = 60, seed: int = 0) -> pd.DataFrame:
@@ -243,13 +248,16 @@ def test_networks_of_ones_own(tmp_path, monkeypatch):
         ({"client_column": "where"}, "client-column: .* has the columns"),
         ({"dataset": "t.py:load"}, "t.py:load: there is no file /"),
         ({"model": "mlpp"}, "did you mean 'mlp'"),
-        ({"partition": "given"}, "expected given exactly if the data come with a split"),
+        (
+            {"partition": "given", "client_column": "", "dataset": "digits"},
+            "expected given exactly if the data come with a split",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_cure(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     make_frame().to_csv("t.csv", index=False)
-    options = {"dataset": "csv:t.csv", "target": "kind", "client_column": "site", **options}
+    options = {"dataset": "csv:t.csv", "target": "kind", **NATURAL, **options}
     with pytest.raises(ConfigError, match=message):
         run(small(**options), progress=False, out=tmp_path / "run")
 
@@ -258,7 +266,7 @@ def test_what_does_not_fit_is_refused_with_the_cure(tmp_path, monkeypatch, optio
     ("data", "message"),
     [
         (make_frame(), "target: .* has the columns"),
-        (OwnData(make_frame(), target="kind"), "words in site; encode them first"),
+        (OwnData(make_frame(), target="kind"), "got others in site; encode them first"),
         (OwnData((np.ones((4, 2)), np.ones(3, int))), r"one label each, got shapes \(4, 2\)"),
         (OwnData((np.ones((4, 2)) * np.nan, np.arange(4) % 2)), "expected finite numbers"),
         (OwnData((np.ones((4, 2)), np.arange(4) / 2)), "whole numbers or words as labels"),
@@ -274,5 +282,63 @@ def test_objects_that_do_not_fit_are_refused(data, message):
 
 def test_labels_that_do_not_begin_at_0_are_as_many_classes():
     own = OwnData((np.eye(9, dtype=np.float32), np.arange(9) % 3 + 1)).read()
-    assert (own.num_classes, own.classes) == (3, ("1", "2", "3"))
+    assert (own.num_classes, own.classes) == (3, (1, 2, 3))
     assert sorted(set(own.train.y)) == [0, 1, 2]
+    # these numbers are names; those that stand for other names are not
+    inputs = load_data(small(**own.write(), num_clients=2)).inputs
+    assert inputs.labels([3, 1]).tolist() == [2, 0]
+    digits = datasets.ClassLabel(names=["1", "10", "2"])
+    features = datasets.Features({"x": datasets.Value("float32"), "label": digits})
+    table = datasets.Dataset.from_dict({"x": np.arange(9.0), "label": [0, 1, 2] * 3}, features)
+    inputs = load_data(small(**OwnData(table).read().write(), num_clients=2)).inputs
+    assert inputs.labels([1, 2]).tolist() == [1, 2] == inputs.labels(["10", "2"]).tolist()
+
+
+def test_a_test_set_is_read_by_the_names_of_columns_and_classes():
+    frame = make_frame().drop(columns="site")
+    mixed = frame[["weight", "kind", "girth", "ring", "height"]]
+    own = OwnData(frame, test=mixed, target="kind").read()
+    np.testing.assert_array_equal(own.train.x, own.test.x)
+    refused("test set: other columns than the train set: ring, rings", OwnData(
+        frame, test=frame.rename(columns={"ring": "rings"}), target="kind").read)  # fmt: skip
+
+    def table(names):
+        kinds = {"x": datasets.Value("float32"), "label": datasets.ClassLabel(names=names)}
+        rows = {"x": np.arange(3.0), "label": [names.index(name) for name in "abc"]}
+        return datasets.Dataset.from_dict(rows, datasets.Features(kinds))
+
+    own = OwnData(table(["a", "b", "c"]), test=table(["c", "b", "a"])).read()
+    np.testing.assert_array_equal(own.train.y, own.test.y)
+    assert own.classes == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ([[True] * 4, [False] * 4], "the numbers of client 0's examples, each once, got bool"),
+        ([[0, 0], [1]], "each once, got int64 with 1 repeated"),
+        ([[0.5], [1]], "got float64 with 0 repeated"),
+        ([[0], [1], [2, 3]], "all examples of client . were drawn for the test set"),
+    ],
+)
+def test_splits_that_say_less_than_they_seem_are_refused(split, message):
+    refused(message, OwnData((np.eye(4), np.arange(4) % 2), split=split, test_share=0.5).read)
+
+
+def test_a_network_that_was_edited_is_not_taken_for_the_runs(tmp_path):
+    """A cell's function of the same name: neither its results nor its weights are read as its."""
+    frame = make_frame().drop(columns="site")
+    options = {"data": frame, "out": tmp_path / "run", "progress": False}
+
+    def build(shape, classes):
+        return nn.Sequential(nn.Linear(*shape, 4), nn.Tanh(), nn.Linear(4, classes))
+
+    finished = run(small(rounds=0, target="kind"), model=build, **options)
+    assert run(small(rounds=0, target="kind"), model=build, **options).summary == finished.summary
+
+    def build(shape, classes):
+        return nn.Sequential(nn.Linear(*shape, 4), nn.ReLU(), nn.Linear(4, classes))
+
+    refused("the network has changed since|holds a run with other settings",
+            run, small(rounds=0, target="kind"), model=build, **options)  # fmt: skip
+    refused("the network has changed since", load_predictor, finished.folder, model=build)

@@ -134,7 +134,7 @@ def test_different_runs_of_one_name_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "npz:/nowhere.npz"}, "no file at /nowhere.npz"),
+        ({"dataset": "npz:/nowhere.npz"}, "no file or folder at /nowhere.npz"),
         ({"num_clients": 2000}, "at most one client for each of the 400"),
         ({"train_examples": 1438}, "train-examples: expected at most 1437, got 1438"),
         ({"partition": "dirichlet", "min_partition_size": 500}, "partition = dirichlet"),
@@ -166,8 +166,8 @@ def test_what_cannot_work_is_refused_before_round_1(tmp_path, options, message):
 def test_what_flowers_own_command_meets(tmp_path):
     """It does not go through `run`: failures are kept, numbers of nodes and settings checked."""
     config = SMALL.replace(out=tmp_path, dataset="npz:/nowhere.npz")
-    refused("no file at", serve, grid_of(SMALL), config)
-    refused(r"no file at /nowhere\.npz", read_run, tmp_path, error=RunFailed)
+    refused("no file or folder at", serve, grid_of(SMALL), config)
+    refused(r"no file or folder at /nowhere\.npz", read_run, tmp_path, error=RunFailed)
     with pytest.raises(ConfigError, match=r'expected 12 nodes, got 13.*"num-supernodes=12"'):
         serve(grid_of(SMALL.replace(num_clients=13)), SMALL.replace(out=tmp_path / "a"))
     values = SMALL.replace(out=tmp_path / "b").run_config() | {"learning-rate": -1.0}
