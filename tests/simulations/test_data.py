@@ -107,7 +107,8 @@ def test_hugging_face_columns_by_name_and_natural_ids(tmp_path):
             digit=[i % 3 for i in range(n)], writer=list("aabbcc")[:n],
         )  # fmt: skip
     name = f"hf:{tmp_path}"
-    data = load_data(Config(dataset=name, target="digit", client_column="writer"))
+    own = {"client_column": "writer", "partition": "natural"}
+    data = load_data(Config(dataset=name, target="digit", **own))
     assert (data.x_train.shape, data.num_classes) == ((6, 3, 9, 8), 3)
     assert data.x_train[:, 0, 0, 0].tolist() == data.x_train[:, 0, 8, 7].tolist() == [*range(6)]
     assert data.natural_ids.tolist() == list("aabbcc")
