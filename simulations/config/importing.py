@@ -75,7 +75,7 @@ def require_importable(key: str, named: str, *, what: str = "it", same: bool = T
 
 
 def _load(path: Path) -> ModuleType:
-    """Load a file as a module whose name is its path, unless it is loaded and has not changed."""
+    """Load a file as a module whose name is its path, unless it is loaded and unchanged."""
     name, changed = str(path), path.stat().st_mtime_ns
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__changed__ == changed:

@@ -166,7 +166,7 @@ class Method:
     evaluation_metrics: ClassVar[tuple[str, ...]] = ()  # of clients, besides loss and accuracy
 
     def __init__(self, *row: Any, **more: Any) -> None:
-        if row and not isinstance(row[0], str):  # the classes, of which the first one names it
+        if row and not isinstance(row[0], str):  # the classes; the first one names it
             row = (more.pop("name", _kebab_case(getattr(row[0], "__name__", ""))), *row)
         names = ("name", "strategy_class", "client_class")
         vars(self).update(zip(names, row, strict=False), **more)

@@ -65,7 +65,7 @@ def examples(size: int) -> Own:
 
 
 def test_no_more_is_kept_than_fits_and_the_oldest_goes_first():
-    """Of 40 bytes each, 2 replaces 1, asked for longest ago; 3 has 104 bytes."""
+    """Each has 40 bytes, so 2 replaces 1, which was asked for longest ago; 3 has 104 bytes."""
     kept, made = KeptExamples(most_bytes=100), []
     for partition, size in ((0, 10), (1, 10), (0, 10), (2, 10), (0, 10), (1, 10), (3, 26), (3, 26)):
         kept.of(partition, lambda own=(partition, size): made.append(own[0]) or examples(own[1]))

@@ -27,7 +27,7 @@ def scores(**runs):
 
 
 def test_intervals_that_can_be_counted():
-    """Of 0, 0, 3 the mean of a resample is binomial(3, 1/3): 0 in 30 %, 3 in 3.7 % of all.
+    """The mean of a resample of 0, 0, 3 is binomial(3, 1/3): 0 in 30 %, 3 in 3.7 % of all.
 
     Both are more than the 2.5 % at each end of a 95 % interval. In the middle 90 % there is no 3,
     and the next is 2, in 22 %. Of two values, each end is a quarter of all resamples.

@@ -34,7 +34,7 @@ def test_rows_stay_whole_and_none_is_lost(server, structure):
 
 
 def test_all_orders_are_equally_likely():
-    """Of 3 rows, 120 times: chi^2 of 5 degrees of freedom is over 50.8 with probability 1e-9."""
+    """Three rows, 120 times: chi^2 of 5 degrees of freedom is over 50.8 with probability 1e-9."""
     parts = [upload(0, 1), upload(1, 2)]
     data = JacobianUpload.concatenate(parts).outputs
     counts = Counter()
