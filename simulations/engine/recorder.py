@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.network import Evaluation
 from fedntk.strategies import BaseStrategy
+from fedntk.strategies.core.rounds import fault_of
 
 from ..config.config import Config
 from ..metrics import MEASURED, MEASURED_PREFIXES, metrics_of
@@ -119,8 +120,10 @@ class Recorder:
         self._append(*checkpoint.records)
 
     def save(self) -> None:
-        """Write a checkpoint, if there is anything new."""
-        if self.checkpoint.round > self._saved:
+        """Write a checkpoint, if there is anything new and the run is not in vain so far."""
+        changed = any(record.get("model-updated") for record in self.checkpoint.records)
+        in_vain = self._saved <= 0 and fault_of(self.strategy, changed=changed)
+        if self.checkpoint.round > self._saved and not in_vain:
             self.checkpoints.save(self.checkpoint)
             self._saved = self.checkpoint.round
 

@@ -47,13 +47,16 @@ def run_rounds(
     arrays = strategy.centre(arrays, grid)
     started = time.monotonic()
 
+    def fault() -> RuntimeError | None:
+        return None if done else fault_of(strategy, changed=bool(result.arrays))
+
     def is_last(number: int) -> bool:
         if evaluate_fn is not None:
             metrics = _evaluate(evaluate_fn, strategy, number, strategy.choose_evaluated(arrays))
             logger.info("Evaluation on the server: %s", metrics)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
-        if checkpoints is not None:
+        if checkpoints is not None and not fault():
             checkpoints.save(number, arrays, strategy.state_dict(), result)
         return should_stop is not None and should_stop(number, result)
 
@@ -70,8 +73,8 @@ def run_rounds(
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
             result.train_metrics_clientapp[number] = metrics
-        if number == done + GIVE_UP and not done:
-            _require_success(strategy, changed=bool(result.arrays))
+        if number == GIVE_UP and (error := fault()):
+            raise error
         judged = strategy.choose_evaluated(arrays)
         messages = strategy.configure_evaluate(number, judged, evaluate_config, grid)
         replies = grid.send_and_receive(messages=messages, timeout=timeout)
@@ -84,23 +87,24 @@ def run_rounds(
     logger.info("Finished in %.2f s. Results:", time.monotonic() - started)
     for line in str(result).splitlines():
         logger.info("\t%s", line)
-    if not done:
-        _require_success(strategy, changed=bool(result.arrays))
+    if error := fault():
+        raise error
     result.arrays = result.arrays or arrays
     return result
 
 
-def _require_success(strategy: Any, *, changed: bool) -> None:
-    """Refuse to go on, or to end, as if all were well if no client's reply could ever be used."""
+def fault_of(strategy: Any, *, changed: bool) -> RuntimeError | None:
+    """Return why all rounds of a run so far were in vain; such a run leaves no checkpoint."""
     if strategy.last_failure and not changed:
         rounds = strategy.server_round
-        raise RuntimeError(f"in {rounds} rounds the model never changed: {strategy.last_failure}")
+        return RuntimeError(f"in {rounds} rounds the model never changed: {strategy.last_failure}")
     trained = [m for m in strategy.train_metrics.values() if "replies-accepted" in m]
-    if trained and not any(metrics["replies-accepted"] for metrics in trained):
-        raise NoUsableReply(
-            f"in {len(trained)} rounds no client's reply could be used; the last refused: "
-            f"{strategy.last_refusal or 'none came at all'}"
-        )
+    if not trained or any(metrics["replies-accepted"] for metrics in trained):
+        return None
+    return NoUsableReply(
+        f"in {len(trained)} rounds no client's reply could be used; the last refused: "
+        f"{strategy.last_refusal or 'none came at all'}"
+    )
 
 
 def _evaluate(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedntk.ntk.support.files import claimed
-from fedntk.simulations import ConfigError, Run, load_model, run
+from fedntk.simulations import ConfigError, Run, RunFailed, load_model, run
 from fedntk.simulations.engine.checkpoints import Best, Checkpoint, Checkpoints, Round
 from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.methods import all_methods
@@ -133,6 +133,16 @@ def test_a_folder_with_a_finished_or_another_run_is_left_alone(straight):
     serve(grid, config, lambda record: pytest.fail("ran again"))
     refused("other settings: width = 100", serve, grid, config.replace(width=50))
     assert [path.stat().st_mtime_ns for path in files] == before
+
+
+def test_a_run_in_which_no_client_succeeded_begins_anew(tmp_path, straight, monkeypatch):
+    """Called again after its reason is gone; none of its rounds counts."""
+    with monkeypatch.context() as patch:
+        patch.setattr("fedntk.clients.SGDClient.fit", lambda *_: 1 / 0)
+        with pytest.raises(RunFailed, match=r"in 3 rounds no client's .* division by zero"):
+            run(SMALL, out=tmp_path, progress=False)
+    run(SMALL, out=tmp_path, progress=False)
+    assert outcome(tmp_path) == outcome(straight.folder)
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -277,10 +277,12 @@ def test_rounds_are_those_of_flower():
     assert recorded(SeededFedAvg.start) == recorded(Strategy.start)
 
 
-def test_a_run_in_which_no_client_succeeded_does_not_end_as_if_it_had():
-    """One good reply in any round is enough, and so is one before a restart."""
+def test_a_run_in_which_no_client_succeeded_does_not_end_as_if_it_had(tmp_path):
+    """The same call then begins anew. One good reply is enough, also one before a restart."""
     with pytest.raises(NoUsableReply, match=r"3 rounds no .* the last refused: out of memory"):
-        run(3, changes=ALL_FAIL)
+        start(SeededFedAvg(**ALL), Grid(CLIENTS, changes=ALL_FAIL), 3, checkpoint=tmp_path)
+    again = start(SeededFedAvg(**ALL), Grid(CLIENTS), 3, checkpoint=tmp_path)
+    assert bits(again) == run(3)[0]
     strategy, again = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
     at_times = dict.fromkeys(range(6), in_rounds(strategy, [1, 3], failed))
     start(strategy, Grid(CLIENTS, changes=at_times), 3)
