@@ -166,7 +166,7 @@ class Recorder:
         by_clients = self._of_evaluation.take(strategy.evaluate_metrics.get(server_round, {}))
         record |= {f"client-{name}": value for name, value in by_clients.items()}
         record |= {**evaluated, "round": server_round}
-        if server_round > 0:
+        if server_round in strategy.train_metrics:
             record["model-updated"] = int(updated)
         own: dict[int, dict[str, float]] = {}
         if server_round in strategy.evaluate_metrics:
