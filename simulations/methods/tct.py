@@ -55,11 +55,12 @@ class _TCT(Method):
 
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
-        if 0 < config.rounds <= settings.bootstrap_rounds:
+        before = TCT.rounds_before_stage_2(settings)
+        if 0 < config.rounds <= before:
             raise ConfigError(
-                f"rounds: expected more than tct.bootstrap-rounds = {settings.bootstrap_rounds}, "
-                f"which are stage 1, got {config.rounds}; lower tct.bootstrap-rounds, or use "
-                "method = fedavg, which is stage 1"
+                f"rounds: expected more than {before}, after which stage 2 begins (tct.bootstrap-"
+                f"rounds = {settings.bootstrap_rounds}), got {config.rounds}; lower tct.bootstrap-"
+                "rounds, or use method = fedavg, which is stage 1"
             )
         if settings.secure_aggregation and config.num_clients < FEWEST:
             raise ConfigError(

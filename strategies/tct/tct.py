@@ -108,6 +108,12 @@ class TCT(ConvexStrategy):
         last = {"clients": ConvexRounds, "server": ServerSolve, "statistics": sums}
         self.phases.append(last[self.solve](self))
 
+    @staticmethod
+    def rounds_before_stage_2(options: Any) -> int:
+        """Count the rounds of stage 1, of the classes' counts and of the features' moments."""
+        moments = options.solve == "clients" and options.normalise
+        return int(options.bootstrap_rounds + options.balanced + moments)
+
     @property
     def phase(self) -> Phase | None:
         """What is done in the next round; None once the server has solved the problem."""
@@ -203,8 +209,7 @@ class TCT(ConvexStrategy):
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         if self.pooled is not None and self.kept_sums is not None and not done:
             self.kept_sums.require_disk(self.pooled.upload_bytes, self.min_available_nodes)
-        exchanges = sum(p.asks_everyone and not p.changes_linear for p in self.phases)
-        if num_rounds <= self.bootstrap_rounds + exchanges:
+        if num_rounds <= self.rounds_before_stage_2(self):
             said = "num_rounds = %d end before stage 2, which begins after %d of stage 1"
             logger.log(WARNING, said, num_rounds, self.bootstrap_rounds)
         if done and set(TCTModel.ARRAYS) <= initial_arrays.keys():

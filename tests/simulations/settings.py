@@ -28,6 +28,7 @@ SETTINGS |= {
     "cp-ntk-fl": {**TOOLS, "average_decay": 0.6},
     "tct": {
         **PROJECTED,
+        "rounds": 4,
         "tct": {
             "bootstrap_rounds": 1, "num_features": 300, "local_steps": 20, "learning_rate": 1e-3,
         },

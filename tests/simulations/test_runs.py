@@ -50,6 +50,12 @@ def test_a_run_writes_its_folder(finished_run):
     assert (small.to_target(0.3), small.to_target(0.999)) == (found, None)
 
 
+def test_a_round_after_the_solution_asks_nobody_and_is_not_counted_as_unchanged(finished_run):
+    found = finished_run("afl")
+    assert found.curve("model-updated").to_dict() == {1: 1}
+    assert found.summary["rounds-unchanged"] == 0
+
+
 def test_statistics_over_clients_are_those_of_their_table(finished_run):
     small = finished_run("ntk-fl")
     table = small.clients
@@ -151,7 +157,7 @@ def test_different_runs_of_one_name_are_told_apart(tmp_path):
             },
             "last nn.Linear",
         ),
-        ({"method": "tct", "rounds": 10}, "rounds: expected more than tct.bootstrap-rounds = 10"),
+        ({"method": "tct", "rounds": 11}, "rounds: expected more than 11, after which"),
         ({"workers": 2, "engine": "ray"}, "workers is for the local engine"),
         ({"engine": "ray", "client_cpus": 10_000}, "client-cpus: expected at most this machine's"),
     ],
