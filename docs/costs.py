@@ -14,7 +14,7 @@ NAMES = {
     "kept": "on its disk, for each of the newest 20 rounds",
 }
 ONE_MODEL = {"down": "4 * P", "up": "4 * P", "evaluate": "4 * P"}
-LAST_LAYER = ONE_MODEL | {"up": "4 * p**2 + 4 * p + 8 * C * p + 8 * C"}
+LAST_LAYER = ONE_MODEL | {"up": "min(4 * p * (p + 1), 8 * n * p) + 8 * p * C + 8 * C"}
 NEIGHBOURS = {"up": "4 * P + 8", "down": "d * (4 * P + 8)", "first": "4 * P", "model": "4 * P"}
 PROTOTYPES = "4 * C * p + 8 * C"
 
@@ -106,11 +106,18 @@ TCT: dict[str, tuple[str, str]] = {
     "its first round of stage 2, besides": ("8 * p", "0"),
     "a round after one that not all took part in, besides": ("4 * p * C", "0"),
     'features, `solve = "server"`': ("4 * P", "2 * n * p + 4 * p + n"),
-    SUMS: ("4 * P", "4 * p * (p + 1) + 8 * p * C + 8 * C"),
+    SUMS: ("4 * P", "min(4 * p * (p + 1), 8 * n * p) + 8 * p * C + 8 * C"),
     "sums, `bits` = 2 to 8": ("4 * P + 4 * p", "2 * p * (p + 1) + 4 * p * C + 8 * C"),
-    "sums, `balanced`": ("4 * P + 8 * C", "4 * p * (p + 1) + 8 * p * C + 8 * C"),
+    "sums, `balanced`": (
+        "4 * P + 8 * C",
+        "min(4 * p * (p + 1), 8 * n * p) + 8 * p * C + 8 * C",
+    ),
     "the counts before, `balanced`": ("0", "8 * C"),
-    "sums, `validation-share`": ("4 * P", "8 * p * (p + 1) + 16 * p * C + 16 * C"),
+    "sums, `validation-share`, h examples held out": (
+        "4 * P",
+        "min(4 * p * (p + 1), 8 * (n - h) * p) + min(4 * p * (p + 1), 8 * h * p) "
+        "+ 16 * p * C + 16 * C",
+    ),
     "sums, `validation-share` and `bits` = 2 to 8": (
         "4 * P + 4 * p",
         "4 * p * (p + 1) + 8 * p * C + 16 * C",

@@ -148,7 +148,7 @@ def tct(tmp_path, rounds, num_clients=2, only_masked=False, **own):
     grid, strategy = federated("tct", rounds, num_clients, client, **own)
 
     def of(row):
-        return tuple(value(f, p=strategy.shape[0], K=num_clients) for f in costs.TCT[row])
+        return tuple(value(f, p=strategy.shape[0], K=num_clients, h=1) for f in costs.TCT[row])
 
     return grid, of
 
@@ -176,7 +176,7 @@ SOLVED_ONCE = {
     costs.SUMS: {},
     "sums, `bits` = 2 to 8": {"bits": 8},
     "sums, `balanced`": {"balanced": True},
-    "sums, `validation-share`": SHARE,
+    "sums, `validation-share`, h examples held out": SHARE,
     "sums, `validation-share` and `bits` = 2 to 8": SHARE | {"bits": 8},
     "sums, `bits` = 2 to 8, `secure-aggregation` of K clients": {
         "bits": 8, "secure_aggregation": True, "only_masked": True,

@@ -48,7 +48,9 @@ class SumFormat(NamedTuple):
 class FeatureStatistics:
     """Sums over examples with features z (p,), classes c and weights w_c of the classes.
 
-    Gram matrix and class sums are float64, or integers for fixed-point features.
+    Gram matrix and class sums are float64, or integers for fixed-point features. The Gram matrix of
+    float64 features of n <= p / 2 examples is kept, and travels, as its root F with F^T F = sum of
+    w z z^T: n singular values times right singular vectors, which tell what the matrix tells.
 
     Examples
     --------
@@ -62,7 +64,7 @@ class FeatureStatistics:
 
     NAMES: ClassVar = ("gram", "class-sums", "counts")  # of what travels
 
-    gram: NDArray[Any]  # upper triangle of the sum of w z z^T, row by row: (p (p + 1) / 2,)
+    gram: NDArray[Any]  # triangle of the sum of w z z^T, by rows: (p (p + 1) / 2,); or F (n, p)
     class_sums: NDArray[Any]  # sum of w z over the examples of each class: (C, p)
     counts: NDArray[np.int64]  # examples of each class: (C,)
     weights: NDArray[np.float64]  # w_c, all 1 if examples count alike: (C,)
@@ -95,8 +97,10 @@ class FeatureStatistics:
         for features in chunks:
             if not start:
                 width = features.shape[1]
-                cls.require_memory(width)
-                gram = torch.zeros(width, width, dtype=torch.float64)
+                few = _are_few(len(labels), width, fixed_point)
+                if not few:
+                    cls.require_memory(width)
+                gram = torch.zeros(0 if few else width, width, dtype=torch.float64)
                 sums = torch.zeros(num_classes, width, dtype=torch.float64)
             if start + len(features) > len(labels):
                 raise ValueError(f"labels: {len(labels)} of them for more examples")
@@ -106,7 +110,9 @@ class FeatureStatistics:
                 z = part.double() if fixed_point is None else fixed_point(part)
                 own = slice(start, start + len(z))
                 weighted = z if weights is None else z * of_example[own, None]
-                for first in range(0, z.shape[1], COLUMNS):  # the upper triangle, in blocks
+                if few:
+                    gram = torch.cat([gram, z * of_example[own, None].sqrt()])
+                for first in range(0, 0 if few else width, COLUMNS):  # the triangle, in blocks
                     columns = slice(first, first + COLUMNS)
                     gram[columns, first:] += weighted[:, columns].T @ z[:, first:]
                 sums.index_add_(0, labels[own], weighted.double())
@@ -115,7 +121,8 @@ class FeatureStatistics:
             raise ValueError(f"labels: {len(labels)} of them for {start} examples")
         dtype = np.float64 if fixed_point is None else np.int64
         counts = np.bincount(labels.numpy(), minlength=num_classes).astype(np.int64)
-        return cls(_pack(gram.numpy(), dtype), sums.numpy().astype(dtype), counts, w)
+        found = _root(gram).numpy() if few else _pack(gram.numpy(), dtype)
+        return cls(found, sums.numpy().astype(dtype), counts, w)
 
     @staticmethod
     def require_memory(width: int) -> None:
@@ -135,6 +142,8 @@ class FeatureStatistics:
     @property
     def diagonal(self) -> NDArray[Any]:
         """Diagonal of the Gram matrix, shape (p,)."""
+        if self.gram.ndim == 2:
+            return np.asarray(np.square(self.gram).sum(0))
         return self.gram[_starts(self.width)[:-1]]
 
     @property
@@ -152,12 +161,18 @@ class FeatureStatistics:
     def _with(self, other: "FeatureStatistics", combine: Any) -> "FeatureStatistics":
         if not np.array_equal(self.weights, other.weights):
             raise ValueError("weights: expected the same for both, got others")
-        combined = {}
-        for name in ("gram", "class_sums", "counts"):
-            own, their = getattr(self, name), getattr(other, name)
-            wide = np.int64 if own.dtype.kind == "i" else np.float64
-            combined[name] = combine(own, their, dtype=wide)
-        return replace(self, **combined)
+        few = _are_few(self.num_examples + other.num_examples, self.width)
+        if few and combine is np.add and self.gram.ndim == other.gram.ndim == 2:
+            gram = np.concatenate([self.gram, other.gram])
+        else:
+            gram = _wide(combine, self._triangle, other._triangle)
+        sums = _wide(combine, self.class_sums, other.class_sums)
+        counts = _wide(combine, self.counts, other.counts)
+        return replace(self, gram=gram, class_sums=sums, counts=counts)
+
+    @property
+    def _triangle(self) -> NDArray[Any]:
+        return _pack(self.matrix(), np.float64) if self.gram.ndim == 2 else self.gram
 
     @classmethod
     def join(cls, groups: Iterable["FeatureStatistics"]) -> "FeatureStatistics":
@@ -174,6 +189,8 @@ class FeatureStatistics:
 
     def matrix(self) -> NDArray[np.float64]:
         """Return the Gram matrix (p, p), both triangles."""
+        if self.gram.ndim == 2:
+            return np.asarray(self.gram.T @ self.gram)
         full = np.empty((self.width, self.width))
         for i, row in enumerate(_rows(self.gram, self.width)):
             full[i, i:] = row
@@ -200,7 +217,9 @@ class FeatureStatistics:
         w = np.ones(num_classes) if weights is None else weights
         n = require_counts(counts, num_classes, num_examples)
         dtype = _wire_dtype(n, fixed_point)
-        require_array("gram", gram, shape=(packed_size(width),), dtype=dtype, limit=1e300)
+        few = _are_few(n, width, fixed_point)
+        shape, limit = ((n, width), 1e150) if few else ((packed_size(width),), 1e300)
+        require_array("gram", gram, shape=shape, dtype=dtype, limit=limit)
         require_array("class sums", class_sums, shape=(num_classes, width), dtype=dtype)
         found = cls(gram, class_sums, counts, w)
         diagonal = found.diagonal.astype(np.float64)
@@ -213,7 +232,7 @@ class FeatureStatistics:
                 f"{diagonal.max():g}",
             )
         root = np.sqrt(diagonal) * (1 + SLACK)
-        for i, row in enumerate(_rows(gram, width)):
+        for i, row in enumerate([] if few else _rows(gram, width)):
             # in float64: the least integer has no absolute value of its own type
             if (np.abs(row.astype(np.float64)) > root[i] * root[i:]).any():
                 raise BadReply("range", f"gram: row {i} is not one of inner products")
@@ -289,6 +308,22 @@ def _pack(matrix: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
     for i, row in enumerate(_rows(packed, len(matrix))):
         row[:] = matrix[i, i:]
     return packed
+
+
+def _are_few(n: int, width: int, fixed_point: FixedPoint | None = None) -> bool:
+    """Whether the root of a Gram matrix is smaller than its triangle."""
+    return fixed_point is None and 2 * n <= width
+
+
+def _root(rows: Tensor) -> Tensor:
+    """Return F with F^T F = Z^T Z (n, p): a function of Z^T Z if its eigenvalues differ."""
+    _, vectors = torch.linalg.eigh(rows @ rows.T)
+    found: Tensor = vectors.T @ rows
+    return found * found.gather(1, found.abs().argmax(1, keepdim=True)).sign()
+
+
+def _wide(combine: Any, own: NDArray[Any], their: NDArray[Any]) -> NDArray[Any]:
+    return np.asarray(combine(own, their, dtype=np.promote_types(own.dtype, np.int64)))
 
 
 def _wire_dtype(num_examples: int, fixed_point: FixedPoint | None) -> Any:

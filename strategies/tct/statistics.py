@@ -78,11 +78,13 @@ class PooledStatistics(Phase):
 
     @property
     def upload_bytes(self) -> int:
-        """Bytes of the sums of one client, of at most 133,144 examples if they are integers."""
-        width, classes = self.tct.width, self.tct.shape[1]
-        number = 8 if self.tct.bits == UNQUANTISED else 4
-        one = number * (packed_size(width) + classes * width) + 8 * classes
-        return one * (2 if self.tct.validation_share else 1)
+        """Most bytes of one client's sums, of at most 133,144 examples if they are integers."""
+        width, classes, gram = self.tct.width, self.tct.shape[1], packed_size(self.tct.width)
+        if self.tct.bits != UNQUANTISED:
+            one = 4 * (gram + classes * width)
+        else:
+            one = 8 * (min(gram, self.tct.max_examples * width) + classes * width)
+        return (one + 8 * classes) * (2 if self.tct.validation_share else 1)
 
     @property
     def format(self) -> SumFormat:

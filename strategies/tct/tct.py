@@ -53,7 +53,7 @@ class TCT(ConvexStrategy):
 
     Beyond the paper, the server can solve the problem in one exchange. ``solve="server"`` takes
     about 2 n p bytes up, and the server sees features, from which inputs can be computed, and
-    labels. ``solve="statistics"`` takes 4 p^2 bytes up, for any n: Z^T Z and Z^T Y of the raw
+    labels. ``solve="statistics"`` takes 4 p^2 bytes up, or 8 n p if less: Z^T Z and Z^T Y of raw
     features and the classes' counts, from which the server normalises, centres and solves, with the
     same result for every split of the examples. With `bits` the sums are exact whole numbers, 2 p^2
     bytes, in steps of powers of two that the server chooses from the features of `validation`.

@@ -138,7 +138,7 @@ LARGE = [scaled("gram", 1e6), scaled("class-sums", 1e3)]  # features 1,000 as la
         ({}, with_metrics(num_examples=500), "num-examples"),
         ({}, lambda reply: LARGE[0](LARGE[1](reply)), "scale"),
         ({"balanced": True}, scaled("counts", 1, 1), "num-examples"),
-        (SHARE, scaled("held-out-gram", -1), "range"),
+        (SHARE, scaled("held-out-class-sums", 1e3, 1e6), "range"),
     ],
 )
 def test_sums_that_could_not_be_are_dropped_whole(clients, options, change, reason):

@@ -13,6 +13,7 @@ from fedntk.ntk.payloads import FeatureStatistics, SumFormat, from_npy, to_npy
 N, P, C = 12, 5, 3
 LABELS = torch.arange(N) % C
 Z = torch.randn(N, P, generator=torch.Generator().manual_seed(0))
+Z9 = torch.randn(N, 9, generator=torch.Generator().manual_seed(0))
 FIXED = FixedPoint.of(Z, 8)
 WEIGHTS = np.array([1.0, 2.5, 0.1])
 Arrays = dict[str, np.ndarray]
@@ -40,6 +41,26 @@ def test_what_arrives_is_what_was_sent(way):
         assert np.array_equal(getattr(sent, name), getattr(found, name))
     assert np.array_equal((found + found).gram, 2 * sent.gram)
     assert found.size == pytest.approx(np.sqrt(np.diag(sent.matrix()).sum() / N))
+
+
+def test_the_sums_of_few_examples_travel_as_a_root_that_tells_no_more():
+    """n <= p / 2. Rotated examples have the same Z^T Z, and give the same root, to rounding."""
+    z = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).double()
+    rotation, _ = torch.linalg.qr(z[:, :4])
+    found, more, whole = (
+        FeatureStatistics.of([part], LABELS[: len(part)], C) for part in (z, rotation @ z, Z9)
+    )
+    assert found.gram.shape == (4, 9)
+    for own, part in ((found, z), (found + found, torch.cat([z, z])), (found + whole, [z, Z9])):
+        part = torch.cat(list(part)).reshape(-1, 9).double()
+        np.testing.assert_allclose(own.matrix(), part.T @ part, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(own.diagonal, part.square().sum(0), rtol=1e-12)
+    np.testing.assert_allclose(more.gram, found.gram, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose((found + whole - found).gram, whole.gram, rtol=1e-12, atol=1e-12)
+    again = FeatureStatistics.from_arrays(found.to_arrays(), SumFormat(9, C), 4)
+    assert again.gram.tobytes() == found.gram.tobytes()
+    with pytest.raises(BadReply, match=r"gram: expected \(5, 9\)|claims 5, counts 4"):
+        FeatureStatistics.from_arrays(found.to_arrays(), SumFormat(9, C), 5)
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
