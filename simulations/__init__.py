@@ -13,7 +13,7 @@ from .errors import with_extra_named
 if TYPE_CHECKING:
     from .assessment.uncertainty import Assessment, assess
     from .assessment.unlearning import Unlearned, unlearn
-    from .check import check_method, method_checks
+    from .check import check_method, make_fixture
     from .config.config import Config
     from .data.own import OwnData
     from .deploy.federation import Federation
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "assessment.uncertainty": ("Assessment", "assess"),
     "assessment.unlearning": ("Unlearned", "unlearn"),
-    "check": ("check_method", "method_checks"),
+    "check": ("check_method", "make_fixture"),
     "config.config": ("Config",),
     "data.own": ("OwnData",),
     "deploy.federation": ("Federation",),
@@ -62,7 +62,7 @@ __all__ = [
     "load_model",
     "load_predictor",
     "load_results",
-    "method_checks",
+    "make_fixture",
     "read_runs",
     "run",
     "tune",

@@ -1,6 +1,6 @@
 """Checks of a method by the contract that all methods here keep, with the cure of each failure.
 
-They run the method on the local grid: five clients with a few of scikit-learn's digits.
+They run the method on the local grid: seven clients with a few of scikit-learn's digits.
 """
 
 import contextlib
@@ -26,10 +26,11 @@ from .engine.client_app import app
 from .engine.engines import LocalGrid, MeteredGrid
 from .engine.runs import Runnable, read_config
 from .errors import ConfigError, first_line
+from .models import name_model
 
 Change = Callable[[Message], list[Message]]
 SMALL = {
-    "num_clients": 5, "clients_per_round": 4, "clients_per_evaluation": 3, "rounds": 3,
+    "num_clients": 7, "clients_per_round": 6, "clients_per_evaluation": 3, "rounds": 3,
     "train_examples": 250, "test_examples": 50, "learning_rate": 0.1,
 }  # fmt: skip
 
@@ -175,11 +176,10 @@ class Contract:
                 raise ValueError(f"clients send {kind}, and it changes the model")
 
 
-def method_checks(method: Runnable, **settings: Any) -> dict[str, Callable[[], None]]:
-    """Return the checks of a method, by name: each raises AssertionError, with a cure, if it fails.
-
-    `method` is what :func:`~fedntk.simulations.run` takes; `settings` (snake_case) win over it.
-    """
+def _make_checks(method: Runnable, **settings: Any) -> dict[str, Callable[[], None]]:
+    """Return the checks of a method by name; each raises AssertionError, with a cure."""
+    if "model" in settings:
+        settings["model"] = name_model(settings["model"])
     config = read_config(method, {**SMALL, **settings})
     names = [name for name in vars(Contract) if not name.startswith("_")]
     return {name.replace("_", " "): partial(_check, name, config) for name in names}
@@ -199,19 +199,32 @@ def _check(name: str, config: Config) -> None:
             raise AssertionError(f"{said}{cure}") from error
 
 
+def make_fixture(method: Runnable, **settings: Any) -> Any:
+    """Make a pytest fixture: a test that takes it runs once with each of the method's checks.
+
+    The test calls what it is given. Parameters are those of :func:`check_method`.
+    """
+    import pytest  # only tests need it
+
+    checks = _make_checks(method, **settings)
+    return pytest.fixture(params=checks.values(), ids=list(checks))(lambda request: request.param)
+
+
 def check_method(method: Runnable, **settings: Any) -> pd.DataFrame:
-    """Run all :func:`method_checks`: a table of check, passed and what to do.
+    """Check a method by the contract of those here: a table of check, passed and what to do.
+
+    `method` is what :func:`~fedntk.simulations.run` takes; `settings` (snake_case) win over it, and
+    `model` may be an object, such as for a method that needs a network with BatchNorm.
 
     Examples
     --------
     >>> bool(check_method("fedavg").passed.all())
     True
     """
-    found = dict.fromkeys(checks := method_checks(method, **settings), "")
-    for name, check in checks.items():
+    rows = []
+    for name, check in _make_checks(method, **settings).items():
         try:
-            check()
+            rows.append((name, check() is None, ""))
         except AssertionError as error:
-            found[name] = str(error)
-    rows = [(name, not cure, cure) for name, cure in found.items()]
+            rows.append((name, False, str(error)))
     return pd.DataFrame(rows, columns=["check", "passed", "what to do"])

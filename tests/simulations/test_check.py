@@ -7,10 +7,13 @@ from typer.testing import CliRunner
 
 from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.options import state
-from fedntk.simulations import ConfigError, check_method, method_checks
+from fedntk.simulations import ConfigError, check_method, make_fixture
 from fedntk.simulations.cli import app
+from fedntk.simulations.methods import own_methods
 from fedntk.strategies import SeededFedAvg
 from fedntk.strategies.core.averaging import cast_like, named_arrays
+
+from .networks import normalised
 
 
 class ServerMomentum(SeededFedAvg):
@@ -88,9 +91,21 @@ def test_each_fault_is_found_by_its_own_check(method, failed, cure):
     assert cure in "".join(found["what to do"])
 
 
-@pytest.mark.parametrize("name", CHECKS := method_checks("tct", tct={"bootstrap_rounds": 1}))
-def test_checks_are_parameters_for_pytest(name):
-    CHECKS[name]()
+check = make_fixture("tct", tct={"bootstrap_rounds": 1})
+
+
+def test_checks_are_a_fixture_for_pytest(check):
+    check()
+
+
+NEEDS = {"fed-bn": {"model": normalised}, "tct": {"tct": {"bootstrap_rounds": 0}}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", own_methods())
+def test_every_method_keeps_the_contract(method):
+    found = check_method(method, **NEEDS.get(method, {}))
+    assert found[~found.passed].to_dict("records") == []
 
 
 def test_the_command_says_what_failed_and_settings_are_not_a_fault(monkeypatch):
@@ -100,4 +115,4 @@ def test_the_command_says_what_failed_and_settings_are_not_a_fault(monkeypatch):
     assert "became 1.weight (float64, (100, 64)). Return" in done.output
     assert CliRunner().invoke(app, ["check", "fedavg", "--set=momentum=0.5"]).exit_code == 0
     with pytest.raises(ConfigError, match="degree: expected less than clients-per-round"):
-        check_method("d-psgd")
+        check_method("d-psgd", clients_per_round=5)
