@@ -13,16 +13,19 @@ from urllib.parse import urlsplit
 import pytest
 import tables
 import yaml
+from typer.testing import CliRunner
 
 import fedntk
+from fedntk.simulations.cli import app
 
-from .conftest import ROOT
+from .conftest import FILE, ROOT
 
 ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 HOME = PROJECT["urls"]["Homepage"]
 HOST = urlsplit(HOME).netloc + urlsplit(HOME).path
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -50,8 +53,20 @@ WITH_EXAMPLES = [ROOT / "README.md", *(page for page in PAGES if ">>> " in text_
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=str)
 def test_examples_of_a_page(page, tmp_path, monkeypatch):
+    """On the page of one's own data also its files, and its commands where they stand."""
     monkeypatch.chdir(tmp_path)
-    result = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
+    text = text_of(page)
+    if page.name == "own-data.md":
+        for name, content in FILE.findall(text):
+            (tmp_path / name).write_text(content)
+        text = SHELL.sub(lambda found: f">>> command({found[1]!r})\n", text)
+
+    def command(line: str) -> None:
+        done = CliRunner().invoke(app, line.split()[1:], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+
+    examples = doctest.DocTestParser().get_doctest(text, {"command": command}, page.name, None, 0)
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples)
     assert result.attempted > result.failed == 0
 
 
