@@ -191,11 +191,8 @@ class Method:
 
     def _make_settings(self) -> Any:
         """Make the class of the method's settings from the options of its classes."""
-        common = {
-            **Config.options(),
-            **BaseStrategy.options(),
-            **fedntk.clients.SGDClient.options(),
-        }
+        shared = (Config, BaseStrategy, fedntk.clients.SGDClient)
+        common = {name for kind in shared for name in kind.options()}
         own = self.own_settings.options()
         found: dict[str, Option] = {}
         for kind in self._declared():

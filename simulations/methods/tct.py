@@ -33,15 +33,6 @@ class TCTSettings(Settings, frozen=True, eq=True):
         "details/sums of the run's folder, for fedntk unlearn",
     )
 
-    def check(self) -> None:
-        """Refuse features that their dtype cannot hold."""
-        super().check()
-        own: Any = self
-        if own.dtype == "float16" and not own.normalise:
-            raise ConfigError(
-                "tct.dtype = float16 would lose small features without tct.normalise; use float32"
-            )
-
 
 class _TCT(Method):
     name = "tct"
@@ -55,31 +46,30 @@ class _TCT(Method):
 
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
-        before = TCT.rounds_before_stage_2(settings)
-        if 0 < config.rounds <= before:
-            raise ConfigError(
-                f"rounds: expected more than {before}, after which stage 2 begins (tct.bootstrap-"
-                f"rounds = {settings.bootstrap_rounds}), got {config.rounds}; lower tct.bootstrap-"
-                "rounds, or use method = fedavg, which is stage 1"
-            )
-        if settings.secure_aggregation and config.num_clients < FEWEST:
-            raise ConfigError(
-                f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as two clients "
-                f"would learn each other's sums; got {config.num_clients}"
-            )
-        apart = config.local_test_fraction or config.private_test
-        if settings.secure_aggregation and config.clients_per_evaluation and not apart:
-            raise ConfigError(
-                "tct.secure-aggregation: clients refuse to evaluate on the examples of their sums, "
-                "which losses would reveal; set clients-per-evaluation = 0, or "
-                f"local-test-fraction; got {config.clients_per_evaluation} and 0"
-            )
-        key = self.validates(config)
-        if key and (not config.validation_examples or config.projection):
-            raise ConfigError(
-                f"{key} needs validation-examples, and no projection, as the server lacks its "
-                f"seed; got {config.validation_examples} and {config.projection}"
-            )
+        before, key = TCT.rounds_before_stage_2(settings), self.validates(config)
+        secure, own_test = settings.secure_aggregation, config.local_test_fraction
+        sees_sums = config.clients_per_evaluation and not (own_test or config.private_test)
+        rules = {
+            "tct.dtype = float16 would lose small features without tct.normalise; use float32": (
+                settings.dtype == "float16" and not settings.normalise
+            ),
+            f"rounds: expected more than {before}, after which stage 2 begins (tct.bootstrap-rounds"
+            f" = {settings.bootstrap_rounds}), got {config.rounds}; lower tct.bootstrap-rounds, or "
+            "use method = fedavg, which is stage 1": 0 < config.rounds <= before,
+            f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as two clients would "
+            f"learn each other's sums; got {config.num_clients}": (
+                secure and config.num_clients < FEWEST
+            ),
+            "tct.secure-aggregation: clients refuse to evaluate on the examples of their sums, "
+            "which losses would reveal; set clients-per-evaluation = 0, or local-test-fraction; "
+            f"got {config.clients_per_evaluation} and 0": secure and sees_sums,
+            f"{key} needs validation-examples, and no projection, as the server lacks its seed; "
+            f"got {config.validation_examples} and {config.projection}": (
+                key and (not config.validation_examples or config.projection)
+            ),
+        }
+        if broken := next((said for said, found in rules.items() if found), ""):
+            raise ConfigError(broken)
 
     def validates(self, config: Config) -> str:
         name = TCT.validated(self.own(config))

@@ -120,45 +120,38 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         check_compression(self.sparsity, self.bits)
         _ = self.feature_map  # has rules of its own
         solve, quantised = f"solve = {self.solve}", self.bits != UNQUANTISED
-        if self.solve != "clients" and self.loss != "mse":
-            raise ValueError(f"loss: expected mse for {solve}, got {self.loss}")
-        if self.solve == "clients" and (self.sparsity or quantised):
-            raise ValueError(f"sparsity, bits: go with solve = server, got {solve}")
-        for name in OF_STATISTICS if self.solve != "statistics" else ():
-            if getattr(self, name):
-                raise ValueError(f"{name}: goes with solve = statistics, got {solve}")
-        if self.solve == "statistics" and self.sparsity:
-            raise ValueError(f"sparsity: expected 0 for {solve}, got {self.sparsity}")
-        if self.solve == "statistics" and quantised and not 2 <= self.bits <= MOST_BITS:
-            allowed = f"2 ... {MOST_BITS}, or {UNQUANTISED}"
-            raise ValueError(f"bits: expected {allowed}, got {self.bits}, with {solve}")
-        if self.balanced and quantised:
-            raise ValueError(
-                "balanced: sums of weighted examples are no whole numbers; expected bits = "
-                f"{UNQUANTISED}, got {self.bits}"
-            )
-        if self.balanced and self.keep_sums:
-            raise ValueError(
-                "keep_sums: expected balanced = False, as its weights come from all clients' "
-                "counts, got True"
-            )
-        if self.validation_share and not self.auto_ridge:
-            raise ValueError("validation_share: goes with auto_ridge = True, got False")
-        if self.secure_aggregation and not quantised:
-            raise ValueError(
-                "secure_aggregation: masks are added to whole numbers; expected bits = 2 ... "
-                f"{MOST_BITS}, got {self.bits}"
-            )
-        if self.secure_aggregation and (self.keep_sums or self.validation_share):
-            raise ValueError(
-                "secure_aggregation: the server has no client's sums to keep, nor of what clients "
-                "hold out; leave out keep_sums and validation_share"
-            )
-        if self.vouching is not None and not (self.secure_aggregation and self.run):
-            raise ValueError(
-                "vouching: expected secure_aggregation = True and the name of the run, run=..., as "
-                "clients have it"
-            )
+        sums, steps = self.solve == "statistics", f"2 ... {MOST_BITS}"
+        misplaced = [name for name in OF_STATISTICS if not sums and getattr(self, name)]
+        rules = {
+            f"loss: expected mse for {solve}, got {self.loss}": (
+                self.solve != "clients" and self.loss != "mse"
+            ),
+            f"sparsity, bits: go with solve = server, got {solve}": (
+                self.solve == "clients" and (self.sparsity or quantised)
+            ),
+            f"{', '.join(misplaced)}: goes with solve = statistics, got {solve}": misplaced,
+            f"sparsity: expected 0 for {solve}, got {self.sparsity}": sums and self.sparsity,
+            f"bits: expected {steps}, or {UNQUANTISED}, got {self.bits}, with {solve}": (
+                sums and quantised and not 2 <= self.bits <= MOST_BITS
+            ),
+            "balanced: sums of weighted examples are no whole numbers; expected bits = "
+            f"{UNQUANTISED}, got {self.bits}": self.balanced and quantised,
+            "keep_sums: expected balanced = False, as its weights come from all clients' counts, "
+            "got True": self.balanced and self.keep_sums,
+            "validation_share: goes with auto_ridge = True, got False": (
+                self.validation_share and not self.auto_ridge
+            ),
+            "secure_aggregation: masks are added to whole numbers; expected bits = "
+            f"{steps}, got {self.bits}": self.secure_aggregation and not quantised,
+            "secure_aggregation: the server has no client's sums to keep, nor of what clients hold "
+            "out; leave out keep_sums and validation_share": (
+                self.secure_aggregation and (self.keep_sums or self.validation_share)
+            ),
+            "vouching: expected secure_aggregation = True and the name of the run, run=..., as "
+            "clients have it": self.vouching and not (self.secure_aggregation and self.run),
+        }
+        if broken := next((said for said, found in rules.items() if found), ""):
+            raise ValueError(broken)
 
     @staticmethod
     def validated(options: Any) -> str:

@@ -63,16 +63,9 @@ class KeptSums:
 def clients_left(summed: Sequence[int], clients: Sequence[int]) -> list[int]:
     """Return the clients whose sums are left without some, in the order in which they add up."""
     if unknown := sorted(set(clients) - set(summed)):
-        raise ValueError(
-            f"clients: expected some of those in the model, {_listed(summed)}, got "
-            f"{_listed(unknown)}"
-        )
+        known, odd = (", ".join(map(str, clients[:10])) for clients in (summed, unknown))
+        raise ValueError(f"clients: expected some of those in the model, {known}, got {odd}")
     left = [client for client in summed if client not in set(clients)]
     if not left:
         raise ValueError(f"clients: expected fewer than all {len(summed)}, got all of them")
     return left
-
-
-def _listed(clients: Sequence[int]) -> str:
-    shown = ", ".join(map(str, clients[:10]))
-    return shown + ", ..." * (len(clients) > 10)
