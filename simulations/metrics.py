@@ -6,6 +6,7 @@ setting ``metrics`` names them: ``f1-macro``, ``mymetrics.py:f`` or ``my_module:
 ``name=mymetrics.py:f`` to record it under another name.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config.importing import import_named, place_of, with_whole_path
+from .config.importing import import_named, place_of, source_of, with_whole_path
 from .config.settings import ConfigError, key_of, nearest
 from .errors import first_line
 
@@ -86,12 +87,24 @@ def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -
 
 def load_metrics(setting: str) -> dict[str, Metric]:
     """Return name -> metric of a setting: each returns None, and logs it once, if it fails."""
+    return {name: _guard(name, metric) for name, metric in _find(setting).items()}
+
+
+def metrics_checksum(setting: str) -> str:
+    """Return a checksum of the code of a setting's metrics."""
+    sources = [name + source_of(metric) for name, metric in _find(setting).items()]
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest()
+
+
+def _find(setting: str) -> dict[str, Metric]:
     found = {}
     for name, place in metrics_of(setting).items():
         metric = _given.get((name, place)) or BUILT_IN.get(place) or import_named("metrics", place)
         if not callable(metric):
             raise ConfigError(f"metrics = {place}: expected a function, got {metric!r}")
-        found[name] = _guard(name, metric)
+        if hasattr(metric, "reset"):
+            metric.reset()
+        found[name] = metric
     return found
 
 

@@ -1,9 +1,7 @@
 """The papers' networks, by name."""
 
-import contextlib
 import copy
 import hashlib
-import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from fedntk.ntk.features import CENTRE
 from fedntk.ntk.first_weights import draw_weights
 
 from .config.config import Config
-from .config.importing import import_named, is_of_one_process, place_of
+from .config.importing import import_named, is_of_one_process, place_of, source_of
 from .config.settings import ConfigError, nearest
 from .errors import first_line
 
@@ -224,8 +222,8 @@ def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) 
             digest.update(key.encode() + tensor.detach().cpu().numpy().tobytes())
     elif not is_of_one_process(place) and getattr(sys.modules.get(home), name, None) is model:
         return place
-    elif code := getattr(model, "__code__", None):
-        digest.update(code.co_code + repr(code.co_consts).encode())
+    else:
+        digest.update(source_of(model).encode())
     given = f"{place.removesuffix('()')}()-{digest.hexdigest()[:6]}"
     _given[given] = model
     return given
@@ -236,9 +234,7 @@ def network_checksum(network: nn.Module) -> str:
     digest = hashlib.sha256(repr(network).encode())
     digest.update(repr([(k, tuple(t.shape)) for k, t in network.state_dict().items()]).encode())
     for kind in {type(module): None for module in network.modules()}:
-        if kind.__module__.partition(".")[0] not in ("torch", "torchvision", "fedntk"):
-            with contextlib.suppress(OSError, TypeError):  # of a class without a source
-                digest.update(inspect.getsource(kind).encode())
+        digest.update(source_of(kind).encode())
     return digest.hexdigest()
 
 

@@ -1,7 +1,9 @@
 """Objects that users name in settings: ``mymethod.py:FedAvgM``, or ``package.module:FedAvgM``."""
 
+import dis
 import functools
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -13,6 +15,7 @@ from ..errors import ConfigError, first_line
 from .settings import nearest
 
 SEARCHED = "FEDNTK_PATH"  # environment variable: folders where Flower's processes find modules
+LIBRARIES = {"builtins", "fedntk", "functools", "torch", "torchmetrics", "torchvision"}
 
 
 def search_path() -> str:
@@ -72,6 +75,35 @@ def require_importable(key: str, named: str, *, what: str = "it", same: bool = T
         f"{key} = {named}: other processes that take part in the run cannot import it; put {what} "
         f"into a file, such as my{key}.py, and pass {key}='my{key}.py:{name}'"
     )
+
+
+def source_of(thing: Any, *users: Any) -> str:
+    """Return the source of a user's function, or of an object's class, and plain values in use.
+
+    So it changes with an edit, with the settings of an object and with a constant or a function
+    that a function uses; `users` are the functions that use it. Libraries' code is left out.
+    """
+    kind, code = thing if hasattr(thing, "__qualname__") else type(thing), None
+    held: dict[str, Any] = {} if kind is thing else {**getattr(thing, "__dict__", {})}
+    if isinstance(thing, functools.partial):
+        held |= {"": thing.func, **thing.keywords, **dict(enumerate(thing.args))}
+    text = ""
+    if kind.__module__.partition(".")[0] not in LIBRARIES:
+        code = getattr(thing, "__code__", None)
+        try:
+            text = inspect.getsource(kind)
+        except (OSError, TypeError):  # of a shell, or not in Python
+            text = repr(code and (code.co_code, code.co_names))
+    if code is not None:
+        used = [own.argval for own in dis.get_instructions(code) if own.opname == "LOAD_GLOBAL"]
+        held |= {name: thing.__globals__.get(name) for name in used}
+        held |= inspect.getclosurevars(thing).nonlocals
+    for name, own in sorted(held.items(), key=str):
+        if isinstance(own, bool | int | float | str) and str(name)[:1] != "_":
+            text += f"{name} = {own!r}"
+        elif inspect.isfunction(own) and own not in users:
+            text += source_of(own, thing, *users)
+    return text
 
 
 def _load(path: Path) -> ModuleType:

@@ -22,7 +22,7 @@ from ..data.kept_examples import KeptExamples
 from ..deploy.simulated_trust import projected
 from ..errors import Stopped, first_line
 from ..methods.method import Setup
-from ..metrics import load_metrics
+from ..metrics import load_metrics, metrics_checksum
 from ..models import network_checksum
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
 from .building import load_setup, make_client, make_strategy
@@ -109,14 +109,13 @@ def _serve(
         "data": setup.data.checksum,
         "split": setup.split.checksum,
         "network": network_checksum(setup.network),
+        "metrics-code": metrics_checksum(config.metrics),
         "device": setup.device,
         "threads": f"{torch.get_num_threads()} on the server, {config.client_threads} in a client",
     }
     if checkpoint is not None:
         before = checkpoint.source
-        require_same("data set", before["data"], source["data"], folder)
-        require_same("split of the data set", before["split"], source["split"], folder)
-        require_same("network", before["network"], source["network"], folder)
+        require_same(before, source, folder)
         for key in ("device", "threads"):
             if before[key] != source[key]:
                 logger.warning(

@@ -14,7 +14,7 @@ import io
 import json
 import platform
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
@@ -264,19 +264,29 @@ def _tell_damage(path: Path, cure: str = "") -> Iterator[None]:
         raise RunFailed(f"{path} is damaged: {first_line(error)}{cure}") from error
 
 
-def require_same(name: str, before: str, now: str, folder: Path) -> None:
-    """Refuse a run of other data: those with another checksum than `before`."""
-    if before != now:
-        raise ConfigError(
-            f"the {name} has changed since the run in {folder}; restore it, choose another folder "
-            f"with out, or {REPLACE_RUN}"
-        )
+# checksums in a summary, and in a checkpoint, of what results depend on besides the settings
+SOURCES = {
+    "data": "data set",
+    "split": "split of the data set",
+    "network": "network",
+    "metrics-code": "code of the metrics",
+}
+
+
+def require_same(before: Mapping[str, Any], now: Mapping[str, str], folder: Path) -> None:
+    """Refuse a run if a checksum of `now` is another than `before`."""
+    for key, name in SOURCES.items():
+        if key in now and before.get(key) != now[key]:
+            raise ConfigError(
+                f"the {name} has changed since the run in {folder}; restore it, choose another "
+                f"folder with out, or {REPLACE_RUN}"
+            )
 
 
 def run_with_its_data(run: Run | str | Path) -> Run:
     """Return a run, or read it from its folder; refuse it if its data set has changed since."""
     run = run if isinstance(run, Run) else read_run(run)
-    require_same("data set", run.summary["data"], load_data(run.config).checksum, run.folder)
+    require_same(run.summary, {"data": load_data(run.config).checksum}, run.folder)
     return run
 
 
