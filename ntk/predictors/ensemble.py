@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from .network import Evaluation, NetworkPredictor, Predictor, require_labelled
+from .network import Evaluation, NetworkPredictor, Predictor
 from .tct_model import TCTModel
 
 
@@ -61,6 +61,10 @@ class EnsemblePredictor(Predictor):
     With the loss cross-entropy the mean is that of probabilities, and scores are its logarithm;
     with MSE it is that of outputs. Models of both losses together count as of cross-entropy, with
     the softmax of their scores.
+
+    Evaluations also report ``model-accuracy-max``, ``-mean`` and ``-min`` over the models; with
+    cross-entropy also ``model-entropy-mean`` (Shi et al. 2021, Table 4) and ``mutual-information``:
+    the examples' mean expected entropy and mean mutual information, in nats.
 
     Examples
     --------
@@ -117,17 +121,9 @@ class EnsemblePredictor(Predictor):
         alike = (member for member in self.models if member.loss == self.loss)
         return next(alike).loss_of(outputs, targets)
 
-    def evaluate(self, x: Any, y: Any) -> Evaluation:
-        """Return loss and accuracy on labelled examples, and in ``more`` those of single models.
-
-        They are ``model-accuracy-max``, ``-mean`` and ``-min`` over the models; with cross-entropy
-        also ``model-entropy-mean`` (Shi et al. 2021, Table 4) and ``mutual-information``: the
-        examples' mean expected entropy and mean mutual information, in nats.
-        """
-        require_labelled(x, y)
-        y = y if self.inputs is None else self.inputs.labels(y)
+    def _evaluate(self, x: Any, y: Tensor) -> Evaluation:
         scores = self.scores(x)
-        own = [m._evaluate(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
+        own = [m._compare(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
         more = {
             "model-accuracy-max": max(own),
             "model-accuracy-mean": sum(own) / len(own),
@@ -137,7 +133,7 @@ class EnsemblePredictor(Predictor):
             uncertain = uncertainty_of(scores.double().softmax(-1))
             more["model-entropy-mean"] = float(uncertain.expected_entropy.mean())
             more["mutual-information"] = float(uncertain.mutual_information.mean())
-        together = self._evaluate(self.together(scores), y)
+        together = self._compare(self.together(scores), y)
         return together._replace(more={**together.more, **more})
 
     def _save(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What is done to raw examples before a model sees them: part of what was learned."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -74,13 +74,15 @@ class InputTransform:
     def __call__(self, x: Any) -> Tensor:
         """Return examples (n, ...) as a network takes them, float32.
 
-        `x` is an array, a tensor, nested lists, a data frame with the columns, or a sequence of
-        texts. ValueError if the examples are not of the kind that was trained on.
+        `x` is an array, a tensor, nested lists, a data frame with the columns, a sequence of texts,
+        or a picture of PIL or a list of them. Arrays of pictures may also have their channels last,
+        or none if grey. ValueError if the examples are not of the kind that was trained on.
         """
         raw = self._encode(x) if self.alphabet else self._numbers(x)
         if raw.shape[1:] != self.shape:
             sizes = ", ".join(map(str, self.shape))
-            raise ValueError(f"expected examples of shape (n, {sizes}), got {raw.shape}")
+            cure = "; resize pictures, or convert their mode, first" * (len(self.shape) == 3)
+            raise ValueError(f"expected examples of shape (n, {sizes}), got {raw.shape}{cure}")
         if not np.isfinite(raw).all():
             raise ValueError("expected finite numbers, got NaN or infinity")
         scaled = (raw.astype(self.mean.dtype) - self.mean) / self.std
@@ -93,10 +95,15 @@ class InputTransform:
                 named = ", ".join(self.columns)
                 raise ValueError(f"expected the columns {named}; missing: {missing}")
             x = x[list(self.columns)].to_numpy(dtype=np.float64)
+        x = [x] if hasattr(x, "getbands") else x
+        if isinstance(x, list | tuple) and x and hasattr(x[0], "getbands"):
+            return stack_pictures(x)
         raw = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
         if raw.dtype == bool or not np.issubdtype(raw.dtype, np.number) or np.iscomplexobj(raw):
             raise ValueError(f"expected numbers, got {raw.dtype}")
-        return raw
+        last = (*self.shape[1:], *self.shape[:1])
+        is_last = len(self.shape) == 3 and raw.shape[1:] in {last, last[:2]} - {self.shape}
+        return channels_first(raw) if is_last else raw
 
     def _encode(self, x: Any) -> NDArray[Any]:
         """Return the positions of texts' characters in the alphabet; positions stay."""
@@ -164,6 +171,25 @@ class InputTransform:
             return cls(**{**content, **tuples, **moments})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no inputs that can be read: {error!r}") from error
+
+
+def stack_pictures(pictures: Iterable[Any]) -> NDArray[Any]:
+    """Return pictures of PIL, all of one size and mode, as (n, channels, height, width)."""
+    plain = {"P": "RGB", "1": "L"}  # modes whose numbers are no shades
+    arrays = [np.asarray(own.convert(plain.get(own.mode, own.mode))) for own in pictures]
+    shapes = sorted({array.shape for array in arrays})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"expected pictures of one size and mode, got shapes {shapes[0]} and {shapes[1]}; "
+            "resize or convert them first"
+        )
+    return channels_first(np.stack(arrays))
+
+
+def channels_first(pictures: NDArray[Any]) -> NDArray[Any]:
+    """Return grey (n, h, w) or coloured (n, h, w, c) pictures as (n, c, h, w)."""
+    moved = pictures[:, None] if pictures.ndim == 3 else pictures.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(moved)
 
 
 def _dtype_of(shape: tuple[int, ...]) -> Any:

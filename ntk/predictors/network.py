@@ -93,11 +93,17 @@ class Predictor(nn.Module, ABC):
 
         A predictor with `inputs` also takes names of classes as labels.
         """
-        require_labelled(x, y)
-        return self._evaluate(self.predict(x), y if self.inputs is None else self.inputs.labels(y))
+        if len(x) == 0 or len(x) != len(y):
+            raise ValueError(
+                f"expected at least one example and as many labels, got {len(x)} and {len(y)}"
+            )
+        y = torch.as_tensor(y).cpu() if self.inputs is None else self.inputs.labels(y)
+        return self._evaluate(x, y)
 
-    def _evaluate(self, outputs: Tensor, y: Tensor) -> Evaluation:
-        y = y.cpu()
+    def _evaluate(self, x: Any, y: Tensor) -> Evaluation:
+        return self._compare(self.predict(x), y)
+
+    def _compare(self, outputs: Tensor, y: Tensor) -> Evaluation:
         targets = one_hot(y, outputs.shape[1])
         hits = outputs.argmax(1) == targets.argmax(1)
         found = {name: measure(outputs, y) for name, measure in self.metrics.items()}
@@ -196,14 +202,6 @@ def reading_model(
             yield {name: file.get_tensor(name) for name in file.keys()}, described  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no {kind} that can be read: {error}") from error
-
-
-def require_labelled(x: Any, y: Any) -> None:
-    """Refuse no examples, or another number of labels."""
-    if len(x) == 0 or len(x) != len(y):
-        raise ValueError(
-            f"expected at least one example and as many labels, got {len(x)} and {len(y)}"
-        )
 
 
 def arrays_of(network: nn.Module) -> dict[str, NDArray[Any]]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fedntk.ntk.predictors.inputs import stack_pictures
+
 from ..config.settings import ConfigError
-from .hugging_face import class_column, existing_folder, image_column, load_splits, stack_pictures
+from .hugging_face import class_column, existing_folder, image_column, load_splits
 from .parts import Domain, Part, join_domains, select_balanced
 
 SIDE = 28  # pixels to which all pictures are resized, as by Li et al.
@@ -58,7 +60,7 @@ def _part(splits: Any, name: str, part: str, count: int) -> Part:
     if count:
         own = select_balanced(y, count, part, name)
         split, y = split.select(own), y[own]
-    return Part(stack_pictures(split[image_column(split)], name, _resize), y)
+    return Part(stack_pictures(map(_resize, split[image_column(split)])), y)
 
 
 def _resize(picture: Any) -> Any:

@@ -9,8 +9,10 @@ from operator import methodcaller
 
 import numpy as np
 
+from fedntk.ntk.predictors.inputs import stack_pictures
+
 from ..config.settings import ConfigError
-from .hugging_face import existing_folder, image_column, load_splits, require_column, stack_pictures
+from .hugging_face import existing_folder, image_column, load_splits, require_column
 from .parts import Part
 
 HUB = "flwrlabs/femnist"
@@ -46,7 +48,7 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
     image = image_column(split)
     to_grey = methodcaller("convert", "L")
     chunks = (split.select(range(i, min(i + CHUNK, len(y)))) for i in range(0, len(y), CHUNK))
-    grey = [stack_pictures(own[image], image, to_grey) for own in chunks]
+    grey = [stack_pictures(map(to_grey, own[image])) for own in chunks]
     x = np.concatenate(grey)
     positions = pd.Series(writers).groupby(writers).cumcount().to_numpy()
     test = positions % TEST_EVERY == TEST_EVERY - 1

@@ -1,11 +1,8 @@
 """Image sets in Hugging Face's form, from the hub or a folder of their files."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line
@@ -77,23 +74,3 @@ def existing_folder(folder: str, dataset: str) -> Path | None:
     if folder and not place.is_dir():
         raise ConfigError(f"dataset = {dataset}: expected a folder, got {place}")
     return place if folder else None
-
-
-def stack_pictures(
-    pictures: Iterable[Any], what: str, convert: Callable[[Any], Any] = np.asarray
-) -> NDArray[Any]:
-    """Return pictures, all of one size and mode, as (n, channels, height, width)."""
-    arrays = [np.asarray(convert(picture)) for picture in pictures]
-    shapes = sorted({array.shape for array in arrays})
-    if len(shapes) > 1:
-        raise ConfigError(
-            f"{what}: expected pictures of one size and mode, got shapes {shapes[0]} and "
-            f"{shapes[1]}; resize or convert them first"
-        )
-    return channels_first(np.stack(arrays))
-
-
-def channels_first(pictures: NDArray[Any]) -> NDArray[Any]:
-    """Return grey (n, h, w) or coloured (n, h, w, c) pictures as (n, c, h, w)."""
-    moved = pictures[:, None] if pictures.ndim == 3 else pictures.transpose(0, 3, 1, 2)
-    return np.ascontiguousarray(moved)

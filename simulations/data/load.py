@@ -2,29 +2,26 @@
 
 import gzip
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedntk.clients import cache_dir
-from fedntk.ntk.predictors.inputs import InputTransform
+from fedntk.ntk.predictors.inputs import channels_first
 from fedntk.ntk.support.files import whole
 
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line
+from .data import Data
 from .digit_domains import digit_domains
 from .digits_five import digits_five
 from .femnist import femnist
-from .hugging_face import channels_first
 from .kept_examples import Own
 from .leaf import load_leaf
-from .own import check_examples, checksum_of, read_arrays, read_own
+from .own import read_arrays, read_own
 from .parts import Domain, Part
 from .settings import DatasetSettings
 from .two_patch import TwoPatchOptions, draw_two_patch
@@ -32,88 +29,6 @@ from .two_patch import TwoPatchOptions, draw_two_patch
 IDX_FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Data:
-    """A labelled data set with its test set.
-
-    Examples (n, channels, height, width) or (n, ...) are raw values, as stored, with labels (n,),
-    0 ... num_classes - 1, and the owner of each (n,), if the set names owners. A network gets them
-    as `inputs` makes them: standardised, unless their values have a meaning as they are, such as
-    positions in an alphabet, or signals of a stated strength. `split` has the indices of each
-    client's training examples, if it came with the data.
-    """
-
-    x_train: NDArray[Any]
-    y_train: NDArray[np.int64]
-    x_test: NDArray[Any]
-    y_test: NDArray[np.int64]
-    num_classes: int
-    natural_ids: NDArray[Any] | None = None
-    natural_ids_test: NDArray[Any] | None = None
-    standardise: bool = True
-    columns: tuple[str, ...] = ()
-    classes: tuple[str | int, ...] = ()
-    alphabet: str = ""
-    split: tuple[NDArray[np.int64], ...] | None = None
-
-    def __post_init__(self) -> None:
-        for part in ("train", "test"):
-            x, y = (getattr(self, f"{axis}_{part}") for axis in "xy")
-            if not len(x):
-                raise ConfigError(f"{part} set: expected examples, got none")
-            self._require_kind(x, y, f"{part} set: ")
-
-    def _require_kind(self, x: NDArray[Any], y: NDArray[Any], what: str = "") -> None:
-        check_examples(x, y, what)
-        if x.shape[1:] != self.input_shape:
-            sizes = ", ".join(map(str, self.input_shape))
-            raise ConfigError(f"{what}expected examples of shape (n, {sizes}), got {x.shape}")
-        if len(y) and (y.min() < 0 or y.max() >= self.num_classes):
-            raise ConfigError(
-                f"{what}expected labels 0 ... {self.num_classes - 1}, got {y.min()} ... {y.max()}"
-            )
-
-    @cached_property
-    def inputs(self) -> InputTransform:
-        """What is done to raw examples before a network sees them."""
-        classes = self.classes or tuple(self.alphabet) or tuple(map(str, range(self.num_classes)))
-        return InputTransform.fit(
-            self.x_train,
-            standardise=self.standardise and not self.alphabet,
-            columns=self.columns,
-            classes=tuple(map(str, classes)),
-            numbered=bool(self.classes) and isinstance(self.classes[0], int),
-            alphabet=self.alphabet,
-        )
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of one example."""
-        return tuple(self.x_train.shape[1:])
-
-    @cached_property
-    def checksum(self) -> str:
-        """SHA-256 of all examples and labels."""
-        return checksum_of(self.x_train, self.y_train, self.x_test, self.y_test)
-
-    def train(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return training examples as a network takes them, float32, with their labels."""
-        return self.inputs(self.x_train[indices]), torch.from_numpy(self.y_train[indices])
-
-    def test(self, indices: NDArray[np.int64] | slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Return test examples, by default all, as :meth:`train` does."""
-        y = np.ascontiguousarray(self.y_test[indices])
-        return self.inputs(self.x_test[indices]), torch.from_numpy(y)
-
-    def convert_examples(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
-        """Return raw examples of this kind as :meth:`train` does; ValueError if they are none."""
-        if not np.issubdtype(y.dtype, np.integer) and y.dtype.kind != "U":
-            raise ConfigError(f"expected whole numbers or names as labels, got {y.dtype}")
-        labels = self.inputs.labels(y)
-        self._require_kind(x, labels.numpy())
-        return self.inputs(x), labels
 
 
 def load_own(path: str, data: Data, max_examples: int) -> Own:
@@ -164,8 +79,8 @@ def _load(settings: DatasetSettings, _modified: int) -> Data:
     per_domain = settings.examples_per_domain, settings.test_examples_per_domain
     standardise, more = settings.standardise and name != "two-patch", dict[str, Any]()
     if rest and (own := read_own(settings)) is not None:
-        train, test, num_classes, more["columns"], more["classes"], more["split"] = own
-    elif name == "leaf" and rest:
+        return own
+    if name == "leaf" and rest:
         train, test, num_classes, more["alphabet"] = load_leaf(Path(rest).expanduser())
     elif name == "two-patch":
         (train, test), num_classes = draw_two_patch(TwoPatchOptions.read(rest)), 2
@@ -180,8 +95,7 @@ def _load(settings: DatasetSettings, _modified: int) -> Data:
         train, test, num_classes = _BY_NAME[settings.dataset](folder)
     else:
         raise _unknown(settings.dataset)
-    owners = train.owners, test.owners
-    return Data(train.x, train.y, test.x, test.y, num_classes, *owners, standardise, **more)
+    return Data.of(train, test, num_classes, standardise=standardise, **more)
 
 
 def _unknown(given: str) -> ConfigError:

@@ -1,30 +1,27 @@
 """A user's own examples, from objects or files, in the form that runs take."""
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.clients import cache_dir
-from fedntk.ntk.support.files import whole
+from fedntk.ntk.predictors.inputs import stack_pictures
 
 from ..config.importing import import_named
 from ..config.settings import ConfigError
 from ..errors import first_line
-from .hugging_face import image_column, load_splits, require_column, stack_pictures
+from .data import NPZ, Data, Indices, check_examples
+from .hugging_face import image_column, load_splits, require_column
 from .parts import Part
 from .settings import DatasetSettings
 
-Indices = NDArray[np.int64]
-NPZ = (
-    *("x_train", "y_train", "clients_train", "x_test", "y_test", "clients_test"),
-    *("columns", "classes", "split", "split_sizes"),
-)
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"}
+logger = getLogger("flwr")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +45,14 @@ class OwnData:
         Each client's training examples. A partitioner gets the columns ``label`` and, with
         `client_column`, that one.
     test_share, test_seed : float, int
-        Share of the examples that become the test set, if there is none, and the draw's seed.
+        Share of the examples that become the test set, if there is none, and the draw's seed. Each
+        client keeps at least one example.
 
     Examples
     --------
     >>> x, y = np.eye(6, dtype=np.float32), np.arange(6) % 2
     >>> own = OwnData((x, y), split=[[0, 1], [2, 3]], test_share=0.3).read()
-    >>> len(own.train.y), len(own.test.y), own.classes
+    >>> len(own.y_train), len(own.y_test), own.classes
     (4, 2, ())
     """
 
@@ -75,230 +73,181 @@ class OwnData:
         names = ("target", "client_column", "image_column", "test_share", "test_seed")
         return cls(data, **{name: getattr(settings, name) for name in names}, **more)
 
-    def read(self) -> "Examples":
+    def read(self, *, standardise: bool = True) -> Data:
         """Return the examples as arrays; ConfigError says what does not fit."""
-        train, test = self.train, self.test
-        if isinstance(train, Mapping):
-            if "train" not in train:
-                raise ConfigError(f"data: expected train among the splits, got {', '.join(train)}")
-            train, test = train["train"], train.get("test", test)
-        first = self._table(train, "train set")
-        second = None if test is None else self._table(test, "test set")
-        return _assemble(self, first, second)
+        first, second = self.train, self.test
+        if isinstance(first, Mapping):
+            if "train" not in first:
+                raise ConfigError(f"data: expected train among the splits, got {', '.join(first)}")
+            if unused := ", ".join(first.keys() - {"train", "test"}):
+                logger.warning(
+                    "data: not used: %s; pass it as test=..., or to tune on examples of the "
+                    "training set use validation-examples",
+                    unused,
+                )
+            first, second = first["train"], first.get("test", second)
+        train = self._table(first, "train set")
+        test = None if second is None else self._match(train, self._table(second, "test set"))
+        split, kept = self._split(train), None
+        if test is None:
+            kept = self._draw_test(train, split)
+            if split is not None:
+                numbers = np.cumsum(~kept) - 1
+                split = tuple(numbers[own[~kept[own]]] for own in split)
+            train, test = train.select(~kept), train.select(kept)
+        classes = train.classes
+        if classes == (*range(len(classes)),):
+            classes = ()
+        more = {"columns": train.columns, "classes": classes, "split": split}
+        return Data.of(train, test, len(train.classes), standardise=standardise, **more)
 
-    def _table(self, data: Any, what: str) -> "Table":
-        if isinstance(data, Table):
-            return data
-        if hasattr(data, "to_numpy") and hasattr(data, "columns"):
-            return self._frame(data, what)
-        if hasattr(data, "column_names"):
-            return self._hugging_face(data, what)
+    def _table(self, data: Any, what: str) -> Part:
+        """Read one set; its labels become 0 ... C - 1."""
+        if any(kind.__name__ == "IterableDataset" for kind in type(data).__mro__):
+            raise ConfigError(
+                f"{what}: expected a dataset of known length, got {type(data).__name__}; read its "
+                "examples first: list(dataset), or load it with streaming=False"
+            )
         try:
-            if not (isinstance(data, tuple | list) and len(data) == 2):
-                x, y = zip(*(data[i] for i in range(len(data))), strict=True)
-                data = np.stack([_array(own) for own in x]), y
-            return Table(_array(data[0]), _array(data[1]))
+            part = self._read(data, what)
+        except ConfigError:
+            raise
         except (TypeError, ValueError, LookupError) as error:
             raise ConfigError(
                 f"{what}: expected (x, y), a data frame, a Hugging Face dataset or a torch dataset "
                 f"of pairs, with examples of one shape, got {type(data).__name__}: {error}"
             ) from error
+        y, classes = part.y, part.classes
+        if y.dtype.kind == "f" and (gaps := np.count_nonzero(np.isnan(y))):
+            raise ConfigError(f"{what}: {gaps} of {len(y)} labels are NaN; leave these rows out")
+        if y.dtype.kind == "f" and not (y % 1).any():  # whole, from a column that had gaps
+            y = y.astype(np.int64)
+        if y.dtype.kind not in ("iu" if classes else "iubUSO"):
+            words = "" if classes else " or words"
+            raise ConfigError(f"{what}: expected whole numbers{words} as labels, got {y.dtype}")
+        if not classes:
+            try:
+                names, y = np.unique(y, return_inverse=True)
+            except TypeError as error:
+                raise ConfigError(
+                    f"{what}: expected labels of one kind, all words or all numbers: {error}"
+                ) from None
+            classes = tuple(names.tolist() if names.dtype.kind in "iu" else map(str, names))
+        check_examples(part.x, y, len(classes), f"{what}: ")
+        return part._replace(y=y.astype(np.int64), classes=classes)
 
-    def _require_columns(self, columns: Iterable[str], what: str) -> list[str]:
+    def _read(self, data: Any, what: str) -> Part:
+        """Read one set in any of its forms, with labels as they are."""
+        if isinstance(data, Part):
+            return data
+        if hasattr(data, "to_numpy") and hasattr(data, "columns"):
+            return self._frame(data, what)
+        if not hasattr(data, "column_names"):
+            if not (isinstance(data, tuple | list) and len(data) == 2):
+                x, y = zip(*(data[i] for i in range(len(data))), strict=True)
+                data = np.stack([_array(own) for own in x]), y
+            return Part(_array(data[0]), _array(data[1]))
+        picture = self.image_column or image_column(data)
+        self._require_columns(data.features, what)
+        x = None
+        if picture:
+            require_column("image-column", picture, data.features, f"the {what}")
+            x, data = stack_pictures(data[picture]), data.remove_columns(picture)
+        names = tuple(getattr(data.features[self.target], "names", ()))
+        return self._frame(data.to_pandas(), what, x)._replace(classes=names)
+
+    def _require_columns(self, columns: Iterable[Any], what: str) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
         own = {"target": self.target, "client-column": self.client_column or self.target}
         return [require_column(key, name, columns, f"the {what}") for key, name in own.items()]
 
-    def _frame(self, frame: Any, what: str) -> "Table":
+    def _frame(self, frame: Any, what: str, x: NDArray[Any] | None = None) -> Part:
+        """Read a data frame; of examples `x`, if given, it has only labels and owners."""
         own = self._require_columns(frame.columns, what)
         index = [c for c in frame.columns if str(c).startswith("__index_level_")]  # of pandas
         inputs = frame.drop(columns=[*own, *index])
+        if x is not None:
+            inputs = inputs[[]]
         odd = [str(c) for c in inputs.columns if inputs[c].dtype.kind not in "biuf"]
         if words := ", ".join(odd[:10]):
             raise ConfigError(
                 f"{what}: expected numbers in all columns but the target, got others in {words}; "
                 "encode them first, such as with pandas.get_dummies, or leave them out"
             )
+        gaps = frame[[*dict.fromkeys(own), *inputs.columns]].isna().sum()
+        if found := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
+            raise ConfigError(
+                f"{what}: expected a value in each row, got columns with gaps (rows): {found}; "
+                "fill them, or leave these rows out, as frame.dropna() does"
+            )
         owners = np.array(frame[self.client_column].tolist()) if self.client_column else None
-        x, y = inputs.to_numpy(dtype=np.float64), frame[self.target].to_numpy()
-        return Table(x, y, owners, tuple(map(str, inputs.columns)))
+        y, columns = frame[self.target].to_numpy(), tuple(map(str, inputs.columns))
+        return Part(inputs.to_numpy(dtype=np.float64) if x is None else x, y, owners, columns)
 
-    def _hugging_face(self, data: Any, what: str) -> "Table":
-        picture = self.image_column or image_column(data)
-        self._require_columns(data.features, what)
-        names = tuple(getattr(data.features[self.target], "names", ()))
-        if not picture:
-            return self._frame(data.to_pandas(), what)._replace(classes=names)
-        require_column("image-column", picture, data.features, f"the {what}")
-        owners = np.asarray(data[self.client_column]) if self.client_column else None
-        x, y = stack_pictures(data[picture], what), np.asarray(data[self.target])
-        return Table(x, y, owners, classes=names)
+    def _match(self, train: Part, test: Part) -> Part:
+        """Return a test set with the columns and the numbers of the classes of the training set."""
+        if odd := ", ".join(sorted(set(train.columns) ^ set(test.columns))[:10]):
+            raise ConfigError(f"test set: other columns than the train set: {odd}")
+        if odd := ", ".join(sorted(map(str, set(test.classes) - set(train.classes)))[:10]):
+            raise ConfigError(f"test set: no training example has the labels {odd}")
+        order = [test.columns.index(name) for name in train.columns]
+        numbers = np.array([train.classes.index(name) for name in test.classes])
+        x = test.x[:, order] if order else test.x
+        return test._replace(x=x, y=numbers[test.y], columns=train.columns)
 
-
-class Table(NamedTuple):
-    """Raw examples of one set."""
-
-    x: NDArray[Any]
-    y: NDArray[Any]  # numbers or words
-    owners: NDArray[Any] | None = None
-    columns: tuple[str, ...] = ()
-    classes: tuple[str | int, ...] = ()  # names of the labels 0 ... C - 1, if they are known
-
-
-class Examples(NamedTuple):
-    """A training and a test set that runs take; `split` has indices of each client's examples."""
-
-    train: Part
-    test: Part
-    num_classes: int
-    columns: tuple[str, ...] = ()
-    classes: tuple[str | int, ...] = ()  # numbers if the data had these as labels
-    split: tuple[Indices, ...] | None = None
-
-    def write(self) -> dict[str, Any]:
-        """Write them into the cache, named by content; return the settings that follow."""
-        split, sizes, settings = None, None, dict[str, Any]()
-        if self.split is not None:
-            split, sizes = np.concatenate(self.split), np.array([len(own) for own in self.split])
-            settings = {"partition": "given", "num_clients": len(sizes)}
-        elif self.train.owners is not None:
-            settings = {"partition": "natural", "num_clients": len(np.unique(self.train.owners))}
-        texts = np.array(self.columns, str), np.array(self.classes or np.array((), str))
-        every = (*self.train, *self.test, *texts, split, sizes)
-        arrays = {n: array for n, array in zip(NPZ, every, strict=True) if array is not None}
-        digest = checksum_of(np.array(list(arrays)), *arrays.values())
-        path = cache_dir() / "data" / f"own-{digest[:16]}.npz"
-        if not path.exists():
-            with whole(path) as file:
-                np.savez(file, allow_pickle=False, **arrays)
-        return {"dataset": f"npz:{path}", **settings}
-
-
-def checksum_of(*arrays: NDArray[Any]) -> str:
-    """Return the SHA-256 of arrays with their dtypes and shapes."""
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(f"{array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
-
-
-def _assemble(own: OwnData, train: Table, test: Table | None) -> Examples:
-    """Give the classes numbers, and the test set its examples."""
-    if test is not None:
-        test = _match(train, test)
-    names, every = train.classes, None
-    if not names:
-        tables = (train, test) if test is not None else (train,)
-        try:
-            labels = [np.unique(table.y) for table in tables]
-            every = np.unique(np.concatenate(labels))
-        except TypeError as error:
+    def _draw_test(self, train: Part, split: tuple[Indices, ...] | None) -> NDArray[np.bool_]:
+        """Draw the test set: what no client has, or a share of each class, and not all of it."""
+        share, kept = self.test_share, np.zeros(len(train.y), bool)
+        if not share:
             raise ConfigError(
-                f"expected labels of one kind, all words or all numbers, without gaps: {error}"
-            ) from None
-        if every.dtype.kind == "f" and not (every % 1).any():  # whole, from a column with gaps
-            every = every.astype(np.int64)
-        if every.dtype.kind not in "iubUSO":
-            raise ConfigError(f"expected whole numbers or words as labels, got {every.dtype}")
-        if new := ", ".join(map(str, np.setdiff1d(every, labels[0])[:5])):
-            raise ConfigError(f"test set: no training example has the labels {new}")
-        if every.dtype.kind not in "iu" or not np.array_equal(every, np.arange(len(every))):
-            names = tuple(every.tolist() if every.dtype.kind in "iu" else map(str, every))
-
-    def part(table: Table, what: str) -> Part:
-        y = table.y if every is None else np.searchsorted(every, table.y.astype(every.dtype))
-        check_examples(table.x, y, f"{what}: ")
-        return Part(table.x, y.astype(np.int64), table.owners)
-
-    whole_set = part(train, "train set")
-    given = _split(own, whole_set)
-    more = len(names if every is None else every), train.columns, names
-    if test is not None:
-        return Examples(whole_set, part(test, "test set"), *more, given)
-    kept = _draw_test(whole_set.y, own.test_share, own.test_seed)
-    if given is not None:  # only what no client has been given can be tested on
-        free = ~np.isin(np.arange(len(kept)), np.concatenate(given))
-        kept = free if free.mean() >= own.test_share else kept
-        numbers = np.cumsum(~kept) - 1
-        given = tuple(numbers[indices[~kept[indices]]] for indices in given)
-        if empty := [i for i, indices in enumerate(given) if not len(indices)]:
-            raise ConfigError(
-                f"split: all examples of client {empty[0]} were drawn for the test set; give a "
-                "test set, or leave rows for it out of the split"
+                "test-share: the data have no test set; expected a share, such as 0.2"
             )
-    return Examples(whole_set.select(~kept), whole_set.select(kept), *more, given)
-
-
-def _match(train: Table, test: Table) -> Table:
-    """Return a test set with the columns, and the numbers of the classes, of the training set."""
-    if sorted(train.columns) != sorted(test.columns):
-        odd = sorted(set(train.columns) ^ set(test.columns))
-        raise ConfigError(f"test set: other columns than the train set: {', '.join(odd[:10])}")
-    order = [test.columns.index(name) for name in train.columns]
-    test = test._replace(x=test.x[:, order] if order else test.x, columns=train.columns)
-    if train.classes == test.classes:
-        return test
-    if odd := sorted(map(str, set(test.classes) - set(train.classes))):
-        raise ConfigError(f"test set: no training example has the classes {', '.join(odd[:10])}")
-    numbers = np.array([train.classes.index(name) for name in test.classes], np.int64)
-    return test._replace(y=numbers[test.y], classes=train.classes)
-
-
-def _draw_test(y: Indices, share: float, seed: int) -> NDArray[np.bool_]:
-    """Draw the test set: a share of each class, at least one and not all of it."""
-    if not share:
-        raise ConfigError("test-share: the data have no test set; expected a share, such as 0.2")
-    generator = np.random.default_rng([seed, *b"test set"])
-    kept = np.zeros(len(y), bool)
-    for label in np.unique(y):
-        members = generator.permutation(np.flatnonzero(y == label))
-        kept[members[: min(max(1, round(share * len(members))), len(members) - 1)]] = True
-    return kept
-
-
-def _split(own: OwnData, whole_set: Part) -> tuple[Indices, ...] | None:
-    """Return each client's indices by the user's own split, if there is one."""
-    if own.split is None:
-        return None
-    split, most = own.split, len(whole_set.y)
-    if hasattr(split, "load_partition"):
-        from datasets import Dataset
-
-        columns: dict[str, Any] = {"index": np.arange(most), "label": whole_set.y}
-        if whole_set.owners is not None:
-            columns[own.client_column] = whole_set.owners
-        split.dataset = Dataset.from_dict(columns)
-        split = [split.load_partition(i)["index"] for i in range(split.num_partitions)]
-    split = split.values() if isinstance(split, Mapping) else split
-    clients = tuple(np.asarray(list(indices)) for indices in split)
-    for i, indices in enumerate(clients):
-        repeated = len(indices) - len(np.unique(indices))
-        if len(indices) and (repeated or indices.dtype.kind not in "iu"):
+        generator = np.random.default_rng([self.test_seed, *b"test set"])
+        for label in np.unique(train.y):
+            members = generator.permutation(np.flatnonzero(train.y == label))
+            kept[members[: min(max(1, round(share * len(members))), len(members) - 1)]] = True
+        if split is not None:
+            free = ~np.isin(np.arange(len(kept)), np.concatenate(split))
+            kept = free if free.mean() >= share else kept
+            firsts = [own[0] for own in split if kept[own].all()]
+        elif train.owners is not None:
+            _, each, number = np.unique(train.owners, return_index=True, return_inverse=True)
+            firsts = each[np.bincount(number, ~kept) == 0]
+        else:
+            firsts = []
+        kept[firsts] = False  # each client keeps an example
+        if not kept.any():
             raise ConfigError(
-                f"split: expected the numbers of client {i}'s examples, each once, got "
-                f"{indices.dtype} with {repeated} repeated"
+                "test-share: no example is left for a test set, as each client keeps one; give a "
+                "test set"
             )
-        wrong = indices[(indices < 0) | (indices >= most)]
-        if len(wrong) or not len(indices):
-            raise ConfigError(
-                f"split: expected indices 0 ... {most - 1} for client {i}, at least one, got "
-                f"{', '.join(map(str, wrong[:5])) or 'none'}"
-            )
-    return clients
+        return kept
 
+    def _split(self, train: Part) -> tuple[Indices, ...] | None:
+        """Return each client's indices by the user's own split, if there is one."""
+        if self.split is None:
+            return None
+        split, most = self.split, len(train.y)
+        if hasattr(split, "load_partition"):
+            from datasets import Dataset
 
-def check_examples(x: NDArray[Any], y: NDArray[Any], what: str = "") -> None:
-    """Refuse examples that are not finite numbers of shape (n, ...), or lack one label each."""
-    is_number = np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)
-    if not is_number or x.ndim < 2 or 0 in x.shape[1:]:
-        raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
-    if not np.isfinite(x).all():
-        raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")
-    if y.shape != (len(x),):
-        raise ConfigError(
-            f"{what}expected examples and one label each, got shapes {x.shape} and {y.shape}"
-        )
+            columns: dict[str, Any] = {"index": np.arange(most), "label": train.y}
+            if train.owners is not None:
+                columns[self.client_column] = train.owners
+            split.dataset = Dataset.from_dict(columns)
+            split = [split.load_partition(i)["index"] for i in range(split.num_partitions)]
+        split = split.values() if isinstance(split, Mapping) else split
+        clients = tuple(np.asarray(list(indices)) for indices in split)
+        for i, own in enumerate(clients):
+            repeated = len(own) - len(np.unique(own))
+            wrong = own[(own < 0) | (own >= most)] if own.dtype.kind in "iu" else own
+            if not len(own) or repeated or len(wrong):
+                raise ConfigError(
+                    f"split: expected indices 0 ... {most - 1} for client {i}, each once, got "
+                    f"{len(own)} of {own.dtype}, {repeated} repeated, {len(wrong)} no such index: "
+                    f"{', '.join(map(str, wrong[:5]))}"
+                )
+        return clients
 
 
 def _array(data: Any) -> NDArray[Any]:
@@ -308,7 +257,7 @@ def _array(data: Any) -> NDArray[Any]:
 # -------------------------------------------------------------------------- files
 
 
-def read_own(settings: DatasetSettings) -> Examples | None:
+def read_own(settings: DatasetSettings) -> Data | None:
     """Read the examples that the setting names; None if it is not of a kind of one's own.
 
     A folder may hold a train and a test part, each a file of the kind, or a folder of classes.
@@ -337,26 +286,19 @@ def read_own(settings: DatasetSettings) -> Examples | None:
             data = {part: _read(kind, own) for part, own in data.items()}
         else:
             data = _read(kind, place)
-    return OwnData.of(data, settings).read()
+    return OwnData.of(data, settings).read(standardise=settings.standardise)
 
 
 def _read(kind: str, place: Path) -> Any:
     """Read a table, or pictures in a folder for each class, whose name is their label."""
     if kind == "folder":
-        from PIL import Image
-
         paths = sorted(path for path in place.glob("*/**/*") if path.suffix.lower() in IMAGES)
         if not paths:
             raise ConfigError(
                 f"dataset: expected a folder of pictures for each class, got none in {place}"
             )
         labels = [path.relative_to(place).parts[0] for path in paths]
-
-        def convert(path: Path) -> NDArray[Any]:
-            with Image.open(path) as picture:
-                return np.asarray(picture.convert("RGB") if picture.mode == "P" else picture)
-
-        return stack_pictures(paths, str(place), convert), np.array(labels)
+        return stack_pictures(map(_open, paths)), np.array(labels)
     if place.is_dir():
         raise ConfigError(
             f"dataset: expected a {kind} file, or a folder with train.{kind}, got the folder "
@@ -367,20 +309,23 @@ def _read(kind: str, place: Path) -> Any:
     return pd.read_csv(place) if kind == "csv" else pd.read_parquet(place)
 
 
-def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
-    """Read some of the arrays ``NPZ``.
+def _open(path: Path) -> Any:
+    from PIL import Image
 
-    clients_... say whose an example is; columns and classes are names; split has the indices of
-    each client's training examples, one client after the other, of split_sizes.
-    """
+    with Image.open(path) as picture:
+        return picture.copy()
+
+
+def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
+    """Read some of the arrays ``NPZ``."""
     found: dict[str, Any] = read_arrays("dataset", path, "x_train", "y_train")
     if odd := ", ".join(sorted(found.keys() - set(NPZ))):
         raise ConfigError(f"dataset: {path} has {odd}; expected some of {', '.join(NPZ)}")
     if ("x_test" in found) != ("y_test" in found):
         raise ConfigError(f"dataset: {path} must hold both x_test and y_test, or neither")
-    names = {key: tuple(found.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")}
+    names = [tuple(found.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")]
     parts = {
-        part: Table(found[f"x_{part}"], found[f"y_{part}"], found.get(f"clients_{part}"), **names)
+        part: Part(found[f"x_{part}"], found[f"y_{part}"], found.get(f"clients_{part}"), *names)
         for part in ("train", "test")
         if f"x_{part}" in found
     }

@@ -10,16 +10,15 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedntk.clients import cache_dir
 from fedntk.ntk.support.files import whole
 
 from ..config.settings import ConfigError
-from .load import Data, load_data
+from .data import Data, Indices
+from .load import load_data
 from .settings import SplitSettings
 
-Indices = NDArray[np.int64]
 OF_TESTS = ("local_test_fraction", "private_test")
 SPLIT_SETTINGS = [name for name in SplitSettings.__annotations__ if name not in OF_TESTS]
 """Settings on which each client's training examples depend, besides the data set."""
@@ -198,9 +197,9 @@ def client_dirichlet(settings: SplitSettings, labels: Indices) -> Iterator[Indic
         yield generator.permutation(np.concatenate(chosen))
 
 
-def load_split(settings: SplitSettings) -> Split:
+def load_split(settings: SplitSettings, data: Data | None = None) -> Split:
     """Split the data set of the settings, once on a machine: the workers share a cached file."""
-    return _load_split(settings, load_data(settings))
+    return _load_split(settings, data or load_data(settings))
 
 
 @lru_cache(maxsize=2)

@@ -10,16 +10,21 @@ from ..config.settings import ConfigError
 
 
 class Part(NamedTuple):
-    """Examples x (n, ...), their labels y (n,), and the owner of each (n,), if there are owners."""
+    """Examples x (n, ...), their labels y (n,), and the owner of each (n,), if there are owners.
+
+    A table has names of its columns; `classes` are names of the labels 0 ... C - 1.
+    """
 
     x: NDArray[Any]
-    y: NDArray[np.int64]
+    y: NDArray[Any]
     owners: NDArray[Any] | None = None
+    columns: tuple[str, ...] = ()
+    classes: tuple[str | int, ...] = ()
 
     def select(self, chosen: NDArray[np.bool_]) -> "Part":
         """Return some of the examples."""
         owners = None if self.owners is None else self.owners[chosen]
-        return Part(self.x[chosen], self.y[chosen], owners)
+        return self._replace(x=self.x[chosen], y=self.y[chosen], owners=owners)
 
 
 class Domain(NamedTuple):

@@ -154,8 +154,7 @@ class _KeptFeatures(TCTModel):
     settings: Any
     device: str
 
-    def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
-        """Return loss and accuracy, as a client computes them."""
+    def _evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
         network, own = arrays_of(self.network), self.normaliser
         key = ConvexTask.key_of(self.feature_map, list(network.values()))
         bias = self.settings.bias
@@ -170,7 +169,7 @@ class _KeptFeatures(TCTModel):
         normaliser = {"mean": own.mean, "inv_std": own.inv_std}
         kept.take({"network": network, "normaliser": normaliser})
         rows = kept.rows("train", x, bias=bias, device=torch.device(self.device))
-        return self._evaluate(rows @ self.linear, y)
+        return self._compare(rows @ self.linear, y)
 
 
 METHOD = _TCT()

@@ -1,0 +1,158 @@
+"""Examples as a run takes them; nothing here depends on how they are split."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.clients import cache_dir
+from fedntk.ntk.predictors.inputs import InputTransform
+from fedntk.ntk.support.files import whole
+
+from ..config.settings import ConfigError
+from .parts import Part
+
+Indices = NDArray[np.int64]
+# arrays of an npz file: clients_... say whose an example is; split has the indices of each client's
+# training examples, one client after the other, of split_sizes
+NPZ = (
+    *("x_train", "y_train", "clients_train", "x_test", "y_test", "clients_test"),
+    *("columns", "classes", "split", "split_sizes"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A labelled data set with its test set.
+
+    Examples (n, channels, height, width) or (n, ...) are raw values, as stored, with labels (n,),
+    0 ... num_classes - 1, and the owner of each (n,), if the set names owners. A network gets them
+    as `inputs` makes them: standardised, unless their values have a meaning as they are, such as
+    positions in an alphabet, or signals of a stated strength. `split` has the indices of each
+    client's training examples, if it came with the data.
+    """
+
+    x_train: NDArray[Any]
+    y_train: Indices
+    x_test: NDArray[Any]
+    y_test: Indices
+    num_classes: int
+    natural_ids: NDArray[Any] | None = None
+    natural_ids_test: NDArray[Any] | None = None
+    standardise: bool = True
+    columns: tuple[str, ...] = ()
+    classes: tuple[str | int, ...] = ()  # numbers if the data had these as labels
+    alphabet: str = ""
+    split: tuple[Indices, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for part in ("train", "test"):
+            x, y = (getattr(self, f"{axis}_{part}") for axis in "xy")
+            if not len(x):
+                raise ConfigError(f"{part} set: expected examples, got none")
+            self._require_kind(x, y, f"{part} set: ")
+
+    @classmethod
+    def of(cls, train: Part, test: Part, num_classes: int, **more: Any) -> Self:
+        """Make it from its parts."""
+        owners = train.owners, test.owners
+        return cls(train.x, train.y, test.x, test.y, num_classes, *owners, **more)
+
+    def _require_kind(self, x: NDArray[Any], y: NDArray[Any], what: str = "") -> None:
+        check_examples(x, y, self.num_classes, what)
+        if x.shape[1:] != self.input_shape:
+            sizes = ", ".join(map(str, self.input_shape))
+            raise ConfigError(f"{what}expected examples of shape (n, {sizes}), got {x.shape}")
+
+    @cached_property
+    def inputs(self) -> InputTransform:
+        """What is done to raw examples before a network sees them."""
+        classes = self.classes or tuple(self.alphabet) or range(self.num_classes)
+        return InputTransform.fit(
+            self.x_train,
+            standardise=self.standardise and not self.alphabet,
+            columns=self.columns,
+            classes=tuple(map(str, classes)),
+            numbered=bool(self.classes) and isinstance(self.classes[0], int),
+            alphabet=self.alphabet,
+        )
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example."""
+        return tuple(self.x_train.shape[1:])
+
+    @cached_property
+    def checksum(self) -> str:
+        """SHA-256 of all examples and labels."""
+        return checksum_of(self.x_train, self.y_train, self.x_test, self.y_test)
+
+    def train(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """Return training examples as a network takes them, float32, with their labels."""
+        return self.inputs(self.x_train[indices]), torch.from_numpy(self.y_train[indices])
+
+    def test(self, indices: Indices | slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return test examples, by default all, as :meth:`train` does."""
+        y = np.ascontiguousarray(self.y_test[indices])
+        return self.inputs(self.x_test[indices]), torch.from_numpy(y)
+
+    def convert_examples(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
+        """Return raw examples of this kind as :meth:`train` does; ValueError if they are none."""
+        if not np.issubdtype(y.dtype, np.integer) and y.dtype.kind != "U":
+            raise ConfigError(f"expected whole numbers or names as labels, got {y.dtype}")
+        labels = self.inputs.labels(y)
+        self._require_kind(x, labels.numpy())
+        return self.inputs(x), labels
+
+    def write(self) -> dict[str, Any]:
+        """Write them into the cache, named by content; return the settings that follow."""
+        split, sizes, settings = None, None, dict[str, Any]()
+        if self.split is not None:
+            split, sizes = np.concatenate(self.split), np.array([len(own) for own in self.split])
+            settings = {"partition": "given", "num_clients": len(sizes)}
+        elif self.natural_ids is not None:
+            settings = {"partition": "natural", "num_clients": len(np.unique(self.natural_ids))}
+        parts = (
+            *(self.x_train, self.y_train, self.natural_ids),
+            *(self.x_test, self.y_test, self.natural_ids_test),
+        )
+        texts = np.array(self.columns, str), np.array(self.classes or np.array((), str))
+        every = zip(NPZ, (*parts, *texts, split, sizes), strict=True)
+        arrays = {name: array for name, array in every if array is not None}
+        digest = checksum_of(np.array(list(arrays)), *arrays.values())
+        path = cache_dir() / "data" / f"own-{digest[:16]}.npz"
+        if not path.exists():
+            with whole(path) as file:
+                np.savez(file, allow_pickle=False, **arrays)
+        return {"dataset": f"npz:{path}", **settings}
+
+
+def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str = "") -> None:
+    """Refuse examples that are not finite numbers (n, ...), or lack one label each of C classes."""
+    is_number = np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)
+    if not is_number or x.ndim < 2 or 0 in x.shape[1:]:
+        raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
+    if not np.isfinite(x).all():
+        raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")
+    if y.shape != (len(x),):
+        raise ConfigError(
+            f"{what}expected examples and one label each, got shapes {x.shape} and {y.shape}"
+        )
+    if len(y) and (y.min() < 0 or y.max() >= num_classes):
+        raise ConfigError(
+            f"{what}expected labels 0 ... {num_classes - 1}, got {y.min()} ... {y.max()}"
+        )
+
+
+def checksum_of(*arrays: NDArray[Any]) -> str:
+    """Return the SHA-256 of arrays with their dtypes and shapes."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
