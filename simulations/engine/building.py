@@ -32,7 +32,7 @@ from .checkpoints import Checkpoint, Checkpoints
 def load_setup(config: Config) -> Setup:
     """Load data and split, and build the network."""
     data = load_data(config)
-    setup = Setup(config, build_model(config, data.input_shape, data.num_classes))
+    setup = Setup(config, build_model(config, data.input_shape, data.num_classes), loaded=data)
     _ = setup.split
     return setup
 
@@ -150,21 +150,22 @@ def load_predictor(
     """
     folder = Path(folder)
     inputs = _load_inputs(folder)
+    own_model = {} if model is None else {"model": name_model(model)}
+    config = Config.of_run(folder, weights="", **own_model).replace(out=str(folder))
+    setup = Setup(config, build_model(config, inputs.shape, len(inputs.classes)))
+    if (folder / "summary.json").exists():
+        now = {"network": network_checksum(setup.network)}
+        require_same(read_summary(folder), now, folder)
     if client is None:
         arrays, described = load_tensors(folder / f"{which}.safetensors")
-        own_model = {} if model is None else {"model": name_model(model)}
-        config = Config.of_run(folder, weights="", **own_model)
-        method: Method = config.chosen_method
-        setup = Setup(config, build_model(config, inputs.shape, len(inputs.classes)))
-        if (folder / "summary.json").exists():
-            now = network_checksum(setup.network)
-            require_same("network", read_summary(folder)["network"], now, folder)
-        predictor: Predictor = method.predictor(setup, arrays, described["learned"])
+        predictor: Predictor = config.chosen_method.predictor(setup, arrays, described["learned"])
         predictor.inputs = inputs
         return predictor
     if which != "model":
         raise ConfigError(f"which: clients have only their last models, got {which!r}")
-    setup, checkpoint = load_finished(folder)
+    checkpoint = Checkpoints(folder).newest()
+    if checkpoint is None:
+        raise FileNotFoundError(f"{folder}: no checkpoint of a finished run")
     # the strategy says what it would send the client, which makes a module of it
     own, strategy = make_client(setup, client, {}), make_strategy(setup)
     strategy.load_state_dict(checkpoint.strategy)

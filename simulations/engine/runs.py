@@ -20,7 +20,7 @@ from ..data.load import load_data
 from ..data.own import OwnData
 from ..errors import RunFailed, first_line
 from ..methods.method import Method
-from ..metrics import metrics_of
+from ..metrics import metrics_checksum, metrics_of
 from ..models import name_model, network_checksum
 from ..report.results import (
     Run,
@@ -116,7 +116,7 @@ def run(
     [0, 1]
     """
     _check(engine, workers, writers)
-    config = _with_objects(read_config(config, overrides), overrides, data=data, model=model)
+    config = read_config(config, overrides, data=data, model=model)
     prepared = _prepare(config, engine, again=again)
     try:
         with show_progress(config.rounds, enabled=progress) as shown:
@@ -172,10 +172,7 @@ def compare(
     [('wide', 0), ('wide', 1), ('narrow', 0), ('narrow', 1)]
     """
     _check(engine, workers, writers)
-    planned = [
-        _with_objects(config, overrides, data=data, model=model)
-        for config in _plan(configs, seeds, Path(out), overrides)
-    ]
+    planned = _plan(configs, seeds, Path(out), overrides, data=data, model=model)
     prepared = []
     for config in planned:
         with _naming(config.name):
@@ -217,21 +214,6 @@ def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
     check_writers(writers)
 
 
-def _with_objects(
-    config: Config, overrides: Mapping[str, Any], *, data: Any = None, model: Any = None
-) -> Config:
-    """Return the configuration with a user's own data and network, as settings."""
-    own = {} if data is None else OwnData.of(data, config).read().write()
-    for name in own.keys() & overrides.keys():
-        if own[name] != overrides[name]:
-            raise ConfigError(
-                f"{name}: the data say {own[name]}, got {overrides[name]}; leave one of the two out"
-            )
-    if model is not None:
-        own["model"] = name_model(model)
-    return config.replace(**own)
-
-
 def _prepare(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
     """Make what a run needs, and so check it; None if the run is finished."""
     if engine == "ray":
@@ -267,15 +249,30 @@ def _check_resources(config: Config) -> None:
         )
 
 
-def read_config(config: Runnable, overrides: Mapping[str, Any]) -> Config:
-    """Return a configuration, that of a file, or the defaults of a method, with overrides."""
-    if isinstance(config, Config):
-        return config.replace(**overrides)
+def read_config(
+    config: Runnable, overrides: Mapping[str, Any], *, data: Any = None, model: Any = None
+) -> Config:
+    """Return a configuration, that of a file, or the defaults of a method, with overrides.
+
+    A user's own data and network are then settings, by which this process finds them again.
+    """
     if isinstance(config, str) and (config.endswith(".toml") or Path(config).is_file()):
         config = Path(config)
-    if isinstance(config, Path):
-        return Config.load(config, **overrides)
-    return Config.parse({"method": config, **overrides})
+    if isinstance(config, Config):
+        config = config.replace(**overrides)
+    elif isinstance(config, Path):
+        config = Config.load(config, **overrides)
+    else:
+        config = Config.parse({"method": config, **overrides})
+    own = {} if data is None else OwnData.of(data, config).read().write()
+    for name in own.keys() & overrides.keys():
+        if own[name] != overrides[name]:
+            raise ConfigError(
+                f"{name}: the data say {own[name]}, got {overrides[name]}; leave one of the two out"
+            )
+    if model is not None:
+        own["model"] = name_model(model)
+    return config.replace(**own) if own else config
 
 
 def _plan(
@@ -283,6 +280,7 @@ def _plan(
     seeds: Iterable[int],
     out: Path,
     overrides: Mapping[str, Any],
+    **objects: Any,
 ) -> list[Config]:
     if not isinstance(configs, Mapping):
         raise ConfigError(f"configs: expected a dict of name to Config, got {type(configs)}")
@@ -307,7 +305,7 @@ def _plan(
     planned = []
     for name, config in configs.items():
         with _naming(name):
-            own = read_config(config, overrides)
+            own = read_config(config, overrides, **objects)
         planned += [
             own.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
             for seed in seeds
@@ -393,10 +391,11 @@ def _records_before(config: Config, state: State) -> Sequence[Record]:
         return [] if checkpoint is None else checkpoint.records
     if state == "new":
         return []
-    before = now = read_summary(config.folder)
-    with contextlib.suppress(ConfigError):  # results can be read without the data
-        now = {"data": load_data(config).checksum, "network": now["network"]}
+    now = {}
+    with contextlib.suppress(ConfigError):  # results can be read without what they depend on
+        now["metrics-code"] = metrics_checksum(config.metrics)
+    with contextlib.suppress(ConfigError):
+        now["data"] = load_data(config).checksum
         now["network"] = network_checksum(load_setup(config).network)
-    require_same("data set", before["data"], now["data"], config.folder)
-    require_same("network", before["network"], now["network"], config.folder)
+    require_same(read_summary(config.folder), now, config.folder)
     return read_records(config.folder)

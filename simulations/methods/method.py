@@ -23,8 +23,9 @@ from fedntk.strategies import BaseStrategy
 from ..config.config import Config
 from ..config.registry import named_client
 from ..config.settings import ConfigError, Settings
+from ..data.data import Data
 from ..data.kept_examples import KeptExamples, Own
-from ..data.load import Data, load_data
+from ..data.load import load_data
 from ..data.partitions import Split, load_split
 
 if TYPE_CHECKING:  # slow to import
@@ -44,22 +45,23 @@ class Setup:
     """What the parts of a run are made from.
 
     `network` has the weights that the run starts from; clients overwrite them. `kept` serves the
-    clients that are made from this setup, in one thread.
+    clients that are made from this setup, in one thread. `loaded` is the data set, if it is loaded.
     """
 
     config: Config
     network: nn.Module
     kept: KeptExamples = field(default_factory=KeptExamples)
+    loaded: Data | None = None
 
     @cached_property
     def data(self) -> Data:
         """The data set."""
-        return load_data(self.config)
+        return self.loaded or load_data(self.config)
 
     @cached_property
     def split(self) -> Split:
         """Which client has which examples."""
-        return load_split(self.config)
+        return load_split(self.config, self.data)
 
     @property
     def max_examples(self) -> int:

@@ -69,6 +69,8 @@ def tune(
     out: str | Path = "runs/tune",
     progress: bool = True,
     again: bool = False,
+    data: Any = None,
+    model: Any = None,
     **overrides: Any,
 ) -> Tuning:
     """Search for the best values of some settings, by validation examples or validation clients.
@@ -103,6 +105,8 @@ def tune(
         Folder of the search; `again` removes the search that is in it.
     progress : bool
         Whether to show rounds, trials, the best value and the time left.
+    data, model
+        As in :func:`~fedntk.simulations.run`.
 
     Raises
     ------
@@ -121,7 +125,8 @@ def tune(
     >>> found.best.learning_rate
     0.3
     """
-    base = read_config(config, overrides).replace(evaluate_on="validation", out="")
+    base = read_config(config, overrides, data=data, model=model)
+    base = base.replace(evaluate_on="validation", out="")
     if bool(grid) == bool(random):
         raise ConfigError("expected the settings to search as grid or as random, and not as both")
     for name, value, known in (("sampler", sampler, Sampler), ("prune", prune, Pruner)):
