@@ -1,5 +1,8 @@
 """Further metrics: of every evaluated round, in all results, and never the end of a run."""
 
+import functools
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor
 from fedntk.simulations import Config, run, tune, write_report
+from fedntk.simulations.errors import Stopped
 from fedntk.simulations.metrics import BUILT_IN, load_metrics, metrics_setting
 
 from .outcomes import refused
@@ -30,8 +34,17 @@ class Total:
         return torch.tensor(self.count)
 
 
+def top_k(scores, labels, k):
+    return (scores.topk(k).indices == labels[:, None]).any(1).float().mean()
+
+
 def top_two(scores, labels):
-    return (scores.topk(2).indices == labels[:, None]).any(1).float().mean()
+    return top_k(scores, labels, 2)
+
+
+def stop_after_two(record):
+    if record["round"] == 2:
+        raise Stopped
 
 
 def fail(scores, labels):
@@ -97,6 +110,34 @@ def test_an_ensembles_evaluation_has_metrics_beside_those_of_its_models():
     ensemble.metrics = load_metrics(metrics_setting({"n": Total()}))
     more = ensemble.evaluate(torch.ones(5, 4), torch.zeros(5, dtype=torch.long)).more
     assert (more["n"], "model-accuracy-max" in more) == (5, True)
+
+
+def test_a_metric_that_was_edited_is_not_taken_for_the_runs(tmp_path, monkeypatch):
+    """Its own lines, a function or a constant that it uses, or what an object holds."""
+    monkeypatch.chdir(tmp_path)
+    source = "LEAST = {}\ndef ok(s):\n    return {}\ndef f(s, y):\n    return float(ok(s) > LEAST)\n"
+    settings = {**SMALL, "metrics": "mine.py:f", "out": tmp_path / "a"}
+
+    def go(least=1, text="0.5", **more):
+        (tmp_path / "mine.py").write_text(source.format(least, text))
+        os.utime(tmp_path / "mine.py", (len(edits), len(edits)))
+        edits.append(least)
+        return run("fedavg", **{**settings, **more})
+
+    edits = []
+    with pytest.raises(Stopped):
+        go(on_round=stop_after_two)
+    for edit in ({"least": 2}, {"text": "0.6"}):
+        refused("the code of the metrics has changed since", go, **edit)
+    assert go().summary == go().summary
+    refused("the code of the metrics has changed since", go, text="0.7")
+    settings["out"] = tmp_path / "b"
+    for k, same in ((1, True), (1, True), (2, False)):
+        own = {"metrics": {"top": functools.partial(top_k, k=k), "n": Total()}}
+        if same:
+            run("fedavg", **settings | own)
+        else:
+            refused("the code of the metrics has changed", run, "fedavg", **settings | own)
 
 
 @pytest.mark.parametrize(

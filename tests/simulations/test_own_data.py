@@ -23,7 +23,6 @@ from fedntk.simulations import (
     run,
 )
 from fedntk.simulations.data.load import load_data
-from fedntk.simulations.data.own import Examples
 from fedntk.simulations.data.partitions import load_split
 
 from .outcomes import refused
@@ -139,10 +138,8 @@ def test_all_forms_of_the_same_data_are_the_same_examples(tmp_path, monkeypatch)
     np.testing.assert_array_equal(np.bincount(found[0].y_test), [4, 4, 4])  # a fifth of each class
     assert len({row.tobytes() for row in [*train, *test]}) == 60  # all rows, each once
     for own in found[1:]:
-        parts = own[:2] if isinstance(own, Examples) else (own.x_train, own.x_test)
-        for part, expected in zip(parts, (train, test), strict=True):
-            x = part.x if isinstance(own, Examples) else part
-            np.testing.assert_allclose(x, expected, rtol=1e-6)
+        np.testing.assert_allclose(own.x_train, train, rtol=1e-6)
+        np.testing.assert_allclose(own.x_test, test, rtol=1e-6)
 
 
 def test_splits_of_ones_own(tmp_path):
@@ -182,6 +179,43 @@ def test_pictures_in_class_folders(tmp_path):
     Image.new("L", (9, 9)).save(tmp_path / "flat" / "cat" / "large.png")
     with pytest.raises(ConfigError, match="pictures of one size and mode"):
         load_data(small(dataset=f"folder:{tmp_path}/flat", test_seed=1))
+
+
+def test_a_predictor_takes_pictures_as_pil_and_others_have_them():
+    """One or a list; channels last; a palette as its colours; grey ones with or without a channel."""
+    raw = np.random.default_rng(0).integers(0, 256, (4, 5, 6, 3), np.uint8)
+    inputs = InputTransform.fit(raw.transpose(0, 3, 1, 2))
+    expected = inputs(raw.transpose(0, 3, 1, 2))
+    pictures = [Image.fromarray(own) for own in raw]
+    indexed = pictures[0].quantize(30)  # one of 30 colours for each pixel
+    for found, theirs in (
+        (inputs(pictures), expected), (inputs(pictures[1]), expected[1:2]), (inputs(raw), expected),
+        (inputs(torch.from_numpy(raw)), expected), (inputs(indexed), inputs(indexed.convert("RGB"))),
+    ):  # fmt: skip
+        assert torch.equal(found, theirs)
+    grey = InputTransform.fit(raw[:, None, ..., 0])
+    for own in (raw[..., :1], raw[..., 0], [Image.fromarray(each) for each in raw[..., 0]]):
+        assert torch.equal(grey(own), grey(raw[:, None, ..., 0]))
+    for own, shape in ((pictures[0].convert("L"), "1, 1, 5, 6"), (raw[:, :4], "4, 4, 6, 3")):
+        with pytest.raises(ValueError, match=rf"\(n, 3, 5, 6\), got \({shape}\); resize pictures"):
+            inputs(own)
+    with pytest.raises(ValueError, match="of one size and mode"):
+        inputs([pictures[0], pictures[0].resize((5, 5))])
+
+
+def test_a_test_draw_leaves_each_client_an_example(caplog):
+    """By index lists, which may overlap, or a column; a split that is not used is said."""
+    x, y = np.eye(12), np.arange(12) % 3
+    lists = [[0], [1], [0, 2], [*range(3, 12)]]
+    for seed in range(8):
+        own = OwnData((x, y), split=lists, test_share=0.4, test_seed=seed).read()
+        assert all(map(len, own.split))
+        frame = pd.DataFrame(x).assign(label=y, who=[*"abcd", *"eeeeeeee"])
+        own = OwnData(frame, client_column="who", test_share=0.4, test_seed=seed).read()
+        assert {*own.natural_ids} == {*"abcde"}
+        assert len(own.y_train) + len(own.y_test) == 12
+    OwnData({"train": (x, y), "validation": (x, y)}).read()
+    assert "data: not used: validation; pass it as test=..." in caplog.text
 
 
 def test_texts_are_encoded_by_the_predictor(tmp_path):
@@ -262,6 +296,16 @@ def test_what_does_not_fit_is_refused_with_the_cure(tmp_path, monkeypatch, optio
         run(small(**options), progress=False, out=tmp_path / "run")
 
 
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from Pairs(np.eye(4), np.arange(4))
+
+
+GAPS = make_frame().astype({"kind": object}).drop(columns="site")
+GAPS.loc[[3, 7], "kind"] = None
+GAPS.loc[4, "height"] = np.nan
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -270,9 +314,14 @@ def test_what_does_not_fit_is_refused_with_the_cure(tmp_path, monkeypatch, optio
         (OwnData((np.ones((4, 2)), np.ones(3, int))), r"one label each, got shapes \(4, 2\)"),
         (OwnData((np.ones((4, 2)) * np.nan, np.arange(4) % 2)), "expected finite numbers"),
         (OwnData((np.ones((4, 2)), np.arange(4) / 2)), "whole numbers or words as labels"),
-        (OwnData((np.eye(4), np.arange(4) % 2), split=[[0], [4]]), "indices 0 ... 3 for client 1"),
+        (OwnData((np.eye(4), np.arange(4) % 2), split=[[0], [4]]), "3 for client 1.*index: 4"),
         (np.eye(4), r"train set: expected \(x, y\), a data frame"),
         ({"test": (np.eye(4), np.arange(4))}, "expected train among the splits, got test"),
+        ((np.eye(4), np.array([0, 1, np.nan, 1])), "1 of 4 labels are NaN; leave these rows out"),
+        (OwnData(GAPS, target="kind"), r"gaps \(rows\): kind \(2\), height \(1\); fill them, or"),
+        (OwnData(GAPS, target="height", client_column="kind"), r"height \(1\), kind \(2\); fill"),
+        (Endless(), "of known length, got Endless; read its examples first: list"),
+        (datasets.Dataset.from_dict({"x": [1.0]}).to_iterable_dataset(), "streaming=False"),
     ],
 )
 def test_objects_that_do_not_fit_are_refused(data, message):
@@ -283,7 +332,7 @@ def test_objects_that_do_not_fit_are_refused(data, message):
 def test_labels_that_do_not_begin_at_0_are_as_many_classes():
     own = OwnData((np.eye(9, dtype=np.float32), np.arange(9) % 3 + 1)).read()
     assert (own.num_classes, own.classes) == (3, (1, 2, 3))
-    assert sorted(set(own.train.y)) == [0, 1, 2]
+    assert sorted(set(own.y_train)) == [0, 1, 2]
     # these numbers are names; those that stand for other names are not
     inputs = load_data(small(**own.write(), num_clients=2)).inputs
     assert inputs.labels([3, 1]).tolist() == [2, 0]
@@ -298,7 +347,7 @@ def test_a_test_set_is_read_by_the_names_of_columns_and_classes():
     frame = make_frame().drop(columns="site")
     mixed = frame[["weight", "kind", "girth", "ring", "height"]]
     own = OwnData(frame, test=mixed, target="kind").read()
-    np.testing.assert_array_equal(own.train.x, own.test.x)
+    np.testing.assert_array_equal(own.x_train, own.x_test)
     refused("test set: other columns than the train set: ring, rings", OwnData(
         frame, test=frame.rename(columns={"ring": "rings"}), target="kind").read)  # fmt: skip
 
@@ -308,17 +357,18 @@ def test_a_test_set_is_read_by_the_names_of_columns_and_classes():
         return datasets.Dataset.from_dict(rows, datasets.Features(kinds))
 
     own = OwnData(table(["a", "b", "c"]), test=table(["c", "b", "a"])).read()
-    np.testing.assert_array_equal(own.train.y, own.test.y)
+    np.testing.assert_array_equal(own.y_train, own.y_test)
     assert own.classes == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ([[True] * 4, [False] * 4], "the numbers of client 0's examples, each once, got bool"),
-        ([[0, 0], [1]], "each once, got int64 with 1 repeated"),
-        ([[0.5], [1]], "got float64 with 0 repeated"),
-        ([[0], [1], [2, 3]], "all examples of client . were drawn for the test set"),
+        ([[True] * 4, [False] * 4], "expected indices 0 ... 3 for client 0, .*got 4 of bool"),
+        ([[0, 0], [1]], "each once, got 2 of int64, 1 repeated"),
+        ([[0.5], [1]], "got 1 of float64, 0 repeated, 1 no such index: 0.5"),
+        ([[0], []], "for client 1, each once, got 0"),
+        ([[0], [1], [2], [3]], "as each client keeps one; give a test set"),
     ],
 )
 def test_splits_that_say_less_than_they_seem_are_refused(split, message):
@@ -341,4 +391,6 @@ def test_a_network_that_was_edited_is_not_taken_for_the_runs(tmp_path):
 
     refused("the network has changed since|holds a run with other settings",
             run, small(rounds=0, target="kind"), model=build, **options)  # fmt: skip
-    refused("the network has changed since", load_predictor, finished.folder, model=build)
+    for client in (None, 1):
+        own = {"client": client, "model": build}
+        refused("the network has changed since", load_predictor, finished.folder, **own)

@@ -8,6 +8,7 @@ import pandas as pd
 import psutil
 import pytest
 from matplotlib.figure import Figure
+from torch import nn
 
 from fedntk.simulations import Config, ConfigError, RunFailed, load_predictor, run, tune
 from fedntk.simulations.engine.building import load_setup, make_strategy
@@ -16,6 +17,7 @@ from fedntk.simulations.methods import all_methods
 from fedntk.simulations.report.results import read_run
 from fedntk.simulations.tuning import trials
 
+from .networks import three_classes
 from .outcomes import bits, measured, refused, write_data
 from .settings import FEDAVG, SETTINGS
 from .test_cli import fedntk
@@ -214,6 +216,19 @@ def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatc
     assert not workers()
     assert b"its process ended with exit code -9" in (tmp_path / "search.db").read_bytes()
     assert lines(search(tmp_path, seeds=[0, 1]).trials) == lines(straight.trials)
+
+
+def test_a_search_takes_data_and_a_network_as_objects(tmp_path):
+    """In other processes too, if they can import it."""
+    rng, own = np.random.default_rng(0), {"train_examples": 0, "validation_examples": 20}
+    y = np.arange(90) % 3
+    data, config = (rng.normal(size=(90, 4)) + 3 * np.eye(4)[y], y), SMALL.replace(**own)
+    options = {"grid": {"learning-rate": [1e-6, 0.3]}, "data": data}
+    found = search(tmp_path / "a", config, model=three_classes, parallel=2, **options)
+    assert (found.best.learning_rate, found.best.dataset[:4]) == (0.3, "npz:")
+    assert found.best.model.endswith(":three_classes")
+    refused("model = .*other processes", search, tmp_path, config, model=nn.Linear(4, 3),
+            parallel=2, **options)  # fmt: skip
 
 
 @pytest.mark.parametrize("prune", ["none", "median", "halving"])
