@@ -30,62 +30,47 @@ InputShape = tuple[int, ...]
 _given: dict[str, Any] = {}  # name -> model that was passed as an object
 
 
-class MLP(nn.Sequential):
+def mlp(input_shape: InputShape, num_classes: int, width: int = 100) -> nn.Module:
     """Two-layer perceptron: Kaiming-normal weights, zero biases (Yue et al. 2022, section 6).
 
     Examples of any `input_shape` are flattened; `width` is the number of hidden units.
     """
-
-    def __init__(self, input_shape: InputShape, num_classes: int, width: int = 100) -> None:
-        super().__init__(nn.Flatten(), *_dense(math.prod(input_shape), width, num_classes))
-        for module in self:
-            if isinstance(module, nn.Linear):
-                nn.init.kaiming_normal_(module.weight)
-                nn.init.zeros_(module.bias)
+    layers = _dense(math.prod(input_shape), width, num_classes)
+    for layer in (layers[0], layers[-1]):
+        nn.init.kaiming_normal_(layer.get_parameter("weight"))
+        nn.init.zeros_(layer.get_parameter("bias"))
+    return nn.Sequential(nn.Flatten(), *layers)
 
 
-class SimpleCNN(nn.Sequential):
+def simple_cnn(input_shape: InputShape, num_classes: int) -> nn.Module:
     """Two convolutions with max-pooling, two linear layers (Yu et al. 2022, for FMNIST).
 
     `input_shape` is (channels, height, width), at least 8 x 8.
     """
-
-    def __init__(self, input_shape: InputShape, num_classes: int) -> None:
-        channels, height, width = _image(input_shape, "simple-cnn", at_least=8)
-        super().__init__(
-            *_convolution(channels, 32, 3, padding=1),
-            nn.MaxPool2d(2),
-            *_convolution(32, 64, 3, padding=1),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            *_dense(64 * (height // 4) * (width // 4), 128, num_classes),
-        )
+    channels, height, width = _image(input_shape, "simple-cnn", at_least=8)
+    convolutions = *_convolution(channels, 32, 3), *_convolution(32, 64, 3)
+    dense = _dense(64 * (height // 4) * (width // 4), 128, num_classes)
+    return nn.Sequential(*convolutions, nn.Flatten(), *dense)
 
 
-class LeNet(nn.Sequential):
+def lenet(input_shape: InputShape, num_classes: int, *, batch_norm: bool = False) -> nn.Module:
     """LeNet-5 with ReLU and max-pooling (LeCun et al., *Gradient-based learning*, 1998).
 
     `input_shape` is (channels, height, width), at least 16 x 16. `batch_norm` adds BatchNorm after
     each convolution, for methods that keep it on the clients.
     """
-
-    def __init__(
-        self, input_shape: InputShape, num_classes: int, *, batch_norm: bool = False
-    ) -> None:
-        name = "lenet-bn" if batch_norm else "lenet"
-        channels, height, width = _image(input_shape, name, at_least=16)
-        side = [((size // 2) - 4) // 2 for size in (height, width)]
-        super().__init__(
-            *_convolution(channels, 6, 5, padding=2, batch_norm=batch_norm),
-            nn.MaxPool2d(2),
-            *_convolution(6, 16, 5, padding=0, batch_norm=batch_norm),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            *_dense(16 * side[0] * side[1], 120, 84, num_classes),
-        )
+    name = "lenet-bn" if batch_norm else "lenet"
+    channels, height, width = _image(input_shape, name, at_least=16)
+    side = [((size // 2) - 4) // 2 for size in (height, width)]
+    return nn.Sequential(
+        *_convolution(channels, 6, 5, batch_norm=batch_norm),
+        *_convolution(6, 16, 5, padding=0, batch_norm=batch_norm),
+        nn.Flatten(),
+        *_dense(16 * side[0] * side[1], 120, 84, num_classes),
+    )
 
 
-class DigitsCNN(nn.Sequential):
+def digits_cnn(input_shape: InputShape, num_classes: int, width: int = 100) -> nn.Module:
     """Four convolutions and three linear layers with BatchNorm, for digits of several domains.
 
     After Li et al., *FedBN: Federated Learning on Non-IID Features via Local Batch Normalization*,
@@ -96,20 +81,16 @@ class DigitsCNN(nn.Sequential):
     `input_shape` is (channels, height, width), at least 8 x 8. Width W, at least 8, gives W/8, W/8,
     W/4 and W/4 filters, then 4 W and W hidden units.
     """
-
-    def __init__(self, input_shape: InputShape, num_classes: int, width: int = 100) -> None:
-        channels, *size = _image(input_shape, "digits-cnn", at_least=8)
-        if width < 8:
-            raise ConfigError(f"width: expected at least 8 with model = digits-cnn, got {width}")
-        filters = [channels, width // 8, width // 8, width // 4, width // 4]
-        layers: list[nn.Module] = []
-        for i, (before, after) in enumerate(pairwise(filters)):
-            layers += _convolution(before, after, 5, padding=2, batch_norm=True)
-            if i < 2:
-                layers.append(nn.MaxPool2d(2))
-        flat = filters[-1] * (size[0] // 4) * (size[1] // 4)
-        dense = _dense(flat, 4 * width, width, num_classes, batch_norm=True)
-        super().__init__(*layers, nn.Flatten(), *dense)
+    channels, *size = _image(input_shape, "digits-cnn", at_least=8)
+    if width < 8:
+        raise ConfigError(f"width: expected at least 8 with model = digits-cnn, got {width}")
+    filters = [channels, width // 8, width // 8, width // 4, width // 4]
+    layers: list[nn.Module] = []
+    for i, (before, after) in enumerate(pairwise(filters)):
+        layers += _convolution(before, after, 5, batch_norm=True, pool=i < 2)
+    flat = filters[-1] * (size[0] // 4) * (size[1] // 4)
+    dense = _dense(flat, 4 * width, width, num_classes, batch_norm=True)
+    return nn.Sequential(*layers, nn.Flatten(), *dense)
 
 
 class CharLSTM(nn.Module):
@@ -180,10 +161,18 @@ def resnet18(input_shape: InputShape, num_classes: int, norm: str = "batch") -> 
 
 
 def _convolution(
-    before: int, after: int, kernel: int, *, padding: int, batch_norm: bool = False
+    before: int,
+    after: int,
+    kernel: int,
+    *,
+    padding: int | None = None,
+    batch_norm: bool = False,
+    pool: bool = True,
 ) -> list[nn.Module]:
-    norm = [nn.BatchNorm2d(after)] if batch_norm else []
-    return [nn.Conv2d(before, after, kernel, padding=padding), *norm, nn.ReLU()]
+    """Return a convolution, which by default keeps the size, and what follows it."""
+    norm = [nn.BatchNorm2d(after)] * batch_norm
+    layer = nn.Conv2d(before, after, kernel, padding=kernel // 2 if padding is None else padding)
+    return [layer, *norm, nn.ReLU(), *[nn.MaxPool2d(2)] * pool]
 
 
 def _dense(*widths: int, batch_norm: bool = False) -> list[nn.Module]:
@@ -254,12 +243,14 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(config.seed)
             model = _by_name(config, input_shape, num_classes)
-            shape = tuple(model.eval()(torch.zeros(1, *input_shape)).shape)
+            probe = torch.full((1, *input_shape), -1.5 * config.centre_inputs)
+            shape = tuple(model.eval()(probe).shape)
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's factory or network raises
+        centred = ", centred by centre-inputs" * config.centre_inputs
         raise ConfigError(
-            f"model = {config.model}: fails for examples of shape {input_shape}: "
+            f"model = {config.model}: fails for examples of shape {input_shape}{centred}: "
             f"{first_line(error)}"
         ) from error
     if config.init != "default":
@@ -280,17 +271,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             model = with_fourier_features(model, config.random_features, config.seed)
         except ValueError as error:
             raise ConfigError(f"random-features: {error}") from None
-    if not config.centre_inputs:
-        return model
-    try:
-        with torch.no_grad():
-            model(torch.full((1, *input_shape), -1.5))
-    except Exception as error:
-        raise ConfigError(
-            f"centre-inputs: model = {config.model} fails for centred inputs, as does a model "
-            f"that looks its inputs up in a table: {first_line(error)}"
-        ) from error
-    return CentredInputs(model, input_shape)
+    return CentredInputs(model, input_shape) if config.centre_inputs else model
 
 
 def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
@@ -314,11 +295,11 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
 
 def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
     known: dict[str, Callable[..., nn.Module]] = {
-        "mlp": partial(MLP, width=config.width),
-        "simple-cnn": SimpleCNN,
-        "lenet": LeNet,
-        "lenet-bn": partial(LeNet, batch_norm=True),
-        "digits-cnn": partial(DigitsCNN, width=config.width),
+        "mlp": partial(mlp, width=config.width),
+        "simple-cnn": simple_cnn,
+        "lenet": lenet,
+        "lenet-bn": partial(lenet, batch_norm=True),
+        "digits-cnn": partial(digits_cnn, width=config.width),
         "resnet18": partial(resnet18, norm=config.norm),
         "char-lstm": partial(CharLSTM, width=config.width),
         "two-patch-cnn": partial(TwoPatchCNN, width=config.width),

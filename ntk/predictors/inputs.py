@@ -4,14 +4,12 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-FILE = "inputs.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +29,8 @@ class InputTransform:
         Columns of a table, in order; a data frame is then read by them.
     alphabet : str
         Characters of texts; empty for numbers.
-    classes : tuple of str
-        Names of the C classes.
-    numbered : bool
-        Whether the names are the numbers that were labels in the data, such as 1 ... C.
+    classes : tuple of str or int
+        Names of the C classes, or the numbers that were labels in the data, such as 1 ... C.
     project : callable, optional
         Random projection of the standardised tensor. Its seed is a secret, so it is not saved.
 
@@ -45,13 +41,14 @@ class InputTransform:
     tensor([[ 1., -2.]])
     """
 
+    FILE: ClassVar = "inputs.json"
+
     shape: tuple[int, ...]
     mean: NDArray[Any]
     std: NDArray[Any]
     columns: tuple[str, ...] = ()
     alphabet: str = ""
-    classes: tuple[str, ...] = ()
-    numbered: bool = False
+    classes: tuple[str | int, ...] = ()
     project: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
@@ -119,18 +116,18 @@ class InputTransform:
         return np.array([[position[letter] for letter in text] for text in x])
 
     def labels(self, y: Any) -> Tensor:
-        """Return labels 0 ... C - 1, int64 (n,), of names of classes; ValueError if one is unknown.
+        """Return labels 0 ... C - 1, int64 (n,), of `classes`; ValueError if one is unknown.
 
-        Numbers are names if the data had other numbers as labels; else they are labels already.
+        Numbers are labels already if the classes have words as names.
         """
+        number: dict[Any, int] = {name: i for i, name in enumerate(self.classes)}
+        if all(isinstance(name, str) for name in self.classes):
+            number |= {i: i for i in range(len(self.classes))}
         given = y.tolist() if hasattr(y, "tolist") else list(y)
-        if not self.numbered and not any(isinstance(own, bool | str) for own in given):
-            return torch.tensor(given, dtype=torch.int64)
-        number = {name: i for i, name in enumerate(self.classes)}
-        if odd := sorted({str(own) for own in given} - number.keys()):
-            known = ", ".join(self.classes[:20])
-            raise ValueError(f"expected the classes {known}, got {', '.join(odd[:5])}")
-        return torch.tensor([number[str(own)] for own in given], dtype=torch.int64)
+        if odd := sorted(map(str, set(given) - number.keys()))[:5]:
+            known = ", ".join(map(str, self.classes[:20]))
+            raise ValueError(f"expected the classes {known}, got {', '.join(odd)}")
+        return torch.tensor([number[own] for own in given], dtype=torch.int64)
 
     def describe(self) -> str:
         """Say in a few words what is done, for a run's summary."""
@@ -150,17 +147,12 @@ class InputTransform:
         moments = {"mean": self.mean.tolist(), "std": self.std.tolist()}
         text = json.dumps({**vars(self), **moments, "project": None})
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / FILE).write_text(text, encoding="utf-8")
-
-    @staticmethod
-    def remove(folder: str | Path) -> None:
-        """Remove what an earlier :meth:`save` wrote."""
-        (Path(folder) / FILE).unlink(missing_ok=True)
+        (Path(folder) / self.FILE).write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> Self | None:
         """Read what :meth:`save` wrote; None if there is none."""
-        path = Path(folder) / FILE
+        path = Path(folder) / cls.FILE
         if not path.exists():
             return None
         try:

@@ -4,7 +4,6 @@ Files are safetensors, which is imported when it is needed.
 """
 
 import copy
-import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -60,7 +59,7 @@ class Predictor(nn.Module, ABC):
         if self.inputs is not None:
             self.inputs.save(folder)  # refuses a secret before anything is written
         else:
-            InputTransform.remove(folder)
+            (Path(folder) / InputTransform.FILE).unlink(missing_ok=True)  # of an earlier one
         self._save(Path(folder))
 
     @classmethod
@@ -133,13 +132,11 @@ class NetworkPredictor(Predictor):
         super().__init__()
         self.network = copy.deepcopy(network).to(device)
         self.loss = check_loss(loss)
-        self._device = torch.device(device)
 
     @property
     def device(self) -> torch.device:
         """The network's device, also after ``to(device)``."""
-        tensors = itertools.chain(self.network.parameters(), self.network.buffers())
-        return next((tensor.device for tensor in tensors), self._device)
+        return next(self.network.parameters()).device
 
     @classmethod
     def from_arrays(

@@ -63,11 +63,9 @@ class PrototypePredictor(NetworkPredictor):
         present = torch.from_numpy(self.prototypes.present)
         means = torch.from_numpy(np.array(self.prototypes.means))[present]
         scores = []
-        for chunk in self.prepare(x).split(BATCH_SIZE):
-            features = extract(chunk)
+        for features in map(extract, self.prepare(x).split(BATCH_SIZE)):
             own = torch.stack([-(features - mean).square().sum(1) for mean in means], 1)
-            lowest = own.amin(1, keepdim=True) - 1
-            scores.append(lowest.repeat(1, len(present)))
+            scores.append((own.amin(1, keepdim=True) - 1).repeat(1, len(present)))
             scores[-1][:, present] = own
         return torch.cat(scores)
 

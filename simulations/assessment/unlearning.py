@@ -16,7 +16,7 @@ from fedntk.strategies.core.averaging import named_arrays
 
 from ..config.settings import ConfigError
 from ..deploy.simulated_trust import projected
-from ..engine.building import load_finished, make_strategy
+from ..engine.building import load_checkpoint, load_setup, make_strategy
 from ..report.results import Run, run_with_its_data, write_json
 
 
@@ -115,7 +115,8 @@ def unlearn(
     if not gone:
         raise ConfigError("clients: expected at least one partition, got none")
     folder = _folder(run, gone, out)
-    setup, checkpoint = load_finished(run.folder)
+    config, checkpoint = run.config.replace(weights="", out=run.folder), load_checkpoint(run.folder)
+    setup = load_setup(config)
     strategy, before = make_strategy(setup), checkpoint.arrays
     if not isinstance(strategy, CanUnlearn):
         raise ConfigError(
@@ -129,7 +130,6 @@ def unlearn(
     models = [named_arrays(arrays) for arrays in (before, after)]
     described = {"round": checkpoint.round, "learned": checkpoint.learned}
     save_tensors(folder / "model.safetensors", models[1], described)
-    config = setup.config
     config.replace(out=str(folder)).save(folder / "config.toml")
     setup.data.inputs.save(folder)
     x, labels = setup.data.test(slice(config.test_examples or None))

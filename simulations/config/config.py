@@ -402,14 +402,6 @@ class Config(SplitSettings, frozen=True, eq=True):
             (values if own.table in known else others).update(own.values())
         return {**values, PLUGGED_IN: json.dumps(others) if others else ""}
 
-    @classmethod
-    def default_run_config(cls) -> dict[str, Value]:
-        """Return all keys of Flower's run-config with their defaults."""
-        values = cls().run_config()
-        for method in own_methods().values():
-            values |= method.settings().values()
-        return values
-
     def save(self, path: str | Path) -> None:
         """Write :meth:`values` as TOML, with a last line that says that it is whole."""
         with whole(Path(path)) as file:

@@ -34,21 +34,18 @@ def client_summary(clients: pd.DataFrame) -> pd.DataFrame:
     Each is over a seed's clients, each counting once; the result has means over the seeds, and the
     mean's standard deviation over them.
     """
-    newest, rows = newest_accuracies(clients), []
-    for run in dict.fromkeys(clients.run):
-        by_seed = newest[newest.run == run].groupby("seed").accuracy
-        rows.append(
-            {
-                "run": run,
-                "seeds": by_seed.ngroups,
-                "clients": int(by_seed.size().mean()),
-                "mean": by_seed.mean().mean(),
-                "mean-std": by_seed.mean().std(ddof=1),
-                "worst": by_seed.min().mean(),
-                "std": by_seed.std(ddof=0).mean(),
-            }
-        )
-    return pd.DataFrame(rows)
+    by_seed = newest_accuracies(clients).groupby(["run", "seed"], sort=False).accuracy
+    spread = by_seed.std(ddof=0)
+    runs = by_seed.agg(["size", "mean", "min"]).assign(std=spread).groupby("run", sort=False)
+    table = runs.agg(
+        seeds=("size", "size"),
+        clients=("size", "mean"),
+        mean=("mean", "mean"),
+        **{"mean-std": ("mean", "std")},
+        worst=("min", "mean"),
+        std=("std", "mean"),
+    )
+    return table.astype({"clients": int}).loc[[*dict.fromkeys(clients.run)]].reset_index()
 
 
 def client_gains(clients: pd.DataFrame, against: Sequence[str]) -> pd.DataFrame:
@@ -68,8 +65,8 @@ def client_gains(clients: pd.DataFrame, against: Sequence[str]) -> pd.DataFrame:
                         "run": run,
                         "against": other,
                         "clients": len(gain),
-                        "gain": float((gain > MARGIN).mean()),
-                        "lose": float((gain < -MARGIN).mean()),
+                        "gain": (gain > MARGIN).mean(),
+                        "lose": (gain < -MARGIN).mean(),
                         "mean-gain": gain.mean(),
                         "largest-gain": gain.max(),
                         "largest-loss": gain.min(),

@@ -72,13 +72,11 @@ class Data:
     @cached_property
     def inputs(self) -> InputTransform:
         """What is done to raw examples before a network sees them."""
-        classes = self.classes or tuple(self.alphabet) or range(self.num_classes)
         return InputTransform.fit(
             self.x_train,
             standardise=self.standardise and not self.alphabet,
             columns=self.columns,
-            classes=tuple(map(str, classes)),
-            numbered=bool(self.classes) and isinstance(self.classes[0], int),
+            classes=self.classes or tuple(self.alphabet) or tuple(range(self.num_classes)),
             alphabet=self.alphabet,
         )
 
@@ -103,8 +101,6 @@ class Data:
 
     def convert_examples(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
         """Return raw examples of this kind as :meth:`train` does; ValueError if they are none."""
-        if not np.issubdtype(y.dtype, np.integer) and y.dtype.kind != "U":
-            raise ConfigError(f"expected whole numbers or names as labels, got {y.dtype}")
         labels = self.inputs.labels(y)
         self._require_kind(x, labels.numpy())
         return self.inputs(x), labels

@@ -27,17 +27,22 @@ def load_leaf(folder: Path) -> tuple[Part, Part, int, str]:
     raw = {part: list(_examples(folder, part)) for part in ("train", "test")}
     if empty := [part for part, rows in raw.items() if not rows]:
         raise ConfigError(f"dataset: {folder / empty[0]} holds no examples")
-    is_text = isinstance(raw["train"][0][0], str)
     lengths = {len(x) for rows in raw.values() for x, _, _ in rows}
     if len(lengths) > 1:
         raise ConfigError(f"dataset: {folder} has examples of {len(lengths)} lengths, expected one")
-    if is_text:
-        letters = sorted({c for rows in raw.values() for x, y, _ in rows for c in (*x, *str(y))})
+    letters = ""
+    try:
+        if isinstance(raw["train"][0][0], str):
+            used = {c for rows in raw.values() for x, y, _ in rows for c in (*x, *y)}
+            letters = "".join(sorted(used))
         position = {letter: i for i, letter in enumerate(letters)}
-        train, test = (_text(rows, position, folder) for rows in raw.values())
-        return train, test, len(letters), "".join(letters)
-    train, test = (_numbers(rows, folder) for rows in raw.values())
-    return train, test, int(max(train.y.max(), test.y.max())) + 1, ""
+        train, test = (_part(rows, position) for rows in raw.values())
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"dataset: {folder}: expected texts and the next character of each, or lists of "
+            f"numbers and whole numbers as labels: {error!r}"
+        ) from error
+    return train, test, len(letters) or int(max(train.y.max(), test.y.max())) + 1, letters
 
 
 def _examples(folder: Path, part: str) -> Iterator[Row]:
@@ -57,21 +62,14 @@ def _examples(folder: Path, part: str) -> Iterator[Row]:
             ) from error
 
 
-def _text(rows: list[Row], position: dict[str, int], folder: Path) -> Part:
-    if not all(isinstance(x, str) and isinstance(y, str) and len(y) == 1 for x, y, _ in rows):
-        raise ConfigError(f"dataset: {folder} mixes text with other examples, or labels are longer")
-    x = np.array([[position[letter] for letter in text] for text, _, _ in rows], np.int64)
-    y = np.array([position[letter] for _, letter, _ in rows], np.int64)
-    return Part(x, y, np.array([user for _, _, user in rows]))
-
-
-def _numbers(rows: list[Row], folder: Path) -> Part:
-    try:
-        x = np.array([own for own, _, _ in rows], np.float32)
-        y = np.array([label for _, label, _ in rows])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"dataset: {folder} mixes numbers with other examples") from error
-    if not np.issubdtype(y.dtype, np.integer):
-        raise ConfigError(f"dataset: {folder} has labels of {y.dtype}, expected whole numbers")
-    x = x.reshape(-1, 1, 28, 28) if x.shape[1:] == (784,) else x
-    return Part(x, y.astype(np.int64), np.array([user for _, _, user in rows]))
+def _part(rows: list[Row], position: dict[str, int]) -> Part:
+    x, y, users = zip(*rows, strict=True)
+    owners = np.array(users)
+    if position:
+        texts = np.array([[position[letter] for letter in text] for text in x])
+        return Part(texts, np.array([position[letter] for letter in y]), owners)
+    numbers, labels = np.array(x, np.float32), np.array(y)
+    if labels.dtype.kind not in "iu":
+        raise ValueError(f"got labels of {labels.dtype}")
+    shape = (-1, 1, 28, 28) if numbers.shape[1:] == (784,) else numbers.shape
+    return Part(numbers.reshape(shape), labels.astype(np.int64), owners)

@@ -37,12 +37,12 @@ def load_setup(config: Config) -> Setup:
     return setup
 
 
-def load_finished(folder: Path) -> tuple[Setup, Checkpoint]:
-    """Load the parts of a finished run and its checkpoint; FileNotFoundError if it has none."""
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Load the checkpoint of a finished run; FileNotFoundError if it has none."""
     checkpoint = Checkpoints(folder).newest()
     if checkpoint is None:
         raise FileNotFoundError(f"{folder}: no checkpoint of a finished run")
-    return load_setup(Config.of_run(folder, weights="").replace(out=str(folder))), checkpoint
+    return checkpoint
 
 
 def make_strategy(setup: Setup) -> BaseStrategy:
@@ -163,9 +163,7 @@ def load_predictor(
         return predictor
     if which != "model":
         raise ConfigError(f"which: clients have only their last models, got {which!r}")
-    checkpoint = Checkpoints(folder).newest()
-    if checkpoint is None:
-        raise FileNotFoundError(f"{folder}: no checkpoint of a finished run")
+    checkpoint = load_checkpoint(folder)
     # the strategy says what it would send the client, which makes a module of it
     own, strategy = make_client(setup, client, {}), make_strategy(setup)
     strategy.load_state_dict(checkpoint.strategy)

@@ -115,7 +115,7 @@ def test_an_ensembles_evaluation_has_metrics_beside_those_of_its_models():
 def test_a_metric_that_was_edited_is_not_taken_for_the_runs(tmp_path, monkeypatch):
     """Its own lines, a function or a constant that it uses, or what an object holds."""
     monkeypatch.chdir(tmp_path)
-    source = "LEAST = {}\ndef ok(s):\n    return {}\ndef f(s, y):\n    return float(ok(s) > LEAST)\n"
+    source = "LEAST = {}\ndef g(s):\n    return {}\ndef f(s, y):\n    return float(g(s) > LEAST)\n"
     settings = {**SMALL, "metrics": "mine.py:f", "out": tmp_path / "a"}
 
     def go(least=1, text="0.5", **more):

@@ -182,7 +182,7 @@ def test_pictures_in_class_folders(tmp_path):
 
 
 def test_a_predictor_takes_pictures_as_pil_and_others_have_them():
-    """One or a list; channels last; a palette as its colours; grey ones with or without a channel."""
+    """One or a list; channels last; a palette as its colours; grey with a channel or without."""
     raw = np.random.default_rng(0).integers(0, 256, (4, 5, 6, 3), np.uint8)
     inputs = InputTransform.fit(raw.transpose(0, 3, 1, 2))
     expected = inputs(raw.transpose(0, 3, 1, 2))
@@ -190,7 +190,8 @@ def test_a_predictor_takes_pictures_as_pil_and_others_have_them():
     indexed = pictures[0].quantize(30)  # one of 30 colours for each pixel
     for found, theirs in (
         (inputs(pictures), expected), (inputs(pictures[1]), expected[1:2]), (inputs(raw), expected),
-        (inputs(torch.from_numpy(raw)), expected), (inputs(indexed), inputs(indexed.convert("RGB"))),
+        (inputs(torch.from_numpy(raw)), expected),
+        (inputs(indexed), inputs(indexed.convert("RGB"))),
     ):  # fmt: skip
         assert torch.equal(found, theirs)
     grey = InputTransform.fit(raw[:, None, ..., 0])

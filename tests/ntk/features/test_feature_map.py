@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedntk.ntk import FeatureMap
-from fedntk.simulations.models import SimpleCNN, resnet18
+from fedntk.simulations.models import resnet18, simple_cnn
 
 from ...conftest import refused
 from ..arithmetic import normal
@@ -36,7 +36,7 @@ NETWORKS = {  # and the number of coordinates, where it is known without countin
     "frozen-head-weight": (lambda: mlp("2.weight"), 36),
     "frozen-head": (lambda: mlp("2.weight", "2.bias"), 35),
     "tied-head": (tied_head, 36 + 6 + 6 + 1),
-    "simple-cnn": (lambda: SimpleCNN((3, 8, 8), CLASSES), None),
+    "simple-cnn": (lambda: simple_cnn((3, 8, 8), CLASSES), None),
     "batch-norm": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)
