@@ -10,7 +10,7 @@ memory    One client of 6,000 examples in a process of its own: statistics, then
 
     python benchmarks/tct.py --data-dir FOLDER [--part solve,features,stage-2,memory]
 
-FOLDER is in torchvision's layout, with MNIST and Fashion-MNIST. SimpleCNN at weights from one
+FOLDER is in torchvision's layout, with MNIST and Fashion-MNIST. simple_cnn at weights from one
 seed, p = 100,000 tangent features, eta = 5e-5. Each part runs in a process of its own, on all
 cores, the solution also on one core; ratios are of medians within one process. Writes
 results/tct.csv and .json; parts that are not named keep their figures.
@@ -83,10 +83,10 @@ def examples(data_dir: str | None, name: str, n: int, labels: tuple[int, ...]) -
 
 def network(name: str = "simple-cnn") -> nn.Module:
     """Make a network of the simulations, its weights from one seed."""
-    from fedntk.simulations.models import SimpleCNN, resnet18
+    from fedntk.simulations.models import resnet18, simple_cnn
 
     torch.manual_seed(0)
-    return resnet18((3, 32, 32), 10) if name == "resnet18" else SimpleCNN((1, 28, 28), 10)
+    return resnet18((3, 32, 32), 10) if name == "resnet18" else simple_cnn((1, 28, 28), 10)
 
 
 def medians(times: int, works: dict[str, Callable[[], Any]]) -> dict[str, float]:

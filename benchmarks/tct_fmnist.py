@@ -45,7 +45,7 @@ from fedntk.ntk import TCTModel
 from fedntk.simulations import Config, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
-from fedntk.simulations.models import SimpleCNN, build_model
+from fedntk.simulations.models import build_model, simple_cnn
 from fedntk.simulations.report.figures import COLOURS
 from fedntk.simulations.report.results import Run, machine
 from fedntk.strategies import TCT, SeededFedAvg
@@ -351,7 +351,7 @@ def mnist(options: argparse.Namespace, *, rounds: int = 100) -> None:
 
 def channels_last(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """SimpleCNN in the order of numbers in which a CPU pools and convolves faster; for SGD."""
-    network = SimpleCNN(input_shape, num_classes)
+    network = simple_cnn(input_shape, num_classes)
     return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 

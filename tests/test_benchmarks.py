@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from fedntk.simulations.models import MLP, SimpleCNN, resnet18
+from fedntk.simulations.models import mlp, resnet18, simple_cnn
 
 from .conftest import ROOT, output_of
 
@@ -19,8 +19,8 @@ def sizes(model: torch.nn.Module) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("network", "ours"),
     [
-        ("mlp-100", lambda: MLP((1, 28, 28), 10)),
-        ("simple-cnn", lambda: SimpleCNN((1, 28, 28), 10)),
+        ("mlp-100", lambda: mlp((1, 28, 28), 10)),
+        ("simple-cnn", lambda: simple_cnn((1, 28, 28), 10)),
         ("resnet18-gn", lambda: resnet18((3, 32, 32), 10, "group")),
     ],
 )

@@ -23,6 +23,7 @@ from fedntk.strategies import TCT, BaseStrategy
 from fedntk.strategies.core.sampling import Sampling
 
 from .conftest import ROOT, output_of
+from .simulations.settings import default_run_config
 
 METHODS = own_methods()
 # room -> the others that it may import; only these three know Flower
@@ -177,7 +178,7 @@ def test_no_module_imports_itself_through_others():
 
 
 def test_run_config_of_the_flower_app_equals_the_defaults():
-    assert flatten_dict(FLOWER_APP["config"]) == Config.default_run_config()
+    assert flatten_dict(FLOWER_APP["config"]) == default_run_config()
 
 
 def test_all_files_name_the_packages_version():

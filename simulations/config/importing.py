@@ -86,7 +86,7 @@ def source_of(thing: Any, *users: Any) -> str:
     kind, code = thing if hasattr(thing, "__qualname__") else type(thing), None
     held: dict[str, Any] = {} if kind is thing else {**getattr(thing, "__dict__", {})}
     if isinstance(thing, functools.partial):
-        held |= {"": thing.func, **thing.keywords, **dict(enumerate(thing.args))}
+        held |= {"": thing.func, **thing.keywords, **{f"{i}": a for i, a in enumerate(thing.args)}}
     text = ""
     if kind.__module__.partition(".")[0] not in LIBRARIES:
         code = getattr(thing, "__code__", None)
@@ -99,7 +99,7 @@ def source_of(thing: Any, *users: Any) -> str:
         held |= {name: thing.__globals__.get(name) for name in used}
         held |= inspect.getclosurevars(thing).nonlocals
     for name, own in sorted(held.items(), key=str):
-        if isinstance(own, bool | int | float | str) and str(name)[:1] != "_":
+        if isinstance(own, bool | int | float | str) and name[:1] != "_":
             text += f"{name} = {own!r}"
         elif inspect.isfunction(own) and own not in users:
             text += source_of(own, thing, *users)

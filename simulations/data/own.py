@@ -149,12 +149,12 @@ class OwnData:
             return Part(_array(data[0]), _array(data[1]))
         picture = self.image_column or image_column(data)
         self._require_columns(data.features, what)
-        x = None
+        stacked = None
         if picture:
             require_column("image-column", picture, data.features, f"the {what}")
-            x, data = stack_pictures(data[picture]), data.remove_columns(picture)
+            stacked, data = stack_pictures(data[picture]), data.remove_columns(picture)
         names = tuple(getattr(data.features[self.target], "names", ()))
-        return self._frame(data.to_pandas(), what, x)._replace(classes=names)
+        return self._frame(data.to_pandas(), what, stacked)._replace(classes=names)
 
     def _require_columns(self, columns: Iterable[Any], what: str) -> list[str]:
         """Return the columns of labels and owners, which must be there."""

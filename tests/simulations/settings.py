@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fedntk.simulations import Config
+from fedntk.simulations.methods import own_methods
 
 SMALL = Config(
     num_clients=12,
@@ -71,3 +72,11 @@ SETTINGS |= {
 def each_of(methods: Iterable[str]) -> list[Any]:
     """Return a parameter for each method; its tests run in one process and share finished runs."""
     return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(methods)]
+
+
+def default_run_config() -> dict[str, Any]:
+    """Return all keys of Flower's run-config with their defaults."""
+    values = Config().run_config()
+    for method in own_methods().values():
+        values |= method.settings().values()
+    return values

@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fedntk.simulations import Config, ConfigError
-from fedntk.simulations.data.load import Data, load_data
+from fedntk.simulations.data.load import load_data
 
 from .data_files import write_mnist, write_parquet
 
@@ -27,14 +27,6 @@ def test_digits_are_scikit_learns_with_every_fifth_for_testing_standardised_by_t
     for (x, y), own in ((data.train(np.arange(1437)), ~test), (data.test(), test)):
         np.testing.assert_allclose(x[:, 0], (images[own] - mean) / std, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(y, digits.target[own])
-
-
-def test_each_channel_is_standardised_by_itself():
-    x = np.random.default_rng(0).normal([[[[1.0]], [[20.0]]]], [[[[1.0]], [[9.0]]]], (30, 2, 4, 4))
-    data = Data(x, np.arange(30) % 2, x[:3], np.zeros(3, np.int64), 2)
-    images = data.train(np.arange(30))[0].numpy()
-    np.testing.assert_allclose(images.mean((0, 2, 3)), 0, atol=1e-5)
-    np.testing.assert_allclose(images.std((0, 2, 3)), 1, atol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])

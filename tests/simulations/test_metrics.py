@@ -1,6 +1,7 @@
 """Further metrics: of every evaluated round, in all results, and never the end of a run."""
 
 import functools
+import itertools
 import os
 
 import numpy as np
@@ -10,8 +11,7 @@ from sklearn.metrics import f1_score, recall_score
 from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor
-from fedntk.simulations import Config, run, tune, write_report
-from fedntk.simulations.errors import Stopped
+from fedntk.simulations import Config, RunFailed, run, tune, write_report
 from fedntk.simulations.metrics import BUILT_IN, load_metrics, metrics_setting
 
 from .outcomes import refused
@@ -34,17 +34,8 @@ class Total:
         return torch.tensor(self.count)
 
 
-def top_k(scores, labels, k):
-    return (scores.topk(k).indices == labels[:, None]).any(1).float().mean()
-
-
 def top_two(scores, labels):
-    return top_k(scores, labels, 2)
-
-
-def stop_after_two(record):
-    if record["round"] == 2:
-        raise Stopped
+    return (scores.topk(2).indices == labels[:, None]).any(1).float().mean()
 
 
 def fail(scores, labels):
@@ -116,28 +107,24 @@ def test_a_metric_that_was_edited_is_not_taken_for_the_runs(tmp_path, monkeypatc
     """Its own lines, a function or a constant that it uses, or what an object holds."""
     monkeypatch.chdir(tmp_path)
     source = "LEAST = {}\ndef g(s):\n    return {}\ndef f(s, y):\n    return float(g(s) > LEAST)\n"
-    settings = {**SMALL, "metrics": "mine.py:f", "out": tmp_path / "a"}
+    changed, numbers = "the code of the metrics has changed since", itertools.count()
 
     def go(least=1, text="0.5", **more):
         (tmp_path / "mine.py").write_text(source.format(least, text))
-        os.utime(tmp_path / "mine.py", (len(edits), len(edits)))
-        edits.append(least)
-        return run("fedavg", **{**settings, **more})
+        os.utime(tmp_path / "mine.py", (next(numbers),) * 2)
+        return run("fedavg", **{**SMALL, "metrics": "mine.py:f", "out": tmp_path / "a", **more})
 
-    edits = []
-    with pytest.raises(Stopped):
-        go(on_round=stop_after_two)
-    for edit in ({"least": 2}, {"text": "0.6"}):
-        refused("the code of the metrics has changed since", go, **edit)
+    with pytest.raises(RunFailed):
+        go(on_round=lambda record: 1 / (2 - record["round"]))
+    refused(changed, go, least=2)
+    refused(changed, go, text="0.6")
     assert go().summary == go().summary
-    refused("the code of the metrics has changed since", go, text="0.7")
-    settings["out"] = tmp_path / "b"
-    for k, same in ((1, True), (1, True), (2, False)):
-        own = {"metrics": {"top": functools.partial(top_k, k=k), "n": Total()}}
-        if same:
-            run("fedavg", **settings | own)
-        else:
-            refused("the code of the metrics has changed", run, "fedavg", **settings | own)
+    refused(changed, go, text="0.7")
+    smooth = functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)
+    own = {"metrics": {"smooth": smooth, "n": Total()}, "out": tmp_path / "b"}
+    assert go(**own).summary == go(**own).summary
+    smooth.keywords["label_smoothing"] = 0.2
+    refused(changed, go, **own)
 
 
 @pytest.mark.parametrize(

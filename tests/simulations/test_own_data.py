@@ -184,20 +184,16 @@ def test_pictures_in_class_folders(tmp_path):
 def test_a_predictor_takes_pictures_as_pil_and_others_have_them():
     """One or a list; channels last; a palette as its colours; grey with a channel or without."""
     raw = np.random.default_rng(0).integers(0, 256, (4, 5, 6, 3), np.uint8)
-    inputs = InputTransform.fit(raw.transpose(0, 3, 1, 2))
-    expected = inputs(raw.transpose(0, 3, 1, 2))
-    pictures = [Image.fromarray(own) for own in raw]
+    first, pictures = raw.transpose(0, 3, 1, 2), [Image.fromarray(own) for own in raw]
+    inputs, grey = InputTransform.fit(first), InputTransform.fit(first[:, :1])
     indexed = pictures[0].quantize(30)  # one of 30 colours for each pixel
-    for found, theirs in (
-        (inputs(pictures), expected), (inputs(pictures[1]), expected[1:2]), (inputs(raw), expected),
-        (inputs(torch.from_numpy(raw)), expected),
-        (inputs(indexed), inputs(indexed.convert("RGB"))),
-    ):  # fmt: skip
-        assert torch.equal(found, theirs)
-    grey = InputTransform.fit(raw[:, None, ..., 0])
-    for own in (raw[..., :1], raw[..., 0], [Image.fromarray(each) for each in raw[..., 0]]):
-        assert torch.equal(grey(own), grey(raw[:, None, ..., 0]))
-    for own, shape in ((pictures[0].convert("L"), "1, 1, 5, 6"), (raw[:, :4], "4, 4, 6, 3")):
+    shades = [Image.fromarray(each) for each in raw[..., 0]]
+    cases = [(own, first) for own in (pictures, raw, torch.from_numpy(raw))]
+    for own, theirs in (*cases, (pictures[1], first[1:2]), (indexed, [indexed.convert("RGB")])):
+        assert torch.equal(inputs(own), inputs(theirs))
+    for own in (raw[..., :1], raw[..., 0], shades):
+        assert torch.equal(grey(own), grey(first[:, :1]))
+    for own, shape in ((shades[0], "1, 1, 5, 6"), (raw[:, :4], "4, 4, 6, 3")):
         with pytest.raises(ValueError, match=rf"\(n, 3, 5, 6\), got \({shape}\); resize pictures"):
             inputs(own)
     with pytest.raises(ValueError, match="of one size and mode"):
@@ -297,11 +293,6 @@ def test_what_does_not_fit_is_refused_with_the_cure(tmp_path, monkeypatch, optio
         run(small(**options), progress=False, out=tmp_path / "run")
 
 
-class Endless(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        yield from Pairs(np.eye(4), np.arange(4))
-
-
 GAPS = make_frame().astype({"kind": object}).drop(columns="site")
 GAPS.loc[[3, 7], "kind"] = None
 GAPS.loc[4, "height"] = np.nan
@@ -321,7 +312,7 @@ GAPS.loc[4, "height"] = np.nan
         ((np.eye(4), np.array([0, 1, np.nan, 1])), "1 of 4 labels are NaN; leave these rows out"),
         (OwnData(GAPS, target="kind"), r"gaps \(rows\): kind \(2\), height \(1\); fill them, or"),
         (OwnData(GAPS, target="height", client_column="kind"), r"height \(1\), kind \(2\); fill"),
-        (Endless(), "of known length, got Endless; read its examples first: list"),
+        (torch.utils.data.ChainDataset([]), "of known length, got Chain.* read its examples first"),
         (datasets.Dataset.from_dict({"x": [1.0]}).to_iterable_dataset(), "streaming=False"),
     ],
 )
