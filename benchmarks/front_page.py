@@ -1,0 +1,52 @@
+"""Draw the picture of the README and of the site's front page.
+
+It shows three of the runs of ntk_fl_fmnist.py, from that program's committed results.
+
+    python benchmarks/front_page.py
+
+Writes beside this file results/front_page.png.
+"""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+from matplotlib import pyplot
+
+from fedntk.simulations.report.figures import COLOURS, MARKERS, curve
+
+RESULTS = Path(__file__).parent / "results"
+TARGET = "0.85"
+SHOWN = {  # the runs, by what the picture says of them; styles as in that program's picture
+    "NTK-FL, full kernel": ("NTK-FL, full kernel (ours)", 1),
+    "NTK-FL": ("NTK-FL, mean kernel (the paper's)", 0),
+    "FedAvg": ("FedAvg, best of 12 settings", 4),
+}
+
+
+def main() -> None:
+    """Draw it."""
+    rounds = pd.read_csv(RESULTS / "ntk_fl_fmnist.csv")
+    reached = json.loads((RESULTS / "ntk_fl_fmnist.json").read_text())["rounds-to-target"]
+    pyplot.rcParams["font.size"] = 12
+    figure, axes = pyplot.subplots(figsize=(6.8, 4.4), layout="constrained")
+    for run, (name, number) in SHOWN.items():
+        drawn = curve(rounds[rounds.run == run], "accuracy")
+        first = [str(each) for each in reached[run][TARGET] if each]
+        when = f"85 % after {', '.join(first)} rounds" if first else "not at 85 % within 40 rounds"
+        x, colour = drawn["rounds"], COLOURS[number]
+        style = {"color": colour, "marker": MARKERS[number], "ms": 4}
+        axes.plot(x, 100 * drawn["mean"], label=f"{name}:\n{when}", **style)
+        axes.fill_between(x, 100 * drawn["min"], 100 * drawn["max"], color=colour, alpha=0.2, lw=0)
+    axes.axhline(100 * float(TARGET), color="0.4", lw=1, ls="--", zorder=1)
+    axes.set(xlim=(0, 40), ylim=(50, 88), xlabel="round", ylabel="test accuracy (%)")
+    title = "Fashion-MNIST, 300 clients, few classes each; mean and range of 3 seeds"
+    axes.set_title(title, loc="left", fontsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.92")
+    axes.legend(loc="lower right", frameon=False, labelspacing=0.7)
+    figure.savefig(RESULTS / "front_page.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()
