@@ -62,7 +62,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     fedntk.simulations.errors.ConfigError: unknown key 'round'; did you mean 'rounds'?
     """
 
-    method: str = setting("ntk-fl", "what to run")
+    method: str = setting("ntk-fl", "method: one of those here, or <file>.py:<class>")
     name: str = setting("", "name of the run; the method by default")
     out: str = setting("", "folder for results; by default one in runs/, named after the settings")
     rounds: int = setting(20, "communication rounds", at_least=0)
@@ -75,7 +75,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     evaluate_every: int = setting(
         1, "rounds from one evaluation to the next; the last round always has one", at_least=1
     )
-    min_completed: int = setting(1, "fewer valid replies leave the model unchanged", at_least=1)
+    min_completed: int = setting(1, "fewest valid replies that change the model", at_least=1)
     average_decay: float = setting(
         0.0,
         "decay of an exponential mean of the weights over rounds, evaluated and returned instead "
@@ -89,7 +89,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         "clients are asked for their sums before the first round",
     )
     max_examples: int = setting(
-        0, "a client that claims more is refused; 0: as many as the training set has", at_least=0
+        0, "most examples that a client may claim; 0: as many as the training set has", at_least=0
     )
     targets: tuple[float, ...] = setting(
         (0.8, 0.85, 0.9), "accuracies whose first round is reported", above=0, below=1
@@ -120,7 +120,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         "there are any, are the only clients that evaluate",
     )
     test_examples: int = setting(
-        0, "of the test set, from its beginning, on which the server evaluates; 0: all", at_least=0
+        0, "first examples of the test set, on which the server evaluates; 0: all", at_least=0
     )
 
     model: str = setting(
@@ -144,15 +144,15 @@ class Config(SplitSettings, frozen=True, eq=True):
         "first weights: those that the network's layers draw; or he or xavier, all trained "
         "matrices and filters drawn anew by that rule",
     )
-    norm: Literal["batch", "group"] = setting("batch", "of resnet18")
+    norm: Literal["batch", "group"] = setting("batch", "normalisation in resnet18")
     random_features: int = setting(
         0,
         "p random Fourier features of the last layer's inputs, which a last layer drawn anew is "
         "given in their place; 0: none",
         at_least=0,
     )
-    loss: Literal["cross-entropy", "mse"] = setting("cross-entropy", "of all methods")
-    learning_rate: float = setting(0.01, "eta", above=0)
+    loss: Literal["cross-entropy", "mse"] = setting("cross-entropy", "loss of all methods")
+    learning_rate: float = setting(0.01, "eta: step of SGD, or of gradient flow", above=0)
 
     sampling_rate: float = setting(
         1.0, "beta: share of its examples that a client draws for each round", above=0, at_most=1
@@ -164,13 +164,13 @@ class Config(SplitSettings, frozen=True, eq=True):
         "gaussian", "of projection: random, or the lowest frequencies of images, randomly rotated"
     )
 
-    local_epochs: int = setting(1, "E of clients that run local SGD", at_least=0)
-    batch_size: int = setting(32, "B of local SGD", at_least=1)
-    momentum: float = setting(0.0, "of local SGD", at_least=0, below=1)
-    weight_decay: float = setting(0.0, "of local SGD", at_least=0)
+    local_epochs: int = setting(1, "E: a client's passes of SGD in a round", at_least=0)
+    batch_size: int = setting(32, "B: examples in a step of local SGD", at_least=1)
+    momentum: float = setting(0.0, "momentum of local SGD", at_least=0, below=1)
+    weight_decay: float = setting(0.0, "weight decay of local SGD", at_least=0)
     class_prior: bool = setting(
         False,
-        "of local SGD: take the shares of a client's classes out of what is learned from them",
+        "local SGD takes the shares of a client's classes out of what it learns from them",
     )
 
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...")

@@ -27,15 +27,15 @@ class DatasetSettings(Settings, frozen=True, eq=True):
     )
     test_share: float = setting(
         0.2,
-        "of your own data without a test set: share of each class that is kept for it",
+        "share of each class that is kept as a test set, if your own data have none",
         at_least=0,
         below=1,
     )
-    test_seed: int = setting(0, "of that draw, the same for all seeds of a run", at_least=0)
+    test_seed: int = setting(0, "seed of that draw, the same for all seeds of a run", at_least=0)
     data_dir: str = setting(
         "", "folder of torchvision's data sets; ~/.cache/fedntk/data by default"
     )
-    image_column: str = setting("", "of a Hugging Face set; its first image column by default")
+    image_column: str = setting("", "column of images of a Hugging Face set; the first by default")
     target: str = setting("label", "column of the labels of a table or a Hugging Face set")
     client_column: str = setting(
         "", "column that says whose an example is, for partition = natural"
@@ -46,14 +46,14 @@ class DatasetSettings(Settings, frozen=True, eq=True):
         "0: all, or as many as the smallest domain of digit-domains has",
         at_least=0,
     )
-    test_examples_per_domain: int = setting(0, "the same, of the test set", at_least=0)
+    test_examples_per_domain: int = setting(0, "the same for the test set", at_least=0)
 
 
 class SplitSettings(DatasetSettings, frozen=True, eq=True):
     """Which client has which of them."""
 
-    seed: int = setting(0, "of the split, the initial weights, and all sampling", at_least=0)
-    num_clients: int = setting(50, "clients; the number of Flower's nodes", at_least=1)
+    seed: int = setting(0, "seed of the split, the first weights and all sampling", at_least=0)
+    num_clients: int = setting(50, "number of clients, which are Flower's nodes", at_least=1)
     validation_examples: int = setting(
         0, "training examples kept on the server, which no client gets", at_least=0
     )
@@ -69,17 +69,17 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
     )
     owners: int = setting(
         0,
-        "of partition = natural: number of owners, such as FEMNIST's writers, that are drawn; the "
+        "number of owners, such as FEMNIST's writers, to draw, with natural; the "
         "others' training examples are not used; 0: all",
         at_least=0,
     )
-    alpha: float = setting(0.1, "concentration of the Dirichlet partitions", above=0)
-    min_partition_size: int = setting(1, "of partition = dirichlet", at_least=1)
-    examples_per_client: int = setting(200, "of partition = client-dirichlet", at_least=1)
-    classes_per_client: int = setting(2, "of partition = pathological", at_least=1)
+    alpha: float = setting(0.1, "Dirichlet's concentration; small: few classes a client", above=0)
+    min_partition_size: int = setting(1, "fewest examples a client, with dirichlet", at_least=1)
+    examples_per_client: int = setting(200, "size of a client, with client-dirichlet", at_least=1)
+    classes_per_client: int = setting(2, "classes a client, with pathological", at_least=1)
     class_assignment: Literal["random", "first-deterministic", "deterministic"] = setting(
         "random",
-        "of partition = pathological: how clients get their classes; first-deterministic: the "
+        "how clients get their classes, with pathological; first-deterministic: the "
         "first is the client's number modulo the classes, as by Yu et al. 2022",
     )
     train_examples: int = setting(
