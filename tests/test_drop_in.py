@@ -28,6 +28,7 @@ STOCK = {name: text for name, (language, text) in BLOCKS.items() if language != 
 DIFFS = {name: text for name, (language, text) in BLOCKS.items() if language == "diff"}
 STRATEGIES: dict[str, type[Strategy]] = {
     "ntk_fl.diff": NTKFL, "cp_ntk_fl.diff": CPNTKFL, "scaffold.diff": SCAFFOLD, "tct.diff": TCT,
+    "tct_statistics.diff": TCT,
 }  # fmt: skip
 NUM_CLIENTS = 10
 
@@ -49,19 +50,25 @@ def applied(diff: str, files: dict[str, str]) -> dict[str, str]:
     return changed
 
 
+def changed_by(name: str) -> dict[str, str]:
+    """Return the app after a change, one of which goes on top of another."""
+    before = changed_by("tct.diff") if name == "tct_statistics.diff" else STOCK
+    return applied(DIFFS[name], before) if name else STOCK
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_model_data_and_the_users_functions_stay_and_the_page_counts_what_changes(name):
     """Of TCT's evaluation those lines change that make the network."""
     lines = len(re.findall(r"^\+(?!\+\+ b/)", DIFFS[name], re.M))
     assert PAGE.split(DIFFS[name])[1].startswith(f"```\n\n{lines} lines added or changed.\n")
-    changed = applied(DIFFS[name], STOCK)
+    changed = changed_by(name)
     assert changed["digits/task.py"] == STOCK["digits/task.py"]
     for file, definition in (("client", "def evaluate("), ("server", "def global_evaluate(")):
         before, after = (
             files[f"digits/{file}_app.py"].partition(definition)[2] for files in (STOCK, changed)
         )
         lost = set(before.splitlines()) - set(after.splitlines())
-        assert len(lost) <= (3 if name == "tct.diff" else 0)
+        assert len(lost) <= (3 if name.startswith("tct") else 0)
 
 
 def test_clients_take_the_data_that_the_page_names():
@@ -107,8 +114,7 @@ def run_app(folder: Path, patch: pytest.MonkeyPatch, **changed: Any) -> tuple[St
 
 def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Strategy, Result]:
     """Run the page's app after a change, from a folder."""
-    files = applied(DIFFS[name], STOCK) if name else STOCK
-    for path, text in {"digits/__init__.py": "", **files}.items():
+    for path, text in {"digits/__init__.py": "", **changed_by(name)}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
     for module in [module for module in sys.modules if module.partition(".")[0] == "digits"]:
@@ -120,12 +126,12 @@ def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Strategy, R
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("", "cp_ntk_fl.diff", "tct.diff")]
 
 
-@pytest.mark.parametrize("name", ["ntk_fl.diff", "scaffold.diff", *SLOW])
+@pytest.mark.parametrize("name", ["ntk_fl.diff", "scaffold.diff", "tct_statistics.diff", *SLOW])
 def test_the_app_runs_with_each_method(name, tmp_path, monkeypatch):
     """Chance is 0.1. Half of ten clients train, all of them in TCT's end; all of them evaluate."""
     strategy, result = run(name, tmp_path, monkeypatch)
     assert type(strategy) is STRATEGIES.get(name, FedAvg)
-    rounds = 6 if name == "tct.diff" else 3
+    rounds = {"tct.diff": 6, "tct_statistics.diff": 4}.get(name, 3)
     central = result.evaluate_metrics_serverapp
     assert sorted(central) == list(range(rounds + 1))
     assert central[rounds]["accuracy"] > 0.4
@@ -135,13 +141,13 @@ def test_the_app_runs_with_each_method(name, tmp_path, monkeypatch):
         trained = result.train_metrics_clientapp[server_round]
         assert set(evaluated) >= {"eval_loss", "eval_acc"}
         if name:
-            second_stage = name == "tct.diff" and server_round > 3  # in which all take part
+            second_stage = name.startswith("tct") and server_round > 3  # in which all take part
             trainers = NUM_CLIENTS if second_stage else NUM_CLIENTS // 2
             assert (trained["replies-accepted"], trained["replies-rejected"]) == (trainers, 0)
             assert evaluated["replies-accepted"] == NUM_CLIENTS
     assert result.evaluate_metrics_clientapp[rounds]["eval_acc"] > 0.4
     task = import_module("digits.task")
-    if name == "tct.diff":
+    if name.startswith("tct"):
         learned: torch.nn.Module = TCTModel.load(tmp_path / "final_model", task.Net())
     else:
         learned = task.Net()
