@@ -15,7 +15,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help install demo test slow federation gpu lint types docs pages check format clean
+.PHONY: help install demo test slow federation gpu lint types docs outside pages check format clean
 
 help: ## show the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -66,6 +66,10 @@ types: links ## mypy, strict
 docs: links ## the site, in build/site; any warning or dead link fails
 	@# without --quiet, which would keep warnings from --strict, too
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+outside: docs ## the links to other sites, which needs a network
+	grep -v $$(sed -n 's/^Homepage = "\(.*\)"/\1/p' pyproject.toml) build/site-links.txt | \
+	$(BIN)/uvx linkchecker==10.6.0 --check-extern --recursion-level=0 --stdin
 
 pages: install ## write results and costs into the tables of the pages
 	$(BIN)/python docs/tables.py

@@ -14,10 +14,11 @@ import os
 import re
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from html.parser import HTMLParser
 from logging import getLogger
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import latex2mathml.converter
@@ -26,13 +27,23 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+if TYPE_CHECKING:  # slow to import
+    from fedntk.simulations.config.settings import Settings
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, NOTEBOOKS, RESULTS = ROOT / "docs", ROOT / "notebooks", ROOT / "benchmarks" / "results"
-SOURCES = {"changelog.md": ROOT / "CHANGELOG.md"}  # pages that are kept elsewhere
+# pages that are kept elsewhere
+SOURCES = {
+    "index.md": ROOT / "README.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
+    "contributing.md": ROOT / "CONTRIBUTING.md",
+}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
-FENCED = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)[ ]*$", re.MULTILINE | re.DOTALL)
-MARKER = re.compile(r"^<!-- (settings|names|file):[ ]*([\w.-]*) -->$", re.MULTILINE)
-FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
+CODE = re.compile(r"(^[ ]*(?:```|~~~).*?^[ ]*(?:```|~~~)[ ]*$|`[^`]+`)", re.MULTILINE | re.DOTALL)
+MARKER = re.compile(r"^<!-- (settings|keys|names|file):[ ]*([\w. -]*?) -->$", re.MULTILINE)
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$([,.;:)]*)", re.DOTALL)
+# what the search finds first: pages that explain, before what they are made of
+BOOSTS = {"api": 0.1, "notebooks": 0.3, "results": 0.3, "changelog.md": 0.1, "methods": 3}
 logger = getLogger("mkdocs.hooks.fedntk")
 
 
@@ -68,7 +79,7 @@ def rendered(path: Path) -> Iterator[tuple[str, str | bytes]]:
     parts, pictures = [], 0
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.cell_type == "markdown":
-            parts.append(FORMULA.sub(_mathml, cell.source))
+            parts.append(cell.source)
             continue
         parts.append(f"```python\n{cell.source}\n```")
         for output in cell.get("outputs", []):
@@ -94,25 +105,29 @@ def _mathml(formula: re.Match[str]) -> str:
     shown, display = (formula[1], "block") if formula[1] else (formula[2], "inline")
     parts = re.split(r"\\q?quad\b", shown) if display == "block" else [shown]
     lines = [latex2mathml.converter.convert(part.strip(), display=display) for part in parts]
-    return f'<span class="formula">{"".join(lines)}</span>'  # else Markdown takes it for a block
+    # in a span, or Markdown takes it for a block; with the comma after it, or that begins a line
+    return f'<span class="formula">{"".join(lines)}{formula[3] or ""}</span>'
 
 
 # --------------------------------------------------------------------------- pages
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill in the markers, and have links lead to what the site has."""
+    """Fill in the markers, show formulas, and have links lead to what the site has."""
     uri = page.file.src_uri
+    page.meta["search"] = {"boost": BOOSTS.get(uri.partition("/")[0], 2)}
+    page.meta["hide"] = ["navigation", "toc"] if uri == "index.md" else []
     markdown = MARKER.sub(lambda found: FILLED[found[1]](found[2]), markdown)
     source = SOURCES.get(uri, DOCS / uri)
     if uri.startswith("notebooks/"):
         source = NOTEBOOKS / Path(uri).name
-    texts, fences = FENCED.split(markdown), FENCED.findall(markdown)
-    texts = [
-        LINK.sub(lambda m: m[1] + _target(m[2], source, page.file, config, files) + m[3], text)
-        for text in texts
-    ]
-    return "".join(text + fence for text, fence in zip(texts, [*fences, ""], strict=True))
+    parts = CODE.split(markdown)  # text and code by turns
+    for number in range(0, len(parts), 2):
+        parts[number] = LINK.sub(
+            lambda m: m[1] + _target(m[2], source, page.file, config, files) + m[3],
+            FORMULA.sub(_mathml, parts[number]),
+        )
+    return "".join(parts)
 
 
 def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Files) -> str:
@@ -144,16 +159,27 @@ def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Fi
 
 @functools.cache
 def _settings(method: str) -> str:
-    """Return a table of settings, from the code: the common ones, or those of a method."""
+    """Return a table of a method's settings, from the code."""
     with warnings.catch_warnings(action="ignore"):  # other packages', about each other
-        from fedntk.simulations import Config
         from fedntk.simulations.methods import own_methods
 
-    kind = own_methods()[method].settings if method else Config
-    if not kind.options():
-        return ""
+    kind = own_methods()[method].settings
+    return _table(kind, kind.options())
+
+
+def _keys(names: str) -> str:
+    """Return a table of some common settings, from the code."""
+    with warnings.catch_warnings(action="ignore"):
+        from fedntk.simulations import Config
+
+    return _table(Config, [name.replace("-", "_") for name in names.split()])
+
+
+def _table(kind: "type[Settings]", names: Iterable[str]) -> str:
+    """Return a table of settings; on a phone each row becomes a paragraph."""
     lines = ["| setting | default | meaning |", "|---|---|---|"]
-    for name, field in kind.options().items():
+    for name in names:
+        field = kind.options()[name]
         choices = ", ".join(f"`{choice}`" for choice in kind.choices(name))
         plain = field.plain(field.default)
         default = str(plain).lower()
@@ -163,7 +189,8 @@ def _settings(method: str) -> str:
         meaning = html.escape(field.meaning, quote=False).replace("|", "&#124;")
         choices = f"<br>One of {choices}" if choices else ""
         lines.append(f"| `{kind.key(name)}` | {default} | {meaning}{choices} |")
-    return "\n".join(lines)
+    table = "\n".join(lines)
+    return f'<div class="settings" markdown>\n\n{table}\n\n</div>' if len(lines) > 2 else ""
 
 
 def _names(room: str) -> str:
@@ -189,6 +216,7 @@ def public_names(room: str) -> list[str]:
 
 FILLED: dict[str, Callable[[str], str]] = {
     "settings": _settings,
+    "keys": _keys,
     "names": _names,
     "file": _file,
 }
@@ -219,8 +247,11 @@ class _Links(HTMLParser):
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Warn of links and anchors that lead nowhere, and of what comes from other hosts."""
-    site, pages = Path(config.site_dir), {}
+    """Warn of links and anchors that lead nowhere, and of what comes from other hosts.
+
+    Where links leave the site is listed beside it, for `make outside`.
+    """
+    site, pages, outside = Path(config.site_dir), {}, set()
     for path in sorted(site.rglob("*.html")):
         pages[path] = _Links()
         pages[path].feed(path.read_text(encoding="utf-8"))
@@ -230,6 +261,9 @@ def on_post_build(config: MkDocsConfig) -> None:
         for link in page.links + page.loaded:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
+                outside.add(link)
+                if parts.scheme != "https" or not re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc):
+                    logger.warning("%s links to %s: no address", path.relative_to(site), link)
                 continue
             target = Path(os.path.normpath(path.parent / unquote(parts.path)))
             target = path if not parts.path else target
@@ -242,3 +276,5 @@ def on_post_build(config: MkDocsConfig) -> None:
         for address in page.loaded:
             if urlsplit(address).netloc:
                 logger.warning("%s loads %s", path.relative_to(site), address)
+    listed = "".join(f"{link}\n" for link in sorted(outside))
+    site.with_name(f"{site.name}-links.txt").write_text(listed, encoding="utf-8")

@@ -1,8 +1,10 @@
 """What the tests of all rooms share."""
 
 import importlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -62,3 +64,33 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the real data sets are not at {folder}")
     return folder
+
+
+@pytest.fixture
+def chrome() -> Iterator[Any]:
+    """Yield a browser that writes down what it is asked to load."""
+    selenium = pytest.importorskip("selenium.webdriver")
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not browser or not driver:
+        pytest.skip("no chromium with chromedriver is here")
+    options = selenium.ChromeOptions()
+    options.binary_location = browser
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    with selenium.Chrome(options, selenium.ChromeService(driver)) as chrome:
+        yield chrome
+
+
+def show(chrome: Any, width: int, scheme: str) -> None:
+    """Give the browser a window of a width in pixels, light or dark."""
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+
+
+def requests_of(chrome: Any) -> list[str]:
+    events = [json.loads(each["message"])["message"] for each in chrome.get_log("performance")]
+    sent = [each for each in events if each["method"] == "Network.requestWillBeSent"]
+    return [each["params"]["request"]["url"] for each in sent]

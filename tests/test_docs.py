@@ -4,7 +4,6 @@ import ast
 import doctest
 import importlib
 import importlib.util
-import json
 import pkgutil
 import re
 import tomllib
@@ -48,7 +47,7 @@ def test_docstring_examples(name, tmp_path, monkeypatch):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-WITH_EXAMPLES = [ROOT / "README.md", *(page for page in PAGES if ">>> " in text_of(page))]
+WITH_EXAMPLES = [page for page in PAGES if ">>> " in text_of(page)]
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=str)
@@ -70,33 +69,20 @@ def test_examples_of_a_page(page, tmp_path, monkeypatch):
     assert result.attempted > result.failed == 0
 
 
-def headings(text: str) -> set[str]:
-    """Anchors of a page's headings, as GitHub and the site make them."""
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    plain = (re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", title) for title in found)
-    return {re.sub(r"[^\w -]", "", title).lower().strip().replace(" ", "-") for title in plain}
+def test_the_lines_of_the_readme_run_and_show_what_its_picture_shows(tmp_path, monkeypatch):
+    """NTK-FL is ahead of FedAvg; at five rounds by 40 points, so that no seed decides."""
+    monkeypatch.chdir(tmp_path)
+    (lines,) = re.findall(r"^```python\n(.*?)^```$", text_of(ROOT / "README.md"), re.M | re.S)
+    names: dict[str, object] = {}
+    exec(lines, names)  # noqa: S102 - our own page
+    last = names["results"].summary().set_index("run")["iqm"]
+    assert last["NTK-FL"] > last["FedAvg"] + 0.2
 
 
-LINKING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *ROOT.glob("notebooks/*.ipynb")]
-
-
-@pytest.mark.parametrize("page", LINKING, ids=str)
-def test_links_lead_somewhere_in_the_checkout(page):
-    """Relative paths, with the anchor of a heading; the reference exists on the site only."""
-    text = text_of(page)
-    if page.suffix == ".ipynb":
-        cells = json.loads(text)["cells"]
-        text = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    for link in LINK.findall(text):
-        parts = urlsplit(link)
-        assert HOST not in link
-        if parts.scheme:
-            continue
-        path = (page.parent / parts.path).resolve() if parts.path else page
-        assert path.exists() or path == ROOT / "docs" / "changelog.md", link
-        if parts.fragment and path.parent.name != "api":
-            assert parts.fragment in headings(text_of(path)), link
+def test_pages_link_to_the_repository_by_relative_paths():
+    """Each is followed in a strict build of the site: see test_site."""
+    pages = [*ROOT.glob("*.md"), *PAGES, *ROOT.glob("notebooks/*.ipynb")]
+    assert [page for page in pages if HOST in text_of(page)] == []
 
 
 def test_links_of_the_readme_are_absolute_in_the_package_index():

@@ -1,12 +1,17 @@
 """The site: what a strict build refuses, and what its hooks make of notebooks."""
 
+import os
 import re
 import shutil
+import sys
 import tomllib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from logging import WARNING
+from threading import Thread
 from types import SimpleNamespace
+from urllib.parse import quote, urlsplit
 
-import docstrings
 import hooks
 import nbformat
 import pytest
@@ -14,10 +19,11 @@ import yaml
 from mkdocs.commands.build import build as mkdocs_build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
+from selenium.webdriver.support.ui import WebDriverWait
 
 from fedntk.simulations import Config
 
-from .conftest import ROOT
+from .conftest import ROOT, output_of, requests_of, show
 
 SITE = {
     "index.html": '<h1 id="top">x</h1><a href="a/b.html#there">1</a><a href="#top">2</a>'
@@ -34,15 +40,18 @@ SITE = {
         ('<a href="nowhere.html">', "index.html links to nowhere.html: no such file"),
         ('<a href="a/b.html#here">', "index.html links to a/b.html#here: no such anchor"),
         ('<script src="https://cdn.org/x.js">', "index.html loads https://cdn.org/x.js"),
+        ('<a href="https:/flower.ai">', "index.html links to https:/flower.ai: no address"),
     ],
 )
 def test_a_dead_link_or_a_foreign_file_is_a_warning(addition, warning, tmp_path, caplog):
+    """Links to other sites are listed."""
     for name, text in SITE.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text + addition * (name == "index.html"))
+        (tmp_path / "site" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "site" / name).write_text(text + addition * (name == "index.html"))
     with caplog.at_level(WARNING):
-        hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
+        hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path / "site")))
     assert caplog.messages == [warning] * bool(warning)
+    assert "https://flower.ai\n" in (tmp_path / "site-links.txt").read_text()
 
 
 ADDED = {
@@ -90,14 +99,6 @@ def test_every_setting_is_in_a_table_of_the_site():
         assert default in next(row for row in rows if row.startswith(f"| `{key}` |")), key
 
 
-@pytest.mark.parametrize("room", docstrings.ROOMS)
-def test_every_public_name_is_in_the_reference(room):
-    page = (ROOT / "docs" / "api" / f"{room}.md").read_text(encoding="utf-8")
-    (marker,) = hooks.MARKER.findall(page)
-    shown = re.findall(rf"^::: fedntk\.{room}\.(\w+)$", hooks.FILLED[marker[0]](marker[1]), re.M)
-    assert shown == __import__(f"fedntk.{room}", fromlist=["__all__"]).__all__
-
-
 @pytest.mark.parametrize("path", sorted(hooks.NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.stem)
 def test_a_notebook_is_rendered_whole(path):
     """All code, all text, all pictures."""
@@ -111,3 +112,32 @@ def test_a_notebook_is_rendered_whole(path):
     for cell in cells:
         if cell.cell_type == "code":
             assert cell.source in page
+
+
+FIRST = {"my own data csv": "own-data", "learning rate": "methods/ntk_fl", "flwr run": "flower-app",
+         "NTKFLClient": "api/clients"}  # fmt: skip
+TALL = "document.querySelector('mfrac').getBoundingClientRect().height"
+FOUND = "return document.querySelector('.md-search-result__item a')?.getAttribute('href')"
+
+
+@pytest.mark.slow
+def test_the_site_in_a_browser(chrome, tmp_path):
+    """Searches find first what explains, a phone shows pages whole, and nothing is foreign."""
+    output_of("make", "links", cwd=ROOT)
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    output_of(*build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}"
+        for query, page in FIRST.items():
+            chrome.get(f"{home}/index.html?q={quote(query)}")
+            found = WebDriverWait(chrome, 60).until(lambda browser: browser.execute_script(FOUND))
+            assert urlsplit(found).path == f"/{page}.html"
+        show(chrome, 400, "dark")
+        for page in ("index", "settings", "own-data", "choosing", "methods/ntk_fl", "methods/tct"):
+            chrome.get(f"{home}/{page}.html")
+            assert chrome.execute_script("return document.documentElement.scrollWidth") <= 400
+        assert chrome.execute_script("return " + TALL) > 20
+        server.shutdown()
+    assert [url for url in requests_of(chrome) if not url.startswith((home, "data:"))] == []

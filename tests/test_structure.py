@@ -81,7 +81,7 @@ def test_a_method_has_its_file_in_every_room_and_is_where_readers_look(method):
         assert (ROOT / path).is_file(), path
     configs = [Config.load(path) for path in (ROOT / "simulations" / "conf").glob(f"{own}*.toml")]
     assert {config.method for config in configs} == {method}
-    for path in ("mkdocs.yml", "README.md", "docs/index.md", "docs/choosing.md"):
+    for path in ("mkdocs.yml", "README.md", "docs/choosing.md"):
         assert f"methods/{own}.md" in read(path), path
     text = read(f"docs/methods/{own}.md")
     assert re.findall(r"^## (.*)", text, re.MULTILINE) == [

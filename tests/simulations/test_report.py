@@ -1,13 +1,13 @@
 """Comparisons run once and go on; tables and pictures of runs and clients say what records say."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from selenium.webdriver import ActionChains
 
 from fedntk.simulations import Results, Run, RunFailed, compare, load_results, read_runs, run
 from fedntk.simulations.data import client_tables
@@ -21,6 +21,7 @@ from fedntk.simulations.report.report import (
 )
 from fedntk.simulations.report.results import run_state
 
+from ..conftest import requests_of, show
 from .outcomes import refused
 from .settings import FEDAVG
 
@@ -249,12 +250,8 @@ def test_more_than_four_runs_have_bars_in_place_of_bands():
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser(runs, tmp_path):
+def test_the_page_in_a_browser(chrome, runs, tmp_path):
     """One file, which asks nothing of a network: its tables sort, and its curves say values."""
-    selenium = pytest.importorskip("selenium.webdriver")
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not browser or not driver:
-        pytest.skip("no chromium with chromedriver is here")
     evil = "<b>&</script><script>throw 1</script>"  # a name is a text
     named = []
     for own in runs:
@@ -262,34 +259,23 @@ def test_the_page_in_a_browser(runs, tmp_path):
         tables = {key: getattr(own, key).assign(run=name) for key in ("rounds", "clients")}
         named.append(replace(own, **tables, summary={**own.summary, "run": name}))
     page = write_html(named, tmp_path / "report.html")
-    options = selenium.ChromeOptions()
-    options.binary_location = browser
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    with selenium.Chrome(options, selenium.ChromeService(driver)) as chrome:
-        backgrounds = set()
-        for width, scheme in ((1280, "light"), (400, "dark")):
-            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-            screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-            chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-            chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-            chrome.get(page.as_uri())
-            assert chrome.execute_script("return document.documentElement.scrollWidth") <= width
-            style = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
-            backgrounds.add(chrome.execute_script(style, "body", "backgroundColor"))
-            text = [chrome.execute_script(style, "body", "color"),
-                    chrome.execute_script(style, "#curves .xtick text", "fill")]  # fmt: skip
-            assert text[0] == text[1]
-            check_sorting(chrome)
-            check_hover(chrome, selenium, {each.summary["run"] for each in named})
-        assert len(backgrounds) == 2
-        assert chrome.get_log("browser") == []
-        events = [json.loads(each["message"])["message"] for each in chrome.get_log("performance")]
-        asked = [e["params"]["request"]["url"] for e in events
-                 if e["method"] == "Network.requestWillBeSent"]  # fmt: skip
-        assert page.as_uri() in asked
-        assert all(url.startswith(("file:", "data:", "blob:")) for url in asked), asked
+    backgrounds = set()
+    for width, scheme in ((1280, "light"), (400, "dark")):
+        show(chrome, width, scheme)
+        chrome.get(page.as_uri())
+        assert chrome.execute_script("return document.documentElement.scrollWidth") <= width
+        style = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+        backgrounds.add(chrome.execute_script(style, "body", "backgroundColor"))
+        text = [chrome.execute_script(style, "body", "color"),
+                chrome.execute_script(style, "#curves .xtick text", "fill")]  # fmt: skip
+        assert text[0] == text[1]
+        check_sorting(chrome)
+        check_hover(chrome, {each.summary["run"] for each in named})
+    assert len(backgrounds) == 2
+    assert chrome.get_log("browser") == []
+    asked = requests_of(chrome)
+    assert page.as_uri() in asked
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in asked), asked
 
 
 def check_sorting(chrome):
@@ -304,10 +290,10 @@ def check_sorting(chrome):
             assert len(set(map(key, found))) > 1
 
 
-def check_hover(chrome, selenium, names):
+def check_hover(chrome, names):
     points = chrome.find_elements("css selector", "#curves .trace:last-child .point")
     chrome.execute_script("arguments[0].scrollIntoView({block: 'center'})", points[-1])
-    selenium.ActionChains(chrome).move_to_element(points[-1]).perform()
+    ActionChains(chrome).move_to_element(points[-1]).perform()
     shown = chrome.find_element("css selector", "#curves .hoverlayer").text
     legend = [each.text for each in chrome.find_elements("css selector", "#curves .legendtext")]
     assert {*legend} == names | {"Pareto front"}
