@@ -190,7 +190,7 @@ def _table(kind: "type[Settings]", names: Iterable[str]) -> str:
         choices = f"<br>One of {choices}" if choices else ""
         lines.append(f"| `{kind.key(name)}` | {default} | {meaning}{choices} |")
     table = "\n".join(lines)
-    return f'<div class="settings" markdown>\n\n{table}\n\n</div>' if len(lines) > 2 else ""
+    return f'<div class="stacked" markdown>\n\n{table}\n\n</div>' if len(lines) > 2 else ""
 
 
 def _names(room: str) -> str:
