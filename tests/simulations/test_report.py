@@ -256,8 +256,7 @@ def test_the_page_in_a_browser(chrome, runs, tmp_path):
     named = []
     for own in runs:
         name = own.summary["run"].replace("E_%", evil)
-        tables = {key: getattr(own, key).assign(run=name) for key in ("rounds", "clients")}
-        named.append(replace(own, **tables, summary={**own.summary, "run": name}))
+        named.append(replace(own, summary={**own.summary, "run": name}))
     page = write_html(named, tmp_path / "report.html")
     backgrounds = set()
     for width, scheme in ((1280, "light"), (400, "dark")):
