@@ -68,12 +68,6 @@ class SCAFFOLD(BaseStrategy):
         the model's order and dtype (the widest of several).
     examples : dict of int to int
         Client -> n_i, as last reported.
-
-    Examples
-    --------
-    >>> strategy = SCAFFOLD(min_train_nodes=10, min_completed=5)
-    >>> strategy.server_learning_rate
-    1.0
     """
 
     client = "SCAFFOLDClient"

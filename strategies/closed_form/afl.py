@@ -32,12 +32,6 @@ class AFL(GramStrategy):
     """AFL (He et al. 2025), the paper's with a ridge of 0.
 
     Clients are :class:`~fedntk.clients.ClosedFormClient`.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> AFL(network=nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))).shape
-    (3, 8)
     """
 
     def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:

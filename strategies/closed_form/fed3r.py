@@ -28,14 +28,7 @@ from .closed_form import GramStrategy, Layer
 
 
 class Fed3R(GramStrategy):
-    """Fed3R (Fani et al. 2024). Clients are :class:`~fedntk.clients.ClosedFormClient`.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> Fed3R(network=nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))).ridge
-    0.01
-    """
+    """Fed3R (Fani et al. 2024). Clients are :class:`~fedntk.clients.ClosedFormClient`."""
 
     ridge: float = option(
         "lambda over the examples' mean squared norm, the appended 1 among their features",

@@ -23,14 +23,7 @@ from .closed_form import ClosedFormStrategy, Layer
 
 
 class FedNCM(ClosedFormStrategy):
-    """FedNCM (Legate et al. 2023). Clients are :class:`~fedntk.clients.ClosedFormClient`.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> FedNCM(network=nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))).shape
-    (3, 8)
-    """
+    """FedNCM (Legate et al. 2023). Clients are :class:`~fedntk.clients.ClosedFormClient`."""
 
     def parse(self, reply: Reply) -> Prototypes:
         """Check a client's class means, which must be of as many examples as it reports."""

@@ -24,11 +24,6 @@ class DPSGD(GossipStrategy):
 
     It differs from :class:`~fedntk.strategies.DFedAvg` with one local epoch in the order: the steps
     that a client took in a round reach its neighbours in the next one.
-
-    Examples
-    --------
-    >>> [step.name for step in DPSGD().plan(first=False)]
-    ['step']
     """
 
     client = "DPSGDClient"

@@ -28,11 +28,6 @@ class DFedAvg(DFedAvgOptions, GossipStrategy):
 
     Clients are :class:`~fedntk.clients.DFedAvgClient`, which have epochs, batches, learning rate
     and momentum. :class:`~fedntk.strategies.DPSGD` has the other order.
-
-    Examples
-    --------
-    >>> [step.name for step in DFedAvg(mixing="metropolis").plan(first=True)]
-    ['train', 'average']
     """
 
     client = "DFedAvgClient"

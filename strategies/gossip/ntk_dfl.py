@@ -33,13 +33,7 @@ from .topology import mixing_matrix
 
 
 class NTKDFL(NTKDFLOptions, RelayStrategy):
-    """NTK-DFL (Thompson et al. 2025). Clients are :class:`~fedntk.clients.NTKDFLClient`.
-
-    Examples
-    --------
-    >>> NTKDFL(learning_rate=0.01).steps[-1]
-    800.0
-    """
+    """NTK-DFL (Thompson et al. 2025). Clients are :class:`~fedntk.clients.NTKDFLClient`."""
 
     client = "NTKDFLClient"
 

@@ -33,12 +33,6 @@ class CPNTKFL(CompressionOptions, NTKFL):
 
     Every tool is optional. Sampling, projection, noise and compression are the clients' work; the
     server refuses what is more than it asks for.
-
-    Examples
-    --------
-    >>> strategy = CPNTKFL(learning_rate=0.01, sparsity=0.5, bits=6)
-    >>> strategy.bits
-    6
     """
 
     client = "CPNTKFLClient"

@@ -14,11 +14,6 @@ class Ditto(PersonalStrategy):
 
     The Result holds the global model, which is FedAvg's, bit for bit. Each client keeps its model
     v_k, which never comes to the server.
-
-    Examples
-    --------
-    >>> Ditto(min_available_nodes=20).personal
-    frozenset()
     """
 
     client = "DittoClient"

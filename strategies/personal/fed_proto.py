@@ -33,13 +33,6 @@ class FedProto(FeatureStrategy, PersonalStrategy):
     these, and the global prototypes: ``global-prototypes.means`` (C, p), float32, and
     ``global-prototypes.counts`` (C,), their examples; with a count of 0 there is none yet. A class
     that no client of a round has keeps its prototype.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> FedProto(network=network).shape
-    (3, 8)
     """
 
     client = "FedProtoClient"

@@ -58,13 +58,6 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
     the client is asked. A new client is sent the global model, which the Result holds: the mean of
     the round's models weighted by examples, as in FedAvg. :meth:`model_of` returns a client's own,
     ``mixing`` the weights of the newest round that changed the models.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> WeightedFedAvg(network=network, temperature=0.1).temperature
-    0.1
     """
 
     client = "WeightedFedAvgClient"
