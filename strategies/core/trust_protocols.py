@@ -7,36 +7,22 @@ process and over HTTP.
 
 from collections.abc import Callable, Iterable
 from logging import WARNING, getLogger
-from typing import Protocol
 
 from flwr.app import Message
 
-from fedntk.trust import Shuffled, check_public_key
+from fedntk.trust import (
+    KeyServer,
+    RemoteKeyServer,
+    RemoteShufflingServer,
+    ShufflingServer,
+    check_public_key,
+)
 
 LONGEST = 1000  # bytes of a value that is relayed to the key server
+SealsSeeds = KeyServer | RemoteKeyServer
+VouchesForKeys = KeyServer | RemoteKeyServer
+Shuffles = ShufflingServer | RemoteShufflingServer
 logger = getLogger("flwr")
-
-
-class SealsSeeds(Protocol):
-    """A key server that seals seeds: :class:`fedntk.trust.KeyServer`, or a remote one."""
-
-    def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
-        """Return the projection's seed, sealed for one client."""
-
-
-class VouchesForKeys(Protocol):
-    """A key server that vouches for clients' keys: :class:`fedntk.trust.KeyServer`, or remote."""
-
-    def voucher(self, public_key: bytes, run: str) -> bytes:
-        """Return a signature that says that a key is an enrolled client's."""
-
-
-class Shuffles(Protocol):
-    """A shuffling server: :class:`fedntk.trust.ShufflingServer`, or a remote one."""
-
-    @property
-    def shuffle(self) -> Callable[..., Shuffled]:
-        """See :meth:`fedntk.trust.ShufflingServer.shuffle`."""
 
 
 class SealedSeeds:
