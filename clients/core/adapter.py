@@ -96,13 +96,16 @@ class _ReplaceableApp(ClientApp):
         return self._default_app(message, context)
 
     def train(self, action: str = DEFAULT, *, mods: list[Mod] | None = None) -> Decorator:
-        return self._replace("train", action, super().train(action, mods=mods))
+        self._replaced.add(("train", action))
+        return super().train(action, mods=mods)
 
     def evaluate(self, action: str = DEFAULT, *, mods: list[Mod] | None = None) -> Decorator:
-        return self._replace("evaluate", action, super().evaluate(action, mods=mods))
+        self._replaced.add(("evaluate", action))
+        return super().evaluate(action, mods=mods)
 
     def query(self, action: str = DEFAULT, *, mods: list[Mod] | None = None) -> Decorator:
-        return self._replace("query", action, super().query(action, mods=mods))
+        self._replaced.add(("query", action))
+        return super().query(action, mods=mods)
 
     def lifespan(self) -> Callable[[Lifespan], Lifespan]:
         """Register with both apps: either may answer."""
@@ -110,14 +113,6 @@ class _ReplaceableApp(ClientApp):
         def register(function: Lifespan) -> Lifespan:
             self._default_app.lifespan()(function)
             return super(_ReplaceableApp, self).lifespan()(function)
-
-        return register
-
-    def _replace(self, category: str, action: str, decorator: Decorator) -> Decorator:
-        def register(function: Function) -> Function:
-            registered = decorator(function)
-            self._replaced.add((category, action))
-            return registered
 
         return register
 

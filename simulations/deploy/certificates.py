@@ -16,6 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedntk.trust.sealing import write_secret
+
 DAYS = 365
 AUTHORITY = "fedntk federation"
 
@@ -49,7 +51,7 @@ def make_certificates(
     ]
     uses = [serves, _usage(digital_signature=True)]
     made.certificate.write_bytes(_certificate(hosts[0], server_key, own_key, uses, details))
-    _write_secret(made.key, _private(server_key, serialization.PrivateFormat.PKCS8))
+    _write_key(made.key, server_key, serialization.PrivateFormat.PKCS8)
     return made
 
 
@@ -61,7 +63,7 @@ def make_node_key(file: Path) -> Path:
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
-    _write_secret(file, _private(key, serialization.PrivateFormat.OpenSSH))
+    _write_key(file, key, serialization.PrivateFormat.OpenSSH)
     public = file.with_name(f"{file.name}.pub")
     openssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     public.write_bytes(key.public_key().public_bytes(*openssh))
@@ -111,12 +113,9 @@ def _certificate(
     return builder.sign(issuer_key, SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-
-
-def _write_secret(file: Path, secret: bytes) -> None:
-    """Write a new file that only its owner can read."""
+def _write_key(
+    file: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat
+) -> None:
+    pem, no_password = serialization.Encoding.PEM, serialization.NoEncryption()
     file.unlink(missing_ok=True)
-    file.touch(mode=0o600)
-    file.write_bytes(secret)
+    write_secret(file, key.private_bytes(pem, form, no_password))
