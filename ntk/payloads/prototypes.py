@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadReply
-from ..support.arrays import require_array
+from ..support.arrays import require_array, take_arrays
+from .feature_statistics import require_counts
 
 # names of global prototypes among a network's arrays, none of which has a hyphen in its name
 GLOBAL_PROTOTYPES = ("global-prototypes.means", "global-prototypes.counts")
@@ -108,19 +109,13 @@ class Prototypes:
 
         `max_examples` limits a class; the counts must add up to `num_examples` if that is given.
         """
-        if arrays.keys() != {"means", "counts"}:
-            raise BadReply("arrays", f"expected means and counts, got {sorted(arrays)[:5]}")
-        counts = arrays["counts"]
-        shape = (num_classes,)
-        require_array("counts", counts, shape=shape, dtype=np.int64, low=0, high=max_examples)
-        if not counts.any():
-            raise BadReply("range", "counts: expected at least one example, got none")
-        total = sum(counts.tolist())
-        if num_examples not in (None, total):
-            raise BadReply("range", f"counts: expected {num_examples} examples in all, got {total}")
+        own, counts = take_arrays(arrays, "means", "counts")
+        require_counts(counts, num_classes, num_examples)
+        if not 1 <= counts.max() <= max_examples:
+            raise BadReply("range", f"counts: expected some, of a class up to {max_examples}")
         present = counts > 0
-        own = (int(present.sum()), width)
-        require_array("means", arrays["means"], shape=own, dtype=np.float32, limit=LARGEST)
+        shape = (int(present.sum()), width)
+        require_array("means", own, shape=shape, dtype=np.float32, limit=LARGEST)
         means = np.zeros((num_classes, width), np.float32)
-        means[present] = arrays["means"]
+        means[present] = own
         return cls(means, counts)

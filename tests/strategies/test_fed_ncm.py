@@ -36,7 +36,7 @@ def test_a_class_that_nobody_has_gets_no_weights():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (damaged(1, lambda counts: counts * 2), "range"),
+        (damaged(1, lambda counts: counts * 2), "num-examples"),
         (damaged(0, lambda means: means * 1000), "scale"),
     ],
 )

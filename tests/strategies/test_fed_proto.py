@@ -96,7 +96,7 @@ def test_without_a_pull_and_by_the_head_it_is_local_training_bit_for_bit():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (with_arrays(lambda a: a | {"counts": a["counts"] * 1000}), "range"),  # more weight
+        (with_arrays(lambda a: a | {"counts": a["counts"] * 1000}), "num-examples"),  # more weight
         (damaged(0, lambda a: a * 1e4), "scale"),
     ],
 )
