@@ -10,11 +10,6 @@ def batch_norm_arrays(network: nn.Module) -> tuple[str, ...]:
 
     Source: Li et al., *FedBN: Federated Learning on Non-IID Features via Local Batch
     Normalization*, ICLR 2021, section 3. They are in the order of ``network.state_dict()``.
-
-    Examples
-    --------
-    >>> batch_norm_arrays(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)))
-    ('1.running_mean', '1.running_var', '1.num_batches_tracked')
     """
     layers = tuple(
         f"{name}." if name else ""

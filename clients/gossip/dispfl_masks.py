@@ -21,12 +21,6 @@ def layer_densities(shapes: Mapping[str, tuple[int, ...]], density: float) -> di
     Arrays of fewer than two axes, such as biases, are whole, and count. Any other array, of shape
     (a, b, ...), has a density in proportion to (a + b + ...) / (a b ...), at most 1, such that all
     together have the wanted `density`.
-
-    Examples
-    --------
-    >>> found = layer_densities({"1": (100, 784), "2": (10, 100), "bias": (100,)}, 0.5)
-    >>> {name: round(share, 3) for name, share in found.items()}
-    {'1': 0.493, '2': 1.0, 'bias': 1.0}
     """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     ratios = {name: sum(shape) / sizes[name] for name, shape in shapes.items() if len(shape) > 1}

@@ -53,11 +53,6 @@ def low_frequencies(images: Tensor, num_features: int) -> Tensor:
     The transform (DCT-II, orthonormal) is taken of each channel of images (n, H, W) or (n,
     channels, H, W). Coefficients are sorted by (u / H)^2 + (v / W)^2 of their frequencies u and v,
     and of one frequency by channel; with all of them norms are kept.
-
-    Examples
-    --------
-    >>> low_frequencies(torch.ones(1, 4, 4), 2)  # all of it is in the mean: 16 ones have norm 4
-    tensor([[4., 0.]])
     """
     if images.ndim not in (3, 4):
         raise ValueError(

@@ -32,13 +32,7 @@ def from_npy(data: bytes) -> NDArray[Any]:
 
 
 def to_npy(array: NDArray[Any]) -> bytes:
-    """Write an array as ``np.save`` does.
-
-    Examples
-    --------
-    >>> from_npy(to_npy(np.arange(3)))
-    array([0, 1, 2])
-    """
+    """Write an array as ``np.save`` does."""
     if not array.flags.c_contiguous or array.dtype.hasobject:
         buffer = io.BytesIO()
         np.save(buffer, array, allow_pickle=False)

@@ -32,12 +32,6 @@ def require_array(
     In `shape` -1 stands for any size from 1; `dtype` may be a tuple, or ``"unsigned"``. The reason
     is ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"`` (magnitudes over `limit`) or
     ``"range"`` (outside `low` ... `high`).
-
-    Examples
-    --------
-    >>> require_array("mean", np.zeros(3), shape=(2,))
-    Traceback (most recent call last):
-    fedntk.ntk.errors.BadReply: shape: mean: expected (2,), got (3,)
     """
     if shape is not None:
         expected, found = tuple(shape), array.shape

@@ -45,13 +45,7 @@ def selection_curves(
 
 
 def model_order(accuracies: Mapping[int, float], order: Order, seed: int = 0) -> list[int]:
-    """Return the clients in an order by accuracy; of equals, the smaller number first.
-
-    Examples
-    --------
-    >>> model_order({0: 0.5, 1: 0.9, 2: 0.5}, "best to worst")
-    [1, 0, 2]
-    """
+    """Return the clients in an order by accuracy; of equals, the smaller number first."""
     clients = sorted(accuracies)
     if order == "random":
         generator = np.random.default_rng([seed, *b"selection"])

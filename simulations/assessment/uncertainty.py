@@ -80,18 +80,6 @@ class Assessment:
         :func:`reliability` of each row of `table`.
     sets : ConformalSets or None
         The prediction sets, if a coverage was asked for.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from fedntk.simulations import Config, assess, run
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     config = Config(method="fedavg", rounds=1, validation_examples=200, out=folder)
-    ...     found = assess(run(config, progress=False), coverage=0.9)
-    >>> list(found.table.columns)
-    ['accuracy', 'nll', 'brier', 'ece']
-    >>> found.sets.num_calibration
-    200
     """
 
     run: Run

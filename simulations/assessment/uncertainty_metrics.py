@@ -25,13 +25,6 @@ def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     and averaged over the examples, in 0 ... 2; ``ece`` the expected calibration error: the distance
     between accuracy and mean confidence in 15 bins of confidence of equal width, averaged over the
     examples.
-
-    Examples
-    --------
-    >>> p = torch.tensor([[0.8, 0.2], [0.8, 0.2]])
-    >>> found = calibration(p.log(), torch.tensor([0, 1]))
-    >>> {name: round(value, 6) for name, value in found.items()}
-    {'accuracy': 0.5, 'nll': 0.916291, 'brier': 0.68, 'ece': 0.3}
     """
     log_p = log_probabilities.double()
     p, targets = log_p.exp(), torch.nn.functional.one_hot(labels, log_p.shape[1])
@@ -68,12 +61,6 @@ def rejection_curve(
     Given the `uncertainty` (n,) of predictions, and whether they are `correct` (n,): the accuracy
     (100,) with 0, 1, ... 99 % of the examples rejected, rounded down to whole examples. Of examples
     that are equally uncertain any may be rejected first: it is the mean over their orders.
-
-    Examples
-    --------
-    >>> doubt, correct = np.array([0.1, 0.2, 0.3, 0.4]), np.array([True, True, True, False])
-    >>> rejection_curve(doubt, correct)[[0, 25, 50]]
-    array([0.75, 1.  , 1.  ])
     """
     values, group = np.unique(uncertainty, return_inverse=True)
     sizes = np.bincount(group, minlength=len(values))
@@ -89,11 +76,6 @@ def auroc(familiar: NDArray[np.float64], unfamiliar: NDArray[np.float64]) -> flo
 
     It is the probability that a random unfamiliar example is more uncertain than a random familiar
     one, and half of it if they are equally uncertain: 0.5 if it separates nothing.
-
-    Examples
-    --------
-    >>> auroc(np.array([0.1, 0.4]), np.array([0.3, 0.8]))
-    0.75
     """
     from sklearn.metrics import roc_auc_score
 

@@ -32,15 +32,6 @@ class AveragedModel:
 
     `newest` is w_n, which the next round begins with; before the first change it and the `mean` are
     empty.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> averaged = AveragedModel(0.5)
-    >>> for value in (1.0, 4.0):
-    ...     averaged.add(record_of({"w": np.array([value])}))
-    >>> averaged.mean["w"].numpy()  # (0.5 * 1 + 4) / 1.5
-    array([3.])
     """
 
     def __init__(self, decay: float) -> None:

@@ -113,13 +113,7 @@ def _own_state(device: str) -> AbstractContextManager[None]:
 
 
 def sharpen(probabilities: Tensor, temperature: float) -> Tensor:
-    """Return p^(1/T) / sum p^(1/T) for rows p of sum 1; for T -> 0 the most likely class has 1.
-
-    Examples
-    --------
-    >>> sharpen(torch.tensor([[0.75, 0.25]]), 0.5)
-    tensor([[0.9000, 0.1000]])
-    """
+    """Return p^(1/T) / sum p^(1/T) for rows p of sum 1; for T -> 0 the most likely class has 1."""
     return (probabilities.log() / temperature).softmax(-1)
 
 

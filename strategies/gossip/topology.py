@@ -102,14 +102,7 @@ class Topology(Declared):
         return {client: tuple(sorted(graph.neighbors(client))) for client in members}
 
     def hubs(self, server_round: int, neighbours: Neighbours) -> Neighbours:
-        """Return a round's clusters as stars: random hub -> its cluster's other members, sorted.
-
-        Examples
-        --------
-        >>> clusters = Topology("clustered", degree=2)
-        >>> clusters.hubs(1, clusters.neighbours(1, range(5)))
-        {1: (0,), 2: (3, 4)}
-        """
+        """Return a round's clusters as stars: random hub -> its cluster's other members, sorted."""
         clusters = sorted({tuple(sorted((k, *others))) for k, others in neighbours.items()})
         generator = np.random.default_rng([self.seed, server_round, *b"hubs"])
         chosen = [(c[int(generator.integers(len(c)))], c) for c in clusters]
@@ -182,12 +175,6 @@ def mixing_matrix(
 
     Neighbours without examples are left out: their shares go to the others of the row, or with
     ``"metropolis"`` to the client itself. :class:`~fedntk.strategies.GossipStrategy` has the rules.
-
-    Examples
-    --------
-    >>> mixing_matrix({0: [1], 1: [0]}, {0: 30, 1: 10}, "examples")
-    array([[0.75, 0.25],
-           [0.75, 0.25]])
     """
     members = sorted(client for client in neighbours if client in examples)
     place = {client: i for i, client in enumerate(members)}

@@ -27,11 +27,6 @@ def epsilon_after(
     is that of :func:`fedntk.ntk.privatise`; replacing an example moves a row by up to twice the
     norm that sigma is measured by. Without `label_noise` labels are public, and epsilon is only of
     the rows. C is `num_outputs`. This takes Opacus: ``pip install 'fedntk[privacy]'``.
-
-    Examples
-    --------
-    >>> epsilon_after(0, noise_multiplier=2, label_noise=0, num_outputs=10, delta=1e-5)
-    0.0
     """
     if uploads == 0:
         return 0.0
