@@ -6,12 +6,13 @@ AISTATS 2017, algorithm 1: w <- sum over the sampled clients k of (n_k / n) w_k.
 
 from collections.abc import Iterable
 
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import Message
 
 from fedntk.ntk.averages import weighted_mean
 
 from .core.averaging import cast_like, named_arrays
 from .core.base import BaseStrategy
+from .core.exchange import Aggregated
 
 
 class SeededFedAvg(BaseStrategy):
@@ -24,9 +25,7 @@ class SeededFedAvg(BaseStrategy):
 
     centres = True
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Average the accepted weights, in the dtypes of the global model."""
         model = named_arrays(self.global_arrays)
         pairs, metrics = self.accept_weights(replies, model)

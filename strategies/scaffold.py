@@ -23,15 +23,7 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -40,9 +32,9 @@ from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import screen_changes
 
-from .core.averaging import cast_like, named_arrays
+from .core.averaging import cast_like, named_arrays, record_of
 from .core.base import BaseStrategy
-from .core.exchange import logger
+from .core.exchange import Aggregated, logger
 from .core.replies import Reply, check_weights
 
 CORRECTIONS, CONTROLS = "corrections", "controls"  # names of the records
@@ -112,14 +104,12 @@ class SCAFFOLD(BaseStrategy):
                 )
             parts = np.split(control - self.controls.get(client, 0.0), ends[:-1])
             shaped = zip(floating.items(), parts, strict=True)
-            content[CORRECTIONS] = ArrayRecord(
-                {n: Array(part.reshape(a.shape).astype(a.dtype)) for (n, a), part in shaped}
+            content[CORRECTIONS] = record_of(
+                {n: part.reshape(a.shape).astype(a.dtype) for (n, a), part in shaped}
             )
         return content
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Step towards the mean of the accepted weights, and keep the accepted controls."""
         model = named_arrays(self.global_arrays)
         floating = _floating(model)

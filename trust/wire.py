@@ -4,9 +4,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from numpy.typing import NDArray
-
 from fedntk.ntk.payloads import from_npy, to_npy
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from .sealing import SealError
 
@@ -33,12 +32,12 @@ def unframe(data: bytes) -> list[bytes]:
     return parts
 
 
-def frame_arrays(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+def frame_arrays(arrays: Arrays) -> bytes:
     """Join arrays and their names."""
     return frame(part for name, own in arrays.items() for part in (name.encode(), to_npy(own)))
 
 
-def unframe_arrays(data: bytes) -> dict[str, NDArray[Any]]:
+def unframe_arrays(data: bytes) -> ArrayDict:
     """Part what :func:`frame_arrays` joined, as read-only views; ValueError for other bytes."""
     parts = unframe(data)
     pairs = zip(parts[::2], parts[1::2], strict=True)

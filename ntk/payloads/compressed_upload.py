@@ -1,8 +1,7 @@
 """Uploads of CP-NTK-FL."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from ..errors import BadReply
 from ..jacobian.operator import Jacobian
 from ..losses import one_hot
-from ..support.arrays import require_array
+from ..support.arrays import ArrayDict, Arrays, require_array
 from ..support.memory import require_memory
 from .compression import UNQUANTISED, Encoded, compress
 from .jacobian_format import jacobian_of, jacobian_to_arrays, own_arrays
@@ -32,7 +31,7 @@ class CompressedUpload:
 
     outputs: NDArray[np.floating]
     labels: NDArray[np.unsignedinteger]
-    jacobian: dict[str, NDArray[Any]]
+    jacobian: ArrayDict
 
     @classmethod
     def compress(
@@ -63,14 +62,12 @@ class CompressedUpload:
             },
         )
 
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
+    def to_arrays(self) -> ArrayDict:
         """Return outputs, labels and the encoded Jacobian's arrays, by name."""
         return {"outputs": self.outputs, "labels": self.labels, **self.jacobian}
 
     @classmethod
-    def from_arrays(
-        cls, arrays: Mapping[str, NDArray[Any]], limits: UploadLimits
-    ) -> JacobianUpload:
+    def from_arrays(cls, arrays: Arrays, limits: UploadLimits) -> JacobianUpload:
         """Check what :meth:`to_arrays` made against the limits, then decode it.
 
         Sizes are compared with the model, with the outputs' rows and with `limits` before anything

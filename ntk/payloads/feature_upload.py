@@ -1,6 +1,5 @@
 """Uploads of TCT for a server that solves the convex problem itself."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadReply
-from ..support.arrays import require_array, take_arrays
+from ..support.arrays import ArrayDict, Arrays, require_array, take_arrays
 from ..support.memory import require_memory
 from .compressed_upload import DECODING_BYTES
 from .compression import UNQUANTISED, Encoded, compress
@@ -40,9 +39,7 @@ class FeatureUpload:
             labels.astype(np.min_scalar_type(targets.shape[1] - 1)),
         )
 
-    def to_arrays(
-        self, *, sparsity: float = 0.0, bits: int = UNQUANTISED
-    ) -> dict[str, NDArray[Any]]:
+    def to_arrays(self, *, sparsity: float = 0.0, bits: int = UNQUANTISED) -> ArrayDict:
         """Return the arrays by name, the features compressed row by row if asked."""
         features = self.features
         if (sparsity, bits) != (0.0, UNQUANTISED):
@@ -53,7 +50,7 @@ class FeatureUpload:
     @classmethod
     def from_arrays(
         cls,
-        arrays: Mapping[str, NDArray[Any]],
+        arrays: Arrays,
         limits: UploadLimits,
         *,
         width: int,

@@ -1,16 +1,14 @@
 """What a client of NTK-DFL sends a neighbour: Thompson et al., *NTK-DFL*, ICML 2025, eq. (2)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadReply
-from ..support.arrays import require_array
+from ..support.arrays import ArrayDict, Arrays, require_array
 from .compressed_upload import CompressedUpload
 from .compression import UNQUANTISED
 from .jacobian_upload import JacobianUpload
@@ -26,9 +24,7 @@ class JacobianParcel:
     upload: JacobianUpload  # J_{i,j}, f(X_i; w_j) and Y_i
     inputs: Tensor | None = None  # X_i (n, ...), if the receiver compares the network's own losses
 
-    def to_arrays(
-        self, *, sparsity: float = 0.0, bits: int = UNQUANTISED
-    ) -> dict[str, NDArray[Any]]:
+    def to_arrays(self, *, sparsity: float = 0.0, bits: int = UNQUANTISED) -> ArrayDict:
         """Return arrays by name: the upload, compressed if asked for, and the exact inputs."""
         upload: JacobianUpload | CompressedUpload = self.upload
         if _compresses(sparsity, bits):
@@ -37,9 +33,7 @@ class JacobianParcel:
         return upload.to_arrays() | inputs
 
     @classmethod
-    def from_arrays(
-        cls, arrays: Mapping[str, NDArray[Any]], *, limits: UploadLimits, own: "JacobianParcel"
-    ) -> Self:
+    def from_arrays(cls, arrays: Arrays, *, limits: UploadLimits, own: "JacobianParcel") -> Self:
         """Check what :meth:`to_arrays` made; form and inputs must be like the receiver's `own`."""
         if (INPUTS in arrays) != (own.inputs is not None):
             raise BadReply("arrays", "expected inputs if the receiver sends some, else none")

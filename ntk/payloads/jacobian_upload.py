@@ -4,16 +4,15 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadReply
 from ..jacobian.operator import Jacobian
-from ..support.arrays import require_array
+from ..support.arrays import ArrayDict, Arrays, require_array
 from .jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 
 
@@ -29,15 +28,13 @@ class JacobianUpload:
     outputs: Tensor
     targets: Tensor
 
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
+    def to_arrays(self) -> ArrayDict:
         """Return outputs, targets and the Jacobian's arrays, by name."""
         rows = {"outputs": self.outputs.cpu().numpy(), "targets": self.targets.cpu().numpy()}
         return rows | jacobian_to_arrays(self.jacobian)
 
     @classmethod
-    def from_arrays(
-        cls, arrays: Mapping[str, NDArray[Any]], *, parameters: Mapping[str, Sequence[int]]
-    ) -> Self:
+    def from_arrays(cls, arrays: Arrays, *, parameters: Mapping[str, Sequence[int]]) -> Self:
         """Check what :meth:`to_arrays` made, given the shape of each array of the global model.
 
         BadReply has the reason ``"labels"`` or one of :func:`jacobian_from_arrays`.

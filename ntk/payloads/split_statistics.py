@@ -6,17 +6,16 @@ the second, and solves on both together: no example has to be on the server.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..features.fixed_point import FixedPoint
-from ..support.arrays import take_arrays
+from ..support.arrays import ArrayDict, Arrays, take_arrays
 from ..support.memory import require_memory
-from .feature_statistics import FEWER, Arrays, FeatureStatistics, SumFormat, require_counts
+from .feature_statistics import FEWER, FeatureStatistics, SumFormat, require_counts
 
 HELD_OUT = "held-out-"  # begins the names of arrays
 
@@ -50,7 +49,7 @@ class SplitStatistics:
         """Convert both parts of fixed-point numbers to the features' units, float64."""
         return SplitStatistics(self.fitting.scaled(fixed_point), self.held_out.scaled(fixed_point))
 
-    def to_arrays(self, fixed_point: FixedPoint | None = None) -> dict[str, NDArray[Any]]:
+    def to_arrays(self, fixed_point: FixedPoint | None = None) -> ArrayDict:
         """Return both parts' arrays by name, of those held out with a prefix."""
         held_out = self.held_out.to_arrays(fixed_point)
         own = {HELD_OUT + name: array for name, array in held_out.items()}

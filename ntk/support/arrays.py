@@ -8,6 +8,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..errors import BadReply
 
+Arrays = Mapping[str, NDArray[Any]]  # by name
+ArrayDict = dict[str, NDArray[Any]]
+
 
 def take_arrays(arrays: Mapping[str, NDArray[Any]], *names: str) -> list[NDArray[Any]]:
     """Return received arrays in the order of these names; BadReply if the names are others."""

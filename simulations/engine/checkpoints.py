@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from fedntk.strategies.core.array_archive import ArrayArchive, OldFormat
+from fedntk.strategies.core.averaging import record_of
 
 from ..config.config import REPLACE_RUN
 from ..config.settings import ConfigError
@@ -73,7 +74,7 @@ class Checkpoint:
     @property
     def arrays(self) -> ArrayRecord:
         """The global model, as strategies take it."""
-        return ArrayRecord({name: Array(array) for name, array in self.weights.items()})
+        return record_of(self.weights)
 
     @property
     def records(self) -> list[Record]:

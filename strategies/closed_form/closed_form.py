@@ -11,7 +11,7 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -22,7 +22,7 @@ from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics, SumFormat
 
 from ..core.averaging import cast_like
 from ..core.base import BaseStrategy
-from ..core.exchange import logger
+from ..core.exchange import Aggregated, logger
 from ..core.features import FeatureStrategy
 from ..core.replies import Reply, screen_own_sizes
 
@@ -96,9 +96,7 @@ class ClosedFormStrategy(FeatureStrategy):
         nodes = self.sample(grid, server_round, "train", 1.0, minimum, self.held_out)
         return self.messages(nodes, MessageType.TRAIN, arrays, config)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Compute the last layer from the accepted sums."""
         if self.solved:
             return None, None

@@ -5,15 +5,18 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
-from numpy.typing import NDArray
+
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
+
+Learned = ArrayRecord | Arrays  # what a run returns
 
 
-def named_arrays(arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def named_arrays(arrays: Learned) -> ArrayDict:
     """Name -> array of a record, or of what is a dictionary already."""
     return {n: a.numpy() if isinstance(a, Array) else a for n, a in arrays.items()}
 
 
-def record_of(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+def record_of(arrays: Arrays) -> ArrayRecord:
     """Return arrays by name as a record."""
     return ArrayRecord({name: Array(array) for name, array in arrays.items()})
 
@@ -24,9 +27,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [name for name in {**own, **given} if own.get(name) != given.get(name)]
 
 
-def cast_like(
-    arrays: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]
-) -> ArrayRecord:
+def cast_like(arrays: Arrays, expected: Arrays) -> ArrayRecord:
     """Return the arrays under the expected names, in that order, in the expected dtypes."""
     converted = {}
     for name, model in expected.items():

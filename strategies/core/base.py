@@ -29,7 +29,7 @@ from fedntk.ntk.support.files import claimed
 from fedntk.ntk.support.threads import warn_of_spinning
 
 from .averaged_model import AveragedModel
-from .averaging import named_arrays
+from .averaging import Learned, named_arrays
 from .centred_inputs import centre_by_clients
 from .checkpoint import RunCheckpoints
 from .exchange import Aggregate, Pairs, logger
@@ -257,9 +257,7 @@ class BaseStrategy(Sampling):
         """What the newest global arrays hold: ``"network"``, or a name that the method gives."""
         return "network"
 
-    def predictor(
-        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
-    ) -> Predictor:
+    def predictor(self, arrays: Learned, network: nn.Module | None = None) -> Predictor:
         """Make the predictor of what :meth:`start` returned, or ``evaluate_fn`` was given.
 
         The network has the clients' architecture, and is the strategy's own by default. It is

@@ -26,6 +26,7 @@ logger = getLogger("flwr")
 T = TypeVar("T")
 Pairs = list[tuple[Reply, T]]
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
+Aggregated = tuple[ArrayRecord | None, MetricRecord | None]  # new arrays and metrics, if any
 
 
 class Exchanges(Declared, FedAvg):

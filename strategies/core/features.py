@@ -1,15 +1,12 @@
 """Strategies whose clients form features of the inputs of their network's last layer."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from flwr.app import ConfigRecord
-from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.support.arrays import Arrays
 
 from .base import BaseStrategy
 
@@ -46,9 +43,7 @@ class FeatureStrategy(BaseStrategy):
         """Number of features of an example."""
         return self.feature_map.width(self.network)
 
-    def check_prototypes(
-        self, arrays: Mapping[str, NDArray[Any]], num_examples: int | None = None
-    ) -> Prototypes:
+    def check_prototypes(self, arrays: Arrays, num_examples: int | None = None) -> Prototypes:
         """Check a client's class means, of `num_examples` examples if that is given."""
         return Prototypes.from_arrays(
             arrays,

@@ -17,7 +17,7 @@ from fedntk.ntk.payloads import Agreement
 from .array_archive import under
 from .averaging import cast_like, named_arrays, record_of
 from .base import BaseStrategy
-from .exchange import logger
+from .exchange import Aggregated, logger
 from .replies import Reply, kinds_of
 
 
@@ -203,9 +203,7 @@ class CheckedStrategy(BaseStrategy):
             return super().messages(nodes, stage, arrays, config)
         return self.inner.messages(arrays, config, self._grid, list(nodes))
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Have the strategy aggregate the replies that can be used."""
         found, metrics = self.inner.aggregate(replies, named_arrays(self.global_arrays))
         self.train_metrics[server_round] = metrics

@@ -14,7 +14,7 @@ unlabelled examples towards the sharpened p(x), its weights averaged on the way 
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from logging import WARNING
 from typing import Any
 
@@ -29,9 +29,9 @@ from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.ntk.predictors.network import arrays_of, load_arrays
 
-from ..core.averaging import cast_like, differing, named_arrays
+from ..core.averaging import Learned, cast_like, differing, named_arrays
 from ..core.base import BaseStrategy
-from ..core.exchange import logger
+from ..core.exchange import Aggregated, logger
 from .distillation import Distillation, distil, sharpen
 from .model_samples import (
     Distribution,
@@ -104,9 +104,7 @@ class FedBE(BaseStrategy):
             return ArrayRecord(EnsembleArrays.from_arrays(arrays).models[0])
         return arrays
 
-    def predictor(
-        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
-    ) -> Predictor:
+    def predictor(self, arrays: Learned, network: nn.Module | None = None) -> Predictor:
         """Make the predictor of the ensemble, or of the distilled network."""
         if self.distill is not None:
             return super().predictor(arrays, network)
@@ -142,9 +140,7 @@ class FedBE(BaseStrategy):
         """Send the global model, whatever the stage."""
         return super().content_for(client, stage, self.network_of(arrays), config)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Form the ensemble of the accepted weights, and distil it if there is distillation."""
         model = named_arrays(self.network_of(self.global_arrays))
         pairs, metrics = self.accept_weights(replies, model)

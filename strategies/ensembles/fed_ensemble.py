@@ -38,9 +38,9 @@ from fedntk.ntk.first_weights import Initialisation, draw_weights
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_sizes
 
-from ..core.averaging import differing, named_arrays
+from ..core.averaging import Learned, differing, named_arrays
 from ..core.base import BaseStrategy
-from ..core.exchange import Aggregate, logger
+from ..core.exchange import Aggregate, Aggregated, logger
 from ..core.inner import CheckedStrategy, GridSubset
 from ..core.registry import Exchange
 from ..core.replies import check_weights, kinds_of, read_arrays
@@ -170,9 +170,7 @@ class FedEnsemble(BaseStrategy):
             return self.members[0].network_of(ArrayRecord(first))
         return arrays
 
-    def predictor(
-        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
-    ) -> EnsemblePredictor:
+    def predictor(self, arrays: Learned, network: nn.Module | None = None) -> EnsemblePredictor:
         """Make the predictor of the mean of the models' predictions."""
         network = self.network if network is None else network
         each = self._with_models(named_arrays(arrays))
@@ -293,9 +291,7 @@ class FedEnsemble(BaseStrategy):
         for member in self.members:
             member.forget_sent(client)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Have each model's strategy aggregate the replies of its clients."""
         sent = self._exchanges.get(MessageType.TRAIN, Exchange())
         of_model: dict[int, list[Message]] = {k: [] for k in sorted(set(self._model_of.values()))}

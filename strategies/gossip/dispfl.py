@@ -19,13 +19,12 @@ mixing matrices weight both sums; gradients are not clipped; the learning rate's
 it is set; the mean model is over those that have a coordinate.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedntk.ntk.payloads.gossip_options import DisPFLOptions
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from .gossip import GossipStrategy
 
@@ -39,7 +38,7 @@ class DisPFL(DisPFLOptions, GossipStrategy):
 
     client = "DisPFLClient"
 
-    def mean_of(self, models: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    def mean_of(self, models: Sequence[Arrays]) -> ArrayDict:
         """Return the mean of each number over the models in which it is not zero."""
         mean = {}
         for name in models[0]:

@@ -24,7 +24,7 @@ from fedntk.ntk.payloads import screen_changes
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, RelayOptions
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.exchange import Pairs, logger
+from ..core.exchange import Aggregated, Pairs, logger
 from ..core.kept_rounds import KeepingStrategy
 from ..core.registry import SentParts
 from ..core.replies import Reply, check_weights
@@ -228,9 +228,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         config["parcel-keys"] = [bytes.fromhex(key) for key, _ in known.values()]
         config["parcel-vouchers"] = [bytes.fromhex(voucher) for _, voucher in known.values()]
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Hand parcels on, step by step; then ask for the models, if they are to be evaluated."""
         pairs, rejected = self.accepted(replies, self._parse, MessageType.TRAIN)
         refused = count_refused(pairs)

@@ -20,7 +20,7 @@ from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import CompressionOptions, MemoryBudget, check_privacy
 
 from ..core.base import BaseStrategy
-from ..core.exchange import logger
+from ..core.exchange import Aggregated, logger
 from ..core.replies import Reply
 from ..core.saved_state import pack
 from ..core.trust_protocols import Shuffles
@@ -129,9 +129,7 @@ class CPNTKFL(CompressionOptions, NTKFL):
         self.rounds_asked += bool(messages)
         return messages
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """NTK-FL's steps 3 and 4, and the epsilon spent."""
         arrays, metrics = super().aggregate_train(server_round, replies)
         if self.noise_multiplier and self._num_outputs and metrics is not None:

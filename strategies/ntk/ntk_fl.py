@@ -37,7 +37,7 @@ from fedntk.ntk.payloads import Agreement, screen_losses, screen_uploads
 
 from ..core.averaging import named_arrays, record_of
 from ..core.base import BaseStrategy
-from ..core.exchange import logger
+from ..core.exchange import Aggregated, logger
 from ..core.replies import Reply
 
 DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
@@ -154,9 +154,7 @@ class NTKFL(FlowOptions, BaseStrategy):
         """Add the loss."""
         return replace(super().agreement(), loss=self.loss)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Do steps 3 and 4: global Jacobian, kernel, evolution and choice of t."""
         clients, uploads, rejected = self.gather(server_round, replies)
         metrics = self.round_metrics(clients, rejected)

@@ -7,7 +7,7 @@ u <- sum over the sampled clients k of (n_k / n) u_k, and v_k stays with client 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
@@ -16,7 +16,7 @@ from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import screen_changes
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.exchange import Pairs
+from ..core.exchange import Aggregated, Pairs
 from ..core.kept_rounds import KeepingStrategy
 from ..core.lost_state import ResendingStrategy
 from ..core.replies import Reply, check_weights
@@ -66,9 +66,7 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
         """Have a client start from the initial personal arrays again."""
         self.trained.pop(client, None)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Merge what was accepted, and note whose personal arrays are of this round."""
         pairs, rejected, _ = self.answers(replies, self.parse, MessageType.TRAIN)
         pairs = self.apply_screen(pairs, rejected, self.screen)
