@@ -99,21 +99,15 @@ class SCAFFOLDClient(SGDClient):
     def _tensors(self, corrections: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
         """Check the corrections; return them on the model's device."""
         floating = self._floating()
-        if corrections.keys() != floating.keys():
-            odd = sorted(corrections.keys() ^ floating.keys())
+        shapes, found = (
+            {n: tuple(a.shape) for n, a in of.items()} for of in (floating, corrections)
+        )
+        if odd := [n for n in {**shapes, **found} if shapes.get(n) != found.get(n)]:
             raise ValueError(
                 f"corrections: expected one for each floating-point array of the model, differing "
                 f"in {odd[:5]}; the strategy's initial arrays must be of the client's network"
             )
-        tensors = {}
-        for name, own in floating.items():
-            if corrections[name].shape != tuple(own.shape):
-                raise ValueError(
-                    f"correction of {name}: expected the shape {tuple(own.shape)}, got "
-                    f"{corrections[name].shape}"
-                )
-            tensors[name] = torch.from_numpy(corrections[name].copy()).to(own)
-        return tensors
+        return {n: torch.from_numpy(corrections[n].copy()).to(own) for n, own in floating.items()}
 
     def _gradient(
         self,

@@ -9,7 +9,6 @@ to each other. Its examples have two patches, eq. (1):
 with labels y_ki of -1 or +1, equally probable. The noise is orthogonal to all signals.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -17,6 +16,8 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..options import Declared, option
 
 Part = Literal["train", "test"]
 
@@ -64,36 +65,29 @@ class TwoPatchExamples:
         return (self.labels > 0).long()
 
 
-@dataclass(frozen=True)
-class TwoPatchDistribution:
+class TwoPatchDistribution(Declared, frozen=True, eq=True):
     """The distribution of all clients' examples; draws depend only on the seed.
 
     A client's examples do not depend on the other clients' number or examples. Clients are
     numbered by their groups; ``group_sizes=(1, 3, 6, 10)`` is the paper's figure 4.
     """
 
-    group_sizes: tuple[int, ...] = (20,)  # clients that share each signal; (20,) is IID
-    dimension: int = 1000  # d of one patch; more than there are signals
-    signal_norm: float = 2.0  # ||mu||_2 of all signals
-    noise_std: float = 1.0  # sigma_p
-    seed: int = 0
+    group_sizes: tuple[int, ...] = option(
+        "clients that share each signal; (20,) is IID", default=(20,), at_least=1, kw_only=False
+    )
+    dimension: int = option("d of a patch", default=1000, kw_only=False)
+    signal_norm: float = option("||mu||_2 of all signals", default=2.0, above=0, kw_only=False)
+    noise_std: float = option("sigma_p", default=1.0, above=0)
+    seed: int = option("seed of all draws", default=0, at_least=0)
 
-    def __post_init__(self) -> None:
-        if not self.group_sizes or min(self.group_sizes) < 1:
+    def check(self) -> None:
+        """Refuse no signal, and patches without room for noise."""
+        super().check()
+        if not 1 <= (count := len(self.group_sizes)) < self.dimension:
             raise ValueError(
-                "group_sizes: expected at least one client in each group, "
-                f"got {self.group_sizes}; (20,) gives 20 clients one signal"
-            )
-        if self.dimension <= len(self.group_sizes):
-            raise ValueError(
-                f"dimension: expected more than the {len(self.group_sizes)} signals, so that there "
+                f"dimension: expected more than the {count} signals, at least one, so that there "
                 f"is room for noise, got {self.dimension}"
             )
-        for name in ("signal_norm", "noise_std"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"{name}: expected a finite number above 0, got {value}")
-        if self.seed < 0:
-            raise ValueError(f"seed: expected at least 0, got {self.seed}")
 
     @property
     def num_clients(self) -> int:

@@ -206,10 +206,10 @@ def replaced(**arrays):
 
 OPPOSITE = torch.tensor([[1.0, 0.0], [-2.0, 0.0]])
 WRONG = [
-    (distribution(group_sizes=(3, 0)), "group_sizes: expected at least one client in each group"),
+    (distribution(group_sizes=(3, 0)), "group_sizes: expected at least 1, got 0"),
     (distribution(group_sizes=(1, 1), dimension=2), "dimension: expected more than the 2 signals"),
-    (distribution(signal_norm=0.0), "signal_norm: expected a finite number above 0, got 0"),
-    (distribution(noise_std=math.inf), "noise_std: expected a finite number above 0, got inf"),
+    (distribution(signal_norm=0.0), "signal_norm: expected more than 0, got 0"),
+    (distribution(noise_std=math.inf), "noise_std: expected a finite number, got inf"),
     (distribution(seed=-1), "seed: expected at least 0, got -1"),
     (draw(num_examples=0), "num_examples: expected at least 1, got 0"),
     (draw(part="validation"), "part: expected one of train, test, got 'validation'"),
