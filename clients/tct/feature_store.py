@@ -210,17 +210,17 @@ class FeatureStore(DiskStore):
         self.remove(pattern="sent-*.npz", all_but=self.names("sent-*.npz")[-SENT:])
         self.remove(pattern="state-*.npz", all_but=self.names("state-*.npz")[-STATES:])
 
-    def coefficients(self, server_round: int) -> Tensor | None:
-        """Return A_k as it was after a round; None if it is lost."""
-        return self._tensor(f"state-{server_round:06}")
+    def of_round(self, kind: Literal["state", "sent", "carried"], number: int) -> Tensor | None:
+        """Return what is kept of a round: A_k after it, the model sent, or c_k itself; or None."""
+        return self._tensor(f"{kind}-{number:06}")
 
     def carry(self, server_round: int, *, bias: bool, device: torch.device | str) -> None:
         """Keep c_k = -Z^T A_k of a round as a vector (p, C), before the examples change.
 
         Nothing is kept if A_k or the features are not there, or the vector is there already.
         """
-        coefficients = self.coefficients(server_round)
-        if coefficients is None or self.load_control(server_round) is not None:
+        coefficients = self.of_round("state", server_round)
+        if coefficients is None or self.of_round("carried", server_round) is not None:
             return
         features = self.mapped("features-train", (len(coefficients), self.width))
         if features is not None:
@@ -232,14 +232,6 @@ class FeatureStore(DiskStore):
         """Keep c_k (p, C) of a round itself, where its features are not kept or will change."""
         self.save(f"carried-{server_round:06}", control=control.numpy())
         self.remove(pattern="carried-*.npz", all_but=self.names("carried-*.npz")[-SENT:])
-
-    def load_control(self, server_round: int) -> Tensor | None:
-        """Return c_k (p, C) of a round whose examples were others; None if there is none."""
-        return self._tensor(f"carried-{server_round:06}")
-
-    def last(self, server_round: int) -> Tensor | None:
-        """Return the model (p, C) that was sent in a round; None if it is lost."""
-        return self._tensor(f"sent-{server_round:06}")
 
     def _tensor(self, name: str) -> Tensor | None:
         return next(map(torch.from_numpy, self.load(name).values()), None)

@@ -301,7 +301,7 @@ class TCTClient(SGDClient):
             store.remember(server_round, after, theta)
             if self.keep == "nothing":  # c_k = c_k - c - (theta_k - theta) / (M eta)
                 kept = task.state_round
-                before = store.load_control(kept) if kept else torch.zeros(1)
+                before = store.of_round("carried", kept) if kept else torch.zeros(1)
                 if before is not None:
                     vector = before - control - (result - theta) / task.span
                     store.remember_vector(server_round, vector)
@@ -468,10 +468,10 @@ def _own_control(
     zero = torch.zeros(store.width + task.bias, targets.shape[1])
     if not task.corrected or not task.state_round:
         return none, zero
-    coefficients = store.coefficients(task.state_round)
+    coefficients = store.of_round("state", task.state_round)
     if coefficients is not None:
         return coefficients, zero
-    vector = store.load_control(task.state_round)
+    vector = store.of_round("carried", task.state_round)
     return None if vector is None else (none, vector)
 
 
@@ -482,7 +482,7 @@ def _server_control(
     if task.control == "sent":
         return _only(records, "control")
     if task.control == "last":
-        last = store.last(server_round - 1)
+        last = store.of_round("sent", server_round - 1)
         return None if last is None else mean_gradient(last, theta, task.span)
     return torch.zeros_like(theta)
 
@@ -500,7 +500,6 @@ def _records(parameters: list[NDArray[Any]], *needed: str) -> Records:
 
 
 def _only(records: Records, name: str) -> Tensor:
-    """Return the one array of a record."""
     arrays = list(records[name].values())
     if len(arrays) != 1:
         raise ValueError(f"record {name}: expected 1 array, got {len(arrays)}")

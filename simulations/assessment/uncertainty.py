@@ -273,10 +273,8 @@ def assess(
     held_out = None if coverage is None else _load_held_out(config, which, calibrate_on)
     strangers = None if unfamiliar is None else _load_unfamiliar(config, unfamiliar)
     data, tested = load_data(config), slice(config.test_examples or None)
-    models, labels = (
-        _by_model(predictor, data.x_test[tested]),
-        torch.from_numpy(data.y_test[tested]),
-    )
+    models = _by_model(predictor, data.x_test[tested])
+    labels = torch.from_numpy(data.y_test[tested])
     examples = {name: _examples(own, labels) for name, own in models.items()}
     table = pd.DataFrame({n: calibration(_together(own), labels) for n, own in models.items()}).T
     whole_name = next(iter(models))  # the ensemble, or the single model
@@ -353,7 +351,6 @@ def _rejection(models: Mapping[str, Tensor], examples: Mapping[str, pd.DataFrame
 
 
 def _load_unfamiliar(config: Config, name: str) -> NDArray[Any]:
-    """Return the raw test examples of another data set, of the shape of the run's own."""
     if name == config.dataset:
         raise ConfigError(f"unfamiliar: expected another data set than the run's, got {name!r}")
     data = load_data(config)

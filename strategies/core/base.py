@@ -334,16 +334,12 @@ class BaseStrategy(Sampling):
         sealed seeds and the names of records and weights are the owner's. ValueError if the method
         cannot work so, such as one that must ask `everyone` at once.
         """
-        if self.averaged is not None:
-            raise ValueError(
-                f"average_decay: expected 0 within a {type(owner).__name__}, which may have one "
-                f"itself, got {self.average_decay}"
-            )
-        if self.centre_inputs:
-            raise ValueError(
-                f"centre_inputs: expected False within a {type(owner).__name__}, which shows it "
-                "some of the clients; leave it out"
-            )
+        for name, none in (("average_decay", 0), ("centre_inputs", False)):
+            if (value := getattr(self, name)) != none:
+                raise ValueError(
+                    f"{name}: expected {none} within a {type(owner).__name__}, got {value}; leave "
+                    "it out, or set it on that"
+                )
         self._owner, self.registry, self.held_out = owner, owner.registry, owner.held_out
         self._seeds = owner._seeds
         for name in ("weighted_by_key", "arrayrecord_key", "configrecord_key"):
