@@ -167,7 +167,6 @@ def _all(gradients: Gradients, trainable: Mapping[str, nn.Parameter]) -> Gradien
 def _decay(
     gradients: Gradients, trainable: Mapping[str, nn.Parameter], weight_decay: float
 ) -> Gradients:
-    """Return the gradients of the loss with weight decay."""
     if not weight_decay:
         return gradients
     weights = [parameter.detach() for parameter in trainable.values()]

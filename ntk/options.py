@@ -144,14 +144,9 @@ def state(
 ) -> Any:
     """Declare what an object keeps from round to round; `factory` makes the first value.
 
-    Parameters
-    ----------
-    factory, init
-        As of a dataclass's field: state is no argument of the constructor.
-    saved : bool
-        Whether a checkpoint holds it; what is not saved is made anew when a run begins or goes on.
-    reset : bool
-        Whether a new run of the object gives it its first value again.
+    A checkpoint holds what is `saved`; all else is made anew when a run begins or goes on. With
+    `reset` a new run of the object begins with the first value. `init` is for type checkers: state
+    is no argument of the constructor.
     """
     metadata = {STATE: saved, RESET: reset}
     return dataclasses.field(init=init, default_factory=factory, metadata=metadata)
@@ -324,7 +319,6 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def _read(kind: Any, text: str) -> Any:
-    """Read one type from text; _UNFIT if it is none."""
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), _UNFIT)
     if isinstance(kind, str):

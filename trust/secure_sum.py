@@ -324,14 +324,8 @@ class MaskedSum:
     ) -> Words:
         """Return the sum without masks; SealError if too few clients gave right shares.
 
-        Parameters
-        ----------
-        total : ndarray of uint32 or uint64, shape (m,)
-            Sum of the masked words that arrived.
-        arrived : iterable of int
-            Clients that sent these words.
-        revealed : mapping of int to mapping of int to bytes
-            Client -> what it returned from :meth:`Masker.reveal`.
+        `total` (m,) is the sum of the masked words that arrived from some clients; `revealed` has
+        what each client returned from :meth:`Masker.reveal`.
         """
         survivors, result = sorted(arrived), total.copy()
         reliable: list[int] = []
@@ -386,7 +380,6 @@ def _agree(private_key: X25519PrivateKey, public_key: bytes) -> bytes:
 
 
 def _add_stream(words: Words, key: bytes, sign: int) -> None:
-    """Add or subtract pseudo-random words, in place."""
     stream = Cipher(ChaCha20(key, bytes(16)), None).encryptor()
     for start in range(0, len(words), CHUNK):
         part = words[start : start + CHUNK]

@@ -78,14 +78,8 @@ def example_digests(x: Tensor, targets: Tensor) -> NDArray[np.uint64]:
 class DiskStore:
     """Arrays in files, which appear whole or not at all; a damaged one counts as missing.
 
-    Parameters
-    ----------
-    folder : Path
-        The client's own: it is emptied when another key comes.
-    key : object
-        What all that is kept depends on; JSON holds it.
-    cure : str
-        What to do if the disk is too small, for the error.
+    All that is kept depends on a `key` that JSON holds: the `folder`, the client's own, is emptied
+    when another comes. `cure` says in errors what to do if the disk is too small.
     """
 
     def __init__(self, folder: Path, key: object, *, cure: str = "") -> None:

@@ -26,12 +26,7 @@ Arrays = Mapping[str, NDArray[Any]]
 class SecureSum:
     """What a client answers in the exchanges of a secure sum; SealError if it refuses.
 
-    Parameters
-    ----------
-    folder : Path
-        Existing folder that keeps its secrets between exchanges.
-    keys : ParcelKeys
-        Its key pair, and the key server that vouches for the others' public keys.
+    The `folder`, which exists, keeps its secrets between exchanges.
     """
 
     def __init__(self, folder: Path, keys: ParcelKeys) -> None:

@@ -86,5 +86,4 @@ def proximal_term(
 
 
 def _detach(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the parameters as tensors of the same memory that autograd does not follow."""
     return {name: parameter.detach() for name, parameter in parameters.items()}

@@ -66,18 +66,9 @@ class NTKFLClient(ModelClient):
     ) -> dict[str, list[float] | int]:
         """Loss of the true network at each candidate: eq. (11a), this client's share.
 
-        Parameters
-        ----------
-        parameters : list of ndarray
-            Weights stacked over candidates: shape (number of candidates, *weight shape).
-        config : dict
-            As for :meth:`fit`: the round's sample is the same. ``"output-offset"``, C numbers, is
-            added to the outputs before their loss is taken.
-
-        Returns
-        -------
-        dict
-            ``{"losses": [...], "num-examples": n}``, the losses averaged over the local examples.
+        Weights come stacked over candidates. The round's sample is that of :meth:`fit`;
+        ``"output-offset"``, C numbers, is added to the outputs before their loss is taken. Returns
+        ``{"losses": [...], "num-examples": n}``, the losses averaged over the local examples.
         """
         x, targets = self.training_examples(config)
         offset = offset_of(config, targets.shape[1])

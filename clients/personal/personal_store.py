@@ -26,15 +26,9 @@ class PersonalStore:
     long as it takes no more than 64 MiB, and that of the newest two in any case: so a run that was
     cut off goes on from its checkpoint to the same bits.
 
-    Parameters
-    ----------
-    cache : path, optional
-        Folder of all clients on this machine: see :class:`PersonalisedClient`.
-    config : mapping
-        A message's, which names run and client. A message that does not come through
-        :func:`~fedntk.clients.client_app` names no client; its `seed` does.
-    what : str
-        Tells several stores of one client apart.
+    The `cache` is of all clients on this machine: see :class:`PersonalisedClient`. A message's
+    `config` names run and client; if it names no client, as it does not come through
+    :func:`~fedntk.clients.client_app`, the `seed` does. `what` tells a client's stores apart.
     """
 
     def __init__(

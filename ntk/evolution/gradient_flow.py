@@ -268,8 +268,6 @@ def _check_shapes(operator: Jacobian | Tensor, outputs: Tensor, targets: Tensor)
 
 @dataclass
 class _Counted:
-    """A product that counts how often it was taken."""
-
     apply: Callable[[Tensor], Tensor]
     count: int = 0
 
@@ -280,8 +278,6 @@ class _Counted:
 
 @dataclass
 class _Cost:
-    """Kernel products and steps so far, and the sum of their errors."""
-
     products: int = 0
     steps: int = 0
     error_estimate: float = 0.0

@@ -210,7 +210,6 @@ class RungeKuttaChebyshev:
 
 
 def _by_column(matrix: Tensor) -> Tensor:
-    """Return a matrix (n, C) with its columns one after the other in memory."""
     return matrix.T.contiguous().T
 
 

@@ -381,7 +381,6 @@ def _count_uses(outputs: Tensor) -> Counter[Tensor]:
 def _find_written_over(
     model: nn.Module, x: Tensor, modules: Iterable[tuple[str, nn.Module]]
 ) -> set[str]:
-    """Find the layers whose inputs or outputs are changed in place after their call."""
     seen: list[tuple[str, Tensor, int]] = []
 
     def record(name: str) -> Callable[..., None]:

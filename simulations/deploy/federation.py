@@ -110,17 +110,6 @@ class Federation:
     say : callable, optional
         Function that is given what is done, and each command.
 
-    Attributes
-    ----------
-    certificates : Certificates
-        Those of the SuperLink, valid for any server at ``localhost``.
-    superlink : Popen
-        The SuperLink.
-    supernodes : list of Supernode
-        The nodes, in the order of `node_configs`.
-    ports : list of int
-        Ports at which something that was started listens.
-
     Examples
     --------
     ::

@@ -30,20 +30,10 @@ class LocalGrid(Grid):
     """Virtual clients in this process: nodes 1 ... num_clients, with partitions from 0.
 
     A client that raises becomes an error reply, as on any other grid. Torch's number of threads is
-    restored after each client.
-
-    Parameters
-    ----------
-    app, num_clients
-        The app that answers each message, and the number of nodes.
-    run_config : dict
-        Flat run-config for each client's context.
-    workers : int
-        Number of clients that run at the same time, each in a thread if there are several. The
-        replies are the same with any number, if the clients share nothing that they change.
-        With more than one, use the grid as a context manager, so that the threads end with it.
-    on_answer : callable, optional
-        Called after each reply: kind of message, replies so far, messages in this exchange.
+    restored after each client. So many `workers` run at the same time, each in a thread if there
+    are several: use the grid as a context manager then, so that the threads end with it. Replies
+    are the same with any number, if the clients share nothing that they change. `on_answer` is
+    called after each reply: kind of message, replies so far, messages in this exchange.
     """
 
     def __init__(

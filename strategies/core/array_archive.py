@@ -214,7 +214,6 @@ def _read_described(path: Path) -> dict[str, Any]:
 
 
 def _read_arrays(path: Path, checksums: Mapping[str, str]) -> Arrays:
-    """Read arrays by their names, and check them."""
     try:
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in checksums}

@@ -117,16 +117,10 @@ class SecureSums:
     ) -> tuple[T | None, list[Reply]]:
         """Go through the other exchanges and read the sum of the words that came.
 
-        Returns None if the sum stays closed, and the replies of the clients in the sum.
-
-        Parameters
-        ----------
-        found : Answers
-            Replies to the first exchange; the rejected ones of all exchanges are added.
-        format_for : callable
-            Number of examples of all clients -> format of their words.
-        read : callable
-            Sum, its number of examples -> the result; ValueError if it cannot be.
+        Returns None if the sum stays closed, and the replies of the clients in the sum. Rejected
+        replies are added to those `found` in the first exchange. From all clients' number of
+        examples `format_for` makes the format of their words; from sum and number of examples
+        `read` makes the result, or raises ValueError.
         """
         pairs, rejected, _ = found
         last: list[Reply] = []
@@ -252,5 +246,4 @@ def _ids(clients: Iterable[int]) -> NDArray[np.int64]:
 
 
 def _rows(parts: Sequence[bytes]) -> NDArray[np.uint8]:
-    """Return byte strings of one length as rows."""
     return np.frombuffer(b"".join(parts), np.uint8).reshape(len(parts), -1)

@@ -177,7 +177,6 @@ class FedEnsemble(BaseStrategy):
         return EnsemblePredictor(member.predictor(model, network) for member, model in each)
 
     def _with_models(self, arrays: Mapping[str, Any]) -> Iterator[tuple[BaseStrategy, Any]]:
-        """Pair the members with their models' arrays."""
         return zip(self.members, EnsembleArrays.from_arrays(arrays).models, strict=True)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
