@@ -74,26 +74,10 @@ class Message(NamedTuple):
     config: Mapping[str, Any]
     parcels: dict[int, Arrays]  # neighbour -> what it sent in the exchange before
     options: Any  # the strategy's, of the class `options_kind`
-
-    @property
-    def batch(self) -> int:
-        """Part of its examples that the client is to use."""
-        return int(self.config.get("batch", 0))
-
-    @property
-    def neighbours(self) -> tuple[int, ...]:
-        """Ids of those to whom parcels may go."""
-        return tuple(int(j) for j in self.config.get("neighbours", ()))
-
-    @property
-    def max_examples(self) -> int:
-        """Most examples that a neighbour may claim."""
-        return int(self.config.get("max-examples", 10_000_000))
-
-    @property
-    def outlier_factor(self) -> float:
-        """Times the median of what is compared that a neighbour's may be."""
-        return float(self.config.get("outlier-factor", OUTLIER_FACTOR))
+    batch: int = 0  # part of its examples that the client is to use
+    neighbours: tuple[int, ...] = ()  # ids of those to whom parcels may go
+    max_examples: int = 10_000_000  # that a neighbour may claim
+    outlier_factor: float = OUTLIER_FACTOR  # of a neighbour's size over the median
 
 
 class RelayClient(ModelClient):
@@ -135,7 +119,9 @@ class RelayClient(ModelClient):
         sealing = self._sealing(config)
         if sealing is not None:
             parcels = dict(self.open(parcels, sealing.open))
-        message = Message(config, parcels, self.options_kind.from_config(config))
+        told: Any = {name.replace("-", "_"): value for name, value in config.items()}
+        own = {name: told[name] for name in Message._field_defaults if name in told}
+        message = Message(config, parcels, self.options_kind.from_config(config), **own)
         known = [name.removeprefix(STEP) for name in dir(self) if name.startswith(STEP)]
         if (step := config.get("step")) not in known:
             raise ValueError(f"step: expected one of {', '.join(known)}, got {step!r}")

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedntk.ntk import CompressedUpload, JacobianUpload, loss_value, privatise
+from fedntk.ntk import CompressedUpload, loss_value, privatise
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import CompressionOptions, check_privacy
 from fedntk.trust import check_public_key, check_run, seal_upload
@@ -82,7 +82,14 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
         upload, key = self.upload(parameters, config), self.shuffling_key
         metrics: dict[str, Scalar] = {}
         if self.noise_multiplier:
-            upload = self._add_noise(upload, config)
+            seed = [*round_seed(self.noise_seed or (), config), *b"noise"]
+            upload = privatise(
+                upload,
+                clip=self.clip,
+                noise_multiplier=self.noise_multiplier,
+                label_noise=self.label_noise,
+                generator=np.random.default_rng(seed) if self.noise_seed is not None else None,
+            )
             metrics["noise-multiplier"] = self.noise_multiplier
             metrics["label-noise"] = self.label_noise
         elif key is None:
@@ -94,19 +101,6 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
             server_round = int(config.get("server-round", 0))
             arrays = {"sealed": seal_upload(arrays, key, run=self.run, server_round=server_round)}
         return NamedArrays({"arrays": arrays}), len(upload.outputs), metrics
-
-    def _add_noise(self, upload: JacobianUpload, config: dict[str, Scalar]) -> JacobianUpload:
-        generator = None
-        if self.noise_seed is not None:
-            entropy = [*round_seed(self.noise_seed, config), *b"noise"]
-            generator = np.random.default_rng(entropy)
-        return privatise(
-            upload,
-            clip=self.clip,
-            noise_multiplier=self.noise_multiplier,
-            label_noise=self.label_noise,
-            generator=generator,
-        )
 
     def query(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]

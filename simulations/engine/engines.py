@@ -7,11 +7,12 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from logging import getLogger
 from typing import Any, Self
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
@@ -233,14 +234,8 @@ def message_bytes(message: Message, known: dict[int, int] | None = None) -> int:
     known = {} if known is None else known
     for record in message.content.values():
         if id(record) not in known:
-            known[id(record)] = _record_bytes(record)
+            known[id(record)] = 0
+            with suppress(OverflowError, TypeError, ValueError):  # cannot have come over a wire
+                arrays = isinstance(record, ArrayRecord)
+                known[id(record)] = record.count_bytes() if arrays else len(record.deflate())
     return sum(known[id(record)] for record in message.content.values())
-
-
-def _record_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
-    if isinstance(record, ArrayRecord):
-        return record.count_bytes()
-    try:
-        return len(record.deflate())
-    except (OverflowError, TypeError, ValueError):  # cannot have come over a wire
-        return 0

@@ -23,9 +23,6 @@ NEWEST, MEAN = "newest.", "mean."  # before names of arrays in the state
 class AveragedModel:
     """Exponential moving average (EMA) of the weights that a strategy learned.
 
-    Each change of them counts once; of several models in one set of arrays all count again if one
-    of them changed.
-
     After n changes to the weights w_1 ... w_n it is the sum of decay^(n-k) w_k over the sum of
     these factors, so that the first weights, which nobody learned, have no part in it. Whole
     numbers, as of BatchNorm's batches, are the newest.

@@ -11,13 +11,13 @@ from ..strategies.federation import examples, network
 
 def test_a_neighbour_that_was_not_heard_leaves_its_share():
     """The client has 8 examples and three neighbours; two are heard, which have one and five."""
-    config = {"neighbours": [1, 4, 7], "degrees": [1, 2, 5], "server-round": 2}
+    config = {"degrees": [1, 2, 5], "server-round": 2}
     own, heard = DFedAvgClient(network(), *examples(3)), [(1, 2), (7, 10)]
     for rule, expected in (
         ("examples", [8 / 20, 2 / 20, 10 / 20]),
         ("metropolis", [1 - 1 / 4 - 1 / 6, 1 / 4, 1 / 6]),
     ):
-        message = Message(config, {}, DFedAvgOptions(mixing=rule))
+        message = Message(config, {}, DFedAvgOptions(mixing=rule), neighbours=(1, 4, 7))
         assert own.shares(heard, message) == pytest.approx(expected, abs=1e-15)
 
 
