@@ -169,11 +169,8 @@ class Declared:
 
     def __init_subclass__(cls, *, frozen: bool = False, eq: bool = False) -> None:
         super().__init_subclass__()
-        own = vars(cls).get("__annotations__", {})
-        if any(
-            isinstance(kind, str) for kind in own.values()
-        ):  # from __future__ import annotations
-            cls.__annotations__ = inspect.get_annotations(cls, eval_str=True)
+        # text with `from __future__ import annotations`
+        cls.__annotations__ = inspect.get_annotations(cls, eval_str=True)
         init = not any(
             "__init__" in vars(base) and base.__init__ is not base.__dict__.get("_made_init")
             for base in cls.__mro__

@@ -25,13 +25,6 @@ class FedEnsembleClient(NumPyClient):
     client : ModelClient
         Client of the inner strategy: an :class:`~fedntk.clients.SGDClient` for FedAvg and its
         relatives, an ``NTKFLClient`` for NTKFL, and so on.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from fedntk.clients import SGDClient
-    >>> x, y = torch.eye(3), torch.arange(3)
-    >>> client = FedEnsembleClient(SGDClient(torch.nn.Linear(3, 3), x, y))
     """
 
     def __init__(self, client: ModelClient) -> None:

@@ -1,7 +1,7 @@
 """Linearised networks under gradient flow, and the choice of how far to follow it."""
 
 from .candidates import Candidates, lowest_loss, mean_losses, unstack_candidates
-from .flow_options import FlowOptions, Kernel, KernelDtype
+from .flow_options import FlowOptions, Kernel
 from .gradient_flow import GradientFlow
 from .learning_rate import AUTO, AUTO_STEPS
 from .solver import SolverStep
@@ -13,7 +13,6 @@ __all__ = [
     "FlowOptions",
     "GradientFlow",
     "Kernel",
-    "KernelDtype",
     "SolverStep",
     "lowest_loss",
     "mean_losses",

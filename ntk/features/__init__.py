@@ -1,7 +1,7 @@
 """Features of examples: their map, rows on disk, normaliser, projections."""
 
 from .centred_inputs import CENTRE, INPUT_SUMS
-from .feature_map import FeatureKind, record_input
+from .feature_map import record_input
 from .fixed_point import FixedPoint
 from .projection import low_frequencies, rotated_low_frequencies
 from .rows import FeatureRows
@@ -9,7 +9,6 @@ from .rows import FeatureRows
 __all__ = [
     "CENTRE",
     "INPUT_SUMS",
-    "FeatureKind",
     "FeatureRows",
     "FixedPoint",
     "low_frequencies",

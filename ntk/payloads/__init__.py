@@ -2,7 +2,7 @@
 
 from .agreement import Agreement
 from .compression import UNQUANTISED, CompressionOptions, check_compression
-from .convex_task import ConvexOptimizer, ConvexOptions, ConvexTask, MessageTask, Solve
+from .convex_task import ConvexOptimizer, ConvexOptions, ConvexTask, MessageTask
 from .ensemble_arrays import EnsembleArrays
 from .feature_statistics import (
     FEATURE_GRAM,
@@ -46,7 +46,6 @@ __all__ = [
     "MemoryBudget",
     "MessageTask",
     "Prototypes",
-    "Solve",
     "SplitStatistics",
     "SumFormat",
     "SumStep",
