@@ -1,8 +1,6 @@
 """The server half of each method: Flower strategies on the Message API."""
 
 import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
-from fedntk.ntk.payloads import ConvexOptimizer
-from fedntk.ntk.payloads.gossip_options import MixingMatrix
 
 from .closed_form.afl import AFL
 from .closed_form.closed_form import ClosedFormStrategy, GramStrategy
@@ -27,7 +25,7 @@ from .gossip.ntk_dfl import NTKDFL
 from .gossip.relay import RelayStrategy
 from .gossip.topology import Topology, mixing_matrix, spectral_gap
 from .ntk.cp_ntk_fl import CPNTKFL
-from .ntk.ntk_fl import DEFAULT_STEPS, NTKFL, Selection
+from .ntk.ntk_fl import NTKFL
 from .personal.ditto import Ditto
 from .personal.fed_bn import FedBN
 from .personal.fed_per import FedPer
@@ -41,7 +39,6 @@ from .tct.tct import TCT
 __all__ = [
     "AFL",
     "CPNTKFL",
-    "DEFAULT_STEPS",
     "DPSGD",
     "NTKDFL",
     "NTKFL",
@@ -50,7 +47,6 @@ __all__ = [
     "BaseStrategy",
     "CheckedStrategy",
     "ClosedFormStrategy",
-    "ConvexOptimizer",
     "DFedAvg",
     "DFedSAM",
     "DisPFL",
@@ -69,14 +65,12 @@ __all__ = [
     "KeepingStrategy",
     "LocalTraining",
     "Mixing",
-    "MixingMatrix",
     "NoUsableReply",
     "PersonalStrategy",
     "PersonalisedStrategy",
     "RelayStrategy",
     "ResendingStrategy",
     "SeededFedAvg",
-    "Selection",
     "Topology",
     "WeightedFedAvg",
     "mixing_matrix",

@@ -2,7 +2,7 @@
 
 from .agreement import Agreement
 from .compression import UNQUANTISED, CompressionOptions, check_compression
-from .convex_task import ConvexOptimizer, ConvexOptions, ConvexTask, MessageTask
+from .convex_task import ConvexOptions, ConvexTask, MessageTask
 from .ensemble_arrays import EnsembleArrays
 from .feature_statistics import (
     FEATURE_GRAM,
@@ -36,7 +36,6 @@ __all__ = [
     "UNQUANTISED",
     "Agreement",
     "CompressionOptions",
-    "ConvexOptimizer",
     "ConvexOptions",
     "ConvexTask",
     "EnsembleArrays",
