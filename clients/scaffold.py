@@ -24,7 +24,7 @@ from fedntk.ntk import options
 from .core.named_arrays import NamedArrays, records_of
 from .core.randomness import own_randomness
 from .core.sgd_steps import Gradients
-from .core.weights import Fit, Scalar, set_weights
+from .core.weights import Config, Fit, Parameters, set_weights
 from .sgd import SGDClient
 
 
@@ -61,7 +61,7 @@ class SCAFFOLDClient(SGDClient):
             )
         _refuse_mu("proximal_mu", self.proximal_mu)
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Run E epochs of corrected SGD from the received weights: see :meth:`SGDClient.descend`.
 
         Records that come are ``arrays``, the global model, and ``corrections``: c - c_i of each

@@ -23,7 +23,7 @@ from fedntk.ntk.options import option
 from .core.base import WEIGHTS, ModelClient
 from .core.randomness import own_randomness, round_seed
 from .core.sgd_steps import Adjust, Gradients, SGDSteps, gradients_of, proximal_term
-from .core.weights import Fit, Scalar, get_weights, set_weights
+from .core.weights import Config, Fit, Parameters, get_weights, set_weights
 
 
 class SGDClient(ModelClient):
@@ -70,7 +70,7 @@ class SGDClient(ModelClient):
         if self.class_prior and self.loss != "cross-entropy":
             raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Run E epochs of mini-batch SGD from the received weights: see :meth:`descend`.
 
         Metrics are ``train-loss``, which it returns.

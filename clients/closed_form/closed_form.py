@@ -4,10 +4,7 @@ What it gives away: sums over all of the client's examples. Those of one example
 and those of few hold them. The number of examples of each class is sent as well.
 """
 
-from typing import Any
-
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, loss_value
@@ -15,7 +12,7 @@ from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics, Prototypes
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Fit, Scalar, set_weights
+from ..core.weights import Config, Fit, Parameters, set_weights
 
 
 class ClosedFormClient(ModelClient):
@@ -29,7 +26,7 @@ class ClosedFormClient(ModelClient):
     replies = "sums of features"
     config_keys = frozenset({FEATURE_GRAM, *FeatureMap("last-layer").to_config()})
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Sum up the features of the round's examples.
 
         The arrays are those of :class:`~fedntk.ntk.payloads.FeatureStatistics`, or of

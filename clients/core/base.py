@@ -24,7 +24,7 @@ from .examples import Columns, Data, LabelledExamples, class_numbers, labelled_e
 from .model_probe import cast_examples, check_dtypes, num_outputs
 from .projection import SealedProjection
 from .randomness import round_seed
-from .weights import Evaluation, Scalar, get_weights, set_weights
+from .weights import Config, Evaluation, Parameters, Scalar, get_weights, set_weights
 
 WEIGHTS = "weights"  # what strategies of Flower's own take
 OF_EVERY_MESSAGE = ("server-round", CLIENT_ID, SEALED_SEED)
@@ -223,7 +223,7 @@ class ModelClient(Declared, NumPyClient):
                 "projection=SealedProjection(...), or leave key_server out"
             )
 
-    def get_parameters(self, config: dict[str, Scalar]) -> list[NDArray[Any]]:
+    def get_parameters(self, config: Config) -> Parameters:
         """Return the model's current weights."""
         return get_weights(self.model)
 
@@ -231,11 +231,11 @@ class ModelClient(Declared, NumPyClient):
         """Return copies of the model's arrays, by name."""
         return dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
 
-    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+    def get_properties(self, config: Config) -> dict[str, Scalar]:
         """Return what the key server needs to seal the projection's seed; else nothing."""
         return {} if self.projection is None else dict(self.projection.keys.request())
 
-    def input_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
+    def input_sums(self, config: Config) -> tuple[NDArray[np.float64], int]:
         """Return the sum of all training inputs, of one input's shape, and their number.
 
         The inputs are as the model takes them, projected if there is a projection. ValueError for a
@@ -249,7 +249,7 @@ class ModelClient(Declared, NumPyClient):
         x = self._project(self.inputs, config)
         return x.sum(0, dtype=torch.float64).cpu().numpy(), len(x)
 
-    def training_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
+    def training_examples(self, config: Config) -> tuple[Tensor, Tensor]:
         """Return this round's sample of the training examples, projected, and their targets.
 
         The configuration's ``server-round`` seeds the sample; ``sealed-seed`` is the projection's.
@@ -268,14 +268,14 @@ class ModelClient(Declared, NumPyClient):
             x, targets = self.inputs[chosen], self.targets[chosen]
         return self._project(x, config), targets
 
-    def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
+    def test_examples(self, config: Config) -> tuple[Tensor, Tensor]:
         """Return the examples for evaluation, projected, and their one-hot targets."""
         return self._project(self.test_inputs, config), self.test_targets
 
-    def _project(self, x: Tensor, config: dict[str, Scalar]) -> Tensor:
+    def _project(self, x: Tensor, config: Config) -> Tensor:
         return x if self.projection is None else self.projection(x, config)
 
-    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
+    def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Return loss, number of examples and ``{"accuracy": ...}`` on the test examples."""
         set_weights(self.model, parameters)
         x, targets = self.test_examples(config)
@@ -284,7 +284,7 @@ class ModelClient(Declared, NumPyClient):
         value = loss_value(outputs, targets, self.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}
 
-    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+    def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of what a message brings, for your own evaluation.
 
         Parameters are those of :func:`~fedntk.clients.received`; the module maps examples,

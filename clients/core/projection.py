@@ -16,7 +16,7 @@ from fedntk.ntk import random_projection
 from fedntk.ntk.features import low_frequencies, rotated_low_frequencies
 from fedntk.trust import SEALED_SEED, ClientKeys, SealError
 
-from .weights import Scalar
+from .weights import Config
 
 ProjectionKind = Literal["gaussian", "low-frequency"]
 
@@ -46,7 +46,7 @@ class SealedProjection:
             return low_frequencies(torch.zeros_like(x[:1]), self.num_features)
         return torch.zeros(1, self.num_features, dtype=x.dtype)
 
-    def __call__(self, x: Tensor, config: dict[str, Scalar]) -> Tensor:
+    def __call__(self, x: Tensor, config: Config) -> Tensor:
         """Project examples (n, ...) to (n, d_1'); SealError if no seed came that the keys open."""
         sealed = config.get(SEALED_SEED)
         if not isinstance(sealed, bytes):

@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 Scalar = bool | bytes | float | int | str  # what a message's configuration holds
-Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]  # arrays, number of examples, metrics
+Parameters = list[NDArray[Any]]  # the arrays of a message, or of a reply
+Config = dict[str, Scalar]  # a message's configuration
+Fit = tuple[Parameters, int, dict[str, Scalar]]  # arrays, number of examples, metrics
 Evaluation = tuple[float, int, dict[str, Scalar]]  # loss, number of examples, metrics
 
 

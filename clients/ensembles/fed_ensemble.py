@@ -7,14 +7,13 @@ modes are sent to the client".
 from typing import Any
 
 from flwr.client import NumPyClient
-from numpy.typing import NDArray
 
 from fedntk.ntk import EnsemblePredictor
 from fedntk.ntk.payloads import EnsembleArrays
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Evaluation, Fit, Scalar
+from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar
 
 
 class FedEnsembleClient(NumPyClient):
@@ -36,19 +35,19 @@ class FedEnsembleClient(NumPyClient):
             raise AttributeError(name)
         return getattr(self.client, name)
 
-    def get_parameters(self, config: dict[str, Scalar]) -> list[NDArray[Any]]:
+    def get_parameters(self, config: Config) -> Parameters:
         """Return those of the client within."""
         return self.client.get_parameters(config)
 
-    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+    def get_properties(self, config: Config) -> dict[str, Scalar]:
         """Return those of the client within."""
         return self.client.get_properties(config)
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Train the one model that came."""
         return self.client.fit(parameters, config)
 
-    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
+    def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Evaluate the ensemble on the local test examples, and its single models.
 
         See :meth:`~fedntk.ntk.EnsemblePredictor.evaluate`.
@@ -57,9 +56,7 @@ class FedEnsembleClient(NumPyClient):
         evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
         return evaluated.loss, len(x), {"accuracy": evaluated.accuracy, **evaluated.more}
 
-    def predictor(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> EnsemblePredictor:
+    def predictor(self, parameters: Parameters, config: Config) -> EnsemblePredictor:
         """Make the ensemble that a message for evaluation brings."""
         records = parameters.records if isinstance(parameters, NamedArrays) else {}
         if not EnsembleArrays.are_in(records):
@@ -74,6 +71,6 @@ class FedEnsembleClient(NumPyClient):
         )
 
 
-def _own(config: dict[str, Scalar], prefix: str) -> dict[str, Scalar]:
+def _own(config: Config, prefix: str) -> dict[str, Scalar]:
     """Return what a configuration has for one model, by its own names."""
     return {n.removeprefix(prefix): value for n, value in config.items() if n.startswith(prefix)}

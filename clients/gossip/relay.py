@@ -23,7 +23,7 @@ from fedntk.trust import ParcelKeys
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Evaluation, Fit, Scalar, set_weights
+from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, set_weights
 from ..personal.personal_store import ROUND, RUN, PersonalStore
 from .sealed_parcels import OF_SEALING, SealedParcels, load_or_draw_key
 
@@ -105,7 +105,7 @@ class RelayClient(ModelClient):
     )
     _rejected: int = state(int)  # parcels of the message that could not be used
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Take the step that the message names; see the method's client for what it sends."""
         parcels = {
             int(name.removeprefix(FROM)): dict(arrays)
@@ -132,7 +132,7 @@ class RelayClient(ModelClient):
         metrics = {**found, REFUSED: self._rejected}  # always, as means need all
         return NamedArrays(outgoing), len(self._training), metrics
 
-    def report(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def report(self, parameters: Parameters, config: Config) -> Fit:
         """Return the client's weights, for the mean model that is evaluated.
 
         With ``keep-both`` a record ``before`` has those of :meth:`keep_before`, if it took part.
@@ -143,11 +143,11 @@ class RelayClient(ModelClient):
             records |= {"before": before} if before else {}
         return NamedArrays(records), len(self._training), {}
 
-    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
+    def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Loss and accuracy of the client's own weights on its examples for evaluation."""
         return super().evaluate(list(self.own_weights(parameters, config).values()), config)
 
-    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+    def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the client's own weights."""
         return super().predictor(list(self.own_weights(parameters, config).values()), config)
 
@@ -169,12 +169,12 @@ class RelayClient(ModelClient):
             )
         return None
 
-    def own_weights(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays:
+    def own_weights(self, parameters: Parameters, config: Mapping[str, Any]) -> Arrays:
         """Return the weights that count as the client's own, in the network's order."""
         self._take_first(parameters, config)
         return self.current(config)[0]
 
-    def _take_first(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> None:
+    def _take_first(self, parameters: Parameters, config: Mapping[str, Any]) -> None:
         """Keep first weights, which come once; after round 1 they are the newest mean model."""
         first = dict(getattr(parameters, "records", {}).get("arrays", {}))
         if not first or int(config.get(ROUND, 0)):

@@ -13,8 +13,6 @@ and figure 2. Each tool is optional and goes with any other, in this order:
 docs/privacy.md says what each protects, and what it does not.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,7 +24,7 @@ from fedntk.trust import check_public_key, check_run, seal_upload
 
 from ..core.named_arrays import NamedArrays
 from ..core.randomness import round_seed
-from ..core.weights import Fit, Scalar
+from ..core.weights import Config, Fit, Parameters, Scalar
 from .ntk_fl import NTKFLClient
 
 
@@ -73,7 +71,7 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
             check_run(self.run)
             check_public_key(self.shuffling_key)
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Return a :class:`~fedntk.ntk.CompressedUpload` as arrays, or its bytes ``sealed``.
 
         Metrics are the noise under differential privacy; else, of an upload that is not sealed,
@@ -102,9 +100,7 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
             arrays = {"sealed": seal_upload(arrays, key, run=self.run, server_round=server_round)}
         return NamedArrays({"arrays": arrays}), len(upload.outputs), metrics
 
-    def query(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> dict[str, list[float] | int]:
+    def query(self, parameters: Parameters, config: Config) -> dict[str, list[float] | int]:
         """Refuse with differential privacy: these losses are of the examples themselves."""
         if self.noise_multiplier:
             raise ValueError(
@@ -113,7 +109,7 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
             )
         return super().query(parameters, config)
 
-    def input_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
+    def input_sums(self, config: Config) -> tuple[NDArray[np.float64], int]:
         """Refuse with differential privacy or a shuffling server: the sum has no noise."""
         if self.noise_multiplier or self.shuffling_key is not None:
             raise ValueError(
@@ -123,7 +119,7 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
             )
         return super().input_sums(config)
 
-    def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
+    def test_examples(self, config: Config) -> tuple[Tensor, Tensor]:
         """Refuse training examples, which stand in for missing ones, with differential privacy."""
         if self.noise_multiplier and self.test_inputs is self.inputs:
             raise ValueError(

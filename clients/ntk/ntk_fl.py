@@ -7,10 +7,9 @@ weight's row by its bias), in the factored and in the dense form alike, and the 
 it. NTK-FL hands the examples to the server; it is no privacy mechanism by itself.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from numpy.typing import NDArray
 
 from fedntk.ntk import JacobianUpload, jacobian, loss_value
 from fedntk.ntk.class_prior import offset_of
@@ -19,7 +18,7 @@ from fedntk.ntk.options import argument, option
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Fit, Scalar, set_weights
+from ..core.weights import Config, Fit, Parameters, set_weights
 
 
 class NTKFLClient(ModelClient):
@@ -41,7 +40,7 @@ class NTKFLClient(ModelClient):
         "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
     )
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Return a :class:`~fedntk.ntk.JacobianUpload` as arrays; the weights stay.
 
         The metric ``train-loss`` is at the received weights.
@@ -51,7 +50,7 @@ class NTKFLClient(ModelClient):
         arrays = NamedArrays({"arrays": upload.to_arrays()})
         return arrays, len(upload.outputs), {"train-loss": train_loss}
 
-    def upload(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> JacobianUpload:
+    def upload(self, parameters: Parameters, config: Config) -> JacobianUpload:
         """Return Jacobian, outputs and targets of the round's examples at the given weights."""
         set_weights(self.model, parameters)
         x, targets = self.training_examples(config)
@@ -61,9 +60,7 @@ class NTKFLClient(ModelClient):
         outputs = self.outputs(x)
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
-    def query(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> dict[str, list[float] | int]:
+    def query(self, parameters: Parameters, config: Config) -> dict[str, list[float] | int]:
         """Loss of the true network at each candidate: eq. (11a), this client's share.
 
         Weights come stacked over candidates. The round's sample is that of :meth:`fit`;

@@ -12,12 +12,11 @@ from logging import getLogger
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from fedntk.ntk.options import option
 
 from ..core.sgd_steps import proximal_term
-from ..core.weights import Fit, Scalar, set_weights
+from ..core.weights import Config, Fit, Parameters, set_weights
 from .personalised import Arrays, PersonalisedClient
 
 logger = getLogger("flwr")
@@ -48,7 +47,7 @@ class DittoClient(PersonalisedClient):
         at_least=0,
     )
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Train both models, and return the global one.
 
         Metrics are ``train-loss`` of w_k and ``personal-loss`` of v_k, as of
@@ -61,9 +60,7 @@ class DittoClient(PersonalisedClient):
         more = {"personal-loss": personal_loss, "restarted": float(kept is None)}
         return result, num_examples, {**metrics, **more}
 
-    def _train_own(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar], kept: Arrays | None
-    ) -> float:
+    def _train_own(self, parameters: Parameters, config: Config, kept: Arrays | None) -> float:
         """Train v_k towards the received weights; the model holds it then."""
         received, _ = self.records(parameters)
         start = list(self._personal(received, kept).values())
@@ -73,7 +70,7 @@ class DittoClient(PersonalisedClient):
         adjust = proximal_term(self.trainable, self.pull, centre) if self.pull else None
         return self.descend(start, x, targets, config, adjust, epochs=self.personal_epochs or None)
 
-    def own_network(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays:
+    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> Arrays:
         """Return v_k as it was kept; the received weights before that, or if it is lost."""
         return self._personal(self.records(parameters)[0], self.kept(config))
 

@@ -8,10 +8,9 @@ Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous
 As in the authors' program, d is taken example by example: the mean square over the features.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Predictor, PrototypePredictor
@@ -20,7 +19,7 @@ from fedntk.ntk.options import option
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
 
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Evaluation, Fit, Scalar
+from ..core.weights import Config, Evaluation, Fit, Parameters
 from .personalised import Arrays, PersonalisedClient
 
 
@@ -51,7 +50,7 @@ class FedProtoClient(PersonalisedClient):
         default="prototype",
     )
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Train as :meth:`PersonalisedClient.fit`, with the pull, and send only the prototypes."""
         prototypes, feature_map = self._prototypes_in(parameters), FeatureMap.from_config(config)
         _, head = feature_map.last_layer(self.model)
@@ -72,7 +71,7 @@ class FedProtoClient(PersonalisedClient):
         own = Prototypes.of(extract, x, targets.argmax(1), targets.shape[1])
         return NamedArrays({self.record_name(parameters): own.to_arrays()}), num_examples, metrics
 
-    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
+    def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """See :meth:`PersonalisedClient.evaluate`; by prototypes or by the last layer."""
         if not self._by_prototypes(parameters) or self.assemble(parameters, config) is None:
             return super().evaluate(parameters, config)
@@ -80,7 +79,7 @@ class FedProtoClient(PersonalisedClient):
         evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
         return evaluated.loss, len(x), {"accuracy": evaluated.accuracy}
 
-    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+    def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of what the client evaluates."""
         predictor = super().predictor(parameters, config)
         if not self._by_prototypes(parameters):
@@ -88,12 +87,12 @@ class FedProtoClient(PersonalisedClient):
         feature_map, prototypes = FeatureMap.from_config(config), self._prototypes_in(parameters)
         return PrototypePredictor(self.model, prototypes, head=feature_map.head, device=self.device)
 
-    def records(self, parameters: list[NDArray[Any]]) -> tuple[Arrays, Arrays]:
+    def records(self, parameters: Parameters) -> tuple[Arrays, Arrays]:
         """Return no arrays of the network as shared, and first values of all as personal."""
         _, first = super().records(parameters)
         return {}, first
 
-    def _prototypes_in(self, parameters: list[NDArray[Any]]) -> Prototypes:
+    def _prototypes_in(self, parameters: Parameters) -> Prototypes:
         arrays, _ = super().records(parameters)
         if arrays.keys() != set(GLOBAL_PROTOTYPES):
             raise ValueError(
@@ -101,7 +100,7 @@ class FedProtoClient(PersonalisedClient):
             )
         return Prototypes.from_global_arrays(arrays)
 
-    def _by_prototypes(self, parameters: list[NDArray[Any]]) -> bool:
+    def _by_prototypes(self, parameters: Parameters) -> bool:
         there = bool(self._prototypes_in(parameters).present.any())
         return there and self.predict == "prototype"
 

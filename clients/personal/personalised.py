@@ -14,7 +14,7 @@ from fedntk.ntk import Predictor
 from fedntk.ntk.options import argument
 
 from ..core.named_arrays import NamedArrays, records_of
-from ..core.weights import Evaluation, Fit, Scalar
+from ..core.weights import Config, Evaluation, Fit, Parameters
 from ..sgd import SGDClient
 from .personal_store import ROUND, RUN, PersonalStore
 
@@ -44,7 +44,7 @@ class PersonalisedClient(SGDClient):
         default=None,
     )
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Run E epochs of SGD on the received arrays and the client's own, together.
 
         The new shared arrays go back, with ``train-loss``. A client that lost what it kept returns
@@ -59,7 +59,7 @@ class PersonalisedClient(SGDClient):
         self.keep({n: a for n, a in trained.items() if n not in shared}, config)
         return NamedArrays({self.record_name(parameters): shared}), num_examples, metrics
 
-    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
+    def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Evaluate the client's own network on its examples for evaluation.
 
         A client that lost what it kept reports ``{"lost-state": 0}`` instead.
@@ -69,24 +69,24 @@ class PersonalisedClient(SGDClient):
             return 0.0, len(self._training), {"lost-state": 0}
         return super().evaluate(list(network.values()), config)
 
-    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+    def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the client's own network: see :meth:`ModelClient.predictor`."""
         network = self.own_network(parameters, config)
         if network is None:
             raise ValueError(f"{self._store(config).folder}: what was kept there is lost")
         return super().predictor(list(network.values()), config)
 
-    def records(self, parameters: list[NDArray[Any]]) -> tuple[Arrays, Arrays]:
+    def records(self, parameters: Parameters) -> tuple[Arrays, Arrays]:
         """Return the shared arrays that came, and first values of the personal ones."""
         (shared,) = records_of(parameters, self.record_name(parameters), strategy=self.strategy)
         return shared, dict(getattr(parameters, "records", {}).get(PERSONAL, {}))
 
-    def record_name(self, parameters: list[NDArray[Any]]) -> str:
+    def record_name(self, parameters: Parameters) -> str:
         """Return the name of the record that is not of personal arrays: the strategy's choice."""
         names = [name for name in getattr(parameters, "records", {}) if name != PERSONAL]
         return names[0] if len(names) == 1 else SHARED
 
-    def assemble(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays | None:
+    def assemble(self, parameters: Parameters, config: Mapping[str, Any]) -> Arrays | None:
         """Return the client's whole network, in its order; None if its own part is lost."""
         shared, first = self.records(parameters)
         expected = self.model.state_dict()
@@ -99,9 +99,7 @@ class PersonalisedClient(SGDClient):
             return None
         return {name: shared[name] if name in shared else own[name] for name in expected}
 
-    def own_network(
-        self, parameters: list[NDArray[Any]], config: Mapping[str, Any]
-    ) -> Arrays | None:
+    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> Arrays | None:
         """Return the network that the client evaluates: by default the one that it trains."""
         return self.assemble(parameters, config)
 

@@ -5,15 +5,11 @@ Feature Learning Theory*, ICLR 2024, section 6.2: p_k^j = mean of g_k(x) over th
 j, with g_k the trained network without its last linear layer.
 """
 
-from typing import Any
-
-from numpy.typing import NDArray
-
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import Prototypes
 
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Fit, Scalar
+from ..core.weights import Config, Fit, Parameters
 from .personalised import PersonalisedClient
 
 
@@ -28,7 +24,7 @@ class WeightedFedAvgClient(PersonalisedClient):
     replies = "weights and prototypes"
     config_keys = PersonalisedClient.config_keys | FeatureMap("last-layer").to_config().keys()
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Train as :meth:`PersonalisedClient.fit`, then form the prototypes.
 
         They go in a record of that name: see :class:`~fedntk.ntk.payloads.Prototypes`.

@@ -50,7 +50,7 @@ from ..core.adapter import CLIENT_ID
 from ..core.disk_store import cache_dir, client_folder, example_digests, remove_stale
 from ..core.named_arrays import NamedArrays, records_of
 from ..core.secure_sum import SecureSum
-from ..core.weights import Evaluation, Fit, Scalar, set_weights
+from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, set_weights
 from ..gossip.sealed_parcels import load_or_draw_key
 from ..sgd import SGDClient
 from .feature_store import LESS_DISK, FeatureStore
@@ -125,7 +125,7 @@ class TCTClient(SGDClient):
         super().__post_init__()
         self._cache = cache_dir() / "tct" if self.cache is None else Path(self.cache)
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Return what the stage asks for, the number of examples, and metrics.
 
         In stage 1 the arrays are the new weights. In stage 2 they are the new linear model (p, C);
@@ -216,9 +216,7 @@ class TCTClient(SGDClient):
         store.replace("train", digests)
         return True
 
-    def _check(
-        self, task: ConvexTask, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> None:
+    def _check(self, task: ConvexTask, parameters: Parameters, config: Config) -> None:
         """Refuse, before stage 1, what stage 2 could not do or not hold in memory."""
         set_weights(self.model, parameters)
         task.feature_map.require_outputs(self.model, self.targets.shape[1])
@@ -259,7 +257,7 @@ class TCTClient(SGDClient):
         return SplitStatistics(work.sums(~held), work.sums(held)).to_arrays(work.fixed_point)
 
     def _towards_sum(
-        self, task: ConvexTask, parameters: list[NDArray[Any]], config: Mapping[str, Any]
+        self, task: ConvexTask, parameters: Parameters, config: Mapping[str, Any]
     ) -> Arrays:
         """Return what the secure sum needs before and after the numbers themselves."""
         own, found = self._secure_sum(task, config), getattr(parameters, "records", {})
@@ -308,7 +306,7 @@ class TCTClient(SGDClient):
         metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
         return _reply({TCTModel.ARRAYS[0]: result.numpy()}, len(targets), metrics)
 
-    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
+    def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Loss and accuracy on the local test examples, of the network or of the linear model.
 
         A client that lacks the network of stage 2 says ``"lost-state"``: 0 instead.
@@ -338,7 +336,7 @@ class TCTClient(SGDClient):
         value = convex_loss(outputs, centred_targets(targets, task.loss), task.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}
 
-    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+    def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of what a message brings: the network, or in stage 2 the linear model.
 
         LookupError if the client lacks the network of stage 2, which is sent again next time.
@@ -492,7 +490,7 @@ def _loss_at_zero(task: ConvexTask, targets: Tensor) -> dict[str, Scalar]:
     return {"train-loss": convex_loss(torch.zeros_like(centred), centred, task.loss)}
 
 
-def _records(parameters: list[NDArray[Any]], *needed: str) -> Records:
+def _records(parameters: Parameters, *needed: str) -> Records:
     """Return the records that came, the needed ones among them."""
     records_of(parameters, *needed, strategy="TCT")
     records: Records = getattr(parameters, "records", {})

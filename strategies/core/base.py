@@ -32,7 +32,7 @@ from .averaged_model import AveragedModel
 from .averaging import Learned, named_arrays
 from .centred_inputs import centre_by_clients
 from .checkpoint import RunCheckpoints
-from .exchange import Aggregate, Pairs, logger
+from .exchange import Accepted, Aggregate, Pairs, logger
 from .replies import Reply, accuracy_of, check_weights, kinds_of, screen_accuracies
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
@@ -378,7 +378,7 @@ class BaseStrategy(Sampling):
         self.evaluate_metrics[server_round] = metrics
         return metrics if pairs else None
 
-    def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[Any], Counter[str]]:
+    def evaluations(self, replies: Iterable[Message]) -> Accepted[Any]:
         """Return the accepted evaluations, and how many were rejected for which reason."""
         pairs, rejected = self.accepted(replies, accuracy_of, MessageType.EVALUATE)
         return self.apply_screen(pairs, rejected, screen_accuracies), rejected

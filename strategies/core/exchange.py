@@ -25,6 +25,8 @@ from .trust_protocols import SealedSeeds, SealsSeeds
 logger = getLogger("flwr")
 T = TypeVar("T")
 Pairs = list[tuple[Reply, T]]
+Parse = Callable[[Reply], T]  # or BadReply
+Accepted = tuple[Pairs[T], Counter[str]]  # what was parsed; reasons why others were rejected
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]  # new arrays and metrics, if any
 
@@ -205,8 +207,8 @@ class Exchanges(Declared, FedAvg):
         return self._grid.send_and_receive(messages, timeout=timeout)
 
     def exchange(
-        self, nodes: Sequence[int], stage: str, arrays: ArrayRecord, parse: Callable[[Reply], T]
-    ) -> tuple[Pairs[T], Counter[str]]:
+        self, nodes: Sequence[int], stage: str, arrays: ArrayRecord, parse: Parse[T]
+    ) -> Accepted[T]:
         """Make one more exchange within a round; parameters as above, result as :meth:`accepted`.
 
         A stage that was sent before has its configuration again. In a deployment an exchange costs
@@ -220,9 +222,7 @@ class Exchanges(Declared, FedAvg):
 
     # --------------------------------------------------------------- receiving
 
-    def accepted(
-        self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
-    ) -> tuple[Pairs[T], Counter[str]]:
+    def accepted(self, replies: Iterable[Message], parse: Parse[T], stage: str) -> Accepted[T]:
         """Parse the replies of a stage, dropping those that cannot be used.
 
         Each message is answered once, by the node that was asked. After an error a client is sent

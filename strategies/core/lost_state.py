@@ -11,7 +11,7 @@ from flwr.app import Message, MessageType
 from fedntk.ntk import BadReply
 
 from .base import BaseStrategy
-from .exchange import Pairs, logger
+from .exchange import Accepted, Pairs, Parse, logger
 from .replies import Reply, accuracy_of, screen_accuracies
 
 T = TypeVar("T")
@@ -43,9 +43,7 @@ class ResendingStrategy(BaseStrategy):
         """Have a client that lost what it kept sent all of it again."""
         self.sent.forget(client)
 
-    def answers(
-        self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
-    ) -> Answers[T]:
+    def answers(self, replies: Iterable[Message], parse: Parse[T], stage: str) -> Answers[T]:
         """Check replies; clients that lost what they were sent are sent it, and asked, once more.
 
         A client that lost its own state is dropped, as is one that loses again what it got.
@@ -53,9 +51,7 @@ class ResendingStrategy(BaseStrategy):
         parse_any = _or_lost(parse)
         return self._answered(*self.accepted(replies, parse_any, stage), parse_any, stage)
 
-    def ask_again(
-        self, nodes: Sequence[int], parse: Callable[[Reply], T], stage: str
-    ) -> Answers[T]:
+    def ask_again(self, nodes: Sequence[int], parse: Parse[T], stage: str) -> Answers[T]:
         """Make one more exchange within a round, as :meth:`exchange`, with clients that lose."""
         parse_any = _or_lost(parse)
         found = self.exchange(nodes, stage, self.global_arrays, parse_any)
@@ -86,13 +82,13 @@ class ResendingStrategy(BaseStrategy):
         good = self._remaining(good, nodes_found - {reply.node for reply, _ in good})
         return Answers(good, rejected, [reply.client for reply, own in lost if own.own])
 
-    def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[Any], Counter[str]]:
+    def evaluations(self, replies: Iterable[Message]) -> Accepted[Any]:
         """Return the accepted evaluations, and how many were rejected for which reason."""
         pairs, rejected, _ = self.answers(replies, accuracy_of, MessageType.EVALUATE)
         return self.apply_screen(pairs, rejected, screen_accuracies), rejected
 
 
-def _or_lost(parse: Callable[[Reply], T]) -> Callable[[Reply], T | Lost]:
+def _or_lost(parse: Parse[T]) -> Callable[[Reply], T | Lost]:
     def parse_any(reply: Reply) -> T | Lost:
         if "lost-state" not in reply.metrics:
             return parse(reply)

@@ -34,7 +34,7 @@ from fedntk.trust.secure_sum import (
 )
 
 from .averaging import record_of
-from .exchange import Pairs, logger
+from .exchange import Pairs, Parse, logger
 from .lost_state import Answers, ResendingStrategy
 from .replies import Reply
 from .trust_protocols import VouchesForKeys
@@ -169,9 +169,7 @@ class SecureSums:
         finally:
             self.begin()
 
-    def _next(
-        self, replies: Iterable[Reply], parse: Callable[[Reply], T], rejected: Counter[str]
-    ) -> Pairs[T]:
+    def _next(self, replies: Iterable[Reply], parse: Parse[T], rejected: Counter[str]) -> Pairs[T]:
         """Make one more exchange with the clients of some replies."""
         nodes = [reply.node for reply in replies]
         found = self._strategy.ask_again(nodes, parse, MessageType.TRAIN)

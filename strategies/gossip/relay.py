@@ -7,8 +7,7 @@ encrypt each for its receivers.
 """
 
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -24,7 +23,7 @@ from fedntk.ntk.payloads import screen_changes
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, RelayOptions
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.exchange import Aggregated, Pairs, logger
+from ..core.exchange import Accepted, Aggregated, Parse, logger
 from ..core.kept_rounds import KeepingStrategy
 from ..core.registry import SentParts
 from ..core.replies import Reply, check_weights
@@ -178,9 +177,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             content[self.arrayrecord_key] = arrays
         return content
 
-    def accepted(
-        self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
-    ) -> tuple[Pairs[T], Counter[str]]:
+    def accepted(self, replies: Iterable[Message], parse: Parse[T], stage: str) -> Accepted[T]:
         """Note besides that clients with accepted replies have the first weights.
 
         They do not after an evaluation of the mean over rounds, which nobody trains from.
