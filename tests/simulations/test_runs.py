@@ -254,14 +254,15 @@ def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_
     config = SMALL.replace(rounds=40, ntk_fl={"steps": "50"}, clients_per_evaluation=0)
     config.save(conf)
     command = [sys.executable, "-m", "fedntk.simulations.cli", "run", str(conf)]
-    process = subprocess.Popen([*command, "--out", str(folder), "--engine", "ray"])  # noqa: S603
-    lines, deadline = folder / "rounds.jsonl", time.monotonic() + 120
-    while not (lines.exists() and lines.read_text().count("\n") > 3):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
+    lines, deadline = folder / "rounds.jsonl", time.monotonic() + 300
+    with subprocess.Popen([*command, "--out", str(folder), "--engine", "ray"]) as process:  # noqa: S603
+        try:
+            while not (lines.exists() and lines.read_text().count("\n") > 3):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            process.kill()
     assert processes_of(tmp_path) != []
     resumed = run(config, out=str(folder), progress=False)
     assert processes_of(tmp_path) == []
