@@ -647,6 +647,55 @@ def sums_privacy() -> str:
     )
 
 
+def round_costs() -> str:
+    """Return a row for each way to run clients and number of clients that was measured."""
+    names = {
+        "local": "local engine",
+        "ray": "Ray",
+        "cluster": "Ray, a cluster of two nodes",
+        "supernodes": "SuperLink and SuperNodes",
+    }
+    table = rounds_of("round_costs")
+    if "server-cpu-seconds" not in table:
+        table[["server-cpu-seconds", "server-memory-mb"]] = np.nan
+    rows = []
+    for way, name in names.items():
+        own = table[(table.way == way) & ((way != "local") | table.clients.isin([10, 100, 1000]))]
+        for _, row in own.sort_values("clients").iterrows():
+            spent = [
+                f"{row[key]:.3g}" if row[key] < 100 else f"{row[key]:,.0f}"
+                for key in ("seconds", "cpu-seconds")
+            ]
+            rows.append([
+                name, f"{row.clients:,}", *spent, number(row["memory-mb"] / 1e3),
+                number(row["server-cpu-seconds"]), number(row["server-memory-mb"] / 1e3),
+            ])  # fmt: skip
+    return markdown(
+        "clients run on | clients | seconds | CPU seconds | memory, GB | CPU seconds of the server"
+        " | memory of the server, GB",
+        rows,
+    )
+
+
+def supernodes() -> str:
+    """Return what one SuperNode more costs, and what there is without any."""
+    names = {
+        "seconds": "seconds a round",
+        "cpu-seconds": "CPU seconds a round",
+        "memory-mb": "memory, MB",
+        "server-cpu-seconds": "of these the server's CPU seconds",
+        "server-memory-mb": "and memory, MB",
+    }
+    found = read("round_costs")["supernodes"]
+    return markdown(
+        "| without any | each SuperNode",
+        (
+            [name, *(f"{found[key][which]:.3g}" for which in ("without", "each"))]
+            for key, name in names.items()
+        ),
+    )
+
+
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
@@ -655,7 +704,7 @@ TABLES: dict[str, Callable[..., str]] = {
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, uncertainty, uncertainty_sets, feature_learning_groups, feature_learning_iid,
-        sums_privacy,
+        sums_privacy, round_costs, supernodes,
     )
 } | {"costs": costs.table}  # fmt: skip
 

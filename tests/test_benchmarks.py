@@ -108,3 +108,28 @@ def test_two_colluding_neighbours_learn_a_thirds_weights_and_one_does_not(progra
     assert max(own["input-error-mean"] for own in (one, two)) < 1e-5
     assert one["labels-in-clear"]
     assert two["third-weights-error"] < 1e-4 < 0.3 < one["third-weights-error"]
+
+
+RAY = [pytest.mark.slow, pytest.mark.ray, pytest.mark.xdist_group("ray")]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray's open files
+@pytest.mark.parametrize(
+    "way",
+    [
+        "local",
+        *(pytest.param(way, marks=RAY) for way in ("ray", "cluster")),
+        pytest.param("supernodes", marks=pytest.mark.federation),
+    ],
+)
+def test_the_cost_of_a_round_is_measured(way, program):
+    """Two clients, in each way the same bits; a process that has imported torch has 50 MB."""
+    costs = program("round_costs")
+    row = costs.child(way, 2, 1)
+    assert 0 < row["least"] == row["seconds"] == row["most"]
+    assert row["cpu-seconds"] > 0
+    assert row["memory-mb"] > 50
+    assert row["model"] == costs.child("local", 2, 1)["model"]
+    if way == "supernodes":
+        for key in ("cpu-seconds", "memory-mb"):
+            assert 0 < row[f"server-{key}"] < row[key]
