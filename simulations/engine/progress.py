@@ -117,7 +117,7 @@ def _to_jupyter() -> Sink:
     ended: list[str] = []
 
     def show(state: Progress) -> None:
-        handle.update({"text/plain": "\n".join([*ended, str(state)])}, raw=True)
+        handle.update({"text/plain": "\n".join([*ended[-3:], str(state)])}, raw=True)
         if state.ended:
             ended.append(str(state))
 

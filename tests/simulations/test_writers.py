@@ -2,6 +2,7 @@
 
 import io
 import logging
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -104,3 +105,15 @@ def test_a_terminal_gets_a_bar_and_keeps_a_line_for_each_run(monkeypatch):
     assert (handler.stream, before.getvalue()) == (before, "")
     for text in ("a client was dropped\n", "first: run 1/2, round 4/4, done", "━"):
         assert text in file.getvalue()
+
+
+def test_jupyter_shows_the_last_three_finished_runs(monkeypatch):
+    """With many runs, a cell's output would otherwise grow by a line for each."""
+    shown = []
+    handle = SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: handle)
+    with progress(10, 5, console=Console(force_jupyter=True)) as state:
+        for name in "abcde":
+            state.begin(name, 2)
+            state.end()
+    assert [line.partition(":")[0] for line in shown[-1].splitlines()] == ["b", "c", "d", "e"]
