@@ -91,7 +91,7 @@ def rendered(path: Path) -> Iterator[tuple[str, str | bytes]]:
                 parts.append(f"![Output of the cell above]({name})")
             elif "text/html" in data:
                 table = re.sub(r"<style.*?</style>", "", data["text/html"], flags=re.DOTALL)
-                table = table.replace('border="1" class="dataframe"', "")  # have it as others
+                table = re.sub('border="[01]" class="dataframe"', "", table)  # have it as others
                 lines = (line.strip() for line in table.splitlines())
                 parts.append(f'<div class="output">{"".join(lines)}</div>')
             else:
