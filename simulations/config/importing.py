@@ -88,7 +88,7 @@ def source_of(thing: Any, *users: Any) -> str:
     if isinstance(thing, functools.partial):
         held |= {"": thing.func, **thing.keywords, **{f"{i}": a for i, a in enumerate(thing.args)}}
     text = ""
-    if kind.__module__.partition(".")[0] not in LIBRARIES:
+    if str(kind.__module__).partition(".")[0] not in LIBRARIES:
         code = getattr(thing, "__code__", None)
         try:
             text = inspect.getsource(kind)
