@@ -119,9 +119,12 @@ def stop(*processes: Process, patience: float = PATIENCE) -> None:
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(deadline - time.monotonic(), 0))
-    _outlast(family, patience)
+    _, left = psutil.wait_procs(family, timeout=patience)
+    for survivor in [*left, *processes]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
+    psutil.wait_procs(left, timeout=patience)
     for process in processes:
-        process.kill()
         process.wait()
 
 
@@ -135,18 +138,12 @@ def processes_with(variable: str, folder: Path) -> list[psutil.Process]:
 
 
 def end_with(variable: str, folder: Path) -> None:
-    """End the processes that have this folder in an environment variable; wait for their end."""
+    """Kill the processes that have this folder in an environment variable; wait for their end.
+
+    All at once: a server that outlives its clients would take their end for a round's replies.
+    """
     found = processes_with(variable, folder)
     for process in found:
         with contextlib.suppress(psutil.Error):
-            process.terminate()
-    _outlast(found)
-
-
-def _outlast(processes: list[psutil.Process], patience: float = PATIENCE) -> None:
-    """Wait until processes have ended; kill those that are left after `patience` s."""
-    _, left = psutil.wait_procs(processes, timeout=patience)
-    for survivor in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            survivor.kill()
-    psutil.wait_procs(left, timeout=patience)
+            process.kill()
+    psutil.wait_procs(found, timeout=PATIENCE)
