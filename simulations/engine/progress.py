@@ -1,4 +1,4 @@
-"""Progress of runs: in a terminal, in Jupyter, or in a log."""
+"""Progress of runs: a bar in a terminal and in Jupyter, lines in a log."""
 
 import contextlib
 import statistics
@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from html import escape
 from logging import StreamHandler, getLogger
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -18,19 +20,19 @@ from rich.text import Text
 
 LOG_EVERY = 10.0  # seconds between lines in a log
 JUPYTER_EVERY = 0.25
-Sink = Callable[["Progress"], None]
+logger = getLogger("flwr")
 
 
 @dataclass
 class Progress:
-    """How far one run, or a comparison of several, has come.
+    """How far one run, or several that are run one after the other, have come.
 
     `rounds` counts those of all runs, `headline` names the metric shown: a share, such as accuracy.
     """
 
     rounds: int
     runs: int = 1
-    sink: Sink | None = None  # shows the state
+    show: Callable[["Progress"], None] = lambda state: None
     every: float = 0.0  # least seconds between two looks, except those that are shown at once
     run: int = 0
     name: str = ""
@@ -39,8 +41,8 @@ class Progress:
     state: str = ""
     headline: str = "accuracy"
     value: float | None = None  # of the headline
-    ended: bool = False
-    _done: int = 0  # rounds of all runs, those found finished included
+    done: int = 0  # rounds of all runs, those found finished included
+    ended: list[str] = field(default_factory=list)  # a line for each run
     _start: float = field(default_factory=lambda: time.monotonic())
     _last: float = 0.0  # when the last round ended, or the run began
     _shown: float = -float("inf")
@@ -49,9 +51,8 @@ class Progress:
     def begin(self, name: str, rounds: int, done: int = 0, *, headline: str = "accuracy") -> None:
         """Begin the next run, with `done` rounds run before; show its metric `headline`."""
         self.run += 1
-        self.name, self.run_rounds, self.round, self._done = name, rounds, done, self._done + done
-        self.headline, self.value = headline, None
-        self.state, self.ended = "starting", False
+        self.name, self.run_rounds, self.round, self.done = name, rounds, done, self.done + done
+        self.headline, self.value, self.state = headline, None, "starting"
         self._last = time.monotonic()
         self._show(now=True)
 
@@ -62,12 +63,13 @@ class Progress:
         self._show()
 
     def on_round(self, record: Mapping[str, Any]) -> None:
-        """Show a round's metrics."""
+        """Show a round's metrics; one without the headline keeps the newest value."""
         number, now = int(record["round"]), time.monotonic()
         if step := max(number - self.round, 0):
             self._seconds += [(now - self._last) / step] * step
-        self._done += step
-        self.round, self.value, self._last = number, record.get(self.headline), now
+        self.done += step
+        self.round, self._last = number, now
+        self.value = record.get(self.headline, self.value)
         if "replies-accepted" in record:
             rejected = int(record["replies-rejected"])
             few = f", {rejected} rejected" if rejected else ""
@@ -75,18 +77,12 @@ class Progress:
         self._show()
 
     def end(self, state: str = "done") -> None:
-        """End the current run, whether or not all its rounds were run."""
-        self._done += self.run_rounds - self.round
-        self.state, self.ended = state, True
-        self._show(now=True)
-
-    @property
-    def left(self) -> str:
-        """Time that the other rounds will take, by the median; empty before the first round."""
-        if not self._seconds:
-            return ""
-        seconds = statistics.median(self._seconds) * (self.rounds - self._done)
-        return str(timedelta(seconds=round(seconds)))
+        """End the run that has begun, whether or not all its rounds were run."""
+        if self.running:
+            self.done += self.run_rounds - self.round
+            self.state = state
+            self.ended.append(str(self))
+            self._show(now=True)
 
     def __str__(self) -> str:
         parts = [f"round {self.round}/{self.run_rounds}", self.state]
@@ -95,46 +91,51 @@ class Progress:
         if self.value is not None:
             parts.append(f"{self.headline} {100 * self.value:.1f} %")
         parts.append(str(timedelta(seconds=int(time.monotonic() - self._start))))
-        if self.left and self._done < self.rounds:
-            parts.append(f"{self.left} left")
+        if self._seconds and self.done < self.rounds:  # by the median round
+            left = statistics.median(self._seconds) * (self.rounds - self.done)
+            parts.append(f"{timedelta(seconds=round(left))} left")
         return f"{self.name}: " + ", ".join(parts)
 
     def _show(self, *, now: bool = False) -> None:
-        if self.sink is not None and (now or time.monotonic() - self._shown >= self.every):
+        if now or time.monotonic() - self._shown >= self.every:
             self._shown = time.monotonic()
-            self.sink(self)
+            self.show(self)
+
+    @property
+    def running(self) -> bool:
+        """Whether a run has begun that has not ended."""
+        return len(self.ended) < self.run
 
 
-def _to_log(console: Console) -> Sink:
-    return lambda state: console.print(str(state), markup=False, highlight=False, soft_wrap=True)
-
-
-def _to_jupyter() -> Sink:
-    """Rewrite one output of the cell in place."""
+def _show_in_jupyter() -> Callable[[Progress], None]:
+    """Return a function that rewrites one output of the cell."""
     from IPython.display import display
 
     handle = display({"text/plain": "..."}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-    ended: list[str] = []
 
     def show(state: Progress) -> None:
-        handle.update({"text/plain": "\n".join([*ended[-3:], str(state)])}, raw=True)
-        if state.ended:
-            ended.append(str(state))
+        lines = [*state.ended[-3:], *[str(state)] * state.running]
+        bar = f'<progress value="{state.done}" max="{state.rounds}" style="width: 30em"></progress>'
+        html = "<br>".join([*map(escape, lines), *[bar] * (state.done < state.rounds)])
+        handle.update({"text/plain": "\n".join(lines), "text/html": html}, raw=True)
 
     return show
 
 
-def _to_terminal(live: Live) -> Sink:
-    """Rewrite a bar and a line in place; the lines of ended runs stay above them."""
+def _print(state: Progress, console: Console) -> None:
+    console.print(str(state), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_in_terminal(live: Live) -> Callable[[Progress], None]:
+    """Return a function that rewrites bar and line; the lines of ended runs stay above them."""
 
     def show(state: Progress) -> None:
         row = Table.grid(padding=(0, 1))
-        name, _, rest = str(state).partition(": ")
-        bar = ProgressBar(total=max(state.run_rounds, 1), completed=state.round, width=24)
-        row.add_row(Text(name), bar)
-        live.update(Group(row, Text(rest)))
-        if state.ended and state.run < state.runs:
-            live.console.print(str(state), markup=False, highlight=False)
+        bar = ProgressBar(total=state.rounds, completed=state.done, width=24)
+        row.add_row(bar, *[Text(str(state))] * state.running)
+        live.update(row)
+        if not state.running:
+            _print(state, live.console)
 
     return show
 
@@ -142,7 +143,7 @@ def _to_terminal(live: Live) -> Sink:
 @contextlib.contextmanager
 def _log_above() -> Iterator[None]:
     """Print Flower's log above the live display: by the error output that rich has replaced."""
-    handlers = [h for h in getLogger("flwr").handlers if isinstance(h, StreamHandler)]
+    handlers = [h for h in logger.handlers if isinstance(h, StreamHandler)]
     before = [(handler, handler.setStream(sys.stderr)) for handler in handlers]
     try:
         yield
@@ -154,20 +155,30 @@ def _log_above() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(
-    rounds: int, runs: int = 1, *, enabled: bool = True, console: Console | None = None
+    rounds: int,
+    runs: int = 1,
+    *,
+    enabled: bool = True,
+    or_else: str = "",
+    console: Console | None = None,
 ) -> Iterator[Progress]:
-    """Show the progress of some runs on `console`, the error output by default, if `enabled`."""
-    state = Progress(rounds, runs)
-    console = console or Console(stderr=True)
-    if not enabled:
-        yield state
-    elif console.is_jupyter:
-        state.sink, state.every = _to_jupyter(), JUPYTER_EVERY
-        yield state
-    elif console.is_terminal:
-        with Live(console=console, refresh_per_second=4) as live, _log_above():
-            state.sink = _to_terminal(live)
+    """Show the progress of some runs on `console`, the error output by default, if `enabled`.
+
+    An interrupt is logged with how to go on: by the same call, or by what `or_else` says.
+    """
+    state, console = Progress(rounds, runs), console or Console(stderr=True)
+    with contextlib.ExitStack() as shown:
+        if enabled and console.is_jupyter:
+            state.show, state.every = _show_in_jupyter(), JUPYTER_EVERY
+        elif enabled and console.is_terminal:
+            live = Live(console=console, refresh_per_second=4, transient=True)
+            state.show = _show_in_terminal(shown.enter_context(live))
+            shown.enter_context(_log_above())
+        elif enabled:
+            state.show, state.every = partial(_print, console=console), LOG_EVERY
+        try:
             yield state
-    else:
-        state.sink, state.every = _to_log(console), LOG_EVERY
-        yield state
+        except KeyboardInterrupt:
+            state.end("interrupted")
+            logger.warning("interrupted; go on with the same call%s", or_else)
+            raise

@@ -118,13 +118,9 @@ def run(
     _check(engine, workers, writers)
     config = read_config(config, overrides, data=data, model=model)
     prepared = _prepare(config, engine, again=again)
-    try:
-        with show_progress(config.rounds, enabled=progress) as shown:
-            return _run(config, prepared, engine, workers, writers, shown, on_round, again=again)
-    except KeyboardInterrupt:
-        go_on = f"fedntk run --resume {shlex.quote(str(config.folder))}"
-        logger.warning("interrupted; go on with the same call, or: %s", go_on)
-        raise
+    or_else = f", or: fedntk run --resume {shlex.quote(str(config.folder))}"
+    with show_progress(config.rounds, enabled=progress, or_else=or_else) as shown:
+        return _run(config, prepared, engine, workers, writers, shown, on_round, again=again)
 
 
 def compare(
@@ -178,19 +174,15 @@ def compare(
         with _naming(config.name):
             prepared.append(_prepare(config, engine, again=again))
     failed, rounds = [], sum(config.rounds for config in planned)
-    try:
-        with show_progress(rounds, len(planned), enabled=progress) as shown:
-            for config in planned:
-                own = prepared.pop(0)  # which is free after its run
-                try:
-                    _run(config, own, engine, workers, writers, shown, None, again=again)
-                except Exception as error:  # the other runs' results are worth having
-                    failed.append(f"{config.name}, seed {config.seed}: {error}")
-                    shown.end("failed")
-                    logger.error("%s", failed[-1], exc_info=error.__cause__)
-    except KeyboardInterrupt:
-        logger.warning("interrupted; go on with the same call")
-        raise
+    with show_progress(rounds, len(planned), enabled=progress) as shown:
+        for config in planned:
+            own = prepared.pop(0)  # which is free after its run
+            try:
+                _run(config, own, engine, workers, writers, shown, None, again=again)
+            except Exception as error:  # the other runs' results are worth having
+                failed.append(f"{config.name}, seed {config.seed}: {error}")
+                shown.end("failed")
+                logger.error("%s", failed[-1], exc_info=error.__cause__)
     if failed:
         raise RunFailed(
             f"{len(failed)} of {len(planned)} runs failed ({'; '.join(failed)}). The others are in "
@@ -347,38 +339,34 @@ def _run(
     again: bool,
 ) -> Run:
     folder = config.folder
-    try:
-        # the display and the results say what is not logged
-        with failing_as_run(), claimed(folder, "run"), log_from(WARNING):
-            if (folder / "flwr").exists():  # what a killed run on Ray left at work
-                end_with("FLWR_HOME", folder / "flwr")
-            state: State = "new" if again else run_state(config)
-            before = _records_before(config, state)
-            done = int(before[-1]["round"]) if before else -1
-            label = f"{config.label} on {config.dataset}, seed {config.seed}"
-            headline = config.chosen_method.headline
-            shown.begin(label, config.rounds, max(done, 0), headline=headline)
-            with writing(writers, config, before) as write:
+    # the display and the results say what is not logged
+    with failing_as_run(), claimed(folder, "run"), log_from(WARNING):
+        if (folder / "flwr").exists():  # what a killed run on Ray left at work
+            end_with("FLWR_HOME", folder / "flwr")
+        state: State = "new" if again else run_state(config)
+        before = _records_before(config, state)
+        done = int(before[-1]["round"]) if before else -1
+        label = f"{config.label} on {config.dataset}, seed {config.seed}"
+        headline = config.chosen_method.headline
+        shown.begin(label, config.rounds, max(done, 0), headline=headline)
+        with writing(writers, config, before) as write:
 
-                def on_round(record: Record) -> None:
-                    if record["round"] > done:
-                        shown.on_round(record)
-                        write(record)
-                        if report is not None:
-                            report(record)
+            def on_round(record: Record) -> None:
+                if record["round"] > done:
+                    shown.on_round(record)
+                    write(record)
+                    if report is not None:
+                        report(record)
 
-                if state == "new":
-                    clear_run(folder, checkpoints=True)
-                if state != "finished" and engine == "ray":
-                    flwr_run(config, on_round)
-                elif state != "finished":
-                    options: Any = {"workers": workers, "on_answer": shown.on_answer}
-                    clients = config.num_clients, config.run_config()
-                    with LocalGrid(client_application, *clients, **options) as grid:
-                        serve(grid, config, on_round, prepared)
-    except KeyboardInterrupt:
-        shown.end("interrupted")
-        raise
+            if state == "new":
+                clear_run(folder, checkpoints=True)
+            if state != "finished" and engine == "ray":
+                flwr_run(config, on_round)
+            elif state != "finished":
+                options: Any = {"workers": workers, "on_answer": shown.on_answer}
+                clients = config.num_clients, config.run_config()
+                with LocalGrid(client_application, *clients, **options) as grid:
+                    serve(grid, config, on_round, prepared)
     shown.end("finished before" if state == "finished" else "done")
     return read_run(folder)
 

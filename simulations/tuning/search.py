@@ -8,7 +8,6 @@ fails is left running there, as one that is cut off: the next call runs both aga
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from logging import getLogger
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +29,6 @@ Sampler = Literal["random", "tpe"]
 SAMPLERS = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
 Pruner = Literal["none", "median", "halving"]
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "pruned"}  # all others have failed
-logger = getLogger("flwr")
 
 
 @contextlib.contextmanager
@@ -119,12 +117,7 @@ class Search:
 
         title = f"tuning {self.base.label} on {self.base.dataset}"
         shown.begin(title, total * self._whole, sum(self._done.values()))
-        try:
-            run_trials(self._trials(total), on_round, on_end, parallel)
-        except KeyboardInterrupt:
-            shown.end("interrupted")
-            logger.warning("interrupted; go on with the same call")
-            raise
+        run_trials(self._trials(total), on_round, on_end, parallel)
         shown.end()
 
     def _trials(self, total: int) -> Iterator[tuple[Trial, list[Config]]]:

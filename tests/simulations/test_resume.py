@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jupyter_client.manager import start_new_kernel
 
 from fedntk.ntk.support.files import claimed
 from fedntk.simulations import ConfigError, Run, RunFailed, load_model, run
 from fedntk.simulations.engine.checkpoints import Best, Checkpoint, Checkpoints, Round
 from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.methods import all_methods
+from fedntk.simulations.report.results import run_state
 
 from ..conftest import output_of
 from .outcomes import bits, grid_of, interrupted, outcome, refused, write_data
@@ -97,6 +99,39 @@ def test_kill_9_at_any_operation_on_a_file(tmp_path, step):
     straight = outcome(run(config, out=tmp_path / "straight", progress=False).folder)
     for folder in killed:
         assert outcome(folder) == straight, folder.name
+
+
+RAY = [pytest.mark.slow, pytest.mark.ray, pytest.mark.xdist_group("ray")]
+
+
+@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=RAY)])
+def test_after_a_kernels_interrupt_the_same_cell_goes_on_to_the_same_bits(tmp_path, engine):
+    """In any place of a round. Jupyter shows a bar before, and then one line on how to go on."""
+    config = SMALL.replace(rounds=20, local_epochs=40, out=str(tmp_path / "cut"))
+    config.save(tmp_path / "conf.toml")
+    cell = f"from fedntk.simulations import run\nrun('{tmp_path}/conf.toml', engine='{engine}')"
+    manager, client = start_new_kernel(kernel_name="python3")
+    shown: list[str] = []
+
+    def interrupt(message: dict[str, object]) -> None:
+        first = "left" in str(message["content"]) and "left" not in "".join(shown)
+        shown.append(str(message["content"]))
+        if first:  # after at least one round
+            manager.interrupt_kernel()
+
+    try:
+        first = client.execute_interactive(cell, timeout=300, output_hook=interrupt)["content"]
+        assert first["ename"] == "KeyboardInterrupt"
+        for text in ("<progress value=", "accuracy", f"fedntk run --resume {tmp_path}/cut"):
+            assert any(text in each for each in shown)
+        assert run_state(config) == "interrupted"
+        again = client.execute_interactive(cell, timeout=300, output_hook=lambda message: None)
+        assert again["content"]["status"] == "ok"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    whole = run(config, out=tmp_path / "whole", progress=False)
+    assert outcome(tmp_path / "cut") == outcome(whole.folder)
 
 
 def damage(path: Path, place: str) -> None:
