@@ -150,7 +150,7 @@ def compare_command(
         raise ConfigError("expected files of different names, which become the runs' names")
     compare(
         configs,
-        seeds=_parse_seeds(seeds),
+        seeds=seeds,
         out=out,
         engine=engine,  # type: ignore[arg-type]
         workers=workers,
@@ -208,12 +208,12 @@ def tune_command(
     overrides = _parse_settings(settings, conf)
     found = tune(
         conf,
-        grid=dict(_parse_list("--grid", each) for each in grid or []),
-        random=dict(_parse_range(each) for each in random or []),
+        grid=dict(map(_parse_values, grid or [])),
+        random=dict(_parse_values(each, ranged=True) for each in random or []),
         trials=trials,
         sampler=sampler,  # type: ignore[arg-type]
         sampler_seed=sampler_seed,
-        seeds=_parse_seeds(seeds),
+        seeds=seeds,
         metric=metric,
         last=last,
         prune=prune,  # type: ignore[arg-type]
@@ -404,20 +404,12 @@ def _show(report: Path) -> None:
         typer.echo(f"In a browser: {page}")
 
 
-def _parse_seeds(text: str) -> list[int]:
-    try:
-        return [int(seed) for seed in text.split(",") if seed.strip()]
-    except ValueError:
-        raise ConfigError(
-            f"--seeds: expected whole numbers with commas between them, got {text!r}"
-        ) from None
-
-
 def _parse_settings(settings: list[str] | None, *named: Path | str | None) -> dict[str, Any]:
     """Parse ``key=value`` as the key's type.
 
     Keys may be of a method of one's own, which is among the settings, or in what is `named`.
     """
+    from . import Config
     from .engine.runs import read_config
 
     pairs = [_split("--set", "KEY=VALUE", setting) for setting in settings or []]
@@ -425,13 +417,7 @@ def _parse_settings(settings: list[str] | None, *named: Path | str | None) -> di
         with contextlib.suppress(ConfigError):
             if each:
                 read_config(each, {})
-    return {key.replace("-", "_"): _convert(key, text) for key, text in pairs}
-
-
-def _convert(key: str, text: str) -> Any:
-    from . import Config
-
-    return Config.convert(key, text)
+    return {key.replace("-", "_"): Config.convert(key, text) for key, text in pairs}
 
 
 def _split(option: str, expected: str, given: str) -> tuple[str, str]:
@@ -441,20 +427,19 @@ def _split(option: str, expected: str, given: str) -> tuple[str, str]:
     return key.strip(), text.strip()
 
 
-def _parse_list(option: str, given: str) -> tuple[str, list[Any]]:
-    """Parse ``key=v1,v2``, or ``key=v1;v2`` if values have commas."""
-    key, text = _split(option, "KEY=V1,V2,...", given)
+def _parse_values(given: str, *, ranged: bool = False) -> tuple[str, Sequence[Any]]:
+    """Parse ``key=v1,v2``, ``key=v1;v2`` if values have commas, or ``key=low:high[:log]``."""
+    from . import Config
+
+    option, expected = "--grid", "KEY=V1,V2,..."
+    if ranged:
+        option, expected = "--random", f"KEY=LOW:HIGH[:log] or {expected}"
+    key, text = _split(option, expected, given)
+    if ranged and ":" in text:
+        low, high, *log = text.split(":")
+        return key, (Config.convert(key, low), Config.convert(key, high), *log)
     values = text.split(";" if ";" in text else ",")
-    return key, [_convert(key, value.strip()) for value in values]
-
-
-def _parse_range(given: str) -> tuple[str, Sequence[Any]]:
-    """Parse ``key=low:high``, with ``:log`` or without; else a list of values."""
-    key, text = _split("--random", "KEY=LOW:HIGH[:log] or KEY=V1,V2,...", given)
-    if ":" not in text:
-        return _parse_list("--random", given)
-    low, high, *log = text.split(":")
-    return key, (_convert(key, low), _convert(key, high), *log)
+    return key, [Config.convert(key, value.strip()) for value in values]
 
 
 if __name__ == "__main__":

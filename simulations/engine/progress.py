@@ -115,7 +115,7 @@ def _show_in_jupyter() -> Callable[[Progress], None]:
 
     def show(state: Progress) -> None:
         lines = [*state.ended[-3:], *[str(state)] * state.running]
-        bar = f'<progress value="{state.done}" max="{state.rounds}" style="width: 30em"></progress>'
+        bar = f'<progress value="{state.done}" max="{state.rounds}" style="width: 24em"></progress>'
         html = "<br>".join([*map(escape, lines), *[bar] * (state.done < state.rounds)])
         handle.update({"text/plain": "\n".join(lines), "text/html": html}, raw=True)
 

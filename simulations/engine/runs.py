@@ -126,7 +126,7 @@ def run(
 def compare(
     configs: Mapping[str, Runnable],
     *,
-    seeds: Iterable[int] = (0,),
+    seeds: Iterable[int] | str = (0,),
     out: str | Path = "runs/compare",
     engine: Engine = "local",
     workers: int = 1,
@@ -149,7 +149,7 @@ def compare(
     ----------
     configs : dict
         What :func:`run` takes, by the names that tables and pictures will show.
-    seeds : iterable of int
+    seeds : iterable of int, or str with commas
         Seeds of split, first weights and sampling, for all configurations.
     out : path
         Folder of the comparison; runs land in ``<out>/<name>/seed-<seed>``.
@@ -267,24 +267,27 @@ def read_config(
     return config.replace(**own) if own else config
 
 
+def read_seeds(given: Iterable[int] | str) -> list[int]:
+    """Return seeds, which may be a text with commas between them."""
+    try:
+        seeds = [int(seed) for seed in (given.split(",") if isinstance(given, str) else given)]
+    except (TypeError, ValueError):
+        seeds = []
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds: expected numbers such as 0,1,2, each once; got {given!r}")
+    return seeds
+
+
 def _plan(
     configs: Mapping[str, Runnable],
-    seeds: Iterable[int],
+    seeds: Iterable[int] | str,
     out: Path,
     overrides: Mapping[str, Any],
     **objects: Any,
 ) -> list[Config]:
-    if not isinstance(configs, Mapping):
-        raise ConfigError(f"configs: expected a dict of name to Config, got {type(configs)}")
-    if not isinstance(seeds, Iterable):
-        raise ConfigError(f"seeds: expected numbers such as [0, 1, 2], got {seeds!r}")
-    seeds = [int(seed) for seed in seeds]
-    if not configs or not seeds:
-        raise ConfigError(
-            f"expected at least one configuration and seed, got {len(configs)} and {len(seeds)}"
-        )
-    if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"seeds: expected each once, got {seeds}")
+    if not isinstance(configs, Mapping) or not configs:
+        raise ConfigError(f"configs: expected a dict of names and settings, got {configs!r}")
+    seeds = read_seeds(seeds)
     reserved = {"name", "seed", "out"} & overrides.keys()
     if reserved:
         raise ConfigError(f"{', '.join(sorted(reserved))}: set for each run by the comparison")

@@ -160,10 +160,9 @@ def _serve(
     recorder.save()
     method.after_run(setup, strategy, folder / "details")
     sizes = [len(own) for own in setup.split.clients]
-    inputs = setup.data.inputs.describe()
     more = {
         **source,
-        "inputs": inputs,
+        "inputs": setup.data.inputs.describe(),
         "test-examples": len(setup.data.y_test),
         "examples-per-client": [min(sizes), max(sizes)],
     }

@@ -1,18 +1,11 @@
-"""A run's results: written into its folder, and read back.
-
-A run's folder holds ``config.toml``; ``rounds.jsonl`` (one line a round, as it happens);
-``rounds.parquet`` (tidy: run, method, seed, round, metric, value) and ``clients.parquet`` (the
-same, and partition: each client's own evaluations); ``model.safetensors`` and
-``best.safetensors`` (the last model and the best one); ``summary.json``; ``checkpoints``;
-``details``, what a method itself writes; and a folder ``without-<client>`` for each model without
-some clients.
-"""
+"""A run's results: written into its folder, and read back. ``docs/results.md`` lists the files."""
 
 import contextlib
 import csv
 import io
 import json
 import platform
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,9 +88,8 @@ class Run:
         from .figures import accuracy_curves, as_html
 
         shown = ["run", "seed", "rounds", "accuracy", "loss", *TOTALS]
-        table = pd.DataFrame([self.summary])[shown].round(3)
         curves = accuracy_curves(self.rounds, evaluated_on=self.config.evaluate_on)
-        return as_html(table, curves)
+        return as_html(pd.DataFrame([self.summary])[shown].round(3), curves)
 
 
 State = Literal["new", "interrupted", "finished"]
@@ -348,13 +340,12 @@ def load_model(
 
 def machine() -> dict[str, Any]:
     """Describe this machine: processor, cores, memory, GPU, and versions."""
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        named = next(line for line in lines if line.startswith("model name"))
-        model = named.partition(":")[2].strip()
+    named: list[str] = []
+    with contextlib.suppress(OSError):
+        cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        named = re.findall(r"^model name\s*: (.+?)\s*$", cpu, re.MULTILINE)
     return {
-        "processor": model,
+        "processor": (named or [platform.processor() or platform.machine()])[0],
         "cores": psutil.cpu_count(),
         "memory-gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -19,7 +19,7 @@ from ..config.config import INCIDENTAL, Config
 from ..config.registry import find_method
 from ..config.settings import ConfigError, Value
 from ..engine.progress import progress as show_progress
-from ..engine.runs import Runnable, failing_as_run, read_config, require_importable
+from ..engine.runs import Runnable, failing_as_run, read_config, read_seeds, require_importable
 from ..engine.server_app import prepare
 from ..errors import RunFailed
 from ..report.report import write_tuning_report
@@ -61,7 +61,7 @@ def tune(
     trials: int = 20,
     sampler: Sampler = "random",
     sampler_seed: int = 0,
-    seeds: Iterable[int] = (0,),
+    seeds: Iterable[int] | str = (0,),
     metric: str = "accuracy",
     last: int = 5,
     prune: Pruner = "none",
@@ -90,7 +90,7 @@ def tune(
         Number of combinations drawn. With more than before, a finished search goes on.
     sampler : {"random", "tpe"}
         How to draw, from `sampler_seed`: tpe draws near what was good so far.
-    seeds : iterable of int
+    seeds : iterable of int, or str with commas
         Every combination is run with each of them.
     metric : str
         One that the setting monitor may name, such as ``"accuracy"``, or of the setting metrics.
@@ -138,9 +138,7 @@ def tune(
     space: Space = {}
     for key, values in (grid or random or {}).items():
         space |= _dimension(key, values, ranged=not grid)
-    each = [int(seed) for seed in seeds]
-    if not each or len(set(each)) < len(each):
-        raise ConfigError(f"seeds: expected at least one, each once, got {each}")
+    each = read_seeds(seeds)
     _check_metric(base, metric)
     if parallel > 1:
         require_importable(base)
