@@ -5,10 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from .engine.runs import compare
-from .report.comparison import load_results
-from .report.figures import accuracy_curves
 from .report.report import final_table, markdown, target_table
-from .report.results import read_runs
 
 CONF = Path(__file__).parent / "conf"
 TARGET = 0.9
@@ -23,9 +20,8 @@ def demo(folder: Path) -> None:
     )
     folder = folder.absolute()
     configs = {"NTK-FL": CONF / "ntk_fl_digits.toml", "FedAvg": CONF / "fedavg_digits.toml"}
-    compare(configs, out=folder, engine="ray", again=True)
-    folders = [folder / name for name in configs]
-    runs = read_runs(folders)
+    results = compare(configs, out=folder, engine="ray", again=True)
+    runs = results.runs
     curves = pd.DataFrame({run.summary["run"]: 100 * run.curve() for run in runs})
     by_round = curves.map("{:.1f} %".format).rename_axis("round").reset_index()
     print("Test accuracy by communication round:")
@@ -33,5 +29,5 @@ def demo(folder: Path) -> None:
         print(markdown(table), end="\n\n")
     picture = folder / "accuracy.png"
     title = "Digits, 50 clients, Dirichlet(0.1), 10 clients a round"
-    accuracy_curves(load_results(folders), title=title, target=TARGET).savefig(picture)
+    results.plot(title=title, target=TARGET).savefig(picture)
     print(f"Curves: {picture}\nAll metrics of each round: {folder}/*/seed-0/rounds.parquet")

@@ -23,7 +23,7 @@ from ..data.load import load_data
 from ..data.partitions import load_split
 from ..engine.building import load_predictor
 from ..report.figures import rejection_curves, reliability_diagram, uncertainty_histogram
-from ..report.report import markdown, setting_in_words, write_latex
+from ..report.report import markdown, setting_in_words
 from ..report.results import Run, run_with_its_data, write_json
 from .uncertainty_metrics import SHARES, auroc, calibration, rejection_curve, reliability
 
@@ -132,7 +132,7 @@ class Assessment:
         pictures = self.figures()
         for name, figure in pictures.items():
             figure.savefig(out / f"{name}.png")
-        write_latex(self._shown_table(), out / "table.tex")
+        self._shown_table().to_latex(out / "table.tex", index=False, escape=True)
         table = self.table.astype(object).where(self.table.notna(), None)
         content = {
             "run": self.run.summary["run"],

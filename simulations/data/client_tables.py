@@ -38,12 +38,12 @@ def client_summary(clients: pd.DataFrame) -> pd.DataFrame:
     spread = by_seed.std(ddof=0)
     runs = by_seed.agg(["size", "mean", "min"]).assign(std=spread).groupby("run", sort=False)
     table = runs.agg(
-        seeds=("size", "size"),
-        clients=("size", "mean"),
         mean=("mean", "mean"),
-        **{"mean-std": ("mean", "std")},
         worst=("min", "mean"),
         std=("std", "mean"),
+        **{"mean-std": ("mean", "std")},
+        seeds=("size", "size"),
+        clients=("size", "mean"),
     )
     return table.astype({"clients": int}).loc[[*dict.fromkeys(clients.run)]].reset_index()
 
@@ -64,12 +64,12 @@ def client_gains(clients: pd.DataFrame, against: Sequence[str]) -> pd.DataFrame:
                     {
                         "run": run,
                         "against": other,
-                        "clients": len(gain),
                         "gain": (gain > MARGIN).mean(),
                         "lose": (gain < -MARGIN).mean(),
                         "mean-gain": gain.mean(),
                         "largest-gain": gain.max(),
                         "largest-loss": gain.min(),
+                        "clients": len(gain),
                     }
                 )
     return pd.DataFrame(rows)

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
+from . import report
+from .figures import accuracy_curves, as_html
 from .results import Run, read_runs
-
-if TYPE_CHECKING:  # slow to import, as what is imported in the methods
-    from matplotlib.figure import Figure
+from .statistics import paired_differences, run_scores, summary_over_seeds
 
 
 class Results(pd.DataFrame):
@@ -32,19 +33,13 @@ class Results(pd.DataFrame):
     def _constructor(self) -> type[pd.DataFrame]:
         return pd.DataFrame
 
-    def plot(self, against: str = "rounds", **options: Any) -> "Figure":  # type: ignore[override]
+    def plot(self, against: str = "rounds", **options: Any) -> Figure:  # type: ignore[override]
         """Draw accuracy against rounds, bytes-up or seconds; see `figures.accuracy_curves`."""
-        from . import report
-        from .figures import accuracy_curves
-
-        return accuracy_curves(
-            self, against=against, **{**report.words_of_curves(self.runs), **options}
-        )
+        options = report.words_of_curves(self.runs) | options
+        return accuracy_curves(self, against=against, **options)
 
     def summary(self, metric: str = "accuracy") -> pd.DataFrame:
         """Return mean and interquartile mean of each run's last values, with 95 % intervals."""
-        from .statistics import run_scores, summary_over_seeds
-
         return summary_over_seeds(run_scores(self, metric))
 
     def differences(self, metric: str = "accuracy", against: str | None = None) -> pd.DataFrame:
@@ -52,20 +47,13 @@ class Results(pd.DataFrame):
 
         `against` is the name of the run to compare with; by default all pairs are returned.
         """
-        from .statistics import paired_differences, run_scores
-
         return paired_differences(run_scores(self, metric), against and [against])
 
     def write_html(self, path: str | Path, *, targets: Sequence[float] | None = None) -> Path:
         """Write ``report.html``: one file with tables, curves and settings, for any browser."""
-        from . import report
-
         return report.write_html(self.runs, path, targets=targets)
 
     def _repr_html_(self) -> str:
-        from . import report
-        from .figures import as_html
-
         return as_html(report.final_table(self.runs), self.plot())
 
 

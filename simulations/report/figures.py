@@ -104,21 +104,19 @@ def accuracy_against_heterogeneity(
     rounds: pd.DataFrame,
     alphas: Mapping[str, float],
     *,
-    labels: Mapping[str, str] | None = None,
     title: str = "",
     evaluated_on: str = "test",
 ) -> Figure:
     """Draw the best accuracy against the concentration alpha: one curve a method.
 
-    `alphas` has each run's concentration by the run's name, and `labels` its curve, by default its
-    method's. A curve looks as the run of its name, if there is one, else as its first run.
+    `alphas` has each run's concentration by the run's name. A curve looks as the run of its name,
+    if there is one, else as its first run.
     """
     figure, axes = _figure(title, ylabel=f"best {evaluated_on} accuracy (%)")
     axes.set_xlabel(r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)")
     accuracy = rounds[rounds.metric == "accuracy"]
     best = accuracy.groupby(["run", "method", "seed"], sort=False).value.max().reset_index()
     best["alpha"] = best.run.map(alphas)
-    best["method"] = best.run.map(labels) if labels else best.method
     many = best.duplicated(["method", "alpha"]).any()
     known = styles(rounds.attrs.get("runs", best.run))
     for method, rows in best.groupby("method", sort=False):
@@ -197,17 +195,15 @@ def tuning_values(
     rows = -(-len(searched) // columns)
     figure = _Picture(figsize=(max(4.2 * columns, 6.4), 4 * rows), dpi=120, layout="constrained")
     for place, key in enumerate(searched, 1):
-        axes = figure.add_subplot(rows, columns, place, xlabel=key)
+        label = f"validation {metric}" if place % columns == 1 % columns else ""
+        axes = figure.add_subplot(rows, columns, place, xlabel=key, ylabel=label)
         _plain_frame(axes)
-        if place % columns == 1 % columns:
-            axes.set_ylabel(f"validation {metric}")
         x = trials[key]
         in_words = x.dtype == bool or not pd.api.types.is_numeric_dtype(x)
         if in_words:
-            words = sorted(x.astype(str).unique())
-            x = x.astype(str).map(words.index)
-            axes.set_xticks(range(len(words)), words)
-            axes.set_xlim(-0.5, len(words) - 0.5)
+            x = x.astype(str)
+            axes.xaxis.update_units(sorted(x))  # type: ignore[no-untyped-call] # their order
+            axes.margins(x=0.2)
         for state, colour, marker in (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x")):
             own = (trials.state == state) & trials["mean"].notna()
             axes.errorbar(
@@ -284,13 +280,12 @@ def uncertainty_histogram(
     """
     figure, axes = _figure(title, xlabel=label, ylabel="share of the examples (%)")
     edges = np.linspace(0, max(float(own.max()) for own in values.values()) or 1.0, 41)
-    for number, (name, own) in enumerate(values.items()):
-        shares = 100 * np.histogram(own, edges)[0] / len(own)
-        colour = COLOURS[number % len(COLOURS)]
-        axes.stairs(shares, edges, color=colour, lw=1.5, label=name)
-        axes.stairs(shares, edges, color=colour, alpha=0.25, fill=True)
+    for (name, own), colour in zip(values.items(), cycle(COLOURS)):
+        look: Any = {"histtype": "stepfilled", "fc": (colour, 0.25), "ec": colour, "lw": 1.5}
+        axes.hist(
+            own, edges.tolist(), weights=np.full(len(own), 100 / len(own)), label=name, **look
+        )
     axes.set_xlim(0, edges[-1])
-    axes.set_ylim(bottom=0)
     axes.legend(loc="upper right", frameon=False)
     return figure
 
@@ -305,8 +300,15 @@ def similarity_heat_map(
 
     `similarities` is symmetric, shape (K, K), and `clients` holds the K clients' numbers.
     """
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
     similarities = np.asarray(similarities)
-    order = _order_by_similarity(similarities)
+    order = np.arange(len(similarities))
+    if len(order) > 2:  # as the leaves of a hierarchical clustering
+        distances = np.clip(1 - (similarities + similarities.T) / 2, 0, None)
+        near = squareform(distances, checks=False)
+        order = leaves_list(linkage(near, "average", optimal_ordering=True))
     figure, axes = _figure(title, size=(5.6, 4.8), xlabel="client", ylabel="client")
     axes.grid(visible=False)
     image = axes.imshow(similarities[np.ix_(order, order)], interpolation="nearest")
@@ -330,18 +332,6 @@ def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     return figure
-
-
-def _order_by_similarity(similarities: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Order clients as the leaves of a hierarchical clustering by average linkage."""
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
-
-    if len(similarities) < 3:
-        return np.arange(len(similarities))
-    distances = np.clip(1 - (similarities + similarities.T) / 2, 0, None)
-    tree = linkage(squareform(distances, checks=False), "average", optimal_ordering=True)
-    return np.asarray(leaves_list(tree))
 
 
 def as_html(table: pd.DataFrame, figure: Figure) -> str:

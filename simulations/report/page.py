@@ -1,18 +1,9 @@
-"""``report.html``: one file for any browser, without a network: tables to sort, curves to explore.
+"""What the charts of ``report.html`` draw; ``page.html`` is its template."""
 
-``page.html`` is its template. It holds Plotly's script, and draws from the data that the functions
-here return.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pandas as pd
-from plotly.offline import get_plotlyjs
 
 from ..data.client_tables import newest_accuracies
 from .figures import curve
@@ -20,36 +11,6 @@ from .statistics import performance_profile
 
 COSTS = ("bytes", "seconds", "replies", "rejected", "peak-memory", "num-examples", "models-")
 MOST_POINTS = 300  # of a curve
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the report: a title, what it shows, and a table or a chart or both."""
-
-    title: str
-    text: str
-    frame: pd.DataFrame | None = None
-    chart: str = ""
-
-
-def write_page(
-    path: Path, setting: str, warnings: Sequence[str], sections: Sequence[Section], data: Any
-) -> Path:
-    """Write the page; `data` is what its charts draw, by their names."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html")
-    text = template.render(
-        setting=setting,
-        warnings=warnings,
-        sections=sections,
-        styles=data["styles"],
-        # pandas writes NaN as null; "<" could end the script that holds the data
-        data=pd.Series(data).to_json(double_precision=6).replace("<", r"\u003c"),
-        plotly=get_plotlyjs(),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def curves(rounds: pd.DataFrame) -> list[dict[str, Any]]:
