@@ -260,6 +260,8 @@ def on_post_build(config: MkDocsConfig) -> None:
             continue
         for link in page.links + page.loaded:
             parts = urlsplit(link)
+            if parts.scheme == "data":  # a picture of a notebook
+                continue
             if parts.scheme or parts.netloc:
                 outside.add(link)
                 if parts.scheme != "https" or not re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc):

@@ -56,7 +56,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (SECURE, "set clients-per-evaluation = 0, or local-test-fraction; got 10 and 0"),
     (SUMS | {"tct.bits": 8, "validation-examples": 9, "evaluate-on": "validation"},
      "tct.bits uses the examples that evaluate-on = validation measures with"),
-    ({"tct": {"dtype": "float16", "normalise": False}}, "without tct.normalise; use float32"),
+    ({"method": "tct", "tct": {"dtype": "float16", "normalise": False}},
+     "without tct.normalise; use float32"),
     # an ensemble that the server distils, and one of which all models begin otherwise
     (DISTILLED, "validation-examples: expected at least 2 for the server to distil on, got 0"),
     (HELD | {"loss": "mse"}, "loss: expected cross-entropy with fed-be.distill"),

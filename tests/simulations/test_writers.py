@@ -116,4 +116,4 @@ def test_jupyter_shows_the_last_three_finished_runs(monkeypatch):
         for name in "abcde":
             state.begin(name, 2)
             state.end()
-    assert [line.partition(":")[0] for line in shown[-1].splitlines()] == ["b", "c", "d", "e"]
+    assert [line.partition(":")[0] for line in shown[-1].splitlines()] == ["c", "d", "e"]
