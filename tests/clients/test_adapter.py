@@ -9,6 +9,7 @@ from fedntk.clients import NamedArrays, client_app
 from fedntk.clients.core.named_arrays import records_of
 from fedntk.simulations.engine._flower import become_server
 
+from ..conftest import refused
 from ..strategies.federation import arrays_of, as_record
 
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(4, dtype=np.int64)}
@@ -111,8 +112,7 @@ def test_records_come_in_the_order_that_they_are_asked_for_or_the_missing_are_na
     corrections, weights = records_of(named, "corrections", "arrays", strategy="SCAFFOLD")
     assert (list(corrections), list(weights)) == (["w", "again"], ["w", "n"])
     text = "got arrays, empty, corrections; linear, control comes from the strategy TCT"
-    with pytest.raises(ValueError, match=text):
-        records_of(named, "arrays", "linear", "control", strategy="TCT")
+    refused(text, records_of, named, "arrays", "linear", "control", strategy="TCT")
     named.records["arrays"].clear()  # they are not the ones that it was made of
     del named.records["corrections"]
     assert {name: list(record) for name, record in RECORDS.items()} == {
@@ -158,12 +158,10 @@ def test_a_function_registered_by_the_user_takes_the_place_of_ours(category):
     assert dict(answer(app, category)["mine"]) == {"num-examples": 3, "lr": 0.5}
     for kind in {"train", "evaluate", "query", "query.partition", "query.keys"} - {category}:
         assert answer(app, kind)["metrics"]["partition-id"] == 5
-    with pytest.raises(ValueError, match="already registered"):
-        getattr(app, category)()(own_reply)
+    refused("already registered", getattr(app, category)(), own_reply)
     app.train("other")(own_reply)
     assert "mine" in answer(app, "train.other")
-    with pytest.raises(ValueError, match="No evaluate function registered with name 'other'"):
-        answer(app, "evaluate.other")
+    refused("No evaluate function registered with name 'other'", answer, app, "evaluate.other")
 
 
 def test_mods_and_lifespan_go_with_both_kinds_of_function():

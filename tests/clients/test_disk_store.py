@@ -13,6 +13,8 @@ from fedntk.clients import DiskStore
 from fedntk.clients.core.disk_store import data_digest
 from fedntk.ntk import NotEnoughMemory
 
+from ..conftest import refused
+
 SHAPE = (4, 3)
 ARRAYS = {"x": np.arange(3.0), "y": np.array(5, np.int64)}
 FILES = ["key.json", "large.npy", "small.npz"]
@@ -85,8 +87,7 @@ def test_what_is_broken_off_leaves_the_old_and_no_half(store, monkeypatch, name)
         assert again(store).names() == ["large", "small"]
         raise KeyboardInterrupt
     monkeypatch.setattr(np, "savez", save)
-    with pytest.raises(OSError, match="No space"):
-        store.save(name, x=np.zeros(3))
+    refused("No space", store.save, name, x=np.zeros(3), error=OSError)
     assert_untouched(store)
 
 
@@ -126,8 +127,7 @@ def test_a_file_that_cannot_be_read_for_now_is_kept(store, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(np, "load", Mock(side_effect=OSError(errno.EMFILE, "not now")))
         for read in (lambda: store.load("small"), lambda: store.mapped("large", SHAPE)):
-            with pytest.raises(OSError, match="not now"):
-                read()
+            refused("not now", read, error=OSError)
     assert_untouched(store)
 
 

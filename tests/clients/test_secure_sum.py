@@ -8,6 +8,8 @@ from fedntk.ntk.support.files import claimed
 from fedntk.trust import ParcelKeys, SealError, new_key
 from fedntk.trust.secure_sum import exchange_of
 
+from ..conftest import refused
+
 IDS = np.arange(4)
 WORDS = np.arange(5, dtype=np.uint32)
 
@@ -56,11 +58,9 @@ def test_with_one_nonce_a_client_takes_part_in_one_sum(clients, tmp_path):
     for k, client in enumerate(clients):
         message = {**named(told), "tags": np.stack([own[k] for own in tags])}
         client.reveal(message)
-        with pytest.raises(SealError, match="has given its shares before"):
-            client.reveal(message)
+        refused("has given its shares before", client.reveal, message, error=SealError)
     assert not list(tmp_path.glob("*/sum-*"))
-    with pytest.raises(SealError, match="drew another nonce"):
-        clients[1].shares(told)
+    refused("drew another nonce", clients[1].shares, told, error=SealError)
     again = roster(clients)
     for client in clients:
         client.shares(again)

@@ -72,8 +72,7 @@ def test_a_predictor_takes_the_raw_rows_of_a_csv(tmp_path, method):
     assert finished.summary["inputs"] == "standardised by column"
     own = load_predictor(finished.folder, client=1)
     assert own.predict(raw).shape == (30, 3)
-    with pytest.raises(ValueError, match="missing: ring"):
-        predictor.predict(raw.drop(columns="ring"))
+    refused("missing: ring", predictor.predict, raw.drop(columns="ring"), error=ValueError)
     with pytest.raises(ValueError, match=r"expected the classes ash, birch, oak, got elm"):
         predictor.evaluate(raw, ["elm"] * 30)
     if method == "fedavg":
@@ -81,8 +80,7 @@ def test_a_predictor_takes_the_raw_rows_of_a_csv(tmp_path, method):
         again = NetworkPredictor.load(tmp_path / "saved", predictor.network)
         torch.testing.assert_close(again.predict(raw), predictor.predict(raw), rtol=0, atol=0)
     if method == "cp-ntk-fl":
-        with pytest.raises(ValueError, match="whose seed is a secret"):
-            predictor.save(tmp_path / "saved")
+        refused("whose seed is a secret", predictor.save, tmp_path / "saved", error=ValueError)
         assert not (tmp_path / "saved").exists()
 
 
@@ -194,8 +192,7 @@ def test_a_predictor_takes_pictures_as_pil_and_others_have_them():
     for own in (raw[..., :1], raw[..., 0], shades):
         assert torch.equal(grey(own), grey(first[:, :1]))
     for own, shape in ((shades[0], "1, 1, 5, 6"), (raw[:, :4], "4, 4, 6, 3")):
-        with pytest.raises(ValueError, match=rf"\(n, 3, 5, 6\), got \({shape}\); resize pictures"):
-            inputs(own)
+        refused(rf"\(n, 3, 5, 6\), got \({shape}\); resize pictures", inputs, own, error=ValueError)
     with pytest.raises(ValueError, match="of one size and mode"):
         inputs([pictures[0], pictures[0].resize((5, 5))])
 
@@ -289,8 +286,7 @@ def test_what_does_not_fit_is_refused_with_the_cure(tmp_path, monkeypatch, optio
     monkeypatch.chdir(tmp_path)
     make_frame().to_csv("t.csv", index=False)
     options = {"dataset": "csv:t.csv", "target": "kind", **NATURAL, **options}
-    with pytest.raises(ConfigError, match=message):
-        run(small(**options), progress=False, out=tmp_path / "run")
+    refused(message, run, small(**options), progress=False, out=tmp_path / "run")
 
 
 GAPS = make_frame().astype({"kind": object}).drop(columns="site")
@@ -317,8 +313,7 @@ GAPS.loc[4, "height"] = np.nan
     ],
 )
 def test_objects_that_do_not_fit_are_refused(data, message):
-    with pytest.raises(ConfigError, match=message):
-        run(small(), data=data, progress=False)
+    refused(message, run, small(), data=data, progress=False)
 
 
 def test_labels_that_do_not_begin_at_0_are_as_many_classes():

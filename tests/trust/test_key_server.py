@@ -108,12 +108,10 @@ def test_only_the_answer_to_the_newest_request_opens(server):
 def test_unknown_client_is_named_with_the_cure(server, asked):
     name, *rest = asked
     serve = getattr(server, name)
-    with pytest.raises(NotEnrolled, match=f"{fingerprint(OTHER)}.*add it to the enrolled"):
-        serve(OTHER, *rest)
+    refused(f"{fingerprint(OTHER)}.*add it to the enrolled", serve, OTHER, *rest, error=NotEnrolled)
     server.enrol([OTHER])
     serve(OTHER, *rest)
-    with pytest.raises(NotEnrolled, match=fingerprint(PUBLIC)):
-        serve(PUBLIC, *rest)
+    refused(fingerprint(PUBLIC), serve, PUBLIC, *rest, error=NotEnrolled)
 
 
 def test_malformed_arguments_are_refused_by_name(server):

@@ -38,8 +38,7 @@ def test_what_is_no_public_key_is_refused(public_key):
 
 def test_only_its_owner_reads_a_key_file_which_is_never_replaced(tmp_path):
     path = tmp_path / "client.pem"
-    with pytest.raises(FileNotFoundError, match=r"client\.pem"):
-        load_key(path)
+    refused(r"client\.pem", load_key, path, error=FileNotFoundError)
     save_key(KEY, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     refused("exists and is not replaced", save_key, new_key(), path)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from fedntk.ntk import BadReply, compress
 from fedntk.ntk.payloads.compression import Encoded, _pack, _unpack, num_kept, top_k
 
+from ...conftest import refused
+
 SHAPES = [(), (1,), (7,), (3, 5), (4, 3, 33), (0, 3), (64,)]
 HEAD = "<BBBBQQ"
 
@@ -118,8 +120,7 @@ CODE = compress(tensor((10, 10)), sparsity=0.5, bits=6)
     ],
 )
 def test_what_cannot_be_compressed_is_refused_not_dropped(options, message):
-    with pytest.raises(ValueError, match=message):
-        compress(**{"values": ONE} | options)
+    refused(message, compress, **{"values": ONE} | options)
 
 
 def head(code=CODE, **changes):
@@ -171,8 +172,7 @@ def zeros(form, shape, count, *positions):
     ],
 )
 def test_a_head_that_does_not_fit_its_bytes_is_refused(code):
-    with pytest.raises(BadReply, match=r"^compression: "):
-        Encoded.parse(code)
+    refused(r"^compression: ", Encoded.parse, code, error=BadReply)
 
 
 def test_a_small_payload_that_declares_much_allocates_nothing():
@@ -196,8 +196,7 @@ def test_a_small_payload_that_declares_much_allocates_nothing():
     ],
 )
 def test_positions_that_do_not_fit_are_refused(code, message):
-    with pytest.raises(BadReply, match=message):
-        Encoded.parse(code).decode()
+    refused(message, Encoded.parse(code).decode, error=BadReply)
 
 
 @given(st.binary(max_size=80))

@@ -13,6 +13,7 @@ from fedntk.ntk.payloads import ConvexTask, FeatureUpload, from_npy, to_npy
 from fedntk.ntk.payloads.compression import num_kept
 from fedntk.ntk.support import memory as ntk_memory
 
+from ...conftest import refused
 from ..arithmetic import normal
 
 TASKS = [
@@ -194,11 +195,9 @@ def test_hostile_uploads_are_refused_with_the_reason(options, name, damage, reas
 
 def test_other_arrays_and_more_examples_than_allowed_are_refused():
     for received in ({"scale": np.zeros(P)}, upload().to_arrays() | {"more": np.zeros(1)}):
-        with pytest.raises(BadReply, match=r"^arrays: expected features, scale, labels, got "):
-            parse(received)
+        refused(r"^arrays: expected features, scale, labels, got ", parse, received, error=BadReply)
     parse(upload().to_arrays(), max_examples=N)
-    with pytest.raises(BadReply, match="expected at most"):
-        parse(upload().to_arrays(), max_examples=N - 1)
+    refused("expected at most", parse, upload().to_arrays(), max_examples=N - 1, error=BadReply)
 
 
 @pytest.mark.parametrize(

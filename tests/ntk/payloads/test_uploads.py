@@ -231,8 +231,7 @@ ARRAYS = JacobianParcel(SENT, INPUTS).to_arrays()
 )
 def test_what_does_not_fit_is_refused(changes, reason):
     arrays = {name: a for name, a in {**ARRAYS, **changes}.items() if a is not None}
-    with pytest.raises(ntk.BadReply, match=f"^{reason}: "):
-        parsed(arrays, INPUTS)
+    refused(f"^{reason}: ", parsed, arrays, INPUTS, error=ntk.BadReply)
 
 
 @pytest.mark.parametrize("options", [{}, SOME])
@@ -245,8 +244,7 @@ def test_more_rows_than_a_client_may_have_are_refused(options):
 
 def test_another_form_and_less_compression_than_was_asked_for_are_refused():
     dense = ntk.JacobianUpload(SENT.jacobian.to_dense(), SENT.outputs, SENT.targets)
-    with pytest.raises(ntk.BadReply, match="another form"):
-        parsed(JacobianParcel(dense).to_arrays())
+    refused("another form", parsed, JacobianParcel(dense).to_arrays(), error=ntk.BadReply)
     for less in ({}, {"sparsity": 0.25}, {"sparsity": 0.5, "bits": 8}):
         with pytest.raises(ntk.BadReply):
             parsed(JacobianParcel(SENT).to_arrays(**less), **SOME)
