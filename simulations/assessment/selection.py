@@ -7,13 +7,12 @@ beside it in a random order, and from the worst to the best.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-Order = Literal["best to worst", "random", "worst to best"]
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -34,24 +33,17 @@ def selection_curves(
     means are judged at `points` numbers of clients at most. The result has the columns order,
     clients (how many are averaged), client (the last of them), accuracy.
     """
-    accuracies = {client: validation(own) for client, own in models.items()}
+    accuracies = {client: validation(own) for client, own in sorted(models.items())}
+    worst_first = sorted(accuracies, key=lambda client: accuracies[client])
+    best_first = sorted(accuracies, key=lambda client: -accuracies[client])
+    drawn = np.random.default_rng([seed, *b"selection"]).permutation([*accuracies]).tolist()
+    orders = {"best to worst": best_first, "random": drawn, "worst to best": worst_first}
     rows = []
-    for order in get_args(Order):
-        clients = model_order(accuracies, order, seed)
+    for order, clients in orders.items():
         for count in numbers_averaged(len(clients), points):
             mean = mean_of([models[client] for client in clients[:count]])
             rows.append((order, count, clients[count - 1], judged(mean)))
     return pd.DataFrame(rows, columns=["order", "clients", "client", "accuracy"])
-
-
-def model_order(accuracies: Mapping[int, float], order: Order, seed: int = 0) -> list[int]:
-    """Return the clients in an order by accuracy; of equals, the smaller number first."""
-    clients = sorted(accuracies)
-    if order == "random":
-        generator = np.random.default_rng([seed, *b"selection"])
-        return [clients[i] for i in generator.permutation(len(clients))]
-    sign = -1 if order == "best to worst" else 1
-    return sorted(clients, key=lambda client: sign * accuracies[client])
 
 
 def numbers_averaged(count: int, points: int) -> list[int]:

@@ -83,7 +83,11 @@ def find_method(given: Any) -> tuple[str, Any]:
     if isinstance(given, type):
         given = _make(given)
     if isinstance(given, _kind()):
-        place, method = _place_of(given), given
+        place, method = given.name, given
+        if given not in all_methods().values():
+            strategy, client = given.strategy_class, given.client_class
+            other = "" if client is named_client(strategy) else f",{client.__qualname__}"
+            place = place_of(strategy) + other
     else:
         place = with_whole_path(str(given))
         method = all_methods().get(place) or _given.get(place) or import_method(place)
@@ -119,15 +123,6 @@ def require_importable_method(place: str, method: Any) -> None:
     require_importable("method", place)
     found, own = ({**vars(m), "settings": type(m)} for m in (import_method(place), method))
     require_importable("method", place, same=found == own)
-
-
-def _place_of(method: Any) -> str:
-    """Return where a method can be imported from: its name, if it is installed."""
-    if method in all_methods().values():
-        return str(method.name)
-    strategy, client = method.strategy_class, method.client_class
-    other = "" if client is named_client(strategy) else f",{client.__qualname__}"
-    return place_of(strategy) + other
 
 
 def named_client(strategy: Any) -> Any:

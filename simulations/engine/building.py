@@ -149,9 +149,13 @@ def load_predictor(
         The network, if the run got it as an object in another process.
     """
     folder = Path(folder)
-    inputs = _load_inputs(folder)
+    inputs = InputTransform.load(folder)
+    if inputs is None:
+        raise FileNotFoundError(f"{folder}: no run that tells what it did to its examples")
     own_model = {} if model is None else {"model": name_model(model)}
     config = Config.of_run(folder, weights="", **own_model).replace(out=str(folder))
+    if config.projection:
+        inputs = replace(inputs, project=partial(projected, config))
     setup = Setup(config, build_model(config, inputs.shape, len(inputs.classes)))
     if (folder / "summary.json").exists():
         now = {"network": network_checksum(setup.network)}
@@ -176,12 +180,3 @@ def load_predictor(
     predictor = client_model.predictor(*unpack_content(content, str(client)))
     predictor.inputs = inputs
     return predictor
-
-
-def _load_inputs(folder: Path) -> InputTransform:
-    """Return what a run did to raw examples, its projection included."""
-    inputs = InputTransform.load(folder)
-    if inputs is None:
-        raise FileNotFoundError(f"{folder}: no run that tells what it did to its examples")
-    config = Config.of_run(folder)
-    return replace(inputs, project=partial(projected, config)) if config.projection else inputs

@@ -179,8 +179,9 @@ class Recorder:
         record["peak-memory"] = peak_memory()
 
         config, best = self.config, self.checkpoint.best
-        if _is_better(record, config.monitor, best):
-            best = Best(server_round, float(record[config.monitor]), strategy.learned, weights)
+        value, sign = record.get(config.monitor, math.nan), -1 if "loss" in config.monitor else 1
+        if not math.isnan(value) and (best is None or sign * value > sign * best.value):
+            best = Best(server_round, float(value), strategy.learned, weights)
         self._arrays = arrays
         rounds = [*self.checkpoint.rounds, Round.of(record, own)]
         self.checkpoint = Checkpoint(
@@ -207,11 +208,3 @@ def _among_clients(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
             statistics[f"client-{name}-worst"] = worst(values)
             statistics[f"client-{name}-std"] = float(np.std(values))
     return statistics
-
-
-def _is_better(record: Mapping[str, Any], monitor: str, best: Best | None) -> bool:
-    value = record.get(monitor)
-    if value is None or math.isnan(value):
-        return False
-    sign = -1 if "loss" in monitor else 1
-    return best is None or sign * value > sign * best.value

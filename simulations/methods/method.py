@@ -34,10 +34,8 @@ if TYPE_CHECKING:  # slow to import
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def _kebab_case(name: str) -> str:
-    """Return the name of a class in kebab-case: FedAvgM becomes fed-avg-m."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_", "-", name.strip("_"))
-    return words.lower()
+# places in the name of a class where kebab-case has a hyphen: FedAvgM becomes fed-avg-m
+WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_")
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +167,8 @@ class Method:
 
     def __init__(self, *row: Any, **more: Any) -> None:
         if row and not isinstance(row[0], str):  # the classes; the first one names it
-            row = (more.pop("name", _kebab_case(getattr(row[0], "__name__", ""))), *row)
+            words = WORD_BREAK.sub("-", getattr(row[0], "__name__", "").strip("_"))
+            row = (more.pop("name", words.lower()), *row)
         names = ("name", "strategy_class", "client_class")
         vars(self).update(zip(names, row, strict=False), **more)
         kind = self.strategy_class
