@@ -60,16 +60,7 @@ def client_gains(clients: pd.DataFrame, against: Sequence[str]) -> pd.DataFrame:
         for run in table.columns.drop(other):
             gain = (table[run] - table[other]).dropna()
             if len(gain):
-                rows.append(
-                    {
-                        "run": run,
-                        "against": other,
-                        "gain": (gain > MARGIN).mean(),
-                        "lose": (gain < -MARGIN).mean(),
-                        "mean-gain": gain.mean(),
-                        "largest-gain": gain.max(),
-                        "largest-loss": gain.min(),
-                        "clients": len(gain),
-                    }
-                )
-    return pd.DataFrame(rows)
+                shares = (gain > MARGIN).mean(), (gain < -MARGIN).mean()
+                rows.append((run, other, *shares, gain.mean(), gain.max(), gain.min(), len(gain)))
+    changes = ["gain", "lose", "mean-gain", "largest-gain", "largest-loss"]
+    return pd.DataFrame(rows, columns=["run", "against", *changes, "clients"])

@@ -45,11 +45,9 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
         chosen = np.flatnonzero(digit_of[y] >= 0)
         split, writers = split.select(chosen), writers[chosen]
         y, names = digit_of[y[chosen]], names[:10]
-    image = image_column(split)
-    to_grey = methodcaller("convert", "L")
+    image, to_grey = image_column(split), methodcaller("convert", "L")
     chunks = (split.select(range(i, min(i + CHUNK, len(y)))) for i in range(0, len(y), CHUNK))
-    grey = [stack_pictures(map(to_grey, own[image])) for own in chunks]
-    x = np.concatenate(grey)
+    x = np.concatenate([stack_pictures(map(to_grey, own[image])) for own in chunks])
     positions = pd.Series(writers).groupby(writers).cumcount().to_numpy()
     test = positions % TEST_EVERY == TEST_EVERY - 1
     train, tested = (Part(x[own], y[own], writers[own]) for own in (~test, test))

@@ -317,7 +317,6 @@ def _open(path: Path) -> Any:
 
 
 def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
-    """Read some of the arrays ``NPZ``."""
     found: dict[str, Any] = read_arrays("dataset", path, "x_train", "y_train")
     if odd := ", ".join(sorted(found.keys() - set(NPZ))):
         raise ConfigError(f"dataset: {path} has {odd}; expected some of {', '.join(NPZ)}")

@@ -91,7 +91,6 @@ class Setup:
 
     @property
     def _on_private_test(self) -> bool:
-        """Whether clients evaluate on parts of the test set."""
         return self.config.private_test and self.config.evaluate_on == "test"
 
     @cached_property
@@ -191,7 +190,6 @@ class Method:
         return found
 
     def _make_settings(self) -> Any:
-        """Make the class of the method's settings from the options of its classes."""
         shared = (Config, BaseStrategy, fedntk.clients.SGDClient)
         common = {name for kind in shared for name in kind.options()}
         own = self.own_settings.options()

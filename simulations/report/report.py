@@ -155,7 +155,6 @@ def write_html(
 
 
 def _join_tables(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the tables of rounds and of clients of all runs."""
     rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
     return rounds, pd.concat([run.clients for run in runs], ignore_index=True)
 
@@ -218,12 +217,10 @@ def _join_ends(table: pd.DataFrame, *names: str) -> pd.DataFrame:
 
 
 def _write_per_cent(table: pd.DataFrame, columns: list[str]) -> None:
-    """Write shares in a table as texts, in per cent."""
     table[columns] = (100 * table[columns]).map("{:.1f}".format).replace("nan", "-")
 
 
 def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> Iterator[Section]:
-    """Describe the spread of the clients' accuracies, and their gains."""
     summary, groups = client_summary(clients), _group(runs)
     summary["examples"] = [_examples_of_clients(groups[name]) for name in summary.run]
     _write_per_cent(summary, ["mean", "mean-std", "worst", "std"])

@@ -289,6 +289,10 @@ def test_what_does_not_fit_is_refused_with_the_cure(tmp_path, monkeypatch, optio
     refused(message, run, small(**options), progress=False, out=tmp_path / "run")
 
 
+def given(split: object) -> OwnData:
+    return OwnData((np.eye(4), np.arange(4) % 2), split=split, test_share=0.5)
+
+
 GAPS = make_frame().astype({"kind": object}).drop(columns="site")
 GAPS.loc[[3, 7], "kind"] = None
 GAPS.loc[4, "height"] = np.nan
@@ -302,7 +306,12 @@ GAPS.loc[4, "height"] = np.nan
         (OwnData((np.ones((4, 2)), np.ones(3, int))), r"one label each, got shapes \(4, 2\)"),
         (OwnData((np.ones((4, 2)) * np.nan, np.arange(4) % 2)), "expected finite numbers"),
         (OwnData((np.ones((4, 2)), np.arange(4) / 2)), "whole numbers or words as labels"),
-        (OwnData((np.eye(4), np.arange(4) % 2), split=[[0], [4]]), "3 for client 1.*index: 4"),
+        (given([[0], [4]]), "3 for client 1.*index: 4"),
+        (given([[True] * 4, [False] * 4]), "indices 0 ... 3 for client 0, .*got 4 of bool"),
+        (given([[0, 0], [1]]), "each once, got 2 of int64, 1 repeated"),
+        (given([[0.5], [1]]), "got 1 of float64, 0 repeated, 1 no such index: 0.5"),
+        (given([[0], []]), "for client 1, each once, got 0"),
+        (given([[0], [1], [2], [3]]), "as each client keeps one; give a test set"),
         (np.eye(4), r"train set: expected \(x, y\), a data frame"),
         ({"test": (np.eye(4), np.arange(4))}, "expected train among the splits, got test"),
         ((np.eye(4), np.array([0, 1, np.nan, 1])), "1 of 4 labels are NaN; leave these rows out"),
@@ -346,20 +355,6 @@ def test_a_test_set_is_read_by_the_names_of_columns_and_classes():
     own = OwnData(table(["a", "b", "c"]), test=table(["c", "b", "a"])).read()
     np.testing.assert_array_equal(own.y_train, own.y_test)
     assert own.classes == ("a", "b", "c")
-
-
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [
-        ([[True] * 4, [False] * 4], "expected indices 0 ... 3 for client 0, .*got 4 of bool"),
-        ([[0, 0], [1]], "each once, got 2 of int64, 1 repeated"),
-        ([[0.5], [1]], "got 1 of float64, 0 repeated, 1 no such index: 0.5"),
-        ([[0], []], "for client 1, each once, got 0"),
-        ([[0], [1], [2], [3]], "as each client keeps one; give a test set"),
-    ],
-)
-def test_splits_that_say_less_than_they_seem_are_refused(split, message):
-    refused(message, OwnData((np.eye(4), np.arange(4) % 2), split=split, test_share=0.5).read)
 
 
 def test_a_network_that_was_edited_is_not_taken_for_the_runs(tmp_path):

@@ -1,7 +1,6 @@
 """What is slow to import is imported only where it is used."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,18 +8,18 @@ import pytest
 from fedntk.simulations import Config
 from fedntk.simulations.data.partitions import load_split
 
+from ..conftest import output_of
+
 SMALL = {"num_clients": 6, "clients_per_round": 2, "train_examples": 200, "rounds": 1}
-LOADED = "import json, sys; print(json.dumps([*sys.modules]), file=sys.stderr)"
+LOADED = "import json, sys; print(json.dumps([*sys.modules]))"
 COMMAND = "from fedntk.simulations.cli import app\ntry: app({})\nexcept SystemExit: pass"
 DRAWING = {"matplotlib", "networkx", "pandas"}
 
 
 def loaded(code: str) -> set[str]:
     """Return the modules that a program has loaded at its end."""
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", f"{code}\n{LOADED}"], capture_output=True, text=True, check=True
-    )
-    return set(json.loads(done.stderr.splitlines()[-1]))
+    said = output_of(sys.executable, "-c", f"{code}\n{LOADED}")
+    return set(json.loads(said.splitlines()[-1]))
 
 
 @pytest.mark.parametrize(
