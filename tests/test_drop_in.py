@@ -19,13 +19,11 @@ from fedntk.ntk import TCTModel, one_hot
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy
 
-from .conftest import ROOT
+from .conftest import FILE, ROOT
 
 PAGE = (ROOT / "docs" / "drop-in.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r'^```(\w+) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-BLOCKS = {name: (language, text) for language, name, text in BLOCK.findall(PAGE)}
-STOCK = {name: text for name, (language, text) in BLOCKS.items() if language != "diff"}
-DIFFS = {name: text for name, (language, text) in BLOCKS.items() if language == "diff"}
+STOCK = dict(FILE.findall(PAGE))
+DIFFS = {name: STOCK.pop(name) for name in [*STOCK] if name.endswith(".diff")}
 STRATEGIES: dict[str, type[Strategy]] = {
     "ntk_fl.diff": NTKFL, "cp_ntk_fl.diff": CPNTKFL, "scaffold.diff": SCAFFOLD, "tct.diff": TCT,
     "tct_statistics.diff": TCT,

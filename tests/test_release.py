@@ -1,7 +1,6 @@
 """The archives of a release: complete, and fit for an environment without the checkout."""
 
 import os
-import subprocess
 import sys
 import tarfile
 
@@ -9,41 +8,34 @@ import pytest
 
 import fedntk
 
-from .conftest import ROOT
+from .conftest import ROOT, output_of
 
 UV = [sys.executable, "-m", "uv"]
-
-
-def done(*command: object, **options: object) -> str:
-    """Run a command that must succeed, and return what it says."""
-    said = subprocess.run(  # noqa: S603
-        [*map(str, command)], capture_output=True, text=True, check=False, **options
-    )
-    assert said.returncode == 0, said.stdout + said.stderr
-    return said.stdout
 
 
 @pytest.mark.slow
 def test_wheel_and_source_archive_hold_what_a_stranger_needs(tmp_path):
     """The wheel is made from the source archive; the demo runs from it with pinned packages."""
     archives, folder = tmp_path / "dist", f"fedntk-{fedntk.__version__}"
-    done(*UV, "build", "--quiet", "--out-dir", archives, ROOT)
+    output_of(*UV, "build", "--quiet", "--out-dir", archives, ROOT)
     (source,), (wheel,) = archives.glob("*.tar.gz"), archives.glob("*.whl")
-    done(sys.executable, "-m", "twine", "check", "--strict", source, wheel)
+    output_of(sys.executable, "-m", "twine", "check", "--strict", source, wheel)
     with tarfile.open(source) as packed:
         names = {name.removeprefix(f"{folder}/") for name in packed.getnames()}
-    assert set(done("git", "ls-files", cwd=ROOT).splitlines()) <= names
+    assert set(output_of("git", "ls-files", cwd=ROOT).splitlines()) <= names
     assert not any(name.startswith((".venv", "build", "runs")) for name in names)
 
     bin_folder = tmp_path / "venv" / "bin"
-    done(*UV, "venv", "--python", sys.executable, bin_folder.parent)
+    output_of(*UV, "venv", "--python", sys.executable, bin_folder.parent)
     install = [*UV, "pip", "install", "--python", bin_folder / "python"]
-    done(*install, "--constraint", ROOT / "constraints.txt", f"fedntk[simulation] @ file://{wheel}")
+    output_of(
+        *install, "--constraint", ROOT / "constraints.txt", f"fedntk[simulation] @ file://{wheel}"
+    )
     command, home = bin_folder / "fedntk", {**os.environ, "HOME": str(tmp_path)}
     home.pop("FLWR_HOME", None)
-    assert done(command, "--version", env=home) == f"fedntk {fedntk.__version__}\n"
-    said = done(command, "demo", "--out", tmp_path / "demo", env=home, cwd=tmp_path)
+    assert output_of(command, "--version", env=home) == f"fedntk {fedntk.__version__}\n"
+    said = output_of(command, "demo", "--out", tmp_path / "demo", env=home, cwd=tmp_path)
     assert "Test accuracy by communication round" in said
     assert (tmp_path / "demo" / "accuracy.png").stat().st_size > 10_000
     where = "import fedntk.simulations as s; print(s.__file__)"
-    assert str(bin_folder.parent) in done(bin_folder / "python", "-c", where, cwd=tmp_path)
+    assert str(bin_folder.parent) in output_of(bin_folder / "python", "-c", where, cwd=tmp_path)
