@@ -57,9 +57,6 @@ class Config(SplitSettings, frozen=True, eq=True):
     (10, 1000)
     >>> config.replace(tct={"local_steps": 50}).settings.num_features
     1000
-    >>> Config.parse({"round": 3})
-    Traceback (most recent call last):
-    fedntk.simulations.errors.ConfigError: unknown key 'round'; did you mean 'rounds'?
     """
 
     method: str = setting("ntk-fl", "method: one of those here, or <file>.py:<class>")
@@ -362,10 +359,13 @@ class Config(SplitSettings, frozen=True, eq=True):
         """Read a TOML file; `overrides` (snake_case) win over it."""
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"no configuration at {path}") from None
+        except (FileNotFoundError, IsADirectoryError) as error:
+            is_name = Path(path).suffix != ".toml" and not Path(path).is_dir()
+            cure = f"; a method has no file: --set method={path}" * is_name
+            raise ConfigError(f"no configuration at {path}: {error.strerror}{cure}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is no TOML: {error}") from None
+            cure = f"; did you mean {path}:<class>?" * (Path(path).suffix == ".py")
+            raise ConfigError(f"{path} is no TOML: {error}{cure}") from None
         try:
             for given in (values, overrides):
                 if "method" in given:  # whose table may be in either

@@ -26,9 +26,6 @@ class Settings(Declared, frozen=True, eq=True):
     ...     local_steps: int = setting(5, "local steps a round", at_least=1)
     >>> Mine(local_steps=7)
     Mine({'mine.local-steps': 7})
-    >>> Mine(local_steps=0)
-    Traceback (most recent call last):
-    fedntk.simulations.errors.ConfigError: mine.local-steps: expected at least 1, got 0
     """
 
     table: ClassVar[str] = ""  # of TOML, which holds them; empty: none
