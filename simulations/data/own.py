@@ -87,6 +87,8 @@ class OwnData:
                 )
             first, second = first["train"], first.get("test", second)
         train = self._table(first, "train set")
+        if len(train.classes) < 2:
+            raise ConfigError(f"train set: expected two classes or more, got {len(train.classes)}")
         test = None if second is None else self._match(train, self._table(second, "test set"))
         split, kept = self._split(train), None
         if test is None:
@@ -115,7 +117,8 @@ class OwnData:
         except (TypeError, ValueError, LookupError) as error:
             raise ConfigError(
                 f"{what}: expected (x, y), a data frame, a Hugging Face dataset or a torch dataset "
-                f"of pairs, with examples of one shape, got {type(data).__name__}: {error}"
+                f"of pairs, with examples of one shape, or dataset='csv:...' instead of data, got "
+                f"{type(data).__name__}: {error}"
             ) from error
         y, classes = part.y, part.classes
         if y.dtype.kind == "f" and (gaps := np.count_nonzero(np.isnan(y))):
@@ -163,12 +166,15 @@ class OwnData:
 
     def _frame(self, frame: Any, what: str, x: NDArray[Any] | None = None) -> Part:
         """Read a data frame; of examples `x`, if given, it has only labels and owners."""
+        frame = frame.rename(columns=str)
+        if twice := ", ".join(frame.columns[frame.columns.duplicated()]):
+            raise ConfigError(f"{what}: expected columns of different names, got twice {twice}")
         own = self._require_columns(frame.columns, what)
-        index = [c for c in frame.columns if str(c).startswith("__index_level_")]  # of pandas
-        inputs = frame.drop(columns=[*own, *index])
+        index = ("__index_level_", "Unnamed: 0")  # of pandas, in parquet and csv
+        inputs = frame[[c for c in frame if c not in own and not c.startswith(index)]]
         if x is not None:
             inputs = inputs[[]]
-        odd = [str(c) for c in inputs.columns if inputs[c].dtype.kind not in "biuf"]
+        odd = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
         if words := ", ".join(odd[:10]):
             raise ConfigError(
                 f"{what}: expected numbers in all columns but the target, got others in {words}; "
@@ -181,7 +187,7 @@ class OwnData:
                 "fill them, or leave these rows out, as frame.dropna() does"
             )
         owners = np.array(frame[self.client_column].tolist()) if self.client_column else None
-        y, columns = frame[self.target].to_numpy(), tuple(map(str, inputs.columns))
+        y, columns = frame[self.target].to_numpy(), tuple(inputs.columns)
         return Part(inputs.to_numpy(dtype=np.float64) if x is None else x, y, owners, columns)
 
     def _match(self, train: Part, test: Part) -> Part:
@@ -278,12 +284,10 @@ def read_own(settings: DatasetSettings) -> Data | None:
     elif kind == "npz":
         data = _read_npz(place, settings)
     else:
-        parts = place.iterdir() if place.is_dir() else ()
         suffix = "" if kind == "folder" else f".{kind}"
-        named = ("train", "test")
-        data = {own.stem: own for own in parts if own.stem in named and own.suffix == suffix}
-        if "train" in data:
-            data = {part: _read(kind, own) for part, own in data.items()}
+        parts = {part: place / f"{part}{suffix}" for part in ("train", "test")}
+        if parts["train"].exists():
+            data = {part: _read(kind, own) for part, own in parts.items() if own.exists()}
         else:
             data = _read(kind, place)
     return OwnData.of(data, settings).read(standardise=settings.standardise)

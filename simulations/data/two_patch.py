@@ -19,11 +19,6 @@ class TwoPatchOptions(Settings, frozen=True, eq=True):
     >>> options = TwoPatchOptions.read("groups=1-3-6-10,signal=1.5")
     >>> options.distribution.num_clients, options.signal, options.dimension
     (20, 1.5, 1000)
-    >>> TwoPatchOptions.read("dimensions=10")
-    Traceback (most recent call last):
-    fedntk.simulations.errors.ConfigError: two-patch: expected options groups=..., dimension=..., \
-examples=..., test=..., signal=..., noise=..., seed=..., got 'dimensions=10'; did you mean \
-'dimension'?
     """
 
     table = "two-patch"
