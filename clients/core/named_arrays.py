@@ -21,13 +21,6 @@ class NamedArrays(list[NDArray[Any]]):
     unreadable : mapping of str to str, optional
         Record -> why it could not be read. Only records that come from other clients are left out
         so; any other one fails the message.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> arrays = NamedArrays({"arrays": {"weight": np.zeros(2)}, "corrections": {}})
-    >>> len(arrays), list(arrays.records)
-    (1, ['arrays', 'corrections'])
     """
 
     def __init__(

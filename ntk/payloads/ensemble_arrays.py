@@ -11,17 +11,7 @@ NAME = re.compile(r"model-(\d+)\.(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class EnsembleArrays(Generic[A]):
-    """The arrays of K models (or whole records), which travel as ``model-<k>.<name>``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> both = EnsembleArrays(({"weight": np.zeros(2)}, {"weight": np.ones(2)}))
-    >>> list(both.to_arrays())
-    ['model-0.weight', 'model-1.weight']
-    >>> len(EnsembleArrays.from_arrays(both.to_arrays()).models)
-    2
-    """
+    """The arrays of K models (or whole records), which travel as ``model-<k>.<name>``."""
 
     models: tuple[dict[str, A], ...]
 

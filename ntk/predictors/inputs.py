@@ -1,6 +1,7 @@
 """What is done to raw examples before a model sees them: part of what was learned."""
 
 import json
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +84,20 @@ class InputTransform:
         if not np.isfinite(raw).all():
             raise ValueError("expected finite numbers, got NaN or infinity")
         scaled = (raw.astype(self.mean.dtype) - self.mean) / self.std
+        top, mean, kind = raw.max(initial=0), self.mean.max(), raw.dtype.kind
+        too_small = kind == "f" and 0 < top <= 1 < mean  # as torchvision's ToTensor makes them
+        if len(self.shape) == 3 and (too_small or (kind == "u" and scaled.max(initial=0) > 100)):
+            warnings.warn(
+                f"pictures have values up to {top:g}, but the training examples have the mean "
+                f"{mean:g}; pass all as they were in training: 0 ... 255, or 0 ... 1",
+                stacklevel=2,
+            )
         ready = torch.from_numpy(scaled.astype(np.float32, copy=False))
         return ready if self.project is None else self.project(ready)
 
     def _numbers(self, x: Any) -> NDArray[Any]:
         if self.columns and hasattr(x, "columns"):
+            x = x.rename(columns=str)  # names may be numbers
             if missing := ", ".join(name for name in self.columns if name not in x.columns):
                 named = ", ".join(self.columns)
                 raise ValueError(f"expected the columns {named}; missing: {missing}")
@@ -124,9 +134,9 @@ class InputTransform:
         if all(isinstance(name, str) for name in self.classes):
             number |= {i: i for i in range(len(self.classes))}
         given = y.tolist() if hasattr(y, "tolist") else list(y)
-        if odd := sorted(map(str, set(given) - number.keys()))[:5]:
-            known = ", ".join(map(str, self.classes[:20]))
-            raise ValueError(f"expected the classes {known}, got {', '.join(odd)}")
+        if odd := ", ".join(sorted(map(repr, set(given) - number.keys()))[:5]):
+            known = ", ".join(map(repr, self.classes[:20]))
+            raise ValueError(f"expected the classes {known}, got {odd}")
         return torch.tensor([number[own] for own in given], dtype=torch.int64)
 
     def describe(self) -> str:
