@@ -61,6 +61,7 @@ def client_gains(clients: pd.DataFrame, against: Sequence[str]) -> pd.DataFrame:
             gain = (table[run] - table[other]).dropna()
             if len(gain):
                 shares = (gain > MARGIN).mean(), (gain < -MARGIN).mean()
-                rows.append((run, other, *shares, gain.mean(), gain.max(), gain.min(), len(gain)))
+                ends = gain.clip(0).max(), gain.clip(None, 0).min()
+                rows.append((run, other, *shares, gain.mean(), *ends, len(gain)))
     changes = ["gain", "lose", "mean-gain", "largest-gain", "largest-loss"]
     return pd.DataFrame(rows, columns=["run", "against", *changes, "clients"])

@@ -140,6 +140,9 @@ def test_gains_are_of_the_clients_that_both_runs_have():
     assert (row["run"], row["against"], row["clients"]) == ("a", "b", 2)
     numbers = [row[name] for name in ("gain", "lose", "mean-gain", "largest-gain", "largest-loss")]
     assert numbers == pytest.approx([0.5, 0.0, (0.2 - 0.005) / 2, 0.2, -0.005])
+    better = CLIENTS.assign(value=CLIENTS.value + 0.5 * (CLIENTS.run == "a"))
+    (row,) = client_tables.client_gains(better, ["b"]).to_dict("records")
+    assert row["largest-loss"] == 0  # as both gain
 
 
 def test_targets_go_by_the_clients_own_models(finished_run):
