@@ -67,7 +67,8 @@ def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -
     name is `taken`.
     """
     if not isinstance(given, Mapping):
-        given = metrics_of(",".join(map(str, [given] if isinstance(given, str) else given)))
+        several = isinstance(given, Iterable) and not isinstance(given, str)
+        given = metrics_of(",".join(map(str, given if several else [given])))
     items = []
     for name, metric in given.items():
         place = with_whole_path(metric) if isinstance(metric, str) else place_of(metric)
@@ -76,8 +77,9 @@ def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -
             raise ConfigError(f"metrics: expected another name, such as my-{name}, got {name!r}")
         if ":" not in place and place not in BUILT_IN:
             raise ConfigError(
-                f"metrics: expected {', '.join(BUILT_IN)}, <file>.py:<function> or "
-                f"<module>:<function>, got {place!r}{nearest(place, BUILT_IN)}"
+                f"metrics: expected {', '.join(BUILT_IN)}, <file>.py:<function>, "
+                "<module>:<function>, or in Python a dict of names and functions, "
+                f"got {place!r}{nearest(place, BUILT_IN)}"
             )
         if not isinstance(metric, str):
             _given[name, place] = metric

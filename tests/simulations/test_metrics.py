@@ -131,6 +131,7 @@ def test_a_metric_that_was_edited_is_not_taken_for_the_runs(tmp_path, monkeypatc
     ("given", "message"),
     [
         ({"metrics": "f1-marco"}, "got 'f1-marco'; did you mean 'f1-macro'"),
+        ({"metrics": top_two}, "in Python a dict of names and functions, got '<function top_two"),
         ({"metrics": {"accuracy": top_two}}, "another name, such as my-accuracy, got 'accuracy'"),
         ({"metrics": "client-f=f1-macro"}, "got 'client-f'"),
         ({"metrics": "f1-macro", "monitor": "f1-marco"}, "monitor: .*did you mean 'f1-macro'"),
