@@ -64,7 +64,13 @@ def run_rounds(
         logger.info("[ROUND %s/%s]", number, num_rounds)
         messages = strategy.configure_train(number, arrays, train_config, grid)
         replies = grid.send_and_receive(messages=messages, timeout=timeout)
-        found, metrics = strategy.aggregate_train(number, replies)
+        found = strategy.aggregate_train(number, replies)
+        if not (isinstance(found, tuple) and isinstance(found[0], ArrayRecord | None)):
+            raise TypeError(
+                f"{name}.aggregate_train: expected to get an ArrayRecord, or None, and metrics, "
+                f"got {found!r:.60}; end it with: return cast_like(new, model), metrics"
+            )
+        found, metrics = found
         if found is not None:
             arrays = found
             if strategy.averaged is not None:

@@ -100,6 +100,8 @@ def test_an_error_in_a_file_has_its_line(folder):
     short, long = (CliRunner().invoke(app, [*command, *more]) for more in ((), ("--debug",)))
     assert [done.exit_code for done in (short, long)] == [1, 1]
     assert ["in failing_as_run" in done.output for done in (short, long)] == [False, True]
+    empty = type("Empty", (SeededFedAvg,), {"aggregate_train": lambda *_: None})
+    refused("Empty.aggregate_train: .*, got None; end", run, empty, error=RunFailed, **SMALL)
     (folder / "mine.py").write_text("x = 1\nnwe\n")
     refused(r"imported: .*'nwe' is not defined \(mine.py, line 2\)", run, "mine.py:HalfFL")
 
