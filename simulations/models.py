@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedntk.ntk import CentredInputs, with_fourier_features
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features import CENTRE
+from fedntk.ntk.features.scattering import LogStandardise, Scattering
 from fedntk.ntk.first_weights import draw_weights
 
 from .config.config import Config
@@ -142,6 +143,20 @@ class TwoPatchCNN(nn.Module):
         activations = torch.relu(x @ self.weight.flatten(0, 1).T).sum(1)
         outputs: Tensor = activations.unflatten(1, self.weight.shape[:2]).mean(2)
         return outputs
+
+
+class ScatteringNetwork(nn.Sequential):
+    """A linear layer on the logarithms of an image's scattering coefficients.
+
+    Nothing before the last layer is trained or sent. Each image's features have mean 0 and variance
+    1. `input_shape` is (channels, height, width), at least 8 x 8.
+    """
+
+    def __init__(self, input_shape: InputShape, num_classes: int) -> None:
+        channels, *size = _image(input_shape, "scattering", at_least=8)
+        scattering = Scattering(size)
+        width = channels * scattering.num_channels * math.prod(scattering.kept)
+        super().__init__(scattering, LogStandardise(), nn.Linear(width, num_classes))
 
 
 def resnet18(input_shape: InputShape, num_classes: int, norm: str = "batch") -> nn.Module:
@@ -268,7 +283,9 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         )
     if config.random_features:
         try:
-            model = with_fourier_features(model, config.random_features, config.seed)
+            model = with_fourier_features(
+                model, config.random_features, config.seed, bandwidth=config.bandwidth
+            )
         except ValueError as error:
             raise ConfigError(f"random-features: {error}") from None
     return CentredInputs(model, input_shape) if config.centre_inputs else model
@@ -303,6 +320,7 @@ def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Mo
         "resnet18": partial(resnet18, norm=config.norm),
         "char-lstm": partial(CharLSTM, width=config.width),
         "two-patch-cnn": partial(TwoPatchCNN, width=config.width),
+        "scattering": ScatteringNetwork,
     }
     if config.model in known:
         return known[config.model](input_shape, num_classes)

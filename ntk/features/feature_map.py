@@ -21,7 +21,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from .fourier import FourierFeatures
+from .fourier import BANDWIDTH, FourierFeatures
 from .tangent import TangentFeatures
 
 FeatureKind = Literal["entk", "entk-sketch", "last-layer", "fourier"]
@@ -218,13 +218,19 @@ def record_input(head: nn.Linear, num_examples: int) -> Iterator[list[Tensor]]:
 
 
 def with_fourier_features(
-    network: nn.Module, num_features: int, seed: int, head: str = ""
+    network: nn.Module,
+    num_features: int,
+    seed: int,
+    head: str = "",
+    *,
+    bandwidth: float = BANDWIDTH,
 ) -> nn.Module:
     """Return a copy of a network with a new last layer, of p random Fourier features of its inputs.
 
     So methods that compute the last layer of a frozen network have any number of features, as in
     Fani et al., ICML 2024 (Fed3R-RF). The seed gives the features and the new layer's first
-    weights. `head` is that of :class:`FeatureMap`.
+    weights. `head` is that of :class:`FeatureMap`, and `bandwidth` the standard deviation of the
+    Gaussian kernel that they estimate, for inputs of length 1.
 
     Examples
     --------
@@ -234,7 +240,8 @@ def with_fourier_features(
     """
     network = copy.deepcopy(network)
     name, old = FeatureMap("fourier", num_features, seed, head).last_layer(network)
-    cosines = FourierFeatures(old.in_features, num_features, seed).to(old.weight.device)
+    cosines = FourierFeatures(old.in_features, num_features, seed, bandwidth)
+    cosines.to(old.weight.device)
     layer = _draw_layer(old, num_features, old.out_features, seed)
     return _with_layer(network, name, nn.Sequential(cosines, layer))
 

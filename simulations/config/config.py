@@ -123,8 +123,9 @@ class Config(SplitSettings, frozen=True, eq=True):
     model: str = setting(
         "mlp",
         "mlp, simple-cnn, lenet, lenet-bn (with BatchNorm), digits-cnn, resnet18, char-lstm, "
-        "two-patch-cnn; or your own, <file>.py:<function> or <module>:<function>, called with the "
-        "shape of an example and the number of classes",
+        "two-patch-cnn, scattering (features of images, nothing trained); or your own, "
+        "<file>.py:<function> or <module>:<function>, called with the shape of an example and the "
+        "number of classes",
     )
     width: int = setting(
         100,
@@ -147,6 +148,12 @@ class Config(SplitSettings, frozen=True, eq=True):
         "p random Fourier features of the last layer's inputs, which a last layer drawn anew is "
         "given in their place; 0: none",
         at_least=0,
+    )
+    bandwidth: float = setting(
+        0.3,
+        "standard deviation of the Gaussian kernel that random-features estimate, for inputs of "
+        "length 1; about 1.6 for model = scattering",
+        above=0,
     )
     loss: Literal["cross-entropy", "mse"] = setting("cross-entropy", "loss of all methods")
     learning_rate: float = setting(0.01, "eta: step of SGD, or of gradient flow", above=0)

@@ -36,6 +36,8 @@ CNN = 32 * 9 + 32 + 64 * 32 * 9 + 64 + 3136 * 128 + 128 + 1290
         ({"model": "lenet"}, (3, 32, 32), LENET),
         ({"model": "lenet-bn"}, (3, 32, 32), LENET + 2 * (6 + 16)),
         ({"model": "digits-cnn", "width": 512}, (3, 28, 28), DIGITS_CNN),
+        ({"model": "scattering"}, (3, 28, 20), 3 * 81 * 7 * 5 * 10 + 10),
+        ({"model": "scattering", "random_features": 30}, (1, 8, 8), 310),
         ({"model": "resnet18"}, (3, 32, 32), 11_173_962),
         ({"model": "resnet18", "norm": "group"}, (1, 28, 28), 11_173_962 - 2 * 64 * 9),
     ],
@@ -114,7 +116,7 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path):
         (
             {"model": "vgg"},
             (3, 32, 32),
-            "model: expected mlp, .* lenet-bn, .*, two-patch-cnn, or your own as",
+            "model: expected mlp, .* lenet-bn, .*, scattering, or your own as",
         ),
         ({"model": "math:nothing"}, (4,), "math has no nothing"),
         ({"model": "lenet"}, (1, 8, 8), "model = lenet: .* at least 16 x 16"),

@@ -1,5 +1,6 @@
 """Random Fourier features against the kernel that they estimate."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -7,19 +8,20 @@ from fedntk.ntk import FeatureMap, with_fourier_features
 from fedntk.ntk.features.fourier import BANDWIDTH, FourierFeatures
 
 
-def kernel(h: torch.Tensor) -> torch.Tensor:
+def kernel(h: torch.Tensor, bandwidth: float) -> torch.Tensor:
     """Of inputs scaled to length 1, float64."""
     unit = h.double() / h.double().norm(dim=1, keepdim=True)
-    return torch.exp(-(torch.cdist(unit, unit) ** 2) / (2 * BANDWIDTH**2))
+    return torch.exp(-(torch.cdist(unit, unit) ** 2) / (2 * bandwidth**2))
 
 
-def test_inner_products_estimate_the_gaussian_kernel():
+@pytest.mark.parametrize("bandwidth", [BANDWIDTH, 1.6])
+def test_inner_products_estimate_the_gaussian_kernel(bandwidth):
     """Each of p products lies within 2 of 0: standard deviations are under 2 / sqrt(p)."""
     p = 20_000
     h = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     h = torch.cat([h, h + 0.1, 5 * h])  # near ones; and others of another length
-    z = FourierFeatures(3, p, 1)(h).double()
-    assert float((z @ z.T - kernel(h)).abs().max()) < 5 * 2 / p**0.5
+    z = FourierFeatures(3, p, 1, bandwidth)(h).double()
+    assert float((z @ z.T - kernel(h, bandwidth)).abs().max()) < 5 * 2 / p**0.5
     torch.testing.assert_close(z[:6], z[12:], rtol=0, atol=1e-5)
 
 
@@ -47,3 +49,11 @@ def test_a_network_that_is_one_layer_can_take_them():
     network = with_fourier_features(nn.Linear(4, 3, bias=False), 30, 7)
     assert list(network.state_dict()) == ["1.weight"]
     assert network(torch.ones(2, 4)).shape == (2, 3)
+
+
+def test_bits_of_an_example_do_not_depend_on_those_beside_it():
+    """So whole numbers that come of them add up to the same bits for every split."""
+    h = torch.randn(300, 50, generator=torch.Generator().manual_seed(0))
+    module = FourierFeatures(50, 70, 1)
+    for size in (1, 7, 128, 299):
+        assert torch.equal(torch.cat([module(part) for part in h.split(size)]), module(h))

@@ -1,0 +1,133 @@
+"""One exchange of sums of features that nobody trains: accuracy on all images, whatever the split.
+
+A client computes scattering coefficients of its images, their logarithms, standardised within each
+image, and p cosines of a Gaussian projection that a seed gives; rounds these to 8 bits; and sends
+Z^T Z, Z^T Y and the classes' counts, once. The server adds up and solves ridge regression. The
+ridge is chosen on sums over one image in six, which the clients hold out; then the sums of all
+images are solved. Nothing is chosen on the test set; the bandwidth was chosen
+on validation images of Fashion-MNIST.
+
+    python benchmarks/one_exchange.py --data-dir FOLDER [--dataset fashion-mnist] [--features 8000]
+        [--seeds 0,1,2] [--splits ...] [--clients 100] [--examples 0]
+
+Each row of results/one_exchange.csv is one exchange: `sums` is a checksum of the clients' sums,
+which must not depend on the split. Rows of other cases stay as they are.
+"""
+
+import argparse
+import functools
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from fedntk.ntk import FeatureMap, Normaliser
+from fedntk.ntk.convex import NormalEquations, best_ridge
+from fedntk.ntk.features import FixedPoint
+from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.simulations import Config
+from fedntk.simulations.data.data import checksum_of
+from fedntk.simulations.engine.building import load_setup
+
+RESULTS = Path(__file__).parent / "results"
+KEYS = ["dataset", "features", "seed", "split", "clients", "examples"]
+RIDGES = tuple(10.0**k for k in range(-6, 2))
+BANDWIDTH = 1.6
+SPLITS = {
+    "one class a client": {
+        "partition": "pathological",
+        "classes_per_client": 1,
+        "class_assignment": "deterministic",
+    },
+    "two classes a client": {"partition": "pathological", "classes_per_client": 2},
+    "Dirichlet 0.1": {"partition": "dirichlet", "alpha": 0.1},
+    "Dirichlet 0.5": {"partition": "dirichlet", "alpha": 0.5},
+}
+
+
+def exchange(config: Config) -> dict[str, object]:
+    """Return what one exchange measures."""
+    setup = load_setup(config)
+    width, classes = config.random_features, setup.data.num_classes
+    extract = FeatureMap("last-layer").extractor(setup.network)
+    step = 2 ** np.ceil(np.log2(np.sqrt(2 / width) / 127))  # no cosine is larger than sqrt(2 / p)
+    fixed = FixedPoint(np.full(width, step, np.float32), bits=8)
+    every = np.concatenate(setup.split.clients)
+    held = np.zeros(len(setup.data.y_train), bool)
+    held[np.random.default_rng(config.seed).choice(np.sort(every), len(every) // 6, False)] = True
+
+    def sums(indices: np.ndarray) -> FeatureStatistics:
+        x, y = setup.data.train(indices)
+        return FeatureStatistics.of(map(extract, x.split(1000)), y, classes, fixed_point=fixed)
+
+    def add(groups: list[np.ndarray]) -> FeatureStatistics:
+        return functools.reduce(lambda total, own: total + sums(own), groups[1:], sums(groups[0]))
+
+    start = time.perf_counter()
+    fitting, validation = (
+        add([own[held[own] == part] for own in setup.split.clients if (held[own] == part).any()])
+        for part in (False, True)
+    )
+    on_clients = time.perf_counter() - start
+    total = fitting + validation
+    identity = Normaliser.identity(width)
+    equations = [
+        NormalEquations.of(own.scaled(fixed), identity, bias=True)
+        for own in (fitting, validation, total)
+    ]
+    ridge = best_ridge(*equations[:2], RIDGES)
+    linear = equations[2].solve(ridge).float()
+    x, y = setup.data.test()
+    hits = [
+        (extract(part) @ linear[:-1] + linear[-1]).argmax(1) == own
+        for part, own in zip(x.split(1000), y.split(1000), strict=True)
+    ]
+    return {
+        "accuracy": float(torch.cat(hits).float().mean()),
+        "ridge": ridge,
+        "sums": checksum_of(total.gram, total.class_sums, total.counts)[:16],
+        "client-seconds": on_clients,
+        "seconds": time.perf_counter() - start,
+        "bytes": sum(a.nbytes for a in total.to_arrays(fixed).values()),
+    }
+
+
+def main() -> None:
+    """Measure the cases that are asked for, one after another."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--dataset", default="fashion-mnist")
+    parser.add_argument("--features", type=int, default=8000)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--splits", default=",".join(SPLITS))
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--examples", type=int, default=0, help="training images; 0: all")
+    options = parser.parse_args()
+    path = RESULTS / "one_exchange.csv"
+    for seed in map(int, options.seeds.split(",")):
+        for split in options.splits.split(","):
+            more = {} if not options.examples else {"train_examples": options.examples}
+            config = Config(
+                method="afl", dataset=options.dataset, data_dir=options.data_dir,
+                model="scattering", random_features=options.features, bandwidth=BANDWIDTH,
+                standardise=False, num_clients=options.clients, seed=seed, **SPLITS[split], **more,
+            )  # fmt: skip
+            case = [
+                options.dataset,
+                options.features,
+                seed,
+                split,
+                options.clients,
+                options.examples,
+            ]
+            row = dict(zip(KEYS, case, strict=True)) | exchange(config)
+            print(row, flush=True)
+            old = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=list(row))
+            table = pd.concat([old, pd.DataFrame([row])]).drop_duplicates(KEYS, keep="last")
+            table.sort_values(KEYS).to_csv(path, index=False)
+
+
+if __name__ == "__main__":
+    main()

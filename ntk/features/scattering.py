@@ -1,0 +1,158 @@
+"""Scattering: features of images that need no training and no data.
+
+Source: Bruna and Mallat, *Invariant Scattering Convolution Networks*, IEEE TPAMI 2013. With Morlet
+wavelets psi of J scales and L angles, and a Gaussian low-pass phi, an image x (h, w) gives
+
+    S x = (x * phi,  |x * psi_1| * phi,  ||x * psi_1| * psi_2| * phi),
+
+the last for each psi_2 of a coarser scale than psi_1's, at every 2^J-th pixel of rows and columns:
+1 + J L + L^2 J (J - 1) / 2 channels. At scale j the wavelets' envelope has a standard deviation of
+0.8 * 2^j pixels, 4 / L as much along the angle, and the frequency is 3 pi / 2^(j + 2).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+ALIASES = 2  # periods of the frequencies on either side in which a Gaussian has not yet vanished
+
+
+class Scattering(nn.Module):
+    """Images (n, channels, h, w) -> scattering coefficients (n, channels, K, h / 2^J, w / 2^J).
+
+    Borders are reflected. Convolutions are products of Fourier transforms, computed at the
+    resolution of each scale. Nothing is trained or in the state dict.
+
+    Parameters
+    ----------
+    size : (int, int)
+        Height and width, at least 2^(J + 1).
+    scales : int
+        J.
+    angles : int
+        L.
+
+    Examples
+    --------
+    >>> Scattering((28, 28))(torch.rand(5, 3, 28, 28)).shape
+    torch.Size([5, 3, 81, 7, 7])
+    """
+
+    wavelets: Tensor  # Fourier transforms, float32 (J, L, rows, columns)
+    low_pass: Tensor  # (rows, columns)
+
+    def __init__(self, size: Sequence[int], *, scales: int = 2, angles: int = 8) -> None:
+        super().__init__()
+        if scales < 1 or angles < 1 or min(size) < 2 ** (scales + 1):
+            raise ValueError(
+                f"scattering: expected scales J and angles L of at least 1, and images of at least "
+                f"2^(J + 1) pixels a side, got J = {scales}, L = {angles} and {tuple(size)}"
+            )
+        self.scales, self.angles, self.step = scales, angles, 2**scales
+        self.kept = [side // self.step for side in size]
+        padded = [(-(-side // self.step) + 2) * self.step for side in size]
+        rows, columns = (whole - side - self.step for whole, side in zip(padded, size, strict=True))
+        self._margins = (self.step, columns, self.step, rows)
+        wavelets = [
+            torch.stack([morlet(padded, j, math.pi * k / angles, angles) for k in range(angles)])
+            for j in range(scales)
+        ]
+        low_pass = gaussian(padded, 0.8 * 2 ** (scales - 1))
+        self.register_buffer("wavelets", torch.stack(wavelets).float(), persistent=False)
+        self.register_buffer("low_pass", low_pass.float(), persistent=False)
+
+    @property
+    def num_channels(self) -> int:
+        """Coefficients K of each position, for each of the image's channels."""
+        paths, angles = self.scales * (self.scales - 1) // 2, self.angles
+        return 1 + self.scales * angles + paths * angles**2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the coefficients of images (n, channels, h, w).
+
+        First the image's, then each finer scale's, those of its coarser second scales after them.
+        """
+        spectrum = torch.fft.fft2(pad(x.float(), self._margins, mode="reflect")).unsqueeze(2)
+        found = [self._smooth(spectrum, 0)]
+        for j in range(self.scales):
+            modulus = _waves(spectrum, self.wavelets[j], j)
+            spectra = torch.fft.fft2(modulus)
+            found.append(self._smooth(spectra, j))
+            for coarser in range(j + 1, self.scales):
+                wavelets = periodise(self.wavelets[coarser], j) * 4**j
+                second = _waves(spectra.unsqueeze(3), wavelets, coarser - j).flatten(2, 3)
+                found.append(self._smooth(torch.fft.fft2(second), coarser))
+        return torch.cat(found, 2)
+
+    def _smooth(self, spectra: Tensor, scale: int) -> Tensor:
+        """Smooth what is sampled at every 2^scale-th pixel; keep every 2^J-th, without margins."""
+        spectra = spectra * (periodise(self.low_pass, scale) * 4**scale)
+        smooth = torch.fft.ifft2(periodise(spectra, self.scales - scale)).real
+        rows, columns = self.kept
+        return smooth[..., 1 : 1 + rows, 1 : 1 + columns]
+
+
+def _waves(spectra: Tensor, wavelets: Tensor, scale: int) -> Tensor:
+    """Return the modulus of the convolutions, at every 2^scale-th pixel."""
+    return torch.fft.ifft2(periodise(spectra * wavelets, scale)).abs()
+
+
+def periodise(spectrum: Tensor, scale: int) -> Tensor:
+    """Return the transform of a signal (..., h, w) from which every 2^scale-th pixel is kept."""
+    for dim in (-2, -1):
+        parts = (2**scale, spectrum.shape[dim] >> scale)
+        spectrum = spectrum.unflatten(dim, parts).mean(dim - 1)
+    return spectrum
+
+
+def gaussian(
+    size: Sequence[int],
+    std: float,
+    *,
+    angle: float = 0.0,
+    frequency: float = 0.0,
+    slant: float = 1.0,
+) -> Tensor:
+    """Return the Fourier transform, real (h, w), of a periodic Gaussian times a plane wave.
+
+    Float64, with a sum over the Gaussian of 1. Standard deviations are `std` pixels along the angle
+    and `std` / `slant` across it, and the wave's frequency is in radians a pixel.
+    """
+    periods = 2 * math.pi * torch.arange(-ALIASES, ALIASES + 1)
+    rows, columns = (
+        (2 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64)) + periods[:, None]
+        for side in size
+    )
+    y, x = rows[:, None, :, None], columns[None, :, None, :]
+    along = math.cos(angle) * y + math.sin(angle) * x - frequency
+    across = math.cos(angle) * x - math.sin(angle) * y
+    return torch.exp(-0.5 * std**2 * (along**2 + (across / slant) ** 2)).sum((0, 1))
+
+
+def morlet(size: Sequence[int], scale: int, angle: float, angles: int) -> Tensor:
+    """Return the Fourier transform, real (h, w), of a Morlet wavelet, which is 0 at frequency 0."""
+    std, slant = 0.8 * 2**scale, 4 / angles
+    frequency = 0.75 * math.pi / 2**scale
+    wave = gaussian(size, std, angle=angle, frequency=frequency, slant=slant)
+    envelope = gaussian(size, std, angle=angle, slant=slant)
+    return wave - wave[0, 0] / envelope[0, 0] * envelope
+
+
+class LogStandardise(nn.Module):
+    """Coefficients (n, ...) -> features (n, p): logarithms of mean 0 and variance 1 in an example.
+
+    The logarithm of c is sign(c) log(1 + |c| / m), with m the mean of all |c| of the example: the
+    units of its values do not matter, and nothing comes from other examples.
+    """
+
+    def forward(self, coefficients: Tensor) -> Tensor:
+        """Return the features."""
+        flat = coefficients.flatten(1)
+        size = flat.abs()
+        mean = size.mean(1, keepdim=True).clamp(min=1e-30)  # of an example that is 0
+        logs = flat.sign() * torch.log1p(size / mean)
+        logs = logs - logs.mean(1, keepdim=True)
+        return logs / logs.square().mean(1, keepdim=True).sqrt().clamp(min=1e-6)

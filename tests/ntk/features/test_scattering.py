@@ -1,0 +1,119 @@
+"""Scattering, against the wavelets' closed form and convolutions that are written out."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedntk.ntk.features.scattering import LogStandardise, Scattering, gaussian, morlet, periodise
+
+SIZE = (16, 20)
+
+
+def wave_in_space(std, slant, angle, frequency):
+    """A Gaussian times a plane wave at each pixel: the formula, summed over the periods."""
+    rows, columns = (np.arange(-4 * side, 5 * side) for side in SIZE)
+    y, x = rows[:, None], columns[None]
+    along = math.cos(angle) * y + math.sin(angle) * x
+    across = math.cos(angle) * x - math.sin(angle) * y
+    envelope = np.exp(-(along**2 + (slant * across) ** 2) / (2 * std**2))
+    wave = envelope * np.exp(1j * frequency * along) * slant / (2 * math.pi * std**2)
+    return wave.reshape(9, SIZE[0], 9, SIZE[1]).sum((0, 2))
+
+
+@pytest.mark.parametrize("angle", [0.0, 0.7, math.pi / 2])
+def test_a_gaussian_is_that_of_the_formula_in_space(angle):
+    # narrow in frequency, so that no alias is cut off
+    found = gaussian(SIZE, 2.4, angle=angle, frequency=0.6, slant=0.5)
+    expected = np.fft.fft2(wave_in_space(2.4, 0.5, angle, 0.6))
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
+
+
+def test_wavelets_have_no_mean_and_the_low_pass_keeps_it():
+    for scale in (0, 1):
+        assert abs(float(morlet(SIZE, scale, 0.3, 8)[0, 0])) < 1e-12
+    assert float(gaussian(SIZE, 1.6)[0, 0]) == pytest.approx(1.0, abs=1e-9)
+
+
+def convolve(signal, kernel):
+    """Circular convolution, as a sum over shifts."""
+    found = np.zeros(signal.shape, complex)
+    for i, row in enumerate(kernel):
+        for j, weight in enumerate(row):
+            found += weight * np.roll(signal, (i, j), (0, 1))
+    return found
+
+
+def scatter_slowly(image, scales, angles):
+    """The cascade in space, float64: each convolution written out, pixels dropped after it."""
+    step, (h, w) = 2**scales, image.shape
+    size = [(-(-side // step) + 2) * step for side in (h, w)]
+    margins = [(step, whole - side - step) for side, whole in zip((h, w), size, strict=True)]
+    padded = np.pad(image, margins, mode="reflect")
+
+    def kernel(spectrum, scale):  # a wider kernel's pixels, where only every 2^scale-th is there
+        return np.fft.ifft2(spectrum.numpy())[:: 2**scale, :: 2**scale] * 4**scale
+
+    def smooth(signal, scale):
+        low = convolve(signal, kernel(gaussian(size, 0.8 * 2 ** (scales - 1)), scale)).real
+        low = low[:: 2 ** (scales - scale), :: 2 ** (scales - scale)]
+        return low[1 : 1 + h // step, 1 : 1 + w // step]
+
+    def waves(signal, scale, at):
+        for k in range(angles):
+            spectrum = morlet(size, scale, math.pi * k / angles, angles)
+            found = np.abs(convolve(signal, kernel(spectrum, at)))
+            yield found[:: 2 ** (scale - at), :: 2 ** (scale - at)]
+
+    found = [smooth(padded, 0)]
+    for j in range(scales):
+        first = list(waves(padded, j, 0))
+        found += [smooth(wave, j) for wave in first]
+        for coarser in range(j + 1, scales):
+            found += [smooth(own, coarser) for wave in first for own in waves(wave, coarser, j)]
+    return np.stack(found)
+
+
+@pytest.mark.parametrize(("size", "scales", "angles"), [((8, 11), 2, 3), ((17, 16), 3, 2)])
+def test_coefficients_are_those_of_the_cascade_in_space(size, scales, angles):
+    generator = np.random.default_rng(0)
+    images = generator.random((2, 2, *size))
+    scattering = Scattering(size, scales=scales, angles=angles)
+    found = scattering(torch.from_numpy(images)).numpy()
+    assert found.shape[2] == scattering.num_channels
+    for image, own in zip(
+        images.reshape(4, *size), found.reshape(4, *found.shape[2:]), strict=True
+    ):
+        expected = scatter_slowly(image, scales, angles)
+        np.testing.assert_allclose(own, expected, atol=2e-6 * np.abs(expected).max())
+
+
+def test_a_shift_by_one_step_moves_the_coefficients_by_one_position():
+    image = torch.zeros(1, 1, 32, 32)
+    image[..., 12:20, 12:20] = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+    scattering = Scattering((32, 32))
+    found, moved = scattering(image), scattering(image.roll((4, -4), (2, 3)))
+    inner = found.roll((1, -1), (3, 4))[..., 2:6, 2:6]
+    torch.testing.assert_close(moved[..., 2:6, 2:6], inner, atol=1e-5, rtol=0)
+
+
+def test_every_second_pixel_by_its_spectrum():
+    image = torch.rand(8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = torch.fft.ifft2(periodise(torch.fft.fft2(image), 1)).real
+    torch.testing.assert_close(found, image[::2, ::2])
+
+
+def test_features_do_not_depend_on_other_images_or_on_units():
+    coefficients = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
+    features = LogStandardise()(coefficients)
+    torch.testing.assert_close(features[1:2], LogStandardise()(coefficients[1:2]))
+    torch.testing.assert_close(features, LogStandardise()(7 * coefficients))
+    torch.testing.assert_close(features.mean(1), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(features.square().mean(1), torch.ones(3))
+    assert not LogStandardise()(torch.zeros(2, 5)).any()
+
+
+def test_too_small_images_are_refused():
+    with pytest.raises(ValueError, match=r"at least 2\^\(J \+ 1\) pixels"):
+        Scattering((28, 7))
