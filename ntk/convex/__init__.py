@@ -9,13 +9,16 @@ from .local_steps import (
     residual_sum,
 )
 from .pooled_statistics import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
+from .private_sums import SumNoise, bound_rows, solve_noisy
 from .ridge import pooled_ridge
 
 __all__ = [
     "RIDGES",
     "NormalEquations",
     "Spectrum",
+    "SumNoise",
     "best_ridge",
+    "bound_rows",
     "centred_targets",
     "class_weights",
     "convex_loss",
@@ -24,4 +27,5 @@ __all__ = [
     "normaliser_of",
     "pooled_ridge",
     "residual_sum",
+    "solve_noisy",
 ]

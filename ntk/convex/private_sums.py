@@ -1,0 +1,226 @@
+"""Noise in the sums of least squares, added once: differential privacy of an example or a client.
+
+Sources: Agarwal, Kairouz and Liu, *The Skellam Mechanism for Differentially Private Federated
+Learning*, NeurIPS 2021; Balle and Wang, *Improving the Gaussian Mechanism for Differential
+Privacy*, ICML 2018; Canonne, Kamath and Steinke, *The Discrete Gaussian for Differential Privacy*,
+NeurIPS 2020.
+
+**Sensitivity.** Neighbours differ by one example, added or removed. Its row z is of whole numbers,
+p of them, and of norm ||z|| <= R after rounding (:func:`bound_rows`). It moves
+
+1. the triangle of Z^T Z by z_i z_j. With noise of variance V on the diagonal and V / 2 off it, the
+   squared moves over their variances add up to (sum_i z_i^4 + 2 sum_(i<j) z_i^2 z_j^2) / V =
+   ||z||^4 / V <= R^4 / V;
+2. one row of the class sums Z^T Y by z: with variance S that is ||z||^2 / S <= R^2 / S;
+3. one count by 1: with variance N that is 1 / N.
+
+For V = s^2 R^4 / a, S = s^2 R^2 / b, N = s^2 / c with a + b + c = 1 the sum is at most 1 / s^2, and
+rows of norm R attain it: the joint L2 sensitivity is 1 / s standard deviations of the noise. s is
+the noise multiplier; a, b, c are each release's part of the budget.
+
+Skellam noise needs more norms of the moves D_i with variances v_i. ||z||_1 is at most
+L = sqrt(p) R, sum_i z_i^2 + 2 sum_(i<j) |z_i z_j| is its square, and 1 / v_i^2 is 4 / V^2 off the
+diagonal. So, by release,
+
+    sum |D_i| / v_i    <=  L^2 / V        L / S        1 / N
+    sum |D_i| / v_i^2  <=  2 L^2 / V^2    L / S^2      1 / N^2
+    sum D_i^2 / v_i^2  <=  2 R^4 / V^2    R^2 / S^2    1 / N^2
+
+**A client's whole contribution** of at most E examples moves them E times as far, by the triangle
+inequality, so standard deviations are multiplied by E.
+
+**Assumed.** A row depends on its own example only: pooled moments would need noise of their own.
+The sums are released once; a second release adds to epsilon. It is public which clients take part;
+no other message tells how many examples they have. A client knows its own share of the noise, so
+only the others' shares protect them from it: leave it, and those who collude with it, out of
+`survivors`. NumPy's generators are not cryptographic, and their numbers are rounded to float64.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..payloads.feature_statistics import FEWER, FeatureStatistics, packed_size
+from ..support.memory import require_memory
+
+ORDERS = np.arange(2, 1025)  # of Renyi divergences; whole, as theorem 3.5 wants them
+
+
+def bound_rows(features: Tensor, radius: int) -> Tensor:
+    """Scale rows (n, p) to norm R, round them, and shrink them until their norm is at most R.
+
+    Returns whole numbers in float32. A row that is zero or not finite becomes zero.
+    """
+    if not 1 <= radius <= 2**24:
+        raise ValueError(f"radius: expected 1 ... 2^24, got {radius}")
+    z = features.double()
+    factor = radius / z.norm(dim=1, keepdim=True)
+    usable = factor.isfinite() & (factor > 0)
+    z, factor = z.where(usable, 0.0), factor.where(usable, 0.0)
+    rows, left = torch.zeros_like(z), torch.arange(len(z))
+    while len(left):
+        rows[left] = (z[left] * factor[left]).round_()
+        norms = rows[left].square().sum(1).sqrt()
+        left, norms = left[norms > radius], norms[norms > radius]
+        factor[left] *= radius / norms[:, None]
+    return rows.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumNoise:
+    """Noise for sums of rows that :func:`bound_rows` made, and the epsilon that it gives.
+
+    Attributes
+    ----------
+    radius, width, num_classes : int
+        R, number of features p, and number of classes C.
+    noise_multiplier : float
+        s, standard deviation of the noise over the joint L2 sensitivity.
+    budget : (float, float, float)
+        Parts a, b, c of Gram matrix, class sums and counts. Without a part, counts become 0.
+    examples : int
+        E, most examples of what is protected: 1 for an example, more for a client's whole data.
+    fewest : int
+        m, smallest number of clients that may survive. Each client adds a share of Skellam noise,
+        and m shares make the noise. 0: a trusted server adds Gaussian noise, rounded.
+
+    Examples
+    --------
+    >>> noise = SumNoise(radius=127, width=1000, num_classes=10, fewest=90).calibrated(3.0, 1e-5)
+    >>> round(noise.noise_multiplier, 3), round(noise.epsilon(1e-5, survivors=95), 3)
+    (1.497, 2.906)
+    """
+
+    radius: int
+    width: int
+    num_classes: int
+    noise_multiplier: float = 1.0
+    budget: tuple[float, float, float] = (0.5, 0.5, 0.0)
+    examples: int = 1
+    fewest: int = 0
+
+    def __post_init__(self) -> None:
+        a, b, c = self.budget
+        numbers = (self.radius, self.width, self.num_classes, self.examples, a, b)
+        positive = all(number > 0 for number in (*numbers, self.noise_multiplier))
+        if not (positive and min(self.fewest, c) >= 0 and math.isclose(a + b + c, 1)):
+            raise ValueError(f"expected numbers above 0 and a budget with sum 1, got {self}")
+
+    def variances(self, survivors: int | None = None) -> NDArray[np.float64]:
+        """Return V, S and N (infinite without a part) with `survivors` clients, else the fewest."""
+        if survivors is not None and not (self.fewest and survivors > 0):
+            raise ValueError(f"survivors: expected clients with shares of noise, got {survivors}")
+        shares = survivors / self.fewest if survivors else 1.0
+        scale = shares * (self.noise_multiplier * self.examples) ** 2
+        pairs = zip((self.radius**4, self.radius**2, 1), self.budget, strict=True)
+        return np.array([scale * square / part if part else np.inf for square, part in pairs])
+
+    def renyi(self, survivors: int | None = None) -> NDArray[np.float64]:
+        """Bound the Renyi divergences of the ORDERS, by Agarwal et al., theorem 3.5.
+
+        For order a that is the sum over all numbers, which are independent, of
+        a D^2 / (2 v) + min(((2 a - 1) D^2 + 6 |D|) / (4 v^2), 3 |D| / (2 v)).
+        """
+        v, r, e = self.variances(survivors), float(self.radius), self.examples
+        one_norm = math.sqrt(self.width) * r
+        ones, squares = e * np.array([one_norm**2, one_norm, 1]), e**2 * np.array([r**4, r**2, 1])
+        a, twice = ORDERS[:, None], np.array([2, 1, 1])
+        more = twice * ((2 * a - 1) * squares + 6 * ones) / (4 * v) / v
+        return np.asarray((a * squares / (2 * v) + np.minimum(more, 1.5 * ones / v)).sum(1))
+
+    def epsilon(self, delta: float, survivors: int | None = None) -> float:
+        """Epsilon at `delta` of what `survivors` clients' shares make; by default the fewest.
+
+        It is exact for Gaussian noise. For Skellam noise it is the least over the orders, converted
+        by Canonne et al., proposition 12 (also Balle et al., AISTATS 2020, theorem 21).
+        """
+        if not 0 < delta < 1:
+            raise ValueError(f"delta: expected a number between 0 and 1, got {delta}")
+        if not self.fewest:
+            self.variances(survivors)
+            return _smallest(lambda x: gaussian_delta(x, self.noise_multiplier) <= delta)
+        bounds = self.renyi(survivors) + np.log1p(-1 / ORDERS)
+        return max(0.0, float((bounds - np.log(delta * ORDERS) / (ORDERS - 1)).min()))
+
+    def calibrated(self, epsilon: float, delta: float) -> Self:
+        """Return the least noise with at most this epsilon when the fewest clients survive."""
+        multiplier = _smallest(
+            lambda s: replace(self, noise_multiplier=s).epsilon(delta) <= epsilon
+        )
+        return replace(self, noise_multiplier=multiplier)
+
+    def add(self, sums: FeatureStatistics, generator: np.random.Generator) -> FeatureStatistics:
+        """Return whole-number sums with noise: a client's with its share, or a server's with all.
+
+        Seed the generator from :mod:`secrets`, anew for each call. Only the result may be sent.
+        """
+        shape, dtype = sums.class_sums.shape, sums.gram.dtype
+        expected, n = (self.num_classes, self.width), sums.num_examples
+        if dtype != np.int64 or shape != expected:
+            raise ValueError(f"sums: expected int64 of {expected}, got {dtype} of {shape}")
+        if int(sums.diagonal.sum()) > n * self.radius**2:
+            raise ValueError(f"sums: expected rows of norm {self.radius}, see bound_rows")
+        if self.fewest and 1 < self.examples < n:
+            raise ValueError(f"sums: a client may use {self.examples} examples, got {n}")
+        v, s, of_counts = self.variances().tolist()
+        if v > 2**60:  # far below what int64 holds, as Poisson numbers need
+            raise ValueError(f"noise of variance {v:.1e}: choose a smaller radius")
+        require_memory(16 * self.width**2, f"noise for {self.width} features", cure=FEWER)
+
+        def draw(variance: float, count: int) -> NDArray[np.int64]:
+            if not self.fewest:
+                return np.rint(generator.normal(0, math.sqrt(variance), count)).astype(np.int64)
+            mean = variance / (2 * self.fewest)  # of either Poisson number
+            return generator.poisson(mean, count) - generator.poisson(mean, count)
+
+        gram = draw(v / 2, packed_size(self.width))
+        gram[np.cumsum([0, *range(self.width, 1, -1)])] = draw(v, self.width)
+        gram += sums.gram
+        class_sums = sums.class_sums + draw(s, math.prod(shape)).reshape(shape)
+        counts = np.zeros_like(sums.counts)
+        if math.isfinite(of_counts):
+            counts = sums.counts + draw(of_counts, self.num_classes)
+        return replace(sums, gram=gram, class_sums=class_sums, counts=counts)
+
+
+def gaussian_delta(epsilon: float, noise_multiplier: float) -> float:
+    """Phi(1/(2s) - epsilon s) - e^epsilon Phi(-1/(2s) - epsilon s): Balle and Wang, theorem 8."""
+    half, moved = 0.5 / noise_multiplier, epsilon * noise_multiplier
+    arguments = torch.tensor([half - moved, -half - moved], dtype=torch.float64)
+    first, second = torch.special.log_ndtr(arguments).tolist()
+    return -math.exp(first) * math.expm1(epsilon + second - first)
+
+
+def solve_noisy(gram: Tensor, cross: Tensor, variance: float, fraction: float = 0.15) -> Tensor:
+    """Return W (p, C) = (G_+ + rho I)^{-1} Z^T Y in float64, regularised by the noise only.
+
+    G_+ is the noisy Gram matrix without its negative eigenvalues, and rho = `fraction` times
+    sqrt(2 p V), up to which the noise's own eigenvalues go (Wigner's semicircle law). `variance` is
+    V, of the noise on the diagonal (:meth:`SumNoise.variances`). It costs no epsilon.
+    """
+    if not (variance > 0 and fraction > 0):
+        raise ValueError(f"expected variance, fraction above 0, got {variance}, {fraction}")
+    require_memory(32 * len(gram) ** 2, f"solving for {len(gram)} features", cure=FEWER)
+    values, vectors = torch.linalg.eigh(gram.double())
+    shifted = values.clamp_min(0) + fraction * math.sqrt(2 * len(gram) * variance)
+    linear: Tensor = vectors @ ((vectors.T @ cross.double()) / shifted[:, None])
+    return linear
+
+
+def _smallest(holds: Callable[[float], bool]) -> float:
+    """Return the number from which on a condition holds, or a hair more."""
+    low, high = 0.0, 1.0
+    while not holds(high):
+        low, high = high, 2 * high
+        if high > 1e100:
+            raise ValueError("epsilon: expected more, no noise makes it as small")
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
