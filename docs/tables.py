@@ -472,11 +472,17 @@ def fed_be() -> str:
     return markdown(
         "| digits | mean | Fashion-MNIST | mean",
         (
-            [name, *(cell for data in found for cell in
-                     (joined(found[data][m], ".1f"), f"{np.mean(found[data][m]):.1f}"))]
+            [
+                name,
+                *(
+                    cell
+                    for data in found
+                    for cell in (joined(found[data][m], ".1f"), f"{np.mean(found[data][m]):.1f}")
+                ),
+            ]
             for m, name in names.items()
         ),
-    )  # fmt: skip
+    )
 
 
 # -------------------------------------------------------------- one model for each client
@@ -553,6 +559,25 @@ def closed_form() -> str:
         "network | seed | its own | AFL | Fed3R | FedNCM | TCT, `last-layer`"
         " | TCT, `fourier`, p = 4,000 | AFL, `random-features = 4000`",
         rows,
+    )
+
+
+def one_exchange() -> str:
+    table = rounds_of("one_exchange")
+    return markdown(
+        "p | split | seed | test accuracy (%) | ridge | MB of a client | checksum of the sums",
+        (
+            [
+                f"{row.features:,}",
+                row.split,
+                row.seed,
+                number(100 * row.accuracy, 2),
+                f"{row.ridge:g}",
+                number(row.bytes / 1e6),
+                f"`{row.sums[:8]}`",
+            ]
+            for row in table.itertuples()
+        ),
     )
 
 
@@ -677,25 +702,6 @@ def round_costs() -> str:
     )
 
 
-def supernodes() -> str:
-    """Return what one SuperNode more costs, and what there is without any."""
-    names = {
-        "seconds": "seconds a round",
-        "cpu-seconds": "CPU seconds a round",
-        "memory-mb": "memory, MB",
-        "server-cpu-seconds": "of these the server's CPU seconds",
-        "server-memory-mb": "and memory, MB",
-    }
-    found = read("round_costs")["supernodes"]
-    return markdown(
-        "| without any | each SuperNode",
-        (
-            [name, *(f"{found[key][which]:.3g}" for which in ("without", "each"))]
-            for key, name in names.items()
-        ),
-    )
-
-
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
@@ -703,8 +709,8 @@ TABLES: dict[str, Callable[..., str]] = {
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
-        closed_form, uncertainty, uncertainty_sets, feature_learning_groups, feature_learning_iid,
-        sums_privacy, round_costs, supernodes,
+        closed_form, one_exchange, uncertainty, uncertainty_sets, feature_learning_groups,
+        feature_learning_iid, sums_privacy, round_costs,
     )
 } | {"costs": costs.table}  # fmt: skip
 
