@@ -1,6 +1,6 @@
 """What a round costs besides the clients' work, by what runs the clients and by their number.
 
-    python benchmarks/round_costs.py [--clients 10,100,1000] [--supernodes 2,5,10,20] [--rounds 5]
+    python benchmarks/round_costs.py [--clients 10,100,1000] [--supernodes 2,5] [--rounds 5]
 
 FedAvg of the simulations' app on digits, all clients in each round: a client reads its images,
 builds an MLP of 10 hidden units and takes one step with all of its images, 1,437 over the number of
@@ -20,8 +20,7 @@ cpu-seconds  of a round, the mean, over all processes but the one that only watc
 memory-mb    the most that these use at a time; what processes share counts once
 server-...   those of the SuperLink and its ServerApp, which one machine has for all SuperNodes
 
-Writes results/round_costs.csv and .json, with the cost of one SuperNode more as a straight line
-through the rows has it.
+Writes results/round_costs.csv and .json.
 """
 
 import argparse
@@ -37,7 +36,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import psutil
 from common import machine, measured, write
 
@@ -168,20 +166,11 @@ def child(way: str, clients: int, rounds: int) -> dict[str, Any]:
     return {**watch.row(), "load-before": load, "model": hashlib.sha256(learned).hexdigest()}
 
 
-def one_more(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return what one SuperNode more costs, and what there is without any, as a line has it."""
-    own = [row for row in rows if row["way"] == "supernodes"]
-    clients = [row["clients"] for row in own]
-    keys = [key for key in own[0] if key.endswith(("seconds", "memory-mb"))]
-    lines = {key: np.polyfit(clients, [row[key] for row in own], 1) for key in keys}
-    return {key: {"each": round(a, 3), "without": round(b, 3)} for key, (a, b) in lines.items()}
-
-
 def main() -> None:
     """Measure, write, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--clients", default="10,100,1000")
-    parser.add_argument("--supernodes", default="2,5,10,20")
+    parser.add_argument("--supernodes", default="2,5")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -207,14 +196,12 @@ def main() -> None:
     differing = [clients for clients, found in models.items() if len(found) > 1]
     if differing:
         raise RuntimeError(f"ways learned different bits with so many clients: {differing}")
-    summary: dict[str, Any] = {
+    summary = {
         "machine": machine("cpu"),
         "load-after": round(os.getloadavg()[0], 2),
         "seconds-in-all": round(time.perf_counter() - began),
         "same-bits": True,
     }
-    if sum(row["way"] == "supernodes" for row in rows) > 1:
-        summary["supernodes"] = one_more(rows)
     write("round_costs", rows, summary)
 
 
