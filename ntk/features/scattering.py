@@ -90,14 +90,15 @@ class Scattering(nn.Module):
     def _smooth(self, spectra: Tensor, scale: int) -> Tensor:
         """Smooth what is sampled at every 2^scale-th pixel; keep every 2^J-th, without margins."""
         spectra = spectra * (periodise(self.low_pass, scale) * 4**scale)
-        smooth = torch.fft.ifft2(periodise(spectra, self.scales - scale)).real
+        smooth: Tensor = torch.fft.ifft2(periodise(spectra, self.scales - scale)).real
         rows, columns = self.kept
         return smooth[..., 1 : 1 + rows, 1 : 1 + columns]
 
 
 def _waves(spectra: Tensor, wavelets: Tensor, scale: int) -> Tensor:
     """Return the modulus of the convolutions, at every 2^scale-th pixel."""
-    return torch.fft.ifft2(periodise(spectra * wavelets, scale)).abs()
+    waves: Tensor = torch.fft.ifft2(periodise(spectra * wavelets, scale))
+    return waves.abs()
 
 
 def periodise(spectrum: Tensor, scale: int) -> Tensor:
