@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-ALIASES = 2  # periods of the frequencies on either side in which a Gaussian has not yet vanished
+ALIASES = 2  # periods of the frequencies on either side, beyond which a Gaussian vanishes
 
 
 class Scattering(nn.Module):

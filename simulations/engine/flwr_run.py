@@ -73,5 +73,5 @@ def superlink(home: Path, ray_address: str = "") -> Iterator[tuple[Process, dict
         processes.write_connection(home, "fedntk", address=f"127.0.0.1:{port}", insecure=True)
         yield process, environment
     finally:
-        processes.end_with("FLWR_HOME", home)  # Ray's workers, too, which have no parent any more
+        processes.end_with("FLWR_HOME", home)  # also Ray's workers, which lost their parent
         processes.stop(process)

@@ -103,7 +103,7 @@ class Progress:
 
     @property
     def running(self) -> bool:
-        """Whether a run has begun that has not ended."""
+        """Whether a run is going on."""
         return len(self.ended) < self.run
 
 
