@@ -86,7 +86,9 @@ class InputTransform:
         scaled = (raw.astype(self.mean.dtype) - self.mean) / self.std
         top, mean, kind = raw.max(initial=0), self.mean.max(), raw.dtype.kind
         too_small = kind == "f" and 0 < top <= 1 < mean  # as torchvision's ToTensor makes them
-        if len(self.shape) == 3 and (too_small or (kind == "u" and scaled.max(initial=0) > 100)):
+        too_large = kind == "u" and scaled.max(initial=0) > 100
+        known = len(self.shape) == 3 and self.mean.any()  # else not standardised
+        if known and (too_small or too_large):
             warnings.warn(
                 f"pictures have values up to {top:g}, but the training examples have the mean "
                 f"{mean:g}; pass all as they were in training: 0 ... 255, or 0 ... 1",

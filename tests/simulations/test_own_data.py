@@ -100,6 +100,9 @@ def test_inputs_are_standardised_by_the_pooled_moments_of_any_parts():
     assert float(InputTransform.fit(signals)(signals).std(correction=0)) == pytest.approx(1)
     as_is = InputTransform.fit(x, standardise=False)
     np.testing.assert_array_equal(as_is(x), x)
+    pictures = rng.integers(256, size=(4, 1, 3, 3), dtype=np.uint8)
+    as_is = InputTransform.fit(pictures, standardise=False)  # of which no warning knows the scale
+    np.testing.assert_array_equal(as_is(pictures), pictures)
 
 
 class Pairs(torch.utils.data.Dataset):
