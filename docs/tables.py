@@ -562,25 +562,6 @@ def closed_form() -> str:
     )
 
 
-def one_exchange() -> str:
-    table = rounds_of("one_exchange")
-    return markdown(
-        "p | split | seed | test accuracy (%) | ridge | MB of a client | checksum of the sums",
-        (
-            [
-                f"{row.features:,}",
-                row.split,
-                row.seed,
-                number(100 * row.accuracy, 2),
-                f"{row.ridge:g}",
-                number(row.bytes / 1e6),
-                f"`{row.sums[:8]}`",
-            ]
-            for row in table.itertuples()
-        ),
-    )
-
-
 # ---------------------------------------------------------------------------------- guides
 
 
@@ -709,7 +690,7 @@ TABLES: dict[str, Callable[..., str]] = {
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
-        closed_form, one_exchange, uncertainty, uncertainty_sets, feature_learning_groups,
+        closed_form, uncertainty, uncertainty_sets, feature_learning_groups,
         feature_learning_iid, sums_privacy, round_costs,
     )
 } | {"costs": costs.table}  # fmt: skip
