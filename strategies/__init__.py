@@ -6,6 +6,7 @@ from .closed_form.afl import AFL
 from .closed_form.closed_form import ClosedFormStrategy, GramStrategy
 from .closed_form.fed3r import Fed3R
 from .closed_form.fed_ncm import FedNCM
+from .closed_form.one_exchange import OneExchange
 from .core.base import BaseStrategy
 from .core.features import FeatureStrategy
 from .core.inner import CheckedStrategy
@@ -66,6 +67,7 @@ __all__ = [
     "LocalTraining",
     "Mixing",
     "NoUsableReply",
+    "OneExchange",
     "PersonalStrategy",
     "PersonalisedStrategy",
     "RelayStrategy",

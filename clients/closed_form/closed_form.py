@@ -1,55 +1,90 @@
 """Client of methods that compute a network's last layer in closed form: it sends sums of features.
 
-What it gives away: sums over all of the client's examples. Those of one example are its features,
-and those of few hold them. The number of examples of each class is sent as well.
+What it gives away: see :mod:`fedntk.clients.core.feature_sums`.
 """
+
+from collections.abc import Iterator
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, loss_value
-from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics, Prototypes
+from fedntk.ntk.payloads import ConvexTask, Prototypes, SumStep, SumTask
 
-from ..core.base import ModelClient
+from ..core.feature_sums import Arrays, SumsClient, fixed_point_in
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Config, Fit, Parameters, set_weights
+from ..core.weights import Config, Evaluation, Fit, Parameters, set_weights
+
+OF_SECURE_SUMS = get_args(SumStep)
+BESIDE = ("steps", "secure-sum")  # records beside the network's
 
 
-class ClosedFormClient(ModelClient):
+class ClosedFormClient(SumsClient):
     """Sends sums over what the last layer is given, by the received weights; it trains nothing.
 
-    It keeps nothing from one message to the next. In memory are features of `batch_size_eval`
-    examples, and 12 p^2 bytes for p features if their Gram matrix is asked for.
+    It keeps nothing from one message to the next, except for the keys of a secure sum. In memory
+    are features of `batch_size_eval` examples, and 12 p^2 bytes for p features if their Gram matrix
+    is asked for.
     """
 
     strategy = "ClosedFormStrategy"
     replies = "sums of features"
-    config_keys = frozenset({FEATURE_GRAM, *FeatureMap("last-layer").to_config()})
+    config_keys = frozenset(FeatureMap("last-layer").to_config())
 
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Sum up the features of the round's examples.
 
         The arrays are those of :class:`~fedntk.ntk.payloads.FeatureStatistics`, or of
-        :class:`~fedntk.ntk.payloads.Prototypes` if no Gram matrix is asked for. The metric
-        ``train-loss`` is the received network's.
+        :class:`~fedntk.ntk.payloads.SplitStatistics` if a share is held out; masked words of these,
+        and what goes before and after them; or, if no Gram matrix is asked for, those of
+        :class:`~fedntk.ntk.payloads.Prototypes`. The metric ``train-loss`` is the received
+        network's.
         """
-        set_weights(self.model, parameters)
-        feature_map = FeatureMap.from_config(config)
+        task, records = SumTask.of_message(config), dict(getattr(parameters, "records", {}))
+        step = "class means" if task is None else task.step
+        self.require_masked(step, OF_SECURE_SUMS)
         x, targets = self.training_examples(config)
-        num_classes = targets.shape[1]
+        if task is not None and step in OF_SECURE_SUMS and step != "masked":
+            return NamedArrays({"arrays": self.answer_sum(task, records, config)}), len(x), {}
+        beside = {name: records.pop(name, {}) for name in BESIDE}
+        weights = [array for record in records.values() for array in record.values()]
+        set_weights(self.model, weights or parameters)
+        feature_map, num_classes = FeatureMap.from_config(config), targets.shape[1]
         feature_map.require_outputs(self.model, num_classes)
-        both, labels = feature_map.extractor_with_outputs(self.model), targets.argmax(1)
+        both = feature_map.extractor_with_outputs(self.model)
         outputs: list[Tensor] = []
+        seen: list[Tensor] = []  # targets, in the order of the outputs
 
         def features(part: Tensor) -> Tensor:
             z, scores = both(part)
             outputs.append(scores)
             return z
 
-        if config.get(FEATURE_GRAM, False):
-            chunks = map(features, x.split(self.batch_size_eval))
-            arrays = FeatureStatistics.of(chunks, labels, num_classes).to_arrays()
+        def in_chunks(chosen: Tensor | slice) -> Iterator[Tensor]:
+            seen.append(targets[chosen])
+            return map(features, x[chosen].split(self.batch_size_eval))
+
+        arrays: Arrays
+        if task is None:
+            seen.append(targets)
+            arrays = Prototypes.of(features, x, targets.argmax(1), num_classes).to_arrays()
         else:
-            arrays = Prototypes.of(features, x, labels, num_classes).to_arrays()
-        train_loss = loss_value(torch.cat(outputs), targets, self.loss)
+            width = feature_map.width(self.model)
+            fixed_point = fixed_point_in(beside, task.bits, width)
+            sums = self.add_up(
+                in_chunks, targets, width, share=task.validation_share, fixed_point=fixed_point
+            )
+            if step == "masked":
+                key = ConvexTask.key_of(feature_map, weights)
+                message = beside["secure-sum"]
+                arrays = self.mask(sums, task, message, config, key=key, fixed_point=fixed_point)
+            else:
+                arrays = sums.to_arrays(fixed_point)
+        train_loss = loss_value(torch.cat(outputs), torch.cat(seen), self.loss)
         return NamedArrays({"arrays": arrays}), len(x), {"train-loss": train_loss}
+
+    def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
+        """Loss and accuracy on the local test examples."""
+        self.refuse_evaluation()
+        return super().evaluate(parameters, config)

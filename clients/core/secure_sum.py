@@ -6,18 +6,22 @@ which open the sum. Between them its secrets are in a file that only the client'
 goes with the last exchange. A client works on one message of a sum at a time: BlockingIOError.
 """
 
+import os
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from fedntk.ntk.support.files import claimed, whole_path
-from fedntk.trust import Masker, ParcelKeys, Roster, SealError
+from fedntk.trust import Masker, ParcelKeys, Roster, SealError, load_key, new_key, save_key
 from fedntk.trust.sealing import write_secret
 from fedntk.trust.secure_sum import EXCHANGE_BYTES, PARCEL_BYTES, TAG_BYTES, exchange_of
+
+from .disk_store import remove_stale
 
 NONCE = "sum-nonce"  # file of the nonce for the next sum
 Arrays = Mapping[str, NDArray[Any]]
@@ -116,6 +120,17 @@ class SecureSum:
         if not path.exists():
             raise SealError("this client does not know of the sum, or has given its shares before")
         return Masker.from_bytes(path.read_bytes())
+
+
+def load_or_draw_key(folder: Path) -> X25519PrivateKey:
+    """Return the private key in a client's folder; the first call draws it."""
+    path = folder / "key.pem"
+    if not path.exists():
+        remove_stale(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_key(new_key(), path)
+    os.utime(folder)  # the time of its last use
+    return load_key(path)
 
 
 def _by_client(message: Arrays, name: str) -> dict[int, bytes]:

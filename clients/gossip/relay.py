@@ -23,9 +23,10 @@ from fedntk.trust import ParcelKeys
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
+from ..core.secure_sum import load_or_draw_key
 from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, set_weights
 from ..personal.personal_store import ROUND, RUN, PersonalStore
-from .sealed_parcels import OF_SEALING, SealedParcels, load_or_draw_key
+from .sealed_parcels import OF_SEALING, SealedParcels
 
 STEP = "step_"  # begins the names of methods
 OF_RELAYS = OF_SEALING | {

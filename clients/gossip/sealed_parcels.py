@@ -1,26 +1,18 @@
 """How a client seals what it sends its neighbours, and opens what they sealed for it."""
 
-import os
 from collections.abc import Mapping
 from logging import WARNING, getLogger
-from pathlib import Path
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from fedntk.ntk.payloads.gossip_options import ALL, TO
 from fedntk.trust import (
     ParcelKeys,
     SealError,
-    load_key,
-    new_key,
     open_parcel,
-    save_key,
     seal_parcel,
 )
-
-from ..core.disk_store import remove_stale
 
 # in a message's configuration: all of them if parcels are sealed, else none
 OF_SEALING = frozenset(
@@ -77,14 +69,3 @@ class SealedParcels:
         number = int(self._config.get("server-round", 0))
         run = self._config["parcel-run"]
         return f"fedntk parcel 1\0{run}\0{number}\0{exchange}\0{sender}".encode()
-
-
-def load_or_draw_key(folder: Path) -> X25519PrivateKey:
-    """Return the private key in a client's folder; the first call draws it."""
-    path = folder / "key.pem"
-    if not path.exists():
-        remove_stale(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_key(new_key(), path)
-    os.utime(folder)  # the time of its last use
-    return load_key(path)

@@ -15,7 +15,6 @@ example are its features, and those of few hold them.
 
 from collections.abc import Mapping
 from logging import WARNING, getLogger
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -35,23 +34,17 @@ from fedntk.ntk.convex import (
 from fedntk.ntk.features import FeatureRows, FixedPoint
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import (
-    UNQUANTISED,
     ConvexTask,
     FeatureStatistics,
     FeatureUpload,
     SplitStatistics,
     SumStep,
-    draw_held_out,
-    sums_digest,
 )
-from fedntk.trust import ParcelKeys
 
-from ..core.adapter import CLIENT_ID
-from ..core.disk_store import cache_dir, client_folder, example_digests, remove_stale
+from ..core.disk_store import example_digests
+from ..core.feature_sums import Sums, SumsClient, fixed_point_in
 from ..core.named_arrays import NamedArrays, records_of
-from ..core.secure_sum import SecureSum
 from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, set_weights
-from ..gossip.sealed_parcels import load_or_draw_key
 from ..sgd import SGDClient
 from .feature_store import LESS_DISK, FeatureStore
 
@@ -63,7 +56,7 @@ Records = Mapping[str, Arrays]
 Steps = tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]  # W_M, A_k, Z W_0, metrics
 
 
-class TCTClient(SGDClient):
+class TCTClient(SumsClient, SGDClient):
     """Trains in stage 1 as :class:`SGDClient`; in stage 2 solves its part of the convex problem.
 
     All settings of stage 2 come from the strategy; ``config["lr"]`` is of stage 1. What is computed
@@ -83,12 +76,8 @@ class TCTClient(SGDClient):
 
     strategy = "TCT"
     replies = "weights, then linear models"
+    cache_name = "tct"
 
-    cache: Path | str | None = argument(
-        "folder for what is computed once, with a folder for each run and client in it; fedntk/tct "
-        "in $XDG_CACHE_HOME or ~/.cache by default",
-        default=None,
-    )
     dtype: Literal["float32", "float16"] = option(
         "dtype in which features are kept; one that float16 cannot hold has its set kept in "
         "float32. Products are formed in float32",
@@ -105,25 +94,10 @@ class TCTClient(SGDClient):
         default="closed",
     )
     chunk_size: int | None = argument("examples differentiated at a time", default=None)
-    parcel_keys: ParcelKeys | None = argument(
-        "the client's key pair for secure_aggregation, and who vouches for the others' public "
-        "keys; by default it draws a key for the run, and keeps it beside the cache's folders",
-        default=None,
-    )
-    only_masked: bool = argument(
-        "whether the client sends nothing in stage 2 except masked sums: no moments, counts, "
-        "features or sums, and no linear model, from which they could be computed. Nor does it "
-        "evaluate linear models on its training examples",
-        default=False,
-    )
     local_epochs: int = option("local epochs of stage 1", default=5, at_least=0)
     batch_size: int = option("batch size of stage 1", default=64, at_least=1)
     learning_rate: float = option("learning rate of stage 1", default=0.01, at_least=0)
     weight_decay: float = option("weight decay of stage 1", default=1e-5, at_least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._cache = cache_dir() / "tct" if self.cache is None else Path(self.cache)
 
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Return what the stage asks for, the number of examples, and metrics.
@@ -140,13 +114,10 @@ class TCTClient(SGDClient):
             if task is not None and int(config.get("server-round", 0)) == 1:
                 self._check(task, parameters, config)
             return super().fit(parameters, config)
-        if self.only_masked and task.step not in OF_SECURE_SUMS:
-            raise ValueError(
-                f"this client sends only masked sums, and was asked for {task.step}; have the "
-                "strategy set secure_aggregation, or make the client without only_masked"
-            )
+        self.require_masked(task.step, OF_SECURE_SUMS)
         if task.step in OF_SECURE_SUMS and task.step != "masked":
-            return _reply(self._towards_sum(task, parameters, config), len(self.inputs), {})
+            sent = getattr(parameters, "records", {})
+            return _reply(self.answer_sum(task, sent, config), len(self.inputs), {})
         if task.step == "counts":
             counts = self.targets.sum(0).numpy().astype(np.int64)
             return _reply({"counts": counts}, len(self.inputs), _loss_at_zero(task, self.targets))
@@ -170,21 +141,6 @@ class TCTClient(SGDClient):
         if "lost-state" not in result[2]:
             result[2]["examples-changed"] = int(changed)
         return result
-
-    def folder(self, task: ConvexTask, config: Mapping[str, Any], ending: str = "") -> Path:
-        """Return the folder of what this client keeps in a run; with a new one stale ones go.
-
-        Its name has the client's id in the federation, or its seed if the message does not come
-        through :func:`~fedntk.clients.client_app`.
-        """
-        folder = client_folder(self._cache, task.run_key, self._name(config) + ending)
-        if not folder.exists():
-            remove_stale(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def _name(self, config: Mapping[str, Any]) -> str:
-        return str(config.get(CLIENT_ID, "-".join(map(str, self.seed))))
 
     def _note_examples(
         self,
@@ -229,7 +185,8 @@ class TCTClient(SGDClient):
             return
         if self.keep == "features":
             needed = n * width * (4 + np.dtype(self.dtype).itemsize)
-            require_disk(needed, f"{width} features of {n} examples", self._cache, cure=LESS_DISK)
+            folder = self.folder(task, config)
+            require_disk(needed, f"{width} features of {n} examples", folder, cure=LESS_DISK)
         require_memory(
             52 * n * n * (task.num_steps > 1),
             f"stage 2 with {n} examples",
@@ -251,31 +208,28 @@ class TCTClient(SGDClient):
         return store
 
     def _statistics(self, work: "_Work") -> Arrays:
-        if not (share := work.task.validation_share):
-            return work.sums().to_arrays(work.fixed_point)
-        held = draw_held_out(work.targets.argmax(1), share, [*self.seed, *b"held-out"])
-        return SplitStatistics(work.sums(~held), work.sums(held)).to_arrays(work.fixed_point)
-
-    def _towards_sum(
-        self, task: ConvexTask, parameters: Parameters, config: Mapping[str, Any]
-    ) -> Arrays:
-        """Return what the secure sum needs before and after the numbers themselves."""
-        own, found = self._secure_sum(task, config), getattr(parameters, "records", {})
-        if task.step == "public-key":
-            return own.public_key()
-        answers = {"shares": own.shares, "confirm": own.confirm, "reveal": own.reveal}
-        return answers[task.step](found["secure-sum"])
+        return self._sums(work).to_arrays(work.fixed_point)
 
     def _mask(self, work: "_Work") -> Arrays:
-        task, message = work.task, work.records["secure-sum"]
-        words = work.sums().to_words(f"u{int(message['word-bytes'])}")
-        key = ConvexTask.key_of(task.feature_map, work.store.network)
-        about = sums_digest(key, work.fixed_point, words.dtype)
-        return {"masked": self._secure_sum(task, work.config).mask(message, words, about)}
+        return self.mask(
+            self._sums(work),
+            work.task,
+            work.records["secure-sum"],
+            work.config,
+            key=ConvexTask.key_of(work.task.feature_map, work.store.network),
+            fixed_point=work.fixed_point,
+        )
 
-    def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
-        folder = self.folder(task, config, "-secure")
-        return SecureSum(folder, self.parcel_keys or ParcelKeys(load_or_draw_key(folder)))
+    def _sums(self, work: "_Work") -> Sums:
+        weights = _only(work.records, "class-weights").numpy() if work.task.balanced else None
+        return self.add_up(
+            lambda own: work.store.raw("train", work.x[own]),
+            work.targets,
+            work.store.width,
+            share=work.task.validation_share,
+            weights=weights,
+            fixed_point=work.fixed_point,
+        )
 
     def _linear(self, work: "_Work") -> Fit:
         """Take M corrected steps from the received model (algorithm 1)."""
@@ -314,12 +268,7 @@ class TCTClient(SGDClient):
         task = ConvexTask.of_message(config)
         if task is None:
             return super().evaluate(parameters, config)
-        if self.only_masked and self.test_inputs is self.inputs:
-            raise ValueError(
-                "this client sends only masked sums, and losses of linear models on its training "
-                "examples would reveal its sums; give it examples for evaluation (x_test, "
-                "y_test), or set fraction_evaluate = 0"
-            )
+        self.refuse_evaluation()
         records = _records(parameters, "linear")
         store = self._store(task, records, config)
         if not store.holds("network", "normaliser"):
@@ -366,22 +315,7 @@ class _Work(NamedTuple):
     @property
     def fixed_point(self) -> FixedPoint | None:
         """How features are rounded, if they are."""
-        if self.task.bits == UNQUANTISED:
-            return None
-        step = _only(self.records, "steps").numpy()
-        return FixedPoint.from_arrays(step, self.task.bits, self.store.width)
-
-    def sums(self, own: Tensor | slice = slice(None)) -> FeatureStatistics:
-        """Add up some of the examples, all by default."""
-        x, targets = self.x[own], self.targets[own]
-        none = [torch.empty(0, self.store.width)]
-        return FeatureStatistics.of(
-            self.store.raw("train", x) if len(x) else none,
-            targets.argmax(1),
-            targets.shape[1],
-            weights=_only(self.records, "class-weights").numpy() if self.task.balanced else None,
-            fixed_point=self.fixed_point,
-        )
+        return fixed_point_in(self.records, self.task.bits, self.store.width)
 
 
 def _features(work: _Work) -> Arrays:

@@ -2,13 +2,14 @@
 
 from .centred_inputs import CENTRE, INPUT_SUMS
 from .feature_map import record_input
-from .fixed_point import FixedPoint
+from .fixed_point import MOST_BITS, FixedPoint
 from .projection import low_frequencies, rotated_low_frequencies
 from .rows import FeatureRows
 
 __all__ = [
     "CENTRE",
     "INPUT_SUMS",
+    "MOST_BITS",
     "FeatureRows",
     "FixedPoint",
     "low_frequencies",

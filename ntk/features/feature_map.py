@@ -109,6 +109,19 @@ class FeatureMap:
             )
         return name, linear[name]
 
+    def bound(self, network: nn.Module) -> float | None:
+        """Return the largest magnitude that a feature can have; None if it is not known.
+
+        It is known of the last layer's inputs if the module before it has a `bound`, as
+        :class:`~fedntk.ntk.features.fourier.FourierFeatures` has.
+        """
+        if self.kind != "last-layer":
+            return None
+        name, head = self.last_layer(network)
+        beside = list(network.get_submodule(name.rpartition(".")[0]).children())
+        before = beside[: beside.index(head)] if head in beside else []
+        return getattr(before[-1], "bound", None) if before else None
+
     def require_outputs(self, network: nn.Module, num_classes: int) -> None:
         """Refuse a last linear layer that lacks an output for each class."""
         _, head = self.last_layer(network)

@@ -1,5 +1,6 @@
 """Features as small integers: a sum of their products is then exact, in any order."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -53,6 +54,12 @@ class FixedPoint:
         limit = 2 ** (bits - 1) - 1
         exponent = torch.ceil(torch.log2(2 * largest / limit)).clamp(-100, 100)
         return cls(torch.exp2(exponent).float().numpy(), bits)
+
+    @classmethod
+    def within(cls, bound: float, width: int, bits: int) -> Self:
+        """Choose the least step for p features with magnitudes up to a bound, none clipped."""
+        step = 2.0 ** math.ceil(math.log2(bound / (2 ** (bits - 1) - 1)))
+        return cls(np.full(width, step, np.float32), bits)
 
     @classmethod
     def from_arrays(cls, step: NDArray[Any], bits: int, width: int) -> Self:

@@ -41,6 +41,11 @@ class FourierFeatures(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.register_buffer("phases", phases * (2 * math.pi), persistent=False)
 
+    @property
+    def bound(self) -> float:
+        """Largest magnitude of a feature."""
+        return math.sqrt(2 / len(self.phases))
+
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the cosines."""
         unit = normalize(inputs.float())
@@ -48,4 +53,4 @@ class FourierFeatures(nn.Module):
         padded = pad(unit, (0, 0, 0, -len(unit) % ROWS))
         with full_float32():
             angles = torch.cat([part @ self.frequencies for part in padded.split(ROWS)])
-        return (angles[: len(unit)] + self.phases).cos() * math.sqrt(2 / len(self.phases))
+        return (angles[: len(unit)] + self.phases).cos() * self.bound

@@ -5,7 +5,6 @@ from .compression import UNQUANTISED, CompressionOptions, check_compression
 from .convex_task import ConvexOptions, ConvexTask, MessageTask
 from .ensemble_arrays import EnsembleArrays
 from .feature_statistics import (
-    FEATURE_GRAM,
     FeatureStatistics,
     SumFormat,
     SumStep,
@@ -28,9 +27,9 @@ from .screening import (
     screen_uploads,
 )
 from .split_statistics import SplitStatistics, draw_held_out
+from .sum_task import SumOptions, SumTask
 
 __all__ = [
-    "FEATURE_GRAM",
     "GLOBAL_PROTOTYPES",
     "OUTLIER_FACTOR",
     "UNQUANTISED",
@@ -47,7 +46,9 @@ __all__ = [
     "Prototypes",
     "SplitStatistics",
     "SumFormat",
+    "SumOptions",
     "SumStep",
+    "SumTask",
     "change_size",
     "check_compression",
     "check_privacy",

@@ -25,7 +25,6 @@ from ..support.arrays import require_array, take_arrays
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 
-FEATURE_GRAM = "feature-gram"  # key of a message: whether Gram matrices are asked for
 # exchanges of a secure sum, in order: see fedntk.trust.secure_sum
 SumStep = Literal["public-key", "shares", "masked", "confirm", "reveal"]
 ROWS, COLUMNS = 1024, 1024  # of a block of products
@@ -245,16 +244,24 @@ class FeatureStatistics:
         arrays = (self.gram, self.class_sums.ravel(), self.counts)
         return np.concatenate(arrays, dtype=np.int64).astype(dtype)
 
+    @staticmethod
+    def num_words(width: int, num_classes: int) -> int:
+        """Count the numbers that :meth:`to_words` returns."""
+        return packed_size(width) + num_classes * (width + 1)
+
     @classmethod
-    def from_words(cls, words: NDArray[Any], expected: SumFormat, num_examples: int) -> Self:
+    def from_words(
+        cls, words: NDArray[Any], expected: SumFormat, num_examples: int | None = None
+    ) -> Self:
         """Check the sum over clients of what :meth:`to_words` made, as in :meth:`from_arrays`."""
         numbers = words.view(np.dtype(f"i{words.itemsize}"))
-        dtype, limits = _wire_dtype(num_examples, expected.fixed_point), np.iinfo(np.int32)
-        if dtype == np.int32 and (numbers.min() < limits.min or numbers.max() > limits.max):
-            raise BadReply("range", f"sums over {num_examples} examples do not fit in int32")
         shape = (expected.num_classes, expected.width)
         sizes = np.cumsum([packed_size(expected.width), math.prod(shape)])
         gram, class_sums, counts = np.split(numbers, sizes)
+        n = require_counts(counts.astype(np.int64), expected.num_classes, num_examples)
+        dtype, limits = _wire_dtype(n, expected.fixed_point), np.iinfo(np.int32)
+        if dtype == np.int32 and (numbers.min() < limits.min or numbers.max() > limits.max):
+            raise BadReply("range", f"sums over {n} examples do not fit in int32")
         sums = gram.astype(dtype, copy=False), class_sums.astype(dtype).reshape(shape)
         arrays = dict(zip(cls.NAMES, (*sums, counts.astype(np.int64)), strict=True))
         return cls.from_arrays(arrays, expected, num_examples)

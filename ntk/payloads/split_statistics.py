@@ -6,10 +6,11 @@ the second, and solves on both together: no example has to be on the server.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..features.fixed_point import FixedPoint
@@ -55,6 +56,28 @@ class SplitStatistics:
         own = {HELD_OUT + name: array for name, array in held_out.items()}
         return self.fitting.to_arrays(fixed_point) | own
 
+    def to_words(self, dtype: Any) -> NDArray[Any]:
+        """Return all whole numbers of both parts: see :meth:`FeatureStatistics.to_words`."""
+        return np.concatenate([self.fitting.to_words(dtype), self.held_out.to_words(dtype)])
+
+    @staticmethod
+    def num_words(width: int, num_classes: int) -> int:
+        """Count the numbers that :meth:`to_words` returns."""
+        return 2 * FeatureStatistics.num_words(width, num_classes)
+
+    @classmethod
+    def from_words(
+        cls, words: NDArray[Any], expected: SumFormat, num_examples: int | None = None
+    ) -> Self:
+        """Check the sum over clients of what :meth:`to_words` made."""
+        both = (FeatureStatistics.from_words(part, expected) for part in np.split(words, 2))
+        return cls(*both)._with_counts(expected, num_examples)
+
+    def _with_counts(self, expected: SumFormat, num_examples: int | None) -> Self:
+        counts = self.fitting.counts + self.held_out.counts
+        require_counts(counts, expected.num_classes, num_examples)
+        return self
+
     @classmethod
     def from_arrays(
         cls, arrays: Arrays, expected: SumFormat, num_examples: int | None = None
@@ -66,8 +89,7 @@ class SplitStatistics:
             FeatureStatistics.from_arrays(dict(zip(names, part, strict=True)), expected)
             for part in (both[:3], both[3:])
         )
-        require_counts(fitting.counts + held_out.counts, expected.num_classes, num_examples)
-        return cls(fitting, held_out)
+        return cls(fitting, held_out)._with_counts(expected, num_examples)
 
 
 def draw_held_out(labels: Tensor, share: float, seed: Sequence[int]) -> Tensor:

@@ -14,41 +14,31 @@ from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
 from fedntk.ntk.payloads import ConvexTask
 from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
 from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
-from fedntk.trust.secure_sum import FEWEST
 
 from ..config.config import Config
-from ..config.settings import ConfigError, Settings, key_of, setting
-from .method import Arrays, Method, Setup
+from ..config.settings import ConfigError, setting
+from .method import Arrays, Setup
+from .sums import SumsMethod, SumsSettings
 
 
-class TCTSettings(Settings, frozen=True, eq=True):
+class TCTSettings(SumsSettings, frozen=True, eq=True):
     """What simulations add to the options of TCT; those of stage 1's SGD are common settings."""
 
     bootstrap_rounds: int = setting(
         10, "T_1, rounds of FedAvg; the others are for moments and stage 2", at_least=0
     )
-    keep_sums: bool = setting(
-        False,
-        "for solve = statistics: keep each client's sums, as many bytes as it sent, in "
-        "details/sums of the run's folder, for fedntk unlearn",
-    )
 
 
-class _TCT(Method):
+class _TCT(SumsMethod):
     name = "tct"
     strategy_class = TCT
     own_settings = TCTSettings
     apart = ("learning_rate", "loss", "proximal_mu")
     metrics = ("examples-changed", "features-constant", "rate-times-lambda", "ridge")
 
-    def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
-        return {"keep_sums": config.folder / "details" / "sums" if settings.keep_sums else None}
-
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
-        before, key = TCT.rounds_before_stage_2(settings), self.validates(config)
-        secure, own_test = settings.secure_aggregation, config.local_test_fraction
-        sees_sums = config.clients_per_evaluation and not (own_test or config.private_test)
+        before = TCT.rounds_before_stage_2(settings)
         rules = {
             "tct.dtype = float16 would lose small features without tct.normalise; use float32": (
                 settings.dtype == "float16" and not settings.normalise
@@ -56,24 +46,12 @@ class _TCT(Method):
             f"rounds: expected more than {before}, after which stage 2 begins (tct.bootstrap-rounds"
             f" = {settings.bootstrap_rounds}), got {config.rounds}; lower tct.bootstrap-rounds, or "
             "use method = fedavg, which is stage 1": 0 < config.rounds <= before,
-            f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as two clients would "
-            f"learn each other's sums; got {config.num_clients}": (
-                secure and config.num_clients < FEWEST
-            ),
-            "tct.secure-aggregation: clients refuse to evaluate on the examples of their sums, "
-            "which losses would reveal; set clients-per-evaluation = 0, or local-test-fraction; "
-            f"got {config.clients_per_evaluation} and 0": secure and sees_sums,
-            f"{key} needs validation-examples, and no projection, as the server lacks its seed; "
-            f"got {config.validation_examples} and {config.projection}": (
-                key and (not config.validation_examples or config.projection)
-            ),
         }
         if broken := next((said for said, found in rules.items() if found), ""):
             raise ConfigError(broken)
 
-    def validates(self, config: Config) -> str:
-        name = TCT.validated(self.own(config))
-        return f"tct.{key_of(name)}" if name else ""
+    def validated(self, config: Config) -> str:
+        return TCT.validated(self.own(config))
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own = self.own(setup.config)
@@ -81,13 +59,10 @@ class _TCT(Method):
             seed=setup.config.seed, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1
         )
         options["bootstrap"] = bootstrap if own.bootstrap_rounds else None
-        if TCT.validated(own):
-            options["validation"] = setup.data.train(setup.split.validation)
         return super().strategy(setup, options)
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        own = self.own(setup.config)
-        options |= {"cache": _cache(setup.config), "only_masked": own.secure_aggregation}
+        options["cache"] = _cache(setup.config)
         return super().client(setup, partition, options)
 
     def predictor(

@@ -11,14 +11,14 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations
 from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics, SumFormat
+from fedntk.ntk.payloads import FeatureStatistics, SumFormat, SumTask
 
 from ..core.averaging import cast_like
 from ..core.base import BaseStrategy
@@ -100,23 +100,33 @@ class ClosedFormStrategy(FeatureStrategy):
         """Compute the last layer from the accepted sums."""
         if self.solved:
             return None, None
-        pairs, rejected = self.accepted(replies, self.parse, MessageType.TRAIN)
-        pairs = self.apply_screen(pairs, rejected, screen_own_sizes)
-        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        sums, metrics = self.collect(replies)
         self.train_metrics[server_round] = metrics
-        if not self.enough(len(pairs)):
+        if not sums:
             return None, metrics
         try:
-            weight, bias = self.last_layer([sums for _, sums in pairs])
-            layer = {self.weight: weight, **({self.bias: bias} if self.bias else {})}
-            changed = cast_like(layer, {n: self.global_arrays[n].numpy() for n in layer})
-            if not all(np.isfinite(array.numpy()).all() for array in changed.values()):
-                raise ArithmeticError("the layer is not finite")
+            found = self.with_layer(self.global_arrays, sums)
         except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
             logger.log(WARNING, "no solution (%s): the model stays as it was", error)
             return None, metrics
         self.solved = True
-        return ArrayRecord({**self.global_arrays, **changed}), metrics
+        return found, metrics
+
+    def with_layer(self, arrays: ArrayRecord, sums: Sequence[Any]) -> ArrayRecord:
+        """Return arrays with the last layer in its place; errors of :meth:`last_layer`."""
+        weight, bias = self.last_layer(sums)
+        layer = {self.weight: weight, **({self.bias: bias} if self.bias else {})}
+        changed = cast_like(layer, {n: arrays[n].numpy() for n in layer})
+        if not all(np.isfinite(array.numpy()).all() for array in changed.values()):
+            raise ArithmeticError("the layer is not finite")
+        return ArrayRecord({**arrays, **changed})
+
+    def collect(self, replies: Iterable[Message]) -> tuple[Sequence[Any], MetricRecord]:
+        """Return the accepted sums, none if they are too few, and the round's metrics."""
+        pairs, rejected = self.accepted(replies, self.parse, MessageType.TRAIN)
+        pairs = self.apply_screen(pairs, rejected, screen_own_sizes)
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        return [sums for _, sums in pairs] if self.enough(len(pairs)) else [], metrics
 
 
 class GramStrategy(ClosedFormStrategy):
@@ -144,7 +154,7 @@ class GramStrategy(ClosedFormStrategy):
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add that Gram matrices are to be sent."""
         super().prepare_config(config, server_round)
-        config[FEATURE_GRAM] = True
+        config.update(SumTask().to_config())
 
     def parse(self, reply: Reply) -> FeatureStatistics:
         """Check a client's Gram matrix and sums."""

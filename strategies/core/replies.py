@@ -80,6 +80,12 @@ class Reply:
                 room -= size
         self.metrics = {name: value for name, value in metrics.items() if name in kept}
 
+    def release(self) -> None:
+        """Let go of the arrays, of which no more is needed."""
+        records = self.message.content.array_records
+        for name in list(records):
+            del self.message.content[name]
+
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Name -> array of the reply's one ArrayRecord, whatever its name."""
         records = self.message.content.array_records

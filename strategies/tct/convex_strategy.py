@@ -1,34 +1,32 @@
 """What TCT's phases share: its options, its state, and what clients are sent in stage 2."""
 
-import secrets
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from fedntk.ntk import Normaliser, TCTModel
-from fedntk.ntk.features.fixed_point import MOST_BITS
+from fedntk.ntk.convex import NormalEquations, normaliser_of
+from fedntk.ntk.features import MOST_BITS, FixedPoint
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import (
     UNQUANTISED,
     ConvexOptions,
     ConvexTask,
+    FeatureStatistics,
     MessageTask,
+    SumFormat,
     check_compression,
 )
 from fedntk.ntk.payloads.convex_task import Step
 
-from ..core.lost_state import ResendingStrategy
+from ..core.feature_sums import SumsStrategy, refuse_first
 from ..core.registry import SentParts
-from ..core.trust_protocols import VouchesForKeys
 from .control import ControlVariate
-from .kept_sums import KeptSums
 
 LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 PARTS = {"normaliser": (MEAN, SCALE), "linear": (LINEAR,)}  # records beside the network
@@ -37,7 +35,7 @@ OF_STATISTICS = (
 )  # fmt: skip
 
 
-class ConvexStrategy(ConvexOptions, ResendingStrategy):
+class ConvexStrategy(ConvexOptions, SumsStrategy):
     """A strategy on a linear model of a network's features, from clients that keep these.
 
     Attributes
@@ -57,52 +55,8 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         "T_1, rounds of the bootstrap; without one there are none", default=100, at_least=0
     )
     normalise: bool = option("whether features get mean 0 and variance 1", default=True)
-    ridge: float = option(
-        "ridge of solve = server and statistics, over the mean of the diagonal; one too small for "
-        "a Cholesky factor is raised tenfold: see fedntk.ntk.ridge_regression",
-        default=1e-2,
-        above=0,
-    )
-    auto_ridge: bool = option(
-        "for solve = statistics: the ridge of 1e-4 ... 10 with the least squared error on "
-        "validation examples, or on what clients hold out (validation_share)",
-        default=False,
-    )
-    secure_aggregation: bool = option(
-        "for solve = statistics with bits = 2 ... 8: clients mask their sums, and the server "
-        "learns only the sum over all of them (Bonawitz et al., CCS 2017), the same to the bit; "
-        "four more exchanges in the round, and at least three clients",
-        default=False,
-    )
-    secure_threshold: float = option(
-        "share of the clients who must stay to the end of that", default=2 / 3, above=0.5, at_most=1
-    )
-    vouching: VouchesForKeys | None = argument(
-        "vouches for the clients' public keys in the run `run`, such as fedntk.trust.KeyServer; "
-        "without it a server that breaks the protocol could name keys of its own for the clients",
-        default=None,
-    )
-    keep_sums: str | Path | None = argument(
-        "for solve = statistics: folder on the server's disk in which each client's sums are "
-        "kept, as many bytes as it sent, so that `without` can take a client out again; each run "
-        "has a folder in it, which nothing removes",
-        default=None,
-    )
-    validation: tuple[Tensor, Tensor] | None = argument(
-        "examples x (m, ...) on the server, as the network takes them, that nobody trains on, and "
-        "their labels (m,), int64: for auto_ridge, and for bits, which uses only x",
-        default=None,
-    )
-    device: torch.device | str = argument(
-        "where the server solves from features, and computes features of validation examples; it "
-        "solves from sums on the CPU",
-        default="cpu",
-    )
-
     linear_rounds: int = state(int)  # rounds so far that changed the linear model
-    run_key: str = state(lambda: secrets.token_hex(8))  # names the run for the clients' folders
     class_weights: NDArray[Any] = state(lambda: np.ones(0))  # (C,), float64; empty before counts
-    summed: tuple[int, ...] = state(tuple)  # clients whose kept sums make up the linear model
     control: ControlVariate = state(ControlVariate)
     sent: SentParts = state(SentParts)
 
@@ -111,8 +65,7 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         _, last = self.feature_map.last_layer(self.network)
         self.width = self.feature_map.width(self.network)
         self.shape = (self.width + self.bias, last.out_features)
-        self.kept_sums = None if self.keep_sums is None else KeptSums(Path(self.keep_sums))
-        self._check_validation()
+        self.check_validation()
 
     def check(self) -> None:
         """Refuse what does not go with the way in which the problem is solved."""
@@ -138,20 +91,8 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
             f"{UNQUANTISED}, got {self.bits}": self.balanced and quantised,
             "keep_sums: expected balanced = False, as its weights come from all clients' counts, "
             "got True": self.balanced and self.keep_sums,
-            "validation_share: goes with auto_ridge = True, got False": (
-                self.validation_share and not self.auto_ridge
-            ),
-            "secure_aggregation: masks are added to whole numbers; expected bits = "
-            f"{steps}, got {self.bits}": self.secure_aggregation and not quantised,
-            "secure_aggregation: the server has no client's sums to keep, nor of what clients hold "
-            "out; leave out keep_sums and validation_share": (
-                self.secure_aggregation and (self.keep_sums or self.validation_share)
-            ),
-            "vouching: expected secure_aggregation = True and the name of the run, run=..., as "
-            "clients have it": self.vouching and not (self.secure_aggregation and self.run),
         }
-        if broken := next((said for said, found in rules.items() if found), ""):
-            raise ValueError(broken)
+        refuse_first(rules)
 
     @staticmethod
     def validated(options: Any) -> str:
@@ -160,22 +101,26 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
             return "bits"
         return "auto_ridge" if options.auto_ridge and not options.validation_share else ""
 
-    def _check_validation(self) -> None:
-        if self.validation is None:
-            if name := self.validated(self):
-                value = getattr(self, name)
-                raise ValueError(f"{name} = {value}: pass validation, examples on the server")
-            return
-        if self._seeds is not None:
-            raise ValueError("validation: expected no key_server, which projects examples, got one")
-        x, labels = self.validation
-        if not 0 < len(x) == len(labels):
-            raise ValueError(
-                f"validation: expected examples and as many labels, got {len(x)} and {len(labels)}"
-            )
-        low, high, last = *map(int, labels.aminmax()), self.shape[1] - 1
-        if low < 0 or high > last:
-            raise ValueError(f"validation: expected labels 0 ... {last}, got {low} ... {high}")
+    def check_validation(self) -> None:
+        """Refuse to lack the examples that an option needs, or to have unfit ones."""
+        if self.validation is None and (name := self.validated(self)):
+            value = getattr(self, name)
+            raise ValueError(f"{name} = {value}: pass validation, examples on the server")
+        super().check_validation()
+
+    def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
+        """Return what all clients' sums have to be."""
+        weights = self.class_weights if self.balanced else None
+        return SumFormat(self.width, self.shape[1], weights, fixed_point)
+
+    def normal_equations(
+        self, sums: FeatureStatistics, normaliser: Normaliser | None = None
+    ) -> tuple[Normaliser, NormalEquations]:
+        """Return the problem of normalised features, with the normaliser given or the sums' own."""
+        if normaliser is None:
+            identity = Normaliser.identity(self.width)
+            normaliser = normaliser_of(sums) if self.normalise else identity
+        return normaliser, NormalEquations.of(sums, normaliser, bias=self.bias)
 
     def task_message(
         self,

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedntk.ntk.payloads import FeatureStatistics, packed_size, sums_digest, word_dtype
-
-from ..core.secure_sums import SecureSums, WordFormat
+from ..core.feature_sums import Sums
+from ..core.secure_sums import SecureSums
 from .convex_strategy import ConvexStrategy
-from .statistics import PooledStatistics, Sums
+from .statistics import PooledStatistics
 
 EVERYONE = -1  # in the place of a client's id
 
@@ -41,19 +40,9 @@ class SecureStatistics(PooledStatistics):
 
     def collect(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
         """Return one sum, over the clients in it, and the round's metrics."""
-        tct, expected = self.tct, self.format
-        size = packed_size(expected.width) + expected.num_classes * (expected.width + 1)
-        key = tct.network_key(tct.global_arrays)
-
-        def format_for(num_examples: int) -> WordFormat:
-            dtype = word_dtype(num_examples, expected.fixed_point)
-            return WordFormat(size, dtype, sums_digest(key, expected.fixed_point, dtype))
-
-        found = tct.answers(replies, self.secure.public_part, MessageType.TRAIN)
-        total, last = self.secure.complete(
-            found, format_for, lambda words, n: FeatureStatistics.from_words(words, expected, n)
-        )
+        tct, key = self.tct, self.tct.network_key(self.tct.global_arrays)
+        total, last, rejected = tct.complete_sum(self.secure, replies, key, self.fixed_point)
         for reply in last:
             tct.sent.mark(reply.client, *self.needs)
         sums = {} if total is None else {EVERYONE: total}
-        return sums, tct.round_metrics(last, found.rejected)
+        return sums, tct.round_metrics(last, rejected)

@@ -162,12 +162,6 @@ class TCT(ConvexStrategy):
             raise ValueError(f"without: goes with solve = statistics, got solve = {self.solve}")
         return _with(arrays, self.pooled.without(clients, arrays))
 
-    def forget_kept(self, clients: Sequence[int]) -> None:
-        """Remove kept sums of some clients, which :meth:`without` must leave out from then on."""
-        if self.kept_sums is not None:
-            for client in clients:
-                self.kept_sums.remove(self.run_key, client)
-
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
         """Refuse if stage 2 begins with one exchange with all clients, and some are not shown."""
         if not everyone and (self.normalise or self.solve != "clients"):
@@ -193,7 +187,7 @@ class TCT(ConvexStrategy):
         if self.pooled is not None:
             clients = self.min_available_nodes
             require_memory(  # uploads as they came, and as arrays
-                self.pooled.memory + 2 * self.pooled.upload_bytes * clients,
+                self.pooled.memory + 2 * self.upload_bytes() * clients,
                 f"{self.pooled.name} of {self.width} features from {clients} clients",
                 cure=FEWER,
             )
@@ -208,7 +202,7 @@ class TCT(ConvexStrategy):
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         if self.pooled is not None and self.kept_sums is not None and not done:
-            self.kept_sums.require_disk(self.pooled.upload_bytes, self.min_available_nodes)
+            self.kept_sums.require_disk(self.upload_bytes(), self.min_available_nodes)
         if num_rounds <= self.rounds_before_stage_2(self):
             said = "num_rounds = %d end before stage 2, which begins after %d of stage 1"
             logger.log(WARNING, said, num_rounds, self.bootstrap_rounds)

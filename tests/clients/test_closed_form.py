@@ -7,13 +7,13 @@ from torch import nn
 
 from fedntk.clients import ClosedFormClient, get_weights
 from fedntk.ntk import FeatureMap
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads import FeatureStatistics, SumTask
 
 from ..strategies.federation import examples, network
 
 
 def config(**options):
-    return {**FeatureMap("last-layer", **options).to_config(), "feature-gram": True}
+    return {**FeatureMap("last-layer", **options).to_config(), **SumTask().to_config()}
 
 
 def client(**options):

@@ -222,7 +222,7 @@ def test_what_was_forgotten_or_damaged_is_gone_and_has_to_be_named_from_then_on(
 
 def test_what_cannot_be_solved_again_or_would_not_fit_is_refused(clients, tmp_path, monkeypatch):
     strategy, arrays = sums(keep_sums=tmp_path / "sums"), started(sums(), Grid(clients))
-    refused(r"no sums were kept .* its round of pooled-statistics", strategy.without, [1], arrays)
+    refused(r"no sums were kept .* the round of sums", strategy.without, [1], arrays)
     monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda _: 2000)
     with pytest.raises(NotEnoughMemory, match=r"pooled-statistics of 12 features from 6 clients"):
         start(sums(), Grid(clients))

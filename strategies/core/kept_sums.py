@@ -1,9 +1,4 @@
-"""Each client's sums on the server's disk, from which TCT solves again without some clients.
-
-Beyond Yu et al., NeurIPS 2022: with ``solve="statistics"`` the linear model is a function of sums
-over the clients. Without a client's sums it is, exactly, the model of a run that never had that
-client, on the same network.
-"""
+"""Each client's sums on the server's disk, from which to solve again without some clients."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,7 +9,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import require_disk
 
-from ..core.array_archive import ArrayArchive
+from .array_archive import ArrayArchive
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -1,0 +1,74 @@
+"""What the methods share whose clients send sums over features."""
+
+from typing import Any
+
+from flwr.client import NumPyClient
+
+from fedntk.strategies import BaseStrategy
+from fedntk.trust.secure_sum import FEWEST
+
+from ..config.config import Config
+from ..config.settings import ConfigError, Settings, setting
+from .method import Method, Setup
+
+
+class SumsSettings(Settings, frozen=True, eq=True):
+    """What simulations add to the options of sums."""
+
+    keep_sums: bool = setting(
+        False,
+        "keep each client's sums, as many bytes as it sent, in details/sums of the run's folder, "
+        "for fedntk unlearn",
+    )
+
+
+class SumsMethod(Method):
+    """A method whose clients send sums, masked if wanted."""
+
+    own_settings = SumsSettings
+
+    def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
+        """Return where sums are kept."""
+        return {"keep_sums": config.folder / "details" / "sums" if settings.keep_sums else None}
+
+    def validated(self, config: Config) -> str:
+        """Return the option for which the server needs validation examples; empty if none does."""
+        return ""
+
+    def validates(self, config: Config) -> str:
+        """Return the key of that option."""
+        name = self.validated(config)
+        return self.own(config).key(name) if name else ""
+
+    def check(self, config: Config, settings: Any) -> None:
+        """Refuse masks for two clients, evaluations that reveal sums, and missing examples."""
+        super().check(config, settings)
+        secure, masks = settings.secure_aggregation, settings.key("secure_aggregation")
+        own_test = config.local_test_fraction or config.private_test
+        key = self.validates(config)
+        rules = {
+            f"{masks} needs num-clients = {FEWEST} or more, as two clients would learn each "
+            f"other's sums; got {config.num_clients}": secure and config.num_clients < FEWEST,
+            f"{masks}: clients refuse to evaluate on the examples of their sums, which losses "
+            "would reveal; set clients-per-evaluation = 0, or local-test-fraction; "
+            f"got {config.clients_per_evaluation} and 0": (
+                secure and config.clients_per_evaluation and not own_test
+            ),
+            f"{key} needs validation-examples, and no projection, as the server lacks its seed; "
+            f"got {config.validation_examples} and {config.projection}": (
+                key and (not config.validation_examples or config.projection)
+            ),
+        }
+        if broken := next((said for said, found in rules.items() if found), ""):
+            raise ConfigError(broken)
+
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+        """Make the strategy, with the server's examples if it needs them."""
+        if self.validated(setup.config):
+            options["validation"] = setup.data.train(setup.split.validation)
+        return super().strategy(setup, options)
+
+    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
+        """Make the client, which sends only masked sums if that is the method."""
+        options["only_masked"] = self.own(setup.config).secure_aggregation
+        return super().client(setup, partition, options)

@@ -1,0 +1,203 @@
+"""One exchange of sums over features: the last layer by ridge regression, and nothing is trained.
+
+Beyond He et al., CVPR 2025 (AFL): the sums Z^T Z and Z^T Y that solve the joint problem
+
+    min over W of  ||Z W - Y||^2 + rho ||W||^2,  Y one-hot minus 1/C, with a bias,
+
+are added up as whole numbers, so that the model has the same bits for every split of the examples
+and every order of the replies; rho is chosen on examples that the clients hold out, whose sums
+travel beside the others', and the model is then solved from all; sums may be masked, so that the
+server opens only the total; and, kept on its disk, they can be taken out again, one client at a
+time. What an example's features are is a property of the network, all of which but the last layer
+stays as it was: see :class:`~fedntk.ntk.features.scattering.Scattering`, and
+:func:`~fedntk.ntk.with_fourier_features`.
+"""
+
+import functools
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+
+from fedntk.ntk import Normaliser, require_memory
+from fedntk.ntk.convex import NormalEquations
+from fedntk.ntk.features import FixedPoint
+from fedntk.ntk.options import state
+from fedntk.ntk.payloads import ConvexTask, FeatureStatistics, SumFormat, SumOptions, SumTask
+
+from ..core.averaging import record_of
+from ..core.exchange import Aggregated
+from ..core.feature_sums import Sums, SumsStrategy
+from ..core.replies import Reply, screen_own_sizes
+from ..core.secure_sums import SecureSums
+from .closed_form import ClosedFormStrategy, Layer
+
+AT_ONCE = 2**30  # bytes of replies in memory, if they can be added as they come
+
+
+class OneExchange(SumsStrategy, ClosedFormStrategy):
+    """Solve for the last layer from one exchange of sums.
+
+    Clients are :class:`~fedntk.clients.ClosedFormClient`. With `bits` a reply is added to the total
+    when it comes, so that the server holds few of them at a time; without, sums are float64, and
+    features of over 100 times the median client's size are dropped.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from fedntk.ntk import with_fourier_features
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> strategy = OneExchange(network=with_fourier_features(network, 50, seed=0), bits=8)
+    >>> strategy.shape
+    (3, 50)
+    """
+
+    bits: int = SumOptions.options()["bits"].field(default=8)
+    validation_share: float = SumOptions.options()["validation_share"].field(default=0.1)
+    auto_ridge: bool = SumsStrategy.options()["auto_ridge"].field(default=True)
+    ridge_used: float = state(float)
+    steps: FixedPoint | None = state(lambda: None, saved=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_validation()
+        self._secure: SecureSums | None = None
+        if self.secure_aggregation:
+            self._secure = SecureSums(self, threshold=self.secure_threshold, vouching=self.vouching)
+        if self.auto_ridge and not self.validation_share and self.validation is None:
+            raise ValueError(
+                "auto_ridge: expected validation examples or a validation_share, got neither"
+            )
+
+    def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
+        """Return what all clients' sums have to be."""
+        num_classes, width = self.shape
+        return SumFormat(width, num_classes, None, fixed_point)
+
+    def normal_equations(
+        self, sums: FeatureStatistics, normaliser: Normaliser | None = None
+    ) -> tuple[Normaliser, NormalEquations]:
+        """Return the problem of the features as they are."""
+        identity = Normaliser.identity(self.width)
+        return identity, NormalEquations.of(sums, identity, bias=bool(self.bias))
+
+    def require_memory(self) -> None:
+        """Refuse a layer that the server lacks the memory to solve for."""
+        held = self.min_available_nodes * self.upload_bytes()
+        if self.steps is not None:
+            held = min(held, AT_ONCE)
+        require_memory(
+            (36 + 4 * bool(self.validation_share)) * self.width**2 + 2 * held,
+            f"{self.width} features from {self.min_available_nodes} clients",
+            cure="use fewer features, or bits = 8, with which replies are added as they come",
+        )
+
+    # -------------------------------------------------------------------------- asking
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask all clients for their sums, or for the public keys of a secure sum."""
+        if not self.solved:
+            self.steps, self.summed = self.choose_steps(arrays), ()
+            if self._secure is not None:
+                self._secure.begin()
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Add the task, the steps of fixed-point numbers, and what of a secure sum is for it."""
+        if stage != MessageType.TRAIN:
+            return super().content_for(client, stage, arrays, config)
+        secure = self._secure
+        task = SumTask(
+            step="statistics" if secure is None else secure.step,
+            run_key=self.run_key,
+            bits=self.bits,
+            validation_share=self.validation_share,
+        )
+        own = ConfigRecord({**config, **task.to_config()})
+        if task.step not in ("statistics", "masked"):  # the exchanges that need no network
+            arrays = ArrayRecord()
+        content = super().content_for(client, stage, arrays, own)
+        if self.steps is not None and arrays:
+            content["steps"] = record_of({"step": self.steps.step})
+        if secure is not None and (record := secure.record_for(client)) is not None:
+            content["secure-sum"] = record
+        return content
+
+    # ---------------------------------------------------------------------- adding up
+
+    def parse(self, reply: Reply) -> Sums:
+        """Check a client's sums."""
+        return self.parse_sums(reply.arrays(), self.steps, reply.num_examples)
+
+    def collect(self, replies: Iterable[Message]) -> tuple[Sequence[Sums], MetricRecord]:
+        """Return the sums over all clients, in one or more parts, and the round's metrics."""
+        if self._secure is not None:
+            network = [array.numpy() for array in self.global_arrays.values()]
+            key = ConvexTask.key_of(self.feature_map, network)
+            total, added, rejected = self.complete_sum(self._secure, replies, key, self.steps)
+            return [] if total is None else [total], self.round_metrics(added, rejected)
+        totals: list[Sums] = []
+        added, rejected = [], Counter()
+        exact = self.steps is not None
+        for part in _parts(replies, max(1, AT_ONCE // self.upload_bytes()) if exact else None):
+            pairs, refused = self.accepted(part, self.parse, MessageType.TRAIN)
+            if not exact:
+                pairs = self.apply_screen(pairs, refused, screen_own_sizes)
+            rejected += refused
+            self.keep({reply.client: own for reply, own in pairs}, self.steps)
+            if pairs:
+                totals = [functools.reduce(operator.add, [own for _, own in pairs], *totals)]
+            for reply, _ in pairs:
+                reply.release()
+                added.append(reply)
+        added.sort(key=lambda reply: (reply.client, reply.node))
+        metrics = self.round_metrics(added, rejected)
+        return totals if self.enough(len(added)) else [], metrics
+
+    def last_layer(self, sums: Sequence[Sums]) -> Layer:
+        """Return weights (C, p) and biases (C,) of the joint solution."""
+        total = functools.reduce(operator.add, sums)
+        _, linear, self.ridge_used = self.solve_sums(total, self.steps, self.global_arrays)
+        bias = linear[self.width] if self.bias else np.zeros(self.shape[0])
+        return linear[: self.width].T.astype(np.float64), bias.astype(np.float64)
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+        """Compute the last layer from the accepted sums."""
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if arrays is not None and metrics is not None:
+            metrics["ridge"] = self.ridge_used
+        return arrays, metrics
+
+    def without(self, clients: Sequence[int], arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays of the model that never had some clients' examples.
+
+        It is solved anew from the kept sums of the others, one client's in memory at a time, with
+        `auto_ridge` with a ridge chosen anew. So it has the bits of a run that never had these
+        clients, on the same machine; without `bits`, if the same replies are accepted.
+
+        Parameters
+        ----------
+        clients : sequence of int
+            Ids: partitions, if nodes report them. With no id it is the same model again.
+        arrays : ArrayRecord
+            Result of :meth:`start`, of this object or of one whose state this one has loaded.
+        """
+        kept, self.steps = self.kept_without(clients)
+        self.global_arrays = arrays
+        self.require_memory()
+        return self.with_layer(arrays, [functools.reduce(operator.add, kept)])
+
+
+def _parts(replies: Iterable[Message], size: int | None) -> Iterator[list[Message]]:
+    """Yield replies as they come, some at a time; all at once without a size."""
+    left = iter(replies)
+    while part := list(itertools.islice(left, size)):
+        yield part

@@ -1,0 +1,335 @@
+"""What strategies share whose clients send sums over features: options, kept sums, secure sums.
+
+Beyond the papers: a model that is a function of sums over the clients is, without a client's sums,
+exactly the model of a run that never had that client.
+"""
+
+import contextlib
+import copy
+import secrets
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message, MessageType
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedntk.ntk import Normaliser, NotEnoughMemory
+from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge
+from fedntk.ntk.features import MOST_BITS, FixedPoint
+from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.payloads import (
+    UNQUANTISED,
+    FeatureStatistics,
+    SplitStatistics,
+    SumFormat,
+    SumOptions,
+    packed_size,
+    sums_digest,
+    word_dtype,
+)
+from fedntk.ntk.predictors.network import load_arrays
+
+from .averaging import named_arrays
+from .exchange import logger
+from .kept_sums import KeptSums, clients_left
+from .lost_state import ResendingStrategy
+from .replies import Reply
+from .secure_sums import SecureSums, WordFormat
+from .trust_protocols import VouchesForKeys
+
+Sums = FeatureStatistics | SplitStatistics
+Arrays = dict[str, NDArray[Any]]
+STEP = "step"  # of fixed-point numbers, among what is kept of a client
+CHUNK_BYTES = 128 * 2**20  # of the validation examples' features
+
+
+class SumsStrategy(SumOptions, ResendingStrategy):
+    """A strategy that solves least squares from sums over the clients' features.
+
+    Attributes
+    ----------
+    kept_sums : KeptSums or None
+        Each client's sums on disk.
+    summed : tuple of int
+        Clients whose kept sums make up the solution.
+    """
+
+    ridge: float = option(
+        "ridge over the mean of the diagonal of Z Z^T; one too small for a Cholesky factor is "
+        "raised tenfold",
+        default=1e-2,
+        above=0,
+    )
+    auto_ridge: bool = option(
+        "whether the ridge is the one of 1e-4 ... 10 with the least squared error on validation "
+        "examples, or on what clients hold out (validation_share)",
+        default=False,
+    )
+    secure_aggregation: bool = option(
+        "whether clients mask their sums, which needs bits = 2 ... 8: the server learns only the "
+        "sum over all of them (Bonawitz et al., CCS 2017), the same to the bit; four more "
+        "exchanges in the round, and at least three clients",
+        default=False,
+    )
+    secure_threshold: float = option(
+        "share of the clients who must stay to the end of that", default=2 / 3, above=0.5, at_most=1
+    )
+    vouching: VouchesForKeys | None = argument(
+        "vouches for the clients' public keys in the run `run`, such as fedntk.trust.KeyServer; "
+        "without it a server that breaks the protocol could name keys of its own for the clients",
+        default=None,
+    )
+    keep_sums: str | Path | None = argument(
+        "folder on the server's disk in which each client's sums are kept, as many bytes as it "
+        "sent, so that `without` can take a client out again; each run has a folder in it, which "
+        "nothing removes",
+        default=None,
+    )
+    validation: tuple[Tensor, Tensor] | None = argument(
+        "examples x (m, ...) on the server, as the network takes them, that nobody trains on, and "
+        "their labels (m,), int64: for auto_ridge, and for bits, which uses only x",
+        default=None,
+    )
+    device: torch.device | str = argument(
+        "where the server solves from features, and computes features of validation examples; it "
+        "solves from sums on the CPU",
+        default="cpu",
+    )
+
+    run_key: str = state(lambda: secrets.token_hex(8))  # names the run for the clients' folders
+    summed: tuple[int, ...] = state(tuple)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kept_sums = None if self.keep_sums is None else KeptSums(Path(self.keep_sums))
+
+    def check(self) -> None:
+        """Refuse what does not go with sums, or with masks."""
+        super().check()
+        quantised, steps = self.bits != UNQUANTISED, f"2 ... {MOST_BITS}"
+        rules = {
+            "validation_share: goes with auto_ridge = True, got False": (
+                self.validation_share and not self.auto_ridge
+            ),
+            "secure_aggregation: masks are added to whole numbers; expected bits = "
+            f"{steps}, got {self.bits}": self.secure_aggregation and not quantised,
+            "secure_aggregation: the server has no client's sums to keep; leave out keep_sums": (
+                self.secure_aggregation and self.keep_sums
+            ),
+            "vouching: expected secure_aggregation = True and the name of the run, run=..., as "
+            "clients have it": self.vouching and not (self.secure_aggregation and self.run),
+        }
+        refuse_first(rules)
+
+    @abstractmethod
+    def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
+        """Return what all clients' sums have to be."""
+
+    @abstractmethod
+    def normal_equations(
+        self, sums: FeatureStatistics, normaliser: Normaliser | None = None
+    ) -> tuple[Normaliser, NormalEquations]:
+        """Return the problem that sums are of, with the normaliser given or one of their own."""
+
+    # ------------------------------------------------------------------ validation
+
+    def check_validation(self) -> None:
+        """Refuse validation examples that do not fit the problem, whose format is known by now."""
+        if self.validation is None:
+            return
+        if self._seeds is not None:
+            raise ValueError("validation: expected no key_server, which projects examples, got one")
+        x, labels = self.validation
+        if not 0 < len(x) == len(labels):
+            raise ValueError(
+                f"validation: expected examples and as many labels, got {len(x)} and {len(labels)}"
+            )
+        low, high = map(int, labels.aminmax())
+        last = self.sum_format(None).num_classes - 1
+        if low < 0 or high > last:
+            raise ValueError(f"validation: expected labels 0 ... {last}, got {low} ... {high}")
+
+    def validation_features(self, arrays: ArrayRecord) -> tuple[Iterator[Tensor], Tensor]:
+        """Return the validation examples' features, some at a time, and their labels."""
+        if self.validation is None:
+            raise ValueError("validation: expected the server's validation examples, got none")
+        x, labels = self.validation
+        own: Any = self  # each such strategy has a network and a feature map
+        network: nn.Module = copy.deepcopy(own.network)
+        load_arrays(network, named_arrays(self.network_of(arrays)))
+        extract = own.feature_map.extractor(network.to(self.device))
+        size = max(1, CHUNK_BYTES // (4 * self.sum_format(None).width))
+        return map(extract, x.split(size)), labels
+
+    def choose_steps(self, arrays: ArrayRecord) -> FixedPoint | None:
+        """Choose the steps of fixed-point numbers, if features are to be rounded.
+
+        They are chosen by the validation examples, or by the largest magnitude of a feature, if the
+        network says one; else ValueError.
+        """
+        if self.bits == UNQUANTISED:
+            return None
+        if self.validation is not None:
+            return FixedPoint.of(next(self.validation_features(arrays)[0]), self.bits)
+        own: Any = self
+        if (bound := own.feature_map.bound(own.network)) is None:
+            raise ValueError(
+                f"bits = {self.bits}: pass validation, examples on the server, or a network with "
+                "features of known size before its last layer, such as random Fourier features"
+            )
+        return FixedPoint.within(bound, self.sum_format(None).width, self.bits)
+
+    # ---------------------------------------------------------------- what is sent
+
+    def parse_sums(
+        self, arrays: Arrays, fixed_point: FixedPoint | None, num_examples: int | None = None
+    ) -> Sums:
+        """Check a client's sums."""
+        return self._kind.from_arrays(arrays, self.sum_format(fixed_point), num_examples)
+
+    @property
+    def _kind(self) -> type[FeatureStatistics] | type[SplitStatistics]:
+        return SplitStatistics if self.validation_share else FeatureStatistics
+
+    def upload_bytes(self) -> int:
+        """Most bytes of one client's sums, of at most 133,144 examples if they are integers."""
+        width, classes, *_ = self.sum_format(None)
+        gram = packed_size(width)
+        if self.bits != UNQUANTISED:
+            one = 4 * (gram + classes * width)
+        else:
+            one = 8 * (min(gram, self.max_examples * width) + classes * width)
+        return (one + 8 * classes) * (2 if self.validation_share else 1)
+
+    def complete_sum(
+        self,
+        secure: SecureSums,
+        replies: Iterable[Message],
+        key: str,
+        fixed_point: FixedPoint | None,
+    ) -> tuple[Sums | None, list[Reply], Counter[str]]:
+        """Go through a secure sum: return it, None if it stays closed, and who is in it.
+
+        `replies` are those with public keys, and `key` is of the network and the feature map.
+        """
+        expected, kind = self.sum_format(fixed_point), self._kind
+
+        def format_for(num_examples: int) -> WordFormat:
+            dtype = word_dtype(num_examples, fixed_point)
+            size = kind.num_words(expected.width, expected.num_classes)
+            return WordFormat(size, dtype, sums_digest(key, fixed_point, dtype))
+
+        found = self.answers(replies, secure.public_part, MessageType.TRAIN)
+        total, last = secure.complete(
+            found, format_for, lambda words, n: kind.from_words(words, expected, n)
+        )
+        return total, last, found.rejected
+
+    # -------------------------------------------------------------------- what is kept
+
+    def keep(self, sums: Mapping[int, Sums], fixed_point: FixedPoint | None) -> None:
+        """Write clients' sums where they are to be kept; a full disk is logged."""
+        if self.kept_sums is None:
+            return
+        steps = {} if fixed_point is None else {STEP: fixed_point.step}
+        try:
+            self.kept_sums.require_disk(self.upload_bytes(), len(sums))
+            for client, own in sums.items():
+                arrays = own.to_arrays(fixed_point) | steps
+                self.kept_sums.write(self.run_key, self.server_round, client, arrays)
+        except (NotEnoughMemory, OSError) as error:
+            logger.log(WARNING, "the clients' sums are not kept: %s", error)
+            with contextlib.suppress(OSError):
+                for client in (*self.summed, *sums):
+                    self.kept_sums.remove(self.run_key, client)
+            self.summed = ()
+            return
+        self.summed += tuple(sums)
+
+    def kept_without(self, clients: Sequence[int]) -> tuple[Iterator[Sums], FixedPoint | None]:
+        """Return the kept sums of all but some clients, one at a time, and how they are rounded."""
+        if self.kept_sums is None:
+            raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
+        if not self.summed:
+            raise ValueError(
+                f"keep_sums: no sums were kept in {self.kept_sums.folder} by this run yet; they "
+                "come with the round of sums, and the log says if the disk was too small"
+            )
+        kept_sums, left = self.kept_sums, clients_left(self.summed, clients)
+        first = next(kept_sums.read(self.run_key, left[:1]))
+        width, fixed_point = self.sum_format(None).width, None
+        if STEP in first:  # all clients' are the same
+            fixed_point = FixedPoint.from_arrays(first[STEP], self.bits, width)
+
+        def read() -> Iterator[Sums]:
+            for kept in kept_sums.read(self.run_key, left):
+                kept.pop(STEP, None)
+                yield self.parse_sums(kept, fixed_point)
+
+        return read(), fixed_point
+
+    def forget_kept(self, clients: Sequence[int]) -> None:
+        """Remove kept sums of some clients, which `without` must leave out from then on."""
+        if self.kept_sums is not None:
+            for client in clients:
+                self.kept_sums.remove(self.run_key, client)
+
+    # ------------------------------------------------------------------------ solution
+
+    def solve_sums(
+        self, sums: Sums, fixed_point: FixedPoint | None, arrays: ArrayRecord
+    ) -> tuple[Normaliser, NDArray[np.float32], float]:
+        """Return the normaliser, the linear model (q, C) of the sums over all, and its ridge.
+
+        `arrays` are those of the network.
+        """
+        if fixed_point is not None:
+            sums = sums.scaled(fixed_point)
+        ridge = self.ridge
+        if isinstance(sums, SplitStatistics):
+            ridge, sums = self._ridge_of_held_out(sums), sums.everyone
+        normaliser, equations = self.normal_equations(sums)
+        if self.auto_ridge and not self.validation_share:
+            features, labels = self.validation_features(arrays)
+            _, classes, weights, _ = self.sum_format(None)
+            held = FeatureStatistics.of(features, labels, classes, weights=weights)
+            ridge = best_ridge(equations, self.normal_equations(held, normaliser)[1])
+        linear, ridge = ridge_solution(equations, ridge)
+        return normaliser, linear, ridge
+
+    def _ridge_of_held_out(self, sums: SplitStatistics) -> float:
+        """Choose the ridge on held-out examples; the normaliser is from the others as well."""
+        if not (sums.fitting.num_examples and sums.held_out.num_examples):
+            raise ValueError(
+                f"validation_share: {sums.held_out.num_examples} examples are held out and "
+                f"{sums.fitting.num_examples} are not; expected some of both"
+            )
+        normaliser, equations = self.normal_equations(sums.fitting)
+        return best_ridge(equations, self.normal_equations(sums.held_out, normaliser)[1])
+
+
+def ridge_solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.float32], float]:
+    """Return the linear model and its ridge, raised tenfold while it is too small."""
+    try:
+        linear = equations.solve(ridge).float()
+    except ValueError as error:
+        if ridge >= RIDGES[-1]:
+            raise
+        logger.log(WARNING, "%s: it is raised to %g", error, 10 * ridge)
+        return ridge_solution(equations, 10 * ridge)
+    if not bool(linear.isfinite().all()):
+        raise ArithmeticError("the solution is not finite")
+    return linear.numpy(), ridge
+
+
+def refuse_first(rules: Mapping[str, Any]) -> None:
+    """Raise ValueError with the first text whose rule is broken."""
+    if broken := next((said for said, found in rules.items() if found), ""):
+        raise ValueError(broken)

@@ -1,0 +1,142 @@
+"""OneExchange: the joint ridge regression, in the same bits for every split, order and mask."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context
+from torch import nn
+
+from fedntk.clients import ClosedFormClient, client_app
+from fedntk.ntk import FeatureMap, with_fourier_features
+from fedntk.ntk.features import FixedPoint
+from fedntk.strategies import OneExchange
+
+from .federation import (
+    Contract,
+    Grid,
+    bits,
+    damaged,
+    examples,
+    lost,
+    network,
+    run_as_if_lost,
+    start,
+)
+
+
+def features():
+    return with_fourier_features(network(), 20, 0)
+
+
+def clients_of(parts, **options):
+    def client_fn(context: Context):
+        i = int(context.node_config["partition-id"])
+        own = {"cache": options["cache"] / str(i)} if "cache" in options else {}
+        return ClosedFormClient(features(), *parts[i], seed=(0, i), **{**options, **own})
+
+    return client_app(client_fn)
+
+
+PARTS = list(map(examples, range(6)))
+CLIENTS = clients_of(PARTS)
+WEIGHT, BIAS = "3.1.weight", "3.1.bias"
+OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
+strategy = partial(OneExchange, network=features(), **OPTIONS)
+fixed = partial(strategy, auto_ridge=False, validation_share=0.0, ridge=0.01)
+run = partial(start, model=features())
+CONTRACT = {
+    "OneExchange": Contract(partial(OneExchange, network=features()), CLIENTS, once=True),
+    "OneExchange of float64 sums": Contract(
+        partial(OneExchange, network=features(), bits=32), CLIENTS, once=True
+    ),
+}
+
+
+def pooled():
+    x, y = (torch.cat(parts) for parts in zip(*PARTS, strict=True))
+    return FeatureMap("last-layer").extractor(features())(x), y
+
+
+@pytest.mark.parametrize("bits_", [8, 32])
+def test_the_layer_is_the_joint_ridge_regression_on_centred_labels(bits_):
+    """float64 on the rounded features; the layer is float32."""
+    z, y = pooled()
+    if bits_ == 8:
+        bound = (2 / 20) ** 0.5
+        step = FixedPoint.within(bound, 20, 8)
+        assert z.abs().max() <= bound <= 127 * step.step[0] < 2 * bound
+        z = step(z) * torch.from_numpy(step.step)
+    z = torch.cat([z.double(), torch.ones(len(z), 1).double()], 1)
+    targets = nn.functional.one_hot(y, 3).double() - 1 / 3
+    rho = 0.01 * z.square().sum(1).mean()
+    expected = torch.linalg.solve(z.T @ z + rho * torch.eye(21).double(), z.T @ targets)
+    after = run(fixed(bits=bits_), Grid(CLIENTS))
+    np.testing.assert_allclose(after[WEIGHT], expected[:20].T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after[BIAS], expected[20], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_split_and_order_gives_the_same_bits(seed, monkeypatch):
+    """Also if replies are added one at a time, and some clients have few examples or one."""
+    x, y = (torch.cat(parts) for parts in zip(*PARTS, strict=True))
+    generator = np.random.default_rng(seed)
+    order = torch.from_numpy(generator.permutation(len(y)))
+    cuts = np.sort(generator.choice(np.arange(1, len(y)), 5, replace=False)).tolist()
+    parts = [(x[own], y[own]) for own in order.tensor_split(cuts)]
+    monkeypatch.setattr("fedntk.strategies.closed_form.one_exchange.AT_ONCE", 1)
+    after = run(fixed(), Grid(clients_of(parts), order=seed))
+    assert bits(after) == bits(run(fixed(), Grid(CLIENTS)))
+
+
+def test_the_ridge_is_chosen_on_held_out_examples_and_all_of_them_are_used():
+    """A model of the chosen ridge, solved without holding out, has the same bits."""
+    own = strategy(validation_share=0.3)
+    after = run(own, Grid(CLIENTS))
+    ridge = own.train_metrics[1]["ridge"]
+    assert bits(after) == bits(run(fixed(ridge=ridge), Grid(CLIENTS)))
+
+
+def test_masks_leave_the_bits_also_if_a_client_is_lost(tmp_path):
+    """Held-out sums are masked, too."""
+    masked = clients_of(PARTS, cache=tmp_path, only_masked=True)
+    changes = {2: lost}
+    for make in (fixed, strategy):
+        after = run(make(secure_aggregation=True), Grid(masked, changes=changes))
+        assert bits(after) == bits(run(make(), Grid(CLIENTS, changes=changes)))
+
+
+@pytest.mark.parametrize("bits_", [8, 32])
+def test_without_a_client_it_is_the_model_of_a_run_that_never_had_it(bits_, tmp_path):
+    own = strategy(keep_sums=tmp_path, bits=bits_)
+    run(own, Grid(CLIENTS))
+    found = own.without([2, 4], own.global_arrays)
+    never = run(strategy(bits=bits_), Grid(CLIENTS, changes={2: lost, 4: lost}))
+    assert bits({name: array.numpy() for name, array in found.items()}) == bits(never)
+
+
+def test_features_of_unknown_size_need_examples_on_the_server_or_float64():
+    own = OneExchange(network=network(), **OPTIONS)
+    with pytest.raises(ValueError, match="bits = 8: pass validation, examples on the server, or a"):
+        start(own, Grid(CLIENTS))
+    own = OneExchange(network=network(), validation=examples(7), **OPTIONS)
+    assert own.choose_steps(ArrayRecord(network().state_dict())).bits == 8
+
+
+def test_a_ridge_without_examples_to_choose_it_on_is_refused():
+    with pytest.raises(ValueError, match="auto_ridge: expected validation examples or a valid"):
+        strategy(validation_share=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "reason"),
+    [
+        ({"bits": 32}, damaged(0, lambda gram: gram * 1e6), "scale"),
+        ({}, damaged(1, lambda sums: sums * 100), "range"),
+        ({}, damaged(2, lambda counts: counts + 1), "num-examples"),
+    ],
+)
+def test_false_sums_are_dropped(options, change, reason, monkeypatch):
+    monkeypatch.setattr("tests.strategies.federation.network", features)
+    run_as_if_lost(partial(fixed, **options), CLIENTS, change, reason)
