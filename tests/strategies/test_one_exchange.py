@@ -16,6 +16,7 @@ from fedntk.strategies import OneExchange
 from .federation import (
     Contract,
     Grid,
+    app,
     bits,
     damaged,
     examples,
@@ -47,9 +48,13 @@ strategy = partial(OneExchange, network=features(), **OPTIONS)
 fixed = partial(strategy, auto_ridge=False, validation_share=0.0, ridge=0.01)
 run = partial(start, model=features())
 CONTRACT = {
-    "OneExchange": Contract(partial(OneExchange, network=features()), CLIENTS, once=True),
+    "OneExchange": Contract(
+        partial(OneExchange, network=network(), validation=examples(7)),
+        app(ClosedFormClient),
+        once=True,
+    ),
     "OneExchange of float64 sums": Contract(
-        partial(OneExchange, network=features(), bits=32), CLIENTS, once=True
+        partial(OneExchange, network=network(), bits=32), app(ClosedFormClient), once=True
     ),
 }
 
