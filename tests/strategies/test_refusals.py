@@ -37,7 +37,6 @@ KEYS = KeyServer(bytes(32), [], Ed25519PrivateKey.generate())
 SHARED = itertools.repeat(FedAvg())  # the same strategy at each call
 UNLIKE = iter([FedAdam() if k else FedAdam(eta=0.5) for k in range(5)])
 SUMS = {"solve": "statistics"}
-SHARE = {"auto_ridge": True, "validation_share": 0.2}
 NAN = float("nan")
 SECURE = SUMS | {"bits": 8, "secure_aggregation": True}
 NOISE = {"noise_multiplier": 1.0}
@@ -106,7 +105,6 @@ REFUSED = [
     (tct, SUMS | {"validation": held(1, label=3)}, "labels 0 ... 2, got 3 ... 3"),
     (tct, SUMS | {"secure_aggregation": True}, "masks are added to whole numbers"),
     (tct, SECURE | {"keep_sums": "sums"}, "no client's sums to keep"),
-    (tct, SECURE | SHARE, "nor of what clients hold out"),
     (tct, SECURE | {"vouching": KEYS}, "the name of the run"),
     (cp_ntk_fl, NOISE, "use selection='linearised'"),
     (cp_ntk_fl, VALIDATED, "or validation_loss"),
