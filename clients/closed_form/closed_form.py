@@ -24,7 +24,7 @@ class ClosedFormClient(SumsClient):
     """Sends sums over what the last layer is given, by the received weights; it trains nothing.
 
     It keeps nothing from one message to the next, except for the keys of a secure sum. In memory
-    are features of `batch_size_eval` examples, and 12 p^2 bytes for p features if their Gram matrix
+    are features of `batch_size_eval` examples, and 8 p^2 bytes for p features if their Gram matrix
     is asked for.
     """
 

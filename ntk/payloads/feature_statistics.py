@@ -91,7 +91,8 @@ class FeatureStatistics:
         rows = ROWS if fixed_point is None else min(ROWS, int(exact))
         w = np.ones(num_classes) if weights is None else weights
         of_example = torch.from_numpy(w)[labels]
-        gram = sums = torch.empty(0)
+        dtype = np.float64 if fixed_point is None else np.int64
+        triangle, sums, root = np.empty(0, dtype), torch.empty(0), torch.empty(0)
         start = 0
         for features in chunks:
             if not start:
@@ -99,7 +100,8 @@ class FeatureStatistics:
                 few = _are_few(len(labels), width, fixed_point)
                 if not few:
                     cls.require_memory(width)
-                gram = torch.zeros(0 if few else width, width, dtype=torch.float64)
+                triangle = np.zeros(0 if few else packed_size(width), dtype)
+                root = torch.zeros(0, width, dtype=torch.float64)
                 sums = torch.zeros(num_classes, width, dtype=torch.float64)
             if start + len(features) > len(labels):
                 raise ValueError(f"labels: {len(labels)} of them for more examples")
@@ -110,23 +112,24 @@ class FeatureStatistics:
                 own = slice(start, start + len(z))
                 weighted = z if weights is None else z * of_example[own, None]
                 if few:
-                    gram = torch.cat([gram, z * of_example[own, None].sqrt()])
-                for first in range(0, 0 if few else width, COLUMNS):  # the triangle, in blocks
-                    columns = slice(first, first + COLUMNS)
-                    gram[columns, first:] += weighted[:, columns].T @ z[:, first:]
+                    root = torch.cat([root, z * of_example[own, None].sqrt()])
+                rows_of = [] if few else _rows(triangle, width)
+                for first in range(0, len(rows_of), COLUMNS):
+                    product = weighted[:, first : first + COLUMNS].T @ z[:, first:]
+                    for i, row in enumerate(product.numpy().astype(dtype, copy=False)):
+                        rows_of[first + i] += row[i:]
                 sums.index_add_(0, labels[own], weighted.double())
                 start += len(z)
         if start != len(labels):
             raise ValueError(f"labels: {len(labels)} of them for {start} examples")
-        dtype = np.float64 if fixed_point is None else np.int64
         counts = np.bincount(labels.numpy(), minlength=num_classes).astype(np.int64)
-        found = _root(gram).numpy() if few else _pack(gram.numpy(), dtype)
+        found = _root(root).numpy() if few else triangle
         return cls(found, sums.numpy().astype(dtype), counts, w)
 
     @staticmethod
     def require_memory(width: int) -> None:
-        """Raise NotEnoughMemory if adding up sums of p features, 12 p^2 bytes, would not fit."""
-        require_memory(12 * width**2, f"the sums of {width} features", cure=FEWER)
+        """Raise NotEnoughMemory if sums of p features and their copy to send, 8 p^2 bytes, would not fit."""
+        require_memory(8 * width**2, f"the sums of {width} features", cure=FEWER)
 
     @property
     def num_examples(self) -> int:
