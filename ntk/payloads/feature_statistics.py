@@ -27,7 +27,7 @@ from ..support.precision import full_float32
 
 # exchanges of a secure sum, in order: see fedntk.trust.secure_sum
 SumStep = Literal["public-key", "shares", "masked", "confirm", "reveal"]
-ROWS, COLUMNS = 1024, 1024  # of a block of products
+ROWS, COLUMNS = 1024, 512  # of a block of products
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums
 SLACK = 1e-6  # by which rounding may break an inequality
 FEWER = "lower num_features"
@@ -128,7 +128,7 @@ class FeatureStatistics:
 
     @staticmethod
     def require_memory(width: int) -> None:
-        """Raise NotEnoughMemory if sums of p features and their copy to send, 8 p^2 bytes, would not fit."""
+        """Raise NotEnoughMemory if sums of p features, and a copy, 8 p^2 bytes, would not fit."""
         require_memory(8 * width**2, f"the sums of {width} features", cure=FEWER)
 
     @property
