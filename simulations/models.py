@@ -288,6 +288,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             )
         except ValueError as error:
             raise ConfigError(f"random-features: {error}") from None
+    model = config.chosen_method.adapt(model, config)
     return CentredInputs(model, input_shape) if config.centre_inputs else model
 
 

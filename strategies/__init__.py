@@ -4,7 +4,9 @@ import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
 
 from .closed_form.afl import AFL
 from .closed_form.closed_form import ClosedFormStrategy, GramStrategy
+from .closed_form.deep_afl import DeepAFL
 from .closed_form.fed3r import Fed3R
+from .closed_form.fed_cof import FedCOF
 from .closed_form.fed_ncm import FedNCM
 from .closed_form.one_exchange import OneExchange
 from .core.base import BaseStrategy
@@ -50,6 +52,7 @@ __all__ = [
     "ClosedFormStrategy",
     "DFedAvg",
     "DFedSAM",
+    "DeepAFL",
     "DisPFL",
     "Distillation",
     "Ditto",
@@ -57,6 +60,7 @@ __all__ = [
     "Fed3R",
     "FedBE",
     "FedBN",
+    "FedCOF",
     "FedEnsemble",
     "FedNCM",
     "FedPer",

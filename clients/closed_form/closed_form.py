@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, loss_value
+from fedntk.ntk.features import RESIDUAL_LAYER, ResidualFeatures
 from fedntk.ntk.payloads import ConvexTask, Prototypes, SumStep, SumTask
 
 from ..core.feature_sums import Arrays, SumsClient, fixed_point_in
@@ -30,7 +31,7 @@ class ClosedFormClient(SumsClient):
 
     strategy = "ClosedFormStrategy"
     replies = "sums of features"
-    config_keys = frozenset(FeatureMap("last-layer").to_config())
+    config_keys = frozenset({RESIDUAL_LAYER, *FeatureMap("last-layer").to_config()})
 
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Sum up the features of the round's examples.
@@ -38,8 +39,9 @@ class ClosedFormClient(SumsClient):
         The arrays are those of :class:`~fedntk.ntk.payloads.FeatureStatistics`, or of
         :class:`~fedntk.ntk.payloads.SplitStatistics` if a share is held out; masked words of these,
         and what goes before and after them; or, if no Gram matrix is asked for, those of
-        :class:`~fedntk.ntk.payloads.Prototypes`. The metric ``train-loss`` is the received
-        network's.
+        :class:`~fedntk.ntk.payloads.Prototypes`. The network's
+        :class:`~fedntk.ntk.features.ResidualFeatures` may add a layer's random features. The metric
+        ``train-loss`` is the received network's.
         """
         task, records = SumTask.of_message(config), dict(getattr(parameters, "records", {}))
         step = "class means" if task is None else task.step
@@ -55,11 +57,13 @@ class ClosedFormClient(SumsClient):
         both = feature_map.extractor_with_outputs(self.model)
         outputs: list[Tensor] = []
         seen: list[Tensor] = []  # targets, in the order of the outputs
+        layer = config.get(RESIDUAL_LAYER)
+        blocks = [m for m in self.model.modules() if isinstance(m, ResidualFeatures)]
 
         def features(part: Tensor) -> Tensor:
             z, scores = both(part)
             outputs.append(scores)
-            return z
+            return z if layer is None else blocks[0].beside(z, int(layer))
 
         def in_chunks(chosen: Tensor | slice) -> Iterator[Tensor]:
             seen.append(targets[chosen])
@@ -71,6 +75,7 @@ class ClosedFormClient(SumsClient):
             arrays = Prototypes.of(features, x, targets.argmax(1), num_classes).to_arrays()
         else:
             width = feature_map.width(self.model)
+            width += 0 if layer is None else blocks[0].directions.shape[2]
             fixed_point = fixed_point_in(beside, task.bits, width)
             sums = self.add_up(
                 in_chunks, targets, width, share=task.validation_share, fixed_point=fixed_point

@@ -10,7 +10,7 @@ from .local_steps import (
 )
 from .pooled_statistics import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
 from .private_sums import SumNoise, bound_rows, solve_noisy
-from .ridge import pooled_ridge
+from .ridge import pooled_ridge, sandwiched_ridge, solve_ridge
 
 __all__ = [
     "RIDGES",
@@ -27,5 +27,7 @@ __all__ = [
     "normaliser_of",
     "pooled_ridge",
     "residual_sum",
+    "sandwiched_ridge",
     "solve_noisy",
+    "solve_ridge",
 ]

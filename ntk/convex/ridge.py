@@ -40,6 +40,27 @@ def solve_ridge(system: Tensor, right: Tensor, ridge: float, scale: float) -> Te
     return torch.cholesky_solve(right, factor)
 
 
+def sandwiched_ridge(
+    gram: Tensor, cross: Tensor, linear: Tensor, ridge: float, num_examples: int
+) -> Tensor:
+    """Return Omega (m, p), the minimum of ||R - F Omega W||^2 + rho ||Omega||^2, float64.
+
+    Source: Tang et al., *DeepAFL*, ICLR 2026, arXiv 2603.00579, their program. Given are F^T F
+    (m, m), F^T R (m, C) and W (p, C). With F^T F = V diag(s) V^T and W = U diag(t) Q^T
+
+        Omega = V M U^T,  M_ij = (V^T F^T R Q)_ij t_j / (rho + s_i t_j^2).
+
+    rho is `ridge` times the mean squared norms of the rows of F and of the columns of W.
+    """
+    values, vectors = torch.linalg.eigh(gram.double())
+    left, scales, right = torch.linalg.svd(linear.double(), full_matrices=False)
+    squares = scales.square()
+    rho = ridge * float(values.sum()) / num_examples * float(squares.sum()) / linear.shape[1]
+    inner = (vectors.T @ cross.double() @ right.T) * scales
+    found: Tensor = vectors @ (inner / (rho + values.clamp(min=0)[:, None] * squares)) @ left.T
+    return found
+
+
 def pooled_ridge(
     uploads: Sequence[FeatureUpload],
     num_outputs: int,

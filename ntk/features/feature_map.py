@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .fourier import BANDWIDTH, FourierFeatures
+from .residual import ResidualFeatures
 from .tangent import TangentFeatures
 
 FeatureKind = Literal["entk", "entk-sketch", "last-layer", "fourier"]
@@ -257,6 +258,27 @@ def with_fourier_features(
     cosines.to(old.weight.device)
     layer = _draw_layer(old, num_features, old.out_features, seed)
     return _with_layer(network, name, nn.Sequential(cosines, layer))
+
+
+def with_residual_features(
+    network: nn.Module, num_layers: int, width: int, seed: int, head: str = ""
+) -> nn.Module:
+    """Return a copy of a network with residual blocks of m random features before its last layer.
+
+    They change nothing until a method such as :class:`~fedntk.strategies.DeepAFL` has computed
+    them: see :mod:`.residual`. `head` is that of :class:`FeatureMap`.
+
+    Examples
+    --------
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3, bias=False))
+    >>> deep = with_residual_features(network, num_layers=2, width=5, seed=0)
+    >>> {k: tuple(v.shape) for k, v in deep[2].state_dict().items()}
+    {'0.omegas.0': (5, 8), '0.omegas.1': (5, 8), '1.weight': (3, 8)}
+    """
+    network = copy.deepcopy(network)
+    name, old = FeatureMap("last-layer", head=head).last_layer(network)
+    blocks = ResidualFeatures(old.in_features, num_layers, width, seed).to(old.weight.device)
+    return _with_layer(network, name, nn.Sequential(blocks, old))
 
 
 def _draw_layer(old: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Linear:

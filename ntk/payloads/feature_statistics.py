@@ -189,6 +189,11 @@ class FeatureStatistics:
             row *= step[i] * step[i:]
         return replace(self, gram=gram, class_sums=self.class_sums * step)
 
+    def mapped(self, linear: NDArray[np.float64]) -> "FeatureStatistics":
+        """Return the sums of features z V in place of z, for V (p, q), in float64."""
+        gram = _pack(linear.T @ self.matrix() @ linear, np.float64)
+        return replace(self, gram=gram, class_sums=self.class_sums @ linear)
+
     def matrix(self) -> NDArray[np.float64]:
         """Return the Gram matrix (p, p), both triangles."""
         if self.gram.ndim == 2:

@@ -252,6 +252,10 @@ class Method:
                 f"so monitor = {config.monitor} would stop every run; set monitor = {self.headline}"
             )
 
+    def adapt(self, network: nn.Module, config: Config) -> nn.Module:
+        """Return the network that the run has in place of the one that its settings name."""
+        return network
+
     def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
         """Return arguments of the strategy that the settings say, and its rules speak of."""
         return {}

@@ -13,6 +13,7 @@ from fedntk.strategies import (
     Ditto,
     Fed3R,
     FedBN,
+    FedCOF,
     FedNCM,
     FedPer,
     FedProto,
@@ -27,6 +28,7 @@ from .method import Method
 PERSONAL: dict[str, Any] = {"baseline": True, "headline": "client-accuracy-mean"}
 METHODS: tuple[Method, ...] = (
     Method("afl", AFL, baseline=True),
+    Method("fed-cof", FedCOF, baseline=True),
     Method("fed-ncm", FedNCM, baseline=True),
     Method("fed3r", Fed3R, baseline=True),
     Method("fedavg", SeededFedAvg, baseline=True, apart=("proximal_mu",)),

@@ -144,7 +144,7 @@ class GramStrategy(ClosedFormStrategy):
 
     def require_memory(self) -> None:
         """Refuse a layer that the server lacks the memory to solve for."""
-        width = self.shape[1]
+        width = self.width
         require_memory(  # an upload is half of p^2 in float64, as it came, and as an array
             (36 + 8 * self.min_available_nodes) * width**2,
             f"{width} features from {self.min_available_nodes} clients",
@@ -158,8 +158,7 @@ class GramStrategy(ClosedFormStrategy):
 
     def parse(self, reply: Reply) -> FeatureStatistics:
         """Check a client's Gram matrix and sums."""
-        num_classes, width = self.shape
-        expected = SumFormat(width, num_classes)
+        expected = SumFormat(self.width, self.shape[0])
         return FeatureStatistics.from_arrays(reply.arrays(), expected, reply.num_examples)
 
     def solution(

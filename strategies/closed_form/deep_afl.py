@@ -1,0 +1,112 @@
+"""DeepAFL: residual blocks before the last layer, all solved for by least squares.
+
+Source: Tang et al., *DeepAFL: Deep Analytic Federated Learning*, ICLR 2026, arXiv 2603.00579;
+read were the abstract and the authors' program. With features Phi_t, one-hot labels Y, and random
+features F_t = sigma(Phi_t B_t):
+
+    W_t = argmin ||Y - Phi_t W||^2 + lambda ||W||^2,
+    Omega_{t+1} = argmin ||(Y - Phi_t W_t) - F_t Omega W_t||^2 + gamma ||Omega||^2,
+    Phi_{t+1} = Phi_t + F_t Omega_{t+1}.
+
+There clients are asked twice a layer: for the sums that give W_t, then for F_t^T F_t and
+F_t^T (Y - Phi_t W_t). Here they send the sums of (Phi_t, F_t) once. As Phi_{t+1} is a linear
+function of these, the sums give W_t, Omega_{t+1} and W_{t+1}: one exchange a layer.
+
+This package's reading: see :mod:`fedntk.ntk.features.residual`. Phi_0 are the last layer's inputs;
+their program's first random layer is what random features are here. Ridges do not depend on the
+features' scale. There is no bias, as in the program: one that the network has is set to 0.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from numpy.typing import NDArray
+
+from fedntk.ntk.convex import sandwiched_ridge
+from fedntk.ntk.features import RESIDUAL_LAYER, ResidualFeatures
+from fedntk.ntk.options import option, state
+from fedntk.ntk.payloads import FeatureStatistics
+
+from ..core.exchange import Aggregated
+from .afl import AFL
+
+
+class DeepAFL(AFL):
+    """DeepAFL (Tang et al. 2026): a block in each of the first rounds, asked of all clients.
+
+    The network is of :func:`~fedntk.ntk.with_residual_features`; its blocks begin anew. Clients are
+    :class:`~fedntk.clients.ClosedFormClient`.
+    """
+
+    ridge: float = option(
+        "lambda over the examples' mean squared norm; 0: least squares of least norm",
+        default=0.01,
+        at_least=0,
+    )
+    block_ridge: float = option(
+        "gamma over the mean squared norms of an example's random features and of a class's "
+        "weights",
+        default=0.01,
+        above=0,
+    )
+    num_solved: int = state(int)  # blocks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        found = [m for m in self.network.named_modules() if isinstance(m[1], ResidualFeatures)]
+        if len(found) != 1 or found[0][1].directions.shape[1] != self.shape[1]:
+            raise ValueError(
+                f"network: expected one ResidualFeatures of {self.shape[1]} features, got "
+                f"{len(found)}; make the network with fedntk.ntk.with_residual_features"
+            )
+        ((name, blocks),) = found
+        prefix = f"{name}." if name else ""
+        self.omegas = [f"{prefix}omegas.{t}" for t in range(len(blocks.directions))]
+        self.block_width = int(blocks.directions.shape[2])
+
+    @property
+    def width(self) -> int:
+        """Number of features that clients add up: p + m."""
+        return self.shape[1] + self.block_width
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Set the blocks to 0 before the first is computed."""
+        arrays = super().begin(initial_arrays, num_rounds, done)
+        if self.num_solved:
+            return arrays
+        zeros = np.zeros((self.block_width, self.shape[1]), np.float32)
+        return ArrayRecord({**arrays, **{name: Array(zeros) for name in self.omegas}})
+
+    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+        """Add which layer's random features are to be sent."""
+        super().prepare_config(config, server_round)
+        config[RESIDUAL_LAYER] = self.num_solved
+
+    def block(
+        self, sums: Sequence[FeatureStatistics]
+    ) -> tuple[NDArray[np.float64], FeatureStatistics]:
+        """Return the next Omega (m, p), and the sums of the features after its block."""
+        joint, p = FeatureStatistics.join(sums), self.shape[1]
+        matrix = joint.matrix()
+        weight, _ = self.last_layer([joint.mapped(np.eye(self.width, p))])
+        cross = joint.class_sums.T[p:] - matrix[p:, :p] @ weight.T  # F^T (Y - Phi W)
+        parts = map(torch.from_numpy, (matrix[p:, p:], cross, weight.T))
+        omega = sandwiched_ridge(*parts, self.block_ridge, joint.num_examples).numpy()
+        step = np.concatenate([np.eye(p), omega])  # Phi_{t+1} = (Phi_t, F_t) times it
+        return omega, joint.mapped(step)
+
+    def with_layer(self, arrays: ArrayRecord, sums: Sequence[FeatureStatistics]) -> ArrayRecord:
+        """Return arrays with the next block, and the last layer after it, in their places."""
+        omega, after = self.block(sums)
+        new = {self.omegas[self.num_solved]: Array(omega.astype(np.float32))}
+        return super().with_layer(ArrayRecord({**arrays, **new}), [after])
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+        """Compute a block, and train no more after the last."""
+        changed, metrics = super().aggregate_train(server_round, replies)
+        if changed is not None:
+            self.num_solved += 1
+            self.solved = self.num_solved == len(self.omegas)
+        return changed, metrics
