@@ -60,6 +60,9 @@ COSTS: dict[str, dict[str, str]] = {
     "fed_be": ONE_MODEL,
     "afl": LAST_LAYER,
     "fed3r": LAST_LAYER,
+    "fed_cof": ONE_MODEL | {"up": "4 * C_k * p + 8 * C"},
+    "deep_afl": ONE_MODEL
+    | {"up": "min(4 * (p + m) * (p + m + 1), 8 * n * (p + m)) + 8 * (p + m) * C + 8 * C"},
     "fed_ncm": ONE_MODEL | {"up": "4 * C_k * p + 8 * C"},
     "fed_bn": {
         "down": "4 * (P - P_b)",

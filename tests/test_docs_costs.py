@@ -9,7 +9,7 @@ import torch
 from flwr.serverapp.strategy import FedAvg
 
 from fedntk.clients import FedEnsembleClient, SGDClient
-from fedntk.ntk import JacobianUpload, compress, jacobian, one_hot
+from fedntk.ntk import JacobianUpload, compress, jacobian, one_hot, with_residual_features
 from fedntk.simulations.methods import own_methods
 from fedntk.strategies import Topology
 
@@ -58,25 +58,26 @@ def federated(page, rounds=2, num_clients=2, client=None, **own):
 
     def make(model, x, y, **options):
         kind = SGDClient if page == "fed_ensemble" else method.client_class
-        made = kind(model, X, Y, **options)
+        made = kind(own.get("network", model), X, Y, **options)
         return FedEnsembleClient(made) if page == "fed_ensemble" else made
 
     grid = Grid(app(make, **client or {}), num_clients=num_clients)
     everyone = {"min_available_nodes": num_clients, "min_train_nodes": num_clients}
     strategy = method.strategy_class(**everyone, **own)
-    start(strategy, grid, rounds)
+    start(strategy, grid, rounds, own.get("network"))
     return grid, strategy
 
 
-NETWORK = {"network": network()}
+NETWORK, BLOCK = {"network": network()}, 5  # width of a residual block
 OWN = {  # page -> options of its strategy
     "ntk_fl": {"learning_rate": 0.1, "steps": (10, 20)}, "fed_be": {"num_samples": 3},
     "fed_ensemble": {"num_models": 3, "num_strata": 1}, "fedavg": {}, "scaffold": {}, "ditto": {},
     "local_training": {}, "afl": NETWORK, "fed3r": NETWORK, "fed_ncm": NETWORK, "fed_bn": NETWORK,
+    "fed_cof": NETWORK, "deep_afl": {"network": with_residual_features(network(), 2, BLOCK, 0)},
     "fed_per": NETWORK, "fed_proto": NETWORK,
     "weighted_fedavg": NETWORK | {"personal_batch_norm": True},
 }  # fmt: skip
-ONCE = ("afl", "fed3r", "fed_ncm")  # trained in the first round only
+ONCE = ("afl", "fed3r", "fed_ncm", "fed_cof")  # trained in the first round only
 
 
 @pytest.mark.parametrize("page", OWN)
@@ -89,7 +90,8 @@ def test_what_a_client_of_a_server_sends(page, tmp_path):
         (candidates,) = (f for key, f in row.items() if key.startswith("down, candidates"))
         assert set(sent(grid, "down", "query")) == {value(candidates, T=3)}
         row["up"] = f"{row['up, outputs and targets']} + {jacobian_bytes(row)}"
-    down, up, evaluate = (value(row[key], K=3) for key in ("down", "up", "evaluate"))
+    more = {"P": KNOWN["P"] + 2 * BLOCK * HIDDEN, "m": BLOCK} if page == "deep_afl" else {}
+    down, up, evaluate = (value(row[key], K=3, **more) for key in ("down", "up", "evaluate"))
     first = value(row.get("first", "0"))
     times = 2 if page in ONCE else 4
     expected = [down + first] * 2 + [down] * (times - 2)

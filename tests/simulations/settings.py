@@ -47,6 +47,8 @@ SETTINGS |= {
     "afl": {**PROJECTED, "afl": {"ridge": 0.1}},
     "fed3r": PROJECTED,
     "fed-ncm": PROJECTED,
+    "fed-cof": PROJECTED,
+    "deep-afl": {**PROJECTED, "deep_afl": {"layers": 2, "block_width": 20}},
     "ditto": {**PROJECTED, "local_epochs": 3, "ditto": {"personal_epochs": 2}},
     "fed-bn": {
         **PROJECTED, "local_epochs": 3, "min_partition_size": 4,

@@ -34,7 +34,7 @@ class Contract(NamedTuple):
     grows: bool = False  # what is learned has more arrays after the first round than before it
     personal: bool = False  # what is learned are the clients' own models, which they evaluate
     one_exchange: bool = True  # a round trains each client with one message
-    once: bool = False  # it learns in the first round, from all clients, and trains no more
+    once: bool = False  # it learns from all clients, in the first rounds, and then trains no more
     sends_arrays: bool = True  # clients reply with arrays, and not with metrics alone
 
 
@@ -149,11 +149,18 @@ def app(make: Callable[..., NumPyClient], **options: Any) -> ClientApp:
     return client_app(client_fn)
 
 
+def first_model(strategy: Strategy) -> nn.Module:
+    """Return the strategy's network if its arrays have other names than those of network()."""
+    usual, own = network(), getattr(strategy, "network", None)
+    other = own is not None and own.state_dict().keys() != usual.state_dict().keys()
+    return own if own is not None and other else usual
+
+
 def start(
     strategy: Strategy, grid: Grid, rounds: int = 1, model: nn.Module | None = None, **options: Any
 ) -> dict[str, np.ndarray]:
     """Weights after some rounds, from those of the network or of another model."""
-    initial = ArrayRecord(dict((model or network()).state_dict()))
+    initial = ArrayRecord(dict((model or first_model(strategy)).state_dict()))
     result = strategy.start(grid, initial, num_rounds=rounds, **options)
     return arrays_of(result.arrays)
 

@@ -25,9 +25,9 @@ from .federation import (
     bits,
     examples,
     failed,
+    first_model,
     in_rounds,
     lost,
-    network,
     run_damaged,
     start,
     with_metrics,
@@ -35,7 +35,6 @@ from .federation import (
 
 FEWER = 4  # clients, where so many show it
 OPTIONS = {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 6}
-INITIAL = dict(network().state_dict())
 MODULES = [
     importlib.import_module(f"{__package__}.{path.stem}")
     for path in sorted(Path(__file__).parent.glob("test_*.py"))
@@ -78,7 +77,7 @@ def run(name, folder, *, ask=False, **options):
         seen.append(arrays_of(arrays))
         return MetricRecord({"round": server_round})
 
-    initial = ArrayRecord(INITIAL)
+    initial = ArrayRecord(dict(first_model(strategy).state_dict()))
     result = strategy.start(grid, initial, num_rounds=2, evaluate_fn=evaluate, checkpoint=folder)
     return strategy, grid, result, seen
 
@@ -92,7 +91,9 @@ def test_a_run_learns_and_after_a_crash_goes_on_to_the_same_bits(name, tmp_path)
     strategy, grid, result, (first, once, last) = run(name, tmp_path / "straight")
     before = once if case.grows else first
     for arrays in (first, last):
-        assert list(strategy.network_of(as_record(arrays))) == list(INITIAL)
+        assert list(strategy.network_of(as_record(arrays))) == list(
+            first_model(strategy).state_dict()
+        )
     kinds = [[(n, a.dtype, a.shape) for n, a in arrays.items()] for arrays in (before, last)]
     assert kinds[1][: len(kinds[0]) if case.grows else None] == kinds[0]
     assert all(np.isfinite(array).all() for array in last.values())
@@ -100,7 +101,9 @@ def test_a_run_learns_and_after_a_crash_goes_on_to_the_same_bits(name, tmp_path)
         losses = [strategy.evaluate_metrics[number]["loss"] for number in (1, 2)]
     else:
         x, y = (torch.cat(parts) for parts in zip(*map(examples, range(FEWER)), strict=True))
-        losses = [strategy.predictor(a, network()).evaluate(x, y).loss for a in (before, last)]
+        losses = [
+            strategy.predictor(a, first_model(strategy)).evaluate(x, y).loss for a in (before, last)
+        ]
     assert losses[1] < losses[0]
     assert np.isfinite(strategy.train_metrics[1 if case.once else 2]["train-loss"])
     metrics = strategy.evaluate_metrics[1]

@@ -1,5 +1,6 @@
 """DeepAFL: one exchange a layer gives what two give, by the network that is learned."""
 
+import copy
 from functools import partial
 
 import numpy as np
@@ -11,13 +12,24 @@ from fedntk.ntk import FeatureMap, one_hot, with_residual_features
 from fedntk.ntk.convex import sandwiched_ridge
 from fedntk.strategies import AFL, DeepAFL
 
-from .federation import Contract, Grid, app, bits, examples, failed, in_rounds, network, start
+from .federation import (
+    Contract,
+    Grid,
+    app,
+    arrays_of,
+    bits,
+    examples,
+    failed,
+    in_rounds,
+    network,
+    start,
+)
 from .test_afl import OPTIONS
 
 LAYERS, WIDTH = 2, 5
 deep = with_residual_features(network(), LAYERS, WIDTH, 0)
-CLIENTS = app(lambda _, *args, **options: ClosedFormClient(deep, *args, **options))
-CONTRACT = {"DeepAFL": Contract(partial(DeepAFL, network=deep), CLIENTS)}
+CLIENTS = app(lambda _, *args, **own: ClosedFormClient(copy.deepcopy(deep), *args, **own))
+CONTRACT = {"DeepAFL": Contract(partial(DeepAFL, network=deep), CLIENTS, once=True)}
 strategy = partial(DeepAFL, network=deep, **OPTIONS)
 learn = partial(start, model=deep)
 WEIGHT, BIAS, OMEGAS = "3.1.weight", "3.1.bias", ("3.0.omegas.0", "3.0.omegas.1")
@@ -93,6 +105,23 @@ def test_rounds_after_the_last_block_train_nobody_and_a_round_without_replies_is
     used = with_residual_features(network(), LAYERS, WIDTH, 0)
     used.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in after.items()})
     assert bits(start(own, Grid(CLIENTS), 2, model=used)) == bits(expected)
+
+
+def test_a_run_goes_on_from_a_saved_state_to_the_same_bits():
+    """Blocks that are computed stay, and the next one is asked for."""
+    own, states = strategy(), []
+
+    def keep(server_round, arrays):
+        if server_round == 1:
+            states.append((own.state_dict(), arrays))
+
+    expected = learn(own, Grid(CLIENTS), rounds=2, evaluate_fn=keep)
+    ((state, halfway),) = states
+    second = strategy()
+    second.load_state_dict(state)
+    result = second.start(grid := Grid(CLIENTS, order=2), halfway, num_rounds=3)
+    assert bits(arrays_of(result.arrays)) == bits(expected)
+    assert len(grid.trained) == 6
 
 
 def test_a_network_without_blocks_is_refused():
