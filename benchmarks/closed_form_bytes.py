@@ -15,6 +15,7 @@ together; rows of other cases stay as they are.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from fedntk.ntk.features.fourier import FourierFeatures
 from fedntk.ntk.payloads import FeatureStatistics, Prototypes
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.report.results import machine
 from fedntk.strategies import AFL, DeepAFL, Fed3R, FedCOF, FedNCM
 
 RESULTS = Path(__file__).parent / "results"
@@ -257,6 +259,8 @@ def main() -> None:
         table = pd.concat([old, new]).drop_duplicates(KEYS, keep="last").sort_values(KEYS)
         columns = [*KEYS, "accuracy", "bytes", "ridge", "block_ridge"]
         table.reindex(columns=columns).to_csv(path, index=False)
+        described = {"machine": machine(), "threads": torch.get_num_threads()}
+        path.with_suffix(".json").write_text(json.dumps(described, indent=2) + "\n")
         print(new.to_string(), f"{time.perf_counter() - start:.0f} s", flush=True)
 
 

@@ -92,8 +92,9 @@ class DeepAFL(AFL):
         matrix = joint.matrix()
         weight, _ = self.last_layer([joint.mapped(np.eye(self.width, p))])
         cross = joint.class_sums.T[p:] - matrix[p:, :p] @ weight.T  # F^T (Y - Phi W)
-        parts = map(torch.from_numpy, (matrix[p:, p:], cross, weight.T))
-        omega = sandwiched_ridge(*parts, self.block_ridge, joint.num_examples).numpy()
+        gram, right, linear = map(torch.from_numpy, (matrix[p:, p:], cross, weight.T))
+        found = sandwiched_ridge(gram, right, linear, self.block_ridge, joint.num_examples)
+        omega = found.numpy()
         step = np.concatenate([np.eye(p), omega])  # Phi_{t+1} = (Phi_t, F_t) times it
         return omega, joint.mapped(step)
 
