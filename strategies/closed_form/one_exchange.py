@@ -27,7 +27,14 @@ from fedntk.ntk import Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.options import state
-from fedntk.ntk.payloads import ConvexTask, FeatureStatistics, SumFormat, SumOptions, SumTask
+from fedntk.ntk.payloads import (
+    UNQUANTISED,
+    ConvexTask,
+    FeatureStatistics,
+    SumFormat,
+    SumOptions,
+    SumTask,
+)
 
 from ..core.averaging import record_of
 from ..core.exchange import Aggregated
@@ -87,9 +94,10 @@ class OneExchange(SumsStrategy, ClosedFormStrategy):
 
     def require_memory(self) -> None:
         """Refuse a layer that the server lacks the memory to solve for."""
-        held = self.min_available_nodes * self.upload_bytes()
-        if self.steps is not None:
-            held = min(held, AT_ONCE)
+        one = self.upload_bytes()
+        held = self.min_available_nodes * one
+        if self.bits != UNQUANTISED and self._secure is None:  # replies are added as they come
+            held = min(held, max(one, AT_ONCE))
         require_memory(
             (36 + 4 * bool(self.validation_share)) * self.width**2 + 2 * held,
             f"{self.width} features from {self.min_available_nodes} clients",

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, Context
 from torch import nn
 
 from fedntk.clients import ClosedFormClient, client_app
-from fedntk.ntk import FeatureMap, with_fourier_features
+from fedntk.ntk import FeatureMap, NotEnoughMemory, with_fourier_features
 from fedntk.ntk.features import FixedPoint
 from fedntk.strategies import OneExchange
 
@@ -127,6 +127,14 @@ def test_features_of_unknown_size_need_examples_on_the_server_or_float64():
         start(own, Grid(CLIENTS))
     own = OneExchange(network=network(), validation=examples(7), **OPTIONS)
     assert own.choose_steps(ArrayRecord(network().state_dict())).bits == 8
+
+
+def test_whole_numbers_are_added_as_they_come_so_many_clients_need_memory_for_few():
+    many = {"min_available_nodes": 10**12}
+    strategy(**many).require_memory()
+    for own in ({"bits": 32}, {"secure_aggregation": True}):
+        with pytest.raises(NotEnoughMemory, match="20 features from 1000000000000 clients"):
+            strategy(**many, **own).require_memory()
 
 
 def test_a_ridge_without_examples_to_choose_it_on_is_refused():
