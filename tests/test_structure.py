@@ -17,9 +17,10 @@ from flwr.serverapp.strategy import Strategy
 
 import fedntk.clients
 import fedntk.strategies
+from fedntk.clients import TCTClient
 from fedntk.simulations.config.config import Config
 from fedntk.simulations.methods import own_methods
-from fedntk.strategies import TCT, BaseStrategy
+from fedntk.strategies import TCT, BaseStrategy, OneExchange
 from fedntk.strategies.core.sampling import Sampling
 
 from .conftest import ROOT, output_of
@@ -132,7 +133,8 @@ def test_public_names_exist_and_every_strategy_and_client_is_one(room):
     package = importlib.import_module(f"fedntk.{room}")
     assert len(package.__all__) == len(set(package.__all__))
     assert [name for name in package.__all__ if getattr(package, name, None) is None] == []
-    layers = BaseStrategy.__bases__ + Sampling.__bases__ + TCT.__bases__
+    pieces = (BaseStrategy, Sampling, TCT, OneExchange, TCTClient)
+    layers = [base for piece in pieces for base in piece.__bases__]
     for path in (ROOT / room).rglob("[!_]*.py") if room in ("strategies", "clients") else ():
         module = importlib.import_module(dotted(path))
         for name, value in vars(module).items():

@@ -49,6 +49,7 @@ SETTINGS |= {
     "fed-ncm": PROJECTED,
     "fed-cof": PROJECTED,
     "deep-afl": {**PROJECTED, "deep_afl": {"layers": 2, "block_width": 20}},
+    "one-exchange": {**PROJECTED, "random_features": 50},
     "ditto": {**PROJECTED, "local_epochs": 3, "ditto": {"personal_epochs": 2}},
     "fed-bn": {
         **PROJECTED, "local_epochs": 3, "min_partition_size": 4,
