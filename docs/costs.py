@@ -14,7 +14,12 @@ NAMES = {
     "kept": "on its disk, for each of the newest 20 rounds",
 }
 ONE_MODEL = {"down": "4 * P", "up": "4 * P", "evaluate": "4 * P"}
-LAST_LAYER = ONE_MODEL | {"up": "min(4 * p * (p + 1), 8 * n * p) + 8 * p * C + 8 * C"}
+FLOAT_SUMS = "min(4 * p * (p + 1), 8 * n * p) + 8 * p * C + 8 * C"
+WHOLE_SUMS = "2 * p * (p + 1) + 4 * p * C + 8 * C"
+TWO_WHOLE_SUMS = "4 * p * (p + 1) + 8 * p * C + 16 * C"
+WITH_STEPS = "4 * P + 4 * p"
+MASKED_DOWN = f"{WITH_STEPS} + 64 + 188 * K"
+LAST_LAYER = ONE_MODEL | {"up": FLOAT_SUMS}
 NEIGHBOURS = {"up": "4 * P + 8", "down": "d * (4 * P + 8)", "first": "4 * P", "model": "4 * P"}
 PROTOTYPES = "4 * C * p + 8 * C"
 
@@ -63,6 +68,16 @@ COSTS: dict[str, dict[str, str]] = {
     "fed_cof": ONE_MODEL | {"up": "4 * C_k * p + 8 * C"},
     "deep_afl": ONE_MODEL
     | {"up": "min(4 * (p + m) * (p + m + 1), 8 * n * (p + m)) + 8 * (p + m) * C + 8 * C"},
+    "one_exchange": {
+        "down": WITH_STEPS,
+        "up": TWO_WHOLE_SUMS,
+        "up, with `validation-share = 0`": WHOLE_SUMS,
+        "down, with `secure-aggregation` of K clients": MASKED_DOWN,
+        "up, with `secure-aggregation` of K clients": (
+            "4 * p * (p + 1) + 8 * p * C + 8 * C + 112 + 132 * K"
+        ),
+        "evaluate": "4 * P",
+    },
     "fed_ncm": ONE_MODEL | {"up": "4 * C_k * p + 8 * C"},
     "fed_bn": {
         "down": "4 * (P - P_b)",
@@ -109,24 +124,18 @@ TCT: dict[str, tuple[str, str]] = {
     "its first round of stage 2, besides": ("8 * p", "0"),
     "a round after one that not all took part in, besides": ("4 * p * C", "0"),
     'features, `solve = "server"`': ("4 * P", "2 * n * p + 4 * p + n"),
-    SUMS: ("4 * P", "min(4 * p * (p + 1), 8 * n * p) + 8 * p * C + 8 * C"),
-    "sums, `bits` = 2 to 8": ("4 * P + 4 * p", "2 * p * (p + 1) + 4 * p * C + 8 * C"),
-    "sums, `balanced`": (
-        "4 * P + 8 * C",
-        "min(4 * p * (p + 1), 8 * n * p) + 8 * p * C + 8 * C",
-    ),
+    SUMS: ("4 * P", FLOAT_SUMS),
+    "sums, `bits` = 2 to 8": (WITH_STEPS, WHOLE_SUMS),
+    "sums, `balanced`": ("4 * P + 8 * C", FLOAT_SUMS),
     "the counts before, `balanced`": ("0", "8 * C"),
     "sums, `validation-share`, h examples held out": (
         "4 * P",
         "min(4 * p * (p + 1), 8 * (n - h) * p) + min(4 * p * (p + 1), 8 * h * p) "
         "+ 16 * p * C + 16 * C",
     ),
-    "sums, `validation-share` and `bits` = 2 to 8": (
-        "4 * P + 4 * p",
-        "4 * p * (p + 1) + 8 * p * C + 16 * C",
-    ),
+    "sums, `validation-share` and `bits` = 2 to 8": (WITH_STEPS, TWO_WHOLE_SUMS),
     "sums, `bits` = 2 to 8, `secure-aggregation` of K clients": (
-        "4 * P + 4 * p + 64 + 188 * K",
+        MASKED_DOWN,
         "2 * p * (p + 1) + 4 * p * C + 4 * C + 112 + 132 * K",
     ),
     "an evaluation before stage 2": ("4 * P", "0"),

@@ -546,6 +546,37 @@ def personalised_variants() -> str:
     )
 
 
+def one_exchange() -> str:
+    """Return a row for each split, with the seeds that are in the file."""
+    names = {
+        "one class a client": "#C=1",
+        "two classes a client": "#C=2",
+        "Dirichlet 0.1": "Dirichlet(0.1)",
+        "Dirichlet 0.5": "Dirichlet(0.5)",
+    }
+    whole = "dataset == 'fashion-mnist' and features == 8000 and clients == 100 and examples == 0"
+    table = rounds_of("one_exchange").query(whole)
+    once = table.pivot(index="split", columns="seed", values="accuracy").reindex(list(names))
+    sketch = "features == 'entk-sketch' and p == 8000 and bits == 8 and `rounds of FedAvg` == 15"
+    tangent = rounds_of("tct_statistics").query(sketch)
+    paper = read("tct_statistics")["paper's TCT in % after 200 rounds (Yu et al. 2022, Table 2)"]
+    rows = []
+    for split, data in names.items():
+        theirs = tangent[tangent.data == data].sort_values("seed").accuracy
+        sums = table[(table.split == split) & (table.seed == 0)].sums
+        rows.append([
+            split.replace("Dirichlet 0", "Dirichlet(0") + ")" * split.startswith("D"),
+            joined(100 * once.loc[split], ".1f"), f"`{sums.iloc[0]}`" if len(sums) else "",
+            joined(theirs, ".1f"), number(paper[data]),
+        ])  # fmt: skip
+    seeds = ", ".join(map(str, once.columns))
+    return markdown(
+        f"split | one exchange, no training, seeds {seeds} | checksum of the sums, seed 0"
+        " | tangent features, 15 rounds before | the paper's TCT, 200 rounds",
+        rows,
+    )
+
+
 def closed_form() -> str:
     methods = ["AFL", "Fed3R", "FedNCM", "TCT, last-layer", "TCT, fourier", "AFL, fourier"]
     table = rounds_of("closed_form").query("split == 'one class a client'")
@@ -690,7 +721,7 @@ TABLES: dict[str, Callable[..., str]] = {
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
-        closed_form, uncertainty, uncertainty_sets, feature_learning_groups,
+        closed_form, one_exchange, uncertainty, uncertainty_sets, feature_learning_groups,
         feature_learning_iid, sums_privacy, round_costs,
     )
 } | {"costs": costs.table}  # fmt: skip

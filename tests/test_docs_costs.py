@@ -35,6 +35,12 @@ KNOWN = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def kept(monkeypatch):
+    """The arrays of replies stay for :func:`sent` to measure."""
+    monkeypatch.setattr("fedntk.strategies.core.replies.Reply.release", lambda reply: None)
+
+
 def value(formula, **symbols):
     return eval(formula, {"__builtins__": {}}, FUNCTIONS | KNOWN | symbols)  # noqa: S307
 
@@ -75,9 +81,10 @@ OWN = {  # page -> options of its strategy
     "local_training": {}, "afl": NETWORK, "fed3r": NETWORK, "fed_ncm": NETWORK, "fed_bn": NETWORK,
     "fed_cof": NETWORK, "deep_afl": {"network": with_residual_features(network(), 2, BLOCK, 0)},
     "fed_per": NETWORK, "fed_proto": NETWORK,
+    "one_exchange": NETWORK | {"validation": examples(7)},
     "weighted_fedavg": NETWORK | {"personal_batch_norm": True},
 }  # fmt: skip
-ONCE = ("afl", "fed3r", "fed_ncm", "fed_cof")  # trained in the first round only
+ONCE = ("afl", "fed3r", "fed_ncm", "fed_cof", "one_exchange")  # trained in the first round only
 
 
 @pytest.mark.parametrize("page", OWN)
@@ -196,6 +203,19 @@ def test_what_tct_sends_in_its_only_round(row, tmp_path):
     if "balanced" in row:
         down, up = down + counts[0], up + counts[1]
     assert (sum(sent(grid, "down")), sum(sent(grid, "up"))) == (4 * down, 4 * up)
+
+
+def test_what_one_exchange_sends_otherwise(tmp_path):
+    """All exchanges of a secure sum count, in which all four clients stay."""
+    row, own = costs.COSTS["one_exchange"], OWN["one_exchange"] | {"fraction_evaluate": 0.0}
+    plain = {"validation_share": 0.0, "auto_ridge": False}
+    grid, _ = federated("one_exchange", 1, **own | plain)
+    assert sent(grid, "up") == [value(row["up, with `validation-share = 0`"])] * 2
+    client = {"cache": tmp_path, "only_masked": True}
+    grid, _ = federated("one_exchange", 1, 4, client, **own, secure_aggregation=True)
+    for way in ("down", "up"):
+        formula = row[f"{way}, with `secure-aggregation` of K clients"]
+        assert sum(sent(grid, way)) == 4 * value(formula, K=4)
 
 
 @pytest.mark.parametrize("once", [False, True])
