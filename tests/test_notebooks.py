@@ -33,6 +33,11 @@ QUICK = {
     "fed_ensemble": {},
     "ntk_dfl": {"20,50,100,200": "20,50", "train_examples=800": "train_examples=200"},
     "ntk_fl": {r", 200, 500, 1000, 2000\]": "]"},
+    "one_exchange": {
+        '"rounds": 20': '"rounds": 2',
+        "random_features=1000": "random_features=100",
+        r"\(100, 200, 500, 1000, 2000\)": "(100, 200)",
+    },
     "tct": {
         '"bootstrap_rounds": 8, "num_features": 1000': '"bootstrap_rounds": 1, "num_features": 200',
         r"range\(20\)": "range(1)",
