@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	ln -sfn $(CURDIR)/fedntk $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fedntk # found before any folder of that name
 	touch $@
 
-demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and a picture
+demo: install ## NTK-FL, FedAvg and one exchange on real digits: Flower, Ray, a table and a picture
 	$(BIN)/fedntk demo
 
 lab: install ## Jupyter Lab with the notebooks
