@@ -1,5 +1,6 @@
 """Least squares in tangent features: local steps, ridge regression, pooled sums."""
 
+from .ledger import ClientLedger, Removal, ValidationExamples, are_possible, find_harmful
 from .local_steps import (
     Spectrum,
     centred_targets,
@@ -14,14 +15,19 @@ from .ridge import pooled_ridge, sandwiched_ridge, solve_ridge
 
 __all__ = [
     "RIDGES",
+    "ClientLedger",
     "NormalEquations",
+    "Removal",
     "Spectrum",
     "SumNoise",
+    "ValidationExamples",
+    "are_possible",
     "best_ridge",
     "bound_rows",
     "centred_targets",
     "class_weights",
     "convex_loss",
+    "find_harmful",
     "looped_steps",
     "mean_gradient",
     "normaliser_of",

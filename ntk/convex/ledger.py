@@ -1,0 +1,224 @@
+"""Who is in a model that is solved from sums, and who harms it.
+
+Sums add and subtract, so the model without a client is the solution of the total minus its sums,
+exactly. A client's harm is the loss of the model with it minus that without it, with the loss half
+the mean squared error on validation examples. Shapley values and their estimate by sampled orders:
+Ghorbani and Zou, *Data Shapley*, ICML 2019; orders come with their reverses: Mitchell et al.,
+*Sampling Permutations for Shapley Value Estimation*, JMLR 2022.
+
+**How much harm honest clients do.** One example (z, y) more moves the solution W of
+A W = Z^T Y by t r^T to first order in 1 / n, t = A^{-1} z and r = y - W^T z. On validation examples
+(z_j, y_j), m of them with residuals r_j, the loss rises by
+
+    a = -1/m sum_j (z_j . t) (r_j . r) + |r|^2 / (2 m) sum_j (z_j . t)^2.
+
+The server knows this of its own validation examples: of class c it has a mean mu_c and a variance
+s_c^2 over m_c of them. An honest client with n_c examples like these of each class then has a harm
+with mean at most sum_c n_c mu_c (what is left out is minus the squared move of the scores by the
+client's mean example) and variance
+
+    sum_c n_c s_c^2 + n_c^2 s_c^2 / m_c,
+
+the second part being that of the means' estimates. So a client's score is its harm, minus that
+mean, in standard deviations, and of K honest clients one has a score above Phi^{-1}(1 - alpha / K)
+with probability alpha or less (union bound; a sum of many examples is taken to be normal). Each
+example's a is on the other half of the validation examples: on its own half it would be lower. No
+other client need be honest for this; validation examples must be, and must be like the clients'.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..losses import one_hot
+from ..payloads.feature_statistics import SLACK, FeatureStatistics
+from .pooled_statistics import NormalEquations
+
+Clients = Mapping[int, FeatureStatistics]  # sums by client; it may read them from disk
+
+
+@dataclass(frozen=True, eq=False)
+class ClientLedger:
+    """What a model owes to each client.
+
+    Attributes
+    ----------
+    equations : callable
+        The problem that sums are of, as the run that made the model has it.
+    ridge : float
+        The run's, the same for all clients.
+    validation : NormalEquations
+        The problem of validation examples, which may be sums of clients that are held out.
+    """
+
+    equations: Callable[[FeatureStatistics], NormalEquations]
+    ridge: float
+    validation: NormalEquations
+
+    def solve(self, sums: FeatureStatistics) -> Tensor:
+        """Return W (q, C) as the run does; 0 if there are no examples."""
+        if not sums.num_examples:
+            return torch.zeros_like(self.validation.cross)
+        return self.equations(sums).solve(self.ridge)
+
+    def other(
+        self, total: FeatureStatistics, own: FeatureStatistics, *, removed: bool = False
+    ) -> Tensor:
+        """Return the model without a client; with it, if it is `removed` from the total.
+
+        For sums of whole numbers it has the bits of a run that never had, or had, the client.
+        """
+        return self.solve(total + own if removed else total - own)
+
+    def harm(self, linear: Tensor, other: Tensor, *, removed: bool = False) -> float:
+        """Return a client's harm, from the total's model and what :meth:`other` returns."""
+        rise = self.validation.loss(linear) - self.validation.loss(other)
+        return -rise if removed else rise
+
+    def shapley(
+        self, clients: Clients, pairs: int, generator: np.random.Generator
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Estimate the clients' Shapley values (K,) and their standard errors, by sampled orders.
+
+        A value is the mean fall of the loss when the client's sums are added to those of the
+        clients before it. Each of the `pairs`, at least 2, of an order and its reverse takes 2 K
+        solutions. The values add up to the fall from a model of 0, whatever the orders.
+        """
+        if pairs < 2:
+            raise ValueError(f"pairs: expected 2 or more orders with their reverses, got {pairs}")
+        names = list(clients)
+        falls = np.zeros((pairs, len(names)))
+        for row in falls:
+            order = generator.permutation(len(names))
+            for places in (order, order[::-1]):
+                first = clients[names[places[0]]]
+                sums = first - first
+                before = self.validation.loss(self.solve(sums))
+                for place in places:
+                    sums = sums + clients[names[place]]
+                    after = self.validation.loss(self.solve(sums))
+                    row[place] += (before - after) / 2
+                    before = after
+        return falls.mean(0), falls.std(0, ddof=1) / np.sqrt(pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class ValidationExamples:
+    """Examples of the server, by which harm is judged: rows (m, q) as in the equations, labels."""
+
+    rows: Tensor
+    labels: Tensor
+    num_classes: int
+
+    def harms(self, equations: NormalEquations, ridge: float) -> NDArray[np.float64]:
+        """Return a (m,): by how much one more example like each raises the loss on the others."""
+        rows = self.rows.double()
+        targets = one_hot(self.labels, self.num_classes).double() - 1 / self.num_classes
+        residuals = targets - rows @ equations.solve(ridge)
+        moves = replace(equations, cross=rows.T).solve(ridge)  # t of each (q, m)
+        found = np.empty(len(rows))
+        for half in (0, 1):
+            own, other = slice(half, None, 2), slice(1 - half, None, 2)
+            moved = rows[other] @ moves[:, own]
+            gradient = -(moved.T @ residuals[other]) / len(moved)
+            first = (gradient * residuals[own]).sum(1)
+            second = moved.square().mean(0) * residuals[own].square().sum(1) / 2
+            found[own] = (first + second).numpy()
+        return found
+
+    def scores(
+        self,
+        harms: NDArray[np.float64],
+        counts: NDArray[np.int64],
+        equations: NormalEquations,
+        ridge: float,
+    ) -> NDArray[np.float64]:
+        """Return the scores (K,) of clients with these harms (K,) and classes' counts (K, C).
+
+        A class without two validation examples takes mean and variance of all.
+        """
+        own, labels = self.harms(equations, ridge), self.labels.numpy()
+        groups = [own[labels == label] for label in range(self.num_classes)]
+        groups = [group if len(group) > 1 else own for group in groups]
+        mean, variance, m = np.array([(g.mean(), g.var(ddof=1), len(g)) for g in groups]).T
+        n = counts.astype(np.float64)
+        return np.asarray((harms - n @ mean) / np.sqrt(n @ variance + n**2 @ (variance / m)))
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Clients that a model is to do without.
+
+    Attributes
+    ----------
+    impossible : tuple of int
+        Clients with sums that no examples have.
+    harmful : dict of int to float
+        The others that are removed, with their scores by the model of those kept.
+    threshold : float
+        Score above which a client is removed, in standard deviations.
+    """
+
+    impossible: tuple[int, ...]
+    harmful: dict[int, float]
+    threshold: float
+
+
+def are_possible(sums: FeatureStatistics) -> bool:
+    """Whether any examples can have such sums: [Z Y]^T [Z Y] has no negative eigenvalue.
+
+    It is scaled to a diagonal of 1, and rounding may be 1e-6.
+    """
+    gram, cross = torch.from_numpy(sums.matrix()), torch.from_numpy(sums.class_sums).double()
+    counts = torch.from_numpy(sums.counts * sums.weights).diag()
+    joint = torch.cat([torch.cat([gram, cross]), torch.cat([cross.T, counts])], 1)
+    scale = joint.diagonal().sqrt()
+    scale[scale == 0] = 1.0
+    joint /= scale
+    joint /= scale[:, None]
+    joint.diagonal().add_(SLACK)
+    return not int(torch.linalg.cholesky_ex(joint).info)
+
+
+def find_harmful(
+    ledger: ClientLedger, clients: Clients, examples: ValidationExamples, level: float
+) -> Removal:
+    """Find the clients whose harm is beyond what honest clients of their size and classes show.
+
+    `level` is alpha. All are judged by the model of those kept, again after each removal. When no
+    more are removed, the one with the least score comes back if that is at most Phi^{-1}(1 -
+    alpha), once: beside others it had seemed to do harm. A pass takes one solution for each client.
+    ValueError if nobody would be left.
+    """
+    counts = {client: own.counts for client, own in clients.items() if are_possible(own)}
+    impossible = tuple(client for client in clients if client not in counts)
+    numbers = torch.tensor([max(1, len(counts)), 1], dtype=torch.float64)
+    highest, returning = torch.special.ndtri(1 - level / numbers).tolist()
+    removed, returned = set[int](), set[int]()
+    while counts.keys() - removed:
+        total = FeatureStatistics.join(clients[k] for k in counts if k not in removed)
+        equations, linear, harms = ledger.equations(total), ledger.solve(total), []
+        for client in counts:
+            out = client in removed
+            other = ledger.other(total, clients[client], removed=out)
+            harms.append(ledger.harm(linear, other, removed=out))
+        table = np.array(list(counts.values()))
+        found = examples.scores(np.array(harms), table, equations, ledger.ridge)
+        scores = dict(zip(counts, found.tolist(), strict=True))
+        if worse := {k for k in counts.keys() - removed if scores[k] > highest}:
+            removed |= worse
+            continue
+        back = [k for k in removed - returned if scores[k] <= returning]
+        if not back:
+            return Removal(impossible, {k: scores[k] for k in sorted(removed)}, highest)
+        best = min(back, key=scores.__getitem__)
+        removed.remove(best)
+        returned.add(best)
+    raise ValueError(
+        "all clients are harmful on the validation examples, or have impossible sums: expected "
+        "validation examples like the clients'"
+    )
