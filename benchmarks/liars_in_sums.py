@@ -37,6 +37,7 @@ from fedntk.ntk.convex import (
     ClientLedger,
     NormalEquations,
     ValidationExamples,
+    are_possible,
     find_harmful,
 )
 from fedntk.ntk.features import FixedPoint
@@ -163,9 +164,9 @@ def federation(
     examples = ValidationExamples(rows_of(x), y, 10)
     ledger = ClientLedger(equations, RIDGE, equations(sums(x, y)))
     start = time.process_time()
-    found = find_harmful(ledger, clients, examples, LEVEL)
+    possible = {k: own for k, own in clients.items() if are_possible(own)}
+    removed = {*(clients.keys() - possible), *find_harmful(ledger, possible, examples, LEVEL)}
     seconds = time.process_time() - start
-    removed = {*found.impossible, *found.harmful}
 
     def model(without: set[int]) -> Tensor:
         return ledger.solve(
@@ -176,7 +177,7 @@ def federation(
     row = {
         "liars": len(liars),
         "found": len(liars & removed),
-        "impossible": len(liars & {*found.impossible}),
+        "impossible": len(liars - possible.keys()),
         "alarms": len(removed - liars),
         "accuracy-after": images.accuracy(after),
         "accuracy-honest": images.accuracy(honest),

@@ -1,6 +1,6 @@
 """Least squares in tangent features: local steps, ridge regression, pooled sums."""
 
-from .ledger import ClientLedger, Removal, ValidationExamples, are_possible, find_harmful
+from .ledger import ClientLedger, ValidationExamples, are_possible, find_harmful
 from .local_steps import (
     Spectrum,
     centred_targets,
@@ -17,7 +17,6 @@ __all__ = [
     "RIDGES",
     "ClientLedger",
     "NormalEquations",
-    "Removal",
     "Spectrum",
     "SumNoise",
     "ValidationExamples",

@@ -149,25 +149,6 @@ class ValidationExamples:
         return np.asarray((harms - n @ mean) / np.sqrt(n @ variance + n**2 @ (variance / m)))
 
 
-@dataclass(frozen=True)
-class Removal:
-    """Clients that a model is to do without.
-
-    Attributes
-    ----------
-    impossible : tuple of int
-        Clients with sums that no examples have.
-    harmful : dict of int to float
-        The others that are removed, with their scores by the model of those kept.
-    threshold : float
-        Score above which a client is removed, in standard deviations.
-    """
-
-    impossible: tuple[int, ...]
-    harmful: dict[int, float]
-    threshold: float
-
-
 def are_possible(sums: FeatureStatistics) -> bool:
     """Whether any examples can have such sums: [Z Y]^T [Z Y] has no negative eigenvalue.
 
@@ -186,39 +167,37 @@ def are_possible(sums: FeatureStatistics) -> bool:
 
 def find_harmful(
     ledger: ClientLedger, clients: Clients, examples: ValidationExamples, level: float
-) -> Removal:
-    """Find the clients whose harm is beyond what honest clients of their size and classes show.
+) -> dict[int, float]:
+    """Return the clients whose harm is beyond what honest ones of their size and classes show.
 
-    `level` is alpha. All are judged by the model of those kept, again after each removal. When no
-    more are removed, the one with the least score comes back if that is at most Phi^{-1}(1 -
-    alpha), once: beside others it had seemed to do harm. A pass takes one solution for each client.
-    ValueError if nobody would be left.
+    With them come their scores by the model without all of them. `level` is alpha. All are judged
+    by the model of those kept, again after each removal. When no more are removed, the one with the
+    least score comes back, once, if that is at most Phi^{-1}(1 - alpha): beside others it had
+    seemed to do harm. A pass takes one solution for each client. ValueError if nobody is left.
     """
-    counts = {client: own.counts for client, own in clients.items() if are_possible(own)}
-    impossible = tuple(client for client in clients if client not in counts)
-    numbers = torch.tensor([max(1, len(counts)), 1], dtype=torch.float64)
+    numbers = torch.tensor([max(1, len(clients)), 1], dtype=torch.float64)
     highest, returning = torch.special.ndtri(1 - level / numbers).tolist()
     removed, returned = set[int](), set[int]()
-    while counts.keys() - removed:
-        total = FeatureStatistics.join(clients[k] for k in counts if k not in removed)
-        equations, linear, harms = ledger.equations(total), ledger.solve(total), []
-        for client in counts:
+    while len(removed) < len(clients):
+        total = FeatureStatistics.join(clients[k] for k in clients if k not in removed)
+        linear, harms, counts = ledger.solve(total), [], []
+        for client, own in clients.items():
             out = client in removed
-            other = ledger.other(total, clients[client], removed=out)
+            other = ledger.other(total, own, removed=out)
             harms.append(ledger.harm(linear, other, removed=out))
-        table = np.array(list(counts.values()))
-        found = examples.scores(np.array(harms), table, equations, ledger.ridge)
-        scores = dict(zip(counts, found.tolist(), strict=True))
-        if worse := {k for k in counts.keys() - removed if scores[k] > highest}:
+            counts.append(own.counts)
+        equations = ledger.equations(total)
+        found = examples.scores(np.array(harms), np.array(counts), equations, ledger.ridge)
+        scores = dict(zip(clients, found.tolist(), strict=True))
+        if worse := {k for k in scores.keys() - removed if scores[k] > highest}:
             removed |= worse
             continue
         back = [k for k in removed - returned if scores[k] <= returning]
         if not back:
-            return Removal(impossible, {k: scores[k] for k in sorted(removed)}, highest)
+            return {k: scores[k] for k in sorted(removed)}
         best = min(back, key=scores.__getitem__)
         removed.remove(best)
         returned.add(best)
     raise ValueError(
-        "all clients are harmful on the validation examples, or have impossible sums: expected "
-        "validation examples like the clients'"
+        "all clients are harmful on the validation examples; expected examples like the clients'"
     )
