@@ -42,11 +42,12 @@ from ..core.feature_sums import Sums, SumsStrategy
 from ..core.replies import Reply, screen_own_sizes
 from ..core.secure_sums import SecureSums
 from .closed_form import ClosedFormStrategy, Layer
+from .ledger import LedgerStrategy
 
 AT_ONCE = 2**30  # bytes of replies in memory, if they can be added as they come
 
 
-class OneExchange(SumsStrategy, ClosedFormStrategy):
+class OneExchange(LedgerStrategy, ClosedFormStrategy):
     """Solve for the last layer from one exchange of sums.
 
     Clients are :class:`~fedntk.clients.ClosedFormClient`. With `bits` a reply is added to the total
@@ -111,7 +112,7 @@ class OneExchange(SumsStrategy, ClosedFormStrategy):
     ) -> Iterable[Message]:
         """Ask all clients for their sums, or for the public keys of a secure sum."""
         if not self.solved:
-            self.steps, self.summed = self.choose_steps(arrays), ()
+            self.steps, self.summed, self.removed = self.choose_steps(arrays), (), ()
             if self._secure is not None:
                 self._secure.begin()
         return super().configure_train(server_round, arrays, config, grid)
@@ -168,7 +169,9 @@ class OneExchange(SumsStrategy, ClosedFormStrategy):
                 added.append(reply)
         added.sort(key=lambda reply: (reply.client, reply.node))
         metrics = self.round_metrics(added, rejected)
-        return totals if self.enough(len(added)) else [], metrics
+        if not self.enough(len(added)):
+            return [], metrics
+        return self.without_harmful(metrics) if self.remove_harmful else totals, metrics
 
     def last_layer(self, sums: Sequence[Sums]) -> Layer:
         """Return weights (C, p) and biases (C,) of the joint solution."""
@@ -184,7 +187,9 @@ class OneExchange(SumsStrategy, ClosedFormStrategy):
             metrics["ridge"] = self.ridge_used
         return arrays, metrics
 
-    def without(self, clients: Sequence[int], arrays: ArrayRecord) -> ArrayRecord:
+    def without(
+        self, clients: Sequence[int], arrays: ArrayRecord, *, restored: Sequence[int] = ()
+    ) -> ArrayRecord:
         """Return the arrays of the model that never had some clients' examples.
 
         It is solved anew from the kept sums of the others, one client's in memory at a time, with
@@ -197,8 +202,12 @@ class OneExchange(SumsStrategy, ClosedFormStrategy):
             Ids: partitions, if nodes report them. With no id it is the same model again.
         arrays : ArrayRecord
             Result of :meth:`start`, of this object or of one whose state this one has loaded.
+        restored : sequence of int
+            Some of the clients that `remove_harmful` has `removed`, which come back.
         """
-        kept, self.steps = self.kept_without(clients)
+        if odd := sorted(set(restored) - set(self.removed)):
+            raise ValueError(f"restored: expected some of {self.removed}, got {odd}")
+        kept, self.steps = self.kept_without(clients, restored)
         self.global_arrays = arrays
         self.require_memory()
         return self.with_layer(arrays, [functools.reduce(operator.add, kept)])

@@ -6,6 +6,7 @@ exactly the model of a run that never had that client.
 
 import contextlib
 import copy
+import itertools
 import secrets
 from abc import abstractmethod
 from collections import Counter
@@ -253,8 +254,13 @@ class SumsStrategy(SumOptions, ResendingStrategy):
             return
         self.summed += tuple(sums)
 
-    def kept_without(self, clients: Sequence[int]) -> tuple[Iterator[Sums], FixedPoint | None]:
-        """Return the kept sums of all but some clients, one at a time, and how they are rounded."""
+    def kept_without(
+        self, clients: Sequence[int], restored: Sequence[int] = ()
+    ) -> tuple[Iterator[Sums], FixedPoint | None]:
+        """Return the kept sums of all but some clients, one at a time, and how they are rounded.
+
+        Those `restored` are read as well, though the solution lacks them.
+        """
         if self.kept_sums is None:
             raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
         if not self.summed:
@@ -262,14 +268,19 @@ class SumsStrategy(SumOptions, ResendingStrategy):
                 f"keep_sums: no sums were kept in {self.kept_sums.folder} by this run yet; they "
                 "come with the round of sums, and the log says if the disk was too small"
             )
-        kept_sums, left = self.kept_sums, clients_left(self.summed, clients)
-        first = next(kept_sums.read(self.run_key, left[:1]))
+        return self.read_kept(clients_left(sorted({*self.summed, *restored}), clients))
+
+    def read_kept(self, clients: Sequence[int]) -> tuple[Iterator[Sums], FixedPoint | None]:
+        """Return the kept sums of clients, one at a time, and how they are rounded."""
+        store: Any = self.kept_sums
+        every = store.read(self.run_key, clients)
+        first = next(every)
         width, fixed_point = self.sum_format(None).width, None
         if STEP in first:  # all clients' are the same
             fixed_point = FixedPoint.from_arrays(first[STEP], self.bits, width)
 
         def read() -> Iterator[Sums]:
-            for kept in kept_sums.read(self.run_key, left):
+            for kept in itertools.chain([first], every):
                 kept.pop(STEP, None)
                 yield self.parse_sums(kept, fixed_point)
 

@@ -1,0 +1,65 @@
+"""A ledger of kept sums: clients that harm the model are removed, as if they had never sent any."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fedntk.strategies import OneExchange
+
+from .federation import Grid, bits, damaged, lost
+from .test_one_exchange import clients_of, features, run
+
+
+def draw(count: int, seed: int, moved: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Examples of three classes, with labels moved on."""
+    drawn = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % 3
+    x = torch.randn(count, 4, generator=drawn) + 2 * torch.nn.functional.one_hot(y, 4)
+    return x, (y + moved) % 3
+
+
+CLIENTS = clients_of([draw(120, k, moved=int(k == 4)) for k in range(6)])
+VALIDATION = draw(900, 99)
+strategy = partial(
+    OneExchange, network=features(), min_available_nodes=6, fraction_evaluate=0.0,
+    validation=VALIDATION,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bits_", [8, 32])
+def test_a_liar_is_removed_and_comes_back_on_request(bits_, tmp_path):
+    """The model is that of a run in which the liar was lost; restored, that of all clients."""
+    own = strategy(keep_sums=tmp_path, remove_harmful=0.05, bits=bits_)
+    found = run(own, Grid(CLIENTS))
+    assert (own.removed, own.summed) == ((4,), (0, 1, 2, 3, 5))
+    assert own.train_metrics[1]["clients-removed"] == 1
+    assert bits(found) == bits(run(strategy(bits=bits_), Grid(CLIENTS, changes={4: lost})))
+    back = own.without([], own.global_arrays, restored=[4])
+    everyone = run(strategy(bits=bits_), Grid(CLIENTS))
+    assert bits({name: array.numpy() for name, array in back.items()}) == bits(everyone)
+    with pytest.raises(ValueError, match=r"restored: expected some of \(4,\), got \[3\]"):
+        own.without([], own.global_arrays, restored=[3])
+
+
+def test_sums_of_no_examples_are_removed_and_said(tmp_path, caplog):
+    """All class sums times 1.2 pass every check of one number."""
+    own = strategy(keep_sums=tmp_path, remove_harmful=0.05, auto_ridge=False, validation_share=0.0)
+    change = damaged(1, lambda sums: sums + sums // 2)
+    run(own, Grid(clients_of([draw(60, k) for k in range(6)]), changes={2: change}))
+    assert own.removed == (2,)
+    assert "client 2 is removed: no examples have its sums" in caplog.text
+
+
+def test_honest_clients_stay(tmp_path):
+    own = strategy(keep_sums=tmp_path, remove_harmful=0.05)
+    honest = clients_of([draw(60, k) for k in range(6)])
+    found = run(own, Grid(honest))
+    assert own.train_metrics[1]["clients-removed"] == 0
+    assert bits(found) == bits(run(strategy(), Grid(honest)))
+
+
+def test_removal_needs_each_clients_sums_and_examples(tmp_path):
+    for options in ({}, {"keep_sums": tmp_path, "validation": None}):
+        with pytest.raises(ValueError, match="remove_harmful: expected keep_sums"):
+            strategy(remove_harmful=0.05, **options)
