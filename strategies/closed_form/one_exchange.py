@@ -37,12 +37,12 @@ from fedntk.ntk.payloads import (
 )
 
 from ..core.averaging import record_of
+from ..core.client_ledger import LedgerStrategy
 from ..core.exchange import Aggregated
 from ..core.feature_sums import Sums, SumsStrategy
 from ..core.replies import Reply, screen_own_sizes
 from ..core.secure_sums import SecureSums
 from .closed_form import ClosedFormStrategy, Layer
-from .ledger import LedgerStrategy
 
 AT_ONCE = 2**30  # bytes of replies in memory, if they can be added as they come
 

@@ -23,8 +23,8 @@ from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics
 
-from ..core.exchange import logger
-from ..core.feature_sums import Sums, SumsStrategy
+from .exchange import logger
+from .feature_sums import Sums, SumsStrategy
 
 
 class KeptClients(Mapping[int, FeatureStatistics]):
