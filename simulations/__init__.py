@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import with_extra_named
 
 if TYPE_CHECKING:
+    from .assessment.ledger import ledger
     from .assessment.uncertainty import Assessment, assess
     from .assessment.unlearning import Unlearned, unlearn
     from .check import check_method, make_fixture
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # module -> its public names
 _HOMES = {
+    "assessment.ledger": ("ledger",),
     "assessment.uncertainty": ("Assessment", "assess"),
     "assessment.unlearning": ("Unlearned", "unlearn"),
     "check": ("check_method", "make_fixture"),
@@ -59,6 +61,7 @@ __all__ = [
     "assess",
     "check_method",
     "compare",
+    "ledger",
     "load_model",
     "load_predictor",
     "load_results",

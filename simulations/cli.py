@@ -1,4 +1,4 @@
-"""The command ``fedntk``: run, compare, tune, report, assess, unlearn.
+"""The command ``fedntk``: run, compare, tune, report, assess, ledger, unlearn.
 
 Only a command that needs torch imports it, so that help comes at once.
 """
@@ -18,7 +18,7 @@ from .errors import ConfigError, command_line
 app = command_line(
     "fedntk",
     "Federated learning with Jacobians and tangent kernels: run, compare, tune, report, assess, "
-    "unlearn.",
+    "ledger, unlearn.",
 )
 
 Settings = Annotated[
@@ -321,6 +321,38 @@ def unlearn_command(
     from . import unlearn
 
     typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget).lines()))
+
+
+@app.command("ledger")
+def ledger_command(
+    folder: RunFolder,
+    *,
+    shapley: Annotated[
+        int, Option(help="Orders, 2 or more, by which Shapley values are estimated; 0: none.")
+    ] = 0,
+    rows: Annotated[int, Option(help="Clients that are shown.")] = 20,
+) -> None:
+    """Show each client's part in what a run learned from sums, the most harmful first.
+
+    For runs of one-exchange with one-exchange.keep-sums = true and validation-examples. Writes
+    ledger.parquet, with all clients, and ledger.png into the run's folder.
+
+    [b]Examples[/]
+
+      fedntk ledger runs/a --shapley 10
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from . import ledger
+
+    found = ledger(folder, shapley=shapley)
+    shown = found.loc[:, ~found.columns.str.startswith("class-")].head(rows)
+    table = Table(*shown.columns)
+    for row in shown.itertuples(index=False):
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console().print(table)
+    typer.echo(f"All {len(found)} clients: {folder / 'ledger.parquet'}")
 
 
 @app.command("check")

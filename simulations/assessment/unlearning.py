@@ -16,6 +16,8 @@ from fedntk.strategies.core.averaging import named_arrays
 from ..config.settings import ConfigError
 from ..deploy.simulated_trust import projected
 from ..engine.building import load_checkpoint, load_setup, make_strategy
+from ..engine.checkpoints import Checkpoint
+from ..methods.method import Setup
 from ..report.results import Run, run_with_its_data, write_json
 
 
@@ -98,21 +100,13 @@ def unlearn(
     >>> found.folder.name
     'without-3-5'
     """
-    run = run_with_its_data(run)
     gone = tuple(sorted(set(clients)))
     if not gone:
         raise ConfigError("clients: expected at least one partition, got none")
+    run, checkpoint, setup, strategy = load_strategy(run, "without")  # as TCT has, and forget_kept
+    config, before = setup.config, checkpoint.arrays
     folder = _folder(run, gone, out)
-    config, checkpoint = run.config.replace(weights="", out=run.folder), load_checkpoint(run.folder)
-    setup = load_setup(config)
-    strategy: Any = make_strategy(setup)
-    before = checkpoint.arrays
-    if not hasattr(strategy, "without"):  # as TCT has, and forget_kept
-        raise ConfigError(
-            f"{run.folder}: {type(strategy).__name__} cannot take a client out of what it learned"
-        )
     try:
-        strategy.load_state_dict(checkpoint.strategy)
         after = strategy.without(gone, before)
     except (ValueError, ArithmeticError, NotEnoughMemory) as error:
         raise ConfigError(f"{run.folder}: {error}") from error
@@ -144,6 +138,23 @@ def unlearn(
     if forget:
         strategy.forget_kept(gone)
     return found
+
+
+def load_strategy(run: Run | str | Path, needed: str) -> tuple[Run, Checkpoint, Setup, Any]:
+    """Load a finished run, and its strategy as it was at the end, which must have a method."""
+    run = run_with_its_data(run)
+    config, checkpoint = run.config.replace(weights="", out=run.folder), load_checkpoint(run.folder)
+    setup = load_setup(config)
+    strategy: Any = make_strategy(setup)
+    if not hasattr(strategy, needed):
+        raise ConfigError(
+            f"{run.folder}: {type(strategy).__name__} cannot take a client out of what it learned"
+        )
+    try:
+        strategy.load_state_dict(checkpoint.strategy)
+    except ValueError as error:
+        raise ConfigError(f"{run.folder}: {error}") from error
+    return run, checkpoint, setup, strategy
 
 
 def _folder(run: Run, clients: Sequence[int], out: str | Path | None) -> Path:

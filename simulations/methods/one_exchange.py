@@ -14,6 +14,8 @@ class _OneExchange(SumsMethod):
 
     def validated(self, config: Config) -> str:
         own = self.own(config)
+        if own.remove_harmful:
+            return "remove_harmful"
         if own.auto_ridge and not own.validation_share:
             return "auto_ridge"
         return "bits" if own.bits != UNQUANTISED and not config.random_features else ""

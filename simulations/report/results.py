@@ -73,6 +73,12 @@ class Run:
         rows = self.rounds[self.rounds.metric == metric]
         return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
 
+    def ledger(self, *, shapley: int = 0) -> "pd.DataFrame":
+        """Return each client's part in the model: see :func:`fedntk.simulations.ledger`."""
+        from ..assessment.ledger import ledger
+
+        return ledger(self, shapley=shapley)
+
     def to_target(self, target: float) -> dict[str, float] | None:
         """Return the first round of at least this accuracy, and its cost: see `to_target`.
 

@@ -1,0 +1,115 @@
+"""What a finished run's model owes to each client, and who harms it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedntk.ntk import NotEnoughMemory
+from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.strategies.core.client_ledger import KeptClients
+
+from ..config.settings import ConfigError
+from ..report.results import Run
+from .unlearning import load_strategy
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def ledger(run: Run | str | Path, *, shapley: int = 0) -> "pd.DataFrame":
+    """Return each client's part in what a run learned from sums, a row each, the worst first.
+
+    Losses are half the mean squared error, and accuracies shares, on the run's validation-examples.
+    It needs the settings keep-sums and validation-examples, and takes one solution for each client.
+
+    Parameters
+    ----------
+    run : Run, or path of its folder
+        A run of one-exchange.
+    shapley : int
+        Number of orders, each with its reverse, by which Shapley values are estimated: 2 or more,
+        each as long as two tables without them.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``client``, ``examples``; ``removed``, whether the model lacks it; ``loss-with`` and
+        ``loss-without`` it, with all others as they are in the model; ``accuracy-without``;
+        ``harm``, the difference of the losses; ``score``, that in standard deviations over what
+        honest clients do (see :mod:`fedntk.ntk.convex.ledger`); ``class-...``, its share of all
+        examples of each class; and ``shapley`` with ``shapley-error``, a standard error, of clients
+        in the model. It is also written into the run's folder, as ``ledger.parquet``, with a
+        picture, ``ledger.png``.
+
+    Raises
+    ------
+    ConfigError
+        The method or the run's settings do not allow it, or the data are too large.
+    FileNotFoundError, RunFailed
+        There is no finished run.
+    """
+    import pandas as pd
+
+    run, checkpoint, setup, strategy = load_strategy(run, "ledger")
+    labels = setup.data.inputs.classes
+    try:
+        strategy.validation = strategy.validation or setup.data.train(setup.split.validation)
+        if not len(strategy.validation[1]):
+            raise ConfigError("ledger: harm is judged on validation-examples, got 0 of them")
+        clients = KeptClients(strategy, sorted({*strategy.summed, *strategy.removed}))
+        fixed_point = strategy.kept_without((), strategy.removed)[1]
+        made, examples = strategy.ledger(checkpoint.arrays, strategy.ridge_used, fixed_point)
+        total = FeatureStatistics.join(clients[client] for client in strategy.summed)
+        linear, rows = made.solve(total), []
+        for client, own in clients.items():
+            removed = client in strategy.removed
+            other = made.other(total, own, removed=removed)
+            both = linear, other
+            without, with_it = both if removed else both[::-1]
+            hits = (examples.rows.double() @ without).argmax(1) == examples.labels
+            losses = [made.validation.loss(model) for model in (with_it, without)]
+            mean = float(hits.double().mean())
+            rows.append((client, own.num_examples, removed, *losses, mean, *own.counts.tolist()))
+        classes = [f"class-{label}" for label in labels]
+        names = ["client", "examples", "removed", "loss-with", "loss-without", "accuracy-without"]
+        table = pd.DataFrame(rows, columns=[*names, *classes])
+        harms, counts = table["loss-with"] - table["loss-without"], table[classes].to_numpy()
+        equations = made.equations(total)
+        scores = examples.scores(harms.to_numpy(), counts, equations, made.ridge)
+        table = table.assign(harm=harms, score=scores)
+        if shapley:
+            summed = KeptClients(strategy, strategy.summed)
+            found = made.shapley(summed, shapley, np.random.default_rng(0))
+            for name, values in zip(("shapley", "shapley-error"), found, strict=True):
+                table[name] = table["client"].map(dict(zip(summed, values, strict=True)))
+    except (ValueError, ArithmeticError, NotEnoughMemory) as error:
+        raise ConfigError(f"{run.folder}: {error}") from error
+    table[classes] /= table[classes].sum().clip(lower=1)
+    table = table.sort_values("score", ascending=False, ignore_index=True)
+    table.to_parquet(run.folder / "ledger.parquet")
+    _draw(table, run.folder / "ledger.png")
+    return table
+
+
+def _draw(table: "pd.DataFrame", path: Path) -> None:
+    """Draw the clients' scores, the worst first, above what they have of each class."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=[2, 1])
+    places = np.arange(len(table))
+    above.bar(
+        places, table.score, color=["tab:red" if out else "tab:blue" for out in table.removed]
+    )
+    above.axhline(0, color="black", linewidth=0.8)
+    above.set_ylabel("harm, standard deviations\nover an honest client's")
+    above.set_title("Clients, the most harmful first; red: removed from the model")
+    shares = table.filter(regex="^class-")
+    picture = below.imshow(shares.T, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0)
+    figure.colorbar(picture, ax=below, label="share of the class")
+    below.set_yticks(range(shares.shape[1]), [str(name)[6:] for name in shares], fontsize=6)
+    below.set(ylabel="class", xlabel="client")
+    if len(table) <= 50:
+        below.set_xticks(places, [str(client) for client in table.client], fontsize=7)
+    figure.savefig(path, dpi=120)
