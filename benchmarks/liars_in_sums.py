@@ -221,13 +221,13 @@ def draw(table: pd.DataFrame, path: Path) -> None:
                 loss[i, j] = [
                     100 * (honest - own[f"accuracy-{w}"]).mean() for w in ("before", "after")
                 ]
-        row[0].imshow(grid, cmap="Greens", vmin=0, vmax=1.3, aspect="auto")
+        row[0].imshow(grid, cmap="Greens", vmin=0, vmax=2, aspect="auto")
         for i, j in np.ndindex(grid.shape):
             row[0].text(j, i, f"{grid[i, j]:.0%}", ha="center", va="center", fontsize=9)
         row[1].imshow(np.zeros_like(grid), cmap="Greys", vmin=0, vmax=1, aspect="auto")
         for i, j in np.ndindex(grid.shape):
-            before = "no model" if np.isnan(loss[i, j, 0]) else f"{-loss[i, j, 0]:+.1f}"
-            text = f"{before} \N{RIGHTWARDS ARROW} {-loss[i, j, 1]:+.1f}"
+            shown = ["none" if np.isnan(x) else f"{round(-x, 1) + 0.0:+.1f}" for x in loss[i, j]]
+            text = " \N{RIGHTWARDS ARROW} ".join(shown)
             bad = np.isnan(loss[i, j, 0]) or loss[i, j, 0] > 1
             row[1].text(
                 j, i, text, ha="center", va="center", fontsize=8, weight="bold" if bad else "normal"
@@ -240,9 +240,9 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         row[0].set_yticks(range(len(ATTACKS)), list(ATTACKS))
         row[1].set_yticks([])
         row[0].set_ylabel(f"Dirichlet {alpha}", fontsize=11)
-    axes[0, 0].set_title("Liars removed")
+    axes[0, 0].set_title(f"Liars removed; seeds: {table.seed.nunique()}")
     axes[0, 1].set_title(
-        "Accuracy beside that without liars, points:\nbefore \N{RIGHTWARDS ARROW} after removal"
+        "Points of accuracy over that without liars:\nbefore \N{RIGHTWARDS ARROW} after removal"
     )
     figure.tight_layout()
     figure.savefig(path, dpi=110)

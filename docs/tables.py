@@ -684,6 +684,39 @@ def sums_privacy() -> str:
     )
 
 
+def liars_in_sums() -> str:
+    """Return a row for each attack, over all splits and shares of liars; accuracies of one case."""
+    table = rounds_of("liars_in_sums")
+    seeds = table.seed.nunique()
+    rows = []
+    for attack, own in table.groupby("attack", sort=False):
+        lied = own[own.share > 0]
+        found = [
+            f"{some.found.sum()} of {some.liars.sum()}"
+            for _, some in lied.groupby(["clients", "alpha"])
+        ]
+        case = lied[(lied.alpha == 0.1) & (lied.clients == 100) & (lied.share == 0.2)]
+        keys = ("accuracy-before", "accuracy-after", "accuracy-honest")
+        alarms = f"{lied.alarms.sum()} of {int((lied.clients - lied.liars).sum()):,}"
+        reached = [number(100 * case[key].mean()) or "no model" for key in keys]
+        rows.append([attack, *found, alarms, *reached])
+    honest = table[table.share == 0]
+    rows.append([
+        "nobody lies", *([""] * 4), f"{honest.alarms.sum()} of {honest.clients.sum()}",
+        *([number(100 * honest[honest.clients == 100]["accuracy-before"].mean())] * 3),
+    ])  # fmt: skip
+    said = f"Seeds of the split and the liars: {seeds}."
+    return (
+        said
+        + "\n\n"
+        + markdown(
+            "attack | found, 10 clients, Dirichlet 0.1 | 0.5 | 100 clients, Dirichlet 0.1 | 0.5"
+            " | honest ones removed | accuracy before | after | without liars",
+            rows,
+        )
+    )
+
+
 def round_costs() -> str:
     """Return a row for each way to run clients and number of clients that was measured."""
     names = {
@@ -722,7 +755,7 @@ TABLES: dict[str, Callable[..., str]] = {
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, uncertainty, uncertainty_sets, feature_learning_groups,
-        feature_learning_iid, sums_privacy, round_costs,
+        feature_learning_iid, sums_privacy, liars_in_sums, round_costs,
     )
 } | {"costs": costs.table}  # fmt: skip
 
