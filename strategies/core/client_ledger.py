@@ -59,13 +59,20 @@ class LedgerStrategy(SumsStrategy):
     removed: tuple[int, ...] = state(tuple)  # clients whose sums are kept, but not in the model
 
     def check(self) -> None:
-        """Refuse to remove clients of whom nothing is known."""
+        """Refuse to remove clients of whom nothing is kept."""
         super().check()
-        if self.remove_harmful and (self.keep_sums is None or self.validation is None):
+        if self.remove_harmful and not self.keep_sums:
             raise ValueError(
-                "remove_harmful: expected keep_sums, a folder for each client's sums, and "
-                "validation, examples on the server; with secure_aggregation the server has no "
-                "client's sums, and cannot remove one"
+                "remove_harmful: expected keep_sums, as each client's sums are needed; with "
+                "secure_aggregation the server has none, and cannot remove a client"
+            )
+
+    def check_validation(self) -> None:
+        """Refuse to judge harm without examples."""
+        super().check_validation()
+        if self.remove_harmful and self.validation is None:
+            raise ValueError(
+                "remove_harmful: expected validation, examples on the server, got none"
             )
 
     def ledger(

@@ -66,3 +66,14 @@ def test_what_cannot_be_is_refused(finished, tmp_path):
         SMALL.replace(one_exchange={"keep_sums": False}), out=tmp_path / "b", progress=False
     )
     refused("keep_sums: set a folder before the run", ledger, other)
+
+
+def test_a_run_that_removes_clients_says_how_many(tmp_path):
+    """Nobody lies, so nobody is removed."""
+    removing = SMALL.replace(one_exchange={"remove_harmful": 0.01})
+    found = run(removing, out=tmp_path / "a", progress=False)
+    assert found.curve("clients-removed").tolist() == [0]
+    assert not found.ledger().removed.any()
+    refused(
+        "remove-harmful needs validation-examples", run, removing.replace(validation_examples=0)
+    )
