@@ -74,6 +74,5 @@ def test_a_run_that_removes_clients_says_how_many(tmp_path):
     found = run(removing, out=tmp_path / "a", progress=False)
     assert found.curve("clients-removed").tolist() == [0]
     assert not found.ledger().removed.any()
-    refused(
-        "remove-harmful needs validation-examples", run, removing.replace(validation_examples=0)
-    )
+    said = "remove-harmful needs validation-examples"
+    refused(said, removing.replace, validation_examples=0)
