@@ -8,7 +8,12 @@ from .convex.ridge import ridge_regression
 from .errors import BadReply, NotEnoughMemory
 from .evolution.gradient_flow import Evolution, evolve
 from .features.centred_inputs import CentredInputs
-from .features.feature_map import FeatureMap, with_fourier_features, with_residual_features
+from .features.feature_map import (
+    FeatureMap,
+    with_bucket_features,
+    with_fourier_features,
+    with_residual_features,
+)
 from .features.normaliser import Moments, Normaliser
 from .features.projection import random_projection
 from .features.tangent import entk_features
@@ -65,6 +70,7 @@ __all__ = [
     "residual",
     "ridge_regression",
     "uncertainty_of",
+    "with_bucket_features",
     "with_fourier_features",
     "with_residual_features",
 ]

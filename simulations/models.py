@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedntk.ntk import CentredInputs, with_fourier_features
+from fedntk.ntk import CentredInputs, with_bucket_features, with_fourier_features
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features import CENTRE
 from fedntk.ntk.features.scattering import LogStandardise, Scattering
@@ -282,10 +282,11 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"class, got {('n', *shape[1:])}"
         )
     if config.random_features:
+        expand: Callable[[nn.Module, int, int], nn.Module] = with_bucket_features
+        if config.expand == "fourier":
+            expand = partial(with_fourier_features, bandwidth=config.bandwidth)
         try:
-            model = with_fourier_features(
-                model, config.random_features, config.seed, bandwidth=config.bandwidth
-            )
+            model = expand(model, config.random_features, config.seed)
         except ValueError as error:
             raise ConfigError(f"random-features: {error}") from None
     model = config.chosen_method.adapt(model, config)

@@ -16,11 +16,13 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
+from .buckets import BucketFeatures
 from .fourier import BANDWIDTH, FourierFeatures
 from .residual import ResidualFeatures
 from .tangent import TangentFeatures
@@ -252,12 +254,33 @@ def with_fourier_features(
     >>> {k: tuple(v.shape) for k, v in with_fourier_features(network, 50, 0).state_dict().items()}
     {'0.weight': (8, 4), '0.bias': (8,), '2.1.weight': (3, 50), '2.1.bias': (3,)}
     """
+    make = partial(FourierFeatures, bandwidth=bandwidth)
+    return _expand(network, make, num_features, seed, head)
+
+
+def with_bucket_features(
+    network: nn.Module, num_features: int, seed: int, head: str = "", **options: int
+) -> nn.Module:
+    """As :func:`with_fourier_features`, of p bucket features.
+
+    `options` are those of :class:`~fedntk.ntk.features.buckets.BucketFeatures`.
+    """
+    return _expand(network, partial(BucketFeatures, **options), num_features, seed, head)
+
+
+def _expand(
+    network: nn.Module,
+    make: Callable[[int, int, int], nn.Module],
+    num_features: int,
+    seed: int,
+    head: str,
+) -> nn.Module:
+    """Return a copy with a new last layer, of features that `make` makes of its inputs."""
     network = copy.deepcopy(network)
     name, old = FeatureMap("fourier", num_features, seed, head).last_layer(network)
-    cosines = FourierFeatures(old.in_features, num_features, seed, bandwidth)
-    cosines.to(old.weight.device)
+    features = make(old.in_features, num_features, seed).to(old.weight.device)
     layer = _draw_layer(old, num_features, old.out_features, seed)
-    return _with_layer(network, name, nn.Sequential(cosines, layer))
+    return _with_layer(network, name, nn.Sequential(features, layer))
 
 
 def with_residual_features(

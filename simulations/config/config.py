@@ -145,14 +145,19 @@ class Config(SplitSettings, frozen=True, eq=True):
     norm: Literal["batch", "group"] = setting("batch", "normalisation in resnet18")
     random_features: int = setting(
         0,
-        "p random Fourier features of the last layer's inputs, which a last layer drawn anew is "
-        "given in their place; 0: none",
+        "p random features of the last layer's inputs, which a last layer drawn anew is given in "
+        "their place; 0: none",
         at_least=0,
+    )
+    expand: Literal["fourier", "buckets"] = setting(
+        "fourier",
+        "kind of random-features: random Fourier features, or bucket features (SAFLe), of which "
+        "there are a multiple of 4",
     )
     bandwidth: float = setting(
         0.3,
-        "standard deviation of the Gaussian kernel that random-features estimate, for inputs of "
-        "length 1; about 1.6 for model = scattering",
+        "standard deviation of the Gaussian kernel that random Fourier features estimate, for "
+        "inputs of length 1; about 1.6 for model = scattering",
         above=0,
     )
     loss: Literal["cross-entropy", "mse"] = setting("cross-entropy", "loss of all methods")
