@@ -4,21 +4,22 @@ What it gives away: see :mod:`fedntk.clients.core.feature_sums`.
 """
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from fedntk.ntk import FeatureMap, loss_value
+from fedntk.ntk import FeatureMap, Predictor, loss_value
+from fedntk.ntk.convex import personal_model
 from fedntk.ntk.features import RESIDUAL_LAYER, ResidualFeatures
-from fedntk.ntk.payloads import ConvexTask, Prototypes, SumStep, SumTask
+from fedntk.ntk.payloads import ConvexTask, Prototypes, SplitStatistics, SumFormat, SumStep, SumTask
 
 from ..core.feature_sums import Arrays, SumsClient, fixed_point_in
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Config, Evaluation, Fit, Parameters, set_weights
+from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
 
 OF_SECURE_SUMS = get_args(SumStep)
-BESIDE = ("steps", "secure-sum")  # records beside the network's
+BESIDE = ("steps", "secure-sum", "total")  # records beside the network's
 
 
 class ClosedFormClient(SumsClient):
@@ -49,9 +50,7 @@ class ClosedFormClient(SumsClient):
         x, targets = self.training_examples(config)
         if task is not None and step in OF_SECURE_SUMS and step != "masked":
             return NamedArrays({"arrays": self.answer_sum(task, records, config)}), len(x), {}
-        beside = {name: records.pop(name, {}) for name in BESIDE}
-        weights = [array for record in records.values() for array in record.values()]
-        set_weights(self.model, weights or parameters)
+        weights, beside = self._load_network(parameters)
         feature_map, num_classes = FeatureMap.from_config(config), targets.shape[1]
         feature_map.require_outputs(self.model, num_classes)
         both = feature_map.extractor_with_outputs(self.model)
@@ -90,6 +89,58 @@ class ClosedFormClient(SumsClient):
         return NamedArrays({"arrays": arrays}), len(x), {"train-loss": train_loss}
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
-        """Loss and accuracy on the local test examples."""
+        """Loss and accuracy on the local test examples.
+
+        If the sums over all clients come with the network, it is a model of the client's own that
+        is evaluated, and the metric ``personal-weight`` is w of
+        :func:`~fedntk.ntk.convex.personal_model`.
+        """
         self.refuse_evaluation()
-        return super().evaluate(parameters, config)
+        metrics = self._load_own_network(parameters, config)
+        loss, num_examples, found = super().evaluate(get_weights(self.model), config)
+        return loss, num_examples, {**found, **metrics}
+
+    def predictor(self, parameters: Parameters, config: Config) -> Predictor:
+        """Make a module of the network that the client would evaluate."""
+        self._load_own_network(parameters, config)
+        return super().predictor(get_weights(self.model), config)
+
+    def _load_network(self, parameters: Parameters) -> tuple[Parameters, dict[str, Arrays]]:
+        """Load the received network; return its weights, and the records beside it."""
+        records = dict(getattr(parameters, "records", {}))
+        beside = {name: records.pop(name, {}) for name in BESIDE}
+        named = [array for record in records.values() for array in record.values()]
+        weights = named or parameters
+        set_weights(self.model, weights)
+        return weights, beside
+
+    def _load_own_network(self, parameters: Parameters, config: Config) -> dict[str, float]:
+        """Load the received network, with a last layer of the client's own if sums came with it.
+
+        The client's sums are formed anew, from the same examples as before if neither
+        `sampling_rate` nor augmentation draws others for this round.
+        """
+        _, beside = self._load_network(parameters)
+        if not beside["total"]:
+            return {}
+        task, feature_map = SumTask.from_config(config), FeatureMap.from_config(config)
+        x, targets = self.training_examples(config)
+        width, extract = feature_map.width(self.model), feature_map.extractor(self.model)
+        fixed = fixed_point_in(beside, task.bits, width)
+
+        def features(chosen: Tensor | slice) -> Iterator[Tensor]:
+            return map(extract, x[chosen].split(self.batch_size_eval))
+
+        share = task.validation_share
+        own: Any = self.add_up(features, targets, width, share=share, fixed_point=fixed)
+        expected = SumFormat(width, targets.shape[1], None, fixed)
+        total = SplitStatistics.from_arrays(beside["total"], expected)
+        if fixed is not None:
+            own, total = own.scaled(fixed), total.scaled(fixed)
+        _, layer = feature_map.last_layer(self.model)
+        linear, weight = personal_model(total, own, task.ridge, bias=layer.bias is not None)
+        with torch.no_grad():
+            layer.weight.copy_(linear[:width].T)
+            if layer.bias is not None:
+                layer.bias.copy_(linear[width])
+        return {"personal-weight": weight}

@@ -9,7 +9,14 @@ from .local_steps import (
     mean_gradient,
     residual_sum,
 )
-from .pooled_statistics import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
+from .pooled_statistics import (
+    RIDGES,
+    NormalEquations,
+    best_ridge,
+    class_weights,
+    normaliser_of,
+    personal_model,
+)
 from .private_sums import SumNoise, bound_rows, solve_noisy
 from .ridge import pooled_ridge, sandwiched_ridge, solve_ridge
 
@@ -30,6 +37,7 @@ __all__ = [
     "looped_steps",
     "mean_gradient",
     "normaliser_of",
+    "personal_model",
     "pooled_ridge",
     "residual_sum",
     "sandwiched_ridge",

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from ..features.normaliser import Moments, Normaliser
 from ..payloads.feature_statistics import FEWER, FeatureStatistics
+from ..payloads.split_statistics import SplitStatistics
 from ..support.memory import require_memory
 from .ridge import solve_ridge
 
 RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+OWN_WEIGHTS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 def normaliser_of(statistics: FeatureStatistics) -> Normaliser:
@@ -73,6 +75,15 @@ class NormalEquations:
         squared = total * (1 - mean_target)
         return cls(torch.from_numpy(matrix), torch.from_numpy(cross), squared, total)
 
+    def plus(self, other: Self, weight: float) -> Self:
+        """Add another group's equations, each of its examples counted `weight` times."""
+        return type(self)(
+            self.gram + weight * other.gram,
+            self.cross + weight * other.cross,
+            self.squared_targets + weight * other.squared_targets,
+            self.total + weight * other.total,
+        )
+
     def solve(self, ridge: float) -> Tensor:
         """Return W (q, C), the minimum of ||Z W - Y||^2 + rho ||W||^2, float64.
 
@@ -123,6 +134,35 @@ def best_ridge(
     if not finite:
         raise ValueError(f"ridge: none of {min(ridges):g} ... {max(ridges):g} has a solution")
     return min(finite, key=finite.__getitem__)
+
+
+def personal_model(
+    total: SplitStatistics,
+    own: SplitStatistics,
+    ridge: float,
+    *,
+    bias: bool = False,
+    weights: Sequence[float] = OWN_WEIGHTS,
+) -> tuple[Tensor, float]:
+    """Return a client's model W_k (q, C), float64, and its weight w.
+
+    Beyond the papers: from the sums over all clients' examples and over client k's own,
+
+        W_k = argmin over W of  ||Z W - Y||^2 + w ||Z_k W - Y_k||^2 + rho ||W||^2,
+
+    with rho as in :meth:`NormalEquations.solve`. w = 0 gives the joint model. It is the one of
+    `weights` with the least squared error on the client's held-out examples, for the sums of the
+    examples that no client holds out. A client without held-out examples has the first.
+    """
+
+    def of(sums: FeatureStatistics) -> NormalEquations:
+        return NormalEquations.of(sums, Normaliser.identity(sums.width), bias=bias)
+
+    weight = weights[0]
+    if own.held_out.num_examples:
+        common, fitting, held = of(total.fitting), of(own.fitting), of(own.held_out)
+        weight = min(weights, key=lambda w: held.loss(common.plus(fitting, w).solve(ridge)))
+    return of(total.everyone).plus(of(own.everyone), weight).solve(ridge), weight
 
 
 def class_weights(counts: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -32,6 +32,7 @@ class SumTask(SumOptions):
         "the sums from which least squares are solved (statistics), or an exchange of a secure sum",
         default="statistics",
     )
+    ridge: float = shared("ridge of the joint problem, beside the total", default=0.0)
     run_key: str = shared("name of the training run, for what a client keeps", default="")
 
     @classmethod

@@ -18,15 +18,17 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 
 from fedntk.ntk import Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.options import state
+from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import (
     UNQUANTISED,
     ConvexTask,
@@ -67,8 +69,20 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
     bits: int = SumOptions.options()["bits"].field(default=8)
     validation_share: float = SumOptions.options()["validation_share"].field(default=0.1)
     auto_ridge: bool = SumsStrategy.options()["auto_ridge"].field(default=True)
+    personal: bool = option(
+        "whether clients evaluate models of their own, in which their examples count more, by a "
+        "weight that each chooses on what it holds out; they are sent the sums over all clients",
+        default=False,
+    )
     ridge_used: float = state(float)
+    total: dict[str, NDArray[Any]] = state(dict)  # sums over all clients, if `personal`
     steps: FixedPoint | None = state(lambda: None, saved=False)
+
+    def check(self) -> None:
+        """Refuse models for each client without examples to choose their weight on."""
+        super().check()
+        if self.personal and not self.validation_share:
+            raise ValueError("personal: expected a validation_share above 0, got 0")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,19 +135,24 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
     ) -> RecordDict:
         """Add the task, the steps of fixed-point numbers, and what of a secure sum is for it."""
-        if stage != MessageType.TRAIN:
+        evaluating = stage != MessageType.TRAIN
+        if evaluating and not self.total:
             return super().content_for(client, stage, arrays, config)
-        secure = self._secure
+        secure = None if evaluating else self._secure
         task = SumTask(
             step="statistics" if secure is None else secure.step,
             run_key=self.run_key,
             bits=self.bits,
             validation_share=self.validation_share,
+            ridge=self.ridge_used,
         )
         own = ConfigRecord({**config, **task.to_config()})
         if task.step not in ("statistics", "masked"):  # the exchanges that need no network
             arrays = ArrayRecord()
         content = super().content_for(client, stage, arrays, own)
+        if evaluating:
+            self.steps = self.steps or self.choose_steps(arrays)
+            content["total"] = record_of(self.total)
         if self.steps is not None and arrays:
             content["steps"] = record_of({"step": self.steps.step})
         if secure is not None and (record := secure.record_for(client)) is not None:
@@ -176,6 +195,7 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
     def last_layer(self, sums: Sequence[Sums]) -> Layer:
         """Return weights (C, p) and biases (C,) of the joint solution."""
         total = functools.reduce(operator.add, sums)
+        self.total = total.to_arrays(self.steps) if self.personal else {}
         _, linear, self.ridge_used = self.solve_sums(total, self.steps, self.global_arrays)
         bias = linear[self.width] if self.bias else np.zeros(self.shape[0])
         return linear[: self.width].T.astype(np.float64), bias.astype(np.float64)

@@ -1,16 +1,21 @@
 """OneExchange: the joint ridge regression, in the same bits for every split, order and mask."""
 
+import functools
+import operator
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from torch import nn
 
 from fedntk.clients import ClosedFormClient, client_app
+from fedntk.clients.core.adapter import unpack_content
 from fedntk.ntk import FeatureMap, NotEnoughMemory, with_fourier_features
+from fedntk.ntk.convex import personal_model
 from fedntk.ntk.features import FixedPoint
+from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics, draw_held_out
 from fedntk.strategies import OneExchange
 
 from .federation import (
@@ -55,6 +60,11 @@ CONTRACT = {
     ),
     "OneExchange of float64 sums": Contract(
         partial(OneExchange, network=network(), bits=32), app(ClosedFormClient), once=True
+    ),
+    "OneExchange with models for each client": Contract(
+        partial(OneExchange, network=network(), bits=32, personal=True),
+        app(ClosedFormClient),
+        once=True,
     ),
 }
 
@@ -119,6 +129,44 @@ def test_without_a_client_it_is_the_model_of_a_run_that_never_had_it(bits_, tmp_
     found = own.without([2, 4], own.global_arrays)
     never = run(strategy(bits=bits_), Grid(CLIENTS, changes={2: lost, 4: lost}))
     assert bits({name: array.numpy() for name, array in found.items()}) == bits(never)
+
+
+@pytest.mark.parametrize("bits_", [8, 32])
+def test_clients_have_the_models_of_the_sums_and_their_own_examples(bits_):
+    """Also of one whose sums are not in the total; after a checkpoint as before it."""
+    own = strategy(personal=True, validation_share=0.3, bits=bits_)
+    after = run(own, Grid(CLIENTS, changes={2: lost}))
+    again = strategy(personal=True, validation_share=0.3, bits=bits_)
+    again.load_state_dict(own.state_dict())
+    arrays = ArrayRecord({name: Array(array) for name, array in after.items()})
+    sums = [sums_of(k, own.steps) for k in range(6)]
+    total = functools.reduce(operator.add, [sums[k] for k in (0, 1, 3, 4, 5)])
+    if bits_ == 8:
+        total, *sums = (part.scaled(own.steps) for part in (total, *sums))
+    for client in (1, 2):
+        config = ConfigRecord({"server-round": 1})
+        again.prepare_config(config, 1)
+        content = again.content_for(client, "evaluate", arrays, config)
+        made = ClosedFormClient(features(), *PARTS[client], seed=(0, client))
+        layer = made.predictor(*unpack_content(content, str(client))).network[3][1]
+        linear, weight = personal_model(total, sums[client], own.ridge_used, bias=True)
+        np.testing.assert_allclose(layer.weight.detach(), linear[:20].T, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(layer.bias.detach(), linear[20], rtol=1e-5, atol=1e-7)
+        *_, metrics = made.evaluate(*unpack_content(content, str(client)))
+        assert metrics["personal-weight"] == weight
+
+
+def sums_of(client, fixed_point):
+    x, y = PARTS[client]
+    z = FeatureMap("last-layer").extractor(features())(x)
+    held = draw_held_out(y, 0.3, [0, client, *b"held-out"])
+    parts = (FeatureStatistics.of([z[k]], y[k], 3, fixed_point=fixed_point) for k in (~held, held))
+    return SplitStatistics(*parts)
+
+
+def test_models_for_each_client_need_held_out_examples():
+    with pytest.raises(ValueError, match="personal: expected a validation_share above 0"):
+        strategy(personal=True, auto_ridge=False, validation_share=0.0)
 
 
 def test_features_of_unknown_size_need_examples_on_the_server_or_float64():
