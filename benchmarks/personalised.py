@@ -4,7 +4,8 @@ As in Huang et al. 2024, section 6.2, scaled down to run on a CPU: half of the c
 each client judged by its own model on its own part of the test set, which is split as the training
 examples are. The paper names no batch size, local epochs or number of clients. Here they are 32, 2
 (1 on CIFAR-10) and 20 (5 for digit-domains: one domain each, all in every round). All methods have
-the same network (LeNet with BatchNorm) and rounds, and so the same number of client updates.
+the same network (LeNet with BatchNorm) and rounds, and so the same number of client updates. One
+exchange trains nothing: it has one round, on 2,000 cosines of scattering coefficients.
 
     python benchmarks/personalised.py --data-dir FOLDER --task cifar10-pathological [--rounds 20]
     python benchmarks/personalised.py --data-dir FOLDER --task fashion-mnist --variants
@@ -19,7 +20,8 @@ in any run), with one seed: the learning rate, from one grid for all; then, at t
 method's own setting (temperature, strength of a penalty), if it has one. Forms of weighted
 FedAvg take the rate of the form with temperature 1, those with personal BatchNorm FedBN's rate.
 Then three seeds on the test examples. Runs go into runs/personalised and are not repeated if they
-are there. Writes beside this file results/personalised_<task>.json.
+are there. Writes beside this file results/personalised_<task>.json, in which rows of other
+methods stay as they are.
 
 ``--variants`` shows how the ranking depends on what the paper leaves open: batch size, local epochs
 and number of clients are changed one at a time, with the settings that were chosen for the task as
@@ -39,6 +41,7 @@ from fedntk.simulations.data.client_tables import client_gains, client_summary
 from fedntk.simulations.report.results import machine
 
 SEEDS = (0, 1, 2)
+TABLES = ("summary", "gains")
 RATES = [0.03, 0.1, 0.3]
 TEMPERATURES = [0.03, 0.1, 0.3, 1.0]
 TASKS: dict[str, dict[str, Any]] = {
@@ -65,9 +68,18 @@ def weighted(**options: Any) -> dict[str, Any]:
     return {"method": "weighted-fedavg", "weighted_fedavg": options}
 
 
+def sums(**options: Any) -> dict[str, Any]:
+    """Return the settings of one exchange of sums."""
+    return {
+        "method": "one-exchange", "one_exchange": options, "rounds": 1, "model": "scattering",
+        "random_features": 2000, "bandwidth": 1.6, "standardise": False,
+    }  # fmt: skip
+
+
 TAU = {"weighted-fedavg.temperature": TEMPERATURES}
 # name -> settings, the method's own setting with its grid, and whose learning rate it takes
-METHODS: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str]] = {
+# or None if it has no learning rate
+METHODS: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str | None]] = {
     "local training": ({"method": "local-training"}, {}, ""),
     "FedAvg": ({"method": "fedavg"}, {}, ""),
     "FedPer": ({"method": "fed-per"}, {}, ""),
@@ -81,6 +93,8 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str]] = {
     ),
     "Ditto": ({"method": "ditto"}, {"ditto.pull": [0.1, 1.0, 10.0]}, ""),
     "FedProto": ({"method": "fed-proto"}, {"fed-proto.pull": [0.1, 1.0, 10.0]}, ""),
+    "one exchange": (sums(), {}, None),
+    "one exchange, personal": (sums(personal=True), {}, None),
 }  # fmt: skip
 
 
@@ -108,6 +122,8 @@ def base(task: str, data_dir: str, rounds: int) -> Config:
 def chosen(config: Config, name: str, folder: Path, parallel: int) -> dict[str, Any]:
     """Choose a method's learning rate, and then its own setting, on validation examples."""
     settings, own, rate_of = METHODS[name]
+    if rate_of is None:
+        return {}
     found = (
         chosen(config, rate_of, folder, parallel)
         if rate_of
@@ -205,15 +221,17 @@ def main() -> None:
     summary = client_summary(clients)
     gains = client_gains(clients, ["local training", "FedAvg"])
     print(summary.to_string(), gains.to_string(), sep="\n", flush=True)
+    path = Path(__file__).parent / "results" / f"personalised_{options.task}.json"
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept = {key: [r for r in old.get(key, []) if r["run"] not in names] for key in TABLES}
     content = {
         "machine": machine(),
         "rounds": options.rounds,
         "rates": RATES,
-        "chosen": settings,
-        "summary": summary.round(4).to_dict("records"),
-        "gains": gains.round(4).to_dict("records"),
+        "chosen": {**old.get("chosen", {}), **settings},
+        "summary": kept["summary"] + summary.round(4).to_dict("records"),
+        "gains": kept["gains"] + gains.round(4).to_dict("records"),
     }
-    path = Path(__file__).parent / "results" / f"personalised_{options.task}.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

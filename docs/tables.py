@@ -498,7 +498,7 @@ def personalised(data: str) -> str:
 
     rows = []
     for row in sorted(found["summary"], key=lambda row: -row["mean"]):
-        rate, *own = found["chosen"][row["run"]].values()
+        rate, *own = found["chosen"][row["run"]].values() or "-"
         if row["run"] == "weighted, tau = 1":
             own = [1]
         setting = f"{own[0]:g}" if own else "-"

@@ -1,0 +1,229 @@
+"""Features that nobody trains: their speed, two ways to expand them, and a trained CNN beside them.
+
+    python benchmarks/features.py --data-dir FOLDER [--parts speed,expand,cifar10]
+
+- speed: images a CPU second of scattering (J = 2, L = 8, with logarithms), of the p = 8,000 cosines
+  after it, and of one forward pass of SimpleCNN, on one thread.
+- expand: ridge regression on scattering of 10,000 training images of Fashion-MNIST, as it is, with
+  random Fourier features and with bucket features. Accuracy is on 5,000 other training images,
+  which also choose the ridge by the squared error. Buckets are compared in several sizes.
+- cifar10: the CIFAR-10 JPEG subset, 10,000 training images. Ridge regression on scattering with
+  p = 4,000 cosines, and SimpleCNN trained on the same images in one place (SGD, momentum 0.9,
+  batches of 32). 2,000 training images choose ridge and bandwidth, or rate and epochs, by accuracy;
+  then all 10,000 are fitted. Only the last accuracy is on the test images. Three seeds.
+
+Each row of results/features.csv is one measurement; rows of other cases stay as they are.
+"""
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from common import machine
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedntk.ntk import FeatureMap, Normaliser
+from fedntk.ntk.convex import NormalEquations
+from fedntk.ntk.features.buckets import BucketFeatures
+from fedntk.ntk.features.fourier import FourierFeatures
+from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.simulations import Config
+from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.methods.method import Setup
+
+RESULTS = Path(__file__).parent / "results"
+KEYS = ["part", "dataset", "case", "features", "seed"]
+RIDGES = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+BANDWIDTHS = (0.4, 0.8, 1.6)
+RATES = (0.003, 0.01, 0.03)
+EPOCHS = 12
+SEEDS = (0, 1, 2)
+SIZES = [(2, 1), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2)]  # buckets, inputs of a group
+
+
+def loaded(options: argparse.Namespace, dataset: str, model: str, seed: int = 0) -> Setup:
+    """Return data and network; scattering has images as they are, the CNN standardised ones."""
+    return load_setup(
+        Config(
+            method="afl", dataset=dataset, data_dir=options.data_dir, model=model, seed=seed,
+            standardise=model != "scattering", num_clients=1, partition="iid",
+        )
+    )  # fmt: skip
+
+
+def sums_of(module: nn.Module, z: Tensor, y: Tensor) -> FeatureStatistics:
+    """Return the sums of examples (n, d) of ten classes."""
+    return FeatureStatistics.of(map(module, z.split(1000)), y, 10)
+
+
+def normal(sums: FeatureStatistics) -> NormalEquations:
+    """Return the normal equations with a bias."""
+    return NormalEquations.of(sums, Normaliser.identity(sums.width), bias=True)
+
+
+def accuracy(module: nn.Module, linear: Tensor, z: Tensor, y: Tensor) -> float:
+    """Share of examples for which the right class has the largest score."""
+    linear = linear.float()
+    scores = [module(part) @ linear[:-1] + linear[-1] for part in z.split(1000)]
+    return float((torch.cat(scores).argmax(1) == y).float().mean())
+
+
+def speed(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure images a second of the processor's time, which other programs change little."""
+    for dataset in ("fashion-mnist", options.cifar10):
+        plain = loaded(options, dataset, "scattering")
+        x = plain.data.train(np.arange(100))[0]
+        cosines = FourierFeatures(plain.network[-1].in_features, 8000, 0, 1.6)
+        scattering = nn.Sequential(*list(plain.network)[:-1])
+        z = scattering(x)
+        cases = {
+            "scattering": (scattering, x),
+            "cosines": (cosines, z),
+            "SimpleCNN": (loaded(options, dataset, "simple-cnn").network.eval(), x),
+        }
+        for case, (module, batch) in cases.items():
+            seconds = []
+            with torch.no_grad():
+                for _ in range(10):
+                    start = time.process_time()
+                    module(batch)
+                    seconds.append(time.process_time() - start)
+            rate = 100 / float(np.median(seconds))
+            yield {"dataset": dataset, "case": case, "images a CPU second": rate}
+
+
+def expand(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compare expansions of scattering by their accuracy on validation images."""
+    setup = loaded(options, "fashion-mnist", "scattering")
+    extract = FeatureMap("last-layer").extractor(setup.network)
+    drawn = np.random.default_rng(0).permutation(len(setup.data.y_train))[:15_000]
+    x, y = setup.data.train(drawn)
+    z = torch.cat([extract(part) for part in x.split(500)])
+    size, fit, held = z.shape[1], slice(10_000), slice(10_000, None)
+    cases: list[tuple[str, int, nn.Module]] = [("as it is", 0, nn.Identity())]
+    for seed in SEEDS:
+        for p in (2000, 4000):
+            cases += [
+                ("fourier", seed, FourierFeatures(size, p, seed, 1.6)),
+                ("buckets 2^2", seed, BucketFeatures(size, p, seed)),
+            ]
+    for buckets, group in SIZES:
+        p = 2000 // buckets**group * buckets**group
+        own = BucketFeatures(size, p, 0, buckets, group)
+        cases.append((f"buckets {buckets}^{group}", 0, own))
+    for case, seed, module in cases:
+        sums = sums_of(module, z[fit], y[fit])
+        validation = normal(sums_of(module, z[held], y[held]))
+        linear = min(map(normal(sums).solve, RIDGES), key=validation.loss)
+        row = {"dataset": "fashion-mnist", "case": case, "seed": seed, "features": sums.width}
+        yield row | {"accuracy": accuracy(module, linear, z[held], y[held])}
+
+
+def cifar10(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compare one exchange of scattering with a CNN that was trained."""
+    for seed in SEEDS:
+        for case, learn in (("scattering, fourier", closed_form), ("SimpleCNN", trained)):
+            row = {"dataset": "CIFAR-10, JPEG subset", "case": case, "seed": seed}
+            yield row | learn(options, seed)
+
+
+def closed_form(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Choose bandwidth and ridge, then solve with all images."""
+    setup = loaded(options, options.cifar10, "scattering")
+    extract = FeatureMap("last-layer").extractor(setup.network)
+    (x, y), (x_test, y_test) = _shuffled(setup, seed), setup.data.test()
+    z, z_test = (torch.cat([extract(p) for p in own.split(500)]) for own in (x, x_test))
+    best: tuple[float, ...] = (0.0,)
+    for bandwidth in BANDWIDTHS:
+        module = FourierFeatures(z.shape[1], 4000, seed, bandwidth)
+        sums, rest = sums_of(module, z[2000:], y[2000:]), sums_of(module, z[:2000], y[:2000])
+        training = normal(sums)
+        for ridge in RIDGES:
+            reached = accuracy(module, training.solve(ridge), z[:2000], y[:2000])
+            if reached > best[0]:
+                best, kept, total = (reached, bandwidth, ridge), module, sums + rest
+    linear = normal(total).solve(best[2])
+    chosen = f"bandwidth {best[1]:g}, ridge {best[2]:g}"
+    reached = accuracy(kept, linear, z_test, y_test)
+    return {"features": 4000, "accuracy": reached, "validation": best[0], "chosen": chosen}
+
+
+def trained(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Choose rate and epochs, then train anew on all images."""
+    setup = loaded(options, options.cifar10, "simple-cnn", seed)
+    x, y = _shuffled(setup, seed)
+    curves = {
+        rate: train(setup, x[2000:], y[2000:], rate, EPOCHS, seed, (x[:2000], y[:2000]))
+        for rate in RATES
+    }
+    rate = max(curves, key=lambda own: max(curves[own]))
+    epochs = 1 + int(np.argmax(curves[rate]))
+    reached = train(setup, x, y, rate, epochs, seed, setup.data.test())[-1]
+    chosen = f"rate {rate:g}, {epochs} epochs"
+    return {"accuracy": reached, "validation": max(curves[rate]), "chosen": chosen}
+
+
+def train(
+    setup: Setup,
+    x: Tensor,
+    y: Tensor,
+    rate: float,
+    epochs: int,
+    seed: int,
+    others: tuple[Tensor, Tensor],
+) -> list[float]:
+    """Train a CNN; return the accuracy on other examples after each epoch."""
+    network = copy.deepcopy(setup.network)
+    optimiser = torch.optim.SGD(network.parameters(), rate, momentum=0.9)
+    generator, curve = torch.Generator().manual_seed(seed), []
+    for _ in range(epochs):
+        for batch in torch.randperm(len(x), generator=generator).split(32):
+            optimiser.zero_grad()
+            cross_entropy(network(x[batch]), y[batch]).backward()
+            optimiser.step()
+        with torch.no_grad():
+            scores = torch.cat([network(part) for part in others[0].split(500)])
+        curve.append(float((scores.argmax(1) == others[1]).float().mean()))
+    return curve
+
+
+def _shuffled(setup: Setup, seed: int) -> tuple[Tensor, Tensor]:
+    return setup.data.train(np.random.default_rng(seed).permutation(len(setup.data.y_train)))
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
+    "speed": speed,
+    "expand": expand,
+    "cifar10": cifar10,
+}
+
+
+def main() -> None:
+    """Make the measurements, one after another, and write after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    options = parser.parse_args()
+    options.cifar10 = f"hf:{options.data_dir}/CIFAR10-jpeg"
+    torch.set_num_threads(1)
+    print(machine("cpu"), flush=True)
+    path = RESULTS / "features.csv"
+    for part in options.parts.split(","):
+        for found in PARTS[part](options):
+            row = {"part": part, "features": 0, "seed": 0, **found}
+            row["dataset"] = row["dataset"].replace(options.cifar10, "CIFAR-10, JPEG subset")
+            print(row, flush=True)
+            old = [pd.read_csv(path)] if path.exists() else []
+            table = pd.concat([*old, pd.DataFrame([row])]).drop_duplicates(KEYS, keep="last")
+            table.sort_values(KEYS).to_csv(path, index=False, float_format="%.6g")
+
+
+if __name__ == "__main__":
+    main()
