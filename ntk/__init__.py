@@ -13,6 +13,7 @@ from .features.feature_map import (
     with_bucket_features,
     with_fourier_features,
     with_residual_features,
+    with_scattering_frequencies,
 )
 from .features.normaliser import Moments, Normaliser
 from .features.projection import random_projection
@@ -73,4 +74,5 @@ __all__ = [
     "with_bucket_features",
     "with_fourier_features",
     "with_residual_features",
+    "with_scattering_frequencies",
 ]

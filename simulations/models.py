@@ -16,7 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedntk.ntk import CentredInputs, with_bucket_features, with_fourier_features
+from fedntk.ntk import (
+    CentredInputs,
+    with_bucket_features,
+    with_fourier_features,
+    with_scattering_frequencies,
+)
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features import CENTRE
 from fedntk.ntk.features.scattering import LogStandardise, Scattering
@@ -282,11 +287,13 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"class, got {('n', *shape[1:])}"
         )
     if config.random_features:
-        expand: Callable[[nn.Module, int, int], nn.Module] = with_bucket_features
-        if config.expand == "fourier":
-            expand = partial(with_fourier_features, bandwidth=config.bandwidth)
+        expansions: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
+            "fourier": partial(with_fourier_features, bandwidth=config.bandwidth),
+            "buckets": with_bucket_features,
+            "frequencies": with_scattering_frequencies,
+        }
         try:
-            model = expand(model, config.random_features, config.seed)
+            model = expansions[config.expand](model, config.random_features, config.seed)
         except ValueError as error:
             raise ConfigError(f"random-features: {error}") from None
     model = config.chosen_method.adapt(model, config)

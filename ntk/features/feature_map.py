@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from .buckets import BucketFeatures
 from .fourier import BANDWIDTH, FourierFeatures
+from .frequencies import ScatteringFrequencies
 from .residual import ResidualFeatures
+from .scattering import Scattering
 from .tangent import TangentFeatures
 
 FeatureKind = Literal["entk", "entk-sketch", "last-layer", "fourier"]
@@ -266,6 +268,21 @@ def with_bucket_features(
     `options` are those of :class:`~fedntk.ntk.features.buckets.BucketFeatures`.
     """
     return _expand(network, partial(BucketFeatures, **options), num_features, seed, head)
+
+
+def with_scattering_frequencies(
+    network: nn.Module, num_features: int, seed: int, head: str = ""
+) -> nn.Module:
+    """As :func:`with_fourier_features`, of the p lowest frequencies of scattering coefficients.
+
+    The seed gives the new layer's first weights. The features, of
+    :class:`~fedntk.ntk.features.frequencies.ScatteringFrequencies`, are for sums with noise.
+    """
+    scattering = next((own for own in network.modules() if isinstance(own, Scattering)), None)
+    if scattering is None:
+        raise ValueError("low frequencies: expected a network with Scattering, got one without")
+    make = partial(ScatteringFrequencies, scattering)
+    return _expand(network, lambda size, p, _: make(size, p), num_features, seed, head)
 
 
 def _expand(

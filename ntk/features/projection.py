@@ -70,14 +70,14 @@ def low_frequencies(images: Tensor, num_features: int) -> Tensor:
     order = np.argsort(((u / height) ** 2 + (v / width) ** 2).ravel(), kind="stable")
     order = order[: -(-num_features // channels)]
     rows, columns = u.ravel()[order], v.ravel()[order]
-    along_rows = _cosines(height, int(rows.max()) + 1).to(planes)
-    along_columns = _cosines(width, int(columns.max()) + 1).to(planes)
+    along_rows = cosines(height, int(rows.max()) + 1).to(planes)
+    along_columns = cosines(width, int(columns.max()) + 1).to(planes)
     found = along_rows @ planes @ along_columns.T
     chosen = found[:, :, torch.from_numpy(rows), torch.from_numpy(columns)]
     return chosen.transpose(1, 2).flatten(1)[:, :num_features]
 
 
-def _cosines(length: int, count: int) -> Tensor:
+def cosines(length: int, count: int) -> Tensor:
     """Return the first rows of the orthonormal DCT-II matrix, float64."""
     k, n = np.arange(count)[:, None], np.arange(length)
     matrix = np.sqrt(2 / length) * np.cos(np.pi * (n + 0.5) * k / length)

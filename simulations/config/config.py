@@ -149,10 +149,11 @@ class Config(SplitSettings, frozen=True, eq=True):
         "their place; 0: none",
         at_least=0,
     )
-    expand: Literal["fourier", "buckets"] = setting(
+    expand: Literal["fourier", "buckets", "frequencies"] = setting(
         "fourier",
-        "kind of random-features: random Fourier features, or bucket features (SAFLe), of which "
-        "there are a multiple of 4",
+        "kind of random-features: random Fourier features; bucket features (SAFLe), of which there "
+        "are a multiple of 4; or, for model = scattering, the lowest frequencies, which are not "
+        "random, for sums with noise",
     )
     bandwidth: float = setting(
         0.3,
