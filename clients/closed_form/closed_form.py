@@ -3,22 +3,35 @@
 What it gives away: see :mod:`fedntk.clients.core.feature_sums`.
 """
 
+import secrets
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Predictor, loss_value
-from fedntk.ntk.convex import personal_model
-from fedntk.ntk.features import RESIDUAL_LAYER, ResidualFeatures
-from fedntk.ntk.payloads import ConvexTask, Prototypes, SplitStatistics, SumFormat, SumStep, SumTask
+from fedntk.ntk.convex import SumNoise, bound_rows, personal_model
+from fedntk.ntk.features import RESIDUAL_LAYER, FixedPoint, ResidualFeatures
+from fedntk.ntk.options import argument
+from fedntk.ntk.payloads import (
+    ConvexTask,
+    FeatureStatistics,
+    Prototypes,
+    SplitStatistics,
+    SumFormat,
+    SumStep,
+    SumTask,
+)
 
-from ..core.feature_sums import Arrays, SumsClient, fixed_point_in
+from ..core.feature_sums import Arrays, Sums, SumsClient, fixed_point_in
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
 
 OF_SECURE_SUMS = get_args(SumStep)
+RELEASED = "released"  # file: this run has this client's sums with noise
 BESIDE = ("steps", "secure-sum", "total")  # records beside the network's
 
 
@@ -34,6 +47,12 @@ class ClosedFormClient(SumsClient):
     replies = "sums of features"
     config_keys = frozenset({RESIDUAL_LAYER, *FeatureMap("last-layer").to_config()})
 
+    privacy_limit: tuple[float, float] | None = argument(
+        "largest epsilon and delta to which the client agrees: it then sends nothing else about "
+        "its features. None: exact sums as well",
+        default=None,
+    )
+
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Sum up the features of the round's examples.
 
@@ -42,14 +61,22 @@ class ClosedFormClient(SumsClient):
         and what goes before and after them; or, if no Gram matrix is asked for, those of
         :class:`~fedntk.ntk.payloads.Prototypes`. The network's
         :class:`~fedntk.ntk.features.ResidualFeatures` may add a layer's random features. The metric
-        ``train-loss`` is the received network's.
+        ``train-loss`` is the received network's. With noise asked for, one example is reported, and
+        no loss.
         """
         task, records = SumTask.of_message(config), dict(getattr(parameters, "records", {}))
         step = "class means" if task is None else task.step
         self.require_masked(step, OF_SECURE_SUMS)
+        self.require_private(task)
         x, targets = self.training_examples(config)
+        private = task is not None and task.epsilon > 0
+        count = 1 if private else len(x)
+        if task is not None and 0 < task.client_examples < len(x):
+            generator = np.random.default_rng([*self.seed, *b"drawn"])
+            drawn = torch.from_numpy(generator.choice(len(x), task.client_examples, replace=False))
+            x, targets = x[drawn], targets[drawn]
         if task is not None and step in OF_SECURE_SUMS and step != "masked":
-            return NamedArrays({"arrays": self.answer_sum(task, records, config)}), len(x), {}
+            return NamedArrays({"arrays": self.answer_sum(task, records, config)}), count, {}
         weights, beside = self._load_network(parameters)
         feature_map, num_classes = FeatureMap.from_config(config), targets.shape[1]
         feature_map.require_outputs(self.model, num_classes)
@@ -62,7 +89,8 @@ class ClosedFormClient(SumsClient):
         def features(part: Tensor) -> Tensor:
             z, scores = both(part)
             outputs.append(scores)
-            return z if layer is None else blocks[0].beside(z, int(layer))
+            z = z if layer is None else blocks[0].beside(z, int(layer))
+            return z if task is None or not private else bound_rows(z, task.radius)
 
         def in_chunks(chosen: Tensor | slice) -> Iterator[Tensor]:
             seen.append(targets[chosen])
@@ -76,17 +104,54 @@ class ClosedFormClient(SumsClient):
             width = feature_map.width(self.model)
             width += 0 if layer is None else blocks[0].directions.shape[2]
             fixed_point = fixed_point_in(beside, task.bits, width)
+            if private:
+                fixed_point = FixedPoint(np.ones(width, np.float32), task.bits)
             sums = self.add_up(
                 in_chunks, targets, width, share=task.validation_share, fixed_point=fixed_point
             )
+            if private and step == "masked":
+                sums = self.add_noise(sums, task, beside["secure-sum"], config)
             if step == "masked":
                 key = ConvexTask.key_of(feature_map, weights)
                 message = beside["secure-sum"]
                 arrays = self.mask(sums, task, message, config, key=key, fixed_point=fixed_point)
             else:
                 arrays = sums.to_arrays(fixed_point)
+        if private:
+            return NamedArrays({"arrays": arrays}), count, {}
         train_loss = loss_value(torch.cat(outputs), torch.cat(seen), self.loss)
-        return NamedArrays({"arrays": arrays}), len(x), {"train-loss": train_loss}
+        return NamedArrays({"arrays": arrays}), count, {"train-loss": train_loss}
+
+    def require_private(self, task: SumTask | None) -> None:
+        """Refuse sums with less noise than the client agrees to."""
+        if self.privacy_limit is None:
+            return
+        most, delta = self.privacy_limit
+        asked = (0.0, 0.0) if task is None else (task.epsilon, task.delta)
+        if not (0 < asked[0] <= most and asked[1] <= delta):
+            raise ValueError(
+                f"privacy_limit: expected epsilon of at most {most} and delta of at most {delta}, "
+                f"the server asked for {asked}, where 0 is without noise"
+            )
+
+    def add_noise(self, sums: Sums, task: SumTask, parcels: Arrays, config: Config) -> Sums:
+        """Add this client's share of the noise; once in a run, since a second release costs more.
+
+        Shares are sized for the fewest clients who can open the sum, as agreed on among them.
+        """
+        if not isinstance(sums, FeatureStatistics):
+            raise ValueError("epsilon: expected validation_share = 0, got held-out sums as well")
+        released = Path(self.folder(task, config, "-secure")) / RELEASED
+        if released.exists():
+            raise ValueError(
+                "this client has sent sums with noise in this run, and a second release adds to "
+                "epsilon: start another run, and add up the epsilons of both"
+            )
+        quorum = self._secure_sum(task, config).quorum(parcels)
+        noise = SumNoise.of(task, sums.width, len(sums.counts), quorum)
+        noisy = noise.add(sums, np.random.default_rng(secrets.randbits(256)))
+        released.touch()
+        return noisy
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Loss and accuracy on the local test examples.
@@ -95,7 +160,9 @@ class ClosedFormClient(SumsClient):
         is evaluated, and the metric ``personal-weight`` is w of
         :func:`~fedntk.ntk.convex.personal_model`.
         """
-        self.refuse_evaluation()
+        task = SumTask.of_message(config)
+        private = self.privacy_limit is not None or (task is not None and task.epsilon > 0)
+        self.refuse_evaluation(private=private)
         metrics = self._load_own_network(parameters, config)
         loss, num_examples, found = super().evaluate(get_weights(self.model), config)
         return loss, num_examples, {**found, **metrics}

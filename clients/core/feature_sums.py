@@ -78,11 +78,11 @@ class SumsClient(ModelClient):
                 "strategy set secure_aggregation, or make the client without only_masked"
             )
 
-    def refuse_evaluation(self) -> None:
-        """Refuse to evaluate on the examples of the sums, if only masked ones are sent."""
-        if self.only_masked and self.test_inputs is self.inputs:
+    def refuse_evaluation(self, *, private: bool = False) -> None:
+        """Refuse to evaluate on the examples of the sums, if those are masked or `private`."""
+        if (self.only_masked or private) and self.test_inputs is self.inputs:
             raise ValueError(
-                "this client sends only masked sums, and losses of models on its training "
+                "this client sends only masked or noisy sums, and losses of models on its training "
                 "examples would reveal its sums; give it examples for evaluation (x_test, "
                 "y_test), or set fraction_evaluate = 0"
             )

@@ -88,6 +88,10 @@ class SecureSum:
             self._save(masker)
             return masker.mask(words, about)
 
+    def quorum(self, parcels: Arrays) -> int:
+        """Return the fewest clients with whom the sum opens, as agreed on with the shares."""
+        return self._load(parcels).roster.threshold
+
     def confirm(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
         """Return tags for the roster's clients (K, 16): they show what this one was told."""
         with claimed(self._folder, "sum"):

@@ -47,6 +47,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..payloads.feature_statistics import FEWER, FeatureStatistics, packed_size
+from ..payloads.sum_task import NoiseOptions
 from ..support.memory import require_memory
 
 ORDERS = np.arange(2, 1025)  # of Renyi divergences; whole, as theorem 3.5 wants them
@@ -111,6 +112,23 @@ class SumNoise:
         positive = all(number > 0 for number in (*numbers, self.noise_multiplier))
         if not (positive and min(self.fewest, c) >= 0 and math.isclose(a + b + c, 1)):
             raise ValueError(f"expected numbers above 0 and a budget with sum 1, got {self}")
+
+    @classmethod
+    def of(cls, options: NoiseOptions, width: int, num_classes: int, quorum: int = 0) -> Self:
+        """Return the noise that options ask for; `quorum`: fewest clients of a secure sum, or 0."""
+        if quorum and quorum <= options.colluding:
+            raise ValueError(
+                f"colluding: expected fewer than the {quorum} clients that a secure sum needs, got "
+                f"{options.colluding}; raise secure_threshold, or have more clients"
+            )
+        noise = cls(
+            radius=options.radius,
+            width=width,
+            num_classes=num_classes,
+            examples=max(1, options.client_examples),
+            fewest=max(0, quorum - options.colluding),
+        )
+        return noise.calibrated(options.epsilon, options.delta)
 
     def variances(self, survivors: int | None = None) -> NDArray[np.float64]:
         """Return V, S and N (infinite without a part) with `survivors` clients, else the fewest."""

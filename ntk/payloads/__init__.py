@@ -27,7 +27,7 @@ from .screening import (
     screen_uploads,
 )
 from .split_statistics import SplitStatistics, draw_held_out
-from .sum_task import SumOptions, SumTask
+from .sum_task import NoiseOptions, SumOptions, SumTask
 
 __all__ = [
     "GLOBAL_PROTOTYPES",
@@ -43,6 +43,7 @@ __all__ = [
     "JacobianParcel",
     "MemoryBudget",
     "MessageTask",
+    "NoiseOptions",
     "Prototypes",
     "SplitStatistics",
     "SumFormat",

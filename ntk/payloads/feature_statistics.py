@@ -41,6 +41,7 @@ class SumFormat(NamedTuple):
     num_classes: int
     weights: NDArray[np.float64] | None = None  # w_c of the classes' examples (C,); None: all 1
     fixed_point: FixedPoint | None = None
+    noisy: bool = False  # whole numbers with noise, which are not sums of any examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,18 +218,23 @@ class FeatureStatistics:
         """Check what :meth:`to_arrays` made, or raise BadReply.
 
         The counts must add up to `num_examples` if that is given. Each 2 x 2 part of the Gram
-        matrix, and each class sum beside it, must satisfy the Cauchy-Schwarz inequality.
+        matrix, and each class sum beside it, must satisfy the Cauchy-Schwarz inequality. With noise
+        no sums do: they are int64 up to 2^53, float64's whole numbers.
         """
         gram, class_sums, counts = take_arrays(arrays, *cls.NAMES)
-        width, num_classes, weights, fixed_point = expected
+        width, num_classes, weights, fixed_point, noisy = expected
         w = np.ones(num_classes) if weights is None else weights
         n = require_counts(counts, num_classes, num_examples)
-        dtype = _wire_dtype(n, fixed_point)
+        dtype = np.int64 if noisy else _wire_dtype(n, fixed_point)
         few = _are_few(n, width, fixed_point)
         shape, limit = ((n, width), 1e150) if few else ((packed_size(width),), 1e300)
+        limit, of_sums = (2**53, 2**53) if noisy else (limit, np.inf)
         require_array("gram", gram, shape=shape, dtype=dtype, limit=limit)
-        require_array("class sums", class_sums, shape=(num_classes, width), dtype=dtype)
+        shape = num_classes, width
+        require_array("class sums", class_sums, shape=shape, dtype=dtype, limit=of_sums)
         found = cls(gram, class_sums, counts, w)
+        if noisy:
+            return found
         diagonal = found.diagonal.astype(np.float64)
         largest = np.inf if fixed_point is None else fixed_point.largest**2
         most = n * largest if n else 0
@@ -268,6 +274,7 @@ class FeatureStatistics:
         gram, class_sums, counts = np.split(numbers, sizes)
         n = require_counts(counts.astype(np.int64), expected.num_classes, num_examples)
         dtype, limits = _wire_dtype(n, expected.fixed_point), np.iinfo(np.int32)
+        dtype = np.int64 if expected.noisy else dtype
         if dtype == np.int32 and (numbers.min() < limits.min or numbers.max() > limits.max):
             raise BadReply("range", f"sums over {n} examples do not fit in int32")
         sums = gram.astype(dtype, copy=False), class_sums.astype(dtype).reshape(shape)

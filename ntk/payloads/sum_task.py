@@ -25,7 +25,38 @@ class SumOptions(Declared):
     )
 
 
-class SumTask(SumOptions):
+class NoiseOptions(Declared):
+    """Options of noise in the sums: see :mod:`fedntk.ntk.convex.private_sums`."""
+
+    epsilon: float = shared(
+        "epsilon of differential privacy, of sums that are released once, with noise; 0: exact "
+        "sums. A trusted server adds Gaussian noise; with secure_aggregation each client adds a "
+        "share of Skellam noise to its own sums, and secure_threshold gives the fewest shares",
+        default=0.0,
+        at_least=0,
+    )
+    delta: float = shared("delta of differential privacy", default=1e-5, above=0, below=1)
+    radius: int = shared(
+        "norm to which each example's features are scaled, as whole numbers, if there is noise",
+        default=127,
+        at_least=1,
+        at_most=10**4,
+    )
+    client_examples: int = shared(
+        "0: epsilon is of one example, added or removed. Else it is of a client, with at most so "
+        "many examples: one that has more draws them",
+        default=0,
+        at_least=0,
+    )
+    colluding: int = shared(
+        "clients who may pool what they know of their own shares of noise: epsilon counts only the "
+        "others' shares. 0: only the server looks at the sums",
+        default=1,
+        at_least=0,
+    )
+
+
+class SumTask(SumOptions, NoiseOptions):
     """What a client reads from a message: options, and which exchange it is."""
 
     step: Literal["statistics", SumStep] = shared(

@@ -162,6 +162,7 @@ class Method:
     # what the strategy reports of training besides what all report; of other names only some are
     # recorded, as clients may choose them
     metrics: ClassVar[tuple[str, ...]] = ()
+    summarised: ClassVar[tuple[str, ...]] = ()  # of these, what a run's summary has as well
     evaluation_metrics: ClassVar[tuple[str, ...]] = ()  # of clients, besides loss and accuracy
 
     def __init__(self, *row: Any, **more: Any) -> None:

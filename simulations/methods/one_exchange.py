@@ -1,16 +1,22 @@
 """One exchange of sums over features: the last layer by ridge regression."""
 
+from typing import Any
+
+from flwr.client import NumPyClient
+
 from fedntk.ntk.payloads import UNQUANTISED
 from fedntk.strategies import OneExchange
 
 from ..config.config import Config
+from .method import Setup
 from .sums import SumsMethod
 
 
 class _OneExchange(SumsMethod):
     name = "one-exchange"
     strategy_class = OneExchange
-    metrics = ("ridge",)
+    metrics = ("ridge", "epsilon", "delta")
+    summarised = ("epsilon", "delta")
 
     def validated(self, config: Config) -> str:
         own = self.own(config)
@@ -18,7 +24,16 @@ class _OneExchange(SumsMethod):
             return "remove_harmful"
         if own.auto_ridge and not own.validation_share:
             return "auto_ridge"
-        return "bits" if own.bits != UNQUANTISED and not config.random_features else ""
+        if own.epsilon:
+            return ""
+        bounded = config.random_features and config.expand != "frequencies"
+        return "bits" if own.bits != UNQUANTISED and not bounded else ""
+
+    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
+        """Make the client, which agrees to the run's epsilon."""
+        own = self.own(setup.config)
+        options["privacy_limit"] = (own.epsilon, own.delta) if own.epsilon else None
+        return super().client(setup, partition, options)
 
 
 METHOD = _OneExchange()

@@ -44,15 +44,17 @@ class SumsMethod(Method):
         """Refuse masks for two clients, evaluations that reveal sums, and missing examples."""
         super().check(config, settings)
         secure, masks = settings.secure_aggregation, settings.key("secure_aggregation")
+        private = secure or getattr(settings, "epsilon", 0.0)
         own_test = config.local_test_fraction or config.private_test
         key = self.validates(config)
         rules = {
             f"{masks} needs num-clients = {FEWEST} or more, as two clients would learn each "
             f"other's sums; got {config.num_clients}": secure and config.num_clients < FEWEST,
-            f"{masks}: clients refuse to evaluate on the examples of their sums, which losses "
-            "would reveal; set clients-per-evaluation = 0, or local-test-fraction; "
+            f"{masks if secure else settings.key('epsilon')}: clients refuse to evaluate on the "
+            "examples of their sums, which losses would reveal; set clients-per-evaluation = 0, or "
+            "local-test-fraction; "
             f"got {config.clients_per_evaluation} and 0": (
-                secure and config.clients_per_evaluation and not own_test
+                private and config.clients_per_evaluation and not own_test
             ),
             f"{key} needs validation-examples, and no projection, as the server lacks its seed; "
             f"got {config.validation_examples} and {config.projection}": (

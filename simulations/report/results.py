@@ -142,8 +142,9 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
 
 def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """Write a finished run's tables and models; return the summary, with `more` in it."""
-    folder, headline = config.folder, config.chosen_method.headline
-    names = config.label, config.chosen_method.name, config.seed
+    method = config.chosen_method
+    folder, headline = config.folder, method.headline
+    names = config.label, method.name, config.seed
     rounds, clients = [], []
     for each in checkpoint.rounds:
         first = *names, int(each.metrics["round"])
@@ -172,6 +173,7 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
         "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
         **{total: sum(record[total] for record in records) for total in TOTALS},
         "machine": machine(),
+        **{name: r[name] for name in method.summarised for r in records if name in r},
         **more,
     }
 

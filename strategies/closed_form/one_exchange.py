@@ -16,23 +16,26 @@ stays as it was: see :class:`~fedntk.ntk.features.scattering.Scattering`, and
 import functools
 import itertools
 import operator
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fedntk.ntk import Normaliser, require_memory
-from fedntk.ntk.convex import NormalEquations
+from fedntk.ntk import BadReply, Normaliser, require_memory
+from fedntk.ntk.convex import NormalEquations, SumNoise, solve_noisy
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import (
     UNQUANTISED,
     ConvexTask,
     FeatureStatistics,
+    NoiseOptions,
     SumFormat,
     SumOptions,
     SumTask,
@@ -41,7 +44,7 @@ from fedntk.ntk.payloads import (
 from ..core.averaging import record_of
 from ..core.client_ledger import LedgerStrategy
 from ..core.exchange import Aggregated
-from ..core.feature_sums import Sums, SumsStrategy
+from ..core.feature_sums import Sums, SumsStrategy, refuse_first
 from ..core.replies import Reply, screen_own_sizes
 from ..core.secure_sums import SecureSums
 from .closed_form import ClosedFormStrategy, Layer
@@ -49,12 +52,16 @@ from .closed_form import ClosedFormStrategy, Layer
 AT_ONCE = 2**30  # bytes of replies in memory, if they can be added as they come
 
 
-class OneExchange(LedgerStrategy, ClosedFormStrategy):
+class OneExchange(NoiseOptions, LedgerStrategy, ClosedFormStrategy):
     """Solve for the last layer from one exchange of sums.
 
     Clients are :class:`~fedntk.clients.ClosedFormClient`. With `bits` a reply is added to the total
     when it comes, so that the server holds few of them at a time; without, sums are float64, and
     features of over 100 times the median client's size are dropped.
+
+    With `epsilon` the model is differentially private, as :mod:`fedntk.ntk.convex.private_sums`
+    derives: it follows from one release of the sums with noise, and it has no bias. Each reply
+    counts as one example.
 
     Examples
     --------
@@ -76,18 +83,15 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
     )
     ridge_used: float = state(float)
     total: dict[str, NDArray[Any]] = state(dict)  # sums over all clients, if `personal`
+    released: bool = state(bool, reset=False)  # whether there are sums with noise
+    epsilon_of_survivors: float = state(float)
     steps: FixedPoint | None = state(lambda: None, saved=False)
-
-    def check(self) -> None:
-        """Refuse models for each client without examples to choose their weight on."""
-        super().check()
-        if self.personal and not self.validation_share:
-            raise ValueError("personal: expected a validation_share above 0, got 0")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_validation()
         self._secure: SecureSums | None = None
+        self._survivors: int | None = None
         if self.secure_aggregation:
             self._secure = SecureSums(self, threshold=self.secure_threshold, vouching=self.vouching)
         if self.auto_ridge and not self.validation_share and self.validation is None:
@@ -95,10 +99,29 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
                 "auto_ridge: expected validation examples or a validation_share, got neither"
             )
 
+    def check(self) -> None:
+        """Refuse what a client's own model lacks, or what would tell more than noisy sums."""
+        super().check()
+        if self.personal and not self.validation_share:
+            raise ValueError("personal: expected a validation_share above 0, got 0")
+        rules = {
+            "the noise sets the ridge, and nothing may be chosen on examples; expected auto_ridge "
+            "= False, validation_share = 0 and no validation examples": (
+                self.auto_ridge or self.validation_share or self.validation is not None
+            ),
+            "kept sums have no noise, and `without` would release more of them; leave out "
+            "keep_sums": self.keep_sums,
+            f"noise is added to whole numbers; expected bits = 2 ... 8, got {self.bits}": (
+                self.bits == UNQUANTISED
+            ),
+        }
+        refuse_first({f"epsilon: {said}": self.epsilon and found for said, found in rules.items()})
+
     def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
         """Return what all clients' sums have to be."""
         num_classes, width = self.shape
-        return SumFormat(width, num_classes, None, fixed_point)
+        noisy = bool(self.epsilon and self.secure_aggregation)
+        return SumFormat(width, num_classes, None, fixed_point, noisy)
 
     def normal_equations(
         self, sums: FeatureStatistics, normaliser: Normaliser | None = None
@@ -121,11 +144,22 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
 
     # -------------------------------------------------------------------------- asking
 
+    def choose_steps(self, arrays: ArrayRecord) -> FixedPoint | None:
+        """Choose the steps of fixed-point numbers: 1 for rows that clients scale to the radius."""
+        if self.epsilon:
+            return FixedPoint(np.ones(self.width, np.float32), self.bits)
+        return super().choose_steps(arrays)
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask all clients for their sums, or for the public keys of a secure sum."""
         if not self.solved:
+            if self.released:
+                raise ValueError(
+                    "epsilon: this strategy has released sums with noise, and a second release "
+                    "adds to epsilon; make a new strategy, and add up the epsilons of both"
+                )
             self.steps, self.summed, self.removed = self.choose_steps(arrays), (), ()
             if self._secure is not None:
                 self._secure.begin()
@@ -136,7 +170,7 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
     ) -> RecordDict:
         """Add the task, the steps of fixed-point numbers, and what of a secure sum is for it."""
         evaluating = stage != MessageType.TRAIN
-        if evaluating and not self.total:
+        if evaluating and not (self.total or self.epsilon):
             return super().content_for(client, stage, arrays, config)
         secure = None if evaluating else self._secure
         task = SumTask(
@@ -145,11 +179,14 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
             bits=self.bits,
             validation_share=self.validation_share,
             ridge=self.ridge_used,
+            **{name: getattr(self, name) for name in NoiseOptions.options()},
         )
         own = ConfigRecord({**config, **task.to_config()})
         if task.step not in ("statistics", "masked"):  # the exchanges that need no network
             arrays = ArrayRecord()
         content = super().content_for(client, stage, arrays, own)
+        if evaluating and not self.total:
+            return content
         if evaluating:
             self.steps = self.steps or self.choose_steps(arrays)
             content["total"] = record_of(self.total)
@@ -162,8 +199,14 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
     # ---------------------------------------------------------------------- adding up
 
     def parse(self, reply: Reply) -> Sums:
-        """Check a client's sums."""
-        return self.parse_sums(reply.arrays(), self.steps, reply.num_examples)
+        """Check a client's sums; with noise to come, of rows within the radius."""
+        n = None if self.epsilon else reply.num_examples
+        sums = self.parse_sums(reply.arrays(), self.steps, n)
+        if isinstance(sums, FeatureStatistics) and self.epsilon:
+            most = sums.num_examples * self.radius**2
+            if sum(sums.diagonal.tolist()) > most:
+                raise BadReply("range", f"gram: expected rows of norm {self.radius} or less")
+        return sums
 
     def collect(self, replies: Iterable[Message]) -> tuple[Sequence[Sums], MetricRecord]:
         """Return the sums over all clients, in one or more parts, and the round's metrics."""
@@ -171,6 +214,8 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
             network = [array.numpy() for array in self.global_arrays.values()]
             key = ConvexTask.key_of(self.feature_map, network)
             total, added, rejected = self.complete_sum(self._secure, replies, key, self.steps)
+            self.released = self.released or bool(self.epsilon and total is not None)
+            self._survivors = len(added)
             return [] if total is None else [total], self.round_metrics(added, rejected)
         totals: list[Sums] = []
         added, rejected = [], Counter()
@@ -196,15 +241,38 @@ class OneExchange(LedgerStrategy, ClosedFormStrategy):
         """Return weights (C, p) and biases (C,) of the joint solution."""
         total = functools.reduce(operator.add, sums)
         self.total = total.to_arrays(self.steps) if self.personal else {}
+        if self.epsilon and isinstance(total, FeatureStatistics):
+            return self._layer_with_noise(total), np.zeros(self.shape[0])
         _, linear, self.ridge_used = self.solve_sums(total, self.steps, self.global_arrays)
         bias = linear[self.width] if self.bias else np.zeros(self.shape[0])
         return linear[: self.width].T.astype(np.float64), bias.astype(np.float64)
+
+    def _layer_with_noise(self, sums: FeatureStatistics) -> NDArray[np.float64]:
+        """Return weights (C, p) from sums with noise, which a trusted server adds here.
+
+        They are those for rows of norm R, times R: for features of norm 1 scores are near one-hot.
+        """
+        num_classes, width = self.shape
+        quorum = 0 if self._secure is None else self._secure.quorum
+        noise, counted = SumNoise.of(self, width, num_classes, quorum), None
+        if not quorum:
+            self.released = True
+            sums = noise.add(sums, np.random.default_rng(secrets.randbits(256)))
+        elif self._survivors is not None:
+            counted = self._survivors - self.colluding
+        self.epsilon_of_survivors = noise.epsilon(self.delta, counted)
+        variance = noise.variances(self._survivors if quorum else None)[0]
+        gram, cross = torch.from_numpy(sums.matrix()), torch.from_numpy(sums.class_sums.T)
+        return self.radius * solve_noisy(gram, cross, float(variance)).T.numpy()
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Compute the last layer from the accepted sums."""
         arrays, metrics = super().aggregate_train(server_round, replies)
         if arrays is not None and metrics is not None:
-            metrics["ridge"] = self.ridge_used
+            if self.epsilon:
+                metrics["epsilon"], metrics["delta"] = self.epsilon_of_survivors, self.delta
+            else:
+                metrics["ridge"] = self.ridge_used
         return arrays, metrics
 
     def without(

@@ -223,13 +223,15 @@ class SumsStrategy(SumOptions, ResendingStrategy):
         expected, kind = self.sum_format(fixed_point), self._kind
 
         def format_for(num_examples: int) -> WordFormat:
-            dtype = word_dtype(num_examples, fixed_point)
+            dtype = word_dtype(num_examples, None if expected.noisy else fixed_point)
             size = kind.num_words(expected.width, expected.num_classes)
             return WordFormat(size, dtype, sums_digest(key, fixed_point, dtype))
 
         found = self.answers(replies, secure.public_part, MessageType.TRAIN)
         total, last = secure.complete(
-            found, format_for, lambda words, n: kind.from_words(words, expected, n)
+            found,
+            format_for,
+            lambda words, n: kind.from_words(words, expected, None if expected.noisy else n),
         )
         return total, last, found.rejected
 
@@ -309,7 +311,7 @@ class SumsStrategy(SumOptions, ResendingStrategy):
         normaliser, equations = self.normal_equations(sums)
         if self.auto_ridge and not self.validation_share:
             features, labels = self.validation_features(arrays)
-            _, classes, weights, _ = self.sum_format(None)
+            _, classes, weights, *_ = self.sum_format(None)
             held = FeatureStatistics.of(features, labels, classes, weights=weights)
             ridge = best_ridge(equations, self.normal_equations(held, normaliser)[1])
         linear, ridge = ridge_solution(equations, ridge)

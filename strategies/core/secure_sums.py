@@ -68,6 +68,7 @@ class SecureSums:
     """
 
     step: SumStep  # the current exchange
+    quorum: int = 0  # fewest clients with whom the last sum could be opened
 
     def __init__(
         self,
@@ -179,6 +180,7 @@ class SecureSums:
     def _roster(self, known: Mapping[int, PublicPart]) -> tuple[Roster, Records]:
         """Return who takes part, and the arrays that say so."""
         clients, threshold = sorted(known), max(FEWEST, math.ceil(self._threshold * len(known)))
+        self.quorum = threshold
         keys, vouchers, nonces = ([known[k][i] for k in clients] for i in range(3))
         roster = Roster(exchange_of(nonces), tuple(clients), tuple(keys), threshold)
         described: Records = {

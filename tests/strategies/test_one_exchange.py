@@ -13,7 +13,7 @@ from torch import nn
 from fedntk.clients import ClosedFormClient, client_app
 from fedntk.clients.core.adapter import unpack_content
 from fedntk.ntk import FeatureMap, NotEnoughMemory, with_fourier_features
-from fedntk.ntk.convex import personal_model
+from fedntk.ntk.convex import SumNoise, bound_rows, personal_model, solve_noisy
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics, draw_held_out
 from fedntk.strategies import OneExchange
@@ -29,6 +29,7 @@ from .federation import (
     network,
     run_as_if_lost,
     start,
+    start_in_vain,
 )
 
 
@@ -51,6 +52,7 @@ WEIGHT, BIAS = "3.1.weight", "3.1.bias"
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 strategy = partial(OneExchange, network=features(), **OPTIONS)
 fixed = partial(strategy, auto_ridge=False, validation_share=0.0, ridge=0.01)
+private = partial(fixed, epsilon=3.0)
 run = partial(start, model=features())
 CONTRACT = {
     "OneExchange": Contract(
@@ -167,6 +169,86 @@ def sums_of(client, fixed_point):
 def test_models_for_each_client_need_held_out_examples():
     with pytest.raises(ValueError, match="personal: expected a validation_share above 0"):
         strategy(personal=True, auto_ridge=False, validation_share=0.0)
+
+
+def solve_directly(parts, variance):
+    """Solution from rows of norm 127, without a federation."""
+    x, y = (torch.cat(own) for own in zip(*parts, strict=True))
+    z = bound_rows(FeatureMap("last-layer").extractor(features())(x), 127).double()
+    targets = nn.functional.one_hot(y, 3).double()
+    return 127 * solve_noisy(z.T @ z, z.T @ targets, variance).T
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_with_hardly_any_noise_the_layer_is_that_of_the_exact_sums(masked, tmp_path):
+    """Epsilon 10^16: the variance is below 1e-7, so that a whole number of the noise is 0.
+
+    A client that is lost is not in the sums, and its share of the noise is missing.
+    """
+    own = private(epsilon=1e16, secure_aggregation=masked)
+    clients = clients_of(PARTS, cache=tmp_path, only_masked=masked, privacy_limit=(1e16, 1e-5))
+    after = run(own, Grid(clients, changes={2: lost}))
+    quorum = own._secure.quorum if masked else 0
+    noise = SumNoise.of(own, 20, 3, quorum)
+    variance = float(noise.variances(5 if masked else None)[0])
+    assert variance < 1e-7
+    expected = solve_directly([part for i, part in enumerate(PARTS) if i != 2], variance)
+    np.testing.assert_allclose(after[WEIGHT], expected, rtol=1e-4, atol=1e-5)
+    assert not after[BIAS].any()
+    metrics = own.train_metrics[1]
+    assert metrics["num-examples"] == 5
+    assert "train-loss" not in metrics
+    assert metrics["delta"] == 1e-5
+    assert metrics["epsilon"] == pytest.approx(noise.epsilon(1e-5, 4 if masked else None))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sums_with_noise_are_released_once(masked, tmp_path, monkeypatch):
+    """The server asks no second time, and a client answers another strategy of the run no more."""
+    own = private(secure_aggregation=masked)
+    clients = clients_of(PARTS, cache=tmp_path, only_masked=masked)
+    first, key = run(own, Grid(clients)), own.run_key
+    with pytest.raises(ValueError, match="a second release adds to epsilon"):
+        run(own, Grid(clients))
+    if masked:
+        monkeypatch.setattr("tests.strategies.federation.network", features)
+        monkeypatch.setattr("fedntk.strategies.core.feature_sums.secrets.token_hex", lambda _: key)
+        start_in_vain(private(secure_aggregation=True), Grid(clients))
+        monkeypatch.undo()
+    fresh = run(private(secure_aggregation=masked), Grid(clients))
+    assert bits(fresh) != bits(first)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"auto_ridge": True, "validation_share": 0.1}, "the noise sets the ridge"),
+        ({"validation": examples(7)}, "nothing may be chosen on examples"),
+        ({"keep_sums": "folder"}, "kept sums have no noise"),
+        ({"bits": 32}, "noise is added to whole numbers"),
+    ],
+)
+def test_what_would_tell_more_than_the_sums_with_noise_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        private(**options)
+
+
+def test_clients_refuse_less_noise_than_they_agree_to(tmp_path, monkeypatch):
+    """Also no noise at all, and evaluation on the examples of the sums."""
+    clients = clients_of(PARTS, cache=tmp_path, privacy_limit=(1.0, 1e-5))
+    monkeypatch.setattr("tests.strategies.federation.network", features)
+    for make in (fixed, private, partial(private, epsilon=1.0, delta=1e-4)):
+        start_in_vain(make(), Grid(clients))
+    own = private(epsilon=1.0, fraction_evaluate=1.0)
+    run(own, Grid(clients))
+    assert own.train_metrics[1]["replies-accepted"] == 6
+    assert own.evaluate_metrics[1]["replies-accepted"] == 0
+
+
+def test_rows_beyond_the_radius_are_dropped():
+    own = private()
+    run(own, Grid(CLIENTS, changes={1: damaged(0, lambda gram: 2 * gram)}))
+    assert own.train_metrics[1]["rejected-range"] == 1
 
 
 def test_features_of_unknown_size_need_examples_on_the_server_or_float64():
