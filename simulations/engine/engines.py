@@ -5,9 +5,9 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from logging import getLogger
 from typing import Any, Self
 
@@ -92,6 +92,29 @@ class LocalGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have each message answered at once; return the message ids."""
+        messages = list(messages)
+        replies = list(self._answers(messages))
+        ids = [message.metadata.message_id for message in messages]
+        self._replies |= zip(ids, replies, strict=True)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies to these messages, each once."""
+        return [self._replies.pop(i) for i in message_ids if i in self._replies]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Return the replies, in the order of the messages.
+
+        With one worker each client answers when its reply is asked for, so that whoever adds up
+        replies as they come holds one at a time.
+        """
+        if self._pool is None:
+            return self._answers(messages)
+        return self.pull_messages(self.push_messages(messages))
+
+    def _answers(self, messages: Iterable[Message]) -> Iterable[Message]:
         messages = [stamp(message) for message in messages]
         numbers = itertools.count(1)
 
@@ -102,20 +125,8 @@ class LocalGrid(Grid):
                     self._on_answer(message.metadata.message_type, next(numbers), len(messages))
             return reply
 
-        ids = [message.metadata.message_id for message in messages]
         each = map if self._pool is None else self._pool.map
-        self._replies |= zip(ids, each(answer, messages), strict=True)
-        return ids
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to these messages, each once."""
-        return [self._replies.pop(i) for i in message_ids if i in self._replies]
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Return the replies, in the order of the messages."""
-        return self.pull_messages(self.push_messages(messages))
+        return each(answer, messages)
 
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
@@ -179,30 +190,41 @@ class MeteredGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Count and send."""
-        return self._timed_call(self.grid.push_messages, self._count("down", list(messages), {}))
+        sent = self._count("down", list(messages), {})
+        with self._waiting():
+            return self.grid.push_messages(sent)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Receive and count."""
-        return self._count_received(self._timed_call(self.grid.pull_messages, message_ids), {})
+        with self._waiting():
+            replies = iter(self.grid.pull_messages(message_ids))
+        return self._count_received(replies, {})
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Count, send, receive and count."""
         sent = self._count("down", list(messages), {})
-        replies = self._timed_call(self.grid.send_and_receive, sent, timeout=timeout)
+        with self._waiting():
+            replies = iter(self.grid.send_and_receive(sent, timeout=timeout))
         kinds = {m.metadata.message_id: m.metadata.message_type for m in sent}
         return self._count_received(replies, kinds)
 
-    def _timed_call(self, exchange: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         start = time.perf_counter()
-        result = list(exchange(*args, **options))
+        yield
         self._costs["seconds-waiting"] += time.perf_counter() - start
-        return result
 
-    def _count_received(self, replies: list[Message], kinds: Mapping[str, str]) -> list[Message]:
-        """Count replies; those to known messages by the messages' kinds, not by their own."""
-        for reply in replies:
+    def _count_received(
+        self, replies: Iterator[Message], kinds: Mapping[str, str]
+    ) -> Iterator[Message]:
+        """Count replies as they come; those to known messages by the messages' kinds."""
+        while True:
+            with self._waiting():
+                reply = next(replies, None)
+            if reply is None:
+                return
             if reply.has_content() and METER in reply.content:
                 record = reply.content.pop(METER)
                 values = record if isinstance(record, MetricRecord) else {}
@@ -211,7 +233,7 @@ class MeteredGrid(Grid):
                 seconds, peak = (v if isinstance(v, float) and 0 <= v < 1e12 else 0 for v in claims)
                 self._costs["seconds-clients"] += seconds
                 self._peak = max(self._peak, peak)
-        return self._count("up", replies, kinds)
+            yield from self._count("up", [reply], kinds)
 
     def _count(self, way: str, messages: list[Message], kinds: Mapping[str, str]) -> list[Message]:
         known: dict[int, int] = {}  # messages of a round share their records
