@@ -46,6 +46,10 @@ class SplitStatistics:
     def __add__(self, other: "SplitStatistics") -> "SplitStatistics":
         return SplitStatistics(self.fitting + other.fitting, self.held_out + other.held_out)
 
+    def __sub__(self, other: "SplitStatistics") -> "SplitStatistics":
+        """Return the sums without a group that is in them; exact for integers."""
+        return SplitStatistics(self.fitting - other.fitting, self.held_out - other.held_out)
+
     def scaled(self, fixed_point: FixedPoint) -> "SplitStatistics":
         """Convert both parts of fixed-point numbers to the features' units, float64."""
         return SplitStatistics(self.fitting.scaled(fixed_point), self.held_out.scaled(fixed_point))

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations, SumNoise, solve_noisy
-from fedntk.ntk.features import FixedPoint
+from fedntk.ntk.features import MOST_BITS, FixedPoint
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import (
     UNQUANTISED,
@@ -41,6 +41,7 @@ from fedntk.ntk.payloads import (
     SumTask,
 )
 
+from ..core.asynchronous import AsynchronousStrategy
 from ..core.averaging import record_of
 from ..core.client_ledger import LedgerStrategy
 from ..core.exchange import Aggregated
@@ -49,10 +50,10 @@ from ..core.replies import Reply, screen_own_sizes
 from ..core.secure_sums import SecureSums
 from .closed_form import ClosedFormStrategy, Layer
 
-AT_ONCE = 2**30  # bytes of replies in memory, if they can be added as they come
+AT_ONCE = 2**26  # bytes of replies in memory, if they can be added as they come
 
 
-class OneExchange(NoiseOptions, LedgerStrategy, ClosedFormStrategy):
+class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedFormStrategy):
     """Solve for the last layer from one exchange of sums.
 
     Clients are :class:`~fedntk.clients.ClosedFormClient`. With `bits` a reply is added to the total
@@ -82,10 +83,12 @@ class OneExchange(NoiseOptions, LedgerStrategy, ClosedFormStrategy):
         default=False,
     )
     ridge_used: float = state(float)
-    total: dict[str, NDArray[Any]] = state(dict)  # sums over all clients, if `personal`
+    total_sent: dict[str, NDArray[Any]] = state(dict)  # sums over all clients, if `personal`
     released: bool = state(bool, reset=False)  # whether there are sums with noise
     epsilon_of_survivors: float = state(float)
     steps: FixedPoint | None = state(lambda: None, saved=False)
+    total: dict[str, NDArray[Any]] = state(dict)  # sums over all counted clients, if asynchronous
+    changed: bool = state(bool)  # whether clients were taken out of it since the last solution
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,22 +103,37 @@ class OneExchange(NoiseOptions, LedgerStrategy, ClosedFormStrategy):
             )
 
     def check(self) -> None:
-        """Refuse what a client's own model lacks, or what would tell more than noisy sums."""
+        """Refuse what does not go with a client's own model, noise, or sums in any order."""
         super().check()
-        if self.personal and not self.validation_share:
-            raise ValueError("personal: expected a validation_share above 0, got 0")
-        rules = {
+        whole, late = self.bits != UNQUANTISED, self.asynchronous
+        private = {
             "the noise sets the ridge, and nothing may be chosen on examples; expected auto_ridge "
             "= False, validation_share = 0 and no validation examples": (
                 self.auto_ridge or self.validation_share or self.validation is not None
             ),
             "kept sums have no noise, and `without` would release more of them; leave out "
             "keep_sums": self.keep_sums,
-            f"noise is added to whole numbers; expected bits = 2 ... 8, got {self.bits}": (
-                self.bits == UNQUANTISED
+            f"noise is added to whole numbers; expected bits = 2 ... 8, got {self.bits}": not whole,
+            "each round of asynchronous = True would release sums with noise again; expected "
+            "False": late,
+        }
+        rules = {f"epsilon: {said}": self.epsilon and found for said, found in private.items()}
+        rules |= {
+            "personal: expected a validation_share above 0, got 0": (
+                self.personal and not self.validation_share
+            ),
+            f"asynchronous: sums in any order need bits = 2 ... {MOST_BITS}, got {self.bits}": (
+                late and not whole
+            ),
+            "asynchronous: the masks of a secure sum cancel only if all answer in one round; "
+            "expected secure_aggregation = False, got True": late and self.secure_aggregation,
+            "asynchronous: clients are judged when all have answered; expected remove_harmful = "
+            f"0, got {self.remove_harmful}": late and self.remove_harmful,
+            "departed = go: needs asynchronous = True and keep_sums": (
+                self.departed == "go" and not (late and self.keep_sums)
             ),
         }
-        refuse_first({f"epsilon: {said}": self.epsilon and found for said, found in rules.items()})
+        refuse_first(rules)
 
     def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
         """Return what all clients' sums have to be."""
@@ -154,7 +172,9 @@ class OneExchange(NoiseOptions, LedgerStrategy, ClosedFormStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask all clients for their sums, or for the public keys of a secure sum."""
-        if not self.solved:
+        if self.asynchronous:
+            self.steps, self.solved = self.steps or self.choose_steps(arrays), False
+        elif not self.solved:
             if self.released:
                 raise ValueError(
                     "epsilon: this strategy has released sums with noise, and a second release "
@@ -170,7 +190,7 @@ class OneExchange(NoiseOptions, LedgerStrategy, ClosedFormStrategy):
     ) -> RecordDict:
         """Add the task, the steps of fixed-point numbers, and what of a secure sum is for it."""
         evaluating = stage != MessageType.TRAIN
-        if evaluating and not (self.total or self.epsilon):
+        if evaluating and not (self.total_sent or self.epsilon):
             return super().content_for(client, stage, arrays, config)
         secure = None if evaluating else self._secure
         task = SumTask(
@@ -185,11 +205,11 @@ class OneExchange(NoiseOptions, LedgerStrategy, ClosedFormStrategy):
         if task.step not in ("statistics", "masked"):  # the exchanges that need no network
             arrays = ArrayRecord()
         content = super().content_for(client, stage, arrays, own)
-        if evaluating and not self.total:
+        if evaluating and not self.total_sent:
             return content
         if evaluating:
             self.steps = self.steps or self.choose_steps(arrays)
-            content["total"] = record_of(self.total)
+            content["total"] = record_of(self.total_sent)
         if self.steps is not None and arrays:
             content["steps"] = record_of({"step": self.steps.step})
         if secure is not None and (record := secure.record_for(client)) is not None:
@@ -217,30 +237,62 @@ class OneExchange(NoiseOptions, LedgerStrategy, ClosedFormStrategy):
             self.released = self.released or bool(self.epsilon and total is not None)
             self._survivors = len(added)
             return [] if total is None else [total], self.round_metrics(added, rejected)
-        totals: list[Sums] = []
-        added, rejected = [], Counter()
-        exact = self.steps is not None
-        for part in _parts(replies, max(1, AT_ONCE // self.upload_bytes()) if exact else None):
-            pairs, refused = self.accepted(part, self.parse, MessageType.TRAIN)
-            if not exact:
-                pairs = self.apply_screen(pairs, refused, screen_own_sizes)
-            rejected += refused
-            self.keep({reply.client: own for reply, own in pairs}, self.steps)
-            if pairs:
-                totals = [functools.reduce(operator.add, [own for _, own in pairs], *totals)]
-            for reply, _ in pairs:
-                reply.release()
-                added.append(reply)
+        totals = [self.parse_sums(self.total, self.steps)] if self.total else []
+        added, rejected = list[Reply](), Counter[str]()
+        for part in _parts(replies, self.replies_at_once if self.steps is not None else None):
+            added += self._add_up(part, totals, rejected)
         added.sort(key=lambda reply: (reply.client, reply.node))
-        metrics = self.round_metrics(added, rejected)
-        if not self.enough(len(added)):
+        metrics, counted = self.round_metrics(added, rejected), len(added)
+        if self.asynchronous:
+            counted, metrics["clients"] = len(self.counted), len(self.counted)
+            if not added and not self.changed:
+                return [], metrics
+            self.total = totals[0].to_arrays(self.steps) if totals else {}
+            self.changed = False
+        if not self.enough(counted):
             return [], metrics
         return self.without_harmful(metrics) if self.remove_harmful else totals, metrics
+
+    @property
+    def replies_at_once(self) -> int:
+        """Number of replies in memory, if they are added as they come."""
+        return max(1, AT_ONCE // self.upload_bytes())
+
+    def _add_up(
+        self, part: list[Message], totals: list[Sums], rejected: Counter[str]
+    ) -> list[Reply]:
+        """Add some replies to the one total, or begin it; return those that are in it."""
+        pairs, refused = self.accepted(part, self.parse, MessageType.TRAIN)
+        if self.steps is None:
+            pairs = self.apply_screen(pairs, refused, screen_own_sizes)
+        if self.asynchronous:
+            pairs = self.count_once(pairs, refused)
+        rejected += refused
+        self.keep({reply.client: own for reply, own in pairs}, self.steps)
+        if pairs:
+            totals[:] = [functools.reduce(operator.add, [own for _, own in pairs], *totals)]
+        for reply, _ in pairs:
+            reply.release()
+        return [reply for reply, _ in pairs]
+
+    def take_out(self, clients: set[int]) -> None:
+        """Take clients' kept sums out of the total; if a disk was full, what was not kept stays."""
+        kept = sorted(clients & set(self.summed))
+        if clients and self.kept_sums is None:
+            raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
+        if not kept:
+            return
+        super().take_out(set(kept))
+        sums, steps = self.read_kept(kept)
+        total = functools.reduce(operator.sub, sums, self.parse_sums(self.total, steps))
+        self.total = total.to_arrays(steps) if self.counted else {}
+        self.summed = tuple(client for client in self.summed if client not in kept)
+        self.changed = True
 
     def last_layer(self, sums: Sequence[Sums]) -> Layer:
         """Return weights (C, p) and biases (C,) of the joint solution."""
         total = functools.reduce(operator.add, sums)
-        self.total = total.to_arrays(self.steps) if self.personal else {}
+        self.total_sent = total.to_arrays(self.steps) if self.personal else {}
         if self.epsilon and isinstance(total, FeatureStatistics):
             return self._layer_with_noise(total), np.zeros(self.shape[0])
         _, linear, self.ridge_used = self.solve_sums(total, self.steps, self.global_arrays)

@@ -325,7 +325,18 @@ class BaseStrategy(Sampling):
 
     def evaluates_in(self, server_round: int) -> bool:
         """Whether clients evaluate in a round."""
-        return server_round % self.evaluate_every == 0 or server_round == self._last_round
+        is_last = self.finished or server_round == self._last_round
+        return is_last or server_round % self.evaluate_every == 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether a run ends with this round, whatever rounds remain."""
+        return False
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether a run ends if its first rounds bring no reply that can be used."""
+        return True
 
     def work_within(self, owner: "BaseStrategy", *, everyone: bool) -> None:
         """Share the clients of another strategy, which samples them, and shows all or some of them.

@@ -222,6 +222,12 @@ class Exchanges(Declared, FedAvg):
 
     # --------------------------------------------------------------- receiving
 
+    def receive(
+        self, grid: Grid, stage: str, messages: Iterable[Message], timeout: float
+    ) -> Iterable[Message]:
+        """Send a round's messages of a stage, and return the replies."""
+        return grid.send_and_receive(messages, timeout=timeout)
+
     def accepted(self, replies: Iterable[Message], parse: Parse[T], stage: str) -> Accepted[T]:
         """Parse the replies of a stage, dropping those that cannot be used.
 

@@ -71,6 +71,10 @@ class ClientRegistry:
         live = {self.client(n) for n in self._present if self.partitions[n] not in without}
         return live | (self._owners.keys() - set(without) if departed else set())
 
+    def is_live(self, node: int) -> bool:
+        """Whether a node is among those present."""
+        return node in self._present
+
     def nodes_of(self, partitions: Collection[int]) -> list[int]:
         """Return the live nodes that report one of some partitions."""
         return sorted(n for n in self._present if self.partitions[n] in partitions)
@@ -107,15 +111,19 @@ class Exchange:
     """Messages that were sent together, and which of them have been answered.
 
     A reply counts if it answers one of the messages, comes from the node that was asked, and is the
-    first to do so. There is one message to a node. Messages are told apart by the ids that the grid
-    gives them when it sends them; on a grid that gives none, by their nodes.
+    first to do so. Messages are told apart by the ids that the grid gives them when it sends them;
+    on a grid that gives none, by their nodes, and there is one message to a node.
     """
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         # not the messages themselves, whose contents may be large
         self._asked: list[Metadata] = [message.metadata for message in messages]
         self._nodes = {metadata.dst_node_id for metadata in self._asked}
-        self._answered: set[int] = set()
+        self._answered: set[int | str] = set()  # messages' ids, or nodes
+
+    def include(self, earlier: "Exchange") -> None:
+        """Before messages are sent: let those of an earlier exchange be answered as well."""
+        self._asked += [m for m in earlier._asked if m.message_id not in earlier._answered]
 
     @cached_property
     def _node_by_id(self) -> dict[str, int]:
@@ -142,7 +150,8 @@ class Exchange:
             raise BadReply(
                 "not-asked", f"node {source} was not asked, or answers an earlier message"
             )
-        if node in self._answered:
+        message = reply.metadata.reply_to_message_id if self._node_by_id else node
+        if message in self._answered:
             raise BadReply("duplicate", f"node {node} has answered this message before")
-        self._answered.add(node)
+        self._answered.add(message)
         return node

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from logging import getLogger
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -58,12 +58,12 @@ def run_rounds(
                 result.evaluate_metrics_serverapp[number] = metrics
         if checkpoints is not None and not fault():
             checkpoints.save(number, arrays, strategy.state_dict(), result)
-        return should_stop is not None and should_stop(number, result)
+        return strategy.finished or (should_stop is not None and should_stop(number, result))
 
     for number in () if is_last(done) else range(done + 1, num_rounds + 1):
         logger.info("[ROUND %s/%s]", number, num_rounds)
         messages = strategy.configure_train(number, arrays, train_config, grid)
-        replies = grid.send_and_receive(messages=messages, timeout=timeout)
+        replies = strategy.receive(grid, MessageType.TRAIN, messages, timeout)
         found = strategy.aggregate_train(number, replies)
         if not (isinstance(found, tuple) and isinstance(found[0], ArrayRecord | None)):
             raise TypeError(
@@ -79,11 +79,11 @@ def run_rounds(
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
             result.train_metrics_clientapp[number] = metrics
-        if number == GIVE_UP and (error := fault()):
+        if number == GIVE_UP and strategy.gives_up and (error := fault()):
             raise error
         judged = strategy.choose_evaluated(arrays)
         messages = strategy.configure_evaluate(number, judged, evaluate_config, grid)
-        replies = grid.send_and_receive(messages=messages, timeout=timeout)
+        replies = strategy.receive(grid, MessageType.EVALUATE, messages, timeout)
         metrics = strategy.aggregate_evaluate(number, replies)
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)

@@ -1,0 +1,205 @@
+"""Replies that count in whichever round they come, for methods whose result no order changes.
+
+Beyond the papers. A round asks the live clients that have yet to answer, and goes on after some
+seconds with what has come; a reply to the message of an earlier round counts when it comes. Each
+message is answered once, by the node that was asked, and each client counts once.
+"""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+from flwr.app import Message, MessageType, Metadata, RecordDict
+from flwr.serverapp import Grid
+
+from fedntk.ntk import BadReply
+from fedntk.ntk.options import option, state
+
+from .base import BaseStrategy
+from .exchange import Pairs
+
+T = TypeVar("T")
+POLL = 1.0  # seconds between two looks for replies
+
+
+class AsynchronousStrategy(BaseStrategy):
+    """A strategy that can add up replies of several rounds.
+
+    Attributes
+    ----------
+    counted : set of int
+        Clients whose replies are in the sum.
+    left : set of int
+        Clients that are neither asked nor counted any more.
+    """
+
+    asynchronous: bool = option(
+        "whether a reply counts in whichever round it comes: a round asks the live clients that "
+        "have yet to answer, and ends when all have, when a new node is there, or after "
+        "round_seconds",
+        default=False,
+    )
+    round_seconds: float = option(
+        "longest time that an asynchronous round waits for replies; who has not answered after the "
+        "run's timeout is asked again",
+        default=60.0,
+        above=0,
+        compared=False,
+    )
+    stop_at_clients: int = option(
+        "number of counted clients at which an asynchronous run ends; 0: after all its rounds",
+        default=0,
+        at_least=0,
+        compared=False,
+    )
+    departed: Literal["stay", "go"] = option(
+        "whether what clients sent stays in an asynchronous run when their nodes leave; "
+        "go needs keep_sums, and who comes back is asked anew",
+        default="stay",
+    )
+
+    counted: set[int] = state(set)
+    left: set[int] = state(set)
+    _open: dict[str, Metadata] = state(dict, saved=False)  # messages without a reply, by id
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.asynchronous:  # a new node's answer is not waited for any longer than others
+            self.query_timeout = min(self.query_timeout, self.round_seconds)
+
+    def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
+        """Share another strategy's clients; its rounds wait for all replies."""
+        if self.asynchronous:
+            raise ValueError(
+                f"asynchronous: expected False within a {type(owner).__name__}, whose rounds wait "
+                "for all replies, got True"
+            )
+        super().work_within(owner, everyone=everyone)
+
+    @property
+    def finished(self) -> bool:
+        """Whether as many clients are counted as the run ends at."""
+        return self.asynchronous and 0 < self.stop_at_clients <= len(self.counted)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the first rounds must bring a reply; an asynchronous run waits for late ones."""
+        return not self.asynchronous
+
+    @property
+    def replies_at_once(self) -> int:
+        """Number of replies that are taken from the grid together."""
+        return 100
+
+    def leave(self, clients: Collection[int]) -> None:
+        """Take what some clients sent out of the sum, and ask them no more.
+
+        Call it between rounds of an asynchronous run, such as in `evaluate_fn`. Remove them from
+        `left` to let them back. After a run, and in others, there is `without`.
+        """
+        self.left |= set(clients)
+        self.take_out(self.counted & set(clients))
+
+    def take_out(self, clients: set[int]) -> None:
+        """Take what some counted clients sent out of the sum."""
+        self.counted -= clients
+
+    # -------------------------------------------------------------------------- asking
+
+    def sample(
+        self,
+        grid: Grid,
+        server_round: int,
+        stage: str,
+        fraction: float,
+        minimum: int,
+        excluded: Collection[int] = (),
+    ) -> list[int]:
+        """Return the nodes to ask: of an asynchronous training, those that have yet to answer.
+
+        Only its first round waits for nodes. Who joins later is first asked which client it is.
+        """
+        if not self.asynchronous or stage != MessageType.TRAIN:
+            return super().sample(grid, server_round, stage, fraction, minimum, excluded)
+        if not self.registry.partitions:
+            nodes = super().sample(grid, server_round, stage, fraction, minimum, excluded)
+        else:
+            self._grid, nodes = grid, sorted(grid.get_node_ids())
+            told = self._ask_partitions(self._new(nodes))
+            self.registry.add(told)
+            self.registry.expect([node for node, partition in told.items() if partition is None])
+            self.registry.set_present(nodes)
+        unknown = set(self.registry.unknown(nodes))  # go by node ids, which may be others' numbers
+        if self.departed == "go":
+            self.take_out(
+                self.counted - {self.registry.client(n) for n in nodes if n not in unknown}
+            )
+        asked_since = time.time() - self._timeout
+        busy = {m.dst_node_id for m in self._open.values() if m.created_at >= asked_since}
+        done = {*self.counted, *self.left, *excluded}
+        to_ask = [n for n in nodes if n in unknown or self.registry.client(n) not in done]
+        return [node for node in to_ask if node not in busy]
+
+    def _new(self, nodes: Iterable[int]) -> list[int]:
+        return [node for node in nodes if node not in self.registry.partitions]
+
+    def address(
+        self, nodes: Sequence[int], contents: Sequence[RecordDict], stage: str
+    ) -> list[Message]:
+        """Address contents; replies to open messages of earlier rounds go on counting."""
+        earlier = self._exchanges.get(stage)
+        messages = super().address(nodes, contents, stage)
+        if stage == MessageType.TRAIN and self._open and earlier is not None:
+            self._exchanges[stage].include(earlier)
+        return messages
+
+    # ----------------------------------------------------------------------- receiving
+
+    def receive(
+        self, grid: Grid, stage: str, messages: Iterable[Message], timeout: float
+    ) -> Iterable[Message]:
+        """Send messages; also return late replies to those of earlier rounds."""
+        if not self.asynchronous:
+            return super().receive(grid, stage, messages, timeout)
+        if stage != MessageType.TRAIN:
+            return super().receive(grid, stage, messages, min(timeout, self.round_seconds))
+        messages = list(messages)
+        sent = set(grid.push_messages(messages))
+        asked = {m.metadata.message_id: m.metadata for m in messages}
+        self._open |= {number: asked[number] for number in sent & asked.keys()}
+        return self._arriving(grid, asked=bool(messages))
+
+    def _arriving(self, grid: Grid, *, asked: bool) -> Iterator[Message]:
+        """Yield replies as they come, until the round is over."""
+        end, came = time.monotonic() + self.round_seconds, len(self.counted)
+        while True:
+            waiting = iter(list(self._open))
+            while part := list(itertools.islice(waiting, self.replies_at_once)):
+                for reply in grid.pull_messages(part):
+                    self._open.pop(reply.metadata.reply_to_message_id, None)
+                    came += 1
+                    yield reply
+            all_in = (asked and not self._open) or 0 < self.stop_at_clients <= came
+            seconds = end - time.monotonic()
+            if all_in or seconds <= 0 or self._new(grid.get_node_ids()):
+                return
+            time.sleep(min(POLL, seconds))
+
+    def count_once(self, pairs: Pairs[T], rejected: Counter[str]) -> Pairs[T]:
+        """Return the replies of clients that have not been counted, which now are."""
+        kept: Pairs[T] = []
+        for reply, own in pairs:
+            client = reply.client
+            gone = not self.registry.is_live(reply.node) and (self.departed == "go" or client < 0)
+            if gone or client in {*self.left, *self.held_out}:
+                bad = BadReply("left", f"client {client} is not, or no longer, in the run")
+                self.drop(reply.node, bad, rejected)
+            elif client in self.counted:
+                bad = BadReply("duplicate", f"client {client} has been counted before")
+                self.drop(reply.node, bad, rejected)
+            else:
+                self.counted.add(client)
+                kept.append((reply, own))
+        return kept

@@ -1,0 +1,209 @@
+"""Replies in any round and order: the same bits, nobody counted twice, nobody waited for."""
+
+from functools import partial
+from logging import CRITICAL
+
+import numpy as np
+import pytest
+from flwr.app import Context, Message, RecordDict
+
+from fedntk.simulations.check import failed
+from fedntk.simulations.engine._flower import log_from
+from fedntk.simulations.engine.engines import LocalGrid
+
+from .federation import Grid, bits, lost
+from .test_one_exchange import CLIENTS, fixed, run
+
+SOON = 1e-9  # s, in which a round looks for replies once
+open_strategy = partial(
+    fixed, asynchronous=True, round_seconds=SOON, min_available_nodes=1, min_train_nodes=1
+)
+ROUNDS, EVERYONE = 4, range(6)
+_contents: dict[int, RecordDict] = {}  # partition -> what its client always answers
+
+
+class LateGrid(LocalGrid):
+    """A grid whose nodes come and go by round, and whose replies come some rounds later.
+
+    `live`: round -> node -> partition; `delay` is given each message of training and returns the
+    rounds until its answer, None for an error at once.
+    """
+
+    def __init__(self, own, live, delay=lambda message: 0):
+        super().__init__(CLIENTS, 1, {})
+        self.own, self.live, self.delay, self.contexts = own, live, delay, {}
+        self.asked: list[int] = []
+        self.due: dict[str, int] = {}
+
+    def get_node_ids(self):
+        nodes = self.live(self.own.server_round)
+        for node, partition in nodes.items():
+            if node not in self.contexts:
+                config = {"partition-id": partition, "num-partitions": 6}
+                self.contexts[node] = Context(1, node, config, RecordDict(), {})
+        return list(nodes)
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        ids = super().push_messages(messages)
+        for message in messages:
+            node, number = message.metadata.dst_node_id, message.metadata.message_id
+            self.asked.append(self.contexts[node].node_config["partition-id"])
+            delay = self.delay(message)
+            self.due[number] = self.own.server_round + (delay or 0)
+            if delay is None:
+                self._replies[number] = failed(self._replies[number])
+        return ids
+
+    def pull_messages(self, message_ids):
+        return super().pull_messages(i for i in message_ids if self.due[i] <= self.own.server_round)
+
+    def _answer(self, message):
+        if message.metadata.message_type != "train":
+            return super()._answer(message)
+        partition = self.contexts[message.metadata.dst_node_id].node_config["partition-id"]
+        if partition not in _contents:
+            _contents[partition] = super()._answer(message).content
+        return Message(RecordDict({**_contents[partition]}), reply_to=message)
+
+
+@pytest.fixture(scope="module")
+def bits_of():
+    """Bits of a run in which these clients all answer at once."""
+    known = {}
+
+    def expected(clients):
+        key = frozenset(clients)
+        if key not in known:
+            changes = {k: lost for k in EVERYONE if k not in key}
+            known[key] = bits(run(fixed(), Grid(CLIENTS, changes=changes)))
+        return known[key]
+
+    return expected
+
+
+def schedule(own, generator):
+    """Random presence and delays until all live clients can answer; who returns may be new."""
+    node_of, numbers, lives = {}, iter(range(1, 1000)), {}
+    for number in range(1, ROUNDS + 1):
+        there = [k for k in EVERYONE if generator.random() < 0.6] or [0]
+        if number >= ROUNDS - 1 and own.departed == "stay":
+            there = EVERYONE
+        before = set(lives.get(number - 1, {}).values())
+        for k in there:
+            if k not in node_of or (k not in before and generator.random() < 0.5):
+                node_of[k] = next(numbers)
+        lives[number] = {node_of[k]: k for k in there}
+
+    def delay(_):
+        left = ROUNDS - own.server_round
+        return None if left and generator.random() < 0.1 else int(generator.integers(left + 1))
+
+    return LateGrid(own, lambda number: lives[max(number, 1)], delay), lives[ROUNDS].values()
+
+
+@pytest.mark.parametrize(("departed", "count"), [("stay", 900), ("go", 100)])
+def test_random_orders_delays_joins_and_leaves_give_the_same_bits(
+    departed, count, bits_of, tmp_path
+):
+    """A client is asked again after an error, under a new node id, or once its sums went."""
+    asked = 0
+    for seed in range(count):
+        keep = tmp_path if departed == "go" else None
+        with log_from(CRITICAL):
+            own = open_strategy(departed=departed, keep_sums=keep)
+            grid, last = schedule(own, np.random.default_rng([seed, count]))
+            found = bits(run(own, grid, rounds=ROUNDS))
+        assert found == bits_of(last), seed
+        assert own.counted == set(last)
+        asked += len(grid.asked)
+    assert asked > 6 * count
+
+
+def test_nobody_waits_for_two_stragglers_in_six(bits_of):
+    """After one round there is the model of those in time; nobody is asked twice."""
+    own, slow, seen = open_strategy(), {1, 4}, []
+    grid = LateGrid(own, lambda _: {k + 10: k for k in EVERYONE}, lambda m: 2 * _is_of(slow, m))
+
+    def evaluate(server_round, arrays):
+        seen.append(bits({name: array.numpy() for name, array in arrays.items()}))
+
+    run(own, grid, rounds=4, evaluate_fn=evaluate, timeout=3600)
+    assert seen[1] == seen[2] == bits_of(set(EVERYONE) - slow)
+    assert seen[3] == seen[4] == bits_of(EVERYONE)
+    assert sorted(grid.asked) == [*EVERYONE]
+
+
+def _is_of(clients, message):
+    return message.metadata.dst_node_id - 10 in clients
+
+
+def test_after_a_crash_who_was_counted_is_not_asked_again(bits_of, tmp_path):
+    """Open messages are lost; nodes have other ids, and say which clients they are."""
+
+    def run_from(first, crash):
+        own = open_strategy()
+        nodes = {k + first: k for k in EVERYONE}
+        grid = LateGrid(own, lambda _: nodes, lambda m: 9 * (crash and m.metadata.dst_node_id > 12))
+
+        def evaluate(server_round, arrays):
+            if crash and server_round == 2:
+                raise ConnectionError
+
+        found = bits(run(own, grid, 3, checkpoint=tmp_path, evaluate_fn=evaluate))
+        return found, grid.asked
+
+    with pytest.raises(ConnectionError):
+        run_from(10, crash=True)
+    assert run_from(20, crash=False) == (bits_of(EVERYONE), [3, 4, 5])
+
+
+def test_a_client_may_leave_and_the_run_ends_at_a_number(bits_of, tmp_path):
+    own = open_strategy(keep_sums=tmp_path, stop_at_clients=6)
+    nodes = {k + 10: k for k in EVERYONE}
+    grid = LateGrid(own, lambda number: {n: k for n, k in nodes.items() if k < max(number, 1) + 2})
+
+    def evaluate(server_round, arrays):
+        if server_round == 2:
+            own.leave([1])
+        if server_round == 3:
+            own.left.clear()
+
+    found = bits(run(own, grid, rounds=9, evaluate_fn=evaluate))
+    assert found == bits_of(EVERYONE)
+    assert (own.server_round, grid.asked.count(1)) == (4, 2)
+    assert own.train_metrics[3]["clients"] == 4
+
+
+def test_a_late_reply_answers_its_own_message_once():
+    own = open_strategy()
+    forged = []
+
+    class Hostile(LateGrid):
+        """Node 10 answers anothers' message, and its own twice, in each round."""
+
+        def pull_messages(self, message_ids):
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if reply.metadata.src_node_id == 10:
+                    forged.append(reply)
+            return [*forged, *replies]
+
+    grid = Hostile(own, lambda _: {k + 10: k for k in EVERYONE}, lambda m: _is_of({2, 3}, m))
+    run(own, grid, rounds=3)
+    assert own.total["counts"].sum() == sum(5 + k for k in EVERYONE)
+    assert own.train_metrics[1]["rejected-duplicate"] == 1
+    assert own.train_metrics[2]["replies-rejected"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"secure_aggregation": True}, "cancel only if all answer in one round"),
+        ({"bits": 32}, "sums in any order need bits = 2 ... 8, got 32"),
+        ({"departed": "go"}, "departed = go: needs asynchronous = True and keep_sums"),
+    ],
+)
+def test_what_needs_all_sums_at_once_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        open_strategy(**options)
