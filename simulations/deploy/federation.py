@@ -172,20 +172,30 @@ class Federation:
         self._say(f"# certificates and keys: {self.folder}")
         self.certificates: Certificates = make_certificates(self.folder / "tls")
         self.start_superlink()
-        for i, config in enumerate(self.node_configs):
-            name = f"node-{i}"
-            key = self.folder / name / "node.key"
-            self.flwr("supernode", "register", str(make_node_key(key)), CONNECTION)
-            command = [
-                *(tool("flower-supernode"), "--superlink", self.address, "--node-config", config),
-                *("--root-certificates", str(self.certificates.authority)),
-                *("--auth-supernode-private-key", str(key), "--port"),
-            ]
-            what = f"a SuperNode, on a machine of its own ({name})"
-            process, _ = self.start(name, command, what)
-            self.supernodes.append(Supernode(self.folder / f"{name}.log", process))
+        for config in self.node_configs:
+            self._start_supernode(config)
         for node in self.supernodes:
             node.node_id = self._node_id(node)
+
+    def add_supernode(self, node_config: Settings) -> Supernode:
+        """Start one more node, also while a run is going on, and wait until it is known."""
+        node = self._start_supernode(_as_text(node_config))
+        node.node_id = self._node_id(node)
+        return node
+
+    def _start_supernode(self, config: str) -> Supernode:
+        name = f"node-{len(self.supernodes)}"
+        key = self.folder / name / "node.key"
+        self.flwr("supernode", "register", str(make_node_key(key)), CONNECTION)
+        command = [
+            *(tool("flower-supernode"), "--superlink", self.address, "--node-config", config),
+            *("--root-certificates", str(self.certificates.authority)),
+            *("--auth-supernode-private-key", str(key), "--port"),
+        ]
+        what = f"a SuperNode, on a machine of its own ({name})"
+        process, _ = self.start(name, command, what)
+        self.supernodes.append(Supernode(self.folder / f"{name}.log", process))
+        return self.supernodes[-1]
 
     @property
     def address(self) -> str:

@@ -99,7 +99,7 @@ def _has_ended(pid: int) -> bool:
 def settings(out: Path, method: str, **others: Any) -> dict[str, Any]:
     out.mkdir(exist_ok=True)
     own = {key.replace("_", "-"): value for key, value in others.items()}
-    return {"method": method, "rounds": ROUNDS[method], "out": str(out), **own}
+    return {"method": method, "rounds": ROUNDS.get(method, 1), "out": str(out), **own}
 
 
 def learned(out: Path) -> dict[str, bytes]:
@@ -246,6 +246,22 @@ def test_kill_9_of_two_supernodes_at_work(without_nodes, hospitals, folder, node
     assert learned(out) == locally(hospitals, folder, node_configs, **config)
     whole = settings(out, "ntk-fl", rounds=1)
     assert learned(out) != locally(hospitals, folder, node_configs, **whole)
+    assert_nothing_left(federation)
+
+
+def test_a_node_that_comes_during_the_run_counts(hospitals, folder, node_configs):
+    """Two of three are there; the model of their sums is made before the third comes."""
+    out = folder / "late"
+    config = settings(out, "one-exchange", rounds=30, nodes=2)
+    first_two = {"node_configs": node_configs[:2], "environment": QUICK}
+    with Federation(folder / "c", 2, **first_two) as federation:
+        submission = federation.submit(APP, config)
+        wait_for(lambda: "'clients': 2" in submission.text, "the sums of two nodes")
+        federation.add_supernode(node_configs[2])
+        submission.wait()
+    found = {name: own for name, own in learned(out).items() if "round" not in name}
+    expected = locally(hospitals, folder, node_configs, **config)
+    assert found == {name: expected[name] for name in found}
     assert_nothing_left(federation)
 
 

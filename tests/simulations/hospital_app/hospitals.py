@@ -1,4 +1,4 @@
-"""Three hospitals learn together, by any of four methods: an app as a user might write it.
+"""Three hospitals learn together, by any of five methods: an app as a user might write it.
 
 A node's config has ``hospital``, its number; ``key``, the file of its private key; and, if its
 examples are in a file, ``data-path``. For tests that kill processes, the run-config names points
@@ -20,6 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
 from fedntk.clients import (
+    ClosedFormClient,
     CPNTKFLClient,
     NTKFLClient,
     SCAFFOLDClient,
@@ -27,11 +28,21 @@ from fedntk.clients import (
     TCTClient,
     client_app,
 )
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy, SeededFedAvg
+from fedntk.ntk import with_fourier_features
+from fedntk.strategies import (
+    CPNTKFL,
+    NTKFL,
+    SCAFFOLD,
+    TCT,
+    BaseStrategy,
+    OneExchange,
+    SeededFedAvg,
+)
 from fedntk.trust import ClientKeys, RemoteKeyServer, RemoteShufflingServer, load_key
 
 CLIENTS = {
     "ntk-fl": NTKFLClient, "scaffold": SCAFFOLDClient, "tct": TCTClient, "cp-ntk-fl": CPNTKFLClient,
+    "one-exchange": ClosedFormClient,
 }  # fmt: skip
 PROJECTED = 3
 RUN = "trial of three hospitals"
@@ -45,6 +56,8 @@ def network(inputs: int = 4) -> nn.Module:
 
 
 def network_of(method: str) -> nn.Module:
+    if method == "one-exchange":
+        return with_fourier_features(network(), 20, seed=0)
     return network(PROJECTED if method == "cp-ntk-fl" else 4)
 
 
@@ -117,6 +130,9 @@ def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = Non
         options |= {"num_features": 20, "local_steps": 10, "learning_rate": 1e-2}
         bootstrap = SeededFedAvg(fraction_evaluate=0.0)
         return TCT(network=network(), bootstrap=bootstrap, bootstrap_rounds=1, **options)
+    if method == "one-exchange":
+        options |= {"asynchronous": True, "stop_at_clients": 3}
+        return OneExchange(network=network_of(method), **options)
     options |= {"learning_rate": 0.05, "steps": (5, 20, 80)}
     if method == "ntk-fl":
         return NTKFL(**options)
