@@ -134,7 +134,7 @@ def test_public_names_exist_and_every_strategy_and_client_is_one(room):
     assert len(package.__all__) == len(set(package.__all__))
     assert [name for name in package.__all__ if getattr(package, name, None) is None] == []
     pieces = (BaseStrategy, Sampling, TCT, OneExchange, TCTClient)
-    layers = [base for piece in pieces for base in piece.__bases__]
+    layers = [base for piece in pieces for base in piece.__mro__]
     for path in (ROOT / room).rglob("[!_]*.py") if room in ("strategies", "clients") else ():
         module = importlib.import_module(dotted(path))
         for name, value in vars(module).items():

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import platform
@@ -75,9 +76,10 @@ class Run:
 
     def ledger(self, *, shapley: int = 0) -> "pd.DataFrame":
         """Return each client's part in the model: see :func:`fedntk.simulations.ledger`."""
-        from ..assessment.ledger import ledger
-
-        return ledger(self, shapley=shapley)
+        # by name, as it reads runs itself
+        home = importlib.import_module("fedntk.simulations.assessment.ledger")
+        table: pd.DataFrame = home.ledger(self, shapley=shapley)
+        return table
 
     def to_target(self, target: float) -> dict[str, float] | None:
         """Return the first round of at least this accuracy, and its cost: see `to_target`.
