@@ -77,6 +77,7 @@ COSTS: dict[str, dict[str, str]] = {
             "4 * p * (p + 1) + 8 * p * C + 8 * C + 112 + 132 * K"
         ),
         "evaluate": "4 * P",
+        "down, to evaluate, with `personal`": f"{WITH_STEPS} + {TWO_WHOLE_SUMS}",
     },
     "fed_ncm": ONE_MODEL | {"up": "4 * C_k * p + 8 * C"},
     "fed_bn": {
