@@ -1,0 +1,96 @@
+"""Seconds by the clock from a run's start to 88 % on Fashion-MNIST, in a real federation.
+
+    python benchmarks/federation_minutes.py --data-dir FOLDER [--cap 300] [--methods ...]
+
+One SuperLink with TLS and three SuperNodes that authenticate, all on this machine
+(fedntk.simulations.deploy.federation); all 60,000 images, Dirichlet 0.5 over three clients, the
+whole test set on the server after each round. Rates are those of simulations/conf; NTK-FL's clients
+take 1 % of their images in a round, about 200 as there. The federation is up when the clock begins,
+at ``flwr run``. A run is stopped at the target, or after `--cap` seconds.
+
+Each row of results/federation_minutes.csv is a run: `seconds` until the target was seen, empty if
+it was not; `accuracy` and `rounds` at the end; and when, in seconds from the start, `started`: the
+ServerApp has loaded Flower, torch and the data; `answered`: the clients' first replies are
+aggregated; `evaluated`: the first model is. `load` is the machine's load average before the run.
+"""
+
+import argparse
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import machine, write
+
+from fedntk.simulations.deploy.federation import CONNECTION, Federation
+
+APP = Path(__file__).parents[1] / "simulations"
+TARGET = 0.88
+COMMON = {
+    "dataset": "fashion-mnist", "num-clients": 3, "clients-per-round": 3, "alpha": 0.5,
+    "clients-per-evaluation": 0, "seed": 0,
+}  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "one-exchange": {
+        "model": "scattering", "random-features": 1000, "bandwidth": 1.6, "standardise": False,
+        "rounds": 1,
+    },
+    "fedavg": {"learning-rate": 0.1, "local-epochs": 50, "batch-size": 200, "rounds": 40},
+    "scaffold": {"learning-rate": 0.3, "local-epochs": 10, "batch-size": 32, "rounds": 40},
+    "ntk-fl": {"learning-rate": 0.01, "sampling-rate": 0.01, "rounds": 40},
+}  # fmt: skip
+MOMENTS = {"started": "Starting ", "answered": "Aggregated MetricRecord"}
+ACCURACY = re.compile(r"Evaluation on the server: \{'accuracy': ([0-9.]+)")
+
+
+def measure(federation: Federation, method: str, data_dir: str, cap: float) -> dict[str, Any]:
+    """Run a method until the target or the cap, and return its row."""
+    row: dict[str, Any] = {"method": method, "load": os.getloadavg()[0], "seconds": ""}
+    out = str(federation.folder / f"results-{method}")
+    settings = {**COMMON, **METHODS[method], "method": method, "data-dir": data_dir, "out": out}
+    begin = time.monotonic()
+    submission = federation.submit(APP, settings)
+    ended = False
+    while not ended and row["seconds"] == "" and (now := time.monotonic() - begin) < cap:
+        ended = submission.process.poll() is not None  # and then its log is read once more
+        for moment, sign in MOMENTS.items():
+            if moment not in row and sign in submission.text:
+                row[moment] = now
+        found = [float(text) for text in ACCURACY.findall(submission.text)][1:]  # from round 1
+        if found:
+            row.setdefault("evaluated", now)
+            row |= {"accuracy": found[-1], "rounds": len(found), "until": now}
+            row["seconds"] = now if found[-1] >= TARGET else ""
+        time.sleep(0.2)
+    run = re.search(r"started run (\d+)", submission.text)
+    if submission.process.poll() is None and run:
+        federation.flwr("stop", run[1], CONNECTION)
+    submission.process.wait()
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    """Measure, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--cap", type=float, default=300)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    options = parser.parse_args()
+    data_dir = str(Path(options.data_dir).absolute())
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Federation(folder, 3, environment={"OMP_NUM_THREADS": "1"}) as federation,
+    ):
+        rows = [
+            measure(federation, method, data_dir, options.cap)
+            for method in options.methods.split(",")
+        ]
+    described = {"machine": machine("cpu"), "cap": options.cap, "load-after": os.getloadavg()[0]}
+    write("federation_minutes", rows, described)
+
+
+if __name__ == "__main__":
+    main()
