@@ -59,7 +59,7 @@ class LedgerStrategy(SumsStrategy):
     removed: tuple[int, ...] = state(tuple)  # clients whose sums are kept, but not in the model
 
     def check(self) -> None:
-        """Refuse to remove clients of whom nothing is kept."""
+        """Refuse to remove clients whose sums are not kept."""
         super().check()
         if self.remove_harmful and not self.keep_sums:
             raise ValueError(
