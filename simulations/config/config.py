@@ -151,8 +151,8 @@ class Config(SplitSettings, frozen=True, eq=True):
     )
     expand: Literal["fourier", "buckets", "frequencies"] = setting(
         "fourier",
-        "kind of random-features: random Fourier features; bucket features (SAFLe), of which there "
-        "are a multiple of 4; or, for model = scattering, the lowest frequencies, which are not "
+        "kind of random-features: random Fourier features; bucket features (SAFLe), a "
+        "multiple of 4 of them; or, for model = scattering, the lowest frequencies, which are not "
         "random, for sums with noise",
     )
     bandwidth: float = setting(

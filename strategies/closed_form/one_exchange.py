@@ -277,10 +277,9 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
 
     def take_out(self, clients: set[int]) -> None:
         """Take clients' kept sums out of the total; if a disk was full, what was not kept stays."""
-        kept = sorted(clients & set(self.summed))
-        if clients and self.kept_sums is None:
-            raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
-        if not kept:
+        if clients:
+            self.require_kept_sums()
+        if not (kept := sorted(clients & set(self.summed))):
             return
         super().take_out(set(kept))
         sums, steps = self.read_kept(kept)

@@ -42,8 +42,8 @@ class AsynchronousStrategy(BaseStrategy):
         default=False,
     )
     round_seconds: float = option(
-        "longest time that an asynchronous round waits for replies; who has not answered after the "
-        "run's timeout is asked again",
+        "longest time that an asynchronous round waits for replies; a client without an answer "
+        "after the run's timeout is asked again",
         default=60.0,
         above=0,
         compared=False,

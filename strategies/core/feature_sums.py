@@ -256,6 +256,12 @@ class SumsStrategy(SumOptions, ResendingStrategy):
             return
         self.summed += tuple(sums)
 
+    def require_kept_sums(self) -> KeptSums:
+        """Return where clients' sums are kept; ValueError if they are not."""
+        if self.kept_sums is None:
+            raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
+        return self.kept_sums
+
     def kept_without(
         self, clients: Sequence[int], restored: Sequence[int] = ()
     ) -> tuple[Iterator[Sums], FixedPoint | None]:
@@ -263,19 +269,17 @@ class SumsStrategy(SumOptions, ResendingStrategy):
 
         Those `restored` are read as well, though the solution lacks them.
         """
-        if self.kept_sums is None:
-            raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
+        store = self.require_kept_sums()
         if not self.summed:
             raise ValueError(
-                f"keep_sums: no sums were kept in {self.kept_sums.folder} by this run yet; they "
+                f"keep_sums: no sums were kept in {store.folder} by this run yet; they "
                 "come with the round of sums, and the log says if the disk was too small"
             )
         return self.read_kept(clients_left(sorted({*self.summed, *restored}), clients))
 
     def read_kept(self, clients: Sequence[int]) -> tuple[Iterator[Sums], FixedPoint | None]:
         """Return the kept sums of clients, one at a time, and how they are rounded."""
-        store: Any = self.kept_sums
-        every = store.read(self.run_key, clients)
+        every = self.require_kept_sums().read(self.run_key, clients)
         first = next(every)
         width, fixed_point = self.sum_format(None).width, None
         if STEP in first:  # all clients' are the same

@@ -81,7 +81,7 @@ class Reply:
         self.metrics = {name: value for name, value in metrics.items() if name in kept}
 
     def release(self) -> None:
-        """Let go of the arrays, of which no more is needed."""
+        """Let go of the arrays, which are needed no more."""
         records = self.message.content.array_records
         for name in list(records):
             del self.message.content[name]

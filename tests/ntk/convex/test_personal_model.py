@@ -61,8 +61,8 @@ def test_limits_are_the_joint_model_and_the_clients_own():
     joint, _ = personal_model(total, own, 0.1, bias=True, weights=(0.0,))
     parts = [(1.0, OTHERS), (1.0, OWN), (1.0, HELD)]
     np.testing.assert_allclose(joint, solved(parts, 0.1), rtol=1e-9, atol=1e-11)
-    alone, _ = personal_model(total, own, 1e-9, bias=True, weights=(1.5e7,))
-    np.testing.assert_allclose(alone, solved(parts[1:], 1e-9), rtol=1e-4, atol=1e-6)
+    own_only, _ = personal_model(total, own, 1e-9, bias=True, weights=(1.5e7,))
+    np.testing.assert_allclose(own_only, solved(parts[1:], 1e-9), rtol=1e-4, atol=1e-6)
 
 
 def test_without_held_out_examples_it_is_the_first_weight():
