@@ -15,6 +15,7 @@ aggregated; `evaluated`: the first model is. `load` is the machine's load averag
 """
 
 import argparse
+import contextlib
 import os
 import re
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any
 
 from common import machine, write
 
+from fedntk.simulations import RunFailed
 from fedntk.simulations.deploy.federation import CONNECTION, Federation
 
 APP = Path(__file__).parents[1] / "simulations"
@@ -66,7 +68,8 @@ def measure(federation: Federation, method: str, data_dir: str, cap: float) -> d
         time.sleep(0.2)
     run = re.search(r"started run (\d+)", submission.text)
     if submission.process.poll() is None and run:
-        federation.flwr("stop", run[1], CONNECTION)
+        with contextlib.suppress(RunFailed):  # it may end by itself just now
+            federation.flwr("stop", run[1], CONNECTION)
     submission.process.wait()
     print(row, flush=True)
     return row

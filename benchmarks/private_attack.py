@@ -50,7 +50,7 @@ def main() -> None:
     for epsilon in EPSILONS:
         noise = SumNoise(radius=RADIUS, width=WIDTH, num_classes=CLASSES)
         noise = noise.calibrated(epsilon, DELTA) if epsilon else noise
-        v, s, _ = noise.variances()
+        v, s = noise.variances()
         seen, accuracies = np.empty((MODELS, POOL)), []
         for k, chosen in enumerate(members):
             generator = torch.Generator().manual_seed(k)

@@ -140,7 +140,6 @@ def main() -> None:
                     linear = torch.linalg.solve(gram + ridge * identity, cross.double())
                 scores = torch.cat([part.float() @ linear.float() for part in test[0].split(CHUNK)])
                 accuracy = float((scores.argmax(1) == test[1]).float().mean())
-                a, b, _ = noise.budget
                 row = {
                     "dataset": options.dataset, "evaluated-on": options.evaluate,
                     "features": options.kind, "p": width, "trust": trust, "epsilon": epsilon,
@@ -149,7 +148,8 @@ def main() -> None:
                     "delta": DELTA, "protects": "one example, added or removed",
                     "noise-multiplier": noise.noise_multiplier if epsilon else 0.0,
                     "noise": TRUST.get(trust, "none"),
-                    "part-gram": a, "part-class-sums": b, "radius": RADIUS, "fraction": 0.15,
+                    "part-gram": noise.gram_part, "part-class-sums": 1 - noise.gram_part,
+                    "radius": RADIUS, "fraction": 0.15,
                     "clients": CLIENTS, "fewest-survivors": SURVIVORS, "survivors": SURVIVORS,
                     "split": "Dirichlet 0.1", "images": own.num_examples, "releases": 1,
                     "seconds": time.perf_counter() - start,

@@ -11,20 +11,19 @@ p of them, and of norm ||z|| <= R after rounding (:func:`bound_rows`). It moves
 1. the triangle of Z^T Z by z_i z_j. With noise of variance V on the diagonal and V / 2 off it, the
    squared moves over their variances add up to (sum_i z_i^4 + 2 sum_(i<j) z_i^2 z_j^2) / V =
    ||z||^4 / V <= R^4 / V;
-2. one row of the class sums Z^T Y by z: with variance S that is ||z||^2 / S <= R^2 / S;
-3. one count by 1: with variance N that is 1 / N.
+2. one row of the class sums Z^T Y by z: with variance S that is ||z||^2 / S <= R^2 / S.
 
-For V = s^2 R^4 / a, S = s^2 R^2 / b, N = s^2 / c with a + b + c = 1 the sum is at most 1 / s^2, and
-rows of norm R attain it: the joint L2 sensitivity is 1 / s standard deviations of the noise. s is
-the noise multiplier; a, b, c are each release's part of the budget.
+The classes' counts are not released. For V = s^2 R^4 / a and S = s^2 R^2 / (1 - a) the sum is at
+most 1 / s^2, and rows of norm R attain it: the joint L2 sensitivity is 1 / s standard deviations of
+the noise. s is the noise multiplier; a is the Gram matrix's part of the budget.
 
 Skellam noise needs more norms of the moves D_i with variances v_i. ||z||_1 is at most
 L = sqrt(p) R, sum_i z_i^2 + 2 sum_(i<j) |z_i z_j| is its square, and 1 / v_i^2 is 4 / V^2 off the
 diagonal. So, by release,
 
-    sum |D_i| / v_i    <=  L^2 / V        L / S        1 / N
-    sum |D_i| / v_i^2  <=  2 L^2 / V^2    L / S^2      1 / N^2
-    sum D_i^2 / v_i^2  <=  2 R^4 / V^2    R^2 / S^2    1 / N^2
+    sum |D_i| / v_i    <=  L^2 / V        L / S
+    sum |D_i| / v_i^2  <=  2 L^2 / V^2    L / S^2
+    sum D_i^2 / v_i^2  <=  2 R^4 / V^2    R^2 / S^2
 
 **A client's whole contribution** of at most E examples moves them E times as far, by the triangle
 inequality, so standard deviations are multiplied by E.
@@ -83,8 +82,8 @@ class SumNoise:
         R, number of features p, and number of classes C.
     noise_multiplier : float
         s, standard deviation of the noise over the joint L2 sensitivity.
-    budget : (float, float, float)
-        Parts a, b, c of Gram matrix, class sums and counts. Without a part, counts become 0.
+    gram_part : float
+        a, between 0 and 1: the Gram matrix's part of the budget.
     examples : int
         E, most examples of what is protected: 1 for an example, more for a client's whole data.
     fewest : int
@@ -102,16 +101,14 @@ class SumNoise:
     width: int
     num_classes: int
     noise_multiplier: float = 1.0
-    budget: tuple[float, float, float] = (0.5, 0.5, 0.0)
+    gram_part: float = 0.5
     examples: int = 1
     fewest: int = 0
 
     def __post_init__(self) -> None:
-        a, b, c = self.budget
-        numbers = (self.radius, self.width, self.num_classes, self.examples, a, b)
-        positive = all(number > 0 for number in (*numbers, self.noise_multiplier))
-        if not (positive and min(self.fewest, c) >= 0 and math.isclose(a + b + c, 1)):
-            raise ValueError(f"expected numbers above 0 and a budget with sum 1, got {self}")
+        numbers = (self.radius, self.width, self.num_classes, self.noise_multiplier, self.examples)
+        if not (all(n > 0 for n in numbers) and self.fewest >= 0 and 0 < self.gram_part < 1):
+            raise ValueError(f"expected numbers above 0 and a gram_part below 1, got {self}")
 
     @classmethod
     def of(cls, options: NoiseOptions, width: int, num_classes: int, quorum: int = 0) -> Self:
@@ -131,13 +128,13 @@ class SumNoise:
         return noise.calibrated(options.epsilon, options.delta)
 
     def variances(self, survivors: int | None = None) -> NDArray[np.float64]:
-        """Return V, S and N (infinite without a part) with `survivors` clients, else the fewest."""
+        """Return V and S with `survivors` clients, else the fewest."""
         if survivors is not None and not (self.fewest and survivors > 0):
             raise ValueError(f"survivors: expected clients with shares of noise, got {survivors}")
         shares = survivors / self.fewest if survivors else 1.0
         scale = shares * (self.noise_multiplier * self.examples) ** 2
-        pairs = zip((self.radius**4, self.radius**2, 1), self.budget, strict=True)
-        return np.array([scale * square / part if part else np.inf for square, part in pairs])
+        a, square = self.gram_part, float(self.radius**2)
+        return scale * np.array([square**2 / a, square / (1 - a)])
 
     def renyi(self, survivors: int | None = None) -> NDArray[np.float64]:
         """Bound the Renyi divergences of the ORDERS, by Agarwal et al., theorem 3.5.
@@ -147,8 +144,8 @@ class SumNoise:
         """
         v, r, e = self.variances(survivors), float(self.radius), self.examples
         one_norm = math.sqrt(self.width) * r
-        ones, squares = e * np.array([one_norm**2, one_norm, 1]), e**2 * np.array([r**4, r**2, 1])
-        a, twice = ORDERS[:, None], np.array([2, 1, 1])
+        ones, squares = e * np.array([one_norm**2, one_norm]), e**2 * np.array([r**4, r**2])
+        a, twice = ORDERS[:, None], np.array([2, 1])
         more = twice * ((2 * a - 1) * squares + 6 * ones) / (4 * v) / v
         return np.asarray((a * squares / (2 * v) + np.minimum(more, 1.5 * ones / v)).sum(1))
 
@@ -176,6 +173,7 @@ class SumNoise:
     def add(self, sums: FeatureStatistics, generator: np.random.Generator) -> FeatureStatistics:
         """Return whole-number sums with noise: a client's with its share, or a server's with all.
 
+        The counts become 0.
         Seed the generator from :mod:`secrets`, anew for each call. Only the result may be sent.
         """
         shape, dtype = sums.class_sums.shape, sums.gram.dtype
@@ -186,7 +184,7 @@ class SumNoise:
             raise ValueError(f"sums: expected rows of norm {self.radius}, see bound_rows")
         if self.fewest and 1 < self.examples < n:
             raise ValueError(f"sums: a client may use {self.examples} examples, got {n}")
-        v, s, of_counts = self.variances().tolist()
+        v, s = self.variances().tolist()
         if v > 2**60:  # far below what int64 holds, as Poisson numbers need
             raise ValueError(f"noise of variance {v:.1e}: choose a smaller radius")
         require_memory(16 * self.width**2, f"noise for {self.width} features", cure=FEWER)
@@ -202,8 +200,6 @@ class SumNoise:
         gram += sums.gram
         class_sums = sums.class_sums + draw(s, math.prod(shape)).reshape(shape)
         counts = np.zeros_like(sums.counts)
-        if math.isfinite(of_counts):
-            counts = sums.counts + draw(of_counts, self.num_classes)
         return replace(sums, gram=gram, class_sums=class_sums, counts=counts)
 
 

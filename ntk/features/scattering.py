@@ -10,21 +10,27 @@ the last for each psi_2 of a coarser scale than psi_1's, at every 2^J-th pixel o
 0.8 * 2^j pixels, 4 / L as much along the angle, and the frequency is 3 pi / 2^(j + 2).
 """
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ..support.precision import full_float32
+
+PLANES_AT_ONCE = 24  # images times their channels, on a CPU
 ALIASES = 2  # periods of the frequencies on either side, beyond which a Gaussian vanishes
 
 
 class Scattering(nn.Module):
     """Images (n, channels, h, w) -> scattering coefficients (n, channels, K, h / 2^J, w / 2^J).
 
-    Borders are reflected. Convolutions are products of Fourier transforms, computed at the
-    resolution of each scale. Nothing is trained or in the state dict.
+    Borders are reflected. Convolutions with wavelets are products of Fourier transforms, computed
+    at the resolution of each scale; those with the low-pass, which is separable, are products of
+    matrices. Nothing is trained or in the state dict.
 
     Parameters
     ----------
@@ -42,7 +48,6 @@ class Scattering(nn.Module):
     """
 
     wavelets: Tensor  # Fourier transforms, float32 (J, L, rows, columns)
-    low_pass: Tensor  # (rows, columns)
 
     def __init__(self, size: Sequence[int], *, scales: int = 2, angles: int = 8) -> None:
         super().__init__()
@@ -60,9 +65,14 @@ class Scattering(nn.Module):
             torch.stack([morlet(padded, j, math.pi * k / angles, angles) for k in range(angles)])
             for j in range(scales)
         ]
-        low_pass = gaussian(padded, 0.8 * 2 ** (scales - 1))
         self.register_buffer("wavelets", torch.stack(wavelets).float(), persistent=False)
-        self.register_buffer("low_pass", low_pass.float(), persistent=False)
+        low_pass = torch.fft.ifft2(gaussian(padded, 0.8 * 2 ** (scales - 1))).real
+        kernels = [own / low_pass[0, 0].sqrt() for own in (low_pass[:, 0], low_pass[0])]
+        for j in range(scales):
+            for name, kernel, kept in zip(("rows", "columns"), kernels, self.kept, strict=True):
+                read, written = torch.arange(0, len(kernel), 2**j), torch.arange(1, kept + 1)
+                matrix = 2**j * kernel[(self.step * written - read[:, None]) % len(kernel)]
+                self.register_buffer(f"{name}{j}", matrix.float(), persistent=False)
 
     @property
     def num_channels(self) -> int:
@@ -75,38 +85,43 @@ class Scattering(nn.Module):
 
         First the image's, then each finer scale's, those of its coarser second scales after them.
         """
-        spectrum = torch.fft.fft2(pad(x.float(), self._margins, mode="reflect")).unsqueeze(2)
-        found = [self._smooth(spectrum, 0)]
+        at_once = max(1, PLANES_AT_ONCE // x.shape[1])
+        if x.device.type == "cpu" and len(x) > at_once:  # so that what is computed stays in caches
+            return torch.cat([self(part) for part in x.split(at_once)])
+        padded = pad(x.float(), self._margins, mode="reflect").unsqueeze(2)
+        spectrum, found = torch.fft.fft2(padded), [self._smooth(padded, 0)]
         for j in range(self.scales):
             modulus = _waves(spectrum, self.wavelets[j], j)
-            spectra = torch.fft.fft2(modulus)
-            found.append(self._smooth(spectra, j))
+            found.append(self._smooth(modulus, j))
+            spectra = torch.fft.fft2(modulus).unsqueeze(3) if j + 1 < self.scales else modulus
             for coarser in range(j + 1, self.scales):
                 wavelets = periodise(self.wavelets[coarser], j) * 4**j
-                second = _waves(spectra.unsqueeze(3), wavelets, coarser - j).flatten(2, 3)
-                found.append(self._smooth(torch.fft.fft2(second), coarser))
+                second = _waves(spectra, wavelets, coarser - j).flatten(2, 3)
+                found.append(self._smooth(second, coarser))
         return torch.cat(found, 2)
 
-    def _smooth(self, spectra: Tensor, scale: int) -> Tensor:
+    def _smooth(self, signal: Tensor, scale: int) -> Tensor:
         """Smooth what is sampled at every 2^scale-th pixel; keep every 2^J-th, without margins."""
-        spectra = spectra * (periodise(self.low_pass, scale) * 4**scale)
-        smooth: Tensor = torch.fft.ifft2(periodise(spectra, self.scales - scale)).real
-        rows, columns = self.kept
-        return smooth[..., 1 : 1 + rows, 1 : 1 + columns]
+        rows, columns = self.get_buffer(f"rows{scale}"), self.get_buffer(f"columns{scale}")
+        with full_float32():
+            return ((signal @ columns).mT @ rows).mT
 
 
 def _waves(spectra: Tensor, wavelets: Tensor, scale: int) -> Tensor:
     """Return the modulus of the convolutions, at every 2^scale-th pixel."""
-    waves: Tensor = torch.fft.ifft2(periodise(spectra * wavelets, scale))
+    products = map(operator.mul, _folds(spectra, scale), _folds(wavelets / 4**scale, scale))
+    waves: Tensor = torch.fft.ifft2(functools.reduce(operator.add, products))
     return waves.abs()
 
 
 def periodise(spectrum: Tensor, scale: int) -> Tensor:
     """Return the transform of a signal (..., h, w) from which every 2^scale-th pixel is kept."""
-    for dim in (-2, -1):
-        parts = (2**scale, spectrum.shape[dim] >> scale)
-        spectrum = spectrum.unflatten(dim, parts).mean(dim - 1)
-    return spectrum
+    return functools.reduce(operator.add, _folds(spectrum, scale)) / 4**scale
+
+
+def _folds(spectrum: Tensor, scale: int) -> list[Tensor]:
+    """Return the parts of a spectrum (..., h, w) that are one if pixels are left out."""
+    return [part for rows in spectrum.chunk(2**scale, -2) for part in rows.chunk(2**scale, -1)]
 
 
 def gaussian(

@@ -129,9 +129,6 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
             "expected secure_aggregation = False, got True": late and self.secure_aggregation,
             "asynchronous: clients are judged when all have answered; expected remove_harmful = "
             f"0, got {self.remove_harmful}": late and self.remove_harmful,
-            "departed = go: needs asynchronous = True and keep_sums": (
-                self.departed == "go" and not (late and self.keep_sums)
-            ),
         }
         refuse_first(rules)
 

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from flwr.app import Message, MessageType, Metadata, RecordDict
 from flwr.serverapp import Grid
@@ -54,11 +54,6 @@ class AsynchronousStrategy(BaseStrategy):
         at_least=0,
         compared=False,
     )
-    departed: Literal["stay", "go"] = option(
-        "whether what clients sent stays in an asynchronous run when their nodes leave; "
-        "go needs keep_sums, and who comes back is asked anew",
-        default="stay",
-    )
 
     counted: set[int] = state(set)
     left: set[int] = state(set)
@@ -96,8 +91,9 @@ class AsynchronousStrategy(BaseStrategy):
     def leave(self, clients: Collection[int]) -> None:
         """Take what some clients sent out of the sum, and ask them no more.
 
-        Call it between rounds of an asynchronous run, such as in `evaluate_fn`. Remove them from
-        `left` to let them back. After a run, and in others, there is `without`.
+        It needs keep_sums; of a node that is gone, what it sent stays otherwise. Call it between
+        rounds of an asynchronous run, such as in `evaluate_fn`. Remove clients from `left` to let
+        them back. After a run, and in others, there is `without`.
         """
         self.left |= set(clients)
         self.take_out(self.counted & set(clients))
@@ -132,10 +128,6 @@ class AsynchronousStrategy(BaseStrategy):
             self.registry.expect([node for node, partition in told.items() if partition is None])
             self.registry.set_present(nodes)
         unknown = set(self.registry.unknown(nodes))  # go by node ids, which may be others' numbers
-        if self.departed == "go":
-            self.take_out(
-                self.counted - {self.registry.client(n) for n in nodes if n not in unknown}
-            )
         asked_since = time.time() - self._timeout
         busy = {m.dst_node_id for m in self._open.values() if m.created_at >= asked_since}
         done = {*self.counted, *self.left, *excluded}
@@ -192,7 +184,7 @@ class AsynchronousStrategy(BaseStrategy):
         kept: Pairs[T] = []
         for reply, own in pairs:
             client = reply.client
-            gone = not self.registry.is_live(reply.node) and (self.departed == "go" or client < 0)
+            gone = client < 0 and not self.registry.is_live(reply.node)
             if gone or client in {*self.left, *self.held_out}:
                 bad = BadReply("left", f"client {client} is not, or no longer, in the run")
                 self.drop(reply.node, bad, rejected)

@@ -19,7 +19,7 @@ from fedntk.ntk.payloads import FeatureStatistics
 from ...conftest import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Opacus' imports
-DELTA, SPLIT = 1e-5, (0.5, 0.3, 0.2)
+DELTA, PART = 1e-5, 0.6
 
 
 def noise_of(radius, width, num_classes=2, multiplier=1.0, **options):
@@ -34,13 +34,13 @@ def sums(rows, num_classes=2):
 
 
 def numbers(found):
-    return np.concatenate([found.gram, found.class_sums.ravel(), found.counts])
+    return np.concatenate([found.gram, found.class_sums.ravel()])
 
 
 def variance_of_each(noise, survivors=None):
-    (v, s, n), p, classes = noise.variances(survivors), noise.width, noise.num_classes
+    (v, s), p, classes = noise.variances(survivors), noise.width, noise.num_classes
     gram = [v if i == j else v / 2 for i in range(p) for j in range(i, p)]
-    return np.array([*gram, *[s] * classes * p, *[n] * classes])
+    return np.array([*gram, *[s] * classes * p])
 
 
 @pytest.mark.parametrize(("width", "radius"), [(1000, 60), (50, 127), (3, 2), (2, 10**5)])
@@ -61,7 +61,7 @@ def test_rows_are_whole_within_the_radius_and_close_to_what_they_were(width, rad
 @pytest.mark.parametrize(("width", "radius", "examples"), [(1, 3, 1), (3, 3, 1), (2, 3, 4)])
 def test_nobody_moves_the_sums_beyond_the_sensitivity_and_some_attain_it(width, radius, examples):
     """Every whole row within the radius, repeated or with others; also in theorem 3.5's sum."""
-    noise = noise_of(radius, width, 2, 0.7, budget=SPLIT, examples=examples, fewest=1)
+    noise = noise_of(radius, width, 2, 0.7, gram_part=PART, examples=examples, fewest=1)
     every = itertools.product(range(-radius, radius + 1), repeat=width)
     rows = [row for row in every if sum(z * z for z in row) <= radius**2]
     v, a, moved, rng = variance_of_each(noise), ORDERS[:, None], [], np.random.default_rng(0)
@@ -101,8 +101,8 @@ def exact_delta(pairs, epsilon):
 @pytest.mark.parametrize("multiplier", [0.8, 1.5, 3.0])
 def test_epsilon_holds_for_the_exact_privacy_profile(dimension, radius, factor, multiplier):
     """All probabilities are summed, and epsilon / factor is too low. Conversion costs a tenth."""
-    budget = {1: (1 - 1e-9, 1e-9, 0), 2: (0.5, 0.5, 0)}[dimension]  # 1: no class sums
-    noise = noise_of(radius, 1, 1, multiplier, budget=budget, fewest=5)
+    part = {1: 1 - 1e-9, 2: 0.5}[dimension]  # 1: no class sums
+    noise = noise_of(radius, 1, 1, multiplier, gram_part=part, fewest=5)
     for survivors in (5, 7):
         claimed = noise.epsilon(DELTA, survivors)
         pairs = [pair(noise, row, survivors, dimension) for row in range(1, radius + 1)]
@@ -128,7 +128,7 @@ def test_large_numbers_make_it_the_gaussian_mechanism_of_another_accountant(mult
 
 @pytest.mark.parametrize("fewest", [0, 4])
 def test_more_noise_and_more_survivors_mean_less_epsilon(fewest):
-    noise = noise_of(20, 9, budget=SPLIT, fewest=fewest)
+    noise = noise_of(20, 9, gram_part=PART, fewest=fewest)
     for epsilon in (0.1, 1.0, 3.0, 50.0):
         assert 1 - 1e-6 <= noise.calibrated(epsilon, DELTA).epsilon(DELTA) / epsilon <= 1
     of_sigma = [replace(noise, noise_multiplier=s).epsilon(DELTA) for s in (0.5, 1, 2, 9, 50)]
@@ -141,7 +141,7 @@ def test_more_noise_and_more_survivors_mean_less_epsilon(fewest):
 @pytest.mark.parametrize("survivors", [3, 5])
 def test_shares_add_up_to_the_noise_of_those_who_survive(survivors):
     """Chi-square of each number against its Skellam law, at a level of 0.1 % (a fixed seed)."""
-    noise = noise_of(1, 2, 1, 0.9, budget=SPLIT, fewest=3)
+    noise = noise_of(1, 2, 1, 0.9, gram_part=PART, fewest=3)
     rng, own, count = np.random.default_rng(3), sums([[1, 0]], num_classes=1), 4000
     draws = [sum(numbers(noise.add(own, rng)) for _ in range(survivors)) for _ in range(count)]
     draws = np.array(draws) - survivors * numbers(own)
@@ -155,11 +155,11 @@ def test_shares_add_up_to_the_noise_of_those_who_survive(survivors):
 
 
 @pytest.mark.parametrize("fewest", [0, 2])
-def test_noise_off_the_diagonal_has_half_the_variance_and_counts_without_a_part_are_zero(fewest):
+def test_noise_off_the_diagonal_has_half_the_variance_and_counts_are_zero(fewest):
     """Means are within 5 standard errors, and variances within 5 sqrt(2 / n) of theirs."""
     noise = noise_of(127, 120, 40, fewest=fewest)
     own = sums(bound_rows(torch.eye(120), 127), 40)
-    noisy, (v, s, _) = noise.add(own, np.random.default_rng(0)), noise.variances()
+    noisy, (v, s) = noise.add(own, np.random.default_rng(0)), noise.variances()
     assert not noisy.counts.any()
     change, off = noisy.matrix() - own.matrix(), np.triu_indices(120, 1)
     laws = (np.diag(change), v), (change[off], v / 2), (noisy.class_sums - own.class_sums, s)
@@ -184,9 +184,9 @@ def test_the_solution_is_regularised_by_the_noise():
 
 def test_what_would_break_the_promise_is_refused():
     noise, shares = noise_of(3, 2), noise_of(3, 2, fewest=3)
-    budgets = [{"budget": budget} for budget in ((0.5, 0.5, 0.5), (1, 0, 0), (0.6, 0.6, -0.2))]
-    for wrong in ({"radius": 0}, {"fewest": -1}, {"noise_multiplier": math.nan}, *budgets):
-        refused("numbers above 0 and a budget with sum 1", replace, noise, **wrong)
+    parts = [{"gram_part": part} for part in (0.0, 1.0, -0.2)]
+    for wrong in ({"radius": 0}, {"fewest": -1}, {"noise_multiplier": math.nan}, *parts):
+        refused("numbers above 0 and a gram_part below 1", replace, noise, **wrong)
     refused("int64", noise.add, FeatureStatistics.of([torch.eye(2)], torch.arange(2), 2), None)
     refused("int64", noise.add, sums([[1, 1]], 3), None)
     refused("rows of norm 3", noise.add, sums([[3, 1]]), None)
