@@ -577,6 +577,22 @@ def one_exchange() -> str:
     )
 
 
+def federation_minutes() -> str:
+    names = {"one-exchange": "one exchange", "fedavg": "FedAvg", "scaffold": "SCAFFOLD",
+             "ntk-fl": "NTK-FL"}  # fmt: skip
+    rows = []
+    for row in rounds_of("federation_minutes").to_dict("records"):
+        seconds = "" if np.isnan(row["seconds"]) else f"{row['seconds']:.0f}"
+        moments = (f"{row[name]:.0f}" for name in ("answered", "until"))
+        accuracy, load = f"{100 * row['accuracy']:.1f}", f"{row['load']:.1f}"
+        rows.append([names[row["method"]], seconds, *moments, row["rounds"], accuracy, load])
+    return markdown(
+        "method | seconds to 88 % | first replies added up after, s | ended after, s | rounds"
+        " | accuracy at the end, % | load before",
+        rows,
+    )
+
+
 def closed_form() -> str:
     methods = ["AFL", "Fed3R", "FedNCM", "TCT, last-layer", "TCT, fourier", "AFL, fourier"]
     table = rounds_of("closed_form").query("split == 'one class a client'")
@@ -754,8 +770,8 @@ TABLES: dict[str, Callable[..., str]] = {
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
-        closed_form, one_exchange, uncertainty, uncertainty_sets, feature_learning_groups,
-        feature_learning_iid, sums_privacy, liars_in_sums, round_costs,
+        closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
+        feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, round_costs,
     )
 } | {"costs": costs.table}  # fmt: skip
 
