@@ -73,6 +73,30 @@ class Config(SplitSettings, frozen=True, eq=True):
         1, "rounds from one evaluation to the next; the last round always has one", at_least=1
     )
     min_completed: int = setting(1, "fewest valid replies that change the model", at_least=1)
+    over_selection: float = setting(
+        1.0,
+        "factor of the clients that are asked to train: the first clients-per-round with valid "
+        "replies count, and the others are not waited for",
+        at_least=1,
+    )
+    round_deadline: float = setting(
+        0.0,
+        "seconds after which each exchange of a round goes on with the replies that have come; 0: "
+        "it waits for all",
+        at_least=0,
+    )
+    lost_share: float = setting(
+        0.0,
+        "share of the clients, drawn anew in each round, that are gone for its training",
+        at_least=0,
+        below=1,
+    )
+    late_share: float = setting(
+        0.0,
+        "share of the clients, drawn in the same way, that train and answer after round-deadline",
+        at_least=0,
+        below=1,
+    )
     average_decay: float = setting(
         0.0,
         "decay of an exponential mean of the weights over rounds, evaluated and returned instead "
@@ -264,6 +288,16 @@ class Config(SplitSettings, frozen=True, eq=True):
             raise ConfigError(
                 f"clients-per-round: expected 1 ... {trainable}, the clients that train, got "
                 f"{self.clients_a_round}"
+            )
+        if self.lost_share + self.late_share >= 1:
+            raise ConfigError(
+                "lost-share, late-share: expected less than 1 together, got "
+                f"{self.lost_share:g} and {self.late_share:g}"
+            )
+        if self.late_share and not self.round_deadline:
+            raise ConfigError(
+                "late-share: expected a round-deadline, after which replies are late, got 0; set "
+                "it, such as to 0.01 in one process"
             )
         if self.monitor.startswith("client-") and not self.clients_per_evaluation:
             raise ConfigError(

@@ -57,6 +57,8 @@ def make_strategy(setup: Setup) -> BaseStrategy:
     options: dict[str, Any] = {
         "seed": config.seed,
         "min_completed": config.min_completed,
+        "over_selection": config.over_selection,
+        "round_deadline": config.round_deadline,
         "average_decay": config.average_decay,
         "centre_inputs": config.centre_inputs,
         "max_examples": setup.max_examples,

@@ -1,14 +1,13 @@
 """Replies that count in whichever round they come, for methods whose result no order changes.
 
-Beyond the papers. A round asks the live clients that have yet to answer, and goes on after some
-seconds with what has come; a reply to the message of an earlier round counts when it comes. Each
+Beyond the papers. A round asks the live clients that have yet to answer, and goes on at its
+deadline with what has come; a reply to the message of an earlier round counts when it comes. Each
 message is answered once, by the node that was asked, and each client counts once.
 """
 
-import itertools
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 from flwr.app import Message, MessageType, Metadata, RecordDict
@@ -18,10 +17,9 @@ from fedntk.ntk import BadReply
 from fedntk.ntk.options import option, state
 
 from .base import BaseStrategy
-from .exchange import Pairs
+from .exchange import Pairs, push
 
 T = TypeVar("T")
-POLL = 1.0  # seconds between two looks for replies
 
 
 class AsynchronousStrategy(BaseStrategy):
@@ -37,16 +35,10 @@ class AsynchronousStrategy(BaseStrategy):
 
     asynchronous: bool = option(
         "whether a reply counts in whichever round it comes: a round asks the live clients that "
-        "have yet to answer, and ends when all have, when a new node is there, or after "
-        "round_seconds",
+        "have yet to answer, and ends when all have, when a new node is there, or at its "
+        "round_deadline, which is needed; a client without an answer after the run's timeout is "
+        "asked again",
         default=False,
-    )
-    round_seconds: float = option(
-        "longest time that an asynchronous round waits for replies; a client without an answer "
-        "after the run's timeout is asked again",
-        default=60.0,
-        above=0,
-        compared=False,
     )
     stop_at_clients: int = option(
         "number of counted clients at which an asynchronous run ends; 0: after all its rounds",
@@ -59,10 +51,19 @@ class AsynchronousStrategy(BaseStrategy):
     left: set[int] = state(set)
     _open: dict[str, Metadata] = state(dict, saved=False)  # messages without a reply, by id
 
+    def check(self) -> None:
+        """Refuse rounds that only end when all have answered."""
+        super().check()
+        if self.asynchronous and not self.round_deadline:
+            raise ValueError(
+                "asynchronous: expected a round_deadline, the seconds after which a round goes on "
+                "with what has come, got 0; set it, such as to 60"
+            )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.asynchronous:  # a new node's answer is not waited for any longer than others
-            self.query_timeout = min(self.query_timeout, self.round_seconds)
+            self.query_timeout = min(self.query_timeout, self.round_deadline)
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
         """Share another strategy's clients; its rounds wait for all replies."""
@@ -82,11 +83,6 @@ class AsynchronousStrategy(BaseStrategy):
     def gives_up(self) -> bool:
         """Whether the first rounds must bring a reply; an asynchronous run waits for late ones."""
         return not self.asynchronous
-
-    @property
-    def replies_at_once(self) -> int:
-        """Number of replies that are taken from the grid together."""
-        return 100
 
     def leave(self, clients: Collection[int]) -> None:
         """Take what some clients sent out of the sum, and ask them no more.
@@ -149,35 +145,20 @@ class AsynchronousStrategy(BaseStrategy):
 
     # ----------------------------------------------------------------------- receiving
 
-    def receive(
-        self, grid: Grid, stage: str, messages: Iterable[Message], timeout: float
-    ) -> Iterable[Message]:
+    def receive(self, grid: Grid, stage: str, messages: Iterable[Message]) -> Iterable[Message]:
         """Send messages; also return late replies to those of earlier rounds."""
-        if not self.asynchronous:
-            return super().receive(grid, stage, messages, timeout)
-        if stage != MessageType.TRAIN:
-            return super().receive(grid, stage, messages, min(timeout, self.round_seconds))
-        messages = list(messages)
-        sent = set(grid.push_messages(messages))
-        asked = {m.metadata.message_id: m.metadata for m in messages}
-        self._open |= {number: asked[number] for number in sent & asked.keys()}
-        return self._arriving(grid, asked=bool(messages))
+        if not self.asynchronous or stage != MessageType.TRAIN:
+            return super().receive(grid, stage, messages)
+        asked = push(grid, messages)
+        self._open |= asked
+        waiting, counted = len(self._open), len(self.counted)
 
-    def _arriving(self, grid: Grid, *, asked: bool) -> Iterator[Message]:
-        """Yield replies as they come, until the round is over."""
-        end, came = time.monotonic() + self.round_seconds, len(self.counted)
-        while True:
-            waiting = iter(list(self._open))
-            while part := list(itertools.islice(waiting, self.replies_at_once)):
-                for reply in grid.pull_messages(part):
-                    self._open.pop(reply.metadata.reply_to_message_id, None)
-                    came += 1
-                    yield reply
-            all_in = (asked and not self._open) or 0 < self.stop_at_clients <= came
-            seconds = end - time.monotonic()
-            if all_in or seconds <= 0 or self._new(grid.get_node_ids()):
-                return
-            time.sleep(min(POLL, seconds))
+        def is_over() -> bool:
+            came = counted + waiting - len(self._open)
+            all_in = (bool(asked) and not self._open) or 0 < self.stop_at_clients <= came
+            return all_in or bool(self._new(grid.get_node_ids()))
+
+        return self.poll(grid, self._open, is_over)
 
     def count_once(self, pairs: Pairs[T], rejected: Counter[str]) -> Pairs[T]:
         """Return the replies of clients that have not been counted, which now are."""

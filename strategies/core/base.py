@@ -232,7 +232,6 @@ class BaseStrategy(Sampling):
                 initial_arrays,
                 num_rounds,
                 checkpoints,
-                timeout=timeout,
                 train_config=train_config,
                 evaluate_config=evaluate_config or ConfigRecord(),
                 evaluate_fn=evaluate_fn,

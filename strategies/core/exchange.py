@@ -4,12 +4,22 @@ A reply counts if it answers a message of its stage, comes from the node that wa
 first to do so, and can be parsed. All others are dropped, logged and counted; none ends the run.
 """
 
+import itertools
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from logging import WARNING, getLogger
 from typing import Any, ClassVar, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    Metadata,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -29,6 +39,7 @@ Parse = Callable[[Reply], T]  # or BadReply
 Accepted = tuple[Pairs[T], Counter[str]]  # what was parsed; reasons why others were rejected
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]  # new arrays and metrics, if any
+POLL = 1.0  # seconds between two looks for replies
 
 
 class Exchanges(Declared, FedAvg):
@@ -74,6 +85,13 @@ class Exchanges(Declared, FedAvg):
         above=0,
         compared=False,
     )
+    round_deadline: float = option(
+        "seconds after which each exchange of a round goes on with the replies that have come; "
+        "late replies are dropped; 0: as long as the run's timeout",
+        default=0.0,
+        at_least=0,
+        compared=False,
+    )
     outlier_factor: float = option(
         "with three clients or more, a reply is dropped if its change of the weights, or what else "
         "a method compares, is this many times the median client's or more; raise it if clients "
@@ -114,6 +132,7 @@ class Exchanges(Declared, FedAvg):
         self._claimants: set[int] = set()  # nodes whose newest replies told their partitions
         self._grid: Grid | None = None
         self._owner: Exchanges | None = None  # the strategy within which this one works
+        self._wanted: int | None = None  # replies that end a round's training; None: all
         self._timeout: float = 3600
 
     def check(self) -> None:
@@ -206,6 +225,13 @@ class Exchanges(Declared, FedAvg):
             raise RuntimeError("call configure_train first, which sets the grid")
         return self._grid.send_and_receive(messages, timeout=timeout)
 
+    def timeout_of(self, stage: str) -> float:
+        """Return the seconds that an exchange waits for replies."""
+        first = self._owner or self
+        asked = stage in (MessageType.TRAIN, MessageType.EVALUATE)
+        limit = first._timeout if asked else self.query_timeout
+        return min(limit, first.round_deadline or limit)
+
     def exchange(
         self, nodes: Sequence[int], stage: str, arrays: ArrayRecord, parse: Parse[T]
     ) -> Accepted[T]:
@@ -216,23 +242,54 @@ class Exchanges(Declared, FedAvg):
         """
         config = self._configs.get(stage, ConfigRecord())
         messages = self.messages(nodes, stage, arrays, config)
-        asked_again = stage in (MessageType.TRAIN, MessageType.EVALUATE)
-        timeout = (self._owner or self)._timeout if asked_again else self.query_timeout
-        return self.accepted(self._sent(messages, timeout), parse, stage)
+        return self.accepted(self._sent(messages, self.timeout_of(stage)), parse, stage)
 
     # --------------------------------------------------------------- receiving
 
-    def receive(
-        self, grid: Grid, stage: str, messages: Iterable[Message], timeout: float
-    ) -> Iterable[Message]:
-        """Send a round's messages of a stage, and return the replies."""
-        return grid.send_and_receive(messages, timeout=timeout)
+    def receive(self, grid: Grid, stage: str, messages: Iterable[Message]) -> Iterable[Message]:
+        """Send a round's messages of a stage, and return the replies, as they come if it can."""
+        if stage != MessageType.TRAIN or self._wanted is None:
+            return grid.send_and_receive(messages, timeout=self.timeout_of(stage))
+        waiting = push(grid, messages)
+        return self.poll(grid, waiting, lambda: not waiting)
+
+    def poll(
+        self, grid: Grid, waiting: dict[str, Metadata], is_over: Callable[[], bool]
+    ) -> Iterator[Message]:
+        """Yield replies to messages of training as they come, for as long as a round waits.
+
+        Answered messages are taken out of those `waiting`, by id.
+        """
+        end = time.monotonic() + self.timeout_of(MessageType.TRAIN)
+        while True:
+            ids = iter(list(waiting))
+            while part := list(itertools.islice(ids, self.replies_at_once)):
+                for reply in list(grid.pull_messages(part)):
+                    waiting.pop(reply.metadata.reply_to_message_id, None)
+                    yield reply
+            seconds = end - time.monotonic()
+            if seconds <= 0 or is_over():
+                return
+            time.sleep(min(POLL, seconds))
+
+    @property
+    def replies_at_once(self) -> int:
+        """Number of replies that are taken from the grid together."""
+        return 100
+
+    def take_wanted(self, stage: str) -> int | None:
+        """Return how many replies a round's first training exchange is to use, once; else None."""
+        if stage != MessageType.TRAIN:
+            return None
+        wanted, self._wanted = self._wanted, None
+        return wanted
 
     def accepted(self, replies: Iterable[Message], parse: Parse[T], stage: str) -> Accepted[T]:
         """Parse the replies of a stage, dropping those that cannot be used.
 
         Each message is answered once, by the node that was asked. After an error a client is sent
-        again all that it may have lost. Only replies that are used claim a partition.
+        again all that it may have lost. Only replies that are used claim a partition. If more
+        clients were asked than are wanted, the first replies that can be parsed are used.
 
         `parse` turns a reply into what the method needs of it, or raises BadReply. It must not
         change anything: the reply may yet be dropped. What was parsed is sorted by client, and
@@ -240,17 +297,9 @@ class Exchanges(Declared, FedAvg):
         """
         sent = self._exchanges.get(stage, Exchange())
         is_train = not stage.startswith(MessageType.EVALUATE)
-        contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
-        rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
-        self._identify(contents, sent)
-        for message in errors:
-            self.last_refusal = f"{message.error.reason}"
-            if (node := sent.node_asked(message)) is not None:
-                self.forget_sent(self.registry.client(node))
-                if self._seeds is not None:
-                    self._seeds.forget(node)
-        parsed: Pairs[T] = []
-        for message in contents:
+        wanted, parsed, rejected = self.take_wanted(stage), list[tuple[Reply, T]](), Counter[str]()
+
+        def take(message: Message) -> None:
             try:
                 client = self.registry.client(sent.take(message))
                 reply = Reply(message, client, self.weighted_by_key, self.max_examples)
@@ -259,6 +308,25 @@ class Exchanges(Declared, FedAvg):
             except Exception as error:  # a reply may hold anything; none may end the run
                 bad = error if isinstance(error, BadReply) else BadReply("malformed", str(error))
                 self.drop(message.metadata.src_node_id, bad, rejected)
+
+        if wanted is not None:  # all that were asked have said before who they are
+            came, every = list[Message](), iter(replies)
+            while len(parsed) < wanted and (message := next(every, None)) is not None:
+                came.append(message)
+                if message.has_content():
+                    take(message)
+            replies = came
+        contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
+        rejected.update({"error": len(errors)} if errors else {})
+        self._identify(contents, sent)
+        for message in errors:
+            self.last_refusal = f"{message.error.reason}"
+            if (node := sent.node_asked(message)) is not None:
+                self.forget_sent(self.registry.client(node))
+                if self._seeds is not None:
+                    self._seeds.forget(node)
+        for message in contents if wanted is None else ():
+            take(message)
         used = {reply.node for reply, _ in parsed}
         return self._remaining(parsed, self._claimants - used), rejected
 
@@ -346,6 +414,13 @@ class Exchanges(Declared, FedAvg):
                 self.min_completed,
             )
         return completed >= self.min_completed
+
+
+def push(grid: Grid, messages: Iterable[Message]) -> dict[str, Metadata]:
+    """Send messages; return those that the grid took, by id."""
+    messages = list(messages)
+    taken = set(grid.push_messages(messages))
+    return {m.metadata.message_id: m.metadata for m in messages if m.metadata.message_id in taken}
 
 
 def _reported_partitions(replies: Iterable[Message]) -> dict[int, int | None]:

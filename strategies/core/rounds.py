@@ -25,7 +25,6 @@ def run_rounds(
     num_rounds: int,
     checkpoints: RunCheckpoints | None,
     *,
-    timeout: float,
     train_config: ConfigRecord,
     evaluate_config: ConfigRecord,
     evaluate_fn: EvaluateFn | None,
@@ -63,7 +62,7 @@ def run_rounds(
     for number in () if is_last(done) else range(done + 1, num_rounds + 1):
         logger.info("[ROUND %s/%s]", number, num_rounds)
         messages = strategy.configure_train(number, arrays, train_config, grid)
-        replies = strategy.receive(grid, MessageType.TRAIN, messages, timeout)
+        replies = strategy.receive(grid, MessageType.TRAIN, messages)
         found = strategy.aggregate_train(number, replies)
         if not (isinstance(found, tuple) and isinstance(found[0], ArrayRecord | None)):
             raise TypeError(
@@ -83,7 +82,7 @@ def run_rounds(
             raise error
         judged = strategy.choose_evaluated(arrays)
         messages = strategy.configure_evaluate(number, judged, evaluate_config, grid)
-        replies = strategy.receive(grid, MessageType.EVALUATE, messages, timeout)
+        replies = strategy.receive(grid, MessageType.EVALUATE, messages)
         metrics = strategy.aggregate_evaluate(number, replies)
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from logging import INFO
 
 import numpy as np
+from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from fedntk.ntk.options import option
@@ -20,6 +21,12 @@ class Sampling(Exchanges):
     """A strategy that samples its nodes by the partitions that they report."""
 
     seed: int = option("seed of the sampling of clients", default=0, at_least=0)
+    over_selection: float = option(
+        "factor of the clients that are asked to train: as many as without it are used, the first "
+        "whose replies are valid, and the others are not waited for (Bonawitz et al. 2019)",
+        default=1.0,
+        at_least=1,
+    )
     held_out: Sequence[int] = option("partitions never sampled for training", default=())
     evaluate_without: Sequence[int] = option(
         "partitions never sampled for evaluation", default=(), compared=False
@@ -37,7 +44,8 @@ class Sampling(Exchanges):
         """Node ids of a sample drawn by client, in the order of the clients.
 
         The strategy's seed, round and stage seed the draw of ``max(int(fraction * available),
-        minimum)`` nodes, or of all if they are fewer, without the `excluded` partitions.
+        minimum)`` nodes, times `over_selection` for training, or of all if they are fewer, without
+        the `excluded` partitions.
         """
         if self._owner is not None:
             self._grid = grid
@@ -78,7 +86,10 @@ class Sampling(Exchanges):
             for node in nodes
             if self.registry.partitions[node] not in excluded
         )
-        size = min(wanted, len(candidates))
+        wanted = size = min(wanted, len(candidates))
+        if stage == MessageType.TRAIN:
+            size = min(round(self.over_selection * wanted), len(candidates))
+            self._wanted = wanted if size > wanted else None
         logger.log(INFO, "configure_%s: sampled %d of %d nodes", stage, size, len(nodes))
         return candidates, size
 

@@ -204,7 +204,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             RecordDict({self.configrecord_key: self.config_for(client, config)}) for client in asked
         ]
         messages = self.address([nodes[client] for client in asked], contents, stage)
-        for reply in grid.send_and_receive(messages, timeout=self.query_timeout):
+        for reply in grid.send_and_receive(messages, timeout=self.timeout_of(stage)):
             node = reply.metadata.src_node_id
             try:
                 client = self.registry.client(self._exchanges[stage].take(reply))

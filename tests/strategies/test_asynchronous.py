@@ -16,7 +16,7 @@ from .test_one_exchange import CLIENTS, fixed, run
 
 SOON = 1e-9  # s, in which a round looks for replies once
 open_strategy = partial(
-    fixed, asynchronous=True, round_seconds=SOON, min_available_nodes=1, min_train_nodes=1
+    fixed, asynchronous=True, round_deadline=SOON, min_available_nodes=1, min_train_nodes=1
 )
 ROUNDS, EVERYONE = 4, range(6)
 _contents: dict[int, RecordDict] = {}  # partition -> what its client always answers

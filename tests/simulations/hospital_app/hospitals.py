@@ -131,7 +131,7 @@ def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = Non
         bootstrap = SeededFedAvg(fraction_evaluate=0.0)
         return TCT(network=network(), bootstrap=bootstrap, bootstrap_rounds=1, **options)
     if method == "one-exchange":
-        options |= {"asynchronous": True, "stop_at_clients": 3}
+        options |= {"asynchronous": True, "round_deadline": 60, "stop_at_clients": 3}
         return OneExchange(network=network_of(method), **options)
     options |= {"learning_rate": 0.05, "steps": (5, 20, 80)}
     if method == "ntk-fl":
