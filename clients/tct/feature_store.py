@@ -203,12 +203,18 @@ class FeatureStore(DiskStore):
         set_weights(self.model, self.network)
         return self.feature_map.extractor(self.model, chunk_size=self.chunk_size)
 
-    def remember(self, server_round: int, coefficients: Tensor, linear: Tensor) -> None:
-        """Keep A_k (n, C) of this round and the model sent, beside those of some rounds before."""
+    def remember(
+        self, server_round: int, coefficients: Tensor, linear: Tensor, *, needed: int = 0
+    ) -> None:
+        """Keep A_k (n, C) of this round and the model sent, beside those of some rounds before.
+
+        A_k of the round `needed` stays, however old: the reply of this one may yet be lost.
+        """
         self.save(f"state-{server_round:06}", coefficients=coefficients.numpy())
         self.save(f"sent-{server_round:06}", linear=linear.numpy())
         self.remove(pattern="sent-*.npz", all_but=self.names("sent-*.npz")[-SENT:])
-        self.remove(pattern="state-*.npz", all_but=self.names("state-*.npz")[-STATES:])
+        kept = [*self.names("state-*.npz")[-STATES:], f"state-{needed:06}"]
+        self.remove(pattern="state-*.npz", all_but=kept)
 
     def of_round(self, kind: Literal["state", "sent", "carried"], number: int) -> Tensor | None:
         """Return what is kept of a round: A_k after it, the model sent, or c_k itself; or None."""
@@ -228,10 +234,11 @@ class FeatureStore(DiskStore):
             control = -rows.transposed_matmul(coefficients.float())
             self.remember_vector(server_round, control)
 
-    def remember_vector(self, server_round: int, control: Tensor) -> None:
+    def remember_vector(self, server_round: int, control: Tensor, *, needed: int = 0) -> None:
         """Keep c_k (p, C) of a round itself, where its features are not kept or will change."""
         self.save(f"carried-{server_round:06}", control=control.numpy())
-        self.remove(pattern="carried-*.npz", all_but=self.names("carried-*.npz")[-SENT:])
+        kept = [*self.names("carried-*.npz")[-SENT:], f"carried-{needed:06}"]
+        self.remove(pattern="carried-*.npz", all_but=kept)
 
     def _tensor(self, name: str) -> Tensor | None:
         return next(map(torch.from_numpy, self.load(name).values()), None)

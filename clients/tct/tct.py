@@ -250,13 +250,13 @@ class TCTClient(SumsClient, SGDClient):
         if not bool(torch.isfinite(result).all()):
             return [], len(targets), {**metrics, "diverged": 1}
         if task.corrected:
-            store.remember(server_round, after, theta)
+            store.remember(server_round, after, theta, needed=task.state_round)
             if self.keep == "nothing":  # c_k = c_k - c - (theta_k - theta) / (M eta)
                 kept = task.state_round
                 before = store.of_round("carried", kept) if kept else torch.zeros(1)
                 if before is not None:
                     vector = before - control - (result - theta) / task.span
-                    store.remember_vector(server_round, vector)
+                    store.remember_vector(server_round, vector, needed=kept)
         metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
         return _reply({TCTModel.ARRAYS[0]: result.numpy()}, len(targets), metrics)
 

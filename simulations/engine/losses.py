@@ -1,8 +1,9 @@
 """Losses as part of an experiment: clients that are gone in a round, or answer too late."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import Error, Message, MessageType
@@ -11,18 +12,10 @@ from flwr.serverapp import Grid
 from fedntk.strategies import BaseStrategy
 
 from ._flower import stamp
-from .engines import NODE_UNAVAILABLE, WrappedGrid
+from .engines import NODE_UNAVAILABLE
 
 
-class _Sorted(NamedTuple):
-    """What arrives, what is late among it, and errors for the rest."""
-
-    arriving: list[Message]
-    late: list[Message]
-    errors: list[Message]
-
-
-class LossyGrid(WrappedGrid):
+class LossyGrid:
     """A grid on which clients are lost or late in a round's training, drawn by (seed, round).
 
     A lost client gets none of the round's training messages, and the server gets Flower's error for
@@ -32,12 +25,15 @@ class LossyGrid(WrappedGrid):
     """
 
     def __init__(
-        self, grid: Grid, strategy: BaseStrategy, *, seed: int, lost: float, late: float
+        self, grid: Grid, strategy: BaseStrategy, seed: int, lost: float, late: float
     ) -> None:
-        super().__init__(grid)
-        self._strategy, self._seed, self._lost, self._late = strategy, seed, lost, late
+        self._grid, self._strategy, self._seed = grid, strategy, seed
+        self._lost, self._late = lost, late
         self._errors: dict[str, Message] = {}
-        self._asked_in: dict[str, int] = {}  # id of a message to a late client -> its round
+        self._late_since: dict[str, int] = {}  # id of a message to a late client -> its round
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
 
     def fate(self, client: int, server_round: int) -> Literal["lost", "late", "in time"]:
         """Return what becomes of a client in a round; `client` is its id in the registry."""
@@ -47,43 +43,39 @@ class LossyGrid(WrappedGrid):
             return "lost"
         return "late" if drawn < self._lost + self._late else "in time"
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send what arrives."""
-        sent, server_round = self._sort(messages), self._strategy.server_round
-        ids = list(self.grid.push_messages(sent.arriving))
-        self._asked_in |= {m.metadata.message_id: server_round for m in sent.late}
-        errors = {error.metadata.reply_to_message_id: error for error in sent.errors}
-        self._errors |= errors
-        return [*errors, *ids]
+        errors, in_time, late = self._sort(messages)
+        ids = list(self._grid.push_messages([*in_time, *late]))
+        now = self._strategy.server_round
+        self._late_since |= {message.metadata.message_id: now for message in late}
+        self._errors |= (own := {error.metadata.reply_to_message_id: error for error in errors})
+        return [*own, *ids]
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return errors, and the replies that are there by now."""
         ids, now = list(message_ids), self._strategy.server_round
         errors = [self._errors.pop(number) for number in ids if number in self._errors]
-        ready = [number for number in ids if self._asked_in.get(number, -1) < now]
-        return [*errors, *self.grid.pull_messages(ready)]
+        due = [number for number in ids if self._late_since.get(number, -1) < now]
+        return [*errors, *self._grid.pull_messages(due)]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Return errors, and the replies that come in time."""
-        sent = self._sort(messages)
-        replies = self.grid.send_and_receive(sent.arriving, timeout=timeout)
-        late = {message.metadata.message_id for message in sent.late}
-        in_time = (reply for reply in replies if reply.metadata.reply_to_message_id not in late)
-        return itertools.chain(sent.errors, in_time)
+        errors, in_time, late = self._sort(messages)
+        replies = self._grid.send_and_receive([*in_time, *late], timeout=timeout)
+        ids = {message.metadata.message_id for message in late}
+        counted = (reply for reply in replies if reply.metadata.reply_to_message_id not in ids)
+        return itertools.chain(errors, counted)
 
-    def _sort(self, messages: Iterable[Message]) -> _Sorted:
-        found, server_round = _Sorted([], [], []), self._strategy.server_round
+    def _sort(self, messages: Iterable[Message]) -> tuple[list[Message], ...]:
+        """Return errors for what is lost, and the messages that are answered in time and late."""
+        now, by_fate = self._strategy.server_round, defaultdict[str, list[Message]](list)
         for message in messages:
             client = self._strategy.registry.client(message.metadata.dst_node_id)
             training = message.metadata.message_type == MessageType.TRAIN
-            fate = self.fate(client, server_round) if training else "in time"
-            if fate == "lost":
-                reason = Error(NODE_UNAVAILABLE, f"client {client} is lost in this round")
-                found.errors.append(Message(reason, reply_to=stamp(message)))
-                continue
-            found.arriving.append(message)
-            if fate == "late":
-                found.late.append(message)
-        return found
+            by_fate[self.fate(client, now) if training else "in time"].append(message)
+        error = Error(NODE_UNAVAILABLE, f"lost in round {now}, as the settings say")
+        errors = [Message(error, reply_to=stamp(message)) for message in by_fate["lost"]]
+        return errors, by_fate["in time"], by_fate["late"]

@@ -27,7 +27,7 @@ from ..models import network_checksum
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
 from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints, OnRound
-from .engines import MeteredGrid, WrappedGrid
+from .engines import MeteredGrid
 from .losses import LossyGrid
 from .recorder import Recorder
 
@@ -146,10 +146,10 @@ def _serve(
         recorder.go_on_from(checkpoint, initial)
     elif resume:
         logger.warning("no checkpoint in %s can be used: starting with round 1", folder)
-    lossy: WrappedGrid = metered
+    lossy: Any = metered
     if config.lost_share or config.late_share:
-        shares = {"lost": config.lost_share, "late": config.late_share}
-        lossy = LossyGrid(metered, strategy, seed=config.seed, **shares)
+        shares = config.lost_share, config.late_share
+        lossy = LossyGrid(metered, strategy, config.seed, *shares)
         strategy.sample(lossy, 0, "losses", 0.0, 1)  # asks who is who: losses are drawn by client
     try:
         strategy.start(

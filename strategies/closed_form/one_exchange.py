@@ -127,6 +127,8 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
             ),
             "asynchronous: the masks of a secure sum cancel only if all answer in one round; "
             "expected secure_aggregation = False, got True": late and self.secure_aggregation,
+            "asynchronous: expected a round_deadline, the seconds after which a round goes on with "
+            "what has come, such as 60, got 0": late and not self.round_deadline,
             "asynchronous: clients are judged when all have answered; expected remove_harmful = "
             f"0, got {self.remove_harmful}": late and self.remove_harmful,
         }

@@ -51,15 +51,6 @@ class AsynchronousStrategy(BaseStrategy):
     left: set[int] = state(set)
     _open: dict[str, Metadata] = state(dict, saved=False)  # messages without a reply, by id
 
-    def check(self) -> None:
-        """Refuse rounds that only end when all have answered."""
-        super().check()
-        if self.asynchronous and not self.round_deadline:
-            raise ValueError(
-                "asynchronous: expected a round_deadline, the seconds after which a round goes on "
-                "with what has come, got 0; set it, such as to 60"
-            )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.asynchronous:  # a new node's answer is not waited for any longer than others

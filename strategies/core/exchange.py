@@ -11,15 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from logging import WARNING, getLogger
 from typing import Any, ClassVar, TypeVar
 
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    Metadata,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -254,7 +246,7 @@ class Exchanges(Declared, FedAvg):
         return self.poll(grid, waiting, lambda: not waiting)
 
     def poll(
-        self, grid: Grid, waiting: dict[str, Metadata], is_over: Callable[[], bool]
+        self, grid: Grid, waiting: dict[str, Any], is_over: Callable[[], bool]
     ) -> Iterator[Message]:
         """Yield replies to messages of training as they come, for as long as a round waits.
 
@@ -277,13 +269,6 @@ class Exchanges(Declared, FedAvg):
         """Number of replies that are taken from the grid together."""
         return 100
 
-    def take_wanted(self, stage: str) -> int | None:
-        """Return how many replies a round's first training exchange is to use, once; else None."""
-        if stage != MessageType.TRAIN:
-            return None
-        wanted, self._wanted = self._wanted, None
-        return wanted
-
     def accepted(self, replies: Iterable[Message], parse: Parse[T], stage: str) -> Accepted[T]:
         """Parse the replies of a stage, dropping those that cannot be used.
 
@@ -297,7 +282,8 @@ class Exchanges(Declared, FedAvg):
         """
         sent = self._exchanges.get(stage, Exchange())
         is_train = not stage.startswith(MessageType.EVALUATE)
-        wanted, parsed, rejected = self.take_wanted(stage), list[tuple[Reply, T]](), Counter[str]()
+        wanted = self._wanted if stage == MessageType.TRAIN else None
+        parsed, rejected = list[tuple[Reply, T]](), Counter[str]()
 
         def take(message: Message) -> None:
             try:
@@ -416,8 +402,8 @@ class Exchanges(Declared, FedAvg):
         return completed >= self.min_completed
 
 
-def push(grid: Grid, messages: Iterable[Message]) -> dict[str, Metadata]:
-    """Send messages; return those that the grid took, by id."""
+def push(grid: Grid, messages: Iterable[Message]) -> dict[str, Any]:
+    """Send messages; return the metadata of those that the grid took, by id."""
     messages = list(messages)
     taken = set(grid.push_messages(messages))
     return {m.metadata.message_id: m.metadata for m in messages if m.metadata.message_id in taken}

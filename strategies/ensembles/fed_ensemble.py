@@ -294,7 +294,7 @@ class FedEnsemble(BaseStrategy):
         """Have each model's strategy aggregate the replies of its clients."""
         sent = self._exchanges.get(MessageType.TRAIN, Exchange())
         of_model: dict[int, list[Message]] = {k: [] for k in sorted(set(self._model_of.values()))}
-        rejected, wanted, came = Counter[str](), self.take_wanted(MessageType.TRAIN), 0
+        rejected, came = Counter[str](), 0
         for reply in replies:
             if (node := sent.node_asked(reply)) is None:
                 bad = BadReply("not-asked", "it answers no message of this round")
@@ -302,7 +302,7 @@ class FedEnsemble(BaseStrategy):
             else:
                 of_model[self._model_of[node]].append(reply)
                 came += reply.has_content()
-            if came == wanted:  # the models' strategies have yet to check these
+            if came == self._wanted:  # the models' strategies have yet to check these
                 break
         self._drop_outliers(of_model, rejected)
         models = EnsembleArrays.from_arrays(self.global_arrays).models

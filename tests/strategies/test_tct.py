@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedntk.clients import SGDClient, TCTClient, received
+from fedntk.clients.tct import feature_store
 from fedntk.ntk import FeatureMap
 from fedntk.strategies import TCT, SeededFedAvg
 
@@ -121,6 +122,21 @@ def test_a_reply_that_never_came_does_not_change_c(clients):
     after = start(strategy, grid, rounds=5)
     expected = scaffold([range(6), [0, 1, 3, 5], range(6), range(6)])
     assert distance(after[LINEAR], expected) < 1e-4
+
+
+@pytest.mark.parametrize("keep", ["features", "nothing"])
+def test_a_client_whose_replies_are_lost_for_long_goes_on_from_its_last_c_k(
+    keep, tmp_path, monkeypatch
+):
+    """More rounds in a row than states are kept: no correction starts again."""
+    monkeypatch.setattr(feature_store, "STATES", 2)
+    strategy, grid = make(normalise=False), Grid(served(tmp_path, keep=keep))
+    rounds = 2 + 3
+    grid.changes = {2: in_rounds(strategy, range(3, rounds + 1), lost)}
+    after = start(strategy, grid, rounds=rounds + 2)
+    sampled = [range(6)] * 2 + [[0, 1, 3, 4, 5]] * (rounds - 2) + [range(6)] * 2
+    assert distance(after[LINEAR], scaffold(sampled, normalise=False)) < 1e-4
+    assert "rejected-lost-state" not in strategy.train_metrics[rounds + 1]
 
 
 @pytest.mark.parametrize(
