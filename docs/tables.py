@@ -733,6 +733,22 @@ def liars_in_sums() -> str:
     )
 
 
+def losses() -> str:
+    """Accuracy of each method without losses, and with clients lost and late."""
+    table = rounds_of("losses")
+    names = {"none": "No losses", "lost": "30 % lost", "late": "30 % lost, 30 % late"}
+    kinds = [kind for kind in names if kind in set(table.losses)]
+
+    def cell(rows: pd.DataFrame) -> str:
+        return joined(100 * rows.accuracy, ".1f")
+
+    rows = [
+        [method, *(cell(own[own.losses == kind]) or "-" for kind in kinds), int(own.rounds.iloc[0])]
+        for method, own in table.sort_values("seed").groupby("method")
+    ]
+    return markdown(" | ".join(["Method", *(names[kind] for kind in kinds), "Rounds"]), rows)
+
+
 def round_costs() -> str:
     """Return a row for each way to run clients and number of clients that was measured."""
     names = {
@@ -771,7 +787,8 @@ TABLES: dict[str, Callable[..., str]] = {
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
-        feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, round_costs,
+        feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, losses,
+        round_costs,
     )
 } | {"costs": costs.table}  # fmt: skip
 

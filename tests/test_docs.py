@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import pkgutil
 import re
+import sys
 import tomllib
+from collections import Counter
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 
 from fedntk.simulations.cli import app
 
-from .conftest import FILE, ROOT
+from .conftest import FILE, ROOT, output_of
 
 ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -110,13 +112,32 @@ def test_the_citation_file_cites_what_the_bibliography_has():
     assert (citation["license"], citation["title"]) == (PROJECT["license"], PROJECT["name"])
     bibliography = text_of(ROOT / "docs" / "references.bib").replace("{", "").replace("}", "")
     entries = bibliography.split("\n@")
-    assert len(entries) == 33
+    assert len(entries) == 34
     titles = [re.search(r"title *= (.*),", entry)[1] for entry in entries]
     years = [re.search(r"year *= (\d+)", entry)[1] for entry in entries]
     assert [one["title"] for one in citation["references"] if one["title"] not in titles] == []
     page = text_of(ROOT / "docs" / "bibliography.md")
     cited = [f"{year}, *{title}*" for year, title in zip(years, titles, strict=True)]
     assert [entry for entry in cited if entry not in page] == []
+
+
+HELD = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)` \| (\d+) \|")
+PROMISES = HELD.findall(text_of(ROOT / "docs" / "promises.md"))
+
+
+def test_each_promise_is_held_by_a_test_that_exists():
+    assert len(PROMISES) > 20
+    lost = [f"{path}::{n}" for path, n, _ in PROMISES if f"\ndef {n}(" not in text_of(ROOT / path)]
+    assert lost == []
+
+
+@pytest.mark.slow
+def test_each_promise_has_as_many_cases_as_the_page_says():
+    files = sorted({path for path, *_ in PROMISES})
+    command = (sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *files)
+    cases = Counter(line.partition("[")[0] for line in output_of(*command, cwd=ROOT).splitlines())
+    few = {n: cases[f"{path}::{n}"] for path, n, m in PROMISES if cases[f"{path}::{n}"] < int(m)}
+    assert few == {}
 
 
 def test_messages_on_the_page_of_mismatches_are_those_of_the_code():
