@@ -740,10 +740,10 @@ def losses() -> str:
     kinds = [kind for kind in names if kind in set(table.losses)]
 
     def cell(rows: pd.DataFrame) -> str:
-        return joined(100 * rows.accuracy, ".1f")
+        return joined(100 * rows.accuracy, ".1f") or "not measured"
 
     rows = [
-        [method, *(cell(own[own.losses == kind]) or "-" for kind in kinds), int(own.rounds.iloc[0])]
+        [method, *(cell(own[own.losses == kind]) for kind in kinds), int(own.rounds.iloc[0])]
         for method, own in table.sort_values("seed").groupby("method")
     ]
     return markdown(" | ".join(["Method", *(names[kind] for kind in kinds), "Rounds"]), rows)
