@@ -6,6 +6,7 @@ from .closed_form.closed_form import ClosedFormClient
 from .core.adapter import client_app, received
 from .core.base import ModelClient, sample_size
 from .core.disk_store import DiskStore, cache_dir
+from .core.masked_weights import MaskedWeights
 from .core.named_arrays import NamedArrays
 from .core.projection import SealedProjection, project
 from .core.weights import get_weights, set_weights
@@ -41,6 +42,7 @@ __all__ = [
     "FedEnsembleClient",
     "FedProtoClient",
     "GossipClient",
+    "MaskedWeights",
     "ModelClient",
     "NTKDFLClient",
     "NTKFLClient",

@@ -15,6 +15,7 @@ from .core.inner import CheckedStrategy
 from .core.kept_rounds import KeepingStrategy
 from .core.lost_state import ResendingStrategy
 from .core.replies import NoUsableReply
+from .core.secure_average import AveragingStrategy
 from .ensembles.distillation import Distillation
 from .ensembles.fed_be import FedBE
 from .ensembles.fed_ensemble import FedEnsemble
@@ -34,7 +35,7 @@ from .personal.fed_bn import FedBN
 from .personal.fed_per import FedPer
 from .personal.fed_proto import FedProto
 from .personal.local_training import LocalTraining
-from .personal.personalised import PersonalisedStrategy, PersonalStrategy
+from .personal.personalised import PersonalisedStrategy, PersonalStrategy, SharedAverage
 from .personal.weighted_fedavg import Mixing, WeightedFedAvg
 from .scaffold import SCAFFOLD
 from .tct.tct import TCT
@@ -47,6 +48,7 @@ __all__ = [
     "NTKFL",
     "SCAFFOLD",
     "TCT",
+    "AveragingStrategy",
     "BaseStrategy",
     "CheckedStrategy",
     "ClosedFormStrategy",
@@ -77,6 +79,7 @@ __all__ = [
     "RelayStrategy",
     "ResendingStrategy",
     "SeededFedAvg",
+    "SharedAverage",
     "Topology",
     "WeightedFedAvg",
     "mixing_matrix",

@@ -8,14 +8,12 @@ from collections.abc import Iterable
 
 from flwr.app import Message
 
-from fedntk.ntk.averages import weighted_mean
-
 from .core.averaging import cast_like, named_arrays
-from .core.base import BaseStrategy
 from .core.exchange import Aggregated
+from .core.secure_average import AveragingStrategy
 
 
-class SeededFedAvg(BaseStrategy):
+class SeededFedAvg(AveragingStrategy):
     """Flower's FedAvg: same seed, same bits; a bad reply is dropped, logged and counted.
 
     Clients are :class:`~fedntk.clients.SGDClient`, or any whose reply is one set of weights. With
@@ -28,11 +26,6 @@ class SeededFedAvg(BaseStrategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Average the accepted weights, in the dtypes of the global model."""
         model = named_arrays(self.global_arrays)
-        pairs, metrics = self.accept_weights(replies, model)
+        averaged, _, metrics = self.average(replies, model)
         self.train_metrics[server_round] = metrics
-        if not self.enough(len(pairs)):
-            return None, metrics
-        averaged = weighted_mean(
-            [weights for _, weights in pairs], [reply.num_examples for reply, _ in pairs]
-        )
-        return cast_like(averaged, model), metrics
+        return None if averaged is None else cast_like(averaged, model), metrics

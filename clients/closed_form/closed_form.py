@@ -3,9 +3,9 @@
 What it gives away: see :mod:`fedntk.clients.core.feature_sums`.
 """
 
+import math
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -27,11 +27,11 @@ from fedntk.ntk.payloads import (
 )
 
 from ..core.feature_sums import Arrays, Sums, SumsClient, fixed_point_in
+from ..core.masking import Given
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
 
 OF_SECURE_SUMS = get_args(SumStep)
-RELEASED = "released"  # file: this run has this client's sums with noise
 BESIDE = ("steps", "secure-sum", "total")  # records beside the network's
 
 
@@ -48,8 +48,8 @@ class ClosedFormClient(SumsClient):
     config_keys = frozenset({RESIDUAL_LAYER, *FeatureMap("last-layer").to_config()})
 
     privacy_limit: tuple[float, float] | None = argument(
-        "largest epsilon and delta to which the client agrees: it then sends nothing else about "
-        "its features. None: exact sums as well",
+        "largest epsilon and delta to which the client agrees, added up over all runs (simple "
+        "composition): it then sends nothing else about its features. None: exact sums as well",
         default=None,
     )
 
@@ -76,7 +76,7 @@ class ClosedFormClient(SumsClient):
             drawn = torch.from_numpy(generator.choice(len(x), task.client_examples, replace=False))
             x, targets = x[drawn], targets[drawn]
         if task is not None and step in OF_SECURE_SUMS and step != "masked":
-            return NamedArrays({"arrays": self.answer_sum(task, records, config)}), count, {}
+            return NamedArrays({"arrays": self.answer_sum(step, task, records, config)}), count, {}
         weights, beside = self._load_network(parameters)
         feature_map, num_classes = FeatureMap.from_config(config), targets.shape[1]
         feature_map.require_outputs(self.model, num_classes)
@@ -109,6 +109,9 @@ class ClosedFormClient(SumsClient):
             sums = self.add_up(
                 in_chunks, targets, width, share=task.validation_share, fixed_point=fixed_point
             )
+            if private and step == "statistics":
+                with self.given(task, config) as given:
+                    self.note_sum(given, task, config)
             if private and step == "masked":
                 sums = self.add_noise(sums, task, beside["secure-sum"], config)
             if step == "masked":
@@ -134,24 +137,42 @@ class ClosedFormClient(SumsClient):
                 f"the server asked for {asked}, where 0 is without noise"
             )
 
+    def note_sum(self, given: Given, task: SumTask, config: Config) -> None:
+        """Add epsilon and delta of a run's sums, if they have noise; their totals are limited.
+
+        Masked sums with noise are given once in a run. A trusted server may ask again.
+        """
+        if not task.epsilon:
+            super().note_sum(given, task, config)
+            return
+        sums = given.setdefault("sums", {})
+        before = sums.pop(task.run_key, [0.0, 0.0])
+        if any(before) and task.step != "statistics":
+            raise ValueError(
+                "this client has sent sums with noise in this run, and a second release adds to "
+                "epsilon: start another run, and add up the epsilons of both"
+            )
+        own = [max(pair) for pair in zip(before, (task.epsilon, task.delta), strict=True)]
+        total = [math.fsum(column) for column in zip(own, *sums.values(), strict=True)]
+        if self.privacy_limit is None:
+            self.refuse_repeat(repeated=bool(sums))
+        elif any(n > most for n, most in zip(total, self.privacy_limit, strict=True)):
+            raise ValueError(
+                f"privacy_limit: this client's sums would have epsilon and delta of {total} in all "
+                f"its runs, and it agrees to {list(self.privacy_limit)}; its owner can raise that"
+            )
+        sums[task.run_key] = own
+
     def add_noise(self, sums: Sums, task: SumTask, parcels: Arrays, config: Config) -> Sums:
-        """Add this client's share of the noise; once in a run, since a second release costs more.
+        """Add this client's share of the noise.
 
         Shares are sized for the fewest clients who can open the sum, as agreed on among them.
         """
         if not isinstance(sums, FeatureStatistics):
             raise ValueError("epsilon: expected validation_share = 0, got held-out sums as well")
-        released = Path(self.folder(task, config, "-secure")) / RELEASED
-        if released.exists():
-            raise ValueError(
-                "this client has sent sums with noise in this run, and a second release adds to "
-                "epsilon: start another run, and add up the epsilons of both"
-            )
-        quorum = self._secure_sum(task, config).quorum(parcels)
+        quorum = self.secure_sum(task, config).quorum(parcels)
         noise = SumNoise.of(task, sums.width, len(sums.counts), quorum)
-        noisy = noise.add(sums, np.random.default_rng(secrets.randbits(256)))
-        released.touch()
-        return noisy
+        return noise.add(sums, np.random.default_rng(secrets.randbits(256)))
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Loss and accuracy on the local test examples.

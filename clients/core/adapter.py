@@ -134,7 +134,7 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     def evaluate(message: Message, context: Context) -> Message:
         client, parameters, config = given(message, context)
         loss, num_examples, metrics = client.evaluate(parameters, config)
-        return _reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
+        return make_reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 
     @app.evaluate("model")
     def model(message: Message, context: Context) -> Message:
@@ -145,13 +145,13 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     def query(message: Message, context: Context) -> Message:
         client, parameters, config = given(message, context)
         if parameters and (answer := getattr(client, "query", None)) is not None:
-            return _reply(message, context, answer(parameters, config))
-        return _reply(message, context, client.get_properties(config))
+            return make_reply(message, context, answer(parameters, config))
+        return make_reply(message, context, client.get_properties(config))
 
     @app.query("public_key")
     def public_key(message: Message, context: Context) -> Message:
         client, _, config = given(message, context)
-        return _reply(message, context, {"public-key": client.public_key(config)})
+        return make_reply(message, context, {"public-key": client.public_key(config)})
 
     @app.query("input_sums")
     def input_sums(message: Message, context: Context) -> Message:
@@ -159,15 +159,15 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
         client.require_agreement(_agreement_in(message))
         sums, num_examples = client.input_sums(config)
         records = {"arrays": {INPUT_SUMS: sums}}
-        return _reply(message, context, {"num-examples": num_examples}, records)
+        return make_reply(message, context, {"num-examples": num_examples}, records)
 
     @app.query("keys")
     def keys(message: Message, context: Context) -> Message:
-        return _reply(message, context, _make_client(client_fn, context).get_properties({}))
+        return make_reply(message, context, _make_client(client_fn, context).get_properties({}))
 
     @app.query("partition")
     def partition(message: Message, context: Context) -> Message:
-        return _reply(message, context, {})
+        return make_reply(message, context, {})
 
 
 def _make_client(client_fn: ClientFn, context: Context) -> NumPyClient:
@@ -231,7 +231,7 @@ def _reply_with_arrays(
         if len(names) != len(result):
             names = [str(i) for i in range(len(result))]
         records = {"arrays": dict(zip(names, result, strict=True))}
-    return _reply(message, context, {"num-examples": num_examples, **metrics}, records)
+    return make_reply(message, context, {"num-examples": num_examples, **metrics}, records)
 
 
 def _array(array: NDArray[Any]) -> Array:
@@ -239,12 +239,13 @@ def _array(array: NDArray[Any]) -> Array:
     return Array(str(array.dtype), array.shape, "numpy.ndarray", to_npy(array))
 
 
-def _reply(
+def make_reply(
     message: Message,
     context: Context,
     values: Mapping[str, Any],
     records: Mapping[str, Mapping[str, NDArray[Any]]] | None = None,
 ) -> Message:
+    """Return a reply with metrics, strings among them as properties, and records of arrays."""
     metrics, others = MetricRecord(), ConfigRecord()
     metrics["partition-id"] = int(context.node_config.get("partition-id", -1))
     for key, value in values.items():

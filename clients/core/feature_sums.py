@@ -4,16 +4,15 @@ What such a client gives away: sums over all of its examples. Those of one examp
 and those of few hold them. The number of examples of each class is among the sums.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.options import argument
 from fedntk.ntk.payloads import (
     UNQUANTISED,
     FeatureStatistics,
@@ -21,62 +20,21 @@ from fedntk.ntk.payloads import (
     draw_held_out,
     sums_digest,
 )
-from fedntk.trust import ParcelKeys
 
-from .adapter import CLIENT_ID
 from .base import ModelClient
-from .disk_store import cache_dir, client_folder, remove_stale
-from .secure_sum import SecureSum, load_or_draw_key
+from .masking import Arrays, Given, Masking
 
-Arrays = Mapping[str, NDArray[Any]]
 Sums = FeatureStatistics | SplitStatistics
 
 
-class SumsClient(ModelClient):
+class SumsClient(Masking, ModelClient):
     """A client that adds up features, and can mask the sums."""
 
-    cache_name: ClassVar[str] = "sums"  # of the default folder
-
-    cache: Path | str | None = argument(
-        "folder for what a client keeps, with a folder for each run and client in it; one in "
-        "fedntk in $XDG_CACHE_HOME or ~/.cache by default",
-        default=None,
-    )
-    parcel_keys: ParcelKeys | None = argument(
-        "the client's key pair for secure_aggregation, and who vouches for the others' public "
-        "keys; by default it draws a key for the run, and keeps it beside the cache's folders",
-        default=None,
-    )
-    only_masked: bool = argument(
-        "whether the client sends nothing about its features except masked sums: no other sums, "
-        "moments, counts or features, and no model from which they could be computed. Nor does it "
-        "evaluate such models on its training examples",
-        default=False,
-    )
-
-    def folder(self, task: Any, config: Mapping[str, Any], ending: str = "") -> Path:
-        """Return the folder of what this client keeps in a run; with a new one stale ones go.
-
-        Its name has the client's id in the federation, or its seed if the message does not come
-        through :func:`~fedntk.clients.client_app`.
-        """
-        cache = cache_dir() / self.cache_name if self.cache is None else Path(self.cache)
-        folder = client_folder(cache, task.run_key, self._name(config) + ending)
-        if not folder.exists():
-            remove_stale(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def _name(self, config: Mapping[str, Any]) -> str:
-        return str(config.get(CLIENT_ID, "-".join(map(str, self.seed))))
-
-    def require_masked(self, step: str, masked: Iterable[str]) -> None:
-        """Refuse a step that is none of a secure sum, if the client sends only masked sums."""
-        if self.only_masked and step not in masked:
-            raise ValueError(
-                f"this client sends only masked sums, and was asked for {step}; have the "
-                "strategy set secure_aggregation, or make the client without only_masked"
-            )
+    def note_sum(self, given: Given, task: Any, config: Mapping[str, Any]) -> None:
+        """Add the exact sums of a run; they count as the same data in all runs."""
+        sums = given.setdefault("sums", {})
+        self.refuse_repeat(repeated=bool(sums))
+        sums[task.run_key] = [math.inf, 0.0]  # epsilon and delta
 
     def refuse_evaluation(self, *, private: bool = False) -> None:
         """Refuse to evaluate on the examples of the sums, if those are masked or `private`."""
@@ -116,14 +74,6 @@ class SumsClient(ModelClient):
         held = draw_held_out(targets.argmax(1), share, [*self.seed, *b"held-out"])
         return SplitStatistics(sums(~held), sums(held))
 
-    def answer_sum(self, task: Any, records: Mapping[str, Arrays], config: Any) -> Arrays:
-        """Return what a secure sum needs before and after the numbers themselves."""
-        own = self._secure_sum(task, config)
-        if task.step == "public-key":
-            return own.public_key()
-        answers = {"shares": own.shares, "confirm": own.confirm, "reveal": own.reveal}
-        return answers[task.step](records["secure-sum"])
-
     def mask(
         self,
         sums: Sums,
@@ -137,11 +87,7 @@ class SumsClient(ModelClient):
         """Return the masked words of sums; `key` is of the network and the feature map."""
         words = sums.to_words(f"u{int(message['word-bytes'])}")
         about = sums_digest(key, fixed_point, words.dtype)
-        return {"masked": self._secure_sum(task, config).mask(message, words, about)}
-
-    def _secure_sum(self, task: Any, config: Mapping[str, Any]) -> SecureSum:
-        folder = self.folder(task, config, "-secure")
-        return SecureSum(folder, self.parcel_keys or ParcelKeys(load_or_draw_key(folder)))
+        return self.mask_words(words, about, message, task, config)
 
 
 def fixed_point_in(records: Mapping[str, Arrays], bits: int, width: int) -> FixedPoint | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedntk.ntk.support.files import claimed, whole_path
 from fedntk.trust import Masker, ParcelKeys, Roster, SealError, load_key, new_key, save_key
 from fedntk.trust.sealing import write_secret
-from fedntk.trust.secure_sum import EXCHANGE_BYTES, PARCEL_BYTES, TAG_BYTES, exchange_of
+from fedntk.trust.secure_sum import EXCHANGE_BYTES, FEWEST, PARCEL_BYTES, TAG_BYTES, exchange_of
 
 from .disk_store import remove_stale
 
@@ -30,11 +30,12 @@ Arrays = Mapping[str, NDArray[Any]]
 class SecureSum:
     """What a client answers in the exchanges of a secure sum; SealError if it refuses.
 
-    The `folder`, which exists, keeps its secrets between exchanges.
+    The `folder`, which exists, keeps its secrets between exchanges. It takes part only in sums that
+    open with `fewest_clients` or more.
     """
 
-    def __init__(self, folder: Path, keys: ParcelKeys) -> None:
-        self._folder, self._keys = folder, keys
+    def __init__(self, folder: Path, keys: ParcelKeys, fewest_clients: int = FEWEST) -> None:
+        self._folder, self._keys, self._fewest = folder, keys, fewest_clients
 
     def public_key(self) -> dict[str, NDArray[np.uint8]]:
         """Return the public key (32,) and a nonce (16,) for one sum; earlier nonces are void."""
@@ -56,6 +57,12 @@ class SecureSum:
             clients = tuple(roster["clients"].tolist())
             nonces = tuple(row.tobytes() for row in roster["nonces"])
             agreed = Roster(exchange_of(nonces), clients, keys, int(roster["threshold"]))
+            if agreed.threshold < self._fewest:
+                raise SealError(
+                    f"fewest_clients: expected a sum that opens only with {self._fewest} clients "
+                    f"or more, got one that opens with {agreed.threshold} of {len(clients)}; ask "
+                    "more clients, or raise secure_threshold"
+                )
             if self._keys.public_key not in keys:
                 raise SealError("the server has another public key of this client")
             place, path = keys.index(self._keys.public_key), self._folder / NONCE

@@ -117,7 +117,7 @@ class TCTClient(SumsClient, SGDClient):
         self.require_masked(task.step, OF_SECURE_SUMS)
         if task.step in OF_SECURE_SUMS and task.step != "masked":
             sent = getattr(parameters, "records", {})
-            return _reply(self.answer_sum(task, sent, config), len(self.inputs), {})
+            return _reply(self.answer_sum(task.step, task, sent, config), len(self.inputs), {})
         if task.step == "counts":
             counts = self.targets.sum(0).numpy().astype(np.int64)
             return _reply({"counts": counts}, len(self.inputs), _loss_at_zero(task, self.targets))

@@ -14,6 +14,7 @@ from .feature_statistics import (
 )
 from .feature_upload import FeatureUpload
 from .jacobian_parcel import JacobianParcel
+from .masked_average import AverageOptions, AverageTask, SummedModels
 from .npy import from_npy, to_npy
 from .privacy import check_privacy, label_epsilon
 from .prototypes import GLOBAL_PROTOTYPES, Prototypes
@@ -34,6 +35,8 @@ __all__ = [
     "OUTLIER_FACTOR",
     "UNQUANTISED",
     "Agreement",
+    "AverageOptions",
+    "AverageTask",
     "CompressionOptions",
     "ConvexOptions",
     "ConvexTask",
@@ -50,6 +53,7 @@ __all__ = [
     "SumOptions",
     "SumStep",
     "SumTask",
+    "SummedModels",
     "change_size",
     "check_compression",
     "check_privacy",

@@ -96,7 +96,7 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         self._secure: SecureSums | None = None
         self._survivors: int | None = None
         if self.secure_aggregation:
-            self._secure = SecureSums(self, threshold=self.secure_threshold, vouching=self.vouching)
+            self._secure = SecureSums(self)
         if self.auto_ridge and not self.validation_share and self.validation is None:
             raise ValueError(
                 "auto_ridge: expected validation examples or a validation_share, got neither"

@@ -37,9 +37,10 @@ from .replies import Reply, accuracy_of, check_weights, kinds_of, screen_accurac
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
 from .saved_state import pack, unpack
+from .trust_protocols import MaskOptions
 
 
-class BaseStrategy(Sampling):
+class BaseStrategy(MaskOptions, Sampling):
     """What all strategies of this package share.
 
     A method declares its options and its state as fields, and overrides :meth:`content_for`, what
@@ -66,6 +67,8 @@ class BaseStrategy(Sampling):
 
     averages: ClassVar[bool] = True  # whether what it learns has a mean over rounds
     centres: ClassVar[bool] = False  # whether it can centre the inputs of what it learns
+    masks: ClassVar[bool] = False  # whether sums over the clients are all that it needs of them
+    key_option: ClassVar[str] = "secure_aggregation"  # for which clients have public keys
     # how metrics of several such strategies in one round are put together, by the name's beginning;
     # means, weighted by examples, are the rule
     combined_by: ClassVar[Mapping[str, Callable[[Sequence[float]], float]]] = {}
@@ -119,6 +122,16 @@ class BaseStrategy(Sampling):
             raise ValueError(
                 f"centre_inputs: expected False for {type(self).__name__}, which cannot take a "
                 "mean off its clients' inputs"
+            )
+        if self.secure_aggregation and not self.masks:
+            raise ValueError(
+                f"secure_aggregation: expected False for {type(self).__name__}, which needs what "
+                "each client sends, and not only the sum over all of them"
+            )
+        if self.vouching is not None and not (getattr(self, self.key_option) and self.run):
+            raise ValueError(
+                f"vouching: expected {self.key_option} = True and the name of the run, run=..., as "
+                "clients have it"
             )
 
     def summary(self) -> None:
@@ -344,10 +357,11 @@ class BaseStrategy(Sampling):
         sealed seeds and the names of records and weights are the owner's. ValueError if the method
         cannot work so, such as one that must ask `everyone` at once.
         """
-        for name, none in (("average_decay", 0), ("centre_inputs", False)):
-            if (value := getattr(self, name)) != none:
+        none = {"average_decay": 0, "centre_inputs": False, "secure_aggregation": False}
+        for name, expected in none.items():
+            if (value := getattr(self, name)) != expected:
                 raise ValueError(
-                    f"{name}: expected {none} within a {type(owner).__name__}, got {value}; leave "
+                    f"{name}: expected {expected} within a {type(owner).__name__}, got {value}; leave "
                     "it out, or set it on that"
                 )
         self._owner, self.registry, self.held_out = owner, owner.registry, owner.held_out

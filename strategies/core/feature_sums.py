@@ -43,7 +43,6 @@ from .kept_sums import KeptSums, clients_left
 from .lost_state import ResendingStrategy
 from .replies import Reply
 from .secure_sums import SecureSums, WordFormat
-from .trust_protocols import VouchesForKeys
 
 Sums = FeatureStatistics | SplitStatistics
 Arrays = dict[str, NDArray[Any]]
@@ -62,6 +61,8 @@ class SumsStrategy(SumOptions, ResendingStrategy):
         Clients whose kept sums make up the solution.
     """
 
+    masks = True
+
     ridge: float = option(
         "ridge over the mean of the diagonal of Z Z^T; one too small for a Cholesky factor is "
         "raised tenfold",
@@ -72,20 +73,6 @@ class SumsStrategy(SumOptions, ResendingStrategy):
         "whether the ridge is the one of 1e-4 ... 10 with the least squared error on validation "
         "examples, or on what clients hold out (validation_share)",
         default=False,
-    )
-    secure_aggregation: bool = option(
-        "whether clients mask their sums, which needs bits = 2 ... 8: the server learns only the "
-        "sum over all of them (Bonawitz et al., CCS 2017), the same to the bit; four more "
-        "exchanges in the round, and at least three clients",
-        default=False,
-    )
-    secure_threshold: float = option(
-        "share of the clients who must stay to the end of that", default=2 / 3, above=0.5, at_most=1
-    )
-    vouching: VouchesForKeys | None = argument(
-        "vouches for the clients' public keys in the run `run`, such as fedntk.trust.KeyServer; "
-        "without it a server that breaks the protocol could name keys of its own for the clients",
-        default=None,
     )
     keep_sums: str | Path | None = argument(
         "folder on the server's disk in which each client's sums are kept, as many bytes as it "
@@ -124,8 +111,6 @@ class SumsStrategy(SumOptions, ResendingStrategy):
             "secure_aggregation: the server has no client's sums to keep; leave out keep_sums": (
                 self.secure_aggregation and self.keep_sums
             ),
-            "vouching: expected secure_aggregation = True and the name of the run, run=..., as "
-            "clients have it": self.vouching and not (self.secure_aggregation and self.run),
         }
         refuse_first(rules)
 

@@ -35,10 +35,9 @@ class InnerStrategy:
                     f"{argument}: expected a strategy whose replies are one set of weights, such "
                     f"as FedAvg, got {type(strategy).__name__}"
                 )
-            if strategy.average_decay:
-                raise ValueError(
-                    f"{argument}: expected average_decay = 0, got {strategy.average_decay}"
-                )
+            for name, none in (("average_decay", 0), ("secure_aggregation", False)):
+                if (value := getattr(strategy, name)) != none:
+                    raise ValueError(f"{argument}: expected {name} = {none}, got {value}")
         self.argument, self.strategy, self.owner = argument, strategy, owner
         self._fresh = dict(vars(strategy))
 

@@ -37,7 +37,6 @@ from .averaging import record_of
 from .exchange import Pairs, Parse, logger
 from .lost_state import Answers, ResendingStrategy
 from .replies import Reply
-from .trust_protocols import VouchesForKeys
 
 Records = dict[str, NDArray[Any]]
 T = TypeVar("T")
@@ -62,22 +61,17 @@ class WordFormat(NamedTuple):
 class SecureSums:
     """The server's part in a secure sum.
 
-    Clients that drop out after they gave shares do not keep the sum closed if the `threshold`, a
-    share of the clients with public keys, go on to the end; what they had masked is left out. The
+    Clients that drop out after they gave shares do not keep the sum closed if `secure_threshold`,
+    a share of the clients with public keys, go on to the end; what they had masked is left out. The
     strategy's messages must tell :attr:`step`, and hold the arrays of :meth:`record_for`.
     """
 
     step: SumStep  # the current exchange
     quorum: int = 0  # fewest clients with whom the last sum could be opened
 
-    def __init__(
-        self,
-        strategy: ResendingStrategy,
-        *,
-        threshold: float,
-        vouching: VouchesForKeys | None = None,
-    ) -> None:
-        self._strategy, self._threshold, self._vouching = strategy, threshold, vouching
+    def __init__(self, strategy: ResendingStrategy) -> None:
+        self._strategy = strategy
+        self._threshold, self._vouching = strategy.secure_threshold, strategy.vouching
         self.begin()
 
     def begin(self) -> None:

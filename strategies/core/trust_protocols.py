@@ -10,6 +10,7 @@ from logging import WARNING, getLogger
 
 from flwr.app import Message
 
+from fedntk.ntk.options import Declared, argument, option
 from fedntk.trust import (
     KeyServer,
     RemoteKeyServer,
@@ -23,6 +24,26 @@ SealsSeeds = KeyServer | RemoteKeyServer
 VouchesForKeys = KeyServer | RemoteKeyServer
 Shuffles = ShufflingServer | RemoteShufflingServer
 logger = getLogger("flwr")
+
+
+class MaskOptions(Declared):
+    """Options of sums that clients mask: see :class:`~.secure_sums.SecureSums`."""
+
+    secure_aggregation: bool = option(
+        "whether clients mask what they send: the server learns only the sum over all of them "
+        "(Bonawitz et al., CCS 2017); four more exchanges in the round, and at least three "
+        "clients. Sums over features need bits = 2 ... 8, and are the same to the bit as without "
+        "masks; of weights it sees only the average, and cannot screen them",
+        default=False,
+    )
+    secure_threshold: float = option(
+        "share of the clients who must stay to the end of that", default=2 / 3, above=0.5, at_most=1
+    )
+    vouching: VouchesForKeys | None = argument(
+        "vouches for the clients' public keys in the run `run`, such as fedntk.trust.KeyServer; "
+        "without it a server that breaks the protocol could name keys of its own for the clients",
+        default=None,
+    )
 
 
 class SealedSeeds:

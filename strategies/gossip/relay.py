@@ -27,7 +27,7 @@ from ..core.exchange import Accepted, Aggregated, Parse, logger
 from ..core.kept_rounds import KeepingStrategy
 from ..core.registry import SentParts
 from ..core.replies import Reply, check_weights
-from ..core.trust_protocols import VouchesForKeys, public_key_in
+from ..core.trust_protocols import public_key_in
 from .topology import Topology, spectral_gap
 
 FIRST = "first-weights"  # the part of what a client is sent that it keeps
@@ -85,13 +85,6 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         "and metrics are not sealed",
         default=False,
     )
-    vouching: VouchesForKeys | None = argument(
-        "vouches for the clients' public keys in the run `run`, such as fedntk.trust.KeyServer or "
-        "RemoteKeyServer: the relay, which hands the keys on, then cannot put others in their "
-        "place, see fedntk.trust.ParcelKeys",
-        default=None,
-    )
-
     sent: SentParts = state(SentParts)
     public_keys: dict[int, tuple[str, str]] = state(dict)  # client -> key, voucher in hexadecimal
     models: dict[int, Arrays] = state(dict, saved=False)
@@ -104,16 +97,9 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
     _position: int = state(int, saved=False)  # in the planned steps
 
     replies = "parcels"
+    key_option = "seal"
     ends_with: ClassVar[Literal["trained", "averaged"]] = "trained"  # what a round's models are
     _is_first_sample: ClassVar[bool] = False  # clients tell who they are first: parcels go by it
-
-    def check(self) -> None:
-        """Refuse vouchers without sealing or a run."""
-        super().check()
-        if self.vouching is not None and not (self.seal and self.run):
-            raise ValueError(
-                "vouching: expected seal=True and the name of the run, run=..., as clients have it"
-            )
 
     @abstractmethod
     def plan(self, *, first: bool) -> Sequence[Step]:

@@ -6,10 +6,10 @@ Personalization*, ICML 2021, section 3 and algorithm 1:
     min over v_k of  F_k(v_k) + (lambda / 2) ||v_k - w*||^2,  with w* the global model's optimum
 """
 
-from .personalised import PersonalStrategy
+from .personalised import SharedAverage
 
 
-class Ditto(PersonalStrategy):
+class Ditto(SharedAverage):
     """Ditto (Li et al. 2021). Clients are :class:`~fedntk.clients.DittoClient`.
 
     The Result holds the global model, which is FedAvg's, bit for bit. Each client keeps its model

@@ -10,10 +10,10 @@ from torch import nn
 from fedntk.ntk.options import argument
 from fedntk.ntk.parts import batch_norm_arrays
 
-from .personalised import PersonalStrategy
+from .personalised import SharedAverage
 
 
-class FedBN(PersonalStrategy):
+class FedBN(SharedAverage):
     """FedBN (Li et al. 2021). Clients are :class:`~fedntk.clients.PersonalisedClient`.
 
     Examples

@@ -10,10 +10,10 @@ from torch import nn
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.parts import head_arrays
 
-from .personalised import PersonalStrategy
+from .personalised import SharedAverage
 
 
-class FedPer(PersonalStrategy):
+class FedPer(SharedAverage):
     """FedPer (Arivazhagan et al. 2019). Clients: :class:`~fedntk.clients.PersonalisedClient`.
 
     Examples

@@ -7,7 +7,7 @@ u <- sum over the sampled clients k of (n_k / n) u_k, and v_k stays with client 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
@@ -20,6 +20,7 @@ from ..core.exchange import Aggregated, Pairs
 from ..core.kept_rounds import KeepingStrategy
 from ..core.lost_state import ResendingStrategy
 from ..core.replies import Reply, check_weights
+from ..core.secure_average import AveragingStrategy
 
 PERSONAL = "personal"  # record of first values
 
@@ -70,12 +71,25 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
         """Merge what was accepted, and note whose personal arrays are of this round."""
         pairs, rejected, _ = self.answers(replies, self.parse, MessageType.TRAIN)
         pairs = self.apply_screen(pairs, rejected, self.screen)
-        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
-        self.train_metrics[server_round] = metrics
-        if not self.enough(len(pairs)):
+        added = [reply for reply, _ in pairs]
+        metrics = self.round_metrics(added, rejected)
+        merged = self.merge(pairs) if self.enough(len(pairs)) else None
+        return self.take_over(merged, added, metrics)
+
+    def take_over(
+        self,
+        merged: Mapping[str, NDArray[Any]] | None,
+        added: Sequence[Reply],
+        metrics: MetricRecord,
+    ) -> Aggregated:
+        """Return the global arrays with some changed; the personal ones of `added` replies count.
+
+        With None all stay as they were.
+        """
+        self.train_metrics[self.server_round] = metrics
+        if merged is None:
             return None, metrics
-        merged = self.merge(pairs)
-        self.trained |= {reply.client: server_round for reply, _ in pairs}
+        self.trained |= {reply.client: self.server_round for reply in added}
         expected = {n: a for n, a in named_arrays(self.global_arrays).items() if n in merged}
         return ArrayRecord({**self.global_arrays, **cast_like(merged, expected)}), metrics
 
@@ -105,7 +119,26 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
         return weighted_mean([own for _, own in pairs], [reply.num_examples for reply, _ in pairs])
 
 
-class PersonalisedStrategy(PersonalStrategy):
+class SharedAverage(PersonalStrategy, AveragingStrategy):
+    """Average the shared arrays, which clients can mask; see both bases."""
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Send personal arrays only with the shared ones."""
+        content = super().content_for(client, stage, arrays, config)
+        if PERSONAL in content and not self.sends_model(stage):
+            del content[PERSONAL]
+        return content
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+        """Average the shared arrays, from masked sums if clients mask them."""
+        if not self.secure_aggregation:
+            return super().aggregate_train(server_round, replies)
+        return self.take_over(*self.average(replies, self.shared))
+
+
+class PersonalisedStrategy(SharedAverage):
     """FedAvg of all but some named arrays (Pillutla et al. 2022, FedSim).
 
     Examples

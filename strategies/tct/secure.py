@@ -21,7 +21,7 @@ class SecureStatistics(PooledStatistics):
 
     def __init__(self, tct: ConvexStrategy) -> None:
         super().__init__(tct)
-        self.secure = SecureSums(tct, threshold=tct.secure_threshold, vouching=tct.vouching)
+        self.secure = SecureSums(tct)
 
     def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
         """Ask all clients for their public keys."""

@@ -1,0 +1,102 @@
+"""A mod for Flower's ClientApp: weights go to the server under masks, which sees only their mean.
+
+The server half is :mod:`fedntk.strategies.core.secure_average`. Source: Bonawitz et al., CCS 2017,
+see :mod:`fedntk.trust.secure_sum`; the numbers are those of
+:mod:`fedntk.ntk.payloads.masked_average`.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import Context, Message, MessageType, RecordDict
+
+from fedntk.ntk.payloads import AverageTask, from_npy
+
+from .adapter import Function, make_reply, received
+from .masking import Arrays, Given, Masking
+
+OPEN = (MessageType.EVALUATE, "query.partition", "query.keys")  # that tell of no training
+COUNT, LOSS = "num-examples", "train-loss"  # metrics of a reply
+
+
+class MaskedWeights(Masking):
+    """Mask the weights with which a ClientApp replies, for strategies with `secure_aggregation`.
+
+    It goes with any client or function whose reply is one set of weights::
+
+        app = client_app(client_fn, mods=[MaskedWeights(fewest_clients=10)])
+
+    The client trains as ever. What leaves it are masked words; of its metrics only ``num-examples``
+    and ``train-loss`` are among them, and the others are dropped. Weights that are not finite are
+    an error. With `only_masked`, the default here, it refuses to train for a strategy without
+    masks, and to answer any message but evaluations and the protocol's.
+    """
+
+    cache_name = "weights"
+
+    only_masked: bool = Masking.options()["only_masked"].field(default=True)
+
+    def __call__(self, message: Message, context: Context, call_next: Function) -> Message:
+        """Answer an exchange of a secure sum; other messages go on to the app."""
+        kind, config = message.metadata.message_type, dict[str, Any]()
+        for record in message.content.config_records.values():
+            config.update(record)
+        task = AverageTask.of_message(config) if kind == MessageType.TRAIN else None
+        if task is None:
+            self.require_masked(kind, OPEN)
+            return call_next(message, context)
+        parameters, config = received(message, context)
+        sent: dict[str, Arrays] = dict(parameters.records)
+        if task.masked_step != "masked":
+            found = self.answer_sum(task.masked_step, task, sent, config)
+        else:
+            protocol = sent.pop("secure-sum")
+            reply = call_next(_without_masks(message), context)
+            own = reply.content.array_records if reply.has_content() else {}
+            if not any(own.values()):  # an error, or a client that lost its state
+                return reply
+            found = self._mask(reply, task, sent, protocol, config)
+        return make_reply(message, context, {COUNT: 1}, {"arrays": found})
+
+    def _mask(
+        self,
+        reply: Message,
+        task: AverageTask,
+        sent: Mapping[str, Arrays],
+        protocol: Arrays,
+        config: Mapping[str, Any],
+    ) -> Arrays:
+        """Return the masked words of a reply; `sent` are the records that came with the model."""
+        (record,), (metrics,) = (
+            list(records.values())
+            for records in (reply.content.array_records, reply.content.metric_records)
+        )
+        own = {name: from_npy(array.data) for name, array in record.items()}
+        model = next((arrays for arrays in sent.values() if arrays.keys() == own.keys()), None)
+        if model is None:
+            raise ValueError(
+                f"weights: expected arrays with the names that came, got {sorted(own)[:5]}"
+            )
+        loss: Any = metrics.get(LOSS)
+        if not isinstance(loss, int | float) or not math.isfinite(loss):
+            loss = None
+        dtype = f"u{int(protocol['word-bytes'])}"
+        words = task.encode(model, own, int(metrics[COUNT]), loss, dtype)  # type: ignore[arg-type]
+        about = task.digest(model, int(config["server-round"]), dtype)
+        return self.mask_words(words, about, protocol, task, config)
+
+    def note_sum(self, given: Given, task: AverageTask, config: Mapping[str, Any]) -> None:
+        """Add a round of a run: the weights of each round are another function of the data."""
+        rounds, now = given.setdefault("rounds", {}), int(config["server-round"])
+        self.refuse_repeat(repeated=now <= rounds.get(task.run_key, 0))
+        rounds[task.run_key] = max(now, rounds.get(task.run_key, 0))
+
+
+def _without_masks(message: Message) -> Message:
+    """Return a message as the app knows it; the one that came, which others may hold, stays."""
+    bare = copy.copy(message)
+    records = message.content.items()
+    bare.content = RecordDict({name: own for name, own in records if name != "secure-sum"})
+    return bare

@@ -1,0 +1,136 @@
+"""What clients share that send masked numbers: settings, keys, and a memory of what they gave.
+
+The difference of two sums over different clients is what one client sent, whatever the masks. So a
+client remembers what it has given sums of, and gives a second one only if its owner allows it.
+"""
+
+import contextlib
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from numpy.typing import NDArray
+
+from fedntk.ntk.options import Declared, argument
+from fedntk.ntk.support.files import claimed, whole
+from fedntk.trust import ParcelKeys
+from fedntk.trust.secure_sum import FEWEST
+
+from .adapter import CLIENT_ID
+from .disk_store import cache_dir, client_folder, remove_stale
+from .secure_sum import SecureSum, load_or_draw_key
+
+Arrays = Mapping[str, NDArray[Any]]
+Given = dict[str, dict[str, Any]]  # kind of sum -> run -> what was given
+
+
+class Masking(Declared):
+    """A client's part in secure sums: see :mod:`fedntk.clients.core.secure_sum`."""
+
+    cache_name: ClassVar[str] = "sums"  # of the default folder
+
+    cache: Path | str | None = argument(
+        "folder for what a client keeps, with a folder for each run and client in it, and a file "
+        "given-<client>.json, which says for all runs what it has given masked sums of; by default "
+        "one in fedntk in $XDG_CACHE_HOME or ~/.cache",
+        default=None,
+    )
+    parcel_keys: ParcelKeys | None = argument(
+        "the client's key pair for secure_aggregation, and who vouches for the others' public "
+        "keys; by default it draws a key for the run, and keeps it beside the cache's folders",
+        default=None,
+    )
+    only_masked: bool = argument(
+        "whether the client sends nothing about its features except masked sums: no other sums, "
+        "moments, counts or features, and no model from which they could be computed. Nor does it "
+        "evaluate such models on its training examples, or give a second sum: see allow_repeats",
+        default=False,
+    )
+    allow_repeats: bool = argument(
+        "whether a client with only_masked gives a second sum over its examples, in whatever run, "
+        "or of its weights in one round: a server that opens two sums over different clients has "
+        "their difference. A sum that stayed closed counts, as the client cannot know that",
+        default=False,
+    )
+    fewest_clients: int = argument(
+        "fewest clients with whom a sum may open that this client takes part in", default=FEWEST
+    )
+
+    def folder(self, task: Any, config: Mapping[str, Any], ending: str = "") -> Path:
+        """Return the folder of what this client keeps in a run; with a new one stale ones go.
+
+        Its name has the client's id in the federation, or its seed if the message does not come
+        through :func:`~fedntk.clients.client_app`.
+        """
+        cache = cache_dir() / self.cache_name if self.cache is None else Path(self.cache)
+        folder = client_folder(cache, task.run_key, self._name(config) + ending)
+        if not folder.exists():
+            remove_stale(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _name(self, config: Mapping[str, Any]) -> str:
+        return str(config.get(CLIENT_ID, "-".join(map(str, getattr(self, "seed", ())))))
+
+    def require_masked(self, step: str, masked: Iterable[str]) -> None:
+        """Refuse a step that is none of a secure sum, if the client sends only masked sums."""
+        if self.only_masked and step not in masked:
+            raise ValueError(
+                f"this client sends only masked sums, and was asked for {step}; have the "
+                "strategy set secure_aggregation, or make the client without only_masked"
+            )
+
+    @abstractmethod
+    def note_sum(self, given: Given, task: Any, config: Mapping[str, Any]) -> None:
+        """Add the sum that a message asks for to those given; ValueError if that is too many."""
+
+    @contextlib.contextmanager
+    def given(self, task: Any, config: Mapping[str, Any], *, keep: bool = True) -> Iterator[Given]:
+        """Yield what sums the client has given; changes are kept, or only tried."""
+        folder = self.folder(task, config, "-secure")
+        client = folder.name.partition("-client-")[2].removesuffix("-secure")
+        path = folder.with_name(f"given-{client}.json")
+        with claimed(folder.parent, path.stem):
+            given: Given = json.loads(path.read_bytes()) if path.exists() else {}
+            yield given
+            if keep:
+                with whole(path) as file:
+                    file.write(json.dumps(given).encode())
+
+    def refuse_repeat(self, *, repeated: bool) -> None:
+        """Refuse a sum of what the client has given a sum of, unless its owner allows it."""
+        if repeated and self.only_masked and not self.allow_repeats:
+            raise ValueError(
+                "this client has given a sum of the same data before, and the difference of two "
+                "sums over different clients is what one of them sent; only its owner can allow "
+                "another, with allow_repeats"
+            )
+
+    def answer_sum(self, step: str, task: Any, records: Mapping[str, Arrays], config: Any) -> Arrays:
+        """Return what a secure sum needs before and after the numbers themselves."""
+        if step in ("public-key", "shares"):
+            with self.given(task, config, keep=False) as given:
+                self.note_sum(given, task, config)
+        own = self.secure_sum(task, config)
+        if step == "public-key":
+            return own.public_key()
+        answers = {"shares": own.shares, "confirm": own.confirm, "reveal": own.reveal}
+        return answers[step](records["secure-sum"])
+
+    def mask_words(
+        self, words: NDArray[Any], about: bytes, message: Arrays, task: Any, config: Any
+    ) -> Arrays:
+        """Return masked words, once it is on the disk that the client gives a sum of them."""
+        masked = self.secure_sum(task, config).mask(message, words, about)
+        with self.given(task, config) as given:
+            self.note_sum(given, task, config)
+        return {"masked": masked}
+
+    def secure_sum(self, task: Any, config: Mapping[str, Any]) -> SecureSum:
+        """Return the client's part in the sums of a run."""
+        folder = self.folder(task, config, "-secure")
+        keys = self.parcel_keys or ParcelKeys(load_or_draw_key(folder))
+        return SecureSum(folder, keys, self.fewest_clients)
+
