@@ -35,7 +35,7 @@ from .personal.fed_bn import FedBN
 from .personal.fed_per import FedPer
 from .personal.fed_proto import FedProto
 from .personal.local_training import LocalTraining
-from .personal.personalised import PersonalisedStrategy, PersonalStrategy, SharedAverage
+from .personal.personalised import PersonalisedStrategy, PersonalStrategy
 from .personal.weighted_fedavg import Mixing, WeightedFedAvg
 from .scaffold import SCAFFOLD
 from .tct.tct import TCT
@@ -79,7 +79,6 @@ __all__ = [
     "RelayStrategy",
     "ResendingStrategy",
     "SeededFedAvg",
-    "SharedAverage",
     "Topology",
     "WeightedFedAvg",
     "mixing_matrix",

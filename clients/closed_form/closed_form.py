@@ -5,7 +5,7 @@ What it gives away: see :mod:`fedntk.clients.core.feature_sums`.
 
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -26,8 +26,8 @@ from fedntk.ntk.payloads import (
     SumTask,
 )
 
-from ..core.feature_sums import Arrays, Sums, SumsClient, fixed_point_in
-from ..core.masking import Given
+from ..core.feature_sums import Sums, SumsClient, fixed_point_in
+from ..core.masking import Arrays, Given
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
 
@@ -137,7 +137,7 @@ class ClosedFormClient(SumsClient):
                 f"the server asked for {asked}, where 0 is without noise"
             )
 
-    def note_sum(self, given: Given, task: SumTask, config: Config) -> None:
+    def note_sum(self, given: Given, task: SumTask, config: Mapping[str, Any]) -> None:
         """Add epsilon and delta of a run's sums, if they have noise; their totals are limited.
 
         Masked sums with noise are given once in a run. A trusted server may ask again.

@@ -12,7 +12,7 @@ from typing import Any
 
 from flwr.app import Context, Message, MessageType, RecordDict
 
-from fedntk.ntk.payloads import AverageTask, from_npy
+from fedntk.ntk.payloads import AverageTask, average_digest, average_words, from_npy
 
 from .adapter import Function, make_reply, received
 from .masking import Arrays, Given, Masking
@@ -69,22 +69,20 @@ class MaskedWeights(Masking):
         config: Mapping[str, Any],
     ) -> Arrays:
         """Return the masked words of a reply; `sent` are the records that came with the model."""
-        (record,), (metrics,) = (
-            list(records.values())
-            for records in (reply.content.array_records, reply.content.metric_records)
-        )
+        (record,) = reply.content.array_records.values()
+        (metrics,) = reply.content.metric_records.values()
         own = {name: from_npy(array.data) for name, array in record.items()}
         model = next((arrays for arrays in sent.values() if arrays.keys() == own.keys()), None)
         if model is None:
             raise ValueError(
                 f"weights: expected arrays with the names that came, got {sorted(own)[:5]}"
             )
-        loss: Any = metrics.get(LOSS)
+        told: dict[str, Any] = dict(metrics)
+        loss = told.get(LOSS)
         if not isinstance(loss, int | float) or not math.isfinite(loss):
             loss = None
-        dtype = f"u{int(protocol['word-bytes'])}"
-        words = task.encode(model, own, int(metrics[COUNT]), loss, dtype)  # type: ignore[arg-type]
-        about = task.digest(model, int(config["server-round"]), dtype)
+        words = average_words(model, own, told[COUNT], loss)
+        about = average_digest(model, task.run_key, int(config["server-round"]))
         return self.mask_words(words, about, protocol, task, config)
 
     def note_sum(self, given: Given, task: AverageTask, config: Mapping[str, Any]) -> None:
@@ -97,6 +95,6 @@ class MaskedWeights(Masking):
 def _without_masks(message: Message) -> Message:
     """Return a message as the app knows it; the one that came, which others may hold, stays."""
     bare = copy.copy(message)
-    records = message.content.items()
-    bare.content = RecordDict({name: own for name, own in records if name != "secure-sum"})
+    kept = {name: message.content[name] for name in message.content if name != "secure-sum"}
+    bare.content = RecordDict(kept)
     return bare

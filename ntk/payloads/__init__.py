@@ -14,7 +14,7 @@ from .feature_statistics import (
 )
 from .feature_upload import FeatureUpload
 from .jacobian_parcel import JacobianParcel
-from .masked_average import AverageOptions, AverageTask, SummedModels
+from .masked_average import AverageTask, average_digest, average_of, average_words
 from .npy import from_npy, to_npy
 from .privacy import check_privacy, label_epsilon
 from .prototypes import GLOBAL_PROTOTYPES, Prototypes
@@ -35,7 +35,6 @@ __all__ = [
     "OUTLIER_FACTOR",
     "UNQUANTISED",
     "Agreement",
-    "AverageOptions",
     "AverageTask",
     "CompressionOptions",
     "ConvexOptions",
@@ -53,7 +52,9 @@ __all__ = [
     "SumOptions",
     "SumStep",
     "SumTask",
-    "SummedModels",
+    "average_digest",
+    "average_of",
+    "average_words",
     "change_size",
     "check_compression",
     "check_privacy",

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from logging import getLogger
+from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message
 from flwr.client import NumPyClient
 
-from fedntk.clients import client_app
+from fedntk.clients import MaskedWeights, client_app
 
 from ..config.config import Config
 from ..config.settings import ConfigError
@@ -80,4 +81,16 @@ def _say_where(message: Message, context: Context, call_next: Function) -> Messa
         return Message(Error(CLIENT_APP_RAISED_EXCEPTION, first_line(error)), reply_to=message)
 
 
-app = client_app(client_fn, mods=[meter, _say_where])
+def _mask(message: Message, context: Context, call_next: Function) -> Message:
+    """Mask the weights of a client if the strategy asks for that."""
+    return _masks(tuple(context.run_config.items()))(message, context, call_next)
+
+
+@lru_cache(maxsize=4)
+def _masks(run_config: tuple[tuple[str, Any], ...]) -> MaskedWeights:
+    """Return the mod of a run; it may answer again, as a run that was cut off asks again."""
+    folder = Config.parse(dict(run_config)).folder
+    return MaskedWeights(cache=folder / "cache" / "personal", only_masked=False)
+
+
+app = client_app(client_fn, mods=[meter, _say_where, _mask])

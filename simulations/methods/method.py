@@ -19,6 +19,8 @@ from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
 from fedntk.ntk.options import Declared, Option
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.strategies import BaseStrategy
+from fedntk.strategies.core.trust_protocols import MaskOptions
+from fedntk.trust.secure_sum import FEWEST
 
 from ..config.config import Config
 from ..config.registry import named_client
@@ -193,6 +195,8 @@ class Method:
     def _make_settings(self) -> Any:
         shared = (Config, BaseStrategy, fedntk.clients.SGDClient)
         common = {name for kind in shared for name in kind.options()}
+        if self.strategy_class.masks:
+            common -= MaskOptions.options().keys()
         own = self.own_settings.options()
         found: dict[str, Option] = {}
         for kind in self._declared():
@@ -242,6 +246,12 @@ class Method:
                 kind.check_together(self._given(kind, config, settings))
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
+        if getattr(settings, "secure_aggregation", False) and config.clients_a_round < FEWEST:
+            raise ConfigError(
+                f"{settings.key('secure_aggregation')}: expected clients-per-round and num-clients "
+                f"of {FEWEST} or more, as two clients would learn each other's numbers; got "
+                f"{config.clients_a_round} and {config.num_clients}"
+            )
         if config.evaluate_on == "validation" and (key := self.validates(config)):
             raise ConfigError(
                 f"{key} uses the examples that evaluate-on = validation measures with; set "

@@ -5,7 +5,6 @@ from typing import Any
 from flwr.client import NumPyClient
 
 from fedntk.strategies import BaseStrategy
-from fedntk.trust.secure_sum import FEWEST
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
@@ -41,15 +40,13 @@ class SumsMethod(Method):
         return self.own(config).key(name) if name else ""
 
     def check(self, config: Config, settings: Any) -> None:
-        """Refuse masks for two clients, evaluations that reveal sums, and missing examples."""
+        """Refuse evaluations that reveal sums, and missing examples."""
         super().check(config, settings)
         secure, masks = settings.secure_aggregation, settings.key("secure_aggregation")
         private = secure or getattr(settings, "epsilon", 0.0)
         own_test = config.local_test_fraction or config.private_test
         key = self.validates(config)
         rules = {
-            f"{masks} needs num-clients = {FEWEST} or more, as two clients would learn each "
-            f"other's sums; got {config.num_clients}": secure and config.num_clients < FEWEST,
             f"{masks if secure else settings.key('epsilon')}: clients refuse to evaluate on the "
             "examples of their sums, which losses would reveal; set clients-per-evaluation = 0, or "
             "local-test-fraction; "
@@ -71,6 +68,10 @@ class SumsMethod(Method):
         return super().strategy(setup, options)
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        """Make the client, which sends only masked sums if that is the method."""
+        """Make the client, which sends only masked sums if that is the method.
+
+        It may repeat them: a run that was cut off asks again, and this app is of one owner.
+        """
         options["only_masked"] = self.own(setup.config).secure_aggregation
+        options["allow_repeats"] = True
         return super().client(setup, partition, options)

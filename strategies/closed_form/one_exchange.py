@@ -180,8 +180,6 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
                     "adds to epsilon; make a new strategy, and add up the epsilons of both"
                 )
             self.steps, self.summed, self.removed = self.choose_steps(arrays), (), ()
-            if self._secure is not None:
-                self._secure.begin()
         return super().configure_train(server_round, arrays, config, grid)
 
     def content_for(

@@ -118,10 +118,11 @@ class BaseStrategy(MaskOptions, Sampling):
                 f"average_decay: expected 0 for {type(self).__name__}, whose arrays have no "
                 f"mean over rounds, got {self.average_decay}"
             )
-        if self.centre_inputs and not self.centres:
+        if self.centre_inputs and (self.secure_aggregation or not self.centres):
+            masked = " with secure_aggregation" if self.secure_aggregation else ""
             raise ValueError(
-                f"centre_inputs: expected False for {type(self).__name__}, which cannot take a "
-                "mean off its clients' inputs"
+                f"centre_inputs: expected False for {type(self).__name__}{masked}, which cannot "
+                "take a mean off its clients' inputs"
             )
         if self.secure_aggregation and not self.masks:
             raise ValueError(

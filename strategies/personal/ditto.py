@@ -6,10 +6,10 @@ Personalization*, ICML 2021, section 3 and algorithm 1:
     min over v_k of  F_k(v_k) + (lambda / 2) ||v_k - w*||^2,  with w* the global model's optimum
 """
 
-from .personalised import SharedAverage
+from .personalised import PersonalStrategy
 
 
-class Ditto(SharedAverage):
+class Ditto(PersonalStrategy):
     """Ditto (Li et al. 2021). Clients are :class:`~fedntk.clients.DittoClient`.
 
     The Result holds the global model, which is FedAvg's, bit for bit. Each client keeps its model
@@ -18,3 +18,4 @@ class Ditto(SharedAverage):
 
     client = "DittoClient"
     replies = "global weights"
+    masks = True

@@ -10,10 +10,10 @@ from torch import nn
 from fedntk.ntk.options import argument
 from fedntk.ntk.parts import batch_norm_arrays
 
-from .personalised import SharedAverage
+from .personalised import PersonalStrategy
 
 
-class FedBN(SharedAverage):
+class FedBN(PersonalStrategy):
     """FedBN (Li et al. 2021). Clients are :class:`~fedntk.clients.PersonalisedClient`.
 
     Examples
@@ -22,6 +22,8 @@ class FedBN(SharedAverage):
     >>> sorted(FedBN(network=network).personal)[:2]
     ['1.bias', '1.num_batches_tracked']
     """
+
+    masks = True
 
     network: nn.Module = argument("clients' architecture; its weights do not matter")
 

@@ -10,10 +10,10 @@ from torch import nn
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.parts import head_arrays
 
-from .personalised import SharedAverage
+from .personalised import PersonalStrategy
 
 
-class FedPer(SharedAverage):
+class FedPer(PersonalStrategy):
     """FedPer (Arivazhagan et al. 2019). Clients: :class:`~fedntk.clients.PersonalisedClient`.
 
     Examples
@@ -22,6 +22,8 @@ class FedPer(SharedAverage):
     >>> sorted(FedPer(network=network).personal)
     ['2.bias', '2.weight']
     """
+
+    masks = True
 
     network: nn.Module = argument("clients' architecture; its weights do not matter")
     head: str = option(

@@ -7,7 +7,7 @@ u <- sum over the sampled clients k of (n_k / n) u_k, and v_k stays with client 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
@@ -18,14 +18,13 @@ from fedntk.ntk.payloads import screen_changes
 from ..core.averaging import cast_like, named_arrays
 from ..core.exchange import Aggregated, Pairs
 from ..core.kept_rounds import KeepingStrategy
-from ..core.lost_state import ResendingStrategy
 from ..core.replies import Reply, check_weights
-from ..core.secure_average import AveragingStrategy
+from ..core.secure_average import Average, AveragingStrategy
 
 PERSONAL = "personal"  # record of first values
 
 
-class PersonalStrategy(KeepingStrategy, ResendingStrategy):
+class PersonalStrategy(KeepingStrategy, AveragingStrategy):
     """Average the shared arrays, and leave the personal ones with the clients.
 
     Clients are :class:`~fedntk.clients.PersonalisedClient`. The arrays named in ``personal``, which
@@ -39,6 +38,7 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
     client = "PersonalisedClient"
     replies = "shared weights"
     averages = False
+    masks = False  # a method whose `merge` is this mean sets True
 
     personal: Collection[str] = state(frozenset, saved=False, reset=False)
 
@@ -69,29 +69,23 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Merge what was accepted, and note whose personal arrays are of this round."""
+        merged, added, metrics = self.collect(replies)
+        self.train_metrics[server_round] = metrics
+        if merged is None:
+            return None, metrics
+        self.trained |= {reply.client: server_round for reply in added}
+        expected = {n: a for n, a in named_arrays(self.global_arrays).items() if n in merged}
+        return ArrayRecord({**self.global_arrays, **cast_like(merged, expected)}), metrics
+
+    def collect(self, replies: Iterable[Message]) -> Average:
+        """Return what the accepted replies change of the global arrays, those, and metrics."""
+        if self.secure_aggregation:
+            return self.average(replies, self.shared)
         pairs, rejected, _ = self.answers(replies, self.parse, MessageType.TRAIN)
         pairs = self.apply_screen(pairs, rejected, self.screen)
         added = [reply for reply, _ in pairs]
         metrics = self.round_metrics(added, rejected)
-        merged = self.merge(pairs) if self.enough(len(pairs)) else None
-        return self.take_over(merged, added, metrics)
-
-    def take_over(
-        self,
-        merged: Mapping[str, NDArray[Any]] | None,
-        added: Sequence[Reply],
-        metrics: MetricRecord,
-    ) -> Aggregated:
-        """Return the global arrays with some changed; the personal ones of `added` replies count.
-
-        With None all stay as they were.
-        """
-        self.train_metrics[self.server_round] = metrics
-        if merged is None:
-            return None, metrics
-        self.trained |= {reply.client: self.server_round for reply in added}
-        expected = {n: a for n, a in named_arrays(self.global_arrays).items() if n in merged}
-        return ArrayRecord({**self.global_arrays, **cast_like(merged, expected)}), metrics
+        return self.merge(pairs) if self.enough(len(pairs)) else None, added, metrics
 
     @property
     def takes_weights(self) -> bool:
@@ -119,26 +113,7 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
         return weighted_mean([own for _, own in pairs], [reply.num_examples for reply, _ in pairs])
 
 
-class SharedAverage(PersonalStrategy, AveragingStrategy):
-    """Average the shared arrays, which clients can mask; see both bases."""
-
-    def content_for(
-        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
-    ) -> RecordDict:
-        """Send personal arrays only with the shared ones."""
-        content = super().content_for(client, stage, arrays, config)
-        if PERSONAL in content and not self.sends_model(stage):
-            del content[PERSONAL]
-        return content
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Average the shared arrays, from masked sums if clients mask them."""
-        if not self.secure_aggregation:
-            return super().aggregate_train(server_round, replies)
-        return self.take_over(*self.average(replies, self.shared))
-
-
-class PersonalisedStrategy(SharedAverage):
+class PersonalisedStrategy(PersonalStrategy):
     """FedAvg of all but some named arrays (Pillutla et al. 2022, FedSim).
 
     Examples
@@ -146,6 +121,8 @@ class PersonalisedStrategy(SharedAverage):
     >>> PersonalisedStrategy(personal=["2.weight", "2.bias"]).personal
     ('2.bias', '2.weight')
     """
+
+    masks = True
 
     personal: Sequence[str] = option("names of arrays that stay with the clients", default=())
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 
 from ..core.feature_sums import Sums
 from ..core.secure_sums import SecureSums
@@ -22,11 +21,6 @@ class SecureStatistics(PooledStatistics):
     def __init__(self, tct: ConvexStrategy) -> None:
         super().__init__(tct)
         self.secure = SecureSums(tct)
-
-    def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
-        """Ask all clients for their public keys."""
-        self.secure.begin()
-        return super().messages(nodes, config, grid)
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return the current exchange as the task, and what of the protocol goes to this client."""

@@ -53,7 +53,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (SUMS | {"tct.auto-ridge": True, "tct.validation-share": 0.2, "tct.bits": 8},
      "tct.bits needs validation-examples, and no projection"),
     (SECURE | {"num-clients": 2, "clients-per-round": 2},
-     "tct.secure-aggregation needs num-clients = 3 or more"),
+     "tct.secure-aggregation: expected clients-per-round and num-clients"),
     (SECURE, "set clients-per-evaluation = 0, or local-test-fraction; got 10 and 0"),
     (SUMS | {"tct.bits": 8, "validation-examples": 9, "evaluate-on": "validation"},
      "tct.bits uses the examples that evaluate-on = validation measures with"),
@@ -85,7 +85,7 @@ def test_file_round_trip_and_overrides(tmp_path):
     config.save(tmp_path / "config.toml")
     assert Config.load(tmp_path / "config.toml") == config == Config.of_run(tmp_path)
     text = (tmp_path / "config.toml").read_text()
-    assert "\n[fedavg]\nproximal-mu = 0.0\n" in text
+    assert "\n[fedavg]\nsecure-aggregation = false\n" in text
     assert "[scaffold]" not in text  # its settings are defaults, and have no effect
     changed = Config.load(tmp_path / "config.toml", rounds=4, tct={"num_features": 7})
     assert changed == config.replace(rounds=4, **{"tct.num-features": 7})

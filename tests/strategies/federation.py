@@ -140,13 +140,13 @@ def size(message: Message) -> int:
     return sum(len(array.data) for record in records for array in record.values())
 
 
-def app(make: Callable[..., NumPyClient], **options: Any) -> ClientApp:
+def app(make: Callable[..., NumPyClient], mods: Any = None, **options: Any) -> ClientApp:
     def client_fn(context: Context) -> NumPyClient:
         partition = int(context.node_config["partition-id"])
         x, y = examples(partition)
         return make(network(), x, y, seed=(0, partition), **options)
 
-    return client_app(client_fn)
+    return client_app(client_fn, mods=mods)
 
 
 def first_model(strategy: Strategy) -> nn.Module:

@@ -117,7 +117,7 @@ def test_the_ridge_is_chosen_on_held_out_examples_and_all_of_them_are_used():
 
 def test_masks_leave_the_bits_also_if_a_client_is_lost(tmp_path):
     """Held-out sums are masked, too."""
-    masked = clients_of(PARTS, cache=tmp_path, only_masked=True)
+    masked = clients_of(PARTS, cache=tmp_path, only_masked=True, allow_repeats=True)
     changes = {2: lost}
     for make in (fixed, strategy):
         after = run(make(secure_aggregation=True), Grid(masked, changes=changes))
@@ -206,7 +206,7 @@ def test_with_hardly_any_noise_the_layer_is_that_of_the_exact_sums(masked, tmp_p
 def test_sums_with_noise_are_released_once(masked, tmp_path, monkeypatch):
     """The server asks no second time, and a client answers another strategy of the run no more."""
     own = private(secure_aggregation=masked)
-    clients = clients_of(PARTS, cache=tmp_path, only_masked=masked)
+    clients = clients_of(PARTS, cache=tmp_path, only_masked=masked, allow_repeats=True)
     first, key = run(own, Grid(clients)), own.run_key
     with pytest.raises(ValueError, match="a second release adds to epsilon"):
         run(own, Grid(clients))

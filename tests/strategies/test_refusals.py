@@ -87,7 +87,7 @@ REFUSED = [
     (FedEnsemble, {"inner": FedBE, "average_decay": 0.5}, "expected 0 with models by FedBE"),
     (NTKDFL, {"bits": 17}, "bits: expected 1 ... 16"),
     (NTKDFL, {"evolve_once": True}, "evolve_once: expected clusters whose members average"),
-    (DFedAvg, {"vouching": KEYS, "seal": True}, "vouching: expected seal=True and the name"),
+    (DFedAvg, {"vouching": KEYS, "seal": True}, "vouching: expected seal = True and the name"),
     (Topology, {"kind": "own"}, "expected one with topology = 'own'"),
     (own_graph, {"graph": nx.DiGraph([(0, 1)])}, "got a DiGraph; give graph.to_undirected()"),
     (NTKDFL, CENTRED, "centre_inputs: expected False for NTKDFL"),
