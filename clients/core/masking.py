@@ -108,7 +108,9 @@ class Masking(Declared):
                 "another, with allow_repeats"
             )
 
-    def answer_sum(self, step: str, task: Any, records: Mapping[str, Arrays], config: Any) -> Arrays:
+    def answer_sum(
+        self, step: str, task: Any, records: Mapping[str, Arrays], config: Any
+    ) -> Arrays:
         """Return what a secure sum needs before and after the numbers themselves."""
         if step in ("public-key", "shares"):
             with self.given(task, config, keep=False) as given:
@@ -133,4 +135,3 @@ class Masking(Declared):
         folder = self.folder(task, config, "-secure")
         keys = self.parcel_keys or ParcelKeys(load_or_draw_key(folder))
         return SecureSum(folder, keys, self.fewest_clients)
-

@@ -78,7 +78,7 @@ def average_of(
     examples, clipped, told, losses = map(int, numbers[-BESIDE:])
     low, high = (int(end(numbers[:-BESIDE], initial=0)) for end in (np.min, np.max))
     most = examples * LIMIT + clients / 2
-    sound = clients <= examples and most < 2**63 and 0 <= told <= examples and 0 <= clipped
+    sound = clients <= examples and most < 2**63 and 0 <= told <= examples and clipped >= 0
     if not sound or max(high, -low, abs(losses)) > most:
         raise BadReply("range", f"{examples} examples and {low} ... {high} are no sums of models")
     mean, start = {}, 0

@@ -358,11 +358,11 @@ class BaseStrategy(MaskOptions, Sampling):
         sealed seeds and the names of records and weights are the owner's. ValueError if the method
         cannot work so, such as one that must ask `everyone` at once.
         """
-        none = {"average_decay": 0, "centre_inputs": False, "secure_aggregation": False}
-        for name, expected in none.items():
-            if (value := getattr(self, name)) != expected:
+        defaults = {"average_decay": 0, "centre_inputs": False, "secure_aggregation": False}
+        for name, none in defaults.items():
+            if (value := getattr(self, name)) != none:
                 raise ValueError(
-                    f"{name}: expected {expected} within a {type(owner).__name__}, got {value}; leave "
+                    f"{name}: expected {none} within a {type(owner).__name__}, got {value}; leave "
                     "it out, or set it on that"
                 )
         self._owner, self.registry, self.held_out = owner, owner.registry, owner.held_out

@@ -85,6 +85,7 @@ class PersonalStrategy(KeepingStrategy, AveragingStrategy):
         pairs = self.apply_screen(pairs, rejected, self.screen)
         added = [reply for reply, _ in pairs]
         metrics = self.round_metrics(added, rejected)
+        self.train_metrics[self.server_round] = metrics  # to which `merge` may add
         return self.merge(pairs) if self.enough(len(pairs)) else None, added, metrics
 
     @property

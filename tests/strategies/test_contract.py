@@ -244,7 +244,7 @@ def test_a_state_of_another_strategy_or_seed_is_refused(name):
 def test_every_strategy_is_listed():
     exported = (getattr(fedntk.strategies, name) for name in fedntk.strategies.__all__)
     classes = {c for c in exported if isinstance(c, type) and issubclass(c, Strategy)}
-    layers = "Base", "Feature", "Gossip", "Keeping", "Personal", "Resending"
+    layers = "Averaging", "Base", "Feature", "Gossip", "Keeping", "Personal", "Resending"
     bases = {f"{layer}Strategy" for layer in layers}
     names = {c.__name__ for c in classes if not inspect.isabstract(c)}
     assert names - bases == {type(make()).__name__ for make, _ in STRATEGIES.values()}

@@ -1,5 +1,6 @@
 """OneExchange: the joint ridge regression, in the same bits for every split, order and mask."""
 
+import contextlib
 import functools
 import operator
 from functools import partial
@@ -16,7 +17,7 @@ from fedntk.ntk import FeatureMap, NotEnoughMemory, with_fourier_features
 from fedntk.ntk.convex import SumNoise, bound_rows, personal_model, solve_noisy
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics, draw_held_out
-from fedntk.strategies import OneExchange
+from fedntk.strategies import NoUsableReply, OneExchange
 
 from .federation import (
     Contract,
@@ -30,6 +31,7 @@ from .federation import (
     run_as_if_lost,
     start,
     start_in_vain,
+    told,
 )
 
 
@@ -217,6 +219,46 @@ def test_sums_with_noise_are_released_once(masked, tmp_path, monkeypatch):
         monkeypatch.undo()
     fresh = run(private(secure_aggregation=masked), Grid(clients))
     assert bits(fresh) != bits(first)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_client_gives_one_sum_of_its_data_in_all_runs(opens, tmp_path):
+    """Else a server asks again without client 2, and subtracts; a sum that stayed closed counts."""
+
+    def gone(reply):
+        return reply if opens or "masked" not in reply.content["arrays"] else None
+
+    clients = clients_of(PARTS, cache=tmp_path, only_masked=True)
+    first, again = (fixed(secure_aggregation=True, secure_threshold=0.8) for _ in range(2))
+    closed = contextlib.nullcontext() if opens else pytest.raises(NoUsableReply, match="closed")
+    with closed:
+        run(first, Grid(clients, changes=dict.fromkeys((1, 4), gone)))
+    with pytest.raises(NoUsableReply, match="only its owner can allow another"):
+        run(again, Grid(clients, changes={2: lost}))
+    assert len(list(tmp_path.glob("*/given-*.json"))) == 6
+    allowed = clients_of(PARTS, cache=tmp_path, only_masked=True, allow_repeats=True)
+    run(fixed(secure_aggregation=True), Grid(allowed, changes={2: lost}))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_clients_budget_is_of_all_its_runs(masked, tmp_path):
+    """Epsilon 1 and delta 1e-5 a run: two runs of them are within 2.5 and 2e-5, three are not."""
+    own = {"cache": tmp_path, "only_masked": masked}
+    clients = clients_of(PARTS, **own, privacy_limit=(2.5, 2.1e-5))
+    for _ in range(2):
+        run(strategy := private(epsilon=1.0, secure_aggregation=masked), Grid(clients))
+        assert told(strategy) == [6]
+    for most in ((2.5, 2.1e-5), (9.0, 2.1e-5), (2.5, 1e-3)):
+        limited = Grid(clients_of(PARTS, **own, privacy_limit=most))
+        with pytest.raises(NoUsableReply, match=r"epsilon and delta of \[3.0, 3"):
+            run(private(epsilon=1.0, secure_aggregation=masked), limited)
+    raised = clients_of(PARTS, **own, privacy_limit=(9.0, 1e-3))
+    run(private(epsilon=1.0, secure_aggregation=masked), Grid(raised))
+    if masked:  # exact sums leave no room for any noise to help
+        repeating = clients_of(PARTS, **own, allow_repeats=True)
+        run(fixed(secure_aggregation=True), Grid(repeating))
+        with pytest.raises(NoUsableReply, match=r"delta of \[inf"):
+            run(private(epsilon=1.0, secure_aggregation=True), Grid(raised))
 
 
 @pytest.mark.parametrize(

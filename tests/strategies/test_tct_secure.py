@@ -189,6 +189,17 @@ def test_vouched_keys_give_the_same_sum_and_one_of_the_servers_own_none(tmp_path
     start_in_vain(make(vouching=Lying(), run="a run"), Grid(federation))
 
 
+def test_a_client_gives_one_sum_of_its_data_and_insists_on_enough_clients(clients):
+    """Another network is no other data: the features of two may hardly differ."""
+    few = make()
+    start_in_vain(few, Grid(clients(only_masked=True, fewest_clients=5)))
+    assert "opens only with 5 clients or more, got one that opens with 4 of 6" in few.last_refusal
+    start(make(), Grid(clients(only_masked=True)))
+    again = make(num_features=11)
+    start_in_vain(again, Grid(clients(only_masked=True)))
+    assert "only its owner can allow" in again.last_refusal
+
+
 def test_a_client_that_only_masks_refuses_what_is_not_masked(clients):
     app = clients(only_masked=True)
     assert bits(start(make(), Grid(app))) == without()

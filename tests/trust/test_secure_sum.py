@@ -180,6 +180,27 @@ def test_a_client_gives_shares_only_for_its_sum():
     assert given(maskers, (2, 3, 5), (2,))[2] == expected  # of either secret, never of both
 
 
+def test_a_server_with_an_accomplice_opens_single_clients_if_the_threshold_is_low():
+    """Client 2 stands with the server, and confirms two sets, c = 1 of K = 5.
+
+    Up to a threshold of (K + c) / 2 = 3 it gets shares of both secrets of the others. Above it any
+    two sets have an honest client in common, who confirms only one.
+    """
+    maskers, sets = agreed(threshold=3), [(2, 3, 5), (2, 8, 13)]
+    first, second = (given(maskers, arrived, arrived) for arrived in sets)
+    server = server_of(maskers)
+    own, _ = server._combine({i + 1: s[3] for i, s in enumerate(first.values())}, 3, True, [])
+    shares = {server.roster.position(k) + 1: s[3] for k, s in second.items()}
+    seed, _ = server._combine(shares, 3, False, [])
+    broken = replace(maskers[3], seed=seed, own=own)
+    words = masked(maskers, [3]) - broken.mask(np.zeros(SIZE, np.uint32))
+    np.testing.assert_array_equal(words, total_of([3]))
+
+    maskers = agreed(threshold=4)
+    maskers[5].confirm(KEYS[5], (2, 3, 5, 8))
+    refused("confirmed other clients", maskers[5].confirm, KEYS[5], (2, 5, 8, 13))
+
+
 def test_one_wrong_share_more_than_needed_does_no_harm_and_too_many_are_named(monkeypatch):
     maskers, arrived = agreed(), IDS[:4]
     total, server = masked(maskers, arrived), server_of(maskers)
