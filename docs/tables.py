@@ -749,6 +749,23 @@ def losses() -> str:
     return markdown(" | ".join(["Method", *(names[kind] for kind in kinds), "Rounds"]), rows)
 
 
+def secure_sums() -> str:
+    """Return a row for each stage, and seconds of each case that was measured."""
+    table = rounds_of("secure_sums")
+    cases = list(table.groupby(["clients", "numbers"], sort=True).groups)
+    rows = []
+    for stage in ("shares", "encode", "masked", "confirm", "reveal", "sum", "open"):
+        own = table[table.stage == stage].set_index(["clients", "numbers"])
+        who = "server" if stage in ("sum", "open") else "a client"
+        rows.append([stage, who, *(f"{own.seconds[case]:.2g}" for case in cases)])
+    of_client = table.groupby(["clients", "numbers"])[["down", "up"]].sum() / 1e6
+    for way in ("down", "up"):
+        cells = [f"{of_client[way][case]:.3g}" for case in cases]
+        rows.append([f"MB {way}", "a client", *cells])
+    names = " | ".join(f"{clients} clients, {numbers:,} numbers" for clients, numbers in cases)
+    return markdown(f"seconds | of | {names}", rows)
+
+
 def round_costs() -> str:
     """Return a row for each way to run clients and number of clients that was measured."""
     names = {
@@ -788,7 +805,7 @@ TABLES: dict[str, Callable[..., str]] = {
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, losses,
-        round_costs,
+        round_costs, secure_sums,
     )
 } | {"costs": costs.table}  # fmt: skip
 

@@ -68,7 +68,7 @@ def average_words(
 
 
 def average_of(
-    words: NDArray[np.uint64], model: Arrays, clients: int
+    words: NDArray[Any], model: Arrays, clients: int
 ) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any]]:
     """Return the mean of the models, and metrics, from the sum of so many clients' numbers.
 
