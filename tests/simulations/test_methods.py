@@ -99,3 +99,20 @@ def test_who_was_mixed_from_whom_is_written_of_each_round(finished_run):
     with np.load(files[2]) as saved:
         assert saved["server_round"] == 3
         assert saved["weights"].sum(1) == pytest.approx(np.ones(4))
+
+
+def test_the_app_masks_weights_if_asked(tmp_path):
+    """The mean differs by roundings of float32, so the loss hardly does."""
+    small = Config(
+        method="fedavg", num_clients=5, clients_per_round=4, clients_per_evaluation=0,
+        train_examples=150, test_examples=50, learning_rate=0.1,
+    )  # fmt: skip
+    masked = {"fedavg": {"secure_aggregation": True}}
+    plain, secure = (
+        run(small, **own, rounds=2, out=tmp_path / name, progress=False)
+        for name, own in (("plain", {}), ("masked", masked))
+    )
+    losses = [own.curve("loss").to_numpy() for own in (plain, secure)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"fedavg.secure-aggregation: expected clients-per-round"):
+        small.replace(**masked, clients_per_round=2)
