@@ -38,9 +38,9 @@ BESIDE = ("steps", "secure-sum", "total")  # records beside the network's
 class ClosedFormClient(SumsClient):
     """Sends sums over what the last layer is given, by the received weights; it trains nothing.
 
-    It keeps nothing from one message to the next, except for the keys of a secure sum. In memory
-    are features of `batch_size_eval` examples, and 8 p^2 bytes for p features if their Gram matrix
-    is asked for.
+    It keeps nothing from one message to the next, except for the keys of a secure sum and the file
+    of what it has given. In memory are features of `batch_size_eval` examples, and 8 p^2 bytes for
+    p features if their Gram matrix is asked for.
     """
 
     strategy = "ClosedFormStrategy"
