@@ -116,8 +116,8 @@ def _waves(spectra: Tensor, wavelets: Tensor, scale: int) -> Tensor:
 
 def periodise(spectrum: Tensor, scale: int) -> Tensor:
     """Return the transform of a signal (..., h, w) from which every 2^scale-th pixel is kept."""
-    folded: Tensor = functools.reduce(operator.add, _folds(spectrum, scale))
-    return folded / 4**scale
+    kept: Tensor = functools.reduce(operator.add, _folds(spectrum, scale)) / 4**scale
+    return kept
 
 
 def _folds(spectrum: Tensor, scale: int) -> list[Tensor]:
