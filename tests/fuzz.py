@@ -15,6 +15,7 @@ or begins anew. These replies are lies in both runs.
 """
 
 import argparse
+import hashlib
 import itertools
 import logging
 import resource
@@ -38,18 +39,22 @@ from flwr.app import (
     RecordDict,
 )
 
-from fedntk.clients import ClosedFormClient, DFedAvgClient, NTKFLClient, TCTClient, cache_dir
+from fedntk.clients import ClosedFormClient, DFedAvgClient, NTKFLClient, TCTClient
 from fedntk.simulations.check import failed, from_node
 from fedntk.simulations.engine._flower import own_copy
 from fedntk.strategies import NTKFL, TCT, DFedAvg, NoUsableReply, OneExchange, Topology
 
+from .strategies import test_fed_ensemble, test_tct
 from .strategies.federation import Contract, Grid, app, arrays_of, bits, examples, network, start
 from .strategies.test_contract import CONTRACTS, frozen
 
 ROUNDS = 2
+MOST_ANSWERS = 3_000  # of clients, in memory
 SECONDS = 10  # of the processor, in a run that takes a tenth of one
 MOST_BYTES = 2 * 2**30  # of address space that a run may add
+ASYNCHRONOUS = "asynchronous OneExchange"
 SECURE = {"bits": 8, "secure_aggregation": True, "validation": examples(7)}
+LATE = {"asynchronous": True, "round_seconds": 1e-9, "validation": examples(7)}
 SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
 # what CONTRACTS lack: secure sums, sealed parcels, sums in any order, questions before the rounds
 FEDERATIONS = CONTRACTS | {
@@ -60,14 +65,17 @@ FEDERATIONS = CONTRACTS | {
         partial(TCT, network=network(), solve="statistics", num_features=12, **SECURE),
         app(TCTClient, **SGD),
     ),
-    "asynchronous OneExchange": Contract(
-        partial(OneExchange, network=network(), asynchronous=True, round_seconds=1e-9),
+    ASYNCHRONOUS: Contract(
+        partial(OneExchange, network=network(), **LATE),
         app(ClosedFormClient),
     ),
     "sealed DFedAvg": Contract(
         partial(DFedAvg, topology=Topology("ring"), seal=True), app(DFedAvgClient, **SGD)
     ),
 }
+ASIDE = {"query.partition", "query.keys"}  # asked while other replies are being read
+RANDOM = {"secure OneExchange", "secure TCT", "sealed DFedAvg"}  # clients draw keys
+CACHES = test_tct.CACHE.name, test_fed_ensemble.CACHE.name  # where some clients keep files
 
 # -------------------------------------------------------------------------------- lies
 
@@ -323,14 +331,40 @@ class LiarsGrid(Grid):
         self.told: list[Lie] = []
         self.dropped: dict[tuple[int, int], str] = {}
         self.earlier: Replies = []
+        self.failed: list[str] = []  # of honest clients, why
         self._counts = [0] * num_clients
         self._newest: dict[int, tuple[int, int]] = {}  # node -> its newest reply
+        self._impostors: dict[int, tuple[int, int]] = {}  # node -> newest reply in its name
         self._inbox: Replies = []
+        self._heard: dict[int, Replies] = {node: [] for node in self.contexts}
+        self._live = dict.fromkeys(self.contexts, 0)  # messages that real clients have answered
+
+    def _answer(self, message: Message) -> Message:
+        """Answer from memory if the client's answer to all that it was sent so far is known."""
+        node = message.metadata.dst_node_id
+        heard = self._heard[node]
+        heard.append(own_copy(message))
+        if self.name in RANDOM:
+            return super()._answer(message)
+        known = (self.name, node, *map(digest, heard))
+        if known not in _answers:
+            for earlier in heard[self._live[node] : -1]:
+                super()._answer(earlier)
+            self._live[node] = len(heard)
+            if len(_answers) >= MOST_ANSWERS:
+                _answers.clear()
+            _answers[known] = super()._answer(message)
+        answer = _answers[known]
+        if answer.has_error():
+            return Message(answer.error, reply_to=message)
+        return Message(own_copy(answer).content, reply_to=message)
 
     def _lie(self, client: int, reply: Message) -> Replies:
         key = client, self._counts[client]
         self._counts[client] += 1
-        if not reply.has_error():
+        if reply.has_error():
+            self.failed += [reply.error.reason] * (client not in {lie.client for lie in self.lies})
+        else:
             self.earlier.append(own_copy(reply))
         node, replies = reply.metadata.src_node_id, [reply]
         for lie in self.lies:
@@ -342,19 +376,21 @@ class LiarsGrid(Grid):
                 replies = found if isinstance(found, list) else [found or copied]
                 reply = replies[0]
                 self.told.append(lie)
-        if reply.metadata.src_node_id == node:
-            self._newest[node] = key
-        else:
-            self._newest.setdefault(reply.metadata.src_node_id, key)
-        return [] if key in self.lost else replies
+        sender = reply.metadata.src_node_id
+        if reply.metadata.message_type not in ASIDE:
+            (self._newest if sender == node else self._impostors)[sender] = key
+        if key in self.lost:
+            return [failed(reply)] if self.name == ASYNCHRONOUS else []
+        return replies
 
     def note(self, node: int, reason: str) -> None:
         """Note that the newest reply of a node was dropped."""
-        if node in self._newest:
-            self.dropped[self._newest[node]] = reason
+        impostor = self._impostors.pop(node, None) if reason == "not-asked" else None
+        if key := impostor or self._newest.get(node):
+            self.dropped[key] = reason
 
     def send_and_receive(self, messages: Iterable[Message], **options: Any) -> Iterable[Message]:
-        messages = list(messages)
+        messages = sorted(messages, key=lambda m: m.metadata.dst_node_id)
         self.changed_kinds = sorted({m.metadata.message_type for m in messages})
         return super().send_and_receive(messages, **options)
 
@@ -367,6 +403,19 @@ class LiarsGrid(Grid):
         ids, inbox = set(message_ids), self._inbox
         self._inbox = [m for m in inbox if m.metadata.reply_to_message_id not in ids]
         return [m for m in inbox if m.metadata.reply_to_message_id in ids]
+
+
+_answers: dict[tuple[Any, ...], Message] = {}
+
+
+def digest(message: Message) -> bytes:
+    """Return a short name of a message's contents."""
+    parts = hashlib.sha256(message.metadata.message_type.encode())
+    for name, record in message.content.items():
+        parts.update(name.encode())
+        for key, value in record.items():
+            parts.update(repr((key, value)).encode() if not isinstance(value, Array) else value.data)
+    return parts.digest()
 
 
 class Drops(logging.Handler):
@@ -393,11 +442,16 @@ def bounded(grid: LiarsGrid) -> Any:
     resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
     begun = time.process_time()
     try:
-        yield
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", folder)
+            numbers = itertools.count(1)
+            patch.setattr("secrets.token_hex", lambda n: f"{next(numbers):0{2 * n}x}")
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
         logger.handlers, logger.propagate = kept
-        shutil.rmtree(cache_dir(), ignore_errors=True)
+        for folder in itertools.chain.from_iterable(Path(own).iterdir() for own in CACHES):
+            shutil.rmtree(folder)
     seconds = time.process_time() - begun
     assert seconds < SECONDS, f"it took {seconds:.0f} s of the processor"
 
@@ -418,7 +472,7 @@ def run(name: str, num_clients: int, lies: Iterable[Lie], lost: Iterable[Any] = 
         for stage in ("train", "evaluate")
         for number, of in getattr(strategy, f"{stage}_metrics").items()
         for metric, value in of.items()
-        if not metric.startswith(("replies-", "rejected-"))
+        if "replies-" not in metric and "rejected" not in metric
     }
     for what, array in [*arrays.items(), *measured.items(), *strategy.state_dict().items()]:
         if isinstance(array, np.ndarray) and array.dtype.kind == "f":
@@ -426,25 +480,28 @@ def run(name: str, num_clients: int, lies: Iterable[Lie], lost: Iterable[Any] = 
     return grid, {
         "end": end,
         **bits(arrays),
-        **{f"state {n}": own for n, own in frozen(strategy).items()},
+        **{f"state {n}": own for n, own in frozen(strategy, "public_keys").items()},
         **{n: value.tobytes() for n, value in measured.items()},
     }
 
 
 @cache
-def honest_replies(name: str) -> Replies:
-    return run(name, 4, [])[0].earlier
+def foreign_replies() -> dict[str, Replies]:
+    """Return what three honest clients reply in a run of each strategy."""
+    return {name: run(name, 3, [])[0].earlier for name in sorted(FEDERATIONS)}
 
 
 def foreign_reply(name: str, draw: Draw) -> Message:
     """Draw a reply of another strategy's run, or of another run of this one."""
-    own = draw.random() < 0.3
-    return pick(draw, honest_replies(name if own else pick(draw, sorted(FEDERATIONS))))
+    library = foreign_replies()
+    return pick(draw, library[name if draw.random() < 0.3 else pick(draw, library)])
 
 
 def check(name: str, *, num_clients: int, lies: Sequence[Lie]) -> int:
     """Require what the module's docstring lists of a run; return the number of cases in it."""
+    foreign_replies()  # before this run: no run begins within another
     grid, found = run(name, num_clients, lies)
+    assert not grid.failed, f"honest clients failed: {grid.failed[0]}"
     loud = {lie[:2] for lie in grid.told if lie.how in LOUD}
     second = {lie[:2] for lie in grid.told if lie.how in TWO}
     lost = grid.dropped.keys() - loud - second
@@ -521,7 +578,7 @@ def fuzz(count: int, seed: int, names: Sequence[str] = ()) -> tuple[int, list[st
             cases += 1
             said = f"{type(error).__name__}: {error}"
             fewest, again = shrink(name, num_clients, lies)
-            failures.append(f"# {again or said}\n{program_for(name, num_clients, fewest)}")
+            failures.append(f"# {again or 'not again: ' + said}\n{program_for(name, num_clients, fewest)}")
             print(failures[-1], flush=True)
 
 
@@ -533,9 +590,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="strategies, as FEDERATIONS has them")
     given = parser.parse_args()
     begun = time.process_time()
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", folder)
-        cases, failures = fuzz(given.count, given.seed, given.names)
+    cases, failures = fuzz(given.count, given.seed, given.names)
     seconds = time.process_time() - begun
     print(f"{cases} replies, {len(failures)} failures, {seconds:.0f} s of the processor")
     raise SystemExit(bool(failures))

@@ -160,9 +160,9 @@ def test_state_saved_and_restored_mid_run_gives_the_same_bits(name):
     assert sorted(straight.train_metrics) == [1]
 
 
-def frozen(strategy):
+def frozen(strategy, *drawn):
     """Return the state, less what each run draws anew, its arrays as they are now."""
-    drawn = ("run-key", "run_key")
+    drawn = ("run-key", "run_key", *drawn)
     state = {n: v for n, v in strategy.state_dict().items() if not n.endswith(drawn)}
     arrays = {n: v for n, v in state.items() if isinstance(v, np.ndarray)}
     plain = json.dumps({n: v for n, v in state.items() if n not in arrays})
