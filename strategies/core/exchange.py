@@ -28,6 +28,7 @@ logger = getLogger("flwr")
 T = TypeVar("T")
 Pairs = list[tuple[Reply, T]]
 Parse = Callable[[Reply], T]  # or BadReply
+Screen = Callable[[Sequence[T], float], Sequence[BadReply | None]]
 Accepted = tuple[Pairs[T], Counter[str]]  # what was parsed; reasons why others were rejected
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]  # new arrays and metrics, if any
@@ -344,10 +345,7 @@ class Exchanges(Declared, FedAvg):
         logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
 
     def apply_screen(
-        self,
-        pairs: Pairs[T],
-        rejected: Counter[str],
-        screen: Callable[[Sequence[T], float], Sequence[BadReply | None]],
+        self, pairs: Pairs[T], rejected: Counter[str], screen: Screen[T]
     ) -> Pairs[T]:
         """Drop the replies that a rule over all parsed ones, and `outlier_factor`, refuses."""
         kept: Pairs[T] = []

@@ -7,6 +7,7 @@ encrypt each for its receivers.
 """
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -23,7 +24,7 @@ from fedntk.ntk.payloads import screen_changes
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, RelayOptions
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.exchange import Accepted, Aggregated, Parse, logger
+from ..core.exchange import Accepted, Aggregated, Pairs, Parse, Screen, logger
 from ..core.kept_rounds import KeepingStrategy
 from ..core.registry import SentParts
 from ..core.replies import Reply, check_weights
@@ -90,6 +91,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
     models: dict[int, Arrays] = state(dict, saved=False)
     models_before: dict[int, Arrays] = state(dict, saved=False)
     neighbours: dict[int, tuple[int, ...]] = state(dict, saved=False)
+    _begun: set[int] = state(set, saved=False)  # clients that the newest replies say have them
     _drawn: set[int] = state(set)  # clients that were in a static graph
     _sent_last: dict[int, dict[str, ArrayRecord]] = state(dict, saved=False)  # as a round ended
     _parcels: Parcels = state(dict, saved=False)
@@ -169,10 +171,21 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         They do not after an evaluation of the mean over rounds, which nobody trains from.
         """
         pairs, rejected = super().accepted(replies, parse, stage)
+        self._begun = set()
         if stage != MessageType.EVALUATE or self.averaged is None:
-            for reply, _ in pairs:
-                self.sent.mark(reply.client, FIRST)
+            self._begun = {r.client for r, _ in pairs if self.sent.lacks(r.client, FIRST)}
+        for client in self._begun:
+            self.sent.mark(client, FIRST)
         return pairs, rejected
+
+    def apply_screen(
+        self, pairs: Pairs[T], rejected: Counter[str], screen: Screen[T]
+    ) -> Pairs[T]:
+        """Take back that clients have the first weights if the reply that says so is dropped."""
+        kept = super().apply_screen(pairs, rejected, screen)
+        for client in self._begun - {reply.client for reply, _ in kept}:
+            self.sent.forget(client)
+        return kept
 
     def forget_sent(self, client: int) -> None:
         """Forget the client's key as well."""

@@ -21,7 +21,7 @@ from fedntk.ntk.payloads import FeatureUpload, MessageTask, screen_changes
 from fedntk.ntk.payloads.convex_task import Step
 
 from ..core.averaging import named_arrays, record_of
-from ..core.exchange import Pairs, logger
+from ..core.exchange import Pairs, Screen, logger
 from ..core.inner import InnerStrategy
 from ..core.lost_state import Answers
 from ..core.replies import Reply, require_like, screen_own_sizes
@@ -30,7 +30,6 @@ from .convex_strategy import LINEAR, ConvexStrategy
 CONTROL = "tct.control"
 Arrays = dict[str, NDArray[Any]]
 Result = tuple[Arrays | None, MetricRecord]  # arrays that a round changed, if any; its metrics
-Screen = Callable[[Sequence[Any], float], Sequence[BadReply | None]]
 T = TypeVar("T")
 
 
@@ -72,7 +71,7 @@ class Phase(ABC):
         return found
 
     def gather(
-        self, replies: Iterable[Message], parse: Callable[[Reply], T], *screens: Screen
+        self, replies: Iterable[Message], parse: Callable[[Reply], T], *screens: Screen[Any]
     ) -> tuple[Pairs[T], MetricRecord]:
         """Check replies one by one and against each other; return them and the round's metrics.
 

@@ -18,7 +18,7 @@ from fedntk.strategies import DFedAvg, NoUsableReply, Topology
 from fedntk.strategies.gossip.relay import count_refused, deviation
 from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_bytes
 
-from .federation import Grid, app, arrays_of, as_record, bits, failed, kept_by, start, told
+from .federation import Grid, app, arrays_of, as_record, bits, failed, kept_by, lost, start, told
 
 SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
 MSE = {"loss": "mse"}
@@ -292,6 +292,20 @@ def test_a_model_of_a_huge_norm_is_left_out_of_the_mean():
     mean = start(own, Grid(clients("DPSGD"), changes=changes, changed_kind="evaluate.model"))
     assert np.abs(mean["0.weight"]).max() < 1e3
     assert own.train_metrics[1]["models-collected"] == len(own.models) == 5
+
+
+def test_a_model_of_a_huge_norm_does_not_say_that_its_client_has_the_first_weights():
+    """The client's first training is lost; its model comes, and is as if it were lost."""
+    results = []
+    for change in (on_parcels(enlarge, "arrays"), lost):
+        own = make("DPSGD", collect=True)
+        gone = {"train": lost, "evaluate.model": change}
+        first = lambda r, own=own, gone=gone: (  # noqa: E731
+            gone[r.metadata.message_type](r) if own.server_round == 1 else r
+        )
+        grid = Grid(clients("DPSGD"), changes={2: first}, changed_kind="train evaluate.model")
+        results.append(bits(start(own, grid, 2)))
+    assert results[0] == results[1]
 
 
 def test_replies_with_weights_or_parcels_for_strangers_are_refused():
