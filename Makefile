@@ -15,7 +15,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help install demo test slow federation gpu lint types docs outside pages check format clean
+.PHONY: help install demo test slow federation fuzz gpu lint types docs outside pages check format clean
 
 help: ## show the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -44,6 +44,11 @@ slow: install ## what `make test` leaves out: whole notebooks, full sizes
 
 federation: install ## tests on a real federation: TLS, SuperNodes with keys, processes that are killed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m federation
+
+COUNT ?= 2000
+SEED ?= 0
+fuzz: install ## COUNT replies of liars to all strategies, drawn with SEED: none may break a rule
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(COUNT) $(SEED)
 
 gpu: ## the cases of ntk and the benchmarks on a GPU; torch and numpy suffice, nothing is installed
 	@python=$(PYTHON); $$python -c 'import torch' 2>/dev/null || ! test -x $(BIN)/python || python=$(BIN)/python; \

@@ -344,9 +344,7 @@ class Exchanges(Declared, FedAvg):
         self.last_refusal = f"node {node}: {bad}"
         logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
 
-    def apply_screen(
-        self, pairs: Pairs[T], rejected: Counter[str], screen: Screen[T]
-    ) -> Pairs[T]:
+    def apply_screen(self, pairs: Pairs[T], rejected: Counter[str], screen: Screen[T]) -> Pairs[T]:
         """Drop the replies that a rule over all parsed ones, and `outlier_factor`, refuses."""
         kept: Pairs[T] = []
         verdicts = screen([parsed for _, parsed in pairs], self.outlier_factor)

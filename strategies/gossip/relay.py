@@ -178,9 +178,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             self.sent.mark(client, FIRST)
         return pairs, rejected
 
-    def apply_screen(
-        self, pairs: Pairs[T], rejected: Counter[str], screen: Screen[T]
-    ) -> Pairs[T]:
+    def apply_screen(self, pairs: Pairs[T], rejected: Counter[str], screen: Screen[T]) -> Pairs[T]:
         """Take back that clients have the first weights if the reply that says so is dropped."""
         kept = super().apply_screen(pairs, rejected, screen)
         for client in self._begun - {reply.client for reply, _ in kept}:

@@ -1,0 +1,45 @@
+"""Liars' replies by the thousand break no rule, and the fuzzer finds rules that are broken."""
+
+import pytest
+from flwr.app import MetricRecord
+
+from fedntk.strategies import BaseStrategy
+from fedntk.strategies.core import base, exchange
+
+from . import fuzz
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_thousand_replies_of_liars_break_no_rule(seed):
+    cases, failures = fuzz.fuzz(1_000, seed)
+    assert cases >= 1_000
+    assert not failures, failures[0]
+
+
+def believe(arrays, *_):
+    """Take a client's arrays as they are, in place of check_weights."""
+    return dict(arrays)
+
+
+def remember(own, node, bad, rejected):
+    """Drop a reply, and let the metrics know it, in place of Exchanges.drop."""
+    rejected[bad.reason] += 1
+    exchange.logger.warning("dropped the reply of node %d: %s", node, bad)
+    own.train_metrics_aggr_fn = lambda *_: MetricRecord({"train-loss": -1.0})
+
+
+FAULTS = {  # what the failure says -> what is broken, by what
+    "KeyError": (base, "check_weights", believe),
+    "left traces in": (BaseStrategy, "drop", remember),
+}
+
+
+@pytest.mark.parametrize("said", sorted(FAULTS))
+def test_a_broken_rule_is_found_and_shown_by_a_program_with_the_fewest_lies(said, monkeypatch):
+    """FedAvg without a check of arrays, and one whose metrics depend on what it drops."""
+    monkeypatch.setattr(*FAULTS[said])
+    _, (failure,) = fuzz.fuzz(100, 0, ["SeededFedAvg"], most_failures=1)
+    assert said in failure
+    assert failure.count("Lie(") == 1
+    with pytest.raises((KeyError, AssertionError)):
+        exec(failure)  # noqa: S102 - what the fuzzer printed
