@@ -198,7 +198,7 @@ def twice(_: Draw, reply: Message, __: World) -> Replies:
 def replayed(draw: Draw, reply: Message, world: World) -> Replies:
     """Send an earlier reply once more, as it was, after the new one."""
     own = [m for m in world.earlier if m.metadata.src_node_id == reply.metadata.src_node_id]
-    return [reply, own_copy(pick(draw, own))]
+    return [reply, own_copy(pick(draw, own, reply))]
 
 
 LIES: dict[str, Callable[..., Any]] = {
@@ -238,7 +238,7 @@ TWO = {"twice", "replayed"}  # two replies, of which the first is true
 
 
 class Lie(NamedTuple):
-    """What becomes of a client's n-th reply of a run, counted from 0."""
+    """What becomes of a client's n-th reply of a run: 1, 2, ...; asked who it is, -1, -2, ..."""
 
     client: int
     reply: int
