@@ -40,6 +40,20 @@ MONITORED = (
     *("accuracy", "loss", "client-accuracy-mean", "client-accuracy-worst"),
     *("client-loss-mean", "client-loss-worst"),
 )
+AttackName = Literal[
+    "none",
+    "label-shift",
+    "label-flip",
+    "random-labels",
+    "backdoor",
+    "sign-flip",
+    "scaling",
+    "little-is-enough",
+    "inner-product",
+    "mimic",
+    "false-prototypes",
+    "false-gram",
+]
 END = "# end of the settings\n"  # of a file that is whole
 
 
@@ -198,6 +212,24 @@ class Config(SplitSettings, frozen=True, eq=True):
         "local SGD takes the shares of a client's classes out of what it learns from them",
     )
 
+    attack: AttackName = setting(
+        "none",
+        "what clients that lie do, to test defences. To their examples: label-shift (each label is "
+        "the next class), label-flip (their most frequent class becomes the next), random-labels, "
+        "backdoor (half of the images get a patch and class 0). To their replies: sign-flip, "
+        "scaling, false-prototypes, false-gram; little-is-enough, inner-product and mimic know the "
+        "honest replies",
+    )
+    liars: int = setting(
+        0, "clients that lie, drawn among those of at least the median size", at_least=0
+    )
+    attack_factor: float = setting(
+        0.0,
+        "strength of sign-flip and scaling (factor), little-is-enough (z), inner-product (epsilon) "
+        "and false-prototypes (factor); 0: 1, 10, 1.5, 1 and 1",
+        at_least=0,
+    )
+
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
     ray_address: str = setting(
         "",
@@ -290,6 +322,15 @@ class Config(SplitSettings, frozen=True, eq=True):
             raise ConfigError(
                 f"min-completed: expected at most clients-per-round = {self.clients_a_round}, "
                 f"got {self.min_completed}"
+            )
+        if (self.attack == "none") != (self.liars == 0):
+            raise ConfigError(
+                f"attack = {self.attack} and liars = {self.liars}: set both, or neither"
+            )
+        if 2 * self.liars > trainable:
+            raise ConfigError(
+                f"liars: expected at most half of the {trainable} clients that train, got "
+                f"{self.liars}"
             )
         if self.client_gpus and self.device == "cpu":
             raise ConfigError(f"client-gpus = {self.client_gpus:g} does not go with device = cpu")

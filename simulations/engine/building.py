@@ -17,6 +17,7 @@ from fedntk.ntk.predictors.network import Predictor
 from fedntk.strategies import BaseStrategy
 from fedntk.strategies.core.array_archive import load_tensors
 
+from ..attacks import choose_liars, false_examples
 from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.kept_examples import Own
@@ -86,6 +87,13 @@ def make_strategy(setup: Setup) -> BaseStrategy:
     return strategy
 
 
+def liars_of(setup: Setup) -> frozenset[int]:
+    """Return the partitions that lie in a run."""
+    if not setup.config.liars:
+        return frozenset()
+    return choose_liars(setup.config, [len(own) for own in setup.split.clients])
+
+
 def make_client(
     setup: Setup, partition: int, state: MutableMapping[str, Any], own: Own | None = None
 ) -> NumPyClient:
@@ -107,6 +115,8 @@ def make_client(
             "protect nothing; write a client with keys of its own for data-path"
         )
     (x, y), (x_test, y_test) = own.train, own.test
+    if partition in liars_of(setup):
+        x, y = false_examples(config, partition, x, y, setup.data.num_classes)
     options: dict[str, Any] = {
         "model": setup.network,
         "x": x,

@@ -16,6 +16,7 @@ from fedntk.ntk.support.files import PARTIAL, claimed
 from fedntk.ntk.support.threads import warn_of_spinning
 from fedntk.strategies import BaseStrategy
 
+from ..attacks import ATTACKS, LyingGrid
 from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.kept_examples import KeptExamples
@@ -25,7 +26,7 @@ from ..methods.method import Setup
 from ..metrics import load_metrics, metrics_checksum
 from ..models import network_checksum
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
-from .building import load_setup, make_client, make_strategy
+from .building import liars_of, load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints, OnRound
 from .engines import MeteredGrid
 from .losses import LossyGrid
@@ -126,6 +127,9 @@ def _serve(
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     setup.data.inputs.save(folder)
+    if liars := liars_of(setup):
+        options: Any = {"factor": config.attack_factor, "seed": config.seed}
+        grid = LyingGrid(grid, liars, ATTACKS[config.attack], **options)
     metered = MeteredGrid(grid)
     x, y = setup.evaluation_set()
     x = projected(config, x)  # once, not in each round
