@@ -1,49 +1,43 @@
 """Clients that lie: attacks on their examples, or on what they send.
 
-An attack on examples changes a client's training data, and the client is honest from there on, so
-it works with every method. An attack on replies changes the arrays of floating point in whatever a
-client sends, as :class:`LyingGrid` passes it on; what is counted, sealed or compressed to whole
-numbers stays. A reply is x + d, with x what the client was sent under the same name (0 if nothing),
-and attacks change d. Colluding liars know the honest replies of the exchange.
+An attack on examples changes what a client trains on, and the client is honest from there on: it
+works with every method. An attack on replies changes the arrays of floating point in what a client
+sends, as :class:`LyingGrid` passes it on; what is counted, sealed or compressed to whole numbers
+stays. A reply is x + d, with x what was sent to the client under the same name (0 if nothing), and
+the attack changes d. Liars know the honest replies of the exchange, so they can collude.
+
+Sources: Baruch et al., *A Little Is Enough*, NeurIPS 2019, algorithm 3 (with the paper's z = 1.5);
+Xie et al., *Fall of Empires*, UAI 2020, section 4 (inner-product); Karimireddy et al.,
+*Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing*, ICLR 2022, section 3 (mimic).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedntk.strategies.core.averaging import named_arrays, record_of
-
-from .config.config import AttackName, Config
-from .engine.engines import OuterGrid
-
 Changes = dict[str, NDArray[Any]]  # d by the names of records and arrays, "arrays/0.weight"
 Generator = np.random.Generator
-OnExamples = Callable[[Tensor, Tensor, int, Generator], tuple[Tensor, Tensor]]
-OnReply = Callable[[Changes, Sequence[Changes], float, Generator], Changes]
+Examples = tuple[Tensor, Tensor]
 BACKDOOR_CLASS = 0
 
 
-@dataclass(frozen=True)
-class Attack:
+class Attack(NamedTuple):
     """What a liar does.
 
     `on_examples` maps examples (n, ...), labels (n,), the number of classes and a generator to
-    false examples and labels. `on_reply` maps the honest changes, those of the honest clients for
-    colluding liars, the factor and a generator to false changes.
+    false examples and labels. `on_reply` maps the honest changes, those of the honest clients, the
+    factor and a generator to false changes.
     """
 
-    on_examples: OnExamples | None = None
-    on_reply: OnReply | None = None
+    on_examples: Callable[[Tensor, Tensor, int, Generator], Examples] | None = None
+    on_reply: Callable[[Changes, Sequence[Changes], float, Generator], Changes] | None = None
     factor: float = 1.0  # by default
-    colludes: bool = False
-    kinds: str = "f"  # kinds of numbers that are changed
 
 
 def patched(x: Tensor) -> Tensor:
@@ -53,141 +47,106 @@ def patched(x: Tensor) -> Tensor:
     return x
 
 
-def _shift_labels(x: Tensor, y: Tensor, classes: int, _: Generator) -> tuple[Tensor, Tensor]:
-    return x, (y + 1) % classes
-
-
-def _flip_class(x: Tensor, y: Tensor, classes: int, _: Generator) -> tuple[Tensor, Tensor]:
+def _rename_class(x: Tensor, y: Tensor, classes: int, _: Generator) -> Examples:
     most = int(y.bincount().argmax())
     return x, torch.where(y == most, (most + 1) % classes, y)
 
 
-def _draw_labels(x: Tensor, y: Tensor, classes: int, rng: Generator) -> tuple[Tensor, Tensor]:
-    return x, torch.from_numpy(rng.integers(0, classes, len(y))).to(y)
-
-
-def _add_backdoor(x: Tensor, y: Tensor, _: int, __: Generator) -> tuple[Tensor, Tensor]:
+def _add_backdoor(x: Tensor, y: Tensor, _: int, __: Generator) -> Examples:
     every = torch.arange(len(y)) % 2 == 0
-    wide = every.reshape(-1, *[1] * (x.ndim - 1))
-    return torch.where(wide, patched(x), x), torch.where(every, BACKDOOR_CLASS, y)
+    images = torch.where(every.reshape(-1, *[1] * (x.ndim - 1)), patched(x), x)
+    return images, torch.where(every, BACKDOOR_CLASS, y)
 
 
-def _scale(own: Changes, _: Sequence[Changes], factor: float, __: Generator) -> Changes:
+def _scale(own: Changes, factor: float) -> Changes:
     return {name: factor * change for name, change in own.items()}
 
 
-def _flip_signs(own: Changes, _: Sequence[Changes], factor: float, __: Generator) -> Changes:
-    return {name: -factor * change for name, change in own.items()}
+def _mean(honest: Sequence[Changes], deviations: float = 0) -> Changes:
+    """Mean of the honest changes, less some standard deviations of each coordinate."""
+    stacked = {name: np.stack([other[name] for other in honest]) for name in honest[0]}
+    return {name: every.mean(0) - deviations * every.std(0) for name, every in stacked.items()}
 
 
-def _be_a_little_off(
-    _: Changes, honest: Sequence[Changes], factor: float, __: Generator
-) -> Changes:
-    """Mean of the honest less z standard deviations of each coordinate."""
-    every = {name: np.stack([other[name] for other in honest]) for name in honest[0]}
-    return {name: own.mean(0) - factor * own.std(0) for name, own in every.items()}
-
-
-def _reverse_mean(_: Changes, honest: Sequence[Changes], factor: float, __: Generator) -> Changes:
-    return {n: -factor * np.mean([other[n] for other in honest], 0) for n in honest[0]}
-
-
-def _mimic(_: Changes, honest: Sequence[Changes], __: float, ___: Generator) -> Changes:
-    """Repeat the honest client that is farthest along the first principal direction."""
+def _mimic(honest: Sequence[Changes]) -> Changes:
+    """Return the honest change that is farthest along their first principal direction."""
     rows = np.stack([np.concatenate([a.ravel() for a in own.values()]) for own in honest])
     rows = rows.astype(np.float64) - rows.mean(0)
-    _, vectors = np.linalg.eigh(rows @ rows.T)
-    return honest[int(np.abs(vectors[:, -1]).argmax())]
+    return honest[int(np.abs(np.linalg.eigh(rows @ rows.T)[1][:, -1]).argmax())]
 
 
-def _exchange_prototypes(
-    own: Changes, _: Sequence[Changes], factor: float, __: Generator
-) -> Changes:
-    """Send each class mean under the next class."""
-    return {
-        name: factor * np.roll(change, 1, 0) if name.endswith("/means") else change
-        for name, change in own.items()
-    }
-
-
-def _draw_gram_signs(own: Changes, _: Sequence[Changes], __: float, rng: Generator) -> Changes:
+def _draw_gram_signs(gram: NDArray[Any], rng: Generator) -> NDArray[Any]:
     """Draw signs off the diagonal of a packed Gram matrix."""
-    found = dict(own)
-    for name, change in own.items():
-        if name.endswith("/gram") and change.ndim == 1:
-            width = int((2 * change.size + 0.25) ** 0.5 - 0.5)
-            signs = rng.choice([-1, 1], change.size)
-            signs[np.cumsum([0, *range(width, 1, -1)])] = 1
-            found[name] = change * signs
-    return found
+    width = int((2 * gram.size + 0.25) ** 0.5 - 0.5)
+    signs = rng.choice([-1, 1], gram.shape)
+    signs[np.cumsum([0, *range(width, 1, -1)])] = 1
+    return np.asarray(gram * signs)
 
 
-ATTACKS: Mapping[AttackName, Attack] = {
+def _is(name: str, key: str) -> bool:
+    return key.rpartition("/")[2] == name
+
+
+ATTACKS: Mapping[str, Attack] = {
     "none": Attack(),
-    "label-shift": Attack(_shift_labels),
-    "label-flip": Attack(_flip_class),
-    "random-labels": Attack(_draw_labels),
+    "label-shift": Attack(lambda x, y, classes, _: (x, (y + 1) % classes)),
+    "label-flip": Attack(_rename_class),
+    "random-labels": Attack(
+        lambda x, y, classes, rng: (x, torch.from_numpy(rng.integers(0, classes, len(y))).to(y))
+    ),
     "backdoor": Attack(_add_backdoor),
-    "sign-flip": Attack(on_reply=_flip_signs),
-    "scaling": Attack(on_reply=_scale, factor=10.0),
-    # Baruch et al., A Little Is Enough, NeurIPS 2019, algorithm 3, with the paper's z = 1.5
-    "little-is-enough": Attack(on_reply=_be_a_little_off, factor=1.5, colludes=True),
-    # Xie et al., Fall of Empires, UAI 2020, section 4
-    "inner-product": Attack(on_reply=_reverse_mean, colludes=True),
-    # Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets, ICLR 2022, section 3
-    "mimic": Attack(on_reply=_mimic, colludes=True),
-    "false-prototypes": Attack(on_reply=_exchange_prototypes),
-    "false-gram": Attack(on_reply=_draw_gram_signs, kinds="fi"),
+    "sign-flip": Attack(on_reply=lambda own, _, factor, __: _scale(own, -factor)),
+    "scaling": Attack(on_reply=lambda own, _, factor, __: _scale(own, factor), factor=10.0),
+    "little-is-enough": Attack(on_reply=lambda _, honest, z, __: _mean(honest, z), factor=1.5),
+    "inner-product": Attack(on_reply=lambda _, honest, e, __: _scale(_mean(honest), -e)),
+    "mimic": Attack(on_reply=lambda _, honest, __, ___: _mimic(honest)),
+    "false-prototypes": Attack(  # each class mean comes under the next class
+        on_reply=lambda own, _, factor, __: {
+            n: factor * np.roll(d, 1, 0) if _is("means", n) else d for n, d in own.items()
+        }
+    ),
+    "false-gram": Attack(
+        on_reply=lambda own, _, __, rng: {
+            n: _draw_gram_signs(d, rng) if _is("gram", n) and d.ndim == 1 else d
+            for n, d in own.items()
+        }
+    ),
 }
 
 
-def choose_liars(config: Config, sizes: Sequence[int]) -> frozenset[int]:
-    """Draw the liars among the clients that train, by the run's seed.
-
-    They are of at least the median size, since a liar with few examples is heard little.
-    """
-    own = np.array(sizes[: config.num_clients - config.validation_clients])
-    large = np.flatnonzero(own >= np.median(own))
-    drawn = np.random.default_rng([config.seed, *b"liars"]).permutation(large)
-    return frozenset(drawn[: config.liars].tolist())
+def choose_liars(count: int, sizes: Sequence[int], seed: int) -> frozenset[int]:
+    """Draw liars among the clients of at least the median size; small ones are heard little."""
+    large = np.flatnonzero(np.array(sizes) >= np.median(sizes))
+    return frozenset(np.random.default_rng([seed, *b"liars"]).permutation(large)[:count].tolist())
 
 
-def false_examples(
-    config: Config, partition: int, x: Tensor, y: Tensor, num_classes: int
-) -> tuple[Tensor, Tensor]:
-    """Return what a liar trains on: its own examples, unless its attack is on these."""
-    rng, lie = np.random.default_rng([config.seed, partition, *b"lie"]), ATTACKS[config.attack]
-    return (x, y) if lie.on_examples is None else lie.on_examples(x, y, num_classes, rng)
-
-
-class LyingGrid(OuterGrid):
+class LyingGrid:
     """A grid on which the replies of some partitions to training messages are false.
 
-    Draws depend on `seed`, the round and the partition, so a resumed run sees the same lies. With
-    ``push_messages`` and ``pull_messages`` colluding liars know what comes at the same time.
+    Draws depend on `seed`, the round and the partition, so a resumed run sees the same lies.
     """
 
     def __init__(
         self, grid: Grid, liars: Iterable[int], attack: Attack, *, factor: float = 0, seed: int = 0
     ) -> None:
-        super().__init__(grid)
-        self.liars, self.attack, self.seed = frozenset(liars), attack, seed
+        self._grid, self.liars, self.attack, self.seed = grid, frozenset(liars), attack, seed
         self.factor = factor or attack.factor
         self._sent: dict[int, Message] = {}  # node -> its newest message
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Remember what is sent."""
-        return super().push_messages(self._remember(messages))
+        """Send, and remember what was sent."""
+        return self._grid.push_messages(self._remember(messages))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Receive, with lies."""
-        return self._with_lies(super().pull_messages(message_ids))
+        """Receive, with lies; liars know the honest replies that come with theirs."""
+        return self._with_lies(self._grid.pull_messages(message_ids))
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
+    def send_and_receive(self, messages: Iterable[Message], **options: Any) -> Iterable[Message]:
         """Send and receive, with lies."""
-        return self._with_lies(super().send_and_receive(self._remember(messages), timeout=timeout))
+        return self._with_lies(self._grid.send_and_receive(self._remember(messages), **options))
 
     def _remember(self, messages: Iterable[Message]) -> list[Message]:
         sent = list(messages)
@@ -195,49 +154,38 @@ class LyingGrid(OuterGrid):
         return sent
 
     def _with_lies(self, replies: Iterable[Message]) -> Iterable[Message]:
-        honest: list[Changes] = []
-        if self.attack.colludes:
-            replies = list(replies)
-            others = [r for r in replies if _sends(r) and _partition_of(r) not in self.liars]
-            honest = [self._changes(reply)[0] for reply in others]
-        for reply in replies:
-            if _sends(reply) and _partition_of(reply) in self.liars:
-                self._lie(reply, honest)
-            yield reply
+        replies = list(replies)
+        if self.attack.on_reply is None:
+            return replies
+        trained = [r for r in replies if r.metadata.message_type == "train" and r.has_content()]
+        found = {_partition_of(reply): (reply, *self._changes(reply)) for reply in trained}
+        honest = [own for k, (_, own, _) in found.items() if k not in self.liars]
+        for k in sorted(self.liars & found.keys()):
+            reply, own, origins = found[k]
+            alike = [other for other in honest if _shapes(other) == _shapes(own)]
+            rng = np.random.default_rng([self.seed, self._round_of(reply), k, *b"lie"])
+            false = self.attack.on_reply(own, alike or [own], self.factor, rng)
+            for key in own:
+                record, _, name = key.partition("/")
+                array = np.asarray(origins[key] + false[key], own[key].dtype)
+                reply.content.array_records[record][name] = Array(array)
+        return replies
 
-    def _lie(self, reply: Message, honest: Sequence[Changes]) -> None:
-        """Put false arrays in place of a reply's."""
-        own, origins = self._changes(reply)
-        alike = [other for other in honest if _shapes(other) == _shapes(own)]
-        if not own or self.attack.on_reply is None or (self.attack.colludes and not alike):
-            return
-        config = self._sent[reply.metadata.src_node_id].content.config_records.values()
-        server_round: Any = next((c["server-round"] for c in config if "server-round" in c), 0)
-        rng = np.random.default_rng([self.seed, server_round, _partition_of(reply), *b"lie"])
-        found = self.attack.on_reply(own, alike, self.factor, rng)
-        for record, arrays in reply.content.array_records.items():
-            for name, array in named_arrays(arrays).items():
-                if (key := f"{record}/{name}") in found:
-                    false = np.asarray(origins[key] + found[key], array.dtype)
-                    arrays[name] = record_of({name: false})[name]
+    def _round_of(self, reply: Message) -> Any:
+        configs = self._sent[reply.metadata.src_node_id].content.config_records.values()
+        return next((own["server-round"] for own in configs if "server-round" in own), 0)
 
     def _changes(self, reply: Message) -> tuple[Changes, Changes]:
-        """Return d and x of the arrays of a reply that the attack is about."""
+        """Return d and x of a reply's arrays that can be changed."""
         sent = self._sent[reply.metadata.src_node_id].content.array_records
         changes, origins = Changes(), Changes()
         for record, arrays in reply.content.array_records.items():
-            for name, array in named_arrays(arrays).items():
-                if array.dtype.kind in self.attack.kinds:
-                    key = f"{record}/{name}"
+            for name, own in arrays.items():
+                array, key = own.numpy(), f"{record}/{name}"
+                if array.dtype.kind == "f" or _is("gram", name):
                     origins[key] = _origin(sent, record, name, array)
                     changes[key] = array - origins[key]
         return changes, origins
-
-
-def _sends(reply: Message) -> bool:
-    """Whether a reply answers a training message with arrays."""
-    is_train = reply.metadata.message_type.startswith("train")
-    return is_train and reply.has_content() and bool(reply.content.array_records)
 
 
 def _partition_of(reply: Message) -> int:
@@ -255,6 +203,5 @@ def _origin(
     """Return the array that was sent under a name, in this record or the only one that has it."""
     homes = [record] if record in sent else [own for own in sent if name in sent[own]]
     found = sent[homes[0]].get(name) if len(homes) == 1 else None
-    if found is None or tuple(found.shape) != array.shape:
-        return np.zeros_like(array)
-    return found.numpy().astype(array.dtype)
+    alike = found is not None and tuple(found.shape) == array.shape
+    return found.numpy().astype(array.dtype) if found and alike else np.zeros_like(array)

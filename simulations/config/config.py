@@ -19,6 +19,7 @@ import tomli_w
 
 from fedntk.ntk.support.files import whole
 
+from ..attacks import ATTACKS
 from ..data.settings import SplitSettings, absolute_dataset
 from ..metrics import metrics_of, metrics_setting
 from .importing import with_whole_path
@@ -40,20 +41,6 @@ MONITORED = (
     *("accuracy", "loss", "client-accuracy-mean", "client-accuracy-worst"),
     *("client-loss-mean", "client-loss-worst"),
 )
-AttackName = Literal[
-    "none",
-    "label-shift",
-    "label-flip",
-    "random-labels",
-    "backdoor",
-    "sign-flip",
-    "scaling",
-    "little-is-enough",
-    "inner-product",
-    "mimic",
-    "false-prototypes",
-    "false-gram",
-]
 END = "# end of the settings\n"  # of a file that is whole
 
 
@@ -212,7 +199,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         "local SGD takes the shares of a client's classes out of what it learns from them",
     )
 
-    attack: AttackName = setting(
+    attack: str = setting(
         "none",
         "what clients that lie do, to test defences. To their examples: label-shift (each label is "
         "the next class), label-flip (their most frequent class becomes the next), random-labels, "
@@ -322,6 +309,11 @@ class Config(SplitSettings, frozen=True, eq=True):
             raise ConfigError(
                 f"min-completed: expected at most clients-per-round = {self.clients_a_round}, "
                 f"got {self.min_completed}"
+            )
+        if self.attack not in ATTACKS:
+            raise ConfigError(
+                f"attack: expected one of {', '.join(ATTACKS)}, got {self.attack!r}"
+                f"{nearest(self.attack, ATTACKS)}"
             )
         if (self.attack == "none") != (self.liars == 0):
             raise ConfigError(

@@ -7,6 +7,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from flwr.app import ConfigRecord, MessageType
 from flwr.client import NumPyClient
 
@@ -17,7 +18,7 @@ from fedntk.ntk.predictors.network import Predictor
 from fedntk.strategies import BaseStrategy
 from fedntk.strategies.core.array_archive import load_tensors
 
-from ..attacks import choose_liars, false_examples
+from ..attacks import ATTACKS, choose_liars
 from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.kept_examples import Own
@@ -89,9 +90,9 @@ def make_strategy(setup: Setup) -> BaseStrategy:
 
 def liars_of(setup: Setup) -> frozenset[int]:
     """Return the partitions that lie in a run."""
-    if not setup.config.liars:
-        return frozenset()
-    return choose_liars(setup.config, [len(own) for own in setup.split.clients])
+    config = setup.config
+    training = setup.split.clients[: config.num_clients - config.validation_clients]
+    return choose_liars(config.liars, [len(own) for own in training], config.seed)
 
 
 def make_client(
@@ -115,8 +116,10 @@ def make_client(
             "protect nothing; write a client with keys of its own for data-path"
         )
     (x, y), (x_test, y_test) = own.train, own.test
-    if partition in liars_of(setup):
-        x, y = false_examples(config, partition, x, y, setup.data.num_classes)
+    lie = ATTACKS[config.attack].on_examples
+    if lie is not None and partition in liars_of(setup):
+        rng = np.random.default_rng([config.seed, partition, *b"lie"])
+        x, y = lie(x, y, setup.data.num_classes, rng)
     options: dict[str, Any] = {
         "model": setup.network,
         "x": x,

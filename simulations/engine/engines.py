@@ -150,11 +150,26 @@ class LocalGrid(Grid):
             torch.set_num_threads(threads)
 
 
-class OuterGrid(Grid):
-    """A grid that passes everything on to another one."""
+class MeteredGrid(Grid):
+    """A grid that counts what every exchange through another grid costs."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
+        self._costs: defaultdict[str, float] = defaultdict(int)
+        self._peak = 0.0
+
+    def take(self) -> dict[str, float]:
+        """Return what has been counted since the last call.
+
+        Bytes are those of all replies and of all messages to clients, whether or not the transport
+        stores a shared content once. ``seconds-clients`` is total client time, ``seconds-waiting``
+        the server's time waiting for clients, and ``peak-memory-clients`` in MB is of the largest
+        client process so far, 0 if clients do not report it.
+        """
+        names = [f"{kind}bytes-{way}" for kind in ("", "evaluation-") for way in ("up", "down")]
+        costs = {name: self._costs[name] for name in (*names, "seconds-clients", "seconds-waiting")}
+        self._costs.clear()
+        return {**costs, "peak-memory-clients": self._peak}
 
     def set_run(self, run: Run) -> None:
         """Set the run that messages belong to."""
@@ -172,42 +187,6 @@ class OuterGrid(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes."""
         return self.grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, and return their ids."""
-        return self.grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to these messages."""
-        return self.grid.pull_messages(message_ids)
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Send messages, and return the replies."""
-        return self.grid.send_and_receive(messages, timeout=timeout)
-
-
-class MeteredGrid(OuterGrid):
-    """A grid that counts what every exchange through another grid costs."""
-
-    def __init__(self, grid: Grid) -> None:
-        super().__init__(grid)
-        self._costs: defaultdict[str, float] = defaultdict(int)
-        self._peak = 0.0
-
-    def take(self) -> dict[str, float]:
-        """Return what has been counted since the last call.
-
-        Bytes are those of all replies and of all messages to clients, whether or not the transport
-        stores a shared content once. ``seconds-clients`` is total client time, ``seconds-waiting``
-        the server's time waiting for clients, and ``peak-memory-clients`` in MB is of the largest
-        client process so far, 0 if clients do not report it.
-        """
-        names = [f"{kind}bytes-{way}" for kind in ("", "evaluation-") for way in ("up", "down")]
-        costs = {name: self._costs[name] for name in (*names, "seconds-clients", "seconds-waiting")}
-        self._costs.clear()
-        return {**costs, "peak-memory-clients": self._peak}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Count and send."""

@@ -127,10 +127,9 @@ def _serve(
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     setup.data.inputs.save(folder)
-    if liars := liars_of(setup):
-        options: Any = {"factor": config.attack_factor, "seed": config.seed}
-        grid = LyingGrid(grid, liars, ATTACKS[config.attack], **options)
-    metered = MeteredGrid(grid)
+    lie: dict[str, Any] = {"factor": config.attack_factor, "seed": config.seed}
+    false: Any = LyingGrid(grid, liars_of(setup), ATTACKS[config.attack], **lie)
+    metered = MeteredGrid(false if config.liars else grid)
     x, y = setup.evaluation_set()
     x = projected(config, x)  # once, not in each round
     metrics = load_metrics(config.metrics)
