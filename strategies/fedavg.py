@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from flwr.app import Message
 
+from fedntk.ntk.robust_averages import DEFENCES
+
 from .core.averaging import cast_like, named_arrays
 from .core.exchange import Aggregated
 from .core.secure_average import AveragingStrategy
@@ -22,6 +24,7 @@ class SeededFedAvg(AveragingStrategy):
     """
 
     centres = True
+    defences = DEFENCES
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Average the accepted weights, in the dtypes of the global model."""

@@ -28,9 +28,9 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import screen_changes
+from fedntk.ntk.robust_averages import DEFENCES, robust_mean
 
 from .core.averaging import cast_like, named_arrays, record_of
 from .core.base import BaseStrategy
@@ -65,6 +65,7 @@ class SCAFFOLD(BaseStrategy):
     client = "SCAFFOLDClient"
     replies = "weights and controls"
     centres = True
+    defences = DEFENCES
 
     server_learning_rate: float = option(
         "eta_g; at 1 the new weights are the clients' mean", default=1.0, above=0
@@ -77,6 +78,12 @@ class SCAFFOLD(BaseStrategy):
         """Return c (P,), empty before the first reply; clients not heard of count with 0."""
         clients = self.registry.clients(without=self.held_out, departed=True)
         clients |= self.controls.keys()
+        if self.defence != "none" and self.controls:
+            known, zero = sorted(self.controls), np.zeros(1)
+            every = [{"c": self.controls[client]} for client in known]
+            counts = [self.examples[client] for client in known]
+            mean = robust_mean({"c": zero}, every, counts, self.defence, self.liars_expected)["c"]
+            return np.asarray(mean * (len(known) / len(clients)), np.float64)
         total = sum(self.examples.values())
         control = np.zeros(len(next(iter(self.controls.values()), ())))
         for client in sorted(self.controls):
@@ -131,9 +138,7 @@ class SCAFFOLD(BaseStrategy):
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
             return None, metrics
-        weights = weighted_mean(
-            [own for _, (own, _) in pairs], [reply.num_examples for reply, _ in pairs]
-        )
+        weights = self.robust_mean_of(model, [(reply, own) for reply, (own, _) in pairs])
         if self.server_learning_rate != 1.0:
             for name, start in floating.items():
                 if any(controls[name].any() for _, (_, controls) in pairs):

@@ -66,6 +66,22 @@ class Prototypes:
             sums = sums + own.counts[:, None] * own.means.astype(np.float64)
         return cls((sums / np.maximum(counts, 1)[:, None]).astype(np.float32), counts)
 
+    @classmethod
+    def median(cls, clients: Sequence[Self]) -> Self:
+        """Return each class's median over the clients that have it, coordinate by coordinate.
+
+        Means longer than the median one of the class are shortened to it before.
+        """
+        counts = np.sum([own.counts for own in clients], 0)
+        means = np.zeros(clients[0].means.shape, np.float32)
+        for j in np.flatnonzero(counts):
+            rows = np.stack([own.means[j] for own in clients if own.present[j]]).astype(np.float64)
+            norms = np.linalg.norm(rows, axis=1)
+            longest = np.sort(norms)[(len(norms) - 1) // 2]
+            rows *= np.minimum(1, longest / np.maximum(norms, 1e-300))[:, None]
+            means[j] = np.median(rows, 0)
+        return cls(means, counts)
+
     def update_from(self, newer: Self) -> Self:
         """Return the newer ones, and these for classes that the newer lack."""
         means = np.where(newer.present[:, None], newer.means, self.means)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 
 import tomli_w
 
+from fedntk.ntk.robust_averages import Defence
 from fedntk.ntk.support.files import whole
 
 from ..attacks import ATTACKS
@@ -95,6 +96,14 @@ class Config(SplitSettings, frozen=True, eq=True):
         "of the newest weights; 0: none",
         at_least=0,
         below=1,
+    )
+    defence: Defence = setting(
+        "none",
+        "rule by which the clients' models become one, so that few false ones move it little; "
+        "clients count alike but with norm-bound",
+    )
+    liars_expected: int = setting(
+        1, "f: most false models in a round that defence has to bear", at_least=1
     )
     centre_inputs: bool = setting(
         False,

@@ -63,6 +63,8 @@ def make_strategy(setup: Setup) -> BaseStrategy:
         "round_deadline": config.round_deadline,
         "average_decay": config.average_decay,
         "centre_inputs": config.centre_inputs,
+        "defence": config.defence,
+        "liars_expected": config.liars_expected,
         "max_examples": setup.max_examples,
         "fraction_train": config.clients_a_round / config.num_clients,
         "min_train_nodes": config.clients_a_round,

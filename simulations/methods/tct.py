@@ -56,7 +56,12 @@ class _TCT(SumsMethod):
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own = self.own(setup.config)
         bootstrap = SeededFedAvg(
-            seed=setup.config.seed, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1
+            seed=setup.config.seed,
+            fraction_evaluate=0.0,
+            min_train_nodes=1,
+            min_available_nodes=1,
+            defence=options["defence"],
+            liars_expected=options["liars_expected"],
         )
         options["bootstrap"] = bootstrap if own.bootstrap_rounds else None
         return super().strategy(setup, options)

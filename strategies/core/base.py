@@ -25,6 +25,7 @@ from fedntk.ntk import NetworkPredictor, Predictor
 from fedntk.ntk.features import CENTRE
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import screen_changes
+from fedntk.ntk.robust_averages import robust_mean
 from fedntk.ntk.support.files import claimed
 from fedntk.ntk.support.threads import warn_of_spinning
 
@@ -386,6 +387,17 @@ class BaseStrategy(MaskOptions, Sampling):
         )
         pairs = self.apply_screen(pairs, rejected, partial(screen_changes, model))
         return pairs, self.round_metrics([reply for reply, _ in pairs], rejected)
+
+    def robust_mean_of(
+        self, before: Mapping[str, NDArray[Any]], pairs: Pairs[Any], counts: Sequence[int] = ()
+    ) -> dict[str, NDArray[Any]]:
+        """Return the mean of accepted models by `defence`.
+
+        `before` is what they started from; they count as their replies' examples, or as `counts`.
+        """
+        counts = counts or [reply.num_examples for reply, _ in pairs]
+        models = [own for _, own in pairs]
+        return robust_mean(before, models, counts, self.defence, self.liars_expected)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import FedAvg
 from fedntk.ntk import BadReply
 from fedntk.ntk.options import Declared, argument, option
 from fedntk.ntk.payloads import OUTLIER_FACTOR, Agreement
+from fedntk.ntk.robust_averages import Defence, least_models
 from fedntk.trust import SEALED_SEED
 
 from .registry import ClientRegistry, Exchange, SentParts
@@ -93,6 +94,17 @@ class Exchanges(Declared, FedAvg):
         above=1,
         at_most=float("inf"),
     )
+    defence: Defence = option(
+        "rule by which clients' models become one, so that few false ones move it little: see "
+        "fedntk.ntk.robust_averages; all but norm-bound count clients alike",
+        default="none",
+    )
+    liars_expected: int = option(
+        "f: most false models in a round that defence has to bear; rounds with too few replies "
+        "for so many leave the model unchanged",
+        default=1,
+        at_least=1,
+    )
     key_server: SealsSeeds | None = argument(
         "seals the seed of the random projection for each client, such as "
         "fedntk.trust.KeyServer or RemoteKeyServer: the strategy never learns the seed; clients "
@@ -107,6 +119,7 @@ class Exchanges(Declared, FedAvg):
 
     client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
     replies: ClassVar[str] = "weights"  # what these reply with: see Agreement
+    defences: ClassVar[tuple[str, ...]] = ("none",)  # values of `defence` that it can follow
     tells_options: ClassVar[bool] = True  # whether options declared to_clients are sent to them
 
     def __post_init__(self) -> None:
@@ -129,8 +142,13 @@ class Exchanges(Declared, FedAvg):
         self._timeout: float = 3600
 
     def check(self) -> None:
-        """Refuse a key server without the name of a run."""
+        """Refuse a key server without the name of a run, and another method's defence."""
         super().check()
+        if self.defence not in self.defences:
+            raise ValueError(
+                f"defence: expected {' or '.join(self.defences)} for {type(self).__name__}, got "
+                f"{self.defence}"
+            )
         if self.key_server is not None and not self.run:
             raise ValueError("key_server: name the training run with run=..., as its clients do")
 
@@ -388,14 +406,15 @@ class Exchanges(Declared, FedAvg):
 
     def enough(self, completed: int) -> bool:
         """Whether this many valid replies may change the model; logs it if they may not."""
-        if completed < self.min_completed:
+        needed = max(self.min_completed, least_models(self.defence, self.liars_expected))
+        if completed < needed:
             logger.log(
                 WARNING,
                 "%d valid replies and at least %d are needed: the model stays as it was",
                 completed,
-                self.min_completed,
+                needed,
             )
-        return completed >= self.min_completed
+        return completed >= needed
 
 
 def push(grid: Grid, messages: Iterable[Message]) -> dict[str, Any]:

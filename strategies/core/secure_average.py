@@ -13,7 +13,6 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.options import state
 from fedntk.ntk.payloads import AverageTask, average_digest, average_of
 from fedntk.ntk.payloads.masked_average import BESIDE
@@ -42,6 +41,15 @@ class AveragingStrategy(ResendingStrategy):
         super().__post_init__()
         self._secure = SecureSums(self) if self.secure_aggregation else None
 
+    def check(self) -> None:
+        """Refuse a defence that needs each client's weights, which masks hide."""
+        super().check()
+        if self.secure_aggregation and self.defence != "none":
+            raise ValueError(
+                "defence: the server sees no client's weights under secure_aggregation; expected "
+                f"none, got {self.defence}"
+            )
+
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
     ) -> RecordDict:
@@ -63,8 +71,7 @@ class AveragingStrategy(ResendingStrategy):
             added = [reply for reply, _ in pairs]
             if not self.enough(len(pairs)):
                 return None, added, metrics
-            counts = [reply.num_examples for reply in added]
-            return weighted_mean([weights for _, weights in pairs], counts), added, metrics
+            return self.robust_mean_of(model, pairs), added, metrics
 
         def format_for(clients: int) -> WordFormat:  # a reply to a secure sum counts as one example
             about = average_digest(model, self.run_key, self.server_round)

@@ -37,6 +37,7 @@ from fedntk.ntk import BadReply, EnsemblePredictor
 from fedntk.ntk.first_weights import Initialisation, draw_weights
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_sizes
+from fedntk.ntk.robust_averages import DEFENCES
 
 from ..core.averaging import Learned, differing, named_arrays
 from ..core.base import BaseStrategy
@@ -70,6 +71,7 @@ class FedEnsemble(BaseStrategy):
     """
 
     client = "FedEnsembleClient"
+    defences = DEFENCES
 
     inner: Callable[[], Strategy] = argument(
         "makes the strategy of one model, a new one at each call: one of Flower's with replies of "
@@ -120,6 +122,10 @@ class FedEnsemble(BaseStrategy):
             own if isinstance(own, BaseStrategy) else CheckedStrategy(own, name="inner", **limits)
             for own in made
         )
+        if self.defence not in ("none", found := self.members[0].defence):
+            raise ValueError(
+                f"defence: expected that of inner, which follows it, {found}, got {self.defence}"
+            )
         if self.averaged is not None and not self.members[0].averages:
             raise ValueError(
                 f"average_decay: expected 0 with models by {type(self.members[0]).__name__}, whose "

@@ -37,6 +37,7 @@ class FedProto(FeatureStrategy, PersonalStrategy):
 
     client = "FedProtoClient"
     replies = "prototypes"
+    defences = ("none", "median")
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Begin without prototypes, unless a state was loaded."""
@@ -65,6 +66,10 @@ class FedProto(FeatureStrategy, PersonalStrategy):
         return screen_own_sizes(own, most)
 
     def merge(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
-        """Return the mean prototype of each class, and the former one where none came."""
-        pooled = Prototypes.pooled([own for _, own in pairs])
+        """Return the mean prototype of each class, and the former one where none came.
+
+        With ``defence="median"`` it is the median prototype; see :meth:`Prototypes.median`.
+        """
+        pool = Prototypes.median if self.defence == "median" else Prototypes.pooled
+        pooled = pool([own for _, own in pairs])
         return self.prototypes.update_from(pooled).to_global_arrays()

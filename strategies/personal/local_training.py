@@ -16,6 +16,8 @@ class LocalTraining(PersonalStrategy):
     send only metrics. The Result holds the first weights.
     """
 
+    defences = ("none",)
+
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Have all arrays stay with the clients."""
         self.personal = frozenset(initial_arrays)

@@ -11,9 +11,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import screen_changes
+from fedntk.ntk.robust_averages import DEFENCES
 
 from ..core.averaging import cast_like, named_arrays
 from ..core.exchange import Aggregated, Pairs
@@ -39,6 +39,7 @@ class PersonalStrategy(KeepingStrategy, AveragingStrategy):
     replies = "shared weights"
     averages = False
     masks = False  # a method whose `merge` is this mean sets True
+    defences = DEFENCES
 
     personal: Collection[str] = state(frozenset, saved=False, reset=False)
 
@@ -111,7 +112,7 @@ class PersonalStrategy(KeepingStrategy, AveragingStrategy):
         """Return what the accepted replies change of the global arrays."""
         if not self.shared:
             return {}
-        return weighted_mean([own for _, own in pairs], [reply.num_examples for reply, _ in pairs])
+        return self.robust_mean_of(self.shared, pairs)
 
 
 class PersonalisedStrategy(PersonalStrategy):

@@ -23,6 +23,7 @@ from fedntk.ntk.averages import mixtures
 from fedntk.ntk.options import option, state
 from fedntk.ntk.parts import batch_norm_arrays
 from fedntk.ntk.payloads import Prototypes, change_size, screen_sizes
+from fedntk.ntk.robust_averages import bound_changes
 from fedntk.ntk.similarity import Absent, cosine_similarities, similarity_weights
 
 from ..core.exchange import Pairs
@@ -62,6 +63,7 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
 
     client = "WeightedFedAvgClient"
     replies = "weights and prototypes"
+    defences = ("none", "norm-bound")
 
     similarity: Literal["prototypes", "entk"] = option(
         "by what clients are compared: class means of the last layer's inputs, as by Huang et al. "
@@ -168,6 +170,8 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
         clients = [reply.client for reply, _ in pairs]
         sent = [own.weights for _, own in pairs]
         everyone = sorted(self._means) if self.over == "all" else clients
+        if self.defence == "norm-bound":
+            sent = bound_changes([self.model_of(k) or self.shared for k in clients], sent)
         similarities, weights = self._compare(everyone, everyone)
         if self.over == "all":
             self._mixed = ClientModels(self._mixed.budget)

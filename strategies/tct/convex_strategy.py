@@ -89,6 +89,9 @@ class ConvexStrategy(ConvexOptions, SumsStrategy):
             ),
             "balanced: sums of weighted examples are no whole numbers; expected bits = "
             f"{UNQUANTISED}, got {self.bits}": self.balanced and quantised,
+            f"defence: expected none for {solve}, got {self.defence}": (
+                self.solve != "clients" and self.defence != "none"
+            ),
             "keep_sums: expected balanced = False, as its weights come from all clients' counts, "
             "got True": self.balanced and self.keep_sums,
         }

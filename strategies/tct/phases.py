@@ -15,7 +15,6 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Moments, Normaliser, UploadLimits, available_memory
-from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.convex import pooled_ridge
 from fedntk.ntk.payloads import FeatureUpload, MessageTask, screen_changes
 from fedntk.ntk.payloads.convex_task import Step
@@ -199,7 +198,7 @@ class ConvexRounds(Phase):
         if not tct.enough(len(pairs)):
             return None, metrics
         counts = [self._weight(reply) for reply in replied]
-        mean = np.asarray(weighted_mean([own for _, own in pairs], counts)[LINEAR], np.float32)
+        mean = np.asarray(tct.robust_mean_of({LINEAR: theta}, pairs, counts)[LINEAR], np.float32)
         if tct.corrected and not reset:
             own = {
                 reply.client: (count, model[LINEAR])

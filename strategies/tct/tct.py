@@ -31,6 +31,7 @@ from torch import nn
 from fedntk.ntk import Normaliser, Predictor, TCTModel, require_memory
 from fedntk.ntk.options import state
 from fedntk.ntk.payloads.feature_statistics import FEWER
+from fedntk.ntk.robust_averages import DEFENCES
 
 from ..core.averaging import differing, named_arrays, record_of
 from ..core.base import BaseStrategy
@@ -84,6 +85,7 @@ class TCT(ConvexStrategy):
     client = "TCTClient"
     replies = "weights, then linear models"
     averages = False
+    defences = DEFENCES
     combined_by: ClassVar = {"rate-times-lambda": max}
 
     phases_done: int = state(int)  # how many of the phases are over

@@ -1,0 +1,106 @@
+"""Means of clients' models that a few false ones cannot move far: numpy arrays by name.
+
+With n models, f of them false, all as changes d_i of the model before the round:
+
+- ``median``, ``trimmed-mean``: of each coordinate; the latter without its f largest and f smallest
+  (Yin et al., *Byzantine-Robust Distributed Learning*, ICML 2018, definitions 1 and 2);
+- ``krum``: the model with the least sum of squared distances to its n - f - 2 nearest others;
+  ``multi-krum``: the mean of the n - f models with the least sums (Blanchard et al., *Machine
+  Learning with Adversaries*, NeurIPS 2017, section 4);
+- ``bulyan``: of the n - 2f models with the least sums, the mean of the n - 4f values of each
+  coordinate nearest to their median (El Mhamdi et al., *The Hidden Vulnerability of Distributed
+  Learning in Byzantium*, ICML 2018, section 4; chosen at once, as in Flower);
+- ``nnm``: the trimmed mean after each model became the mean of the n - f nearest to it, itself
+  among them (Allouah et al., *Fixing by Mixing*, AISTATS 2023, algorithm 2), for clients with
+  unlike examples;
+- ``norm-bound``: the weighted mean of changes no longer than the median one (Sun et al., *Can You
+  Really Backdoor Federated Learning?*, 2019, section 4).
+"""
+
+import statistics
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .averages import Arrays, NewArrays, moving_mean, weighted_mean
+from .payloads.screening import change_size
+
+Defence = Literal[
+    "none", "median", "trimmed-mean", "krum", "multi-krum", "bulyan", "nnm", "norm-bound"
+]
+DEFENCES: tuple[Defence, ...] = get_args(Defence)
+
+
+def least_models(defence: Defence, liars: int) -> int:
+    """Return the fewest models for which a defence bears so many liars."""
+    needed = {"none": 1, "norm-bound": 1, "krum": 2 * liars + 3, "multi-krum": 2 * liars + 3}
+    return {**needed, "bulyan": 4 * liars + 3}.get(defence, 2 * liars + 1)
+
+
+def robust_mean(
+    before: Arrays,
+    models: Sequence[Arrays],
+    num_examples: Sequence[int],
+    defence: Defence = "none",
+    liars: int = 1,
+) -> NewArrays:
+    """Return the mean of models by a rule that bears some `liars` among them.
+
+    Parameters
+    ----------
+    before : dict of ndarray
+        The model that all started from.
+    models : sequence of dict of ndarray
+        At least :func:`least_models` of them, with the names, shapes and dtypes of `before`.
+    num_examples : sequence of int
+        Weights of the models; only ``none`` and ``norm-bound`` use them, since they are claims.
+    """
+    if defence == "none":
+        return weighted_mean(models, num_examples)
+    if defence == "norm-bound":
+        return weighted_mean(bound_changes([before] * len(models), models), num_examples)
+    count = len(models)
+    kept = {"krum": 1, "multi-krum": count - liars, "bulyan": count - 2 * liars}.get(defence, count)
+    near = squared_distances(before, models) if defence == "nnm" or kept < count else np.empty(0)
+    if kept < count:  # by the sums of the n - f - 2 least distances to others
+        scores = np.sort(near)[:, 1 : count - liars - 1].sum(1)
+        models = [models[i] for i in scores.argsort()[:kept]]
+    mean: NewArrays = {}
+    for name in before:
+        rows = np.stack([np.asarray(own[name], np.float64) for own in models])
+        if defence == "nnm":
+            rows = np.stack([rows[own.argsort()[: count - liars]].mean(0) for own in near])
+        if defence == "median":
+            mean[name] = np.median(rows, 0)
+        elif defence in ("trimmed-mean", "nnm"):
+            mean[name] = np.sort(rows, 0)[liars : count - liars].mean(0)
+        elif defence == "bulyan":
+            order = np.abs(rows - np.median(rows, 0)).argsort(0)[: count - 4 * liars]
+            mean[name] = np.take_along_axis(rows, order, 0).mean(0)
+        else:
+            mean[name] = rows.mean(0)
+    return mean
+
+
+def squared_distances(before: Arrays, models: Sequence[Arrays]) -> NDArray[np.float64]:
+    """Return the squared Euclidean distances of models from each other (n, n)."""
+    gram = np.zeros((len(models), len(models)))
+    for name, origin in before.items():  # as changes, whose differences lose fewer digits
+        rows = [np.subtract(own[name], origin, dtype=np.float64).ravel() for own in models]
+        gram += np.stack(rows) @ np.stack(rows).T
+    squares = np.diag(gram)
+    distances: NDArray[np.float64] = np.maximum(squares[:, None] + squares - 2 * gram, 0)
+    np.fill_diagonal(distances, 0)
+    return distances
+
+
+def bound_changes(before: Sequence[Arrays], models: Sequence[Arrays]) -> list[NewArrays]:
+    """Shorten each change from a model before to the median norm, over floating-point arrays."""
+    sizes = [change_size(start, own) for start, own in zip(before, models, strict=True)]
+    longest = statistics.median_low(sizes)
+    return [
+        moving_mean(start, own, longest / size) if size > longest else dict(own)
+        for start, own, size in zip(before, models, sizes, strict=True)
+    ]

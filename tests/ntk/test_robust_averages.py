@@ -1,0 +1,144 @@
+"""Robust means: Flower's own rules as oracles, breakdown points, limits."""
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import Bulyan, FedMedian, FedTrimmedAvg, Krum, MultiKrum
+
+from fedntk.ntk.averages import weighted_mean
+from fedntk.ntk.payloads import Prototypes, change_size
+from fedntk.ntk.robust_averages import DEFENCES, bound_changes, least_models, robust_mean
+from fedntk.simulations.engine._flower import become_server
+
+SHAPES = {"0.weight": (3, 4), "0.bias": (3,), "2.weight": (2, 3)}
+ROBUST = [defence for defence in DEFENCES if defence != "none"]
+
+
+def models(count, seed=0, spread=0.1, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    centre = {n: rng.normal(size=shape) for n, shape in SHAPES.items()}
+    return [
+        {n: (a + spread * rng.normal(size=a.shape)).astype(dtype) for n, a in centre.items()}
+        for _ in range(count)
+    ]
+
+
+ZERO = {n: np.zeros(shape, np.float32) for n, shape in SHAPES.items()}
+
+
+def mean(defence, own, liars=1, before=ZERO, examples=None):
+    return robust_mean(before, own, examples or [10] * len(own), defence, liars)
+
+
+def flat(arrays):
+    return np.concatenate([np.asarray(arrays[n], np.float64).ravel() for n in SHAPES])
+
+
+@pytest.mark.parametrize(
+    ("defence", "oracle"),
+    [
+        ("median", FedMedian()),
+        ("trimmed-mean", FedTrimmedAvg(beta=0.2)),
+        ("krum", Krum(num_malicious_nodes=2)),
+        ("multi-krum", MultiKrum(num_malicious_nodes=2, num_nodes_to_select=9)),
+        ("bulyan", Bulyan(num_malicious_nodes=2)),
+    ],
+)
+def test_rules_are_those_of_flower(defence, oracle):
+    """Eleven models, two of them far off; Flower computes in float32, of eps 6e-8."""
+    own = models(11)
+    own[3], own[7] = ({n: 5 - 3 * a for n, a in own[k].items()} for k in (3, 7))
+    become_server()
+    replies = []
+    for model in own:
+        sent = Message(RecordDict(), 1, "train")
+        arrays = ArrayRecord({n: Array(a) for n, a in model.items()})
+        metrics = MetricRecord({"num-examples": 10})
+        replies.append(Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=sent))
+    found, _ = oracle.aggregate_train(1, replies)
+    expected = {n: a.numpy() for n, a in found.items()}
+    np.testing.assert_allclose(flat(mean(defence, own, 2)), flat(expected), atol=2e-6)
+
+
+@pytest.mark.parametrize("defence", ROBUST)
+@pytest.mark.parametrize("liars", [1, 2])
+def test_liars_cannot_carry_the_mean_away(defence, liars):
+    """With the fewest models that a rule needs, it stays within twice the honest models' spread.
+
+    norm-bound needs a majority here, too; each liar then moves it by at most two median norms
+    times its share.
+    """
+    own = models(max(least_models(defence, liars), 2 * liars + 1))
+    honest = np.stack([flat(model) for model in own[liars:]])
+    for k in range(liars):
+        own[k] = {n: np.full_like(a, 1e6) for n, a in own[k].items()}
+    found, centre = flat(mean(defence, own, liars)), honest.mean(0)
+    spread = np.abs(honest - centre).max()
+    if defence == "norm-bound":
+        longest = np.median(np.linalg.norm(honest, axis=1))
+        assert np.linalg.norm(found - centre) <= 2.1 * longest * liars / len(own)
+    else:
+        assert np.abs(found - centre).max() <= 2 * spread
+    assert np.abs(flat(mean("none", own)) - centre).max() > 1e4 * spread
+
+
+@pytest.mark.parametrize("defence", DEFENCES)
+def test_equal_models_are_their_mean_in_any_order(defence):
+    same = models(1) * 11
+    np.testing.assert_allclose(flat(mean(defence, same, 2)), flat(same[0]), rtol=1e-6)
+    own = models(11)
+    expected = flat(mean(defence, own, 2))
+    np.testing.assert_allclose(flat(mean(defence, own[::-1], 2)), expected, atol=1e-6)
+
+
+def test_no_defence_is_flower_s_mean_to_the_bit():
+    own, examples = models(5), [3, 1, 4, 1, 5]
+    found, expected = mean("none", own, examples=examples), weighted_mean(own, examples)
+    assert all(np.array_equal(found[n], expected[n]) for n in SHAPES)
+
+
+def test_claims_of_examples_move_only_weighted_means():
+    own = models(7)
+    for defence in DEFENCES:
+        moved = flat(mean(defence, own, examples=[10**6, *[1] * 6])) - flat(mean(defence, own))
+        assert bool(np.abs(moved).max() > 1e-3) == (defence in ("none", "norm-bound"))
+
+
+def test_bounded_changes_have_at_most_the_median_norm_and_their_direction():
+    start, own = models(1)[0], models(5, seed=1)
+    own[0] = {n: start[n] + 100 * (a - start[n]) for n, a in own[0].items()}
+    bounded = bound_changes([start] * 5, own)
+    sizes = [change_size(start, model) for model in own]
+    for model, was, size in zip(bounded, own, sizes, strict=True):
+        now = change_size(start, model)
+        np.testing.assert_allclose(now, min(size, np.median(sizes)), rtol=1e-5)
+        change, before = flat(model) - flat(start), flat(was) - flat(start)
+        np.testing.assert_allclose(change / now, before / size, atol=1e-5)
+
+
+def test_whole_numbers_stay_whole():
+    own = [{"count": np.array(k), "w": np.full(2, float(k * k))} for k in range(5)]
+    zero = {"count": np.array(0), "w": np.zeros(2)}
+    assert bound_changes([zero] * 5, own)[4]["count"] == 4
+
+
+def prototypes(rows, counts):
+    return Prototypes(np.asarray(rows, np.float32), np.asarray(counts))
+
+
+def test_median_prototypes_bear_one_of_three():
+    """A class that two clients have has the mean of both, the longer shortened to the other."""
+    honest = [prototypes([[1, 0], [0, 2]], [3, 4]), prototypes([[1, 1], [0, 4]], [5, 1])]
+    liar = prototypes([[-99, -99], [0, 0]], [1000, 0])
+    found = Prototypes.median([*honest, liar])
+    root = np.sqrt(2)
+    expected = np.median([[1, 0], [1, 1], [-1, -1]], 0)
+    np.testing.assert_allclose(found.means[0], expected, atol=root * 1e-6)
+    np.testing.assert_allclose(found.means[1], [0, 2])
+    assert found.counts.tolist() == [1008, 5]
+
+
+def test_nearest_neighbour_mixing_by_hand():
+    """0, 1, 2 and 10 with f = 1: the means of three nearest are 1, 1, 1 and 13 / 3."""
+    own = [{"w": np.array([k])} for k in (0.0, 1.0, 2.0, 10.0)]
+    assert robust_mean({"w": np.zeros(1)}, own, [1] * 4, "nnm", 1)["w"] == 1
