@@ -1,8 +1,8 @@
 """Clients that lie, and what a defence leaves of it: accuracy of each method under attack.
 
 Ten clients, all in each round, Dirichlet 0.5 and 0.1: scikit-learn's digits, and 3,000 images of
-Fashion-MNIST. Nobody lies; one client sends the change of its weights times -50 (times
--99 a large client is over the limit of `outlier_factor` and dropped), or has its labels moved on by one; two
+Fashion-MNIST. Nobody lies; one client sends the change of its weights times -50 (times -99 a large
+client is over the limit of `outlier_factor` and dropped), or has its labels moved on by one; two
 have their labels moved on by one, or send the mean of the honest changes times -1. Liars are drawn
 among the clients of at least the median size, and evaluate honestly.
 

@@ -766,6 +766,24 @@ def secure_sums() -> str:
     return markdown(f"seconds | of | {names}", rows)
 
 
+def liars() -> str:
+    """Return a row for each data set, split, method and defence; accuracies in percent."""
+    table = rounds_of("liars")
+    cases = [
+        ("none", 0), ("sign-flip", 1), ("label-shift", 1), ("label-shift", 2), ("inner-product", 2),
+    ]  # fmt: skip
+    keys = ["data", "alpha", "method", "defence"]
+    rows = []
+    for key, own in table.groupby(keys, sort=False):
+        means = own.groupby(["attack", "liars"]).accuracy.mean()
+        rows.append([*key, *(number(100 * means.get(case, np.nan)) for case in cases)])
+    return markdown(
+        "data | Dirichlet | method | defence | nobody lies | one: change times -50"
+        " | one: labels moved on | two: labels moved on | two: honest mean times -1",
+        rows,
+    )
+
+
 def round_costs() -> str:
     """Return a row for each way to run clients and number of clients that was measured."""
     names = {
@@ -804,7 +822,7 @@ TABLES: dict[str, Callable[..., str]] = {
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
-        feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, losses,
+        feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, liars, losses,
         round_costs, secure_sums,
     )
 } | {"costs": costs.table}  # fmt: skip

@@ -31,7 +31,7 @@ def distance(one, other):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("defence", [d for d in ROBUST if d != "bulyan"])  # six clients: too few
 def test_a_liar_that_moves_the_mean_far_moves_the_defended_little(name, defence):
-    """The liar's change is -60 times an honest one (a negative variance would be refused): a sixth of it is ten honest changes."""
+    """The liar's change is -60 times an honest one: a sixth of it is ten honest changes."""
     make, clients = CASES[name]
     honest = start(make(), Grid(clients), 2)
     first = arrays_of(ArrayRecord(dict(network().state_dict())))
