@@ -54,7 +54,7 @@ SECONDS = 10  # of the processor, in a run that takes a tenth of one
 MOST_BYTES = 2 * 2**30  # of address space that a run may add
 ASYNCHRONOUS = "asynchronous OneExchange"
 SECURE = {"bits": 8, "secure_aggregation": True, "validation": examples(7)}
-LATE = {"asynchronous": True, "round_seconds": 1e-9, "validation": examples(7)}
+LATE = {"asynchronous": True, "round_deadline": 1e-9, "validation": examples(7)}
 SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
 # what CONTRACTS lack: secure sums, sums in any order, sealed parcels
 FEDERATIONS = CONTRACTS | {
