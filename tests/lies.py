@@ -136,7 +136,7 @@ def records(draw: Draw, reply: Message, world: World) -> None:
         if kind == 2 and other != name:
             del content[name]
     elif kind == 3 and (taken := pick(draw, foreign)) is not None:
-        content[pick(draw, [name, taken])] = foreign[taken]
+        content[pick(draw, [name or taken, taken])] = foreign[taken]
     else:
         content[other] = pick(draw, [ArrayRecord(), MetricRecord(), ConfigRecord()])
 
