@@ -64,7 +64,9 @@ def test_an_option_of_one_line_is_known_everywhere(tmp_path):
     assert Config.parse({"method": place, "toy-avg.depth": 5}).settings.depth == 5
     with pytest.raises(ConfigError, match=r"toy-avg\.depth: expected at most 9, got 10"):
         config.replace(toy_avg={"depth": 10})
-    assert Config.describe(place) == ["toy-avg.depth = 2: how deep"]
+    own = ["toy-avg.secure-aggregation", "toy-avg.secure-threshold", "toy-avg.depth"]
+    assert [line.split(" = ")[0] for line in Config.describe(place)] == own
+    assert Config.describe(place)[-1] == "toy-avg.depth = 2: how deep"
     assert make_strategy(load_setup(config)).depth == config.settings.depth == 4
     assert "toy-avg.depth" not in config.replace(method="fedavg").values()
 
