@@ -213,3 +213,4 @@ def test_strategies_that_need_each_clients_reply_refuse():
     refused(said, CheckedStrategy, FedAvg(), **secret)
     refused("strategy: expected secure_aggregation = False, got True", CheckedStrategy, make())
     refused("expected False for SeededFedAvg with secure_agg", make, centre_inputs=True)
+    refused("no client's weights under secure_aggregation", make, defence="median")
