@@ -45,7 +45,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..payloads.feature_statistics import FEWER, FeatureStatistics, packed_size
+from ..payloads.feature_statistics import FEWER, FeatureStatistics, packed_diagonal, packed_size
 from ..payloads.sum_task import NoiseOptions
 from ..support.memory import require_memory
 
@@ -173,8 +173,8 @@ class SumNoise:
     def add(self, sums: FeatureStatistics, generator: np.random.Generator) -> FeatureStatistics:
         """Return whole-number sums with noise: a client's with its share, or a server's with all.
 
-        The counts become 0.
-        Seed the generator from :mod:`secrets`, anew for each call. Only the result may be sent.
+        The counts become 0. Seed the generator from :mod:`secrets`, anew for each call. Only the
+        result may be sent.
         """
         shape, dtype = sums.class_sums.shape, sums.gram.dtype
         expected, n = (self.num_classes, self.width), sums.num_examples
@@ -196,11 +196,11 @@ class SumNoise:
             return generator.poisson(mean, count) - generator.poisson(mean, count)
 
         gram = draw(v / 2, packed_size(self.width))
-        gram[np.cumsum([0, *range(self.width, 1, -1)])] = draw(v, self.width)
+        gram[packed_diagonal(self.width)] = draw(v, self.width)
         gram += sums.gram
         class_sums = sums.class_sums + draw(s, math.prod(shape)).reshape(shape)
-        counts = np.zeros_like(sums.counts)
-        return replace(sums, gram=gram, class_sums=class_sums, counts=counts)
+        none = np.zeros_like(sums.counts)
+        return replace(sums, gram=gram, class_sums=class_sums, counts=none)
 
 
 def gaussian_delta(epsilon: float, noise_multiplier: float) -> float:

@@ -147,7 +147,7 @@ class FeatureStatistics:
         """Diagonal of the Gram matrix, shape (p,)."""
         if self.gram.ndim == 2:
             return np.asarray(np.square(self.gram).sum(0))
-        return self.gram[_starts(self.width)[:-1]]
+        return self.gram[packed_diagonal(self.width)]
 
     @property
     def size(self) -> float:
@@ -313,6 +313,11 @@ def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:
 def packed_size(width: int) -> int:
     """Count the numbers in the upper triangle of a (p, p) matrix."""
     return width * (width + 1) // 2
+
+
+def packed_diagonal(width: int) -> NDArray[np.int64]:
+    """Return where the diagonal is in the upper triangle of a (p, p) matrix."""
+    return _starts(width)[:-1]
 
 
 def _starts(width: int) -> NDArray[np.int64]:
