@@ -130,6 +130,11 @@ class BaseStrategy(MaskOptions, Sampling):
                 f"secure_aggregation: expected False for {type(self).__name__}, which needs what "
                 "each client sends, and not only the sum over all of them"
             )
+        if self.secure_aggregation and self.defence != "none":
+            raise ValueError(
+                "defence: the server sees no client's weights under secure_aggregation; expected "
+                f"none, got {self.defence}"
+            )
         if self.vouching is not None and not (getattr(self, self.key_option) and self.run):
             raise ValueError(
                 f"vouching: expected {self.key_option} = True and the name of the run, run=..., as "
