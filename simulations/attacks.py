@@ -2,24 +2,25 @@
 
 An attack on examples changes what a client trains on, and the client is honest from there on: it
 works with every method. An attack on replies changes the arrays of floating point in what a client
-sends, as :class:`LyingGrid` passes it on; what is counted, sealed or compressed to whole numbers
-stays. A reply is x + d, with x what was sent to the client under the same name (0 if nothing), and
-the attack changes d. Liars know the honest replies of the exchange, so they can collude.
+sends, as :class:`~fedntk.simulations.engine.lies.LyingGrid` passes it on; what is counted, sealed
+or compressed to whole numbers stays. A reply is x + d, with x what was sent to the client under the
+same name (0 if nothing), and the attack changes d. Liars know the honest replies of the exchange,
+so they can collude.
 
 Sources: Baruch et al., *A Little Is Enough*, NeurIPS 2019, algorithm 3 (with the paper's z = 1.5);
 Xie et al., *Fall of Empires*, UAI 2020, section 4 (inner-product); Karimireddy et al.,
 *Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing*, ICLR 2022, section 3 (mimic).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Message
-from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import Tensor
+
+from fedntk.ntk.payloads.feature_statistics import packed_diagonal
 
 Changes = dict[str, NDArray[Any]]  # d by the names of records and arrays, "arrays/0.weight"
 Generator = np.random.Generator
@@ -75,15 +76,16 @@ def _mimic(honest: Sequence[Changes]) -> Changes:
     return honest[int(np.abs(np.linalg.eigh(rows @ rows.T)[1][:, -1]).argmax())]
 
 
-def _draw_gram_signs(gram: NDArray[Any], rng: Generator) -> NDArray[Any]:
+def draw_gram_signs(gram: NDArray[Any], rng: Generator) -> NDArray[Any]:
     """Draw signs off the diagonal of a packed Gram matrix."""
     width = int((2 * gram.size + 0.25) ** 0.5 - 0.5)
     signs = rng.choice([-1, 1], gram.shape)
-    signs[np.cumsum([0, *range(width, 1, -1)])] = 1
+    signs[packed_diagonal(width)] = 1
     return np.asarray(gram * signs)
 
 
-def _is(name: str, key: str) -> bool:
+def is_named(name: str, key: str) -> bool:
+    """Whether the key of a change is of an array with this name."""
     return key.rpartition("/")[2] == name
 
 
@@ -102,12 +104,12 @@ ATTACKS: Mapping[str, Attack] = {
     "mimic": Attack(on_reply=lambda _, honest, __, ___: _mimic(honest)),
     "false-prototypes": Attack(  # each class mean comes under the next class
         on_reply=lambda own, _, factor, __: {
-            n: factor * np.roll(d, 1, 0) if _is("means", n) else d for n, d in own.items()
+            n: factor * np.roll(d, 1, 0) if is_named("means", n) else d for n, d in own.items()
         }
     ),
     "false-gram": Attack(
         on_reply=lambda own, _, __, rng: {
-            n: _draw_gram_signs(d, rng) if _is("gram", n) and d.ndim == 1 else d
+            n: draw_gram_signs(d, rng) if is_named("gram", n) and d.ndim == 1 else d
             for n, d in own.items()
         }
     ),
@@ -118,90 +120,3 @@ def choose_liars(count: int, sizes: Sequence[int], seed: int) -> frozenset[int]:
     """Draw liars among the clients of at least the median size; small ones are heard little."""
     large = np.flatnonzero(np.array(sizes) >= np.median(sizes))
     return frozenset(np.random.default_rng([seed, *b"liars"]).permutation(large)[:count].tolist())
-
-
-class LyingGrid:
-    """A grid on which the replies of some partitions to training messages are false.
-
-    Draws depend on `seed`, the round and the partition, so a resumed run sees the same lies.
-    """
-
-    def __init__(
-        self, grid: Grid, liars: Iterable[int], attack: Attack, *, factor: float = 0, seed: int = 0
-    ) -> None:
-        self._grid, self.liars, self.attack, self.seed = grid, frozenset(liars), attack, seed
-        self.factor = factor or attack.factor
-        self._sent: dict[int, Message] = {}  # node -> its newest message
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send, and remember what was sent."""
-        return self._grid.push_messages(self._remember(messages))
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Receive, with lies; liars know the honest replies that come with theirs."""
-        return self._with_lies(self._grid.pull_messages(message_ids))
-
-    def send_and_receive(self, messages: Iterable[Message], **options: Any) -> Iterable[Message]:
-        """Send and receive, with lies."""
-        return self._with_lies(self._grid.send_and_receive(self._remember(messages), **options))
-
-    def _remember(self, messages: Iterable[Message]) -> list[Message]:
-        sent = list(messages)
-        self._sent |= {message.metadata.dst_node_id: message for message in sent}
-        return sent
-
-    def _with_lies(self, replies: Iterable[Message]) -> Iterable[Message]:
-        replies = list(replies)
-        if self.attack.on_reply is None:
-            return replies
-        trained = [r for r in replies if r.metadata.message_type == "train" and r.has_content()]
-        found = {_partition_of(reply): (reply, *self._changes(reply)) for reply in trained}
-        honest = [own for k, (_, own, _) in found.items() if k not in self.liars]
-        for k in sorted(self.liars & found.keys()):
-            reply, own, origins = found[k]
-            alike = [other for other in honest if _shapes(other) == _shapes(own)]
-            rng = np.random.default_rng([self.seed, self._round_of(reply), k, *b"lie"])
-            false = self.attack.on_reply(own, alike or [own], self.factor, rng)
-            for key in own:
-                record, _, name = key.partition("/")
-                array = np.asarray(origins[key] + false[key], own[key].dtype)
-                reply.content.array_records[record][name] = Array(array)
-        return replies
-
-    def _round_of(self, reply: Message) -> Any:
-        configs = self._sent[reply.metadata.src_node_id].content.config_records.values()
-        return next((own["server-round"] for own in configs if "server-round" in own), 0)
-
-    def _changes(self, reply: Message) -> tuple[Changes, Changes]:
-        """Return d and x of a reply's arrays that can be changed."""
-        sent = self._sent[reply.metadata.src_node_id].content.array_records
-        changes, origins = Changes(), Changes()
-        for record, arrays in reply.content.array_records.items():
-            for name, own in arrays.items():
-                array, key = own.numpy(), f"{record}/{name}"
-                if array.dtype.kind == "f" or _is("gram", name):
-                    origins[key] = _origin(sent, record, name, array)
-                    changes[key] = array - origins[key]
-        return changes, origins
-
-
-def _partition_of(reply: Message) -> int:
-    found: Any = [own.get("partition-id") for own in reply.content.metric_records.values()]
-    return next((int(number) for number in found if number is not None), -1)
-
-
-def _shapes(changes: Changes) -> dict[str, tuple[int, ...]]:
-    return {name: change.shape for name, change in changes.items()}
-
-
-def _origin(
-    sent: Mapping[str, ArrayRecord], record: str, name: str, array: NDArray[Any]
-) -> NDArray[Any]:
-    """Return the array that was sent under a name, in this record or the only one that has it."""
-    homes = [record] if record in sent else [own for own in sent if name in sent[own]]
-    found = sent[homes[0]].get(name) if len(homes) == 1 else None
-    alike = found is not None and tuple(found.shape) == array.shape
-    return found.numpy().astype(array.dtype) if found and alike else np.zeros_like(array)

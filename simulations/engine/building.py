@@ -18,7 +18,7 @@ from fedntk.ntk.predictors.network import Predictor
 from fedntk.strategies import BaseStrategy
 from fedntk.strategies.core.array_archive import load_tensors
 
-from ..attacks import ATTACKS, choose_liars
+from ..attacks import ATTACKS
 from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.kept_examples import Own
@@ -90,13 +90,6 @@ def make_strategy(setup: Setup) -> BaseStrategy:
     return strategy
 
 
-def liars_of(setup: Setup) -> frozenset[int]:
-    """Return the partitions that lie in a run."""
-    config = setup.config
-    training = setup.split.clients[: config.num_clients - config.validation_clients]
-    return choose_liars(config.liars, [len(own) for own in training], config.seed)
-
-
 def make_client(
     setup: Setup, partition: int, state: MutableMapping[str, Any], own: Own | None = None
 ) -> NumPyClient:
@@ -119,7 +112,7 @@ def make_client(
         )
     (x, y), (x_test, y_test) = own.train, own.test
     lie = ATTACKS[config.attack].on_examples
-    if lie is not None and partition in liars_of(setup):
+    if lie is not None and partition in setup.liars:
         rng = np.random.default_rng([config.seed, partition, *b"lie"])
         x, y = lie(x, y, setup.data.num_classes, rng)
     options: dict[str, Any] = {

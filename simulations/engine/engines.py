@@ -150,26 +150,11 @@ class LocalGrid(Grid):
             torch.set_num_threads(threads)
 
 
-class MeteredGrid(Grid):
-    """A grid that counts what every exchange through another grid costs."""
+class ForwardingGrid(Grid):
+    """A grid that hands on what another does; subclasses say what becomes of messages."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self._costs: defaultdict[str, float] = defaultdict(int)
-        self._peak = 0.0
-
-    def take(self) -> dict[str, float]:
-        """Return what has been counted since the last call.
-
-        Bytes are those of all replies and of all messages to clients, whether or not the transport
-        stores a shared content once. ``seconds-clients`` is total client time, ``seconds-waiting``
-        the server's time waiting for clients, and ``peak-memory-clients`` in MB is of the largest
-        client process so far, 0 if clients do not report it.
-        """
-        names = [f"{kind}bytes-{way}" for kind in ("", "evaluation-") for way in ("up", "down")]
-        costs = {name: self._costs[name] for name in (*names, "seconds-clients", "seconds-waiting")}
-        self._costs.clear()
-        return {**costs, "peak-memory-clients": self._peak}
 
     def set_run(self, run: Run) -> None:
         """Set the run that messages belong to."""
@@ -187,6 +172,28 @@ class MeteredGrid(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes."""
         return self.grid.get_node_ids()
+
+
+class MeteredGrid(ForwardingGrid):
+    """A grid that counts what every exchange through another grid costs."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__(grid)
+        self._costs: defaultdict[str, float] = defaultdict(int)
+        self._peak = 0.0
+
+    def take(self) -> dict[str, float]:
+        """Return what has been counted since the last call.
+
+        Bytes are those of all replies and of all messages to clients, whether or not the transport
+        stores a shared content once. ``seconds-clients`` is total client time, ``seconds-waiting``
+        the server's time waiting for clients, and ``peak-memory-clients`` in MB is of the largest
+        client process so far, 0 if clients do not report it.
+        """
+        names = [f"{kind}bytes-{way}" for kind in ("", "evaluation-") for way in ("up", "down")]
+        costs = {name: self._costs[name] for name in (*names, "seconds-clients", "seconds-waiting")}
+        self._costs.clear()
+        return {**costs, "peak-memory-clients": self._peak}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Count and send."""

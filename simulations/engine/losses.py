@@ -3,7 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from flwr.app import Error, Message, MessageType
@@ -12,10 +12,10 @@ from flwr.serverapp import Grid
 from fedntk.strategies import BaseStrategy
 
 from ._flower import stamp
-from .engines import NODE_UNAVAILABLE
+from .engines import NODE_UNAVAILABLE, ForwardingGrid
 
 
-class LossyGrid:
+class LossyGrid(ForwardingGrid):
     """A grid on which clients are lost or late in a round's training, drawn by (seed, round).
 
     A lost client gets none of the round's training messages, and the server gets Flower's error for
@@ -27,13 +27,11 @@ class LossyGrid:
     def __init__(
         self, grid: Grid, strategy: BaseStrategy, seed: int, lost: float, late: float
     ) -> None:
-        self._grid, self._strategy, self._seed = grid, strategy, seed
+        super().__init__(grid)
+        self._strategy, self._seed = strategy, seed
         self._lost, self._late = lost, late
         self._errors: dict[str, Message] = {}
         self._late_since: dict[str, int] = {}  # id of a message to a late client -> its round
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
 
     def fate(self, client: int, server_round: int) -> Literal["lost", "late", "in time"]:
         """Return what becomes of a client in a round; `client` is its id in the registry."""
@@ -46,7 +44,7 @@ class LossyGrid:
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send what arrives."""
         errors, in_time, late = self._sort(messages)
-        ids = list(self._grid.push_messages([*in_time, *late]))
+        ids = list(self.grid.push_messages([*in_time, *late]))
         now = self._strategy.server_round
         self._late_since |= {message.metadata.message_id: now for message in late}
         self._errors |= (own := {error.metadata.reply_to_message_id: error for error in errors})
@@ -57,14 +55,14 @@ class LossyGrid:
         ids, now = list(message_ids), self._strategy.server_round
         errors = [self._errors.pop(number) for number in ids if number in self._errors]
         due = [number for number in ids if self._late_since.get(number, -1) < now]
-        return [*errors, *self._grid.pull_messages(due)]
+        return [*errors, *self.grid.pull_messages(due)]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Return errors, and the replies that come in time."""
         errors, in_time, late = self._sort(messages)
-        replies = self._grid.send_and_receive([*in_time, *late], timeout=timeout)
+        replies = self.grid.send_and_receive([*in_time, *late], timeout=timeout)
         ids = {message.metadata.message_id for message in late}
         counted = (reply for reply in replies if reply.metadata.reply_to_message_id not in ids)
         return itertools.chain(errors, counted)

@@ -16,7 +16,7 @@ from fedntk.ntk.support.files import PARTIAL, claimed
 from fedntk.ntk.support.threads import warn_of_spinning
 from fedntk.strategies import BaseStrategy
 
-from ..attacks import ATTACKS, LyingGrid
+from ..attacks import ATTACKS
 from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.kept_examples import KeptExamples
@@ -26,9 +26,10 @@ from ..methods.method import Setup
 from ..metrics import load_metrics, metrics_checksum
 from ..models import network_checksum
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
-from .building import liars_of, load_setup, make_client, make_strategy
+from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints, OnRound
 from .engines import MeteredGrid
+from .lies import LyingGrid
 from .losses import LossyGrid
 from .recorder import Recorder
 
@@ -127,9 +128,10 @@ def _serve(
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     setup.data.inputs.save(folder)
-    lie: dict[str, Any] = {"factor": config.attack_factor, "seed": config.seed}
-    false: Any = LyingGrid(grid, liars_of(setup), ATTACKS[config.attack], **lie)
-    metered = MeteredGrid(false if config.liars else grid)
+    if config.liars:
+        attack, factor = ATTACKS[config.attack], config.attack_factor
+        grid = LyingGrid(grid, setup.liars, attack, factor=factor, seed=config.seed)
+    metered = MeteredGrid(grid)
     x, y = setup.evaluation_set()
     x = projected(config, x)  # once, not in each round
     metrics = load_metrics(config.metrics)
@@ -149,14 +151,14 @@ def _serve(
         recorder.go_on_from(checkpoint, initial)
     elif resume:
         logger.warning("no checkpoint in %s can be used: starting with round 1", folder)
-    lossy: Any = metered
+    used: Grid = metered
     if config.lost_share or config.late_share:
         shares = config.lost_share, config.late_share
-        lossy = LossyGrid(metered, strategy, config.seed, *shares)
-        strategy.sample(lossy, 0, "losses", 0.0, 1)  # asks who is who: losses are drawn by client
+        used = LossyGrid(metered, strategy, config.seed, *shares)
+        strategy.sample(used, 0, "losses", 0.0, 1)  # asks who is who: losses are drawn by client
     try:
         strategy.start(
-            grid=lossy,
+            grid=used,
             initial_arrays=initial,
             num_rounds=config.rounds,
             evaluate_fn=recorder,

@@ -22,6 +22,7 @@ from fedntk.strategies import BaseStrategy
 from fedntk.strategies.core.trust_protocols import MaskOptions
 from fedntk.trust.secure_sum import FEWEST
 
+from ..attacks import choose_liars
 from ..config.config import Config
 from ..config.registry import named_client
 from ..config.settings import ConfigError, Settings
@@ -62,6 +63,13 @@ class Setup:
     def split(self) -> Split:
         """Which client has which examples."""
         return load_split(self.config, self.data)
+
+    @cached_property
+    def liars(self) -> frozenset[int]:
+        """Partitions that lie."""
+        config = self.config
+        training = self.split.clients[: config.num_clients - config.validation_clients]
+        return choose_liars(config.liars, [len(own) for own in training], config.seed)
 
     @property
     def max_examples(self) -> int:

@@ -7,7 +7,8 @@ from flwr.app import ArrayRecord
 
 from fedntk.clients import SGDClient
 from fedntk.simulations import Config, ConfigError, run
-from fedntk.simulations.attacks import ATTACKS, LyingGrid, choose_liars, patched
+from fedntk.simulations.attacks import ATTACKS, choose_liars, patched
+from fedntk.simulations.engine.lies import LyingGrid
 from fedntk.strategies import SeededFedAvg
 
 from ..strategies.federation import Grid, app, arrays_of, first_model

@@ -8,7 +8,8 @@ from flwr.app import ArrayRecord
 
 from fedntk.clients import PersonalisedClient, SCAFFOLDClient, SGDClient
 from fedntk.ntk.robust_averages import DEFENCES
-from fedntk.simulations.attacks import ATTACKS, LyingGrid
+from fedntk.simulations.attacks import ATTACKS
+from fedntk.simulations.engine.lies import LyingGrid
 from fedntk.strategies import NTKFL, SCAFFOLD, FedBN, FedEnsemble, SeededFedAvg, WeightedFedAvg
 
 from .federation import Grid, app, arrays_of, network, start, told
