@@ -43,6 +43,8 @@ from fedntk.ntk.convex import (
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import FeatureStatistics
 from fedntk.simulations import Config
+from fedntk.simulations.attacks import ATTACKS as KIT
+from fedntk.simulations.attacks import draw_gram_signs
 from fedntk.simulations.data.partitions import split_data
 from fedntk.simulations.engine.building import load_setup
 
@@ -69,30 +71,26 @@ def scaled(own: FeatureStatistics, *, counts: bool) -> FeatureStatistics:
     )
 
 
-def renamed(labels: Tensor) -> Tensor:
-    """Labels with the next class in place of the most frequent one."""
-    most = int(labels.bincount().argmax())
-    return torch.where(labels == most, (most + 1) % 10, labels)
-
-
 def backdoor(x: Tensor, patched: Tensor, y: Tensor) -> FeatureStatistics:
     """Every second image has a patch and label 0."""
     every = torch.arange(len(y)) % 2 == 0
     return sums(torch.where(every[:, None], patched, x), torch.where(every, 0, y))
 
 
+def with_labels(name: str) -> Attack:
+    """Return the sums of an attack on labels."""
+    return lambda x, _, y, rng: sums(*KIT[name].on_examples(x, y, 10, rng))
+
+
 def signs(own: FeatureStatistics, rng: np.random.Generator) -> FeatureStatistics:
     """Draw signs off the diagonal."""
-    ends = np.cumsum([0, *range(WIDTH, 1, -1)])
-    drawn = rng.choice([-1, 1], len(own.gram))
-    drawn[ends] = 1
-    return replace(own, gram=own.gram * drawn)
+    return replace(own, gram=draw_gram_signs(own.gram, rng))
 
 
 ATTACKS: dict[str, Attack] = {
-    "label shift": lambda x, _, y, __: sums(x, (y + 1) % 10),
-    "random labels": lambda x, _, y, rng: sums(x, torch.from_numpy(rng.integers(0, 10, len(y)))),
-    "one class renamed": lambda x, _, y, __: sums(x, renamed(y)),
+    "label shift": with_labels("label-shift"),
+    "random labels": with_labels("random-labels"),
+    "one class renamed": with_labels("label-flip"),
     "backdoor": lambda x, patched, y, _: backdoor(x, patched, y),
     "ten copies": lambda x, _, y, __: scaled(sums(x, (y + 1) % 10), counts=True),
     "scaled sums": lambda x, _, y, __: scaled(sums(x, y), counts=False),
