@@ -1,4 +1,4 @@
-"""A private exchange in full, of which one client in ten is lost after it has given its shares.
+"""A private exchange in full: one client in ten is lost after it has given its shares.
 
     python benchmarks/private_run_losses.py --data-dir FOLDER [--seed 0]
 
@@ -64,7 +64,7 @@ def main() -> None:
         "seed": options.seed,
         "clients": config.num_clients,
         "lost": LOST,
-        "images": len(setup.data.y_train),
+        "images": sum(map(len, setup.split.clients)),
         "seconds": time.monotonic() - start,
         **metrics,
     }

@@ -15,8 +15,8 @@ sum         the server adds up words
 open        the server takes the masks out, if a tenth of the clients is lost after the shares
 
 Clients' seconds are means over clients, of three clients for encode and masked if all would take
-too long (their words are then those of the others, too, and the sum is not compared); bytes are of
-one client's arrays. Elsewhere the sum must be that of the numbers without masks, to the bit.
+too long (the sum of all clients is then not compared); bytes are of one client's arrays. Elsewhere
+the sum must be that of the numbers without masks, to the bit.
 
 Writes results/secure_sums.csv, and .json with the machine and its load.
 """

@@ -234,7 +234,7 @@ LIES: dict[str, Callable[..., Any]] = {
     "replayed": replayed,
 }  # fmt: skip
 LOUD = {"error", "lose"}
-TWO = {"twice", "replayed"}  # two replies, of which the first is true
+TWO = {"twice", "replayed"}  # two replies; the first is true
 
 
 class Lie(NamedTuple):
