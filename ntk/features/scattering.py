@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..support.precision import full_float32
-
 PLANES_AT_ONCE = 24  # images times their channels, on a CPU
 ALIASES = 2  # periods of the frequencies on either side, beyond which a Gaussian vanishes
 
@@ -28,9 +26,9 @@ ALIASES = 2  # periods of the frequencies on either side, beyond which a Gaussia
 class Scattering(nn.Module):
     """Images (n, channels, h, w) -> scattering coefficients (n, channels, K, h / 2^J, w / 2^J).
 
-    Borders are reflected. Convolutions with wavelets are products of Fourier transforms, computed
-    at the resolution of each scale; those with the low-pass, which is separable, are products of
-    matrices. Nothing is trained or in the state dict.
+    Borders are reflected. Convolutions are products of Fourier transforms, computed at the
+    resolution of each scale: products of matrices, though the low-pass is separable, have other
+    bits beside other images. Nothing is trained or in the state dict.
 
     Parameters
     ----------
@@ -48,6 +46,7 @@ class Scattering(nn.Module):
     """
 
     wavelets: Tensor  # Fourier transforms, float32 (J, L, rows, columns)
+    low_pass: Tensor  # (rows, columns)
 
     def __init__(self, size: Sequence[int], *, scales: int = 2, angles: int = 8) -> None:
         super().__init__()
@@ -65,14 +64,9 @@ class Scattering(nn.Module):
             torch.stack([morlet(padded, j, math.pi * k / angles, angles) for k in range(angles)])
             for j in range(scales)
         ]
+        low_pass = gaussian(padded, 0.8 * 2 ** (scales - 1))
         self.register_buffer("wavelets", torch.stack(wavelets).float(), persistent=False)
-        low_pass = torch.fft.ifft2(gaussian(padded, 0.8 * 2 ** (scales - 1))).real
-        kernels = [own / low_pass[0, 0].sqrt() for own in (low_pass[:, 0], low_pass[0])]
-        for j in range(scales):
-            for name, kernel, kept in zip(("rows", "columns"), kernels, self.kept, strict=True):
-                read, written = torch.arange(0, len(kernel), 2**j), torch.arange(1, kept + 1)
-                matrix = 2**j * kernel[(self.step * written - read[:, None]) % len(kernel)]
-                self.register_buffer(f"{name}{j}", matrix.float(), persistent=False)
+        self.register_buffer("low_pass", low_pass.float(), persistent=False)
 
     @property
     def num_channels(self) -> int:
@@ -88,30 +82,30 @@ class Scattering(nn.Module):
         at_once = max(1, PLANES_AT_ONCE // x.shape[1])
         if x.device.type == "cpu" and len(x) > at_once:  # so that what is computed stays in caches
             return torch.cat([self(part) for part in x.split(at_once)])
-        padded = pad(x.float(), self._margins, mode="reflect").unsqueeze(2)
-        spectrum, found = torch.fft.fft2(padded), [self._smooth(padded, 0)]
+        spectrum = torch.fft.fft2(pad(x.float(), self._margins, mode="reflect")).unsqueeze(2)
+        found = [self._smooth(spectrum, 0)]
         for j in range(self.scales):
-            modulus = _waves(spectrum, self.wavelets[j], j)
-            found.append(self._smooth(modulus, j))
-            spectra = torch.fft.fft2(modulus).unsqueeze(3) if j + 1 < self.scales else modulus
+            spectra = torch.fft.fft2(_convolve(spectrum, self.wavelets[j], j).abs())
+            found.append(self._smooth(spectra, j))
             for coarser in range(j + 1, self.scales):
                 wavelets = periodise(self.wavelets[coarser], j) * 4**j
-                second = _waves(spectra, wavelets, coarser - j).flatten(2, 3)
-                found.append(self._smooth(second, coarser))
+                second = _convolve(spectra.unsqueeze(3), wavelets, coarser - j).abs()
+                found.append(self._smooth(torch.fft.fft2(second.flatten(2, 3)), coarser))
         return torch.cat(found, 2)
 
-    def _smooth(self, signal: Tensor, scale: int) -> Tensor:
+    def _smooth(self, spectra: Tensor, scale: int) -> Tensor:
         """Smooth what is sampled at every 2^scale-th pixel; keep every 2^J-th, without margins."""
-        rows, columns = self.get_buffer(f"rows{scale}"), self.get_buffer(f"columns{scale}")
-        with full_float32():
-            return ((signal @ columns).mT @ rows).mT
+        low_pass = periodise(self.low_pass, scale) * 4**scale
+        rows, columns = self.kept
+        smooth = _convolve(spectra, low_pass, self.scales - scale).real
+        return smooth[..., 1 : 1 + rows, 1 : 1 + columns]
 
 
-def _waves(spectra: Tensor, wavelets: Tensor, scale: int) -> Tensor:
-    """Return the modulus of the convolutions, at every 2^scale-th pixel."""
-    products = map(operator.mul, _folds(spectra, scale), _folds(wavelets / 4**scale, scale))
-    waves: Tensor = torch.fft.ifft2(functools.reduce(operator.add, products))
-    return waves.abs()
+def _convolve(spectra: Tensor, kernels: Tensor, scale: int) -> Tensor:
+    """Return convolutions (complex), at every 2^scale-th pixel, from the transforms."""
+    products = map(operator.mul, _folds(spectra, scale), _folds(kernels / 4**scale, scale))
+    found: Tensor = torch.fft.ifft2(functools.reduce(operator.add, products))
+    return found
 
 
 def periodise(spectrum: Tensor, scale: int) -> Tensor:

@@ -98,6 +98,16 @@ def test_a_shift_by_one_step_moves_the_coefficients_by_one_position():
     torch.testing.assert_close(moved[..., 2:6, 2:6], inner, atol=1e-5, rtol=0)
 
 
+def test_coefficients_have_the_same_bits_whatever_images_are_beside_them():
+    generator = torch.Generator().manual_seed(0)
+    images, scattering = torch.rand(300, 1, 28, 28, generator=generator), Scattering((28, 28))
+    expected = scattering(images)
+    for sizes in ([300], [7, 150, 143], [1] * 20 + [33, 247]):
+        order = torch.randperm(300, generator=generator)
+        found = torch.cat([scattering(images[own]) for own in order.split(sizes)])
+        assert torch.equal(found, expected[order])
+
+
 def test_every_second_pixel_by_its_spectrum():
     image = torch.rand(8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = torch.fft.ifft2(periodise(torch.fft.fft2(image), 1)).real
