@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-PLANES_AT_ONCE = 24  # images times their channels, on a CPU
+PLANES_AT_ONCE = 16  # images times their channels, on a CPU
 ALIASES = 2  # periods of the frequencies on either side, beyond which a Gaussian vanishes
 
 
@@ -83,29 +83,50 @@ class Scattering(nn.Module):
         if x.device.type == "cpu" and len(x) > at_once:  # so that what is computed stays in caches
             return torch.cat([self(part) for part in x.split(at_once)])
         spectrum = torch.fft.fft2(pad(x.float(), self._margins, mode="reflect")).unsqueeze(2)
-        found = [self._smooth(spectrum, 0)]
+        found = [self._smooth(spectrum, 0).real]
         for j in range(self.scales):
-            spectra = torch.fft.fft2(_convolve(spectrum, self.wavelets[j], j).abs())
-            found.append(self._smooth(spectra, j))
+            first = _modulus(_convolve(spectrum, self.wavelets[j], j))
+            if j + 1 == self.scales:
+                found.append(self._smooth_pairs(first, j))
+                break
+            spectra = torch.fft.fft2(first)
+            found.append(self._smooth(spectra, j).real)
             for coarser in range(j + 1, self.scales):
                 wavelets = periodise(self.wavelets[coarser], j) * 4**j
-                second = _convolve(spectra.unsqueeze(3), wavelets, coarser - j).abs()
-                found.append(self._smooth(torch.fft.fft2(second.flatten(2, 3)), coarser))
+                second = _modulus(_convolve(spectra.unsqueeze(3), wavelets, coarser - j))
+                found.append(self._smooth_pairs(second.flatten(2, 3), coarser))
         return torch.cat(found, 2)
+
+    def _smooth_pairs(self, signals: Tensor, scale: int) -> Tensor:
+        """Smooth signals (n, channels, m, h, w), two at once as the parts of a complex one."""
+        half = -(-signals.shape[2] // 2)
+        pairs = torch.complex(signals[:, :, :half], signals[:, :, -half:])
+        smooth = self._smooth(torch.fft.fft2(pairs), scale)
+        return torch.cat([smooth.real[:, :, : signals.shape[2] - half], smooth.imag], 2)
 
     def _smooth(self, spectra: Tensor, scale: int) -> Tensor:
         """Smooth what is sampled at every 2^scale-th pixel; keep every 2^J-th, without margins."""
         low_pass = periodise(self.low_pass, scale) * 4**scale
         rows, columns = self.kept
-        smooth = _convolve(spectra, low_pass, self.scales - scale).real
+        smooth = _convolve(spectra, low_pass, self.scales - scale)
         return smooth[..., 1 : 1 + rows, 1 : 1 + columns]
 
 
 def _convolve(spectra: Tensor, kernels: Tensor, scale: int) -> Tensor:
     """Return convolutions (complex), at every 2^scale-th pixel, from the transforms."""
-    products = map(operator.mul, _folds(spectra, scale), _folds(kernels / 4**scale, scale))
-    found: Tensor = torch.fft.ifft2(functools.reduce(operator.add, products))
+    kernels = kernels.to(spectra.dtype) / 4**scale
+    parts = [[part.contiguous() for part in _folds(x, scale)] for x in (spectra, kernels)]
+    products = parts[0][0] * parts[1][0]
+    for spectrum, kernel in zip(parts[0][1:], parts[1][1:], strict=True):
+        products.addcmul_(spectrum, kernel)
+    found: Tensor = torch.fft.ifft2(products)
     return found
+
+
+def _modulus(signals: Tensor) -> Tensor:
+    """Return absolute values, in half the time of ``abs`` on a CPU."""
+    real, imaginary = torch.view_as_real(signals).unbind(-1)
+    return torch.addcmul(real * real, imaginary, imaginary).sqrt_()
 
 
 def periodise(spectrum: Tensor, scale: int) -> Tensor:
