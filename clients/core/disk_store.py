@@ -38,15 +38,14 @@ def cache_dir() -> Path:
 
 
 def client_folder(cache: Path, run: str, client: object) -> Path:
-    """Return the folder of what one client keeps in one run."""
-    words = [re.sub(r"\W+", "-", str(name))[:64] for name in (run, client)]
-    return cache / "run-{}-client-{}".format(*words)
+    """Return the folder of what one client keeps in one run, in the client's folder."""
+    run, client = (re.sub(r"\W+", "-", str(name))[:64] for name in (run, client))
+    return cache / f"client-{client}" / f"run-{run}"
 
 
 def remove_stale(folder: Path) -> None:
     """Remove a client's folders of other runs that nobody has used for a day."""
-    client = folder.name.partition("-client-")[2]
-    for other in folder.parent.glob(f"run-*-client-{client}/"):
+    for other in folder.parent.glob("run-*/"):
         with contextlib.suppress(FileNotFoundError):
             key = other / "key.json"  # is touched when the folder is used
             used = (key if key.exists() else other).stat().st_mtime

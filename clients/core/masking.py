@@ -33,7 +33,7 @@ class Masking(Declared):
 
     cache: Path | str | None = argument(
         "folder for what a client keeps, with a folder for each run and client in it, and a file "
-        "given-<client>.json, which says for all runs what it has given masked sums of; by default "
+        "given.json, which says for all runs what it has given masked sums of; by default "
         "one in fedntk in $XDG_CACHE_HOME or ~/.cache",
         default=None,
     )
@@ -90,8 +90,7 @@ class Masking(Declared):
     def given(self, task: Any, config: Mapping[str, Any], *, keep: bool = True) -> Iterator[Given]:
         """Yield what sums the client has given; changes are kept, or only tried."""
         folder = self.folder(task, config, "-secure")
-        client = folder.name.partition("-client-")[2].removesuffix("-secure")
-        path = folder.with_name(f"given-{client}.json")
+        path = folder.with_name("given.json")
         with claimed(folder.parent, path.stem):
             given: Given = json.loads(path.read_bytes()) if path.exists() else {}
             yield given

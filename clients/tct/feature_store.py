@@ -29,7 +29,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 def shrink(cache: Path) -> None:
     """Remove from all clients' folders what can be made again, and their state of old rounds."""
-    for folder in cache.glob("*/"):
+    for folder in cache.glob("client-*/run-*/"):
         states = sorted(folder.glob("state-*.npz"), reverse=True)
         kept = {"key.json", "examples-train.npz", *(path.name for path in states[:2])}
         kept |= {path.name for path in folder.glob("carried-*.npz")}

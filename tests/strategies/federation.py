@@ -205,7 +205,7 @@ def initial_bits(model: nn.Module | None = None) -> dict[str, bytes]:
 
 def kept_by(strategy: Any, client: int | str, server_round: int) -> dict[str, np.ndarray]:
     """What a client keeps to itself of a round."""
-    folder = cache_dir() / "personal" / f"run-{strategy.run_key}-client-{client}"
+    folder = cache_dir() / "personal" / f"client-{client}" / f"run-{strategy.run_key}"
     with np.load(folder / f"round-{server_round:08}.npz") as kept:
         return {name.removeprefix("array "): kept[name] for name in kept.files}
 
@@ -215,7 +215,7 @@ def forgetting(strategy: Any, until: int = 1_000) -> Change:
 
     def forget(reply: Message) -> Message:
         if strategy.server_round < until:
-            for folder in (cache_dir() / "personal").glob(f"run-{strategy.run_key}-*"):
+            for folder in (cache_dir() / "personal").glob(f"client-*/run-{strategy.run_key}*"):
                 shutil.rmtree(folder)
         return reply
 

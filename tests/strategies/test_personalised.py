@@ -59,7 +59,7 @@ CONTRACT = {"PersonalisedStrategy": Contract(personal, CLIENTS, personal=True)}
 
 
 def folders(strategy):
-    return sorted((cache_dir() / "personal").glob(f"run-{strategy.run_key}-*"))
+    return sorted((cache_dir() / "personal").glob(f"client-*/run-{strategy.run_key}*"))
 
 
 def test_with_nothing_personal_it_is_fedavg_and_personal_arrays_travel_once_down_and_never_up():
@@ -165,8 +165,9 @@ def test_two_nodes_that_claim_one_partition_keep_what_is_theirs_apart():
     assert strategy.train_metrics[3]["replies-accepted"] == 4
     assert strategy.trained == {-10: 3, 0: 3, 1: 3, 2: 3}
     assert strategy.state_dict()["trained"] == {"0": 3, "1": 3, "2": 3}
-    names = [folder.name.removeprefix(f"run-{strategy.run_key}") for folder in folders(strategy)]
-    assert names == ["-9-client-2", "-client-0", "-client-1", "-client-2"]
+    names = [path.relative_to(cache_dir() / "personal") for path in folders(strategy)]
+    runs = [f"client-{own}/run-{strategy.run_key}" for own in (0, 1, 2, 2)]
+    assert [str(name) for name in names] == [*runs[:3], f"{runs[3]}-9"]
 
 
 @pytest.mark.parametrize(

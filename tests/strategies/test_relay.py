@@ -92,7 +92,7 @@ def in_step(own, number, position, change):
 
 def forgets(own, what):
     def change(reply):
-        shutil.rmtree(cache_dir() / "personal" / f"run-{own.run_key}-client-{what}")
+        shutil.rmtree(cache_dir() / "personal" / f"client-{what}" / f"run-{own.run_key}")
         return reply
 
     return change

@@ -189,7 +189,7 @@ def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, stage
         kinds = {message.metadata.message_type for message in messages}
         if (strategy.server_round, kinds) == (number, {stage}):
             for k in who if not asked else ():
-                (folder,) = tmp_path.glob(f"run-*-client-{k}")
+                (folder,) = tmp_path.glob(f"client-{k}/run-*")
                 shutil.rmtree(folder)
             asked.append(len(messages))
 
