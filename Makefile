@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # processes that run tests, each with one thread
 WORKERS ?= 2
-# of `make gpu`: a folder with Fashion-MNIST in torchvision's layout
+# of `make gpu` and `make speed`: a folder with Fashion-MNIST in torchvision's layout
 DATA ?= $(wildcard ../shared/data)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -15,7 +15,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help install demo test slow federation fuzz gpu lint types docs outside pages check format clean
+.PHONY: help install demo test slow federation fuzz gpu speed lint types docs outside pages check format clean
 
 help: ## show the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -53,6 +53,12 @@ fuzz: install ## COUNT replies of liars to all strategies, drawn with SEED: none
 gpu: ## the cases of ntk and the benchmarks on a GPU; torch and numpy suffice, nothing is installed
 	@python=$(PYTHON); $$python -c 'import torch' 2>/dev/null || ! test -x $(BIN)/python || python=$(BIN)/python; \
 	$$python benchmarks/gpu.py $(if $(DATA),--data-dir $(DATA))
+
+speed: install ## the programs behind docs/speed.md, one after another, and its table; an idle machine
+	$(BIN)/python benchmarks/kernel.py
+	$(BIN)/python benchmarks/entk_features.py
+	for name in ntk_fl_round tct ntk_dfl engine; do $(BIN)/python benchmarks/$$name.py --data-dir $(DATA) || exit; done
+	$(BIN)/python docs/tables.py
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

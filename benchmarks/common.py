@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import datetime
 import gzip
 import importlib.util
 import json
@@ -221,6 +222,7 @@ def machine(device: str) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        "date": str(datetime.date.today()),
         "float32-matrix-gflops": round(matrix_rate(device), 1),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
     }

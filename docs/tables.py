@@ -814,6 +814,57 @@ def round_costs() -> str:
     )
 
 
+def speed() -> str:
+    """Return a row for each figure of speed, with the machine and the day it was measured."""
+    form, kernel, engine, tct = read("ntk_fl_round"), read("kernel"), read("engine"), read("tct")
+    seconds, gb = form["seconds"], form["peak-gb"]
+    theirs = f"{form['authors-program-seconds-at-n-1000']} s, the authors' program"
+    rows: list[tuple[str, str, str, str]] = []
+    for examples, more in (("5 clients x 200", theirs), ("20 x 200", "a Jacobian of 12.7 GB")):
+        key = f"mean, n={200 * int(examples.split()[0])}"
+        what = f"a round of NTK-FL, {examples} examples, 784-100-10, 12 candidates for t"
+        rows.append((what, f"{seconds[key]:.2f} s, {gb[key]:.2f} GB", more, "ntk_fl_round"))
+    for name in ("mean", "full"):
+        key = f"{name}, n=20000"
+        found = f"{seconds[key]:.1f} s, {gb[key]:.2f} GB"
+        rows.append((f"the same, n = 20,000, {name} kernel", found, "", "ntk_fl_round"))
+    for case, times in kernel["times-faster"].items():
+        less = kernel["times-less-memory"][case]
+        found = f"{times:g} times faster, {less:.0f} times less memory"
+        rows.append((f"kernel, {case}", found, "contraction of `torch.func`'s Jacobians", "kernel"))
+    for case, times in read("entk_features")["times-faster-than-the-loop"].items():
+        if case.startswith("subsample"):
+            what = f"tangent features of one logit, SimpleCNN, {case.removeprefix('subsample, ')}"
+            row = what, f"{times:g} times faster", "a backward pass for each example"
+            rows.append((*row, "entk_features"))
+    for case, times in tct["solve"]["times-faster-than-the-loop"].items():
+        what = f"a client of TCT, p = 100,000, {case}"
+        rows.append((what, f"{times:.0f} times faster", "one step after another", "tct"))
+    for case, took in read("ntk_dfl")["seconds"].items():
+        rows.append(
+            (f"a round of NTK-DFL, 200 examples a client, {case}", f"{took:g} s", "", "ntk_dfl")
+        )
+    for case, own in engine["rounds"].items():
+        others = {
+            k: v for k, v in own["over-bare"].items() if k not in ("bare", "fedntk, in-round")
+        }
+        ours = f"{others.pop('fedntk'):.2f} times a bare loop's time"
+        beside = ", ".join(f"{name} {value:.2f}" for name, value in others.items())
+        rows.append((f"a round of FedAvg, 10 clients x 600 images, {case}", ours, beside, "engine"))
+    return markdown(
+        "what | fedntk | beside | measured on",
+        [(*row[:3], _machine_of(row[3])) for row in rows],
+    )
+
+
+def _machine_of(name: str) -> str:
+    """Return where and when a benchmark was measured, with a link to its program."""
+    said = read(name)["machine"]
+    where = f"{said['cores']} cores, {said['threads']} threads, {said['processor']}"
+    day = f", {said['date']}" if "date" in said else ""
+    return f"[{where}{day}](../benchmarks/{name}.py)"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
@@ -823,7 +874,7 @@ TABLES: dict[str, Callable[..., str]] = {
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, liars, losses,
-        round_costs, secure_sums,
+        round_costs, secure_sums, speed,
     )
 } | {"costs": costs.table}  # fmt: skip
 
