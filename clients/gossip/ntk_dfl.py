@@ -19,8 +19,7 @@ from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_va
 from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
-from fedntk.ntk.jacobian.differentiate import Plans
-from fedntk.ntk.options import argument, state
+from fedntk.ntk.options import argument
 from fedntk.ntk.payloads import JacobianParcel, MemoryBudget, screen_losses, screen_uploads
 from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLOptions, mixing_row
 from fedntk.ntk.support.arrays import require_array, take_arrays
@@ -73,7 +72,6 @@ class NTKDFLClient(RelayClient):
     chunk_size: int | None = argument(
         "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
     )
-    _plans: Plans = state(dict)
 
     def step_weights(self, message: Message) -> Answer:
         """Send the weights; without averages also those of a client that lost its own."""
@@ -194,8 +192,7 @@ class NTKDFLClient(RelayClient):
     def _rows(self, weights: Arrays, x: Tensor, targets: Tensor) -> JacobianUpload:
         """Return Jacobian, outputs and targets at some weights: eq. (2)."""
         self.load_weights(weights)
-        examples = x.to(self.device)
-        rows = jacobian(self.model, examples, chunk_size=self.chunk_size, plans=self._plans)
+        rows = jacobian(self.model, x.to(self.device), chunk_size=self.chunk_size)
         outputs = self.outputs(x)
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..jacobian.blocks import Block
-from ..jacobian.differentiate import Plans, differentiate_in_chunks
+from ..jacobian.differentiate import differentiate_in_chunks
 from ..jacobian.operator import Jacobian
 from ..support.memory import require_memory
 from .projection import blocks_of_matrix
@@ -109,7 +109,6 @@ class TangentFeatures:
         self._names = list(sizes)
         self._chosen = _coordinates(sizes, self.num_features, self.seed) if sampled else {}
         self._sketch = GradientSketch(self._names, self.num_features, self.seed)
-        self._plans: Plans = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the features of examples (n, ...), on the CPU."""
@@ -126,7 +125,6 @@ class TangentFeatures:
             outputs=[self.output],
             chunk_size=self.chunk_size,
             more_bytes=4 * width,
-            plans=self._plans,
         ) as (_, parts):
             for start, part in parts:
                 rows = features[start : start + part.num_examples]

@@ -2,9 +2,9 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -15,11 +15,13 @@ from ..support.precision import full_float32
 from .blocks import Block, DenseBlock
 from .operator import Jacobian
 from .rules import Layer, any_axis, rule_for
+from .structure import graph_of, structure_of
 
 Structure = Literal["factored", "dense"]
-Plans = dict[tuple[torch.Size, torch.dtype], tuple["_Plan", Jacobian, int]]
 CHUNK_BYTES = 64 * 2**20
 MAX_CHUNK = 1024
+MAX_PLANS = 64
+MAX_GRAPHS = 16
 
 
 def jacobian(
@@ -29,7 +31,6 @@ def jacobian(
     structure: Structure = "factored",
     chunk_size: int | None = None,
     outputs: Sequence[int] | None = None,
-    plans: Plans | None = None,
 ) -> Jacobian:
     """Jacobian of the model's outputs with respect to its trainable parameters, at its weights.
 
@@ -40,7 +41,9 @@ def jacobian(
     number of times), convolutions, embeddings, BatchNorm, GroupNorm and LayerNorm. Parameters that
     enter the outputs in any other way (shared between modules, used by a function, in a module of
     another kind) are differentiated as they are, by ``torch.func``. The result is exact in either
-    case; :meth:`Jacobian.describe` says which path each parameter took.
+    case; :meth:`Jacobian.describe` says which path each parameter took. What was found about a
+    network is kept for further calls with networks of the same structure, and compared with the
+    graph of each call.
 
     Peak memory is about ``n r`` bytes on the CPU for the result and ``b w`` on the model's device
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
@@ -61,9 +64,6 @@ def jacobian(
         64 MiB, and no more than 1,024.
     outputs : sequence of int, optional
         Outputs of the network to differentiate; all by default.
-    plans : dict, optional
-        Findings about the model, kept for further calls at other weights, with examples of one
-        shape and the same `structure` and `outputs`. Empty at first.
 
     Returns
     -------
@@ -79,16 +79,14 @@ def jacobian(
     """
     if structure not in ("factored", "dense"):
         raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
-    found = differentiate_in_chunks(model, x, structure, outputs, chunk_size, plans=plans)
-    with found as (first, parts):
-        row = first.nbytes
+    with differentiate_in_chunks(model, x, structure, outputs, chunk_size) as (row, parts):
         require_memory(
-            len(x) * row,
-            f"the Jacobian of {len(x)} examples x {first.num_outputs} outputs "
-            f"({row / 1e6:.1f} MB an example)",
+            len(x) * row.nbytes,
+            f"the Jacobian of {len(x)} examples x {row.num_outputs} outputs "
+            f"({row.nbytes / 1e6:.1f} MB an example)",
             cure="use fewer examples at a time",
         )
-        result = first.empty(len(x))
+        result = row.empty(len(x), device="cpu")
         for start, part in parts:
             result.fill(start, part)
     return result
@@ -102,9 +100,8 @@ def differentiate_in_chunks(
     outputs: Sequence[int] | None = None,
     chunk_size: int | None = None,
     more_bytes: int = 0,
-    plans: Plans | None = None,
 ) -> Iterator[tuple[Jacobian, Iterator[tuple[int, Jacobian]]]]:
-    """Yield the Jacobian of the first example, and an iterator over those of chunks of all.
+    """Yield the Jacobian of an example without its numbers, and an iterator over those of chunks.
 
     Chunks are on the model's device, each with the position of its first example. Arguments are
     those of :func:`jacobian`; `more_bytes` are extra bytes per example that the caller allocates.
@@ -114,12 +111,9 @@ def differentiate_in_chunks(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     with _evaluation_mode(model), torch.enable_grad(), full_float32():
-        plans, kind = {} if plans is None else plans, (x.shape[1:], x.dtype)
-        if kind not in plans:
-            plan = _Plan.make(model, x, structure, outputs)
-            first = Jacobian(tuple(plan.blocks(x[:1]))).to("cpu")
-            plans[kind] = plan, first, 2 * first.nbytes + plan.workspace(x[:1]) + more_bytes
-        plan, first, work = plans[kind]
+        key = _key(model, x, structure, outputs)
+        plan = _PLANS.get(key) or _Plan.make(model, x, structure, outputs)
+        work = 2 * plan.row.nbytes + plan.workspace + more_bytes
         size = chunk_size or max(1, min(MAX_CHUNK, CHUNK_BYTES // work))
         require_memory(
             min(size, len(x)) * work,
@@ -127,8 +121,19 @@ def differentiate_in_chunks(
             device=x.device,
             cure="lower chunk_size",
         )
-        starts = range(0, len(x), size)
-        yield first, ((s, Jacobian(tuple(plan.blocks(x[s : s + size])))) for s in starts)
+        try:
+            made = [plan.differentiate(model, x[:size])]
+        except _OtherGraphError:
+            plan = _Plan.make(model, x, structure, outputs)
+            made = [plan.differentiate(model, x[:size])]
+        _keep(key, plan)
+        yield (
+            plan.row,
+            (
+                (start, made.pop() if made else plan.differentiate(model, x[start : start + size]))
+                for start in range(0, len(x), size)
+            ),
+        )
 
 
 @contextmanager
@@ -147,20 +152,29 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+class _OtherGraphError(ValueError):
+    """The network computes something else than it did when its layers were examined."""
+
+
 @dataclass(frozen=True)
 class _Plan:
-    """How a network is differentiated: which layers by a rule, which parameters as they are."""
+    """How a network is differentiated: which layers by a rule, which parameters as they are.
 
-    model: nn.Module
+    It holds no tensor of the network, and serves any that has the same structure.
+    """
+
     outputs: tuple[int, ...]
     layers: tuple[Layer, ...]
-    rest: Mapping[str, Tensor]
+    rest: tuple[str, ...]  # names
+    workspace: int  # bytes that an example takes on the way, the blocks themselves not counted
+    graphs: set[Hashable] = field(default_factory=set, compare=False)  # that the layers hold for
+    row: Jacobian = field(init=False, compare=False)  # of an example, without numbers
 
     @classmethod
     def make(
         cls, model: nn.Module, x: Tensor, structure: Structure, outputs: Sequence[int] | None
     ) -> "_Plan":
-        parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError("jacobian: expected a model with trainable parameters, got none")
         with torch.no_grad():
@@ -172,52 +186,43 @@ class _Plan:
             raise ValueError(f"outputs: expected some of 0 ... {shape[1] - 1}, got {outputs}")
         layers = _find_layers(model, x[:3]) if structure == "factored" else ()
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
-        rest = {name: p for name, p in parameters.items() if name not in by_rule}
-        plan = cls(model, tuple(outputs), layers, rest)
+        rest = tuple(name for name in parameters if name not in by_rule)
+        rest_bytes = sum(parameters[name].nbytes for name in rest)
         require_memory(
-            2 * len(outputs) * plan.rest_bytes,
+            2 * len(outputs) * rest_bytes,
             f"the dense Jacobian of one example x {len(outputs)} outputs",
             cure="use a smaller network, or layers that fedntk.ntk keeps in factors",
         )
+        passes = 2 if rest else 1  # by rule; by torch.func
+        workspace = (2 + passes * len(outputs)) * _activation_bytes(model, x[:1])
+        plan = cls(tuple(outputs), layers, rest, workspace + 4 * len(outputs) * rest_bytes)
+        object.__setattr__(plan, "row", plan.differentiate(model, x[:1]).to("meta"))
         return plan
 
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of the parameters without a rule."""
-        return sum(p.numel() * p.element_size() for p in self.rest.values())
+    def differentiate(self, model: nn.Module, x: Tensor) -> Jacobian:
+        """Jacobian of a chunk of examples, on its device."""
+        blocks = self._by_rule(model, x) if self.layers else []
+        return Jacobian((*blocks, *(self._as_they_are(model, x) if self.rest else ())))
 
-    def blocks(self, x: Tensor) -> list[Block]:
-        """Blocks of a chunk of examples, on its device."""
-        blocks = self._by_rule(x) if self.layers else []
-        return blocks + (self._as_they_are(x) if self.rest else [])
-
-    def workspace(self, example: Tensor) -> int:
-        """Bytes that an example takes on the way, the blocks themselves not counted."""
-        activations = 0
-
-        def hook(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
-            nonlocal activations
-            made = output if isinstance(output, tuple) else (output,)
-            activations += sum(t.nbytes for t in made if isinstance(t, Tensor))
-
-        leaves = [module for module in self.model.modules() if not list(module.children())]
-        with torch.no_grad(), _hooks((module, hook) for module in leaves):
-            self.model(example)
-        passes, num_outputs = 2 if self.rest else 1, len(self.outputs)  # by rule; by torch.func
-        return (2 + passes * num_outputs) * activations + 4 * num_outputs * self.rest_bytes
-
-    def _by_rule(self, x: Tensor) -> list[Block]:
-        modules = [(layer.name, layer.module, layer.copied) for layer in self.layers]
-        with _capture(modules) as calls, torch.enable_grad():
-            totals = self.model(x).sum(0)
-        points = []
-        for layer in self.layers:
-            if len(calls[layer.name]) <= max(layer.calls):
-                raise ValueError(
-                    f"jacobian: layer {layer.name!r} is called {len(calls[layer.name])} times for "
-                    "some examples and more often for others; use structure='dense'"
+    def _by_rule(self, model: nn.Module, x: Tensor) -> list[Block]:
+        modules = [(layer, model.get_submodule(layer.name)) for layer in self.layers]
+        seen: Seen = []
+        captured = [(own.name, module, own.copied) for own, module in modules]
+        with _capture(captured, seen) as calls:
+            totals = model(x).sum(0)
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        in_place = {own.name for own in self.layers if not own.copied} & _written_over(seen)
+        graph = (graph_of(totals, names), *map(len, calls.values()), *sorted(in_place))
+        if graph not in self.graphs:
+            if self.graphs and _find_layers(model, x[:3]) != self.layers:
+                raise _OtherGraphError(
+                    "jacobian: the network computes something else for some examples than for "
+                    "others; use structure='dense'"
                 )
-            points += [calls[layer.name][k][1] for k in layer.calls]
+            if len(self.graphs) == MAX_GRAPHS:
+                self.graphs.clear()
+            self.graphs.add(graph)
+        points = [calls[layer.name][k][1] for layer in self.layers for k in layer.calls]
         one = len(self.outputs) == 1
         gradients = [] if one else [p.new_empty(len(self.outputs), *p.shape) for p in points]
         for row, output in enumerate(self.outputs):
@@ -231,35 +236,74 @@ class _Plan:
         blocks: list[Block] = []
         of_call = iter(gradients)
         with torch.no_grad():
-            for layer in self.layers:
+            for layer, module in modules:
                 axis = layer.batch_axis
                 inputs = [calls[layer.name][k][0].movedim(axis, 0) for k in layer.calls]
                 pairs = [(own, next(of_call).movedim(axis + 1, 0)) for own in inputs]
-                blocks += layer.rule(layer, pairs)
+                blocks += layer.rule(layer, module, pairs)
         return blocks
 
-    def _as_they_are(self, x: Tensor) -> list[Block]:
+    def _as_they_are(self, model: nn.Module, x: Tensor) -> list[Block]:
         def outputs(parameters: dict[str, Tensor], example: Tensor) -> Tensor:
             given = (example.unsqueeze(0),)
-            result: Tensor = torch.func.functional_call(self.model, parameters, given)
+            result: Tensor = torch.func.functional_call(model, parameters, given)
             return result[0, list(self.outputs)]
 
+        rest = {name: model.get_parameter(name).detach() for name in self.rest}
         try:
             per_example = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0))
-            tensors = per_example(self.rest, x)
+            tensors = per_example(rest, x)
         except RuntimeError:  # some operations, an LSTM's among them, have no batching rule
-            rows = [self._one_by_one(example) for example in x.split(1)]
-            tensors = {name: torch.stack([row[name] for row in rows]) for name in self.rest}
+            rows = [self._one_by_one(model, rest, example) for example in x.split(1)]
+            tensors = {name: torch.stack([row[name] for row in rows]) for name in rest}
         path = "differentiated as it is"
-        return [DenseBlock(name, tensors[name].detach(), path) for name in self.rest]
+        return [DenseBlock(name, tensors[name].detach(), path) for name in rest]
 
-    def _one_by_one(self, example: Tensor) -> dict[str, Tensor]:
-        parameters = {name: p.clone().requires_grad_() for name, p in self.rest.items()}
-        with torch.enable_grad():
-            outputs = torch.func.functional_call(self.model, parameters, (example,))[0]
+    def _one_by_one(
+        self, model: nn.Module, rest: Mapping[str, Tensor], example: Tensor
+    ) -> dict[str, Tensor]:
+        parameters = {name: p.clone().requires_grad_() for name, p in rest.items()}
+        outputs = torch.func.functional_call(model, parameters, (example,))[0]
         rows = [_gradients(outputs[c], list(parameters.values()), keep=True) for c in self.outputs]
         stacked = (torch.stack(row) for row in zip(*rows, strict=True))
         return dict(zip(parameters, stacked, strict=True))
+
+
+_PLANS: dict[Hashable, _Plan] = {}
+
+
+def _key(
+    model: nn.Module, x: Tensor, structure: Structure, outputs: Sequence[int] | None
+) -> Hashable | None:
+    """Return what a plan may be kept for; None if it may not."""
+    own = structure_of(model)
+    chosen = None if outputs is None else tuple(outputs)
+    return own and (own, x.shape[1:], x.dtype, x.device, structure, chosen)
+
+
+def _keep(key: Hashable | None, plan: _Plan) -> None:
+    """Keep a plan for the next call, and forget the one that was used least recently."""
+    if key is None:
+        return
+    _PLANS.pop(key, None)
+    while len(_PLANS) >= MAX_PLANS:
+        _PLANS.pop(next(iter(_PLANS)), None)
+    _PLANS[key] = plan
+
+
+def _activation_bytes(model: nn.Module, example: Tensor) -> int:
+    """Bytes of what all modules without children return for an example."""
+    total = 0
+
+    def hook(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
+        nonlocal total
+        made = output if isinstance(output, tuple) else (output,)
+        total += sum(t.nbytes for t in made if isinstance(t, Tensor))
+
+    leaves = [module for module in model.modules() if not list(module.children())]
+    with torch.no_grad(), _hooks((module, hook) for module in leaves):
+        model(example)
+    return total
 
 
 def _gradients(output: Tensor, points: Sequence[Tensor], *, keep: bool) -> tuple[Tensor, ...]:
@@ -283,7 +327,10 @@ def _find_layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
         if rule_for(module) and any(p in names for p in module._parameters.values())
     ]
     two, three = (x[torch.arange(n, device=x.device) % len(x)] for n in (2, 3))
-    written = _find_written_over(model, two, candidates)
+    seen: Seen = []
+    with _capture([(*named, False) for named in candidates], seen), torch.no_grad():
+        model(two)
+    written = _written_over(seen)
     with _capture([(*named, True) for named in candidates]) as few, torch.no_grad():
         model(two)
     with _capture([(*named, True) for named in candidates]) as calls, torch.enable_grad():
@@ -307,7 +354,7 @@ def _find_layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
             and all(uses[module.get_parameter(key)] == len(own_calls) for key in own)
         ):
             weight, bias = own.get("weight"), own.get("bias")
-            layers.append(Layer(name, module, rule, weight, bias, own_calls, axis, name in written))
+            layers.append(Layer(name, rule, weight, bias, own_calls, axis, name in written))
     return tuple(layers)
 
 
@@ -378,24 +425,18 @@ def _count_uses(outputs: Tensor) -> Counter[Tensor]:
     return uses
 
 
-def _find_written_over(
-    model: nn.Module, x: Tensor, modules: Iterable[tuple[str, nn.Module]]
-) -> set[str]:
-    seen: list[tuple[str, Tensor, int]] = []
+Seen = list[tuple[str, Tensor, int]]  # what went into a module or came out, and its version then
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, named: Mapping[str, Any], output: Tensor) -> None:
-            seen.extend((name, t, t._version) for t in (*args, *named.values(), output))
 
-        return hook
-
-    with _hooks((module, record(name)) for name, module in modules), torch.no_grad():
-        model(x)
+def _written_over(seen: Seen) -> set[str]:
+    """Names of modules whose inputs or outputs were changed afterwards."""
     return {name for name, tensor, version in seen if tensor._version != version}
 
 
 @contextmanager
-def _capture(modules: Iterable[tuple[str, nn.Module, bool]]) -> Iterator[dict[str, Calls]]:
+def _capture(
+    modules: Iterable[tuple[str, nn.Module, bool]], seen: Seen | None = None
+) -> Iterator[dict[str, Calls]]:
     """Record (input, output) of each call of the named modules, of copies where asked for."""
     modules = list(modules)
     calls: dict[str, Calls] = {name: [] for name, *_ in modules}
@@ -406,6 +447,8 @@ def _capture(modules: Iterable[tuple[str, nn.Module, bool]]) -> Iterator[dict[st
         ) -> Tensor:
             (given,) = (*args, *named.values())
             given = given.detach()
+            if seen is not None:
+                seen.extend((name, tensor, tensor._version) for tensor in (given, output))
             calls[name].append((given.clone() if copied else given, output))
             return output.clone() if copied else output
 

@@ -184,9 +184,11 @@ class Jacobian:
             for names, path, a, b in rows
         )
 
-    def empty(self, num_examples: int) -> "Jacobian":
+    def empty(self, num_examples: int, device: torch.device | str | None = None) -> "Jacobian":
         """Return a Jacobian of this form for another number of examples, not yet filled."""
-        return self.mapped(lambda array: array.new_empty(num_examples, *array.shape[1:]))
+        return self.mapped(
+            lambda array: array.new_empty(num_examples, *array.shape[1:], device=device)
+        )
 
     def fill(self, start: int, part: "Jacobian") -> None:
         """Copy `part` over the examples from `start` on, from any device."""

@@ -28,7 +28,6 @@ class Layer:
     """
 
     name: str  # in ``model.named_modules()``
-    module: nn.Module
     rule: "Rule"
     weight: str | None  # name of the parameter; None if the layer lacks it or it is frozen
     bias: str | None
@@ -37,7 +36,7 @@ class Layer:
     copied: bool  # whether the network writes over its inputs or outputs
 
 
-Rule = Callable[[Layer, Calls], list[Block]]
+Rule = Callable[[Layer, Any, Calls], list[Block]]  # of the layer, its module and the calls
 
 
 def rule_for(module: nn.Module) -> Rule | None:
@@ -55,7 +54,7 @@ def any_axis(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding))
 
 
-def _linear(layer: Layer, calls: Calls) -> list[Block]:
+def _linear(layer: Layer, _: nn.Linear, calls: Calls) -> list[Block]:
     """Take all calls as more positions: ``z = W a + b`` at each position of each."""
     inputs = torch.cat([a.flatten(1, -2) if a.ndim > 2 else a.unsqueeze(1) for a, _ in calls], 1)
     gradients = torch.cat(
@@ -66,8 +65,7 @@ def _linear(layer: Layer, calls: Calls) -> list[Block]:
     return _smaller([LinearBlock(layer.weight, layer.bias, inputs, gradients)])
 
 
-def _conv(layer: Layer, calls: Calls) -> list[Block]:
-    module: Any = layer.module
+def _conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
     flat = [(a, g.flatten(3).transpose(2, 3)) for a, g in calls]
     if layer.weight is None:
         return _biases(layer, [g for _, g in flat], "conv")
@@ -90,9 +88,8 @@ def _conv(layer: Layer, calls: Calls) -> list[Block]:
     )
 
 
-def _embedding(layer: Layer, calls: Calls) -> list[Block]:
+def _embedding(layer: Layer, module: nn.Embedding, calls: Calls) -> list[Block]:
     """Tokens of all calls are positions; the padding token has no gradient."""
-    module: Any = layer.module
     tokens = torch.cat([a.reshape(len(a), -1) for a, _ in calls], dim=1).long()
     gradients = torch.cat([g.reshape(*g.shape[:2], -1, g.shape[-1]) for _, g in calls], dim=2)
     if module.padding_idx is not None:
@@ -111,24 +108,24 @@ def _normalise(module: Any, x: Tensor) -> Tensor:
     return functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
 
-def _elementwise(layer: Layer, calls: Calls) -> list[Block]:
+def _elementwise(layer: Layer, module: nn.Module, calls: Calls) -> list[Block]:
     """``z = w x' + b`` with x' normalised: the Jacobian is g x', summed over positions.
 
     Channels are the first axis after the batch, or a LayerNorm's last ones. This is smaller than
     factors.
     """
-    first = not isinstance(layer.module, nn.LayerNorm)
-    shape = next(p for p in layer.module._parameters.values() if p is not None).shape
+    first = not isinstance(module, nn.LayerNorm)
+    shape = next(p for p in module._parameters.values() if p is not None).shape
 
     def summed(tensor: Tensor) -> Tensor:  # (n, C, ...) -> (n, C, *shape)
         kept = (2,) if first else range(tensor.ndim - len(shape), tensor.ndim)
         others = [d for d in range(2, tensor.ndim) if d not in kept]
         return tensor.sum(others) if others else tensor
 
-    path = f"{type(layer.module).__name__}, summed over positions"
+    path = f"{type(module).__name__}, summed over positions"
     blocks: list[Block] = []
     if layer.weight is not None:
-        parts = [summed(g * _normalise(layer.module, a).unsqueeze(1)) for a, g in calls]
+        parts = [summed(g * _normalise(module, a).unsqueeze(1)) for a, g in calls]
         blocks.append(DenseBlock(layer.weight, _total(parts), path))
     if layer.bias is not None:
         blocks.append(DenseBlock(layer.bias, _total([summed(g) for _, g in calls]), path))

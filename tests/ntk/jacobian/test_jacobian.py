@@ -6,7 +6,10 @@ a few thousand terms.
 
 import contextlib
 import functools
+import gc
 import json
+import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,16 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from fedntk.ntk import BadReply, Jacobian, NotEnoughMemory, jacobian
-from fedntk.ntk.jacobian import blocks, factors
+from fedntk.ntk.jacobian import blocks, differentiate, factors
 from fedntk.ntk.jacobian.factors import FactoredBlock
 from fedntk.ntk.payloads.jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 from fedntk.ntk.support import memory as ntk_memory
 
 from ...conftest import refused
 from ..arithmetic import normal
-from ..cases import CASES, make
+from ..cases import CASES, LayerAndHead, make
 
 RELATIVE = 1e-10
 
@@ -64,6 +68,12 @@ def require_same(made: Jacobian, expected: Jacobian) -> None:
     assert made.layout == expected.layout
     for a, b in zip(made.blocks, expected.blocks, strict=True):
         assert all(map(torch.equal, a.arrays, b.arrays))
+
+
+@pytest.fixture
+def kept_plans():
+    differentiate._PLANS.clear()
+    return differentiate._PLANS
 
 
 @pytest.fixture(params=sorted(CASES))
@@ -190,17 +200,108 @@ def test_gram_of_several_tiles_is_that_of_one(monkeypatch):
     assert torch.equal(kernel, kernel.T)
 
 
-def test_plans_serve_at_other_weights_and_single_outputs_can_be_differentiated(case):
+def test_a_kept_plan_serves_at_other_weights_and_single_outputs_can_be_differentiated(
+    case, kept_plans
+):
+    """Each of two networks of one structure gets the Jacobian that it gets on its own."""
     model, x = make(case)
-    plans: dict = {}
-    jacobian(model, x, plans=plans)
+    jacobian(model, x)
+    assert len(kept_plans) <= 1
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.ones_like(parameter))
-    found = jacobian(model, x, plans=plans)
+    before = len(kept_plans)
+    found = jacobian(model, x)
+    assert len(kept_plans) == before
+    kept_plans.clear()
     require_same(found, jacobian(model, x))
     for name, some in jacobian(model, x, outputs=[0]).dense().items():
         assert close(some, found.dense()[name][:, :1])
+
+
+class Branches(nn.Module):
+    """A network that computes something else if an attribute, a method or a weight changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.activation, self.axis = torch.tanh, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.other(self.activation(self.layer(x))).flip(self.axis)
+        if self.layer.bias.mean() > 50:
+            h = h + x @ self.layer.weight
+        return self.head(self.middle(h))
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h.tanh()
+
+
+def _mix(_: nn.Module, h: Tensor) -> Tensor:
+    return h * h.flip(0)
+
+
+CHANGES: dict[str, Callable[[Branches], object]] = {
+    "activation": lambda m: setattr(m, "activation", lambda h: h @ m.layer.weight),
+    "function": lambda m: setattr(m, "activation", torch.sin),
+    "axis": lambda m: setattr(m, "axis", 0),
+    "hook": lambda m: m.layer.register_forward_hook(lambda f, args, z: z + args[0] @ f.weight),
+    "tied": lambda m: setattr(m.other, "weight", m.layer.weight),
+    "frozen": lambda m: m.layer.bias.requires_grad_(requires_grad=False),
+    "branch": lambda m: nn.init.constant_(m.layer.bias, 100.0),
+    "method": lambda m: setattr(type(m), "middle", _mix),
+    "forward": lambda m: setattr(m, "forward", lambda x: m.head(m.other(x) @ m.layer.weight)),
+    "parametrised": lambda m: register_parametrization(m.layer, "weight", nn.Tanh()),
+    "layer": lambda m: setattr(
+        m, "other", nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)).double()
+    ),
+    "subclass": lambda m: setattr(m.layer, "__class__", type("Own", (nn.Linear,), {})),
+}
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_a_changed_network_never_gets_what_was_found_before(change, kept_plans, monkeypatch):
+    monkeypatch.setattr(Branches, "middle", Branches.middle)
+    model, x = Branches().double(), normal(6, 5, seed=1)
+    jacobian(model, x)
+    assert len(kept_plans) == 1
+    CHANGES[change](model)
+    found = jacobian(model, x)
+    kept_plans.clear()
+    require_same(found, jacobian(model, x))
+    expected = jacobian(model, x, structure="dense").dense()
+    assert found.dense().keys() == expected.keys()
+    for name, tensor in found.dense().items():
+        assert close(tensor, expected[name]), name
+
+
+def test_a_network_that_changes_between_chunks_is_refused_or_examined_anew():
+    """Four chunks: by the examples, a layer is read by a function besides or called again."""
+
+    def use(layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(x) @ layer.weight if x.mean() > 0 else layer(x)
+
+    model = LayerAndHead(5, 5, use).double()
+    x = normal(4, 5, seed=1)
+    x[:3] = -x[:3].abs()
+    x[3] = x[3].abs()
+    refused("computes something else for some examples", jacobian, model, x, chunk_size=1)
+    model.use = lambda layer, x: torch.tanh(layer(x)) if x.mean() > 0 else layer(x)
+    found = jacobian(model, x, chunk_size=1).dense()
+    for name, tensor in jacobian(model, x, structure="dense").dense().items():
+        assert close(found[name], tensor), name
+
+
+def test_kept_plans_are_few_and_hold_no_network(kept_plans):
+    model, x = make("mlp")
+    alive = weakref.ref(model)
+    jacobian(model, x)
+    del model
+    gc.collect()
+    assert alive() is None
+    for width in range(1, differentiate.MAX_PLANS + 3):
+        jacobian(nn.Linear(width, 2), torch.ones(1, width))
+    assert len(kept_plans) == differentiate.MAX_PLANS
 
 
 def test_training_mode_and_weights_are_left_as_they_were():

@@ -1,0 +1,97 @@
+"""What may be kept about a network from one call to the next, and when it still holds.
+
+A finding belongs to a :func:`structure_of` a network and to a :func:`graph_of` its outputs. The
+first says which calls may share a finding; the second is compared in each call, so that a network
+that computes something else, for whatever reason, is examined anew.
+"""
+
+import weakref
+from collections.abc import Hashable, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+PLAIN = (int, float, str, type(None), torch.dtype, torch.device, BuiltinFunctionType)
+SETTINGS = (int, float, str, tuple)
+COPY = "CloneBackward0"
+
+
+class _UnknownError(Exception):
+    """A part of a network that cannot be compared with another's."""
+
+
+def structure_of(model: nn.Module) -> Hashable | None:
+    """Return modules, their settings, parameters and buffers without values; no tensor is held.
+
+    None if the network has hooks, or an attribute that cannot be compared by value.
+    """
+    places: dict[int, int] = {}  # of what may come twice
+
+    def found(value: Any) -> Hashable:
+        if isinstance(value, PLAIN):
+            return type(value), value
+        if isinstance(value, (Tensor, nn.Module)):
+            if id(value) in places:
+                return places[id(value)]
+            places[id(value)] = len(places)
+            kind = weakref.ref(type(value))
+            if isinstance(value, nn.Module):
+                return kind, getattr(type(value).forward, "__code__", None), settings(vars(value))
+            return kind, value.dtype, value.device, value.requires_grad, value.shape, value.stride()
+        if isinstance(value, (dict, tuple, list, set)):
+            parts = value.items() if isinstance(value, dict) else value
+            return (type(value), *map(found, parts))
+        if isinstance(value, FunctionType) and value.__closure__ is None:
+            return value.__code__
+        raise _UnknownError
+
+    def settings(values: dict[str, Any]) -> Hashable:
+        if any(value and "hooks" in name for name, value in values.items()):
+            raise _UnknownError
+        return tuple(
+            (name, found(value))
+            for name, value in values.items()
+            if value is not None and not (isinstance(value, (dict, set)) and not value)
+        )
+
+    try:
+        return None if _has_any_global_hook() else found(model)
+    except _UnknownError:
+        return None
+
+
+def graph_of(outputs: Tensor, names: Mapping[nn.Parameter, str]) -> Hashable:
+    """Return the operations behind `outputs`, their settings, and where parameters enter.
+
+    Sizes are left out, so that any number of examples has the same graph; so are copies.
+    """
+    root: Any = outputs.grad_fn
+    places, stack, graph = {root: 0}, [root], []
+    while stack:
+        node = stack.pop()
+        parents = []
+        for parent, output in node.next_functions:
+            while parent is not None and parent.name() == COPY:
+                parent, output = parent.next_functions[0]
+            if parent is not None and parent not in places:
+                places[parent] = len(places)
+                stack.append(parent)
+            name = names.get(parent.variable) if hasattr(parent, "variable") else None
+            parents.append((places.get(parent), output, name))
+        graph.append((node.name(), _settings_of(node), *parents))
+    return tuple(graph)
+
+
+def _settings_of(node: Any) -> Hashable:
+    """Numbers, axes and flags that an operation was called with."""
+    if (kind := node.name()) not in _SAVED:
+        saved = [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
+        _SAVED[kind] = [name for name in saved if isinstance(getattr(node, name), SETTINGS)]
+    values = (getattr(node, name, None) for name in _SAVED[kind])
+    return tuple(str(value) if isinstance(value, tuple) else value for value in values)
+
+
+_SAVED: dict[str, list[str]] = {}  # operation -> names of its settings
