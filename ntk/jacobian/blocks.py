@@ -38,8 +38,13 @@ class Block(ABC):
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
-        """Tensors the block consists of, each with n rows; the last has the C outputs second."""
+        """Tensors the block consists of, each with n rows."""
         return tuple(getattr(self, name) for name in self.fields)
+
+    @property
+    def num_outputs(self) -> int:
+        """Number C of network outputs: the second size of the last of `arrays`."""
+        return self.arrays[-1].shape[1] if self.arrays[-1].ndim > 1 else 0
 
     @property
     @abstractmethod
@@ -54,6 +59,10 @@ class Block(ABC):
         """Return the block of only one of the C outputs."""
         *shared, own = self.arrays
         return self.with_arrays([*shared, own[:, output : output + 1]])
+
+    def expanded(self) -> "Block":
+        """Return the block without weights of the network in it: what rows hold is all it needs."""
+        return self
 
     @abstractmethod
     def add_gram(self, kernel: Tensor, other: Self) -> None:

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,14 +14,17 @@ from ..support.memory import require_memory
 from ..support.precision import full_float32
 from .blocks import Block, DenseBlock
 from .operator import Jacobian
-from .rules import Layer, any_axis, rule_for
-from .structure import graph_of, structure_of
+from .readout import ELEMENTWISE
+from .rules import Layer, any_axis, is_linear, read_out, rule_for
+from .structure import COPY, graph_of, structure_of
 
 Structure = Literal["factored", "dense"]
 CHUNK_BYTES = 64 * 2**20
 MAX_CHUNK = 1024
 MAX_PLANS = 64
 MAX_GRAPHS = 16
+Calls = list[tuple[Tensor, Tensor]]
+INPUT_OF = {"AddmmBackward0": 1, "MmBackward0": 0}  # place of a linear layer's input
 
 
 def jacobian(
@@ -86,8 +89,9 @@ def jacobian(
             f"({row.nbytes / 1e6:.1f} MB an example)",
             cure="use fewer examples at a time",
         )
-        result = row.empty(len(x), device="cpu")
-        for start, part in parts:
+        _, part = next(parts)
+        result = part.empty(len(x), device="cpu")
+        for start, part in itertools.chain([(0, part)], parts):
             result.fill(start, part)
     return result
 
@@ -164,6 +168,7 @@ class _Plan:
     """
 
     outputs: tuple[int, ...]
+    whole: bool  # all outputs are differentiated, and there are several
     layers: tuple[Layer, ...]
     rest: tuple[str, ...]  # names
     workspace: int  # bytes that an example takes on the way, the blocks themselves not counted
@@ -195,7 +200,9 @@ class _Plan:
         )
         passes = 2 if rest else 1  # by rule; by torch.func
         workspace = (2 + passes * len(outputs)) * _activation_bytes(model, x[:1])
-        plan = cls(tuple(outputs), layers, rest, workspace + 4 * len(outputs) * rest_bytes)
+        workspace += 4 * len(outputs) * rest_bytes
+        whole = shape[1] > 1 and list(outputs) == list(range(shape[1]))
+        plan = cls(tuple(outputs), whole, layers, rest, workspace)
         object.__setattr__(plan, "row", plan.differentiate(model, x[:1]).to("meta"))
         return plan
 
@@ -222,10 +229,12 @@ class _Plan:
             if len(self.graphs) == MAX_GRAPHS:
                 self.graphs.clear()
             self.graphs.add(graph)
-        points = [calls[layer.name][k][1] for layer in self.layers for k in layer.calls]
+        others = [own for own in self.layers if own.readout is None or not self.whole]
+        points = [calls[layer.name][k][1] for layer in others for k in layer.calls]
+        made = self._read_out(model, calls, keep=bool(points))
         one = len(self.outputs) == 1
         gradients = [] if one else [p.new_empty(len(self.outputs), *p.shape) for p in points]
-        for row, output in enumerate(self.outputs):
+        for row, output in enumerate(self.outputs if points else ()):
             last = row + 1 == len(self.outputs)
             found = _gradients(totals[output], points, keep=not last)
             if one:
@@ -237,11 +246,30 @@ class _Plan:
         of_call = iter(gradients)
         with torch.no_grad():
             for layer, module in modules:
+                if layer.name in made:
+                    blocks += made[layer.name]
+                    continue
                 axis = layer.batch_axis
-                inputs = [calls[layer.name][k][0].movedim(axis, 0) for k in layer.calls]
+                inputs = [calls[layer.name][k][0].detach().movedim(axis, 0) for k in layer.calls]
                 pairs = [(own, next(of_call).movedim(axis + 1, 0)) for own in inputs]
                 blocks += layer.rule(layer, module, pairs)
         return blocks
+
+    def _read_out(
+        self, model: nn.Module, calls: Mapping[str, Calls], *, keep: bool
+    ) -> dict[str, list[Block]]:
+        """Blocks of the last layer and of the one before it; `keep` the graph for other layers."""
+        found = {}
+        layers = {layer.readout: layer for layer in self.layers if layer.readout is not None}
+        for readout, layer in layers.items() if self.whole else ():
+            a, z = calls[layer.name][0]
+            slopes, matrix = torch.ones_like(z), None
+            if readout:
+                ((h, _),) = calls[layers[""].name]
+                (slopes,) = torch.autograd.grad(h, z, torch.ones_like(h), retain_graph=keep)
+                matrix = model.get_parameter(readout).detach().clone()
+            found[layer.name] = read_out(layer, a.detach(), slopes, matrix)
+        return found
 
     def _as_they_are(self, model: nn.Module, x: Tensor) -> list[Block]:
         def outputs(parameters: dict[str, Tensor], example: Tensor) -> Tensor:
@@ -355,10 +383,35 @@ def _find_layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
         ):
             weight, bias = own.get("weight"), own.get("bias")
             layers.append(Layer(name, rule, weight, bias, own_calls, axis, name in written))
-    return tuple(layers)
+    readouts = _find_readouts(outputs, layers, calls)
+    return tuple(replace(layer, readout=readouts.get(layer.name)) for layer in layers)
 
 
-Calls = list[tuple[Tensor, Tensor]]
+def _find_readouts(
+    outputs: Tensor, layers: Sequence[Layer], calls: Mapping[str, Calls]
+) -> dict[str, str]:
+    """Layer -> parameter that reads it out, by the graph: the last linear layer has "".
+
+    Between the two are only operations that take each number by itself.
+    """
+    at = {
+        calls[layer.name][0][1].grad_fn: layer
+        for layer in layers
+        if is_linear(layer.rule) and layer.weight and len(calls[layer.name]) == 1
+        if calls[layer.name][0][1].ndim == 2
+    }
+    found: dict[str, str] = {}
+    node, readout = outputs.grad_fn, ""
+    while node is not None and len(found) < 2:
+        if node in at:
+            found[at[node].name], readout = readout, str(at[node].weight)
+            place = INPUT_OF.get(node.name())
+            node = None if place is None else node.next_functions[place][0]
+        elif node.name() == COPY or (readout and node.name() in ELEMENTWISE):
+            node = node.next_functions[0][0]
+        else:
+            break
+    return found
 
 
 def _find_batch_axis(few: Calls, more: Calls) -> int | None:
@@ -446,7 +499,6 @@ def _capture(
             _: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
         ) -> Tensor:
             (given,) = (*args, *named.values())
-            given = given.detach()
             if seen is not None:
                 seen.extend((name, tensor, tensor._version) for tensor in (given, output))
             calls[name].append((given.clone() if copied else given, output))

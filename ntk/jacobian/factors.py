@@ -282,7 +282,7 @@ class LinearBlock(FactoredBlock):
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, width_in = parameters[self.weight]
-        _check_bias(self.bias, width_out, parameters)
+        check_bias(self.bias, width_out, parameters)
         positions = self.positions if self.gradients.ndim == 4 else 0
         return [(positions, width_in), (-1, positions, width_out)]
 
@@ -368,7 +368,7 @@ class ConvBlock(FactoredBlock):
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, per_group, *kernel_size = parameters[self.weight]
-        _check_bias(self.bias, width_out, parameters)
+        check_bias(self.bias, width_out, parameters)
         dims = len(kernel_size)
         if dims not in (1, 2, 3) or not dims == len(self.stride) == len(self.dilation):
             raise ValueError(f"expected a stride and a dilation for each of {dims} dimensions")
@@ -452,6 +452,7 @@ class EmbeddingBlock(FactoredBlock):
         return [(positions,), (-1, positions, width_out)]
 
 
-def _check_bias(bias: str | None, width_out: int, parameters: Mapping[str, Sequence[int]]) -> None:
+def check_bias(bias: str | None, width_out: int, parameters: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError unless the bias is that of a layer with so many outputs."""
     if bias is not None and tuple(parameters[bias]) != (width_out,):
         raise ValueError("weight and bias are of different layers")

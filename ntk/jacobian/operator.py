@@ -21,6 +21,7 @@ from torch import Tensor
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 from .blocks import WORKSPACE, Block, DenseBlock, tile_size, tiles
+from .readout import ReadoutBlock
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class Jacobian:
     @property
     def num_outputs(self) -> int:
         """Number C of network outputs."""
-        return int(self.blocks[0].arrays[-1].shape[1])
+        return self.blocks[0].num_outputs
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +150,10 @@ class Jacobian:
         )
         return Jacobian(tuple(DenseBlock(name, t) for name, t in self.dense().items()))
 
+    def expanded(self) -> "Jacobian":
+        """Return the same Jacobian in a form that needs no weights of the network beside it."""
+        return Jacobian(tuple(block.expanded() for block in self.blocks))
+
     def to(self, device: torch.device | str) -> "Jacobian":
         """Return the Jacobian with its tensors on `device`."""
         return self.mapped(lambda array: array.to(device))
@@ -201,12 +206,24 @@ class Jacobian:
         """Stack the examples of Jacobians of one form, in their order: eq. (8)."""
         if not parts:
             raise ValueError("Jacobian.concatenate: expected at least one Jacobian, got none")
+        if not all(parts[0]._has_weights_of(part) for part in parts):
+            parts = [part.expanded() for part in parts]
         whole = parts[0].empty(sum(part.num_examples for part in parts))
         start = 0
         for part in parts:
             whole.fill(start, parts[0]._compatible(part))
             start += part.num_examples
         return whole
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Weights of the network that the blocks hold beside what is sent, by name."""
+        blocks = [block for block in self.blocks if isinstance(block, ReadoutBlock)]
+        return {block.readout: block.matrix for block in blocks if block.matrix is not None}
+
+    def _has_weights_of(self, other: "Jacobian") -> bool:
+        mine, others = self.weights, other.weights
+        return all(torch.equal(mine[name], others[name]) for name in mine.keys() & others.keys())
 
     def _compatible(self, other: "Jacobian") -> "Jacobian":
         if self.form != other.form:

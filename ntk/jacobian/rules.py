@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from .blocks import Block, DenseBlock
 from .factors import ConvBlock, EmbeddingBlock, FactoredBlock, LinearBlock
+from .readout import ReadoutBlock
 
 Calls = Sequence[tuple[Tensor, Tensor]]
 
@@ -34,6 +35,7 @@ class Layer:
     calls: tuple[int, ...]  # those that reach the network's outputs
     batch_axis: int  # of its inputs and outputs
     copied: bool  # whether the network writes over its inputs or outputs
+    readout: str | None = None  # parameter that reads it out; "" for the layer of the outputs
 
 
 Rule = Callable[[Layer, Any, Calls], list[Block]]  # of the layer, its module and the calls
@@ -52,6 +54,18 @@ def rule_for(module: nn.Module) -> Rule | None:
 def any_axis(module: nn.Module) -> bool:
     """Whether the layer takes the examples along any axis, not only along the first."""
     return isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding))
+
+
+def is_linear(rule: Rule | None) -> bool:
+    """Whether it is the rule of linear layers."""
+    return rule is _linear
+
+
+def read_out(layer: Layer, inputs: Tensor, slopes: Tensor, matrix: Tensor | None) -> list[Block]:
+    """Columns of a linear layer that is read out by `matrix`; as any other's if not smaller."""
+    block = ReadoutBlock(str(layer.weight), layer.bias, str(layer.readout), matrix, inputs, slopes)
+    small = 2 * (inputs.shape[1] + slopes.shape[1]) <= block.dense_size
+    return [block] if small else _smaller([block.expanded()])
 
 
 def _linear(layer: Layer, _: nn.Linear, calls: Calls) -> list[Block]:

@@ -58,7 +58,7 @@ class CompressedUpload:
                 name: compress(array, sparsity=sparsity, bits=bits, by_row=by_row)
                 if array.dtype.kind == "f"
                 else array
-                for name, array in jacobian_to_arrays(upload.jacobian).items()
+                for name, array in jacobian_to_arrays(upload.jacobian.expanded()).items()
             },
         )
 

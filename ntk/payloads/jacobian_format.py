@@ -7,6 +7,7 @@ layout may come from anyone: nothing is built of a size that the global model do
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..errors import BadReply
 from ..jacobian.blocks import Block, DenseBlock
 from ..jacobian.factors import ConvBlock, EmbeddingBlock, LinearBlock
 from ..jacobian.operator import Jacobian
+from ..jacobian.readout import ReadoutBlock
 from ..support.arrays import require_array
 
 MAX_LAYOUT_BYTES = 1_000_000
@@ -41,27 +43,34 @@ def own_arrays(arrays: Mapping[str, NDArray[Any]], *beside: str) -> dict[str, ND
 
 
 def jacobian_from_arrays(
-    arrays: Mapping[str, NDArray[Any]], *beside: str, parameters: Mapping[str, Sequence[int]]
+    arrays: Mapping[str, NDArray[Any]],
+    *beside: str,
+    parameters: Mapping[str, Sequence[int]],
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Jacobian:
     """Check what :func:`jacobian_to_arrays` made, and build the Jacobian, in float32 or float64.
 
     `parameters` has the shape of each array of the global model; the Jacobian may hold any of them,
-    each once. Arrays named `beside` are ignored. BadReply has the reason ``"arrays"``,
+    each once. Arrays named `beside` are ignored. A layer that is read out by another is accepted
+    only with the `weights` that clients differentiated at. BadReply has the reason ``"arrays"``,
     ``"layout"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or ``"scale"``.
     """
     layout, *blocks = own_arrays(arrays, *beside).values()
-    return jacobian_of(layout, [_tensor(array) for array in blocks], parameters)
+    return jacobian_of(layout, [_tensor(array) for array in blocks], parameters, weights or {})
 
 
 def jacobian_of(
-    layout: NDArray[Any], tensors: Sequence[Tensor], parameters: Mapping[str, Sequence[int]]
+    layout: NDArray[Any],
+    tensors: Sequence[Tensor],
+    parameters: Mapping[str, Sequence[int]],
+    weights: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Jacobian:
     """Build a Jacobian of received tensors, which may be on the device "meta", except tokens.
 
     Shapes and dtypes are checked, numbers are not.
     """
     left = iter(tensors)
-    empty = _parse_layout(layout, parameters)
+    empty = _parse_layout(layout, parameters, weights)
     if len(tensors) != (count := sum(len(block.arrays) for block in empty)):
         raise BadReply("shape", f"expected {count} arrays after the layout, got {len(tensors)}")
     blocks = [block.with_arrays([next(left) for _ in block.arrays]) for block in empty]
@@ -69,12 +78,14 @@ def jacobian_of(
     return Jacobian(tuple(blocks))
 
 
-def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) -> list[Block]:
+def _parse_layout(
+    raw: NDArray[Any], parameters: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor]
+) -> list[Block]:
     """Blocks without content, for a layout of names that all belong to the model."""
     if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > MAX_LAYOUT_BYTES:
         raise BadReply("layout", "expected the layout as at most 1 MB of uint8")
     try:
-        blocks = [_parse_block(entry, parameters) for entry in json.loads(raw.tobytes())]
+        blocks = [_parse_block(entry, parameters, weights) for entry in json.loads(raw.tobytes())]
     except (ValueError, TypeError, RecursionError) as error:  # BadReply is a ValueError
         raise BadReply("layout", f"expected a JSON list of blocks ({error})") from None
     names = Counter(name for block in blocks for name in block.names)
@@ -88,11 +99,23 @@ def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) ->
     return blocks
 
 
-def _parse_block(entry: Any, parameters: Mapping[str, Sequence[int]]) -> Block:
+def _parse_block(
+    entry: Any, parameters: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor]
+) -> Block:
     none = torch.empty(0)
     match entry:
         case {"kind": DenseBlock.kind, "name": str(name), **extra} if not extra:
             return DenseBlock(name, none)
+        case {
+            "kind": ReadoutBlock.kind,
+            "weight": str(weight),
+            "bias": (str() | None) as bias,
+            "readout": str(readout),
+            **extra,
+        } if not extra:
+            if readout and readout not in weights:
+                raise BadReply("layout", f"no weight {readout[:200]!r} was sent")
+            return ReadoutBlock(weight, bias, readout, weights.get(readout), none, none)
         case {"kind": kind, "weight": str(weight), "bias": (str() | None) as bias, **extra}:
             shape = parameters.get(weight, ())
             if kind == LinearBlock.kind and not extra:
@@ -131,13 +154,14 @@ def _check_shapes(blocks: Sequence[Block], parameters: Mapping[str, Sequence[int
     tokens = {array.dtype for block in blocks for array in block.arrays[: block.integers]}
     if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point or tokens - {torch.int64}:
         raise BadReply("dtype", "expected tokens as int64, and one floating-point dtype")
-    last = blocks[0].arrays[-1]
-    num_outputs = last.shape[1] if last.ndim > 1 else 0
+    num_outputs = blocks[0].num_outputs
     for block in blocks:
         try:
             shapes = block.expected_shapes(parameters)
         except ValueError as error:  # of a layer that is not this block's
             raise BadReply("layout", f"{block.layout} does not fit the model: {error}") from None
+        if block.num_outputs != num_outputs:
+            raise BadReply("shape", f"{block.layout}: {block.num_outputs} outputs of {num_outputs}")
         for array, shape in zip(block.arrays, shapes, strict=True):
             expected = tuple(num_outputs if size == -1 else size for size in shape)
             if tuple(array.shape[1:]) != expected or 0 in expected:

@@ -41,7 +41,9 @@ class JacobianParcel:
         upload = (
             CompressedUpload.from_arrays(rows, limits)
             if _compresses(limits.sparsity, limits.bits)
-            else JacobianUpload.from_arrays(rows, parameters=limits.parameters)
+            else JacobianUpload.from_arrays(
+                rows, parameters=limits.parameters, weights=own.upload.jacobian.weights
+            )
         )
         limits.require_examples(n := upload.jacobian.num_examples)
         if upload.jacobian.form != own.upload.jacobian.form:

@@ -34,16 +34,25 @@ class JacobianUpload:
         return rows | jacobian_to_arrays(self.jacobian)
 
     @classmethod
-    def from_arrays(cls, arrays: Arrays, *, parameters: Mapping[str, Sequence[int]]) -> Self:
+    def from_arrays(
+        cls,
+        arrays: Arrays,
+        *,
+        parameters: Mapping[str, Sequence[int]],
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Self:
         """Check what :meth:`to_arrays` made, given the shape of each array of the global model.
+
+        With `weights`, those that the client got, layers may be in the form that needs them.
 
         BadReply has the reason ``"labels"`` or one of :func:`jacobian_from_arrays`.
         """
-        jacobian = jacobian_from_arrays(arrays, "outputs", "targets", parameters=parameters)
+        beside = ("outputs", "targets")
+        jacobian = jacobian_from_arrays(arrays, *beside, parameters=parameters, weights=weights)
         shape = (jacobian.num_examples, jacobian.num_outputs)
         dtype = jacobian.blocks[-1].arrays[-1].numpy().dtype
         checked = []
-        for name in ("outputs", "targets"):
+        for name in beside:
             require_array(name, arrays[name], shape=shape, dtype=dtype)
             checked.append(torch.from_numpy(np.require(arrays[name], requirements=["C", "W"])))
         outputs, targets = checked

@@ -70,7 +70,8 @@ def privatise(
         Source of repeatable noise, for simulations: anyone who draws the same numbers can remove
         it. By default all random numbers come from the operating system's cryptographic source.
     """
-    blocks = upload.jacobian.blocks
+    whole = upload.jacobian.expanded()
+    blocks = whole.blocks
     if any(block.integers for block in blocks):
         raise ValueError("privatise: tokens take no noise; expected layers with real inputs")
     rows = [upload.outputs, *(array for block in blocks for array in block.arrays)]
@@ -86,7 +87,7 @@ def privatise(
         noise = torch.from_numpy(normal(row.numel()).reshape(row.shape))
         return (clipped + noise_multiplier * clip * noise).to(row.dtype)
 
-    outputs, jacobian = noisy(upload.outputs), upload.jacobian.mapped(noisy)
+    outputs, jacobian = noisy(upload.outputs), whole.mapped(noisy)
     return JacobianUpload(jacobian, outputs, _noisy_labels(upload.targets, label_noise, uniform))
 
 

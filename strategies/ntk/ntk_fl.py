@@ -205,10 +205,11 @@ class NTKFL(FlowOptions, BaseStrategy):
 
     def parser(self) -> Callable[[Reply], JacobianUpload]:
         """Make what checks each reply of a round, or raises BadReply."""
-        shapes = {name: array.shape for name, array in self.global_arrays.items()}
+        sent = {n: torch.from_numpy(a) for n, a in named_arrays(self.global_arrays).items()}
+        shapes = {name: tensor.shape for name, tensor in sent.items()}
 
         def parse(reply: Reply) -> JacobianUpload:
-            upload = JacobianUpload.from_arrays(reply.arrays(), parameters=shapes)
+            upload = JacobianUpload.from_arrays(reply.arrays(), parameters=shapes, weights=sent)
             return upload.claimed(reply.num_examples)
 
         return parse
