@@ -29,6 +29,7 @@ COSTS: dict[str, dict[str, str]] = {
         "down": "4 * P",
         "up, outputs and targets": "8 * n * C",
         "up, a layer in factors": "4 * n * (A + C * S * d_out)",
+        "up, the last linear layer, or one before it and an activation": "4 * n * (A + d_out)",
         "up, a dense parameter": "4 * n * C * d",
         'down, candidates, with `selection = "clients"` or held-out clients': "4 * T * P",
         "evaluate": "4 * P",

@@ -117,10 +117,12 @@ def test_what_a_client_of_a_server_sends(page, tmp_path):
 
 def jacobian_bytes(row):
     """By the formulas: linear layers in factors, BatchNorm's two parameters dense."""
-    total = 2 * value(row["up, a dense parameter"], d=HIDDEN)
-    for width_in, width_out in ((INPUTS, HIDDEN), (HIDDEN, CLASSES)):
-        total += value(row["up, a layer in factors"], A=width_in, S=1, d_out=width_out)
-    return total
+    last = "up, the last linear layer, or one before it and an activation"
+    return (
+        2 * value(row["up, a dense parameter"], d=HIDDEN)
+        + value(row["up, a layer in factors"], A=INPUTS, S=1, d_out=HIDDEN)
+        + value(row[last], A=HIDDEN, d_out=CLASSES)
+    )
 
 
 def tensor_bytes(shape, groups, sparsity, bits):
@@ -153,7 +155,7 @@ def test_what_cp_ntk_fl_sends():
     rows, tools = costs.COSTS["cp_ntk_fl"], {"sparsity": 0.5, "bits": 6}
     grid, _ = federated("cp_ntk_fl", 1, client=tools, learning_rate=0.1, steps=[10], **tools)
     expected = value(rows["outputs"]) + value(rows["labels, up to 256 classes"])
-    for block in jacobian(network().eval(), X).blocks:
+    for block in jacobian(network().eval(), X).expanded().blocks:
         expected += sum(tensor_bytes(tuple(a.shape), 1, 0.5, 6) for a in block.arrays)
     assert sent(grid, "up") == [expected] * 2
 

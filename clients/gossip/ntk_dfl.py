@@ -8,6 +8,7 @@ layer holds the inputs exactly, and their labels: see :class:`~fedntk.clients.NT
 pass through the relay's hands, which can read them unless parcels are sealed.
 """
 
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.options import argument
 from fedntk.ntk.payloads import JacobianParcel, MemoryBudget, screen_losses, screen_uploads
 from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLOptions, mixing_row
+from fedntk.ntk.payloads.jacobian_parcel import compresses
 from fedntk.ntk.support.arrays import require_array, take_arrays
 
 from ..core.randomness import round_seed
@@ -202,6 +204,8 @@ class NTKDFLClient(RelayClient):
         """Return the client's rows at its average, and its neighbours' that can be used."""
         x, targets = self._part(message)
         upload, options = self._rows(average, x, targets), message.options
+        if compresses(options.sparsity, options.bits):
+            upload = replace(upload, jacobian=upload.jacobian.expanded())
         own = JacobianParcel(upload, None if options.selection == "last" else x)
         form = JacobianParcel(upload, x if options.selection == "true-loss" else None)
         shapes = {name: array.shape for name, array in average.items()}

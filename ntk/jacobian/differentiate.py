@@ -89,9 +89,10 @@ def jacobian(
             f"({row.nbytes / 1e6:.1f} MB an example)",
             cure="use fewer examples at a time",
         )
-        _, part = next(parts)
-        result = part.empty(len(x), device="cpu")
-        for start, part in itertools.chain([(0, part)], parts):
+        _, first = next(parts)
+        result = first.empty(len(x), device="cpu")
+        result.fill(0, first)
+        for start, part in parts:
             result.fill(start, part)
     return result
 

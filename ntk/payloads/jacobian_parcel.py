@@ -27,7 +27,7 @@ class JacobianParcel:
     def to_arrays(self, *, sparsity: float = 0.0, bits: int = UNQUANTISED) -> ArrayDict:
         """Return arrays by name: the upload, compressed if asked for, and the exact inputs."""
         upload: JacobianUpload | CompressedUpload = self.upload
-        if _compresses(sparsity, bits):
+        if compresses(sparsity, bits):
             upload = CompressedUpload.compress(self.upload, sparsity=sparsity, bits=bits)
         inputs = {} if self.inputs is None else {INPUTS: self.inputs.cpu().numpy()}
         return upload.to_arrays() | inputs
@@ -40,7 +40,7 @@ class JacobianParcel:
         rows = {name: array for name, array in arrays.items() if name != INPUTS}
         upload = (
             CompressedUpload.from_arrays(rows, limits)
-            if _compresses(limits.sparsity, limits.bits)
+            if compresses(limits.sparsity, limits.bits)
             else JacobianUpload.from_arrays(
                 rows, parameters=limits.parameters, weights=own.upload.jacobian.weights
             )
@@ -56,5 +56,6 @@ class JacobianParcel:
         return cls(upload, torch.from_numpy(np.require(inputs, requirements=["C", "W"])))
 
 
-def _compresses(sparsity: float, bits: int) -> bool:
+def compresses(sparsity: float, bits: int) -> bool:
+    """Whether rows are compressed: then all of a Jacobian is in them."""
     return sparsity > 0 or bits != UNQUANTISED

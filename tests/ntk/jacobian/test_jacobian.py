@@ -135,15 +135,18 @@ def test_gram_between_two_sets_is_a_block_of_the_joint_one(case, structure):
 def test_wire_round_trip_keeps_every_bit(case, structure):
     model, x = make(case)
     jac = jacobian(model, x, structure=structure)
-    shapes = {name: p.shape for name, p in model.state_dict().items()}
-    require_same(jacobian_from_arrays(jacobian_to_arrays(jac), parameters=shapes), jac)
+    require_same(_parsed(list(jacobian_to_arrays(jac).values()), model.state_dict()), jac)
     with torch.no_grad():  # which the caller has switched off: nothing changes
         require_same(jacobian(model, x, structure=structure), jac)
         assert not torch.is_grad_enabled()
 
 
 PATHS = {
-    ("mlp", "0.weight"): "linear, 1 position, features first",
+    ("mlp", "0.weight"): "linear, read out by 2.weight",
+    ("mlp", "2.weight"): "linear, the outputs",
+    ("layer-norm", "0.weight"): "linear, 1 position, features first",
+    ("frozen-layer", "0.weight"): "linear, 1 position, features first",
+    ("single-output", "0.weight"): "linear, 1 position, features first",
     ("frozen-layer", "4.bias"): "bias of linear, summed over positions",
     ("called-twice", "layer.weight"): "linear, 2 positions, positions first",
     ("unrolled", "inner.weight"): "linear, 3 positions, features first",
@@ -173,7 +176,9 @@ def test_each_layer_takes_the_path_that_is_exact_and_cheaper(name, parameter):
     assert block.path in jac.describe()
 
 
-@pytest.mark.parametrize("name", ["narrow-maps", "tokens-first", "unrolled", "conv-3d", "mlp"])
+@pytest.mark.parametrize(
+    "name", ["narrow-maps", "tokens-first", "unrolled", "conv-3d", "layer-norm"]
+)
 @pytest.mark.parametrize("features", [True, False])
 def test_both_orders_of_contraction_give_the_same_gram(name, features, monkeypatch):
     """Whichever the count of operations would choose, and over several tiles and chunks."""
@@ -333,15 +338,16 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
         jacobian(*make("mlp"), structure="dense")
 
 
-def _wire(name: str) -> tuple[list[np.ndarray], dict[str, tuple[int, ...]]]:
+def _wire(name: str) -> tuple[list[np.ndarray], dict[str, Tensor]]:
     model, x = make(name)
-    shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    return list(jacobian_to_arrays(jacobian(model, x)).values()), shapes
+    return list(jacobian_to_arrays(jacobian(model, x)).values()), model.state_dict()
 
 
-def _parsed(arrays: list[np.ndarray], shapes: dict[str, tuple[int, ...]]) -> Jacobian:
+def _parsed(arrays: list[np.ndarray], weights: dict[str, Tensor]) -> Jacobian:
     names = ["layout", *(f"block-{k:03}" for k in range(len(arrays)))]
-    return jacobian_from_arrays(dict(zip(names, arrays, strict=False)), parameters=shapes)
+    named = dict(zip(names, arrays, strict=False))
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    return jacobian_from_arrays(named, parameters=shapes, weights=weights)
 
 
 def _layout(text: str):
@@ -401,6 +407,24 @@ DAMAGE = {
         (_edited('"stride": [2, 2]', '"stride": [9, 9]'), "shape"),
         (_edited('"weight": "0.weight"', '"weight": "6.weight"'), "layout"),
     ],
+    "mlp": [
+        (_edited('"readout": "2.weight"', '"readout": "9.weight"'), "layout"),
+        (_edited('"readout": "2.weight"', '"readout": "0.weight"'), "layout"),
+        (_edited('"readout": "2.weight"', '"readout": "2.bias"'), "layout"),
+        (_edited('"readout": "2.weight"', '"readout": ["2.weight"]'), "layout"),
+        (_edited('"readout": "2.weight"', '"readout": null'), "layout"),
+        (_edited('"readout": "2.weight"', '"readout": ""'), "shape"),  # 7 outputs
+        (_edited('"readout": ""', '"readout": "2.weight"'), "layout"),
+        (_edited('"kind": "readout"', '"kind": "linear"'), "layout"),
+        (_edited('"kind": "readout"', '"kind": "readout", "more": 1'), "layout"),
+        (_edited('"bias": "0.bias"', '"bias": "2.bias"'), "layout"),
+        (_changed(2, lambda b: b[:, 1:]), "shape"),
+        (_changed(2, lambda b: b[:, None]), "shape"),
+        (_changed(4, lambda b: b[:, 1:]), "shape"),
+        (_changed(4, lambda b: b[:, 0]), "shape"),
+        (_changed(2, lambda b: b * np.nan), "non-finite"),
+        (_changed(2, lambda b: b + 1e15), "scale"),
+    ],
     "tokens-first": [
         (_changed(1, lambda b: b + 30), "layout"),
         (_changed(1, lambda b: b - 30), "layout"),
@@ -422,10 +446,67 @@ def test_a_damaged_upload_is_refused_with_its_reason(name, damage, reason):
     refused(f"^{reason}: ", _parsed, damage(arrays), shapes, error=BadReply)
 
 
+def test_what_needs_weights_is_refused_without_them_and_a_huge_identity_is_not_built():
+    arrays, weights = _wire("mlp")
+    named = dict(zip(["layout", *(f"block-{k:03}" for k in range(4))], arrays, strict=True))
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    refused("^layout: ", jacobian_from_arrays, named, parameters=shapes, error=BadReply)
+    arrays, weights = _wire("linear")
+    assert b'"readout": ""' in arrays[0].tobytes()
+    named = dict(zip(["layout", "block-000", "block-001"], arrays, strict=True))
+    huge = {"weight": (10**7, 5), "bias": (10**7,)}
+    refused(
+        "^shape: ", jacobian_from_arrays, named, parameters=huge, weights=weights, error=BadReply
+    )
+
+
+ACTIVATIONS = [
+    nn.Identity(), nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.Tanh(), nn.Sigmoid(),
+    nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.ELU(), nn.CELU(), nn.SELU(), nn.LeakyReLU(),
+    nn.Softplus(), nn.Mish(), nn.Hardtanh(), nn.Hardswish(), nn.Hardsigmoid(),
+    nn.Threshold(0.1, 0.2), nn.Sequential(nn.Tanh(), nn.ReLU()),
+]  # fmt: skip
+OTHERS = [nn.Softmax(1), nn.LayerNorm(7), nn.PReLU(7), nn.LocalResponseNorm(3), nn.GLU()]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS + OTHERS, ids=str)
+def test_only_what_takes_each_number_by_itself_stands_between_layers_that_are_read_out(activation):
+    """Exact in any case, also with no bias, a frozen one, and the last layer's weights at zero."""
+    hidden, last = nn.Linear(5, 8 if isinstance(activation, nn.GLU) else 7), nn.Linear(7, 3)
+    if isinstance(activation, nn.GLU):
+        last = nn.Linear(4, 3, bias=False)
+    model = nn.Sequential(hidden, activation, last).double()
+    hidden.bias.requires_grad_(requires_grad=isinstance(activation, nn.Tanh))
+    x = normal(6, 5, seed=2)
+    for zero in (False, True):
+        if zero:
+            nn.init.zeros_(last.weight)
+        jac, expected = jacobian(model, x), jacobian(model, x, structure="dense")
+        assert (jac.blocks[0].kind == "readout") == (activation in ACTIVATIONS)
+        for name, tensor in expected.dense().items():
+            assert close(jac.dense()[name], tensor), name
+        assert close(jac.gram(), expected.gram())
+
+
+def test_jacobians_at_different_weights_keep_their_own():
+    model, x = make("mlp")
+    before = jacobian(model, x)
+    rows = flat(torch.cat([flat(t) for t in before.dense().values()], 2)).clone()
+    with torch.no_grad():
+        model[2].weight.mul_(-2.0)
+    after = jacobian(model, x)
+    both = torch.cat([rows, torch.cat([flat(t) for t in after.dense().values()], 2)])
+    kernel = torch.einsum("ncp,mcp->nm", both, both) / 3
+    assert close(before.gram(after), kernel[:6, 6:])
+    assert close(Jacobian.concatenate([before, after]).gram(), kernel)
+
+
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_no_bytes_in_the_layout_raise_anything_but_bad_reply(data):
-    arrays, shapes = _wire(data.draw(st.sampled_from(["cnn", "narrow-maps", "tokens-first"])))
+    arrays, shapes = _wire(
+        data.draw(st.sampled_from(["cnn", "narrow-maps", "mlp", "tokens-first"]))
+    )
     layout = bytearray(arrays[0].tobytes())
     for _ in range(data.draw(st.integers(1, 5))):
         layout[data.draw(st.integers(0, len(layout) - 1))] = data.draw(st.integers(0, 255))
