@@ -466,7 +466,7 @@ ACTIVATIONS = [
     nn.Softplus(), nn.Mish(), nn.Hardtanh(), nn.Hardswish(), nn.Hardsigmoid(),
     nn.Threshold(0.1, 0.2), nn.Sequential(nn.Tanh(), nn.ReLU()),
 ]  # fmt: skip
-OTHERS = [nn.Softmax(1), nn.LayerNorm(7), nn.PReLU(7), nn.LocalResponseNorm(3), nn.GLU()]
+OTHERS = [nn.Softmax(1), nn.LayerNorm(7), nn.PReLU(7), nn.GLU()]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS + OTHERS, ids=str)
