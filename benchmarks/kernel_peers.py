@@ -57,7 +57,10 @@ def measure(network: str, n: int, threads: int, folder: Path) -> dict[str, float
     if not difference < TOLERANCE:
         raise RuntimeError(f"{network}, n = {n}: the kernels differ by {difference}")
     turns = [
-        {name: float(np.median(program.ask(repeats=repeats[name]))) for name, program in both.items()}
+        {
+            name: float(np.median(program.ask(repeats=repeats[name])))
+            for name, program in both.items()
+        }
         for _ in range(TURNS)
     ]
     for program in both.values():

@@ -146,7 +146,8 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Run recurrent layers by torch's own code: cuDNN's backward pass wants training mode."""
     training = [module for module in model.modules() if module.training]
     cudnn = torch.backends.cudnn.enabled
-    model.eval()
+    if training:
+        model.eval()
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         torch.backends.cudnn.enabled = False
     try:

@@ -49,13 +49,14 @@ def structure_of(model: nn.Module) -> Hashable | None:
         raise _UnknownError
 
     def settings(values: dict[str, Any]) -> Hashable:
-        if any(value and "hooks" in name for name, value in values.items()):
-            raise _UnknownError
-        return tuple(
-            (name, found(value))
-            for name, value in values.items()
-            if value is not None and not (isinstance(value, (dict, set)) and not value)
-        )
+        parts = []
+        for name, value in values.items():
+            if value is None or (isinstance(value, (dict, set)) and not value):
+                continue
+            if "hooks" in name:
+                raise _UnknownError
+            parts.append((name, found(value)))
+        return tuple(parts)
 
     try:
         return None if _has_any_global_hook() else found(model)

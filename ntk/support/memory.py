@@ -1,8 +1,10 @@
 """Refuse what cannot fit before allocating it."""
 
 import contextlib
+import functools
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,10 +14,18 @@ from ..errors import NotEnoughMemory
 
 
 def available_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes that can still be allocated on `device`; on a CPU with reclaimable cache."""
+    """Bytes that can still be allocated on `device`; on a CPU with reclaimable cache.
+
+    On a CPU it may be up to 50 ms old: to ask takes longer than a small kernel.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    return _read_memory(int(20 * time.monotonic()))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_memory(_: int) -> int:
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
