@@ -20,7 +20,7 @@ from common import ROOT, machine, make, use_checkout, write
 from turns import Contestant, serve
 
 CASES = {"mlp-100": (200, 400, 1000, 2000), "simple-cnn": (32, 100)}
-TURNS = 15
+TURNS = 11
 TURN = 0.1  # seconds of a turn, about
 TOLERANCE = 1e-4  # between two programs in float32
 

@@ -865,6 +865,17 @@ def _machine_of(name: str) -> str:
     return f"[{where}{day}](../benchmarks/{name}.py)"
 
 
+def kernel_peers() -> str:
+    """Kernels beside neural-tangents'."""
+    return markdown(
+        "network | examples | threads | fedntk, ms | neural-tangents, ms | times faster",
+        (
+            (r.network, r.n, r.threads, number(1e3 * r.ours), number(1e3 * r.peer), number(r.ratio))
+            for r in rounds_of("kernel_peers").itertuples()
+        ),
+    )
+
+
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
@@ -874,7 +885,7 @@ TABLES: dict[str, Callable[..., str]] = {
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, liars, losses,
-        round_costs, secure_sums, speed,
+        round_costs, secure_sums, speed, kernel_peers,
     )
 } | {"costs": costs.table}  # fmt: skip
 

@@ -170,10 +170,10 @@ class Jacobian:
         >>> from fedntk.ntk import jacobian
         >>> model = torch.nn.Sequential(torch.nn.Linear(784, 100), torch.nn.Linear(100, 10))
         >>> print(jacobian(model, torch.zeros(1, 784)).describe())
-        parameters        path                                  kB an example  dense kB
-        0.weight, 0.bias  linear, 1 position, features first              7.1    3140.0
-        1.weight, 1.bias  linear, 1 position, features first              0.8      40.4
-        all                                                               7.9    3180.4
+        parameters        path                            kB an example  dense kB
+        0.weight, 0.bias  linear, read out by 1.weight              3.5    3140.0
+        1.weight, 1.bias  linear, the outputs                       0.4      40.4
+        all                                                         4.0    3180.4
         """
         held = [sum(array[:1].nbytes for array in block.arrays) for block in self.blocks]
         dense = [block.dense_size * self.dtype.itemsize for block in self.blocks]

@@ -38,15 +38,14 @@ class JacobianParcel:
         if (INPUTS in arrays) != (own.inputs is not None):
             raise BadReply("arrays", "expected inputs if the receiver sends some, else none")
         rows = {name: array for name, array in arrays.items() if name != INPUTS}
-        upload = (
-            CompressedUpload.from_arrays(rows, limits)
-            if compresses(limits.sparsity, limits.bits)
-            else JacobianUpload.from_arrays(
-                rows, parameters=limits.parameters, weights=own.upload.jacobian.weights
-            )
-        )
+        mine = own.upload.jacobian
+        if compresses(limits.sparsity, limits.bits):
+            upload, mine = CompressedUpload.from_arrays(rows, limits), mine.expanded()
+        else:
+            shapes, weights = limits.parameters, mine.weights
+            upload = JacobianUpload.from_arrays(rows, parameters=shapes, weights=weights)
         limits.require_examples(n := upload.jacobian.num_examples)
-        if upload.jacobian.form != own.upload.jacobian.form:
+        if upload.jacobian.form != mine.form:
             raise BadReply("layout", "its Jacobian has another form than the receiver's")
         if own.inputs is None:
             return cls(upload)

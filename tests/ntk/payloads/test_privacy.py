@@ -19,7 +19,7 @@ def upload(n=300, scale=1.0, structure="factored"):
         torch.default_generator.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         x = scale * torch.randn(n, 6)
-    rows = jacobian(model, x)
+    rows = jacobian(model, x).expanded()
     rows = rows.to_dense() if structure == "dense" else rows
     return JacobianUpload(rows, model(x).detach(), one_hot(torch.arange(n) % 3, 3))
 

@@ -23,7 +23,8 @@ both_structures = pytest.mark.parametrize("structure", ["factored", "dense"])
 def upload(n=12, seed=0, structure="factored"):
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(n, 6, generator=generator), torch.arange(n) % 3
-    jac = ntk.jacobian(MODEL, x, structure=structure)
+    jac = ntk.jacobian(MODEL, x, structure="dense" if structure == "dense" else "factored")
+    jac = jac if structure == "read out" else jac.expanded()
     return ntk.JacobianUpload(jac, MODEL(x).detach(), ntk.one_hot(y, 3))
 
 
@@ -50,6 +51,29 @@ def test_without_compression_every_bit_arrives_in_any_order_of_arrays(structure)
     assert arrays_of(received(dict(reversed(compressed(sent).items())))) == arrays_of(sent)
     turned = dict(reversed(sent.to_arrays().items()))
     assert arrays_of(ntk.JacobianUpload.from_arrays(turned, parameters=SHAPES)) == arrays_of(sent)
+
+
+def test_layers_that_are_read_out_travel_by_themselves_only_uncompressed():
+    """What is compressed or made private has all of the Jacobian in it."""
+    sent, weights = upload(structure="read out"), MODEL.state_dict()
+    arrays = dict(reversed(sent.to_arrays().items()))
+    found = ntk.JacobianUpload.from_arrays(arrays, parameters=SHAPES, weights=weights)
+    assert arrays_of(found) == arrays_of(sent)
+    assert torch.equal(found.jacobian.gram(), sent.jacobian.gram())
+    assert ntk.JacobianUpload.concatenate([found, sent]).jacobian.form == sent.jacobian.form
+    refused(
+        "^layout: ", ntk.JacobianUpload.from_arrays, arrays, parameters=SHAPES, error=ntk.BadReply
+    )
+    assert arrays_of(received(compressed(sent))) == arrays_of(upload())
+    parcel, limits = JacobianParcel(sent), ntk.UploadLimits(SHAPES)
+    found = JacobianParcel.from_arrays(parcel.to_arrays(), limits=limits, own=parcel)
+    assert arrays_of(found.upload) == arrays_of(sent)
+    options = {"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 0.0}
+    made = [
+        ntk.privatise(own, **options, generator=np.random.default_rng(0))
+        for own in (sent, upload())
+    ]
+    assert arrays_of(made[0]) == arrays_of(made[1])
 
 
 @both_structures
