@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+FOLDER = Path(__file__).parent
 Work = Callable[[str, dict[str, np.ndarray]], Callable[[], np.ndarray]]
 
 
@@ -37,28 +38,27 @@ class Contestant:
     def __init__(self, command: Sequence[str | Path], threads: int) -> None:
         cores = sorted(os.sched_getaffinity(0))[-threads:]
         flags = f"--xla_cpu_multi_thread_eigen={str(threads > 1).lower()}"
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(  # noqa: S603 - the benchmarks' own programs
             [str(part) for part in command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "XLA_FLAGS": flags},
+            env=os.environ
+            | {"OMP_NUM_THREADS": str(threads), "XLA_FLAGS": flags, "PYTHONPATH": str(FOLDER)},
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
+        self._to, self._from = self._process.stdin, self._process.stdout
 
     def ask(self, **asked: Any) -> list[float]:
         """Return the seconds of each repetition."""
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
+        self._to.write(json.dumps(asked) + "\n")
+        self._to.flush()
+        for line in self._from:
             if line.startswith("took "):
                 return [float(s) for s in json.loads(line[5:])]
         raise RuntimeError("a program that is measured has ended")
 
     def close(self) -> None:
         """End it."""
-        assert self._process.stdin
-        self._process.stdin.close()
+        self._to.close()
         self._process.wait()

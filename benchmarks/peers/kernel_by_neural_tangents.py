@@ -1,17 +1,12 @@
-"""Serves ../kernel_peers.py: the tangent kernel by neural-tangents' structured derivatives, compiled."""
+"""Serves ../kernel_peers.py: the kernel by neural-tangents' structured derivatives, compiled."""
 
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-sys.path.append(__file__.rsplit("/", 2)[0])
-# its converter from TensorFlow, which the kernel does not use
-sys.modules["neural_tangents.experimental"] = types.ModuleType("experimental")
-
 import jax
 import jax.numpy as jnp
-import neural_tangents as nt
 import numpy as np
 from jax import lax
 from turns import serve
@@ -38,6 +33,10 @@ def simple_cnn(w: Weights, x: Any) -> Any:
 
 def work(network: str, arrays: dict[str, np.ndarray]) -> Callable[[], np.ndarray]:
     """Return what computes the kernel of ``x`` at the other arrays."""
+    # its converter from TensorFlow, which the kernel does not use
+    sys.modules["neural_tangents.experimental"] = types.ModuleType("experimental")
+    import neural_tangents as nt
+
     x = arrays.pop("x")
     arrays = {name: a.T if a.ndim == 2 else a for name, a in arrays.items()}
     if network == "mlp-100":
@@ -62,4 +61,4 @@ def work(network: str, arrays: dict[str, np.ndarray]) -> Callable[[], np.ndarray
 
 
 if __name__ == "__main__":
-    serve(lambda network, arrays: work(network, arrays))
+    serve(work)
