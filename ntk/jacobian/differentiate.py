@@ -1,6 +1,7 @@
 """Jacobians of a network: by ``torch.func``, or layer by layer, in factors if these are smaller."""
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -229,7 +230,7 @@ class _Plan:
                     "others; use structure='dense'"
                 )
             if len(self.graphs) == MAX_GRAPHS:
-                self.graphs.clear()
+                self.graphs.pop()
             self.graphs.add(graph)
         others = [own for own in self.layers if own.readout is None or not self.whole]
         points = [calls[layer.name][k][1] for layer in others for k in layer.calls]
@@ -300,6 +301,7 @@ class _Plan:
 
 
 _PLANS: dict[Hashable, _Plan] = {}
+_LOCK = threading.Lock()
 
 
 def _key(
@@ -315,10 +317,11 @@ def _keep(key: Hashable | None, plan: _Plan) -> None:
     """Keep a plan for the next call, and forget the one that was used least recently."""
     if key is None:
         return
-    _PLANS.pop(key, None)
-    while len(_PLANS) >= MAX_PLANS:
-        _PLANS.pop(next(iter(_PLANS)), None)
-    _PLANS[key] = plan
+    with _LOCK:
+        _PLANS.pop(key, None)
+        while len(_PLANS) >= MAX_PLANS:
+            del _PLANS[next(iter(_PLANS))]
+        _PLANS[key] = plan
 
 
 def _activation_bytes(model: nn.Module, example: Tensor) -> int:

@@ -70,7 +70,7 @@ def graph_of(outputs: Tensor, names: Mapping[nn.Parameter, str]) -> Hashable:
     Sizes are left out, so that any number of examples has the same graph; so are copies.
     """
     root: Any = outputs.grad_fn
-    places, stack, graph = {root: 0}, [root], []
+    places, stack, graph = {root: 0}, [root] if root else [], []
     while stack:
         node = stack.pop()
         parents = []
@@ -92,7 +92,12 @@ def _settings_of(node: Any) -> Hashable:
         saved = [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
         _SAVED[kind] = [name for name in saved if isinstance(getattr(node, name), SETTINGS)]
     values = (getattr(node, name, None) for name in _SAVED[kind])
-    return tuple(str(value) if isinstance(value, tuple) else value for value in values)
+    return tuple(
+        tuple(each for each in value if isinstance(each, PLAIN))
+        if isinstance(value, tuple)
+        else value
+        for value in values
+    )
 
 
 _SAVED: dict[str, list[str]] = {}  # operation -> names of its settings
