@@ -23,6 +23,7 @@ import argparse
 import hashlib
 import itertools
 import logging
+import re
 import resource
 import shutil
 import tempfile
@@ -37,14 +38,25 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, Message
+from torch import nn
 
-from fedntk.clients import ClosedFormClient, DFedAvgClient, TCTClient
+from fedntk.clients import ClosedFormClient, CPNTKFLClient, DFedAvgClient, SGDClient, TCTClient
+from fedntk.ntk import CentredInputs
 from fedntk.simulations.check import failed
 from fedntk.simulations.engine._flower import own_copy
-from fedntk.strategies import TCT, DFedAvg, NoUsableReply, OneExchange, Topology
+from fedntk.strategies import (
+    CPNTKFL,
+    TCT,
+    DFedAvg,
+    NoUsableReply,
+    OneExchange,
+    SeededFedAvg,
+    Topology,
+)
+from fedntk.trust import ShufflingServer, new_key, public_bytes
 
 from .lies import LIES, LOUD, TWO, Draw, Lie, Replies, World, pick
-from .strategies import test_fed_ensemble, test_tct
+from .strategies import test_cp_ntk_fl, test_fed_ensemble, test_tct
 from .strategies.federation import Contract, Grid, app, arrays_of, bits, examples, network, start
 from .strategies.test_contract import CONTRACTS, frozen
 
@@ -56,7 +68,28 @@ ASYNCHRONOUS = "asynchronous OneExchange"
 SECURE = {"bits": 8, "secure_aggregation": True, "validation": examples(7)}
 LATE = {"asynchronous": True, "round_deadline": 1e-9, "validation": examples(7)}
 SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
-# what CONTRACTS lack: secure sums, sums in any order, sealed parcels
+NOISY = {
+    "bits": 8, "secure_aggregation": True, "auto_ridge": False, "validation_share": 0.0,
+    "epsilon": 4.0, "delta": 1e-3,
+}  # fmt: skip
+KEPT = tempfile.TemporaryDirectory(prefix="fedntk-kept-")  # sums on the server's disk
+JUDGED = {"keep_sums": KEPT.name, "remove_harmful": 0.05, "validation": examples(7)}
+KEYS, SHUFFLING_KEY = test_cp_ntk_fl.Parties(), new_key()
+NTK = {"learning_rate": 0.1, "steps": [5, 20, 50], "run": test_cp_ntk_fl.RUN}
+
+
+def centred(network: nn.Module, *data: Any, **options: Any) -> SGDClient:
+    """Make a client that takes off the mean over all clients' inputs."""
+    return SGDClient(CentredInputs(network, (4,)), *data, **options)
+
+
+def shuffled(**options: Any) -> CPNTKFL:
+    """Make a strategy with a shuffling server of its own, which gives out each round once."""
+    return CPNTKFL(shuffling_server=ShufflingServer(SHUFFLING_KEY), **NTK, **options)
+
+
+# what CONTRACTS lack: secure sums, with and without noise, sums in any order, those that are judged
+# by what the model is without them, sealed parcels, trusted third parties, centred inputs
 FEDERATIONS = CONTRACTS | {
     "secure OneExchange": Contract(
         partial(OneExchange, network=network(), **SECURE), app(ClosedFormClient)
@@ -66,14 +99,34 @@ FEDERATIONS = CONTRACTS | {
         app(TCTClient, **SGD),
     ),
     ASYNCHRONOUS: Contract(partial(OneExchange, network=network(), **LATE), app(ClosedFormClient)),
+    "secure OneExchange with noise": Contract(
+        partial(OneExchange, network=network(), **NOISY), app(ClosedFormClient)
+    ),
+    "OneExchange that judges sums": Contract(
+        partial(OneExchange, network=network(), **JUDGED), app(ClosedFormClient)
+    ),
+    "CPNTKFL with a key server": Contract(
+        partial(CPNTKFL, key_server=KEYS.server, **NTK), KEYS.app
+    ),
+    "shuffled CPNTKFL": Contract(
+        shuffled,
+        app(CPNTKFLClient, shuffling_key=public_bytes(SHUFFLING_KEY), run=test_cp_ntk_fl.RUN),
+    ),
+    "centred SeededFedAvg": Contract(
+        partial(SeededFedAvg, centre_inputs=True), app(centred, **SGD)
+    ),
     "sealed DFedAvg": Contract(
         partial(DFedAvg, topology=Topology("ring"), seal=True), app(DFedAvgClient, **SGD)
     ),
 }
+MODELS = {  # where it is not the usual network
+    "CPNTKFL with a key server": test_cp_ntk_fl.small(),
+    "centred SeededFedAvg": CentredInputs(network(), (4,)),
+}
 ACCIDENTS = ("TypeError", "KeyError", "AttributeError", "IndexError", "RuntimeError", "MemoryError")
-ASIDE = {"query.partition", "query.keys"}  # asked while other replies are being read
-RANDOM = {"secure OneExchange", "secure TCT", "sealed DFedAvg"}  # clients draw keys
-CACHES = test_tct.CACHE.name, test_fed_ensemble.CACHE.name  # where some clients keep files
+ASIDE = {"query.partition"}  # asked while other replies are being read
+RANDOM = {name for name in FEDERATIONS if re.match("secure|sealed|shuffled|.*key server", name)}
+CACHES = test_tct.CACHE.name, test_fed_ensemble.CACHE.name, KEPT.name  # of files that are kept
 
 _answers: dict[tuple[Any, ...], Message] = {}  # what a client was sent in a run -> last answer
 
@@ -201,6 +254,7 @@ def bounded(grid: LiarsGrid) -> Iterator[None]:
             patch.setenv("XDG_CACHE_HOME", folder)
             numbers = itertools.count(1)
             patch.setattr("secrets.token_hex", lambda n: f"{next(numbers):0{2 * n}x}")
+            patch.setattr("secrets.randbits", lambda n: 2**n // 3)  # the seed of noise
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
@@ -220,7 +274,7 @@ def run(
     grid, end = LiarsGrid(name, num_clients, lies, lost), ""
     with bounded(grid):
         try:
-            arrays = start(strategy, grid, rounds)
+            arrays = start(strategy, grid, rounds, MODELS.get(name))
         except NoUsableReply:
             arrays, end = arrays_of(strategy.global_arrays), "no usable reply"
     measured = {

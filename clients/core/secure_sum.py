@@ -139,7 +139,8 @@ def load_or_draw_key(folder: Path) -> X25519PrivateKey:
     if not path.exists():
         remove_stale(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_key(new_key(), path)
+        with whole_path(path) as partial:
+            save_key(new_key(), partial)
     os.utime(folder)  # the time of its last use
     return load_key(path)
 

@@ -102,8 +102,7 @@ def _serve(
     resume: bool,
 ) -> None:
     folder, method = config.folder, config.chosen_method
-    # what killed processes left half written
-    for path in (*folder.glob(f"*{PARTIAL}"), *folder.glob(f"checkpoints/*{PARTIAL}")):
+    for path in folder.rglob(f"*{PARTIAL}"):  # what killed processes left half written
         path.unlink(missing_ok=True)
     checkpoints = Checkpoints(folder)
     checkpoint = checkpoints.newest() if resume else None

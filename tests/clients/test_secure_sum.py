@@ -1,11 +1,14 @@
 """A client's part in secure sums: with one nonce in one sum, whatever a server asks again."""
 
+import errno
+
 import numpy as np
 import pytest
 
-from fedntk.clients.core.secure_sum import SecureSum
+from fedntk.clients.core import secure_sum
+from fedntk.clients.core.secure_sum import SecureSum, load_or_draw_key
 from fedntk.ntk.support.files import claimed
-from fedntk.trust import ParcelKeys, SealError, new_key
+from fedntk.trust import ParcelKeys, SealError, new_key, public_bytes
 from fedntk.trust.secure_sum import exchange_of
 
 from ..conftest import refused
@@ -84,3 +87,17 @@ def test_secrets_of_sums_that_were_not_ended_go_with_the_next(clients, tmp_path)
     for _ in range(2):
         clients[0].shares(roster(clients))
     assert len(list((tmp_path / "0").glob("sum-*"))) == 1
+
+
+def test_a_key_that_did_not_fit_on_the_disk_is_drawn_again(tmp_path, monkeypatch):
+    """None is left half written, which nobody could load."""
+
+    def cut_off(key, path):
+        path.write_bytes(b"-----BEGIN")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(secure_sum, "save_key", cut_off)
+        load_or_draw_key(tmp_path / "a")
+    drawn = load_or_draw_key(tmp_path / "a")
+    assert public_bytes(load_or_draw_key(tmp_path / "a")) == public_bytes(drawn)
