@@ -18,7 +18,7 @@ import itertools
 import operator
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,11 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         }
         refuse_first(rules)
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count sums with noise as released: a run that was cut off may have sent the model out."""
+        super().load_state_dict(state)
+        self.released = self.released or bool(self.epsilon)
+
     def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
         """Return what all clients' sums have to be."""
         num_classes, width = self.shape
@@ -176,8 +181,9 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         elif not self.solved:
             if self.released:
                 raise ValueError(
-                    "epsilon: this strategy has released sums with noise, and a second release "
-                    "adds to epsilon; make a new strategy, and add up the epsilons of both"
+                    "epsilon: this strategy has released sums with noise, or may have before its "
+                    "run was cut off, and a second release adds to epsilon; make a new strategy, "
+                    "in another folder, and add up the epsilons of both"
                 )
             self.steps, self.summed, self.removed = self.choose_steps(arrays), (), ()
         return super().configure_train(server_round, arrays, config, grid)

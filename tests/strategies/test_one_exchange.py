@@ -222,6 +222,23 @@ def test_sums_with_noise_are_released_once(masked, tmp_path, monkeypatch):
     assert bits(fresh) != bits(first)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_after_a_crash_sums_with_noise_are_not_released_again(masked, tmp_path):
+    """The clients have the model of a round that no checkpoint has; epsilon would be said once."""
+    clients = clients_of(PARTS, cache=tmp_path / "cache", only_masked=masked, allow_repeats=True)
+
+    def cut_off(server_round, arrays):
+        if server_round:
+            raise RuntimeError("cut off")
+
+    own = private(secure_aggregation=masked)
+    with pytest.raises(RuntimeError, match="cut off"):
+        run(own, Grid(clients), checkpoint=tmp_path, evaluate_fn=cut_off)
+    assert own.released
+    with pytest.raises(ValueError, match="or may have before its run was cut off"):
+        run(private(secure_aggregation=masked), Grid(clients), checkpoint=tmp_path)
+
+
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_client_gives_one_sum_of_its_data_in_all_runs(opens, tmp_path):
     """Else a server asks again without client 2, and subtracts; a sum that stayed closed counts."""
