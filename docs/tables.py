@@ -749,6 +749,21 @@ def losses() -> str:
     return markdown(" | ".join(["Method", *(names[kind] for kind in kinds), "Rounds"]), rows)
 
 
+def crashes() -> str:
+    """Return how many runs of each case ended with the same bits, by what had happened to them."""
+    table = rounds_of("crashes")
+    cells = {
+        (own["case"], own["trouble"]): f"{own['same-bits']} of {own['runs']}"
+        for own in table.to_dict("records")
+    }
+    kills = table[table.trouble == "kill"].set_index("case").disturbed.sort_index()
+    rows = [
+        [case, number, *(cells.get((case, trouble), "-") for trouble in ("kill", "disk", "loss"))]
+        for case, number in kills.items()
+    ]
+    return markdown("Method | Kills | Killed runs | Full disk | Lost store", rows)
+
+
 def secure_sums() -> str:
     """Return a row for each stage, and seconds of each case that was measured."""
     table = rounds_of("secure_sums")
@@ -885,7 +900,7 @@ TABLES: dict[str, Callable[..., str]] = {
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, liars, losses,
-        round_costs, secure_sums, speed, kernel_peers,
+        round_costs, secure_sums, speed, kernel_peers, crashes,
     )
 } | {"costs": costs.table}  # fmt: skip
 

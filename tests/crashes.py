@@ -212,15 +212,17 @@ def disturb(
     while disturbed < count:
         folder, words, times = base / str(runs), list[str](), 1
         if trouble == "kill":
-            if not (times := with_kills(config, folder, straight.seconds, draw)):
-                shutil.rmtree(folder)
-                continue
+            times = with_kills(config, folder, straight.seconds, draw)
         elif trouble == "disk":
             words = with_full_disk(config, folder, 1.2 * straight.num_bytes, draw)
+            times = int(not set(words) <= straight.said)
         else:
-            store, after = draw.choice(straight.stores), int(draw.integers(config.rounds + 1))
+            store, after = draw.choice(straight.stores), 1 + int(draw.integers(config.rounds))
             then = lose(store, after, kill=draw.random() < 0.5)
             _, words = attempt(config, folder, then=then)
+        if not times:  # it was killed too late, or had room enough
+            shutil.rmtree(folder)
+            continue
         again, more = attempt(config, folder)
         disturbed, runs = disturbed + times, runs + 1
         if again == "finished" and everything(folder) == straight.outcome:
