@@ -15,6 +15,8 @@ With n models, f of them false, all as changes d_i of the model before the round
   unlike examples;
 - ``norm-bound``: the weighted mean of changes no longer than the median one (Sun et al., *Can You
   Really Backdoor Federated Learning?*, 2019, section 4).
+
+The defence ``leave-one-out`` is no mean: see :mod:`fedntk.ntk.payloads.leave_one_out`.
 """
 
 import statistics
@@ -27,10 +29,11 @@ from numpy.typing import NDArray
 from .averages import Arrays, NewArrays, moving_mean, weighted_mean
 from .payloads.screening import change_size
 
-Defence = Literal[
+RobustMean = Literal[
     "none", "median", "trimmed-mean", "krum", "multi-krum", "bulyan", "nnm", "norm-bound"
 ]
-DEFENCES: tuple[Defence, ...] = get_args(Defence)
+Defence = Literal[RobustMean, "leave-one-out"]
+DEFENCES: tuple[Defence, ...] = get_args(RobustMean)
 
 
 def least_models(defence: Defence, liars: int) -> int:

@@ -21,7 +21,13 @@ from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.options import argument
-from fedntk.ntk.payloads import JacobianParcel, MemoryBudget, screen_losses, screen_uploads
+from fedntk.ntk.payloads import (
+    JacobianParcel,
+    MemoryBudget,
+    screen_harmful,
+    screen_losses,
+    screen_uploads,
+)
 from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLOptions, mixing_row
 from fedntk.ntk.payloads.jacobian_parcel import compresses
 from fedntk.ntk.support.arrays import require_array, take_arrays
@@ -219,7 +225,12 @@ class NTKDFLClient(RelayClient):
 
         heard = self.open(message.parcels, parse)
         uploads = [upload, *(each.upload for _, each in heard)]
-        return own, self.screen(heard, screen_uploads(uploads, message.outlier_factor))
+        others = self.screen(heard, screen_uploads(uploads, message.outlier_factor))
+        if options.defence == "leave-one-out":
+            uploads = [upload, *(each.upload for _, each in others)]
+            verdicts = screen_harmful(uploads, options.liars_expected, trusted=1)
+            others = self.screen(others, verdicts)
+        return own, others
 
     def _choose(
         self,

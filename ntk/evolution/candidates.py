@@ -65,6 +65,11 @@ def mean_losses(losses: Sequence[NDArray[np.float64]], num_examples: Sequence[in
     return [float(value) / sum(num_examples) for value in total]
 
 
+def median_losses(losses: Sequence[NDArray[np.float64]]) -> list[float]:
+    """Median over the clients of their losses (T,), so that a minority does not choose."""
+    return np.median(losses, axis=0).tolist() if losses else []
+
+
 def lowest_loss(losses: Sequence[float]) -> int | None:
     """Position of the lowest loss, NaN counting as infinite; None if none is finite."""
     values = np.array([np.inf if np.isnan(loss) else loss for loss in losses])

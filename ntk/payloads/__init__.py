@@ -14,6 +14,7 @@ from .feature_statistics import (
 )
 from .feature_upload import FeatureUpload
 from .jacobian_parcel import JacobianParcel
+from .leave_one_out import screen_harmful
 from .masked_average import AverageTask, average_digest, average_of, average_words
 from .npy import from_npy, to_npy
 from .privacy import check_privacy, label_epsilon
@@ -63,6 +64,7 @@ __all__ = [
     "label_epsilon",
     "packed_size",
     "screen_changes",
+    "screen_harmful",
     "screen_losses",
     "screen_sizes",
     "screen_uploads",

@@ -13,6 +13,7 @@ from typing import Literal
 from ..evolution.flow_options import FlowOptions
 from ..evolution.gradient_flow import GradientFlow
 from ..options import Declared, shared
+from ..robust_averages import Defence
 from .compression import CompressionOptions
 
 TO, FROM, ALL = "to-", "from-", "to-neighbours"  # names of records with parcels
@@ -137,6 +138,14 @@ class NTKDFLOptions(CompressionOptions, FlowOptions, RelayOptions):
         "the classes' shares in a neighbourhood are an offset of the outputs that evolve (ours; "
         "for cross-entropy): see fedntk.ntk.class_prior.log_class_prior",
         default=False,
+    )
+    defence: Defence = shared(
+        "leave-one-out: a client judges its neighbours' weights by its own examples, and their "
+        "Jacobians by its own and the other neighbours' examples",
+        default="none",
+    )
+    liars_expected: int = shared(
+        "f: most neighbours of a client that it may drop as liars", default=1, at_least=1
     )
 
     def check(self) -> None:

@@ -36,6 +36,7 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
     """NTK-DFL (Thompson et al. 2025). Clients are :class:`~fedntk.clients.NTKDFLClient`."""
 
     client = "NTKDFLClient"
+    defences = ("none", "leave-one-out")
 
     evolve_once: bool = option(
         "with clusters: one member, drawn anew in each round, averages and evolves for its cluster "

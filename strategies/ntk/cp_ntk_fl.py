@@ -77,6 +77,11 @@ class CPNTKFL(CompressionOptions, NTKFL):
         )
         if self.shuffling_server is not None and not self.run:
             raise ValueError("shuffling_server: name the training run with run=...")
+        if self.shuffling_server is not None and self.defence != "none":
+            raise ValueError(
+                "defence: shuffled rows do not say whose they are; expected none with a "
+                f"shuffling_server, got {self.defence}"
+            )
         if self.noise_multiplier and (self.selection == "clients" or self.validation_partitions):
             raise ValueError(
                 "selection='clients' and validation_partitions ask clients for losses of their "

@@ -31,9 +31,10 @@ from fedntk.ntk.evolution import (
     SolverStep,
     lowest_loss,
     mean_losses,
+    median_losses,
 )
 from fedntk.ntk.options import argument, option, state
-from fedntk.ntk.payloads import Agreement, screen_losses, screen_uploads
+from fedntk.ntk.payloads import Agreement, screen_harmful, screen_losses, screen_uploads
 
 from ..core.averaging import named_arrays, record_of
 from ..core.base import BaseStrategy
@@ -47,6 +48,8 @@ EXPENSIVE = (
     "a smaller last t in steps, fewer clients a round or a sampling_rate on the clients"
 )
 AUTO_RATE = "use learning_rate='auto' (setting auto-learning-rate), a lower rate, or give"
+# what well-formed numbers of the clients can bring about, which must not end the run
+UNUSABLE = (ArithmeticError, RuntimeError, ValueError, MemoryError)
 LARGEST_LOSS = 1e30  # a client's; float32's infinity and more count as infinite
 Selection = Literal["clients", "linearised", "validation"]
 Gathered = tuple[list[Reply], list[JacobianUpload], Counter[str]]
@@ -65,6 +68,7 @@ class NTKFL(FlowOptions, BaseStrategy):
     client = "NTKFLClient"
     replies = "Jacobians"
     tells_options = False  # the server evolves
+    defences = ("none", "leave-one-out")
     centres = True
     combined_by: ClassVar = {
         "kernel-products": sum,
@@ -159,12 +163,11 @@ class NTKFL(FlowOptions, BaseStrategy):
         clients, uploads, rejected = self.gather(server_round, replies)
         metrics = self.round_metrics(clients, rejected)
         self.train_metrics[server_round] = metrics
-        if not self.enough(len(clients)) or not uploads:
+        if not self.enough(len(clients) + rejected["leave-one-out"]) or not uploads:
             return None, metrics
         try:
             candidates = self.candidates(uploads, metrics)
-        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
-            # what well-formed numbers of the clients can bring about must not end the run
+        except UNUSABLE as error:
             logger.log(WARNING, "no evolution (%s): the model stays as it was", error)
             return None, metrics
         losses = self.candidate_losses(candidates, clients, metrics)
@@ -201,6 +204,14 @@ class NTKFL(FlowOptions, BaseStrategy):
         """
         pairs, rejected = self.accepted(replies, self.parser(), MessageType.TRAIN)
         pairs = self.apply_screen(pairs, rejected, screen_uploads)
+        if self.defence == "leave-one-out":
+            try:
+                pairs = self.apply_screen(
+                    pairs, rejected, lambda uploads, _: screen_harmful(uploads, self.liars_expected)
+                )
+            except UNUSABLE as error:
+                logger.log(WARNING, "clients cannot be judged: %s", error)
+                pairs = []
         return [reply for reply, _ in pairs], [upload for _, upload in pairs], rejected
 
     def parser(self) -> Callable[[Reply], JacobianUpload]:
@@ -282,6 +293,8 @@ class NTKFL(FlowOptions, BaseStrategy):
         metrics["losses-accepted"] = len(pairs)
         for reason, refused in sorted(rejected.items()):
             metrics[f"losses-rejected-{reason}"] = refused
+        if self.defence != "none":  # numbers of examples are claims
+            return median_losses([losses for _, losses in pairs]) or [math.inf] * count
         trained_on = {client.node: client.num_examples for client in clients}
         counts = [trained_on.get(reply.node, reply.num_examples) for reply, _ in pairs]
         return mean_losses([losses for _, losses in pairs], counts) or [math.inf] * count
