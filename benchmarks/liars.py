@@ -3,8 +3,9 @@
 Ten clients, all in each round, Dirichlet 0.5 and 0.1: scikit-learn's digits, and 3,000 images of
 Fashion-MNIST. Nobody lies; one client sends the change of its weights times -50 (times -99 a large
 client is over the limit of `outlier_factor` and dropped), or has its labels moved on by one; two
-have their labels moved on by one, or send the mean of the honest changes times -1. Liars are drawn
-among the clients of at least the median size, and evaluate honestly.
+have their labels moved on by one, or send the mean of the honest changes times -1. Methods whose
+clients send Jacobians are also attacked by two who send those of false labels 50 times as large.
+Liars are drawn among the clients of at least the median size, and evaluate honestly.
 
 Each method runs without a defence and with its recommended one, for two liars; FedAvg with all,
 which are Flower's strategies FedMedian, FedTrimmedAvg, Krum, MultiKrum and Bulyan by other names
@@ -45,11 +46,16 @@ CASES = [
     ("label-shift", 2, 0.0),
     ("inner-product", 2, 0.0),
 ]
+FALSE_JACOBIANS = ("false-jacobians", 2, 0.0)
+# NTK-FL's replies with changed labels are malformed, and dropped without a defence
+OF_KERNELS = [*(case for case in CASES if case[0] in ("none", "label-shift")), FALSE_JACOBIANS]
 DATA: dict[str, dict[str, Any]] = {
     "digits": {},
     "fashion-mnist": {"dataset": "fashion-mnist", "train_examples": 3000, "test_examples": 2000},
 }
 PERSONAL: dict[str, Any] = {"clients_per_evaluation": 10, "private_test": True, "batch_size": 16}
+HALF: dict[str, Any] = {"rounds": 4, "sampling_rate": 0.5}
+STEPS = "100,200,400"
 TCT = {"bootstrap_rounds": 5, "num_features": 2000, "learning_rate": 5e-4, "local_steps": 100}
 # method -> its recommended defence, its settings
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,13 +67,18 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fed-proto": ("median", PERSONAL),
     "fed-per": ("nnm", PERSONAL),
     "ditto": ("nnm", PERSONAL),
+    "ntk-fl": ("leave-one-out", {**HALF, "ntk_fl": {"steps": STEPS}}),
+    "cp-ntk-fl": ("leave-one-out", {**HALF, "cp_ntk_fl": {"steps": STEPS, "sparsity": 0.5}}),
+    "ntk-dfl": ("leave-one-out", {**HALF, "ntk_dfl": {"steps": "200"}}),
 }
+CASES_OF = {"ntk-fl": OF_KERNELS, "cp-ntk-fl": OF_KERNELS, "ntk-dfl": [*CASES, FALSE_JACOBIANS]}
 WORDS = {
     ("none", 0): "nobody lies",
     ("sign-flip", 1): "one: change times -50",
     ("label-shift", 1): "one: false labels",
     ("label-shift", 2): "two: false labels",
     ("inner-product", 2): "two: honest mean times -1",
+    ("false-jacobians", 2): "two: false labels, large Jacobians",
 }
 
 
@@ -148,7 +159,9 @@ def main() -> None:
         others = DEFENCES if method == "fedavg" else ("none",)
         defences = dict.fromkeys(("none", recommended, "norm-bound", *others))
         defences = [each for each in defences if each in supported(method)]
-        for defence, alpha, case in itertools.product(defences, (0.5, 0.1), CASES):
+        for defence, alpha, case in itertools.product(
+            defences, (0.5, 0.1), CASES_OF.get(method, CASES)
+        ):
             attack, liars, factor = case
             common: dict[str, Any] = {
                 "method": method, "num_clients": 10, "alpha": alpha, "rounds": 10, "seed": seed,

@@ -84,6 +84,15 @@ def draw_gram_signs(gram: NDArray[Any], rng: Generator) -> NDArray[Any]:
     return np.asarray(gram * signs)
 
 
+def _scale_jacobian(own: Changes, factor: float) -> Changes:
+    """Scale Jacobians whose layers come as two factors, and nothing else."""
+    return {n: factor**0.5 * d if "/block-" in n else d for n, d in own.items()}
+
+
+def _shift_labels(x: Tensor, y: Tensor, classes: int, _: Generator) -> Examples:
+    return x, (y + 1) % classes
+
+
 def is_named(name: str, key: str) -> bool:
     """Whether the key of a change is of an array with this name."""
     return key.rpartition("/")[2] == name
@@ -91,7 +100,7 @@ def is_named(name: str, key: str) -> bool:
 
 ATTACKS: Mapping[str, Attack] = {
     "none": Attack(),
-    "label-shift": Attack(lambda x, y, classes, _: (x, (y + 1) % classes)),
+    "label-shift": Attack(_shift_labels),
     "label-flip": Attack(_rename_class),
     "random-labels": Attack(
         lambda x, y, classes, rng: (x, torch.from_numpy(rng.integers(0, classes, len(y))).to(y))
@@ -106,6 +115,9 @@ ATTACKS: Mapping[str, Attack] = {
         on_reply=lambda own, _, factor, __: {
             n: factor * np.roll(d, 1, 0) if is_named("means", n) else d for n, d in own.items()
         }
+    ),
+    "false-jacobians": Attack(  # of false labels, and as large as passes the checks of form
+        _shift_labels, lambda own, _, factor, __: _scale_jacobian(own, factor), factor=50.0
     ),
     "false-gram": Attack(
         on_reply=lambda own, _, __, rng: {

@@ -19,13 +19,17 @@ from torch import Tensor
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
 from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.class_prior import log_class_prior
-from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
+from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses, median_losses
 from fedntk.ntk.options import argument
 from fedntk.ntk.payloads import (
+    STRANGER_FACTOR,
     JacobianParcel,
     MemoryBudget,
+    change_size,
     screen_harmful,
     screen_losses,
+    screen_sizes,
+    screen_strangers,
     screen_uploads,
 )
 from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLOptions, mixing_row
@@ -94,9 +98,15 @@ class NTKDFLClient(RelayClient):
             return {}, {}
         own, lost = self.current(message.config)
         others = self.read_weights(message, own)
+        if message.options.defence == "leave-one-out":
+            distances = [change_size(own, parcel.weights) for _, parcel in others]
+            others = self.screen(others, [None, *screen_sizes(distances, STRANGER_FACTOR)])
+            each = [list(w.values()) for w in (own, *(parcel.weights for _, parcel in others))]
+            losses = self.candidate_losses(each, *self.training_examples(dict(message.config)))
+            others = self.screen(others, screen_strangers(losses))
         mine = [WeightsParcel(own, len(self._training))] * (not lost or not others)
         parcels = [*mine, *(parcel for _, parcel in others)]
-        shares = mixing_row("examples", [parcel.num_examples for parcel in parcels])
+        shares = mixing_row(message.options.mixing, [parcel.num_examples for parcel in parcels])
         average = weighted_sum([parcel.weights for parcel in parcels], shares)
         self.keep_within(message.config, "weights", average)
         self.keep_before(average, message.config)
@@ -260,6 +270,8 @@ class NTKDFLClient(RelayClient):
         each_loss = [mine[0], *(own[0] for _, own in heard)]
         agreed = self.screen(heard, screen_losses(each_loss, message.outlier_factor))
         losses, counts = zip(mine, *(own for _, own in agreed), strict=True)
+        if message.options.defence != "none":
+            return lowest_loss(median_losses(losses))
         return lowest_loss(mean_losses(losses, counts))
 
 

@@ -21,11 +21,13 @@ from .privacy import check_privacy, label_epsilon
 from .prototypes import GLOBAL_PROTOTYPES, Prototypes
 from .screening import (
     OUTLIER_FACTOR,
+    STRANGER_FACTOR,
     MemoryBudget,
     change_size,
     screen_changes,
     screen_losses,
     screen_sizes,
+    screen_strangers,
     screen_uploads,
 )
 from .split_statistics import SplitStatistics, draw_held_out
@@ -34,6 +36,7 @@ from .sum_task import NoiseOptions, SumOptions, SumTask
 __all__ = [
     "GLOBAL_PROTOTYPES",
     "OUTLIER_FACTOR",
+    "STRANGER_FACTOR",
     "UNQUANTISED",
     "Agreement",
     "AverageTask",
@@ -67,6 +70,7 @@ __all__ = [
     "screen_harmful",
     "screen_losses",
     "screen_sizes",
+    "screen_strangers",
     "screen_uploads",
     "sums_digest",
     "to_npy",

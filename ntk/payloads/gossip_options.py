@@ -141,7 +141,7 @@ class NTKDFLOptions(CompressionOptions, FlowOptions, RelayOptions):
     )
     defence: Defence = shared(
         "leave-one-out: a client judges its neighbours' weights by its own examples, and their "
-        "Jacobians by its own and the other neighbours' examples",
+        "Jacobians by its own and the other neighbours' examples; weights count alike",
         default="none",
     )
     liars_expected: int = shared(
@@ -155,6 +155,11 @@ class NTKDFLOptions(CompressionOptions, FlowOptions, RelayOptions):
             raise ValueError("steps: expected at least one time, got none")
         if self.class_prior and self.loss != "cross-entropy":
             raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
+
+    @property
+    def mixing(self) -> MixingMatrix:
+        """How clients count in averages: with a defence alike, since examples are claims."""
+        return "examples" if self.defence == "none" else "equal"
 
     def flow_in(self, server_round: int) -> GradientFlow:
         """Return what evolves outputs in a round; with the last t only if no other is needed."""

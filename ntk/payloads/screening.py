@@ -20,6 +20,7 @@ from ..support.memory import require_memory
 from .jacobian_upload import JacobianUpload
 
 OUTLIER_FACTOR = 100.0  # times the median client's
+STRANGER_FACTOR = 3.0  # of a neighbour's distance or loss, times the median one, with a defence
 COPIES = 3  # of a round's rows: as they came, stacked, and in another order
 
 
@@ -97,6 +98,19 @@ def screen_losses(
     columns = zip(*losses, strict=True)
     limits = np.array([_limit(column, factor, floor=1.0) for column in columns])
     return [_too_large("losses", factor) if (own > limits).any() else None for own in losses]
+
+
+def screen_strangers(
+    losses: Sequence[float], factor: float = STRANGER_FACTOR
+) -> list[BadReply | None]:
+    """Compare models by their losses on one client's examples; the first is its own, and stays.
+
+    One is dropped if its loss is over `factor` times the median one, and over `factor`. Clients
+    with other classes lose more as well, but not that much. The reason is ``"leave-one-out"``.
+    """
+    limit = factor * max(1.0, statistics.median_low(losses))
+    bad = BadReply("leave-one-out", f"a loss over {limit:.3g} on the client's own examples")
+    return [None, *(bad if loss > limit else None for loss in losses[1:])]
 
 
 def screen_uploads(

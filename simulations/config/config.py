@@ -213,16 +213,16 @@ class Config(SplitSettings, frozen=True, eq=True):
         "what clients that lie do, to test defences. To their examples: label-shift (each label is "
         "the next class), label-flip (their most frequent class becomes the next), random-labels, "
         "backdoor (half of the images get a patch and class 0). To their replies: sign-flip, "
-        "scaling, false-prototypes, false-gram; little-is-enough, inner-product and mimic know the "
-        "honest replies",
+        "scaling, false-prototypes, false-gram, false-jacobians (large ones, of shifted labels); "
+        "little-is-enough, inner-product and mimic know the honest replies",
     )
     liars: int = setting(
         0, "clients that lie, drawn among those of at least the median size", at_least=0
     )
     attack_factor: float = setting(
         0.0,
-        "strength of sign-flip and scaling (factor), little-is-enough (z), inner-product (epsilon) "
-        "and false-prototypes (factor); 0: 1, 10, 1.5, 1 and 1",
+        "strength of sign-flip and scaling (factor), little-is-enough (z), inner-product (epsilon), "
+        "false-prototypes and false-jacobians (factor); 0: 1, 10, 1.5, 1, 1 and 50",
         at_least=0,
     )
 

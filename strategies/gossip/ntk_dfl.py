@@ -79,7 +79,7 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
 
     def averages_of(self, examples: Mapping[int, int]) -> NDArray[np.float64] | None:
         """Return W: a cluster's members all average, though its hub does it for them."""
-        return mixing_matrix(self._clusters, examples, "examples") if self.average else None
+        return mixing_matrix(self._clusters, examples, self.mixing) if self.average else None
 
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
