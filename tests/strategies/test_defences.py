@@ -4,15 +4,37 @@ from functools import partial
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord
+import torch
+from flwr.app import Array, ArrayRecord
 
-from fedntk.clients import PersonalisedClient, SCAFFOLDClient, SGDClient
+from fedntk.clients import NTKDFLClient, NTKFLClient, PersonalisedClient, SCAFFOLDClient, SGDClient
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.simulations.attacks import ATTACKS
 from fedntk.simulations.engine.lies import LyingGrid
-from fedntk.strategies import NTKFL, SCAFFOLD, FedBN, FedEnsemble, SeededFedAvg, WeightedFedAvg
+from fedntk.strategies import (
+    CPNTKFL,
+    NTKDFL,
+    NTKFL,
+    SCAFFOLD,
+    FedBN,
+    FedEnsemble,
+    SeededFedAvg,
+    Topology,
+    WeightedFedAvg,
+)
+from fedntk.trust import ShufflingServer
 
-from .federation import Grid, app, arrays_of, network, start, told
+from .federation import (
+    Grid,
+    app,
+    arrays_of,
+    bits,
+    network,
+    run_as_if_lost,
+    start,
+    told,
+    with_arrays,
+)
 
 ROBUST = [defence for defence in DEFENCES if defence != "none"]
 CASES = {
@@ -69,7 +91,7 @@ def test_personal_methods_defend_what_is_shared():
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (partial(NTKFL, learning_rate=0.1), "none for NTKFL, got median"),
+        (partial(NTKFL, learning_rate=0.1), "none or leave-one-out for NTKFL, got median"),
         (partial(WeightedFedAvg, network=network()), "none or norm-bound for WeightedFedAvg"),
         (partial(FedEnsemble, inner=SeededFedAvg), "that of inner, which follows it, none"),
     ],
@@ -77,3 +99,95 @@ def test_personal_methods_defend_what_is_shared():
 def test_methods_without_such_a_mean_refuse(make, expected):
     with pytest.raises(ValueError, match=f"defence: expected {expected}"):
         make(defence="median")
+
+
+def many(kind):
+    """Clients with 30 examples of all three classes, enough to judge others by."""
+
+    def make(model, *_, seed, **options):
+        y = torch.arange(30) % 3
+        noise = torch.randn(30, 4, generator=torch.Generator().manual_seed(seed[1]))
+        return kind(model, noise + 3 * torch.nn.functional.one_hot(y, 4), y, seed=seed, **options)
+
+    return app(make)
+
+
+def shift(arrays):
+    """Move a Jacobian's labels on by one class."""
+    return arrays | {"targets": np.roll(arrays["targets"], 1, axis=1)}
+
+
+def ntk_fl(defence="leave-one-out", **options):
+    options = {"learning_rate": 0.5, "steps": (20, 80), "selection": "linearised", **options}
+    return NTKFL(defence=defence, fraction_evaluate=0.0, **options)
+
+
+def test_false_labels_in_ntk_fl_have_the_result_of_a_lost_reply():
+    run_as_if_lost(ntk_fl, many(NTKFLClient), with_arrays(shift), "leave-one-out")
+
+
+def test_honest_jacobians_are_all_used():
+    """Twice the bits of a run without a defence; t is chosen by the same losses."""
+    clients = many(NTKFLClient)
+    strategy = ntk_fl()
+    assert bits(start(strategy, Grid(clients), 2)) == bits(start(ntk_fl("none"), Grid(clients), 2))
+    assert told(strategy) == [6, 6]
+
+
+def test_a_minority_s_losses_do_not_choose_t():
+    """A client that says that its loss is 0 without a step and 50 elsewhere has its way by means."""
+
+    def lie(reply):
+        reply.content["metrics"]["losses"] = [0.0, 50.0, 50.0]
+        return reply
+
+    chosen = []
+    for defence in ("none", "leave-one-out"):
+        strategy = ntk_fl(defence, selection="clients", outlier_factor=np.inf)
+        start(strategy, Grid(many(NTKFLClient), changes={2: lie}, changed_kind="query"))
+        chosen.append(told(strategy, "t")[0] > 0)
+    assert chosen == [False, True]
+
+
+def test_too_few_to_judge_leave_the_model():
+    grid = Grid(many(NTKFLClient))
+    after = start(ntk_fl(liars_expected=3), grid)  # seven are needed
+    assert distance(after, arrays_of(ArrayRecord(dict(network().state_dict())))) == 0
+
+
+def test_shuffled_rows_cannot_be_judged():
+    with pytest.raises(ValueError, match="do not say whose they are"):
+        CPNTKFL(
+            learning_rate=0.1, defence="leave-one-out", run="r", shuffling_server=ShufflingServer()
+        )
+
+
+@pytest.mark.parametrize("what", ["weights", "labels"])
+def test_neighbours_in_ntk_dfl_are_judged_by_the_client_s_own_examples(what):
+    """One number of 1e9, or false labels: the honest models stay near those of an honest run."""
+
+    def lie(reply):
+        for record in reply.content.array_records:
+            arrays = arrays_of(reply.content[record])
+            if "targets" in arrays and what == "labels":
+                reply.content[record] = ArrayRecord({n: Array(a) for n, a in shift(arrays).items()})
+            elif "0.weight" in arrays and what == "weights":
+                arrays["0.weight"] = arrays["0.weight"].copy()
+                arrays["0.weight"][0, 0] = 1e9
+                reply.content[record] = ArrayRecord({n: Array(a) for n, a in arrays.items()})
+        return reply
+
+    def models(defence, changes):
+        strategy = NTKDFL(
+            learning_rate=0.1, steps=(20.0,), topology=Topology("line"), defence=defence,
+            outlier_factor=np.inf,
+        )  # fmt: skip
+        start(strategy, Grid(many(NTKDFLClient), changes=changes, num_clients=6), 2)
+        return strategy.models
+
+    honest = models("none", {})
+    away = [
+        max(distance(models(defence, {2: lie})[k], honest[k]) for k in (0, 1, 3, 4, 5))
+        for defence in ("none", "leave-one-out")
+    ]
+    assert away[1] < away[0] / 2
