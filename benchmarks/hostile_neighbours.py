@@ -46,9 +46,9 @@ class Hostile(NTKDFLClient):
 
     scale = 1.0
 
-    def _send_jacobians(self, message: Any, task: Any) -> Any:
-        outgoing, count, metrics = super()._send_jacobians(message, task)
-        return {to: self._changed(arrays) for to, arrays in outgoing.items()}, count, metrics
+    def step_jacobians(self, message: Any) -> Any:
+        outgoing, metrics = super().step_jacobians(message)
+        return {to: self._changed(arrays) for to, arrays in outgoing.items()}, metrics
 
     def _changed(self, arrays: Arrays) -> Arrays:
         """Scale of each layer's two factors the derivatives of the outputs, (n, C, 1, width)."""

@@ -786,6 +786,7 @@ def liars() -> str:
     table = rounds_of("liars")
     cases = [
         ("none", 0), ("sign-flip", 1), ("label-shift", 1), ("label-shift", 2), ("inner-product", 2),
+        ("false-jacobians", 2),
     ]  # fmt: skip
     keys = ["data", "alpha", "method", "defence"]
     rows = []
@@ -794,7 +795,8 @@ def liars() -> str:
         rows.append([*key, *(number(100 * means.get(case, np.nan)) for case in cases)])
     return markdown(
         "data | Dirichlet | method | defence | nobody lies | one: change times -50"
-        " | one: labels moved on | two: labels moved on | two: honest mean times -1",
+        " | one: labels moved on | two: labels moved on | two: honest mean times -1"
+        " | two: false labels, large Jacobians",
         rows,
     )
 
