@@ -47,6 +47,7 @@ class Hostile(NTKDFLClient):
     scale = 1.0
 
     def step_jacobians(self, message: Any) -> Any:
+        """Send the changed Jacobians."""
         outgoing, metrics = super().step_jacobians(message)
         return {to: self._changed(arrays) for to, arrays in outgoing.items()}, metrics
 

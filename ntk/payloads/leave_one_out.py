@@ -75,7 +75,7 @@ class ClientRidge(NamedTuple):
     def of(cls, uploads: Sequence[JacobianUpload]) -> Self:
         """Build the kernel of all uploads; FloatingPointError if it is not finite."""
         whole = JacobianUpload.concatenate(uploads)
-        kernel, count = whole.jacobian.gram().double(), len(whole.targets)
+        kernel = whole.jacobian.gram().double()
         if not torch.isfinite(kernel).all():
             raise FloatingPointError("the kernel of the clients' Jacobians is not finite")
         norms = kernel.diagonal().sqrt()

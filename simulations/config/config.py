@@ -221,8 +221,8 @@ class Config(SplitSettings, frozen=True, eq=True):
     )
     attack_factor: float = setting(
         0.0,
-        "strength of sign-flip and scaling (factor), little-is-enough (z), inner-product (epsilon), "
-        "false-prototypes and false-jacobians (factor); 0: 1, 10, 1.5, 1, 1 and 50",
+        "strength: of sign-flip, scaling (factor), little-is-enough (z), inner-product (epsilon), "
+        "false-prototypes, false-jacobians (factor); 0: 1, 10, 1.5, 1, 1 and 50",
         at_least=0,
     )
 

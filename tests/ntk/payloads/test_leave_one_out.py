@@ -57,7 +57,7 @@ def loss_without(sent, client, left_out):
 
 @pytest.mark.parametrize("gone", [(), (4,), (1, 4)])
 def test_harm_is_that_of_fresh_regressions_on_the_others_examples(gone):
-    """In float64: condition numbers are at most 142 / 0.01, and 1e-10 is 30 times their rounding."""
+    """In float64: condition numbers are at most 142 / 0.01, 1e-10 is 30 times their rounding."""
     sent = uploads([2], shift=1)
     regression = ClientRidge.of(sent)
     for client in gone:
