@@ -37,6 +37,11 @@ QUICK = {
         '"rounds": 20': '"rounds": 2',
         "random_features=1000": "random_features=100",
         r"\(100, 200, 500, 1000, 2000\)": "(100, 200)",
+        r"\(0.3, 1, 3, 10, 30, 100\)": "(1, 10)",
+        r"range\(5\)": "[0]",
+        r"random_features=[35]00": "random_features=100",
+        r"\(0.5, 0.1\)": "(0.5,)",
+        r', index=\["Dirichlet\(0.5\)", .*\]': "",
     },
     "tct": {
         '"bootstrap_rounds": 8, "num_features": 1000': '"bootstrap_rounds": 1, "num_features": 200',
