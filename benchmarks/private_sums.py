@@ -13,10 +13,14 @@ on 10,000 held-out training images of MNIST, which no noise protects (--evaluate
 
     python benchmarks/private_sums.py --data-dir FOLDER [--dataset fashion-mnist] [--kind ...]
         [--features 2000] [--seeds 0,1,2,3,4] [--epsilons 0,8,3,1] [--evaluate test] --keep FOLDER
+        [--clients 100] [--alpha 0.1] [--client-examples 0]
 
-Each row of results/private_sums.csv is one release; epsilon 0 is without noise. The epsilon counts
-an example that is added or removed; `epsilon-of-survivors` is that of the shares which came. Rows
-of other cases stay.
+With --client-examples E the epsilon counts a client that comes or goes with all its data: it draws
+E of its images if it has more, and the noise is E times as large.
+
+Each row of results/private_sums.csv is one release; epsilon 0 is without noise. Without
+--client-examples the epsilon counts an example that is added or removed; `epsilon-of-survivors` is
+that of the shares which came. Rows of other cases stay.
 """
 
 import argparse
@@ -41,16 +45,19 @@ from fedntk.simulations.report.results import machine
 
 RESULTS = Path(__file__).parent / "results"
 TRUST = {"server": "Gaussian", "clients": "Skellam"}  # and its noise
-KEYS = ["dataset", "evaluated-on", "features", "p", "trust", "epsilon", "seed"]
-DELTA, RADIUS, CLIENTS, SURVIVORS, CLASSES, CHUNK = 1e-5, 127, 100, 90, 10, 500
+KEYS = ["dataset", "evaluated-on", "features", "p", "trust", "epsilon", "seed", "clients",
+        "client-examples"]  # fmt: skip
+DELTA, RADIUS, CLASSES, CHUNK = 1e-5, 127, 10, 500
 
 
-def config_of(dataset: str, data_dir: str, seed: int) -> Config:
+def config_of(
+    dataset: str, data_dir: str, seed: int, clients: int = 100, alpha: float = 0.1
+) -> Config:
     """Return the settings of a split over the clients."""
     return Config(
         method="one-exchange", dataset=dataset, data_dir=data_dir, model="scattering", rounds=1,
-        standardise=False, num_clients=CLIENTS, partition="dirichlet", alpha=0.1, seed=seed,
-        one_exchange={"auto_ridge": False, "validation_share": 0.0}, clients_per_round=CLIENTS,
+        standardise=False, num_clients=clients, partition="dirichlet", alpha=alpha, seed=seed,
+        one_exchange={"auto_ridge": False, "validation_share": 0.0}, clients_per_round=clients,
         random_features=1000,
     )  # fmt: skip
 
@@ -96,6 +103,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--epsilons", default="0,8,3,1")
     parser.add_argument("--evaluate", default="test", choices=["test", "validation"])
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--alpha", type=float, default=0.1)
+    parser.add_argument("--client-examples", type=int, default=0)
     parser.add_argument("--keep", required=True, help="folder for scattering coefficients")
     options = parser.parse_args()
     width, path = options.features, RESULTS / "private_sums.csv"
@@ -112,21 +122,35 @@ def main() -> None:
         return FeatureStatistics.of((part.float() for part in z.split(CHUNK)), y, CLASSES,
                                     fixed_point=fixed)  # fmt: skip
 
-    everyone = sums(np.flatnonzero(allowed))
+    clients, most = options.clients, options.client_examples
+    survivors = clients * 9 // 10
+    everyone = None if most else sums(np.flatnonzero(allowed))
     for seed in map(int, options.seeds.split(",")):
-        split = load_setup(config_of(options.dataset, options.data_dir, seed)).split.clients
-        order = np.random.default_rng([seed, *b"lost"]).permutation(CLIENTS)
-        lost = np.concatenate([split[client] for client in order[SURVIVORS:]])
-        own = everyone - sums(lost[allowed[lost]])
+        config = config_of(options.dataset, options.data_dir, seed, clients, options.alpha)
+        split = [part[allowed[part]] for part in load_setup(config).split.clients]
+        order = np.random.default_rng([seed, *b"lost"]).permutation(clients)
+        if everyone is None:
+            rng = np.random.default_rng([seed, *b"drawn"])
+            own = sums(
+                np.concatenate([rng.permutation(split[k])[:most] for k in order[:survivors]])
+            )
+        else:
+            own = everyone - sums(np.concatenate([split[k] for k in order[survivors:]]))
         for epsilon in map(float, options.epsilons.split(",")):
             for trust in TRUST if epsilon else ["none"]:
-                fewest = SURVIVORS if trust == "clients" else 0
-                noise = SumNoise(radius=RADIUS, width=width, num_classes=CLASSES, fewest=fewest)
+                fewest = survivors if trust == "clients" else 0
+                noise = SumNoise(
+                    radius=RADIUS, width=width, num_classes=CLASSES, examples=max(1, most),
+                    fewest=fewest,
+                )  # fmt: skip
                 start = time.perf_counter()
                 if epsilon:
                     noise = noise.calibrated(epsilon, DELTA)
                     # the sum of all shares is Skellam noise itself, of the sum of the variances
-                    drawn = replace(noise, fewest=min(fewest, 1))
+                    multiplier = noise.noise_multiplier * noise.examples
+                    drawn = replace(
+                        noise, fewest=min(fewest, 1), examples=1, noise_multiplier=multiplier
+                    )
                     noisy = drawn.add(own, np.random.default_rng([seed, *b"noise"]))
                     variance = float(noise.variances()[0])
                 else:
@@ -145,13 +169,15 @@ def main() -> None:
                     "features": options.kind, "p": width, "trust": trust, "epsilon": epsilon,
                     "seed": seed, "accuracy": accuracy,
                     "epsilon-of-survivors": noise.epsilon(DELTA) if epsilon else 0.0,
-                    "delta": DELTA, "protects": "one example, added or removed",
+                    "delta": DELTA,
+                    "protects": f"one {'client' if most else 'example'}, added or removed",
                     "noise-multiplier": noise.noise_multiplier if epsilon else 0.0,
                     "noise": TRUST.get(trust, "none"),
                     "part-gram": noise.gram_part, "part-class-sums": 1 - noise.gram_part,
                     "radius": RADIUS, "fraction": 0.15,
-                    "clients": CLIENTS, "fewest-survivors": SURVIVORS, "survivors": SURVIVORS,
-                    "split": "Dirichlet 0.1", "images": own.num_examples, "releases": 1,
+                    "clients": clients, "client-examples": most, "fewest-survivors": survivors,
+                    "survivors": survivors, "split": f"Dirichlet {options.alpha}",
+                    "images": own.num_examples, "releases": 1,
                     "seconds": time.perf_counter() - start,
                 }  # fmt: skip
                 print({name: row[name] for name in (*KEYS, "accuracy", "seconds")}, flush=True)
