@@ -893,6 +893,28 @@ def kernel_peers() -> str:
     )
 
 
+def gradient_norms() -> str:
+    names = {
+        "factors": "`gradient_norms`",
+        "opacus": "Opacus, fast gradient clipping",
+        "vmap, 16 at a time": "`vmap` of `torch.func.grad`, 16 at a time",
+    }
+    return markdown(
+        "| batch | training steps | seconds, of a step | MB, of a step | relative difference",
+        [
+            [
+                names[row.way],
+                row.batch,
+                number(row.steps, 2),
+                f"{number(row.seconds)}, {number(row['step-seconds'])}",
+                f"{row['peak-mb']:.0f}, {row['step-peak-mb']:.0f}",
+                f"{row['relative-difference']:.0e}",
+            ]
+            for _, row in rounds_of("gradient_norms").iterrows()
+        ],
+    )
+
+
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
@@ -902,7 +924,7 @@ TABLES: dict[str, Callable[..., str]] = {
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, liars, losses,
-        round_costs, secure_sums, speed, kernel_peers, crashes,
+        round_costs, secure_sums, speed, kernel_peers, crashes, gradient_norms,
     )
 } | {"costs": costs.table}  # fmt: skip
 

@@ -18,7 +18,8 @@ from .features.feature_map import (
 from .features.normaliser import Moments, Normaliser
 from .features.projection import random_projection
 from .features.tangent import entk_features
-from .jacobian.differentiate import jacobian
+from .jacobian.curvature import gauss_newton
+from .jacobian.differentiate import example_gradients, gradient_norms, jacobian
 from .jacobian.operator import Jacobian
 from .losses import Loss, loss_value, one_hot, residual
 from .payloads.compressed_upload import CompressedUpload
@@ -59,7 +60,10 @@ __all__ = [
     "entk_features",
     "entropy",
     "evolve",
+    "example_gradients",
     "examples_needed",
+    "gauss_newton",
+    "gradient_norms",
     "jacobian",
     "loss_value",
     "one_hot",

@@ -37,6 +37,17 @@ def output_hessian(outputs: Tensor, vector: Tensor, loss: Loss) -> Tensor:
     return p * (vector - (p * vector).sum(1, keepdim=True))
 
 
+def hessian_root(outputs: Tensor, loss: Loss) -> Tensor:
+    """L, shape (n, C, C), for which ``L L^T`` is the Hessian of :func:`output_hessian`.
+
+    That is the identity for MSE, ``diag(s) - p s^T`` with s = sqrt(p) for cross-entropy.
+    """
+    if loss == "mse":
+        return torch.eye(outputs.shape[1]).to(outputs).expand(len(outputs), -1, -1)
+    p = _softmax(outputs)
+    return torch.diag_embed(p.sqrt()) - p.unsqueeze(2) * p.sqrt().unsqueeze(1)
+
+
 def _softmax(outputs: Tensor) -> Tensor:
     """Softmax over the outputs, by columns: torch is several times slower by short rows."""
     return torch.softmax(outputs.T, dim=0).T

@@ -39,6 +39,7 @@ SOLVE = {"part": "solve", "n": 9, "steps": [20], "loops": [20], "num_features": 
 SLOW = [
     ("kernel", KERNEL | {"method": "torch.func"}),
     ("entk_features", FEATURES),
+    ("gradient_norms", {"way": "factors", "batch": 4, "times": 1}),
     ("tct", SOLVE),
     ("tct", {"part": "features", "network": "simple-cnn", "n": 4, "times": 1}),
     ("tct", {"part": "memory", "n": 9, "dtype": "float16", "keep": "features"}),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 TILE = 1024  # rows and columns of a kernel that are worked on at a time
 CPU_TILE = 256  # the same if a tile and its factors should stay in the processor's cache
+AT_WORK = 2**17  # numbers that stay in the processor's cache
 WORKSPACE = 64 * 2**20  # bytes of intermediate results that a block may hold
 
 
@@ -83,6 +84,16 @@ class Block(ABC):
     def squared_norms(self) -> Tensor:
         """Diagonal of the gram matrix in float64, shape (n,)."""
 
+    def squares(self) -> dict[str, Tensor]:
+        """Parameter name -> squares summed over examples and outputs, of the parameter's shape."""
+        totals: dict[str, Tensor] = {}
+        size = max(1, WORKSPACE // (self.dense_size * self.arrays[-1].element_size()))
+        for start in range(0, len(self.arrays[-1]), size):
+            for name, tensor in self.rows(slice(start, start + size)).dense().items():
+                part = tensor.square().sum((0, 1))
+                totals[name] = totals[name] + part if name in totals else part
+        return totals
+
     @abstractmethod
     def dense(self) -> dict[str, Tensor]:
         """Parameter name -> tensor of shape (n, C, *parameter shape)."""
@@ -141,9 +152,7 @@ class DenseBlock(Block):
         return self.values.reshape(*self.values.shape[:2], -1) @ update[self.name].flatten()
 
     def squared_norms(self) -> Tensor:  # noqa: D102
-        return torch.cat(
-            [chunk.flatten(1).double().square().sum(1) for chunk in self.values.split(TILE)]
-        )
+        return squared_row_norms(self.values.flatten(1))
 
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
         return {self.name: self.values}
@@ -155,6 +164,13 @@ class DenseBlock(Block):
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         return [(-1, *parameters[self.name])]
+
+
+def squared_row_norms(rows: Tensor) -> Tensor:
+    """Squared norms of rows (n, k), in float64, by pieces that stay in the processor's cache."""
+    pieces = rows.split(max(1, AT_WORK // max(1, len(rows))), dim=1)
+    zeros = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    return sum((piece.double().square().sum(1) for piece in pieces), zeros)
 
 
 def tile_size(device: torch.device) -> int:

@@ -1,18 +1,21 @@
 """Jacobians of a network: by ``torch.func``, or layer by layer, in factors if these are smaller."""
 
 import itertools
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..support.memory import require_memory
 from ..support.precision import full_float32
+from .attention import separate_projections
 from .blocks import Block, DenseBlock
 from .operator import Jacobian
 from .readout import ELEMENTWISE
@@ -20,7 +23,9 @@ from .rules import Layer, any_axis, is_linear, read_out, rule_for
 from .structure import COPY, graph_of, structure_of
 
 Structure = Literal["factored", "dense"]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 CHUNK_BYTES = 64 * 2**20
+NORM_BYTES = 512 * 2**20  # the same where nothing is kept of a chunk
 MAX_CHUNK = 1024
 MAX_PLANS = 64
 MAX_GRAPHS = 16
@@ -42,12 +47,13 @@ def jacobian(
     so that an example's row depends only on that example.
 
     ``structure="factored"`` has a rule for linear layers (over any number of positions, called any
-    number of times), convolutions, embeddings, BatchNorm, GroupNorm and LayerNorm. Parameters that
-    enter the outputs in any other way (shared between modules, used by a function, in a module of
-    another kind) are differentiated as they are, by ``torch.func``. The result is exact in either
-    case; :meth:`Jacobian.describe` says which path each parameter took. What was found about a
-    network is kept for further calls with networks of the same structure, and compared with the
-    graph of each call.
+    number of times), convolutions and transposed ones, embeddings, the projections of multi-head
+    attention, BatchNorm, GroupNorm, LayerNorm and RMSNorm. Parameters that enter the outputs in any
+    other way (shared between modules, used by a function, in a module of another kind) are
+    differentiated as they are, by ``torch.func``. The result is exact in either case;
+    :meth:`Jacobian.describe` says which path each parameter took. What was found about a network is
+    kept for further calls with networks of the same structure, and compared with the graph of each
+    call.
 
     Peak memory is about ``n r`` bytes on the CPU for the result and ``b w`` on the model's device
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
@@ -58,7 +64,8 @@ def jacobian(
     Parameters
     ----------
     model : nn.Module
-        Map from (n, ...) to (n, C). Parameters with ``requires_grad=False`` are left out.
+        Map from (n, ...) to (n, C). Outputs of another shape, such as (n, positions, classes), are
+        flattened to (n, C). Parameters with ``requires_grad=False`` are left out.
     x : Tensor, shape (n, ...)
         Examples, on the model's device.
     structure : {"factored", "dense"}
@@ -72,7 +79,7 @@ def jacobian(
     Returns
     -------
     Jacobian
-        On the CPU, in the model's dtype.
+        On the CPU, in the model's dtype; a constant, through which nothing is differentiated.
 
     Examples
     --------
@@ -84,18 +91,105 @@ def jacobian(
     if structure not in ("factored", "dense"):
         raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
     with differentiate_in_chunks(model, x, structure, outputs, chunk_size) as (row, parts):
-        require_memory(
-            len(x) * row.nbytes,
-            f"the Jacobian of {len(x)} examples x {row.num_outputs} outputs "
-            f"({row.nbytes / 1e6:.1f} MB an example)",
-            cure="use fewer examples at a time",
-        )
-        _, first = next(parts)
-        result = first.empty(len(x), device="cpu")
-        result.fill(0, first)
+        return _collect(len(x), row, parts)
+
+
+def example_gradients(
+    model: nn.Module,
+    x: Tensor,
+    targets: Tensor,
+    loss: LossFunction,
+    *,
+    chunk_size: int | None = None,
+) -> Jacobian:
+    """Gradient of each example's loss: the Jacobian of one output, the loss, by one backward pass.
+
+    Parameters
+    ----------
+    model, x, chunk_size
+        As in :func:`jacobian`.
+    targets : Tensor, shape (n, ...)
+        On the model's device.
+    loss : callable
+        (outputs, targets) -> loss of each example, shape (n,); an example's loss depends only on
+        its own outputs and target.
+
+    Examples
+    --------
+    >>> model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss(reduction="none")
+    >>> example_gradients(model, torch.ones(4, 3), torch.ones(4).long(), loss).dense()[
+    ...     "weight"
+    ... ].shape
+    torch.Size([4, 1, 2, 3])
+    """
+    found = differentiate_in_chunks(
+        model, x, chunk_size=chunk_size, objective=_Objective(loss, targets)
+    )
+    with found as (row, parts):
+        return _collect(len(x), row, parts)
+
+
+def gradient_norms(
+    model: nn.Module,
+    x: Tensor,
+    targets: Tensor,
+    loss: LossFunction,
+    *,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Norm of each example's gradient by all trainable parameters: float64, (n,), on the CPU.
+
+    Exact. Gradients that are larger than their factors are never formed, and one chunk's factors
+    are kept at a time. Arguments are those of :func:`example_gradients`; by default a chunk takes
+    at most 512 MiB.
+    """
+    squares = torch.empty(len(x), dtype=torch.float64)
+    found = differentiate_in_chunks(
+        model,
+        x,
+        chunk_size=chunk_size,
+        chunk_bytes=NORM_BYTES,
+        objective=_Objective(loss, targets),
+    )
+    with found as (_, parts):
         for start, part in parts:
-            result.fill(start, part)
+            squares[start : start + part.num_examples] = part.squared_norms()
+    return squares.sqrt()
+
+
+def _collect(n: int, row: Jacobian, parts: Iterator[tuple[int, Jacobian]]) -> Jacobian:
+    require_memory(
+        n * row.nbytes,
+        f"the Jacobian of {n} examples x {row.num_outputs} outputs "
+        f"({row.nbytes / 1e6:.1f} MB an example)",
+        cure="use fewer examples at a time",
+    )
+    _, first = next(parts)
+    result = first.empty(n, device="cpu")
+    result.fill(0, first)
+    for start, part in parts:
+        result.fill(start, part)
     return result
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """A number to differentiate for each example, in place of the network's outputs."""
+
+    loss: LossFunction
+    targets: Tensor
+
+    def rows(self, start: int, stop: int) -> "_Objective":
+        return replace(self, targets=self.targets[start:stop])
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        losses = self.loss(outputs, self.targets)
+        if losses.shape != (len(outputs),):
+            raise ValueError(
+                f"loss: expected one of each of {len(outputs)} examples, shape "
+                f"({len(outputs)},), got {tuple(losses.shape)}; use reduction='none'"
+            )
+        return losses
 
 
 @contextmanager
@@ -106,55 +200,70 @@ def differentiate_in_chunks(
     outputs: Sequence[int] | None = None,
     chunk_size: int | None = None,
     more_bytes: int = 0,
+    chunk_bytes: int = CHUNK_BYTES,
+    objective: _Objective | None = None,
 ) -> Iterator[tuple[Jacobian, Iterator[tuple[int, Jacobian]]]]:
     """Yield the Jacobian of an example without its numbers, and an iterator over those of chunks.
 
     Chunks are on the model's device, each with the position of its first example. Arguments are
     those of :func:`jacobian`; `more_bytes` are extra bytes per example that the caller allocates.
+    With an `objective`, it is differentiated in place of the outputs.
     """
     if len(x) == 0:
         raise ValueError("jacobian: expected at least one example, got none")
+    if x.requires_grad:
+        raise ValueError(
+            "jacobian: expected examples without requires_grad, since the result cannot be "
+            "differentiated; pass x.detach(), or use torch.func.jacrev"
+        )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
-    with _evaluation_mode(model), torch.enable_grad(), full_float32():
+    outputs = outputs if objective is None else [0]
+    attention = separate_projections(model) if structure == "factored" else nullcontext()
+    with _evaluation_mode(model), attention, torch.enable_grad(), full_float32():
         key = _key(model, x, structure, outputs)
         plan = _PLANS.get(key) or _Plan.make(model, x, structure, outputs)
         work = 2 * plan.row.nbytes + plan.workspace + more_bytes
-        size = chunk_size or max(1, min(MAX_CHUNK, CHUNK_BYTES // work))
+        size = chunk_size or max(1, min(MAX_CHUNK, chunk_bytes // work))
         require_memory(
             min(size, len(x)) * work,
             f"differentiating {min(size, len(x))} examples at a time",
             device=x.device,
             cure="lower chunk_size",
         )
+
+        def part(start: int) -> Jacobian:
+            own = None if objective is None else objective.rows(start, start + size)
+            return plan.differentiate(model, x[start : start + size], own)
+
         try:
-            made = [plan.differentiate(model, x[:size])]
+            made = [part(0)]
         except _OtherGraphError:
             plan = _Plan.make(model, x, structure, outputs)
-            made = [plan.differentiate(model, x[:size])]
+            made = [part(0)]
         _keep(key, plan)
-        yield (
-            plan.row,
-            (
-                (start, made.pop() if made else plan.differentiate(model, x[start : start + size]))
-                for start in range(0, len(x), size)
-            ),
-        )
+        starts = range(0, len(x), size)
+        yield plan.row, ((start, made.pop() if made else part(start)) for start in starts)
 
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run recurrent layers by torch's own code: cuDNN's backward pass wants training mode."""
+    """Run layers by torch's own code where another has no gradients in evaluation mode.
+
+    cuDNN's recurrent layers and the fast path of multi-head attention have none.
+    """
     training = [module for module in model.modules() if module.training]
-    cudnn = torch.backends.cudnn.enabled
+    cudnn, fast_attention = torch.backends.cudnn.enabled, torch.backends.mha.get_fastpath_enabled()
     if training:
         model.eval()
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         torch.backends.cudnn.enabled = False
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         torch.backends.cudnn.enabled = cudnn
+        torch.backends.mha.set_fastpath_enabled(fast_attention)
         for module in training:
             module.training = True
 
@@ -187,11 +296,12 @@ class _Plan:
             raise ValueError("jacobian: expected a model with trainable parameters, got none")
         with torch.no_grad():
             shape = tuple(model(x[:1]).shape)
-        if len(shape) != 2 or shape[0] != 1:
-            raise ValueError(f"jacobian: expected outputs of shape (n, C), got {shape} for n = 1")
-        outputs = range(shape[1]) if outputs is None else outputs
-        if not outputs or not all(0 <= c < shape[1] for c in outputs):
-            raise ValueError(f"outputs: expected some of 0 ... {shape[1] - 1}, got {outputs}")
+        if shape[:1] != (1,):
+            raise ValueError(f"jacobian: expected outputs of shape (n, ...), got {shape} for n = 1")
+        size = math.prod(shape)
+        outputs = range(size) if outputs is None else outputs
+        if not outputs or not all(0 <= c < size for c in outputs):
+            raise ValueError(f"outputs: expected some of 0 ... {size - 1}, got {outputs}")
         layers = _find_layers(model, x[:3]) if structure == "factored" else ()
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
         rest = tuple(name for name in parameters if name not in by_rule)
@@ -204,22 +314,24 @@ class _Plan:
         passes = 2 if rest else 1  # by rule; by torch.func
         workspace = (2 + passes * len(outputs)) * _activation_bytes(model, x[:1])
         workspace += 4 * len(outputs) * rest_bytes
-        whole = shape[1] > 1 and list(outputs) == list(range(shape[1]))
+        whole = size > 1 and len(shape) == 2 and list(outputs) == list(range(size))
         plan = cls(tuple(outputs), whole, layers, rest, workspace)
-        object.__setattr__(plan, "row", plan.differentiate(model, x[:1]).to("meta"))
+        object.__setattr__(plan, "row", plan.differentiate(model, x[:1], None).to("meta"))
         return plan
 
-    def differentiate(self, model: nn.Module, x: Tensor) -> Jacobian:
+    def differentiate(self, model: nn.Module, x: Tensor, objective: _Objective | None) -> Jacobian:
         """Jacobian of a chunk of examples, on its device."""
-        blocks = self._by_rule(model, x) if self.layers else []
-        return Jacobian((*blocks, *(self._as_they_are(model, x) if self.rest else ())))
+        blocks = self._by_rule(model, x, objective) if self.layers else []
+        rest = self._as_they_are(model, x, objective) if self.rest else []
+        return Jacobian((*blocks, *rest))
 
-    def _by_rule(self, model: nn.Module, x: Tensor) -> list[Block]:
+    def _by_rule(self, model: nn.Module, x: Tensor, objective: _Objective | None) -> list[Block]:
         modules = [(layer, model.get_submodule(layer.name)) for layer in self.layers]
         seen: Seen = []
         captured = [(own.name, module, own.copied) for own, module in modules]
         with _capture(captured, seen) as calls:
-            totals = model(x).sum(0)
+            values = model(x)
+            totals = (values if objective is None else objective(values)).sum(0).flatten()
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         in_place = {own.name for own in self.layers if not own.copied} & _written_over(seen)
         graph = (graph_of(totals, names), *map(len, calls.values()), *sorted(in_place))
@@ -274,30 +386,37 @@ class _Plan:
             found[layer.name] = read_out(layer, a.detach(), slopes, matrix)
         return found
 
-    def _as_they_are(self, model: nn.Module, x: Tensor) -> list[Block]:
-        def outputs(parameters: dict[str, Tensor], example: Tensor) -> Tensor:
+    def _as_they_are(
+        self, model: nn.Module, x: Tensor, objective: _Objective | None
+    ) -> list[Block]:
+        def outputs(parameters: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
             given = (example.unsqueeze(0),)
             result: Tensor = torch.func.functional_call(model, parameters, given)
-            return result[0, list(self.outputs)]
+            if objective is not None:
+                result = replace(objective, targets=target.unsqueeze(0))(result)
+            return result.flatten()[list(self.outputs)]
 
         rest = {name: model.get_parameter(name).detach() for name in self.rest}
+        targets = x if objective is None else objective.targets  # x: not used
         try:
-            per_example = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0))
-            tensors = per_example(rest, x)
+            per_example = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0, 0))
+            with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no batching rule
+                tensors = per_example(rest, x, targets)
         except RuntimeError:  # some operations, an LSTM's among them, have no batching rule
-            rows = [self._one_by_one(model, rest, example) for example in x.split(1)]
+            rows = [_one_by_one(outputs, rest, *pair) for pair in zip(x, targets, strict=True)]
             tensors = {name: torch.stack([row[name] for row in rows]) for name in rest}
         path = "differentiated as it is"
         return [DenseBlock(name, tensors[name].detach(), path) for name in rest]
 
-    def _one_by_one(
-        self, model: nn.Module, rest: Mapping[str, Tensor], example: Tensor
-    ) -> dict[str, Tensor]:
-        parameters = {name: p.clone().requires_grad_() for name, p in rest.items()}
-        outputs = torch.func.functional_call(model, parameters, (example,))[0]
-        rows = [_gradients(outputs[c], list(parameters.values()), keep=True) for c in self.outputs]
-        stacked = (torch.stack(row) for row in zip(*rows, strict=True))
-        return dict(zip(parameters, stacked, strict=True))
+
+def _one_by_one(
+    outputs: Callable[..., Tensor], rest: Mapping[str, Tensor], example: Tensor, target: Tensor
+) -> dict[str, Tensor]:
+    parameters = {name: p.clone().requires_grad_() for name, p in rest.items()}
+    made = outputs(parameters, example, target)
+    rows = [_gradients(output, list(parameters.values()), keep=True) for output in made]
+    stacked = (torch.stack(row) for row in zip(*rows, strict=True))
+    return dict(zip(parameters, stacked, strict=True))
 
 
 _PLANS: dict[Hashable, _Plan] = {}
@@ -369,6 +488,7 @@ def _find_layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
     with _capture([(*named, True) for named in candidates]) as calls, torch.enable_grad():
         three = three.requires_grad_() if three.is_floating_point() else three
         outputs = model(three.clone())
+        outputs = outputs if outputs.ndim == 2 else outputs.reshape(3, -1)
     if not outputs.requires_grad:
         return ()
     uses = _count_uses(outputs)
@@ -503,7 +623,7 @@ def _capture(
         def hook(
             _: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
         ) -> Tensor:
-            (given,) = (*args, *named.values())
+            given = next(iter((*args, *named.values())))
             if seen is not None:
                 seen.extend((name, tensor, tensor._version) for tensor in (given, output))
             calls[name].append((given.clone() if copied else given, output))

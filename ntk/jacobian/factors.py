@@ -6,7 +6,8 @@ A layer that is linear in its weight, ``z_s = W a_s`` at each position s of an e
 
 where a (S, d_in) are the inputs and g (C, S, d_out) the gradients of the outputs f with respect to
 z. Positions are those of a sequence (a plain linear layer has one), or the places of a
-convolution's output, a_s being the patch it reads there; an embedding's a_s is a one-hot token.
+convolution's output, a_s being the patch it reads there; of a transposed convolution they are the
+places of its input, g_s being the patch it writes; an embedding's a_s is a one-hot token.
 
 The gram matrix contracts *features first*, where few positions are left to pair,
 
@@ -27,9 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import grad
 
-from .blocks import WORKSPACE, Block, tile_size, tiles
+from .blocks import AT_WORK, WORKSPACE, Block, squared_row_norms, tile_size, tiles
 
-AT_WORK = 2**17  # numbers that stay in the processor's cache
 # by the number of dimensions
 CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
 WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
@@ -171,7 +171,7 @@ class FactoredBlock(Block):
                     ).flatten(1)
                     for rows in self._chunks(self._patch_size)
                 ]
-                yield torch.cat(parts)
+                yield parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.bias is not None:
             yield self.gradients.sum(2).flatten(1)
 
@@ -223,7 +223,7 @@ class FactoredBlock(Block):
         norms = torch.zeros(n, dtype=torch.float64, device=self.gradients.device)
         if not self._features_first:
             for part in self._dense_parts(2 * n):
-                norms += part.double().square().sum(1)
+                norms += squared_row_norms(part)
             return norms
         for a, g in self._by_group():
             inner, signals = (
@@ -262,6 +262,15 @@ class LinearBlock(FactoredBlock):
     """Jacobian of a linear layer; inputs (n, S, d_in) are at all positions of all its calls."""
 
     kind = "linear"
+
+    def squares(self) -> dict[str, Tensor]:  # noqa: D102
+        if self.positions > 1:
+            return super().squares()
+        gradients = self.gradients[:, :, 0].square().sum(1)
+        totals = {self.weight: gradients.T @ self.inputs[:, 0].square()}
+        if self.bias is not None:
+            totals[self.bias] = gradients.sum(0)
+        return totals
 
     def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
         if name == self.bias or self.positions > 1:
@@ -378,6 +387,52 @@ class ConvBlock(FactoredBlock):
         if channels % per_group or width_out % max(1, channels // per_group):
             raise ValueError(f"{channels} channels in groups of {per_group}, {width_out} outputs")
         return [(*sizes, channels), (-1, math.prod(self._places(sizes)), width_out)]
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedConvBlock(FactoredBlock):
+    """Jacobian of a transposed convolution's weight; inputs (n, S, channels) by input place.
+
+    Gradients (n, C, S, groups * d) are patches: d = channels of a group * places of the kernel.
+    """
+
+    weight_shape: tuple[int, ...]  # (channels, channels of an output group, *kernel size)
+    kind = "transposed-conv"
+
+    @property
+    def _patch(self) -> int:
+        return math.prod(self.weight_shape[1:])
+
+    @property
+    def groups(self) -> int:  # noqa: D102
+        return int(self.gradients.shape[3]) // self._patch
+
+    @property
+    def width_in(self) -> int:  # noqa: D102
+        return self.weight_shape[0] // self.groups
+
+    def patches(self) -> Tensor:  # noqa: D102
+        apart: Tensor = self.inputs.unflatten(2, (self.groups, self.width_in))
+        return apart.transpose(1, 2)
+
+    def shape_weights(self, weights: Tensor) -> Tensor:  # noqa: D102
+        apart: Tensor = weights.unflatten(-2, (self.groups, self._patch))
+        shaped: Tensor = (
+            apart.transpose(-1, -2).flatten(-3, -2).unflatten(-1, self.weight_shape[1:])
+        )
+        return shaped
+
+    def flat(self, weight: Tensor) -> Tensor:  # noqa: D102
+        apart: Tensor = weight.flatten(1).unflatten(0, (self.groups, self.width_in))
+        return apart.transpose(1, 2).flatten(0, 1)
+
+    def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
+        channels = parameters[self.weight][0]
+        if self.gradients.ndim != 4 or not (width := self.gradients.shape[3]):
+            return [(0, channels), (-1, 0, self._patch)]
+        if width % self._patch or channels % self.groups:
+            raise ValueError(f"{channels} channels, and patches of {width} for {self._patch}")
+        return [(self.positions, channels), (-1, self.positions, width)]
 
 
 @dataclass(frozen=True, eq=False)

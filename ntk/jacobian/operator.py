@@ -130,6 +130,53 @@ class Jacobian:
         first, *others = self.blocks
         return sum((block.jvp(update) for block in others), first.jvp(update))
 
+    @full_float32()
+    def combine(self, weights: Tensor) -> "Jacobian":
+        """Jacobian of K weighted sums of each example's outputs, ``sum_c M_ick f_c(x_i)``.
+
+        M is (n, C, K). With the gradient of a loss by the outputs, K = 1, they are the examples'
+        gradients; with a root of its Hessian, J^T J is the Gauss-Newton matrix.
+        """
+        blocks = []
+        for block in self.expanded().blocks:
+            *shared, own = block.arrays
+            sums = torch.bmm(weights.transpose(1, 2), own.reshape(*own.shape[:2], -1))
+            blocks.append(block.with_arrays([*shared, sums.view(*sums.shape[:2], *own.shape[2:])]))
+        return Jacobian(tuple(blocks))
+
+    def normal_product(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``J^T J u``, summed over examples and outputs, for an update u of all parameters held."""
+        return self.vjp(self.jvp(update))
+
+    def normal_diagonal(self) -> dict[str, Tensor]:
+        """Diagonal of ``J^T J``: parameter name -> tensor of its shape."""
+        return {name: t for block in self.blocks for name, t in block.squares().items()}
+
+    @full_float32()
+    def normal_matrix(self, names: Sequence[str]) -> Tensor:
+        """Rows and columns of ``J^T J`` that belong to some parameters, flattened in that order."""
+        held = {name: block for block in self.blocks for name in block.names}
+        if unknown := [name for name in names if name not in held]:
+            raise ValueError(f"names: expected some of {', '.join(held)}, got {unknown}")
+        blocks = dict.fromkeys(held[name] for name in names)
+        shapes = {name: t[0, 0] for b in blocks for name, t in b.rows(slice(0, 1)).dense().items()}
+        size = sum(shapes[name].numel() for name in names)
+        require_memory(
+            size**2 * self.dtype.itemsize,
+            f"J^T J of {size} parameters",
+            device=self.device,
+            cure="ask for fewer parameters, or for normal_diagonal",
+        )
+        matrix = torch.zeros(size, size, dtype=self.dtype, device=self.device)
+        row = sum(block.dense_size for block in blocks) * self.dtype.itemsize
+        step = max(1, WORKSPACE // row)
+        for start in range(0, self.num_examples, step):
+            part = Jacobian(tuple(b.rows(slice(start, start + step)) for b in blocks)).dense()
+            flat = torch.cat([part[n].reshape(*part[n].shape[:2], -1) for n in names], 2)
+            flat = flat.flatten(0, 1)
+            matrix.addmm_(flat.T, flat)
+        return matrix
+
     def squared_norms(self) -> Tensor:
         """Squared Frobenius norm of each example's Jacobian, float64, shape (n,)."""
         return torch.stack([block.squared_norms() for block in self.blocks]).sum(0)

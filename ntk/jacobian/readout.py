@@ -108,6 +108,9 @@ class ReadoutBlock(Block):
         inner = self.inputs.double().square().sum(1) + (self.bias is not None)
         return inner * (self.slopes.double().square() @ self.weights().double().square().sum(0))
 
+    def squares(self) -> dict[str, Tensor]:  # noqa: D102
+        return self.expanded().squares()
+
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
         return self.expanded().dense()
 

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .blocks import Block, DenseBlock
-from .factors import ConvBlock, EmbeddingBlock, FactoredBlock, LinearBlock
+from .factors import (
+    ConvBlock,
+    EmbeddingBlock,
+    FactoredBlock,
+    LinearBlock,
+    TransposedConvBlock,
+)
 from .readout import ReadoutBlock
 
 Calls = Sequence[tuple[Tensor, Tensor]]
@@ -53,7 +59,7 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 def any_axis(module: nn.Module) -> bool:
     """Whether the layer takes the examples along any axis, not only along the first."""
-    return isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding))
+    return isinstance(module, (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding))
 
 
 def is_linear(rule: Rule | None) -> bool:
@@ -102,6 +108,29 @@ def _conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
     )
 
 
+def _transposed_conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
+    """Take the layer as a linear one at each place of its input; places of the output overlap."""
+    biases = _biases(layer, [g.flatten(3).transpose(2, 3) for _, g in calls], "transposed conv")
+    if layer.weight is None:
+        return biases
+    pairs = [_at_input_places(module, a, g) for a, g in calls]
+    inputs, gradients = torch.cat([a for a, _ in pairs], 1), torch.cat([g for _, g in pairs], 2)
+    shape = tuple(module.weight.shape)
+    return _smaller([TransposedConvBlock(layer.weight, None, inputs, gradients, shape)]) + biases
+
+
+def _at_input_places(module: Any, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inputs (n, S, d_in) and the patch of gradients that each reaches, in groups."""
+    sizes = zip(module.kernel_size, module.stride, module.dilation, a.shape[2:], strict=True)
+    windows = functional.pad(g, [p for p in reversed(module.padding) for _ in (0, 1)])
+    for d, (kernel, stride, dilation, places) in enumerate(sizes):
+        windows = windows.unfold(3 + d, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
+        windows = windows.narrow(3 + d, 0, places)
+    dims = a.ndim - 2
+    patches = windows.movedim(2, 2 + dims)  # (n, C, *places, d_out, *kernel_size)
+    return a.flatten(2).transpose(1, 2), patches.flatten(2 + dims).flatten(2, 1 + dims)
+
+
 def _embedding(layer: Layer, module: nn.Embedding, calls: Calls) -> list[Block]:
     """Tokens of all calls are positions; the padding token has no gradient."""
     tokens = torch.cat([a.reshape(len(a), -1) for a, _ in calls], dim=1).long()
@@ -119,16 +148,18 @@ def _normalise(module: Any, x: Tensor) -> Tensor:
         return functional.group_norm(x, module.num_groups, eps=module.eps)
     if isinstance(module, nn.LayerNorm):
         return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return functional.rms_norm(x, module.normalized_shape, eps=module.eps)
     return functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
 
 def _elementwise(layer: Layer, module: nn.Module, calls: Calls) -> list[Block]:
     """``z = w x' + b`` with x' normalised: the Jacobian is g x', summed over positions.
 
-    Channels are the first axis after the batch, or a LayerNorm's last ones. This is smaller than
-    factors.
+    Channels are the first axis after the batch, or the last ones of LayerNorm and RMSNorm. This is
+    smaller than factors.
     """
-    first = not isinstance(module, nn.LayerNorm)
+    first = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     shape = next(p for p in module._parameters.values() if p is not None).shape
 
     def summed(tensor: Tensor) -> Tensor:  # (n, C, ...) -> (n, C, *shape)
@@ -170,11 +201,13 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[Any], bool], Rule], ...] = (
     ((nn.Linear,), lambda _: True, _linear),
     (_CONVOLUTIONS, lambda _: True, _conv),
+    (_TRANSPOSED, lambda _: True, _transposed_conv),
     (_BATCH_NORMS, lambda m: m.running_mean is not None, _elementwise),
-    ((nn.GroupNorm, nn.LayerNorm), lambda _: True, _elementwise),
+    ((nn.GroupNorm, nn.LayerNorm, nn.RMSNorm), lambda _: True, _elementwise),
     (
         (nn.Embedding,),
         lambda m: m.max_norm is None and not (m.scale_grad_by_freq or m.sparse),

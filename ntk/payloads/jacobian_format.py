@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import BadReply
 from ..jacobian.blocks import Block, DenseBlock
-from ..jacobian.factors import ConvBlock, EmbeddingBlock, LinearBlock
+from ..jacobian.factors import ConvBlock, EmbeddingBlock, LinearBlock, TransposedConvBlock
 from ..jacobian.operator import Jacobian
 from ..jacobian.readout import ReadoutBlock
 from ..support.arrays import require_array
@@ -124,6 +124,10 @@ def _parse_block(
                 if len(shape) != 2:
                     raise BadReply("layout", f"{weight[:200]!r} is no table of an embedding")
                 return EmbeddingBlock(weight, None, none, none, shape[0])
+            if kind == TransposedConvBlock.kind and bias is None and not extra:
+                if len(shape) < 3 or 0 in shape:
+                    raise BadReply("layout", f"{weight[:200]!r} is no weight of a convolution")
+                return TransposedConvBlock(weight, None, none, none, tuple(shape))
             if kind == ConvBlock.kind and extra.keys() == {"stride", "dilation"}:
                 steps: Any = extra
                 stride, dilation = tuple(steps["stride"]), tuple(steps["dilation"])

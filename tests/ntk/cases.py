@@ -1,6 +1,7 @@
 """One table of networks that every representation of the Jacobian is tested on, in float64."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,13 +108,79 @@ class Unrolled(nn.Module):
 class Attention(nn.Module):
     """Torch's attention, which uses its layers' weights by function."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **options)
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+class CrossAttention(nn.Module):
+    """Queries, keys and values that differ, the examples second; a mask of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, bias=False, add_bias_kv=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = x.transpose(0, 1), torch.tanh(x[:, :3]).transpose(0, 1)
+        causal = torch.ones(4, 3, dtype=torch.bool, device=x.device).triu(1)
+        mixed, weights = self.attention(
+            query, key, key.square(), x[:, :3, 0] > 1, attn_mask=causal, average_attn_weights=False
+        )
+        return self.head(mixed.mean(0)) + weights.square().sum((1, 2, 3))[:, None]
+
+
+class ViT(nn.Module):
+    """A small vision transformer with torch's encoder, which does not attend to dark patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(1, 8, 3, stride=3), nn.Linear(8, 3)
+        self.token, self.places = nn.Parameter(torch.rand(1, 1, 8)), nn.Embedding(5, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.patches(x).flatten(2).transpose(1, 2)
+        h = torch.cat([self.token.expand(len(x), -1, -1), h], dim=1)
+        dark = h.mean(2) < -0.2
+        h = h + self.places(torch.arange(5, device=x.device).expand(len(x), -1))
+        return self.head(self.encoder(h, src_key_padding_mask=dark)[:, 0])
+
+
+class GPTBlock(nn.Module):
+    """Causal attention and a feed-forward layer, each after an RMSNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.second_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+        self.feed = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, h: Tensor) -> Tensor:
+        mask = torch.full((4, 4), -torch.inf, dtype=h.dtype, device=h.device).triu(1)
+        x = self.norm(x=h)
+        h = h + self.attention(x, x, x, attn_mask=mask, need_weights=False, is_causal=True)[0]
+        return h + self.feed(self.second_norm(h))
+
+
+class GPT(nn.Module):
+    """A small language model: a logit for each of 5 tokens at each of 4 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(5, 8, padding_idx=0), nn.Embedding(4, 8)
+        self.blocks = nn.Sequential(GPTBlock(), GPTBlock())
+        self.head = nn.Linear(8, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.abs().mul(3).long().clamp(max=4)
+        places = torch.arange(4, device=x.device).expand(len(x), -1)
+        return self.head(self.blocks(self.table(tokens) + self.places(places)))
 
 
 class ConvTwice(nn.Module):
@@ -130,6 +197,18 @@ class ConvTwice(nn.Module):
         return self.head(h.flatten(1)) + self.idle(x).mean() * 0
 
 
+class TransposedTwice(nn.Module):
+    """A transposed convolution called twice, once with a size for its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.ConvTranspose1d(8, 8, 2, stride=2, padding=1), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.conv(x, output_size=(3,)))
+        return self.head(self.conv(h)[:, :, :3].flatten(1))
+
+
 def _with_head(features: int, *layers: nn.Module) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 3))
 
@@ -143,6 +222,16 @@ def _narrow_maps() -> nn.Module:
         nn.Conv2d(12, 16, (1, 3), padding="same", dilation=(1, 2), bias=False),
         nn.ReLU(),
         nn.Conv2d(16, 20, 2),
+    )
+
+
+def _transposed() -> nn.Module:
+    """Transposed convolutions with overlapping patches, few places and many channels."""
+    return _with_head(
+        108,
+        nn.ConvTranspose2d(12, 8, 3, stride=2, padding=1, output_padding=1, groups=2),
+        nn.Tanh(),
+        nn.ConvTranspose2d(8, 4, (1, 2), dilation=(2, 3), output_padding=(1, 2), bias=False),
     )
 
 
@@ -187,6 +276,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm": (Recurrent, (6, 4)),
     "unrolled": (Unrolled, (3, 4)),
     "attention": (Attention, (5, 4)),
+    "attention-sizes": (lambda: Attention(add_zero_attn=True, bias=False), (5, 4)),
+    "cross-attention": (CrossAttention, (4, 8)),
+    "vit": (ViT, (1, 6, 6)),
+    "gpt": (GPT, (4,)),
+    "rms-norm": (lambda: _mlp(nn.RMSNorm(7), nn.GELU()), (5,)),
+    "positions-out": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), (3, 4)),
+    "no-outputs-axis": (lambda: nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), (5,)),
+    "transposed": (_transposed, (12, 1, 2)),
+    "transposed-twice": (TransposedTwice, (8, 2)),
+    "frozen-transposed": (lambda: _frozen(TransposedTwice(), "conv.weight", "head.bias"), (8, 2)),
     "conv-twice": (ConvTwice, (2, 4, 4)),
     "shuffled": (lambda: LayerAndHead(5, 6, lambda f, x: torch.tanh(f(x.flip(0))).flip(0)), (5,)),
     "narrow-maps": (_narrow_maps, (8, 4, 4)),

@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from fedntk.ntk import BadReply, Jacobian, NotEnoughMemory, jacobian
+from fedntk.ntk import (
+    BadReply,
+    Jacobian,
+    NotEnoughMemory,
+    example_gradients,
+    gauss_newton,
+    gradient_norms,
+    jacobian,
+)
 from fedntk.ntk.jacobian import blocks, differentiate, factors
 from fedntk.ntk.jacobian.factors import FactoredBlock
 from fedntk.ntk.payloads.jacobian_format import jacobian_from_arrays, jacobian_to_arrays
@@ -47,7 +55,7 @@ def loop(name: str) -> dict[str, Tensor]:
             allow_unused=True,
         )
         for example in x
-        for f in model(example[None])[0]
+        for f in model(example[None]).flatten()
     ]  # fmt: skip
     stacked = zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True)
     return {name: tensor.unflatten(0, (len(x), -1)) for name, tensor in stacked}
@@ -123,6 +131,85 @@ def test_products_equal_their_definitions(case, structure):
     assert close(jac.full_product(residual), rows @ expected)
 
 
+def test_normal_matrix_and_its_products_equal_their_definitions(case, structure):
+    rows = flat_loop(case).flatten(0, 1)
+    jac = jacobian(*make(case), structure=structure)
+    names, matrix = list(loop(case)), rows.T @ rows
+    assert close(jac.normal_matrix(names), matrix)
+    size = loop(case)[names[-1]][0, 0].numel()
+    assert close(jac.normal_matrix(names[-1:]), matrix[-size:, -size:])
+    diagonal = jac.normal_diagonal()
+    assert {name: t.shape[2:] for name, t in loop(case).items()} == {
+        name: t.shape for name, t in diagonal.items()
+    }
+    assert close(torch.cat([diagonal[name].flatten() for name in names]), matrix.diag())
+
+
+def test_gradients_of_examples_and_their_norms_equal_a_loop(case):
+    """Of a loss that couples all outputs of an example with its target."""
+    model, x = make(case)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        flat = outputs.reshape(len(outputs), -1)
+        return flat.exp().sum(1).log() * targets + flat[:, 0].square()
+
+    targets = normal(len(x), seed=3)
+    parameters = {n: p for n, p in model.eval().named_parameters() if p.requires_grad}
+    rows = [
+        torch.autograd.grad(
+            loss(model(x[i : i + 1]), targets[i : i + 1])[0],
+            list(parameters.values()),
+            materialize_grads=True,
+            allow_unused=True,
+        )
+        for i in range(len(x))
+    ]
+    expected = dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True))
+    found = example_gradients(model, x, targets, loss).dense()
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert close(found[name][:, 0], expected[name])
+    squares = sum(t.reshape(len(t), -1).square().sum(1) for t in expected.values())
+    assert close(gradient_norms(model, x, targets, loss, chunk_size=4), squares.sqrt())
+
+
+def test_combined_outputs_have_the_combined_jacobian():
+    rows, weights = flat_loop("narrow-maps"), normal(6, 3, 2, seed=1)
+    combined = jacobian(*make("narrow-maps")).combine(weights).to_dense()
+    found = torch.cat([flat(t) for t in combined.dense().values()], 2)
+    assert close(found, torch.einsum("nck,ncp->nkp", weights, rows))
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_gauss_newton_matrix_of_a_linear_model_is_the_hessian_of_its_loss(loss):
+    """Which it is because the model has no curvature of its own; and the matrix's definition."""
+    model, x = make("linear")
+    targets = torch.softmax(normal(6, 3, seed=5), 1)
+    names, shapes = ["weight", "bias"], [p.shape for p in model.parameters()]
+
+    def value(weight: Tensor, bias: Tensor) -> Tensor:
+        outputs = x @ weight.T + bias
+        if loss == "mse":
+            return (outputs - targets).square().mean() / 2
+        return nn.functional.cross_entropy(outputs, targets)
+
+    with torch.no_grad():
+        ggn = gauss_newton(jacobian(model, x), model(x), loss)
+    blocks = torch.autograd.functional.hessian(value, tuple(model.parameters()))
+    hessian = torch.cat(
+        [
+            torch.cat([b.reshape(s.numel(), -1) for b in row], 1)
+            for row, s in zip(blocks, shapes, strict=True)
+        ]
+    )
+    assert close(ggn.normal_matrix(names), hessian)
+    update = {name: normal(*s, seed=7) for name, s in zip(names, shapes, strict=True)}
+    product = ggn.normal_product(update)
+    moved = torch.cat([update[name].flatten() for name in names])
+    assert close(torch.cat([product[name].flatten() for name in names]), hessian @ moved)
+    refused("names: expected some of weight, bias, got", ggn.normal_matrix, ["scale"])
+
+
 def test_gram_between_two_sets_is_a_block_of_the_joint_one(case, structure):
     model, x = make(case)
     whole = jacobian(model, x, structure=structure)
@@ -157,7 +244,16 @@ PATHS = {
     ("shuffled", "layer.weight"): "differentiated as it is",
     ("batch-statistics", "4.weight"): "differentiated as it is",
     ("lstm", "lstm.weight_ih_l0"): "differentiated as it is",
-    ("attention", "attention.in_proj_weight"): "differentiated as it is",
+    ("attention", "attention.in_proj_weight"): "linear, summed over positions",
+    ("cross-attention", "attention.in_proj_weight"): "linear, summed over positions",
+    ("cross-attention", "attention.bias_k"): "differentiated as it is",
+    ("vit", "token"): "differentiated as it is",
+    ("vit", "places.weight"): "embedding, summed over positions",
+    ("gpt", "blocks.1.attention.out_proj.bias"): "linear, 4 positions, positions first",
+    ("rms-norm", "1.weight"): "RMSNorm, summed over positions",
+    ("transposed", "0.weight"): "transposed-conv, 2 positions, features first",
+    ("transposed", "0.bias"): "bias of transposed conv, summed over positions",
+    ("transposed-twice", "conv.weight"): "transposed-conv, summed over positions",
     ("tokens-first", "table.weight"): "embedding, 7 positions, positions first",
     ("tokens-first", "norm.weight"): "LayerNorm, summed over positions",
     ("batch-norm", "1.weight"): "BatchNorm2d, summed over positions",
@@ -177,7 +273,7 @@ def test_each_layer_takes_the_path_that_is_exact_and_cheaper(name, parameter):
 
 
 @pytest.mark.parametrize(
-    "name", ["narrow-maps", "tokens-first", "unrolled", "conv-3d", "layer-norm"]
+    "name", ["narrow-maps", "tokens-first", "unrolled", "conv-3d", "layer-norm", "transposed"]
 )
 @pytest.mark.parametrize("features", [True, False])
 def test_both_orders_of_contraction_give_the_same_gram(name, features, monkeypatch):
@@ -317,14 +413,21 @@ def test_training_mode_and_weights_are_left_as_they_were():
     assert model[1].training
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert all(not module._forward_hooks for module in model.modules())
+    model, x = make("attention")
+    jacobian(model, x)
+    assert [name for name, _ in model.attention.named_children()] == ["out_proj"]
+    assert "forward" not in vars(model.attention)
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_what_cannot_be_differentiated_is_refused():
     model, x = make("mlp")
     refused("at least one example", jacobian, model, x[:0])
     refused("structure", jacobian, model, x, structure="sparse")
-    with pytest.raises(ValueError, match=r"outputs of shape \(n, C\), got \(1, 5, 1\)"):
-        jacobian(nn.Sequential(nn.Linear(5, 5), nn.Unflatten(1, (5, 1))), x.float())
+    with pytest.raises(ValueError, match=r"outputs of shape \(n, \.\.\.\), got \(5,\) for n = 1"):
+        jacobian(nn.Sequential(nn.Linear(5, 5), nn.Flatten(0)), x.float())
+    refused("use reduction='none'", gradient_norms, model, x, x, lambda f, y: (f - y[:, :3]).sum())
+    refused("cannot be differentiated; pass x.detach", jacobian, model, x.clone().requires_grad_())
     refused("trainable parameters", jacobian, model.requires_grad_(requires_grad=False), x)
     with pytest.raises(ValueError, match="different parameters"):
         Jacobian.concatenate([jacobian(*make("mlp")), jacobian(*make("linear"))])
@@ -333,6 +436,7 @@ def test_what_cannot_be_differentiated_is_refused():
 def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
     jac = jacobian(*make("mlp"))
     monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 100)
+    monkeypatch.setattr(differentiate, "_PLANS", {})
     refused(r"kernel of 6 x 6 examples needs 0.1 GB", jac.gram, error=NotEnoughMemory)
     with pytest.raises(NotEnoughMemory, match="dense Jacobian of one example x 3 outputs"):
         jacobian(*make("mlp"), structure="dense")
@@ -425,6 +529,17 @@ DAMAGE = {
         (_changed(2, lambda b: b * np.nan), "non-finite"),
         (_changed(2, lambda b: b + 1e15), "scale"),
     ],
+    "transposed": [
+        (_changed(1, lambda b: b[:, :1]), "shape"),
+        (_changed(1, lambda b: b[..., :6]), "shape"),
+        (_changed(2, lambda b: b[:, :, :0]), "shape"),
+        (_changed(2, lambda b: b[:, 0]), "shape"),
+        (_changed(2, lambda b: b[..., :35]), "layout"),
+        (_changed(2, lambda b: np.tile(b, 13)), "layout"),  # more groups than channels
+        (_edited('"bias": null', '"bias": "0.bias"'), "layout"),
+        (_edited('"weight": "0.weight"', '"weight": "0.bias"'), "layout"),
+        (_edited('"weight": "0.weight"', '"weight": "5.weight"'), "layout"),
+    ],
     "tokens-first": [
         (_changed(1, lambda b: b + 30), "layout"),
         (_changed(1, lambda b: b - 30), "layout"),
@@ -504,9 +619,7 @@ def test_jacobians_at_different_weights_keep_their_own():
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_no_bytes_in_the_layout_raise_anything_but_bad_reply(data):
-    arrays, shapes = _wire(
-        data.draw(st.sampled_from(["cnn", "narrow-maps", "mlp", "tokens-first"]))
-    )
+    arrays, shapes = _wire(data.draw(st.sampled_from(sorted(DAMAGE))))
     layout = bytearray(arrays[0].tobytes())
     for _ in range(data.draw(st.integers(1, 5))):
         layout[data.draw(st.integers(0, len(layout) - 1))] = data.draw(st.integers(0, 255))

@@ -1,0 +1,60 @@
+"""Torch's multi-head attention with its projections as linear layers, which a rule serves.
+
+``nn.MultiheadAttention`` uses its weights in one function. Here the projections are modules that
+are called, and torch's own function, with the identity for each projection, does what is between.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def separate_projections(model: nn.Module) -> Iterator[None]:
+    """Let the model's attention layers call ``in_proj`` and ``out_proj``, modules of their own.
+
+    Only layers with one matrix for queries, keys and values. A call with different queries, keys
+    and values is one call of ``in_proj`` for each.
+    """
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if type(module).forward is nn.MultiheadAttention.forward
+        and module.in_proj_weight is not None
+    ]
+    try:
+        for layer in layers:
+            projection = nn.Linear(1, 1, device="meta")
+            projection.weight, projection.bias = layer.in_proj_weight, layer.in_proj_bias
+            layer.in_proj = projection
+            layer.forward = partial(_attend, layer)
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward, layer.in_proj
+
+
+def _attend(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return what ``nn.MultiheadAttention.forward`` returns."""
+    projected: dict[int, Tensor] = {}
+    for given in (query, key, value):
+        if id(given) not in projected:
+            projected[id(given)] = layer.in_proj(given)
+    each = [projected[id(x)].chunk(3, -1)[k] for k, x in enumerate((query, key, value))]
+    between = copy.copy(layer)
+    identity = torch.eye(layer.embed_dim, dtype=query.dtype, device=query.device)
+    own = dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), identity)
+    without = dict.fromkeys(("in_proj_weight", "in_proj_bias"))
+    between._parameters = layer._parameters | own | without
+    between._modules = {"out_proj": SimpleNamespace(weight=identity, bias=None)}
+    between._qkv_same_embed_dim = False
+    attended, weights = nn.MultiheadAttention.forward(between, *each, *args, **options)  # type: ignore[arg-type]
+    return layer.out_proj(attended), weights
