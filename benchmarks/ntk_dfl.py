@@ -112,7 +112,7 @@ def one_round(
 
 def formulas(kappa: int, examples: float, *, once: bool) -> dict[str, float]:
     """Bytes of a client in a round; where hubs evolve, the mean over one and its members."""
-    row = INPUTS + CLASSES * WIDTH + WIDTH + CLASSES**2 + 2 * CLASSES  # factors, outputs, targets
+    row = INPUTS + 2 * WIDTH + 2 * CLASSES  # inputs, slopes, activations, outputs, targets
     upload, weights = 4 * examples * row, 4 * P + 8
     if once:
         up = 3 * weights + kappa * (upload + weights)

@@ -64,7 +64,8 @@ def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, An
 
         sent = [upload(x, y) for x, y in zip(pictures, targets, strict=True)]
         mark("jacobians-s")
-        uploads = [JacobianUpload.from_arrays(arrays, parameters=shapes) for arrays in sent]
+        known = {"parameters": shapes, "weights": weights}
+        uploads = [JacobianUpload.from_arrays(arrays, **known) for arrays in sent]
         whole = Jacobian.concatenate([u.jacobian for u in uploads]).to(device)
         outputs = torch.cat([u.outputs for u in uploads]).to(device)
         of_all = torch.cat([u.targets for u in uploads]).to(device)

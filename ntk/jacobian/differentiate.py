@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..support.memory import require_memory
 from ..support.precision import full_float32
-from .attention import separate_projections
+from .attention import no_fast_path, separate_projections
 from .blocks import Block, DenseBlock
 from .operator import Jacobian
 from .readout import ELEMENTWISE
@@ -220,7 +220,13 @@ def differentiate_in_chunks(
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     outputs = outputs if objective is None else [0]
     attention = separate_projections(model) if structure == "factored" else nullcontext()
-    with _evaluation_mode(model), attention, torch.enable_grad(), full_float32():
+    with (
+        _evaluation_mode(model),
+        no_fast_path(model),
+        attention,
+        torch.enable_grad(),
+        full_float32(),
+    ):
         key = _key(model, x, structure, outputs)
         plan = _PLANS.get(key) or _Plan.make(model, x, structure, outputs)
         work = 2 * plan.row.nbytes + plan.workspace + more_bytes
@@ -248,22 +254,17 @@ def differentiate_in_chunks(
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run layers by torch's own code where another has no gradients in evaluation mode.
-
-    cuDNN's recurrent layers and the fast path of multi-head attention have none.
-    """
+    """Run recurrent layers by torch's own code: cuDNN's backward pass wants training mode."""
     training = [module for module in model.modules() if module.training]
-    cudnn, fast_attention = torch.backends.cudnn.enabled, torch.backends.mha.get_fastpath_enabled()
+    cudnn = torch.backends.cudnn.enabled
     if training:
         model.eval()
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         torch.backends.cudnn.enabled = False
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         torch.backends.cudnn.enabled = cudnn
-        torch.backends.mha.set_fastpath_enabled(fast_attention)
         for module in training:
             module.training = True
 

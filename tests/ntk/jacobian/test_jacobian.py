@@ -29,6 +29,7 @@ from fedntk.ntk import (
     jacobian,
 )
 from fedntk.ntk.jacobian import blocks, differentiate, factors
+from fedntk.ntk.jacobian.attention import no_fast_path
 from fedntk.ntk.jacobian.factors import FactoredBlock
 from fedntk.ntk.payloads.jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 from fedntk.ntk.support import memory as ntk_memory
@@ -417,6 +418,12 @@ def test_training_mode_and_weights_are_left_as_they_were():
     jacobian(model, x)
     assert [name for name, _ in model.attention.named_children()] == ["out_proj"]
     assert "forward" not in vars(model.attention)
+    first, second = no_fast_path(model), no_fast_path(model)
+    for block in (first, second):
+        block.__enter__()
+    for block in (first, second):  # in the order in which they began, as in two threads
+        assert not torch.backends.mha.get_fastpath_enabled()
+        block.__exit__(None, None, None)
     assert torch.backends.mha.get_fastpath_enabled()
 
 
