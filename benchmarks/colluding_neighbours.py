@@ -124,7 +124,8 @@ def upload_of(grid: Curious, curious: int) -> tuple[JacobianUpload, Arrays]:
     }
     rows = {key: array.copy() for key, array in arrays.items() if key != "inputs"}
     shapes = {key: array.shape for key, array in weights.items()}
-    return JacobianUpload.from_arrays(rows, parameters=shapes, weights=weights), weights
+    known = {key: torch.from_numpy(array.copy()) for key, array in weights.items()}
+    return JacobianUpload.from_arrays(rows, parameters=shapes, weights=known), weights
 
 
 def closed_form(grid: Curious, curious: Sequence[int], shape: torch.Size) -> Tensor:

@@ -64,8 +64,10 @@ def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, An
 
         sent = [upload(x, y) for x, y in zip(pictures, targets, strict=True)]
         mark("jacobians-s")
-        known = {"parameters": shapes, "weights": weights}
-        uploads = [JacobianUpload.from_arrays(arrays, **known) for arrays in sent]
+        known = {name: torch.from_numpy(w) for name, w in weights.items()}
+        uploads = [
+            JacobianUpload.from_arrays(arrays, parameters=shapes, weights=known) for arrays in sent
+        ]
         whole = Jacobian.concatenate([u.jacobian for u in uploads]).to(device)
         outputs = torch.cat([u.outputs for u in uploads]).to(device)
         of_all = torch.cat([u.targets for u in uploads]).to(device)
