@@ -1,4 +1,4 @@
-"""Runs that are killed, whose disk fills or whose stores are lost, beside runs left alone.
+"""Runs that are killed, fill their disk or lose their stores, beside undisturbed runs.
 
 A case is a method with the settings of the tests. It is disturbed in one of three ways, and the
 same call is made again until it finishes:
@@ -9,7 +9,7 @@ same call is made again until it finishes:
 - ``loss``: after a random round the folder goes in which clients keep their arrays, features and
   keys, or that of the sums from which a client can be taken out, with the process or without.
 
-Model and metrics then have the bits of the run that was left alone, except seconds, bytes and
+Model and metrics then have the bits of an undisturbed run, except seconds, bytes and
 memory; or else the run says why not, in its log or by its error.
 
     python -m tests.crashes 200 0  # number of kills, seed
@@ -176,7 +176,7 @@ def general(said: str) -> str:
 
 
 class Straight(NamedTuple):
-    """A run that was left alone, and what it warned of."""
+    """An undisturbed run, and its warnings."""
 
     outcome: tuple[object, ...]
     said: set[str]

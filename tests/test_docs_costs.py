@@ -54,7 +54,7 @@ def size(arrays):
 def is_json(data):
     try:
         return isinstance(json.loads(data), list | dict)
-    except ValueError:  # keys and nonces, too, may begin as JSON does
+    except ValueError:  # random bytes of a key may begin as JSON does
         return False
 
 

@@ -32,9 +32,9 @@ class Masking(Declared):
     cache_name: ClassVar[str] = "sums"  # of the default folder
 
     cache: Path | str | None = argument(
-        "folder for what a client keeps, with a folder for each run and client in it, and a file "
-        "given.json, which says for all runs what it has given masked sums of; by default "
-        "one in fedntk in $XDG_CACHE_HOME or ~/.cache",
+        "folder for what clients keep. A client's folder in it has one for each run, and a file "
+        "given.json, which says for all runs what it has given masked sums of. By default one in "
+        "fedntk in $XDG_CACHE_HOME or ~/.cache",
         default=None,
     )
     parcel_keys: ParcelKeys | None = argument(

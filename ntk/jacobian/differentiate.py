@@ -117,9 +117,8 @@ def example_gradients(
     Examples
     --------
     >>> model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss(reduction="none")
-    >>> example_gradients(model, torch.ones(4, 3), torch.ones(4).long(), loss).dense()[
-    ...     "weight"
-    ... ].shape
+    >>> rows = example_gradients(model, torch.ones(4, 3), torch.ones(4).long(), loss)
+    >>> rows.dense()["weight"].shape
     torch.Size([4, 1, 2, 3])
     """
     found = differentiate_in_chunks(

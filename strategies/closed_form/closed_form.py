@@ -22,7 +22,7 @@ from fedntk.ntk.payloads import FeatureStatistics, SumFormat, SumTask
 
 from ..core.averaging import cast_like
 from ..core.base import BaseStrategy
-from ..core.exchange import Aggregated, logger
+from ..core.exchange import UNUSABLE, Aggregated, logger
 from ..core.features import FeatureStrategy
 from ..core.replies import Reply, screen_own_sizes
 
@@ -106,7 +106,7 @@ class ClosedFormStrategy(FeatureStrategy):
             return None, metrics
         try:
             found = self.with_layer(self.global_arrays, sums)
-        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
+        except UNUSABLE as error:
             logger.log(WARNING, "no solution (%s): the model stays as it was", error)
             return None, metrics
         self.solved = True

@@ -26,6 +26,8 @@ from .replies import Reply, is_like
 from .trust_protocols import SealedSeeds, SealsSeeds
 
 logger = getLogger("flwr")
+# errors that well-formed numbers from clients can cause, and that must not end a run
+UNUSABLE = (ArithmeticError, RuntimeError, ValueError, MemoryError)
 T = TypeVar("T")
 Pairs = list[tuple[Reply, T]]
 Parse = Callable[[Reply], T]  # or BadReply

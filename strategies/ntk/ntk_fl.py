@@ -38,7 +38,7 @@ from fedntk.ntk.payloads import Agreement, screen_harmful, screen_losses, screen
 
 from ..core.averaging import named_arrays, record_of
 from ..core.base import BaseStrategy
-from ..core.exchange import Aggregated, logger
+from ..core.exchange import UNUSABLE, Aggregated, logger
 from ..core.replies import Reply
 
 DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
@@ -48,8 +48,6 @@ EXPENSIVE = (
     "a smaller last t in steps, fewer clients a round or a sampling_rate on the clients"
 )
 AUTO_RATE = "use learning_rate='auto' (setting auto-learning-rate), a lower rate, or give"
-# what well-formed numbers of the clients can bring about, which must not end the run
-UNUSABLE = (ArithmeticError, RuntimeError, ValueError, MemoryError)
 LARGEST_LOSS = 1e30  # a client's; float32's infinity and more count as infinite
 Selection = Literal["clients", "linearised", "validation"]
 Gathered = tuple[list[Reply], list[JacobianUpload], Counter[str]]

@@ -20,7 +20,7 @@ from fedntk.ntk.payloads import FeatureUpload, MessageTask, screen_changes
 from fedntk.ntk.payloads.convex_task import Step
 
 from ..core.averaging import named_arrays, record_of
-from ..core.exchange import Pairs, Screen, logger
+from ..core.exchange import UNUSABLE, Pairs, Screen, logger
 from ..core.inner import InnerStrategy
 from ..core.lost_state import Answers
 from ..core.replies import Reply, require_like, screen_own_sizes
@@ -86,7 +86,7 @@ class Phase(ABC):
         """Return what `solve` returns; None, and say so, if there is no solution."""
         try:
             return solve()
-        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
+        except UNUSABLE as error:
             logger.log(WARNING, "no solution (%s): the model stays as it was", error)
             return None
 

@@ -147,7 +147,7 @@ def test_normal_matrix_and_its_products_equal_their_definitions(case, structure)
 
 
 def test_gradients_of_examples_and_their_norms_equal_a_loop(case):
-    """Of a loss that couples all outputs of an example with its target."""
+    """With a loss that couples all outputs of an example with its target."""
     model, x = make(case)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
