@@ -76,15 +76,13 @@ def ntk_fl() -> str:
     found, table = read("ntk_fl_fmnist"), rounds_of("ntk_fl_fmnist")
     mean = table.groupby(["run", "metric", "round"]).value.mean()
     return markdown(
-        "% after round | 3 | 6 | 11 | 19 | 40 | rounds to 80 % | rounds to 85 % | seconds a round"
-        " | MB up a round",
+        "% after round | 3 | 6 | 11 | 19 | 40 | rounds to 80 % | rounds to 85 % | seconds a round",
         (
             [
                 name,
                 *(percent(mean[run, "accuracy", r]) for r in (3, 6, 11, 19, 40)),
                 *(joined(found["rounds-to-target"][run][t]) for t in ("0.8", "0.85")),
                 found["median-seconds-a-round"][run],
-                f"{mean[run, 'bytes-up'].iloc[1:].mean() / 1e6:.1f}",
             ]
             for run, name in names.items()
         ),
