@@ -16,7 +16,8 @@ what the words are about. So a server can open what clients sent for a sum only 
 asked all for the same thing. It can begin another sum of the same words: two sums over different
 clients tell it the difference. Before clients give shares, they compare what the server told them
 about who dropped out: round 3 of the figure, with tags of keyed BLAKE2b in place of signatures. PRG
-is ChaCha20, keys are derived by HKDF-SHA256, and shares are pycryptodome's, over GF(2^128).
+is ChaCha20, keys are derived by HKDF-SHA256, and shares are pycryptodome's, over GF(2^128). Secrets
+are found from them here, as pycryptodome finds the same coefficients anew for each secret.
 
 The page on privacy says what this protects against whom. A client that does not follow the protocol
 can spoil the sum; it learns nothing about the others.
@@ -28,7 +29,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self
 
 import numpy as np
@@ -48,6 +49,7 @@ from .wire import frame
 FEWEST = 3  # clients of a sum: each of two would learn the other's numbers
 SECRET_BYTES = 16  # of a secret, and of a share of it: numbers of GF(2^128)
 PARCEL_BYTES = 92  # nonce 12, mask key 32, two shares, tag 16
+MODULUS = 1 << 128 | 0x87  # x^128 + x^7 + x^2 + x + 1, as pycryptodome has it
 TAG_BYTES = 16  # by which a client tells another who is in the sum
 NONCE_BYTES = 12
 EXCHANGE_BYTES = 16  # of a sum's name, and of the nonce that each client draws for it
@@ -358,7 +360,7 @@ class MaskedSum:
             )
         for start in range(len(ordered) if len(ordered) > threshold else 1):
             some = [ordered[(start + i) % len(ordered)] for i in range(threshold)]
-            secret: bytes = Shamir.combine(some, ssss=False)
+            secret = _secret_of(dict(some))
             found = self.roster.promise(secret, secret)
             right = (
                 found.commitment == told.commitment if in_sum else found.mask_key == told.mask_key
@@ -369,6 +371,52 @@ class MaskedSum:
             f"shares of client {client}'s secret are not of what it promised: it, or one of "
             f"{[self.roster.clients[i - 1] for i in shares]}, does not follow the protocol"
         )
+
+
+def _multiply(a: int, b: int) -> int:
+    """Return a product in GF(2^128)."""
+    product = 0
+    while b:
+        if b & 1:
+            product ^= a
+        b >>= 1
+        a <<= 1
+        if a >> 128:
+            a ^= MODULUS
+    return product
+
+
+def _inverse(a: int) -> int:
+    """Return 1 / a in GF(2^128), by Euclid's algorithm for polynomials."""
+    b, of_a, of_b = MODULUS, 1, 0
+    while a != 1:
+        if a < b:
+            a, b, of_a, of_b = b, a, of_b, of_a
+        shift = a.bit_length() - b.bit_length()
+        a ^= b << shift
+        of_a ^= of_b << shift
+    return of_a
+
+
+@lru_cache
+def _coefficients(points: tuple[int, ...]) -> tuple[int, ...]:
+    """Return Lagrange's coefficients of a polynomial's values at `points` for its value at 0."""
+    found = []
+    for x in points:
+        above = below = 1
+        for other in points:
+            if other != x:
+                above, below = _multiply(above, other), _multiply(below, x ^ other)
+        found.append(_multiply(above, _inverse(below)))
+    return tuple(found)
+
+
+def _secret_of(shares: Mapping[int, bytes]) -> bytes:
+    """Return the secret, 16 bytes, of which Shamir's shares at some points are given."""
+    secret = 0
+    for share, coefficient in zip(shares.values(), _coefficients(tuple(shares)), strict=True):
+        secret ^= _multiply(int.from_bytes(share), coefficient)
+    return secret.to_bytes(SECRET_BYTES)
 
 
 def _agree(private_key: X25519PrivateKey, public_key: bytes) -> bytes:

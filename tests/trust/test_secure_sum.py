@@ -10,7 +10,7 @@ import pytest
 from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from fedntk.trust import MaskedSum, Masker, Roster, new_key, public_bytes
+from fedntk.trust import MaskedSum, Masker, Roster, new_key, public_bytes, secure_sum
 from fedntk.trust.secure_sum import PARCEL_BYTES
 
 from .uploads import refused
@@ -139,6 +139,17 @@ def test_fewer_shares_than_the_threshold_open_nothing():
     refused("2 clients gave shares, 3 are needed", opened, maskers, IDS, IDS[:2])
 
 
+def test_secrets_are_those_that_the_shares_library_finds():
+    rng = np.random.default_rng(0)
+    for threshold, count in ((2, 2), (3, 5), (40, 60)):
+        secret = rng.bytes(16)
+        shares = Shamir.split(threshold, count, secret, ssss=False)
+        some = [shares[i] for i in rng.permutation(count)[:threshold]]
+        assert secure_sum._secret_of(dict(some)) == secret
+        wrong = [(i, rng.bytes(16)) for i, _ in some]
+        assert secure_sum._secret_of(dict(wrong)) == Shamir.combine(wrong, ssss=False)
+
+
 def test_clients_who_were_told_different_things_give_no_shares():
     """Else five clients that each leave out one would open sums that differ by single clients."""
     maskers = agreed(threshold=4)
@@ -206,10 +217,8 @@ def test_one_wrong_share_more_than_needed_does_no_harm_and_too_many_are_named(mo
     total, server = masked(maskers, arrived), server_of(maskers)
     shares = given(maskers, arrived, arrived)
     shares[3] = dict.fromkeys(IDS, bytes(16))
-    tried, combine = [], Shamir.combine
-    monkeypatch.setattr(
-        Shamir, "combine", lambda some, ssss: tried.append(1) or combine(some, ssss=ssss)
-    )
+    tried, combine = [], secure_sum._secret_of
+    monkeypatch.setattr(secure_sum, "_secret_of", lambda shares: tried.append(1) or combine(shares))
     np.testing.assert_array_equal(server.unmask(total, arrived, shares), total_of(arrived))
     assert len(tried) == len(IDS) + 2  # then it is known whose shares are right
     shares[5] = dict.fromkeys(IDS, bytes(16))
