@@ -847,11 +847,14 @@ def speed() -> str:
         less = kernel["times-less-memory"][case]
         found = f"{times:g} times faster, {less:.0f} times less memory"
         rows.append((f"kernel, {case}", found, "contraction of `torch.func`'s Jacobians", "kernel"))
-    for case, times in read("entk_features")["times-faster-than-the-loop"].items():
-        if case.startswith("subsample"):
-            what = f"tangent features of one logit, SimpleCNN, {case.removeprefix('subsample, ')}"
-            row = what, f"{times:g} times faster", "a backward pass for each example"
-            rows.append((*row, "entk_features"))
+    for case, own in read("entk_features")["cases"].items():
+        if "subsample" in case or "sketch" in case:
+            slower = own.get("times-faster")
+            beside = (
+                f"a backward pass for each example takes {slower:g} times as long" if slower else ""
+            )
+            found = f"{own['forward-passes']:g} forward passes"
+            rows.append((f"tangent features of one logit, {case}", found, beside, "entk_features"))
     for case, times in tct["solve"]["times-faster-than-the-loop"].items():
         what = f"a client of TCT, p = 100,000, {case}"
         rows.append((what, f"{times:.0f} times faster", "one step after another", "tct"))

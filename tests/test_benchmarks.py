@@ -34,7 +34,8 @@ def test_networks_are_those_of_the_simulations(network, ours, program):
 
 
 KERNEL = {"network": "mlp-100", "n": 8, "device": "cpu"}
-FEATURES = {"num_features": 50, "method": "subsample", "n": 4, "device": "cpu"}
+FEATURES = {"network": "simple-cnn", "num_features": 50, "method": "subsample", "n": 4}
+FEATURES |= {"device": "cpu"}
 SOLVE = {"part": "solve", "n": 9, "steps": [20], "loops": [20], "num_features": 200}
 SLOW = [
     ("kernel", KERNEL | {"method": "torch.func"}),
