@@ -576,7 +576,8 @@ def one_exchange() -> str:
 
 
 def federation_minutes() -> str:
-    names = {"one-exchange": "one exchange", "fedavg": "FedAvg", "scaffold": "SCAFFOLD",
+    names = {"one-exchange": "one exchange, p = 1,000", "fedavg": "FedAvg", "scaffold": "SCAFFOLD",
+             "one-exchange-20000": "one exchange of 20,000 images, p = 2,000",
              "ntk-fl": "NTK-FL"}  # fmt: skip
     rows = []
     for row in rounds_of("federation_minutes").to_dict("records"):

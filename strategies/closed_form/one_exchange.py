@@ -139,6 +139,10 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         super().load_state_dict(state)
         self.released = self.released or bool(self.epsilon)
 
+    def evaluates_in(self, server_round: int) -> bool:
+        """Whether a round is evaluated; before the first exchange the last layer is random."""
+        return server_round > 0 and super().evaluates_in(server_round)
+
     def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
         """Return what all clients' sums have to be."""
         num_classes, width = self.shape

@@ -343,7 +343,7 @@ class BaseStrategy(MaskOptions, Sampling):
         return self.messages(nodes, MessageType.EVALUATE, arrays, config)
 
     def evaluates_in(self, server_round: int) -> bool:
-        """Whether clients evaluate in a round."""
+        """Whether clients, and a run's server, evaluate in a round; round 0 is before the first."""
         is_last = self.finished or server_round == self._last_round
         return is_last or server_round % self.evaluate_every == 0
 
