@@ -21,7 +21,8 @@ import torch
 from common import machine, make, measured, options, timed, use_checkout, write
 from torch import Tensor, nn
 
-CASES = [("factors", 32, 3), ("opacus", 32, 3), ("vmap, 16 at a time", 32, 3), ("factors", 128, 2)]
+WAYS = ("factors", "opacus", "vmap, 16 at a time")
+CASES = [(way, batch, times) for batch, times in ((32, 3), (128, 2)) for way in WAYS]
 Norms = Callable[[Tensor, Tensor], Tensor]
 
 

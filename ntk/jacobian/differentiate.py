@@ -219,14 +219,10 @@ def differentiate_in_chunks(
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     outputs = outputs if objective is None else [0]
     attention = separate_projections(model) if structure == "factored" else nullcontext()
-    with (
-        _evaluation_mode(model),
-        no_fast_path(model),
-        attention,
-        torch.enable_grad(),
-        full_float32(),
-    ):
-        key = _key(model, x, structure, outputs)
+    with _evaluation_mode(model), ExitStack() as stack:
+        key = _key(model, x, structure, outputs)  # before attention gets its projections
+        for context in (no_fast_path(model), attention, torch.enable_grad(), full_float32()):
+            stack.enter_context(context)
         plan = _PLANS.get(key) or _Plan.make(model, x, structure, outputs)
         work = 2 * plan.row.nbytes + plan.workspace + more_bytes
         size = chunk_size or max(1, min(MAX_CHUNK, chunk_bytes // work))

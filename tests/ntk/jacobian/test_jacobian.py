@@ -308,7 +308,7 @@ def test_a_kept_plan_serves_at_other_weights_and_single_outputs_can_be_different
     """Each of two networks of one structure gets the Jacobian that it gets on its own."""
     model, x = make(case)
     jacobian(model, x)
-    assert len(kept_plans) <= 1
+    assert len(kept_plans) == (case != "lstm")  # which holds references to its weights
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.ones_like(parameter))
