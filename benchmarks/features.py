@@ -12,11 +12,13 @@
   batches of 32). 2,000 training images choose ridge and bandwidth, or rate and epochs, by accuracy;
   then all 10,000 are fitted. Only the last accuracy is on the test images. Three seeds.
 
-Each row of results/features.csv is one measurement; rows of other cases stay as they are.
+Each row of results/features.csv is one measurement; rows of other cases stay as they are. The
+machine in results/features.json is that of `speed`.
 """
 
 import argparse
 import copy
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -213,8 +215,12 @@ def main() -> None:
     options = parser.parse_args()
     options.cifar10 = f"hf:{options.data_dir}/CIFAR10-jpeg"
     torch.set_num_threads(1)
-    print(machine("cpu"), flush=True)
+    here = machine("cpu")
+    print(here, flush=True)
     path = RESULTS / "features.csv"
+    if "speed" in options.parts:
+        text = json.dumps({"machine": here}, indent=2) + "\n"
+        path.with_suffix(".json").write_text(text, encoding="utf-8")
     for part in options.parts.split(","):
         for found in PARTS[part](options):
             row = {"part": part, "features": 0, "seed": 0, **found}

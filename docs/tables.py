@@ -856,6 +856,17 @@ def speed() -> str:
             )
             found = f"{own['forward-passes']:g} forward passes"
             rows.append((f"tangent features of one logit, {case}", found, beside, "entk_features"))
+    rates = rounds_of("features").query("part == 'speed'").set_index(["dataset", "case"])
+    for (dataset, case), rate in rates["images a CPU second"].items():
+        if case != "SimpleCNN":
+            passes = rates["images a CPU second"][dataset, "SimpleCNN"] / rate
+            what = {"scattering": "scattering", "cosines": "8,000 cosines of scattering"}[case]
+            found = f"{passes:.1f} forward passes of SimpleCNN, {rate:.0f} images a CPU second"
+            rows.append((f"{what}, {dataset}", found, "", "features"))
+    for row in rounds_of("many_clients").to_dict("records"):
+        what = f"a visit of a client of FedAvg, {row['clients']:,} clients, 100 in a round"
+        found = f"{row['first-ms']:.1f} ms at first, {row['last-ms']:.1f} after {row['rounds']} rounds"
+        rows.append((what, found, "", "many_clients"))
     for case, times in tct["solve"]["times-faster-than-the-loop"].items():
         what = f"a client of TCT, p = 100,000, {case}"
         rows.append((what, f"{times:.0f} times faster", "one step after another", "tct"))
