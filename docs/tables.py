@@ -865,7 +865,8 @@ def speed() -> str:
             rows.append((f"{what}, {dataset}", found, "", "features"))
     for row in rounds_of("many_clients").to_dict("records"):
         what = f"a visit of a client of FedAvg, {row['clients']:,} clients, 100 in a round"
-        found = f"{row['first-ms']:.1f} ms at first, {row['last-ms']:.1f} after {row['rounds']} rounds"
+        first, last = (f"{row[key]:.1f} ms" for key in ("first-ms", "last-ms"))
+        found = f"{first} in the first tenth of {row['rounds']} rounds, {last} in the last"
         rows.append((what, found, "", "many_clients"))
     for case, times in tct["solve"]["times-faster-than-the-loop"].items():
         what = f"a client of TCT, p = 100,000, {case}"
