@@ -59,13 +59,7 @@ def measure(federation: Federation, method: str, data_dir: str, cap: float) -> d
     """Run a method until the target or the cap, and return its row."""
     row: dict[str, Any] = {"method": method, "load": os.getloadavg()[0], "seconds": ""}
     out = str(federation.folder / f"results-{method}")
-    settings = {
-        **COMMON,
-        **METHODS[method],
-        "method": method.partition(",")[0],
-        "data-dir": data_dir,
-        "out": out,
-    }
+    settings = {"method": method, **COMMON, **METHODS[method], "data-dir": data_dir, "out": out}
     begin = time.monotonic()
     submission = federation.submit(APP, settings)
     ended = False
@@ -85,6 +79,8 @@ def measure(federation: Federation, method: str, data_dir: str, cap: float) -> d
         with contextlib.suppress(RunFailed):  # it may end by itself just now
             federation.flwr("stop", run[1], CONNECTION)
     submission.process.wait()
+    if "accuracy" not in row and ended:
+        raise RuntimeError(submission.text[-2000:])
     print(row, flush=True)
     return row
 
