@@ -37,8 +37,8 @@ AUTHORS_SECONDS = 208  # the authors' program, 5 clients x 200 examples, on four
 def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, Any]:
     """Measure one round."""
     use_checkout()
-    from fedntk.ntk import Jacobian, JacobianUpload, evolve, jacobian, loss_value, one_hot
-    from fedntk.ntk.evolution.candidates import stack_candidates
+    from fedntk.ntk import Jacobian, JacobianUpload, jacobian, loss_value, one_hot
+    from fedntk.ntk.evolution import Candidates, GradientFlow
 
     x, labels, sizes = fashion_mnist(data_dir, clients)
     torch.manual_seed(0)
@@ -72,22 +72,20 @@ def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, An
         outputs = torch.cat([u.outputs for u in uploads]).to(device)
         of_all = torch.cat([u.targets for u in uploads]).to(device)
         mark("stacking-s")
-        evolution = evolve(
-            whole,
-            outputs,
-            of_all,
+        flow = GradientFlow(
             loss="cross-entropy",
             learning_rate=0.01,
             steps=STEPS,
             kernel="full" if kernel == "full" else "mean",
             memory_budget=0 if kernel == "mean, unbuilt" else None,
         )
-        parts["kernel-products"] = evolution.kernel_products
+        candidates = Candidates.of(weights, whole, outputs, of_all, flow)
+        parts["kernel-products"] = candidates.evolution.kernel_products
         mark("kernel-and-evolution-s")
-        candidates = stack_candidates(weights, [whole.vjp(r) for r in evolution.residuals])
         losses = []
         for row in range(len(STEPS)):
-            model.load_state_dict({k: torch.from_numpy(w[row]) for k, w in candidates.items()})
+            own = candidates.weights_at(row)
+            model.load_state_dict({k: torch.from_numpy(w) for k, w in own.items()})
             total = 0.0
             for x, y in zip(pictures, targets, strict=True):
                 with torch.no_grad():

@@ -1,6 +1,8 @@
 """The benchmarks' networks are the simulations', and each measurement can be made."""
 
 import argparse
+import ast
+import importlib
 import json
 import sys
 
@@ -31,6 +33,17 @@ def test_networks_are_those_of_the_simulations(network, ours, program):
     assert model(x).shape == (2, 10)
     if not network.startswith("resnet"):
         assert sizes(program("stock_app/stock").network(network)) == sizes(ours())
+
+
+def test_what_benchmarks_import_is_there():
+    """They import it when they measure, which most of them do in no test."""
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedntk"):
+                module = importlib.import_module(node.module)
+                for own in node.names:  # a submodule, or what the module has or makes when asked
+                    if not hasattr(module, own.name):
+                        importlib.import_module(f"{node.module}.{own.name}")
 
 
 KERNEL = {"network": "mlp-100", "n": 8, "device": "cpu"}
