@@ -4,7 +4,8 @@ SimpleCNN and ResNet-18 with GroupNorm, on random pictures: 100,000 coordinates 
 2022, of 421,642 and 11.2 million) and 1,000; and sketches and a projection of the whole gradient.
 The floor is one backward pass for the sum over a batch, which gives no example's features: nothing
 that differentiates all examples can be faster. `forward-passes` is the time over that of a forward
-pass of the same examples in batches of 64, measured in the same process.
+pass of the same examples in batches of 64, measured in the same process. On a CPU there is one
+thread.
 
     python benchmarks/entk_features.py [--device cpu]
 
@@ -54,6 +55,7 @@ def child(network: str, num_features: int, method: str, n: int, device: str) -> 
     use_checkout()
     from fedntk.ntk import entk_features
 
+    torch.set_num_threads(1)
     model, x = make(network, n, device)
     total = sum(p.numel() for p in model.parameters())
     drawn = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:num_features]
@@ -90,6 +92,7 @@ def child(network: str, num_features: int, method: str, n: int, device: str) -> 
 def main() -> None:
     """Measure all, write, print the ratios."""
     device = options(__doc__, child).device
+    torch.set_num_threads(1)
     rows = measured(
         __file__,
         [

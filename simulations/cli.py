@@ -63,6 +63,7 @@ def run_command(
         Path | None, Option(metavar="FOLDER", help="Go on with the interrupted run in this folder.")
     ] = None,
     out: Annotated[str, Option(help="Folder of the results.")] = "",
+    seed: Annotated[int | None, Option(help="Seed, as --set seed=N.")] = None,
     settings: Settings = None,
     engine: EngineOption = "local",
     workers: Workers = 1,
@@ -90,6 +91,7 @@ def run_command(
     from .report.results import read_records
 
     overrides = _parse_settings(settings, conf or (resume and resume / "config.toml"))
+    overrides |= {} if seed is None else {"seed": seed}
     if resume is not None:
         if conf is not None or out or again:
             raise ConfigError("--resume FOLDER takes its settings and folder from that run")
