@@ -230,7 +230,8 @@ class Exchanges(Declared, FedAvg):
                 sent.take(reply)
                 answers.append(reply)
             except BadReply as error:
-                logger.log(WARNING, "dropped an answer to %s: %s", kind, error)
+                node = reply.metadata.src_node_id
+                logger.log(WARNING, "dropped node %d's answer to %s: %s", node, kind, error)
         return answers
 
     def _sent(self, messages: list[Message], timeout: float) -> Iterable[Message]:
@@ -305,6 +306,7 @@ class Exchanges(Declared, FedAvg):
         is_train = not stage.startswith(MessageType.EVALUATE)
         wanted = self._wanted if stage == MessageType.TRAIN else None
         parsed, rejected = list[tuple[Reply, T]](), Counter[str]()
+        of_training = self.last_refusal
 
         def take(message: Message) -> None:
             try:
@@ -334,6 +336,8 @@ class Exchanges(Declared, FedAvg):
                     self._seeds.forget(node)
         for message in contents if wanted is None else ():
             take(message)
+        if not is_train:
+            self.last_refusal = of_training
         used = {reply.node for reply, _ in parsed}
         return self._remaining(parsed, self._claimants - used), rejected
 
