@@ -233,7 +233,7 @@ def digest(message: Message) -> bytes:
 
 def hear(grid: LiarsGrid, record: logging.LogRecord) -> None:
     """Hear from the log which nodes' replies were dropped, and why."""
-    if "reply of node %d" in str(record.msg) and isinstance(record.args, tuple):
+    if "node %d" in str(record.msg) and isinstance(record.args, tuple):
         node, error = record.args
         grid.note(int(node), getattr(error, "reason", "other"))
 

@@ -231,7 +231,7 @@ class Exchanges(Declared, FedAvg):
                 answers.append(reply)
             except BadReply as error:
                 node = reply.metadata.src_node_id
-                logger.log(WARNING, "dropped node %d's answer to %s: %s", node, kind, error)
+                logger.log(WARNING, "dropped an answer to %s, of node %s: %s", kind, node, error)
         return answers
 
     def _sent(self, messages: list[Message], timeout: float) -> Iterable[Message]:
