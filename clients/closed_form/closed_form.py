@@ -32,6 +32,7 @@ from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
 
 OF_SECURE_SUMS = get_args(SumStep)
+Records = dict[str, Arrays]
 BESIDE = ("steps", "secure-sum", "total")  # records beside the network's
 
 
@@ -78,52 +79,54 @@ class ClosedFormClient(SumsClient):
         if task is not None and step in OF_SECURE_SUMS and step != "masked":
             return NamedArrays({"arrays": self.answer_sum(step, task, records, config)}), count, {}
         weights, beside = self._load_network(parameters)
+        sums, fixed_point, train_loss = self._sum_up(task, x, targets, beside, config)
+        if task is None:
+            arrays: Arrays = sums.to_arrays()
+        elif step == "masked":
+            message = beside["secure-sum"]
+            sums = self.add_noise(sums, task, message, config) if private else sums
+            key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
+            arrays = self.mask(sums, task, message, config, key=key, fixed_point=fixed_point)
+        else:
+            if private:
+                with self.given(task, config) as given:
+                    self.note_sum(given, task, config)
+            arrays = sums.to_arrays(fixed_point)
+        return NamedArrays({"arrays": arrays}), count, {} if private else {"train-loss": train_loss}
+
+    def _sum_up(
+        self, task: SumTask | None, x: Tensor, targets: Tensor, beside: Records, config: Config
+    ) -> tuple[Any, FixedPoint | None, float]:
+        """Return sums or class means, how features are rounded, and the received network's loss."""
         feature_map, num_classes = FeatureMap.from_config(config), targets.shape[1]
         feature_map.require_outputs(self.model, num_classes)
         both = feature_map.extractor_with_outputs(self.model)
-        outputs: list[Tensor] = []
-        seen: list[Tensor] = []  # targets, in the order of the outputs
-        layer = config.get(RESIDUAL_LAYER)
-        blocks = [m for m in self.model.modules() if isinstance(m, ResidualFeatures)]
+        width, layer = feature_map.width(self.model), config.get(RESIDUAL_LAYER)
+        outputs, seen = list[Tensor](), list[Tensor]()  # scores, and their targets
+        if layer is not None:
+            _, blocks = ResidualFeatures.find(self.model, width)
+            width += blocks.directions.shape[2]
 
         def features(part: Tensor) -> Tensor:
             z, scores = both(part)
             outputs.append(scores)
-            z = z if layer is None else blocks[0].beside(z, int(layer))
-            return z if task is None or not private else bound_rows(z, task.radius)
+            z = z if layer is None else blocks.beside(z, int(layer))
+            return bound_rows(z, task.radius) if task is not None and task.epsilon else z
 
         def in_chunks(chosen: Tensor | slice) -> Iterator[Tensor]:
             seen.append(targets[chosen])
             return map(features, x[chosen].split(self.batch_size_eval))
 
-        arrays: Arrays
+        fixed_point = None
         if task is None:
             seen.append(targets)
-            arrays = Prototypes.of(features, x, targets.argmax(1), num_classes).to_arrays()
+            found = Prototypes.of(features, x, targets.argmax(1), num_classes)
         else:
-            width = feature_map.width(self.model)
-            width += 0 if layer is None else blocks[0].directions.shape[2]
-            fixed_point = fixed_point_in(beside, task.bits, width)
-            if private:
+            fixed_point, share = fixed_point_in(beside, task.bits, width), task.validation_share
+            if task.epsilon:  # whatever the server says
                 fixed_point = FixedPoint(np.ones(width, np.float32), task.bits)
-            sums = self.add_up(
-                in_chunks, targets, width, share=task.validation_share, fixed_point=fixed_point
-            )
-            if private and step == "statistics":
-                with self.given(task, config) as given:
-                    self.note_sum(given, task, config)
-            if private and step == "masked":
-                sums = self.add_noise(sums, task, beside["secure-sum"], config)
-            if step == "masked":
-                key = ConvexTask.key_of(feature_map, weights)
-                message = beside["secure-sum"]
-                arrays = self.mask(sums, task, message, config, key=key, fixed_point=fixed_point)
-            else:
-                arrays = sums.to_arrays(fixed_point)
-        if private:
-            return NamedArrays({"arrays": arrays}), count, {}
-        train_loss = loss_value(torch.cat(outputs), torch.cat(seen), self.loss)
-        return NamedArrays({"arrays": arrays}), count, {"train-loss": train_loss}
+            found = self.add_up(in_chunks, targets, width, share=share, fixed_point=fixed_point)
+        return found, fixed_point, loss_value(torch.cat(outputs), torch.cat(seen), self.loss)
 
     def require_private(self, task: SumTask | None) -> None:
         """Refuse sums with less noise than the client agrees to."""
@@ -193,7 +196,7 @@ class ClosedFormClient(SumsClient):
         self._load_own_network(parameters, config)
         return super().predictor(get_weights(self.model), config)
 
-    def _load_network(self, parameters: Parameters) -> tuple[Parameters, dict[str, Arrays]]:
+    def _load_network(self, parameters: Parameters) -> tuple[Parameters, Records]:
         """Load the received network; return its weights, and the records beside it."""
         records = dict(getattr(parameters, "records", {}))
         beside = {name: records.pop(name, {}) for name in BESIDE}
@@ -213,22 +216,15 @@ class ClosedFormClient(SumsClient):
             return {}
         task, feature_map = SumTask.from_config(config), FeatureMap.from_config(config)
         x, targets = self.training_examples(config)
-        width, extract = feature_map.width(self.model), feature_map.extractor(self.model)
-        fixed = fixed_point_in(beside, task.bits, width)
-
-        def features(chosen: Tensor | slice) -> Iterator[Tensor]:
-            return map(extract, x[chosen].split(self.batch_size_eval))
-
-        share = task.validation_share
-        own: Any = self.add_up(features, targets, width, share=share, fixed_point=fixed)
-        expected = SumFormat(width, targets.shape[1], None, fixed)
+        own, fixed, _ = self._sum_up(task, x, targets, beside, config)
+        expected = SumFormat(own.width, targets.shape[1], None, fixed)
         total = SplitStatistics.from_arrays(beside["total"], expected)
         if fixed is not None:
             own, total = own.scaled(fixed), total.scaled(fixed)
         _, layer = feature_map.last_layer(self.model)
         linear, weight = personal_model(total, own, task.ridge, bias=layer.bias is not None)
         with torch.no_grad():
-            layer.weight.copy_(linear[:width].T)
+            layer.weight.copy_(linear[: own.width].T)
             if layer.bias is not None:
-                layer.bias.copy_(linear[width])
+                layer.bias.copy_(linear[own.width])
         return {"personal-weight": weight}

@@ -8,6 +8,8 @@ This package's reading: B_t is standard normal, and Phi_t is scaled to length 1 
 multiplied, so that sigma bends features of any scale alike. Theirs has a bias.
 """
 
+from typing import Self
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,17 @@ class ResidualFeatures(nn.Module):
         drawn = generator.standard_normal((num_layers, size, width), dtype=np.float32)
         self.register_buffer("directions", torch.from_numpy(drawn), persistent=False)
         self.omegas = nn.ParameterList(torch.zeros(width, size) for _ in range(num_layers))
+
+    @classmethod
+    def find(cls, network: nn.Module, size: int) -> tuple[str, Self]:
+        """Return name and module of the one in a network, of `size` features."""
+        found = [(name, m) for name, m in network.named_modules() if isinstance(m, cls)]
+        if len(found) != 1 or found[0][1].directions.shape[1] != size:
+            raise ValueError(
+                f"network: expected one ResidualFeatures of {size} features, got {len(found)}; "
+                "make the network with fedntk.ntk.with_residual_features"
+            )
+        return found[0]
 
     def hidden(self, inputs: Tensor, layer: int) -> Tensor:
         """Return sigma(Phi_t B_t), shape (n, m)."""

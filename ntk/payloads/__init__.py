@@ -4,14 +4,7 @@ from .agreement import Agreement
 from .compression import UNQUANTISED, CompressionOptions, check_compression
 from .convex_task import ConvexOptions, ConvexTask, MessageTask
 from .ensemble_arrays import EnsembleArrays
-from .feature_statistics import (
-    FeatureStatistics,
-    SumFormat,
-    SumStep,
-    packed_size,
-    sums_digest,
-    word_dtype,
-)
+from .feature_statistics import FeatureStatistics, SumFormat, SumStep, packed_size, sums_digest
 from .feature_upload import FeatureUpload
 from .jacobian_parcel import JacobianParcel
 from .leave_one_out import screen_harmful
@@ -74,5 +67,4 @@ __all__ = [
     "screen_uploads",
     "sums_digest",
     "to_npy",
-    "word_dtype",
 ]

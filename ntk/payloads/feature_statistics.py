@@ -43,6 +43,14 @@ class SumFormat(NamedTuple):
     fixed_point: FixedPoint | None = None
     noisy: bool = False  # whole numbers with noise, which are not sums of any examples
 
+    def dtype(self, num_examples: int) -> Any:
+        """Return the dtype in which sums over so many examples travel."""
+        return np.int64 if self.noisy else _wire_dtype(num_examples, self.fixed_point)
+
+    def word_dtype(self, num_examples: int) -> np.dtype[Any]:
+        """Return uint32 if it holds sums over the examples, else uint64."""
+        return np.dtype(f"u{np.dtype(self.dtype(num_examples)).itemsize}")
+
 
 @dataclass(frozen=True, eq=False)
 class FeatureStatistics:
@@ -143,6 +151,11 @@ class FeatureStatistics:
         return int(self.class_sums.shape[1])
 
     @property
+    def everyone(self) -> Self:
+        """The sums themselves: of :class:`SplitStatistics` those over both parts."""
+        return self
+
+    @property
     def diagonal(self) -> NDArray[Any]:
         """Diagonal of the Gram matrix, shape (p,)."""
         if self.gram.ndim == 2:
@@ -225,7 +238,7 @@ class FeatureStatistics:
         width, num_classes, weights, fixed_point, noisy = expected
         w = np.ones(num_classes) if weights is None else weights
         n = require_counts(counts, num_classes, num_examples)
-        dtype = np.int64 if noisy else _wire_dtype(n, fixed_point)
+        dtype = expected.dtype(n)
         few = _are_few(n, width, fixed_point)
         shape, limit = ((n, width), 1e150) if few else ((packed_size(width),), 1e300)
         limit, of_sums = (2**53, 2**53) if noisy else (limit, np.inf)
@@ -273,8 +286,7 @@ class FeatureStatistics:
         sizes = np.cumsum([packed_size(expected.width), math.prod(shape)])
         gram, class_sums, counts = np.split(numbers, sizes)
         n = require_counts(counts.astype(np.int64), expected.num_classes, num_examples)
-        dtype, limits = _wire_dtype(n, expected.fixed_point), np.iinfo(np.int32)
-        dtype = np.int64 if expected.noisy else dtype
+        dtype, limits = expected.dtype(n), np.iinfo(np.int32)
         if dtype == np.int32 and (numbers.min() < limits.min or numbers.max() > limits.max):
             raise BadReply("range", f"sums over {n} examples do not fit in int32")
         sums = gram.astype(dtype, copy=False), class_sums.astype(dtype).reshape(shape)
@@ -292,11 +304,6 @@ def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | N
     if num_examples not in (None, total):
         raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
     return total
-
-
-def word_dtype(num_examples: int, fixed_point: FixedPoint | None) -> Any:
-    """Return uint32 if it holds sums over the examples, else uint64."""
-    return np.dtype(f"u{np.dtype(_wire_dtype(num_examples, fixed_point)).itemsize}")
 
 
 def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:

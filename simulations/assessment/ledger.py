@@ -7,7 +7,6 @@ import numpy as np
 
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.payloads import FeatureStatistics
-from fedntk.strategies.core.client_ledger import KeptClients
 
 from ..config.settings import ConfigError
 from ..report.results import Run
@@ -57,9 +56,8 @@ def ledger(run: Run | str | Path, *, shapley: int = 0) -> "pd.DataFrame":
         strategy.validation = strategy.validation or setup.data.train(setup.split.validation)
         if not len(strategy.validation[1]):
             raise ConfigError("ledger: harm is judged on validation-examples, got 0 of them")
-        clients = KeptClients(strategy, sorted({*strategy.summed, *strategy.removed}))
-        fixed_point = strategy.kept_without((), strategy.removed)[1]
-        made, examples = strategy.ledger(checkpoint.arrays, strategy.ridge_used, fixed_point)
+        clients = strategy.kept_clients(list(strategy.kept_without((), strategy.removed)))
+        made, examples = strategy.ledger(checkpoint.arrays, strategy.ridge_used)
         total = FeatureStatistics.join(clients[client] for client in strategy.summed)
         linear, rows = made.solve(total), []
         for client, own in clients.items():
@@ -79,7 +77,7 @@ def ledger(run: Run | str | Path, *, shapley: int = 0) -> "pd.DataFrame":
         scores = examples.scores(harms.to_numpy(), counts, equations, made.ridge)
         table = table.assign(harm=harms, score=scores)
         if shapley:
-            summed = KeptClients(strategy, strategy.summed)
+            summed = strategy.kept_clients(strategy.summed)
             found = made.shapley(summed, shapley, np.random.default_rng(0))
             for name, values in zip(("shapley", "shapley-error"), found, strict=True):
                 table[name] = table["client"].map(dict(zip(summed, values, strict=True)))

@@ -55,13 +55,7 @@ class DeepAFL(AFL):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = [m for m in self.network.named_modules() if isinstance(m[1], ResidualFeatures)]
-        if len(found) != 1 or found[0][1].directions.shape[1] != self.shape[1]:
-            raise ValueError(
-                f"network: expected one ResidualFeatures of {self.shape[1]} features, got "
-                f"{len(found)}; make the network with fedntk.ntk.with_residual_features"
-            )
-        ((name, blocks),) = found
+        name, blocks = ResidualFeatures.find(self.network, self.shape[1])
         prefix = f"{name}." if name else ""
         self.omegas = [f"{prefix}omegas.{t}" for t in range(len(blocks.directions))]
         self.block_width = int(blocks.directions.shape[2])

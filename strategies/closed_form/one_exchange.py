@@ -18,7 +18,7 @@ import itertools
 import operator
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations, SumNoise, solve_noisy
-from fedntk.ntk.features import MOST_BITS, FixedPoint
+from fedntk.ntk.features import MOST_BITS
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import (
     UNQUANTISED,
@@ -45,9 +45,8 @@ from ..core.asynchronous import AsynchronousStrategy
 from ..core.averaging import record_of
 from ..core.client_ledger import LedgerStrategy
 from ..core.exchange import Aggregated
-from ..core.feature_sums import Sums, SumsStrategy, refuse_first
+from ..core.feature_sums import Sums, SumsStrategy, add_up, refuse_first
 from ..core.replies import Reply, screen_own_sizes
-from ..core.secure_sums import SecureSums
 from .closed_form import ClosedFormStrategy, Layer
 
 AT_ONCE = 2**26  # bytes of replies in memory, if they can be added as they come
@@ -86,17 +85,13 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
     total_sent: dict[str, NDArray[Any]] = state(dict)  # sums over all clients, if `personal`
     released: bool = state(bool, reset=False)  # whether there are sums with noise
     epsilon_of_survivors: float = state(float)
-    steps: FixedPoint | None = state(lambda: None, saved=False)
     total: dict[str, NDArray[Any]] = state(dict)  # sums over all counted clients, if asynchronous
     changed: bool = state(bool)  # whether clients were taken out of it since the last solution
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_validation()
-        self._secure: SecureSums | None = None
         self._survivors: int | None = None
-        if self.secure_aggregation:
-            self._secure = SecureSums(self)
         if self.auto_ridge and not self.validation_share and self.validation is None:
             raise ValueError(
                 "auto_ridge: expected validation examples or a validation_share, got neither"
@@ -143,11 +138,12 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         """Whether a round is evaluated; before the first exchange the last layer is random."""
         return server_round > 0 and super().evaluates_in(server_round)
 
-    def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
-        """Return what all clients' sums have to be."""
+    @property
+    def sum_format(self) -> SumFormat:
+        """What all clients' sums have to be."""
         num_classes, width = self.shape
         noisy = bool(self.epsilon and self.secure_aggregation)
-        return SumFormat(width, num_classes, None, fixed_point, noisy)
+        return SumFormat(width, num_classes, None, self.fixed_point, noisy)
 
     def normal_equations(
         self, sums: FeatureStatistics, normaliser: Normaliser | None = None
@@ -160,7 +156,7 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         """Refuse a layer that the server lacks the memory to solve for."""
         one = self.upload_bytes()
         held = self.min_available_nodes * one
-        if self.bits != UNQUANTISED and self._secure is None:  # replies are added as they come
+        if self.bits != UNQUANTISED and self.secure is None:  # replies are added as they come
             held = min(held, max(one, AT_ONCE))
         require_memory(
             (36 + 4 * bool(self.validation_share)) * self.width**2 + 2 * held,
@@ -170,18 +166,16 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
 
     # -------------------------------------------------------------------------- asking
 
-    def choose_steps(self, arrays: ArrayRecord) -> FixedPoint | None:
+    def choose_steps(self, arrays: ArrayRecord) -> NDArray[np.float32]:
         """Choose the steps of fixed-point numbers: 1 for rows that clients scale to the radius."""
-        if self.epsilon:
-            return FixedPoint(np.ones(self.width, np.float32), self.bits)
-        return super().choose_steps(arrays)
+        return np.ones(self.width, np.float32) if self.epsilon else super().choose_steps(arrays)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask all clients for their sums, or for the public keys of a secure sum."""
         if self.asynchronous:
-            self.steps, self.solved = self.steps or self.choose_steps(arrays), False
+            self.solved = False
         elif not self.solved:
             if self.released:
                 raise ValueError(
@@ -189,7 +183,9 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
                     "run was cut off, and a second release adds to epsilon; make a new strategy, "
                     "in another folder, and add up the epsilons of both"
                 )
-            self.steps, self.summed, self.removed = self.choose_steps(arrays), (), ()
+            self.summed, self.removed = (), ()
+        if not (self.solved or self.total):
+            self.steps = self.choose_steps(arrays)
         return super().configure_train(server_round, arrays, config, grid)
 
     def content_for(
@@ -199,26 +195,22 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         evaluating = stage != MessageType.TRAIN
         if evaluating and not (self.total_sent or self.epsilon):
             return super().content_for(client, stage, arrays, config)
-        secure = None if evaluating else self._secure
+        secure = None if evaluating else self.secure
+        options = (*SumOptions.options(), *NoiseOptions.options())
         task = SumTask(
             step="statistics" if secure is None else secure.step,
             run_key=self.run_key,
-            bits=self.bits,
-            validation_share=self.validation_share,
             ridge=self.ridge_used,
-            **{name: getattr(self, name) for name in NoiseOptions.options()},
+            **{name: getattr(self, name) for name in options},
         )
         own = ConfigRecord({**config, **task.to_config()})
         if task.step not in ("statistics", "masked"):  # the exchanges that need no network
             arrays = ArrayRecord()
         content = super().content_for(client, stage, arrays, own)
-        if evaluating and not self.total_sent:
-            return content
-        if evaluating:
-            self.steps = self.steps or self.choose_steps(arrays)
+        if evaluating and self.total_sent:
             content["total"] = record_of(self.total_sent)
-        if self.steps is not None and arrays:
-            content["steps"] = record_of({"step": self.steps.step})
+        if len(self.steps) and arrays and (self.total_sent or not evaluating):
+            content["steps"] = record_of({"step": self.steps})
         if secure is not None and (record := secure.record_for(client)) is not None:
             content["secure-sum"] = record
         return content
@@ -228,25 +220,24 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
     def parse(self, reply: Reply) -> Sums:
         """Check a client's sums; with noise to come, of rows within the radius."""
         n = None if self.epsilon else reply.num_examples
-        sums = self.parse_sums(reply.arrays(), self.steps, n)
-        if isinstance(sums, FeatureStatistics) and self.epsilon:
-            most = sums.num_examples * self.radius**2
-            if sum(sums.diagonal.tolist()) > most:
-                raise BadReply("range", f"gram: expected rows of norm {self.radius} or less")
+        sums = self.parse_sums(reply.arrays(), n)
+        most = sums.everyone.num_examples * self.radius**2
+        if self.epsilon and sum(sums.everyone.diagonal.tolist()) > most:
+            raise BadReply("range", f"gram: expected rows of norm {self.radius} or less")
         return sums
 
     def collect(self, replies: Iterable[Message]) -> tuple[Sequence[Sums], MetricRecord]:
         """Return the sums over all clients, in one or more parts, and the round's metrics."""
-        if self._secure is not None:
+        if self.secure is not None:
             network = [array.numpy() for array in self.global_arrays.values()]
             key = ConvexTask.key_of(self.feature_map, network)
-            total, added, rejected = self.complete_sum(self._secure, replies, key, self.steps)
+            total, added, rejected = self.complete_sum(self.secure, replies, key)
             self.released = self.released or bool(self.epsilon and total is not None)
             self._survivors = len(added)
             return [] if total is None else [total], self.round_metrics(added, rejected)
-        totals = [self.parse_sums(self.total, self.steps)] if self.total else []
+        totals = [self.parse_sums(self.total)] if self.total else []
         added, rejected = list[Reply](), Counter[str]()
-        for part in _parts(replies, self.replies_at_once if self.steps is not None else None):
+        for part in _parts(replies, self.replies_at_once if len(self.steps) else None):
             added += self._add_up(part, totals, rejected)
         added.sort(key=lambda reply: (reply.client, reply.node))
         metrics, counted = self.round_metrics(added, rejected), len(added)
@@ -254,7 +245,7 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
             counted, metrics["clients"] = len(self.counted), len(self.counted)
             if not added and not self.changed:
                 return [], metrics
-            self.total = totals[0].to_arrays(self.steps) if totals else {}
+            self.total = totals[0].to_arrays(self.fixed_point) if totals else {}
             self.changed = False
         if not self.enough(counted):
             return [], metrics
@@ -270,38 +261,45 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
     ) -> list[Reply]:
         """Add some replies to the one total, or begin it; return those that are in it."""
         pairs, refused = self.accepted(part, self.parse, MessageType.TRAIN)
-        if self.steps is None:
+        if not len(self.steps):
             pairs = self.apply_screen(pairs, refused, screen_own_sizes)
         if self.asynchronous:
             pairs = self.count_once(pairs, refused)
         rejected += refused
-        self.keep({reply.client: own for reply, own in pairs}, self.steps)
+        self.keep({reply.client: own for reply, own in pairs})
         if pairs:
-            totals[:] = [functools.reduce(operator.add, [own for _, own in pairs], *totals)]
+            totals[:] = [add_up([*totals, *(own for _, own in pairs)])]
         for reply, _ in pairs:
             reply.release()
         return [reply for reply, _ in pairs]
 
-    def take_out(self, clients: set[int]) -> None:
-        """Take clients' kept sums out of the total; if a disk was full, what was not kept stays."""
-        if clients:
-            self.require_kept_sums()
-        if not (kept := sorted(clients & set(self.summed))):
+    def leave(self, clients: Collection[int]) -> None:
+        """Take what some clients sent out of the sum, and ask them no more.
+
+        It needs keep_sums; of a node that is gone, what it sent stays otherwise, as does what a
+        full disk did not keep. Call it between rounds of an asynchronous run, such as in
+        `evaluate_fn`. Remove clients from `left` to let them back. After a run, and in others,
+        there is `without`.
+        """
+        self.left |= set(clients)
+        if not (counted := self.counted & set(clients)):
             return
-        super().take_out(set(kept))
-        sums, steps = self.read_kept(kept)
-        total = functools.reduce(operator.sub, sums, self.parse_sums(self.total, steps))
-        self.total = total.to_arrays(steps) if self.counted else {}
-        self.summed = tuple(client for client in self.summed if client not in kept)
+        kept = self.kept(sorted(counted & set(self.summed)))
+        if not kept:
+            return
+        self.counted -= set(kept)
+        total = functools.reduce(operator.sub, kept.values(), self.parse_sums(self.total))
+        self.total = total.to_arrays(self.fixed_point) if self.counted else {}
+        self.summed = tuple(client for client in self.summed if client not in kept.clients)
         self.changed = True
 
     def last_layer(self, sums: Sequence[Sums]) -> Layer:
         """Return weights (C, p) and biases (C,) of the joint solution."""
-        total = functools.reduce(operator.add, sums)
-        self.total_sent = total.to_arrays(self.steps) if self.personal else {}
-        if self.epsilon and isinstance(total, FeatureStatistics):
-            return self._layer_with_noise(total), np.zeros(self.shape[0])
-        _, linear, self.ridge_used = self.solve_sums(total, self.steps, self.global_arrays)
+        total = add_up(sums)
+        self.total_sent = total.to_arrays(self.fixed_point) if self.personal else {}
+        if self.epsilon:
+            return self._layer_with_noise(total.everyone), np.zeros(self.shape[0])
+        _, linear, self.ridge_used = self.solve_sums(total, self.global_arrays)
         bias = linear[self.width] if self.bias else np.zeros(self.shape[0])
         return linear[: self.width].T.astype(np.float64), bias.astype(np.float64)
 
@@ -311,7 +309,7 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         They are those for rows of norm R, times R: for features of norm 1 scores are near one-hot.
         """
         num_classes, width = self.shape
-        quorum = 0 if self._secure is None else self._secure.quorum
+        quorum = 0 if self.secure is None else self.secure.quorum
         noise, counted = SumNoise.of(self, width, num_classes, quorum), None
         if not quorum:
             self.released = True
@@ -333,30 +331,11 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
                 metrics["ridge"] = self.ridge_used
         return arrays, metrics
 
-    def without(
-        self, clients: Sequence[int], arrays: ArrayRecord, *, restored: Sequence[int] = ()
-    ) -> ArrayRecord:
-        """Return the arrays of the model that never had some clients' examples.
-
-        It is solved anew from the kept sums of the others, one client's in memory at a time, with
-        `auto_ridge` with a ridge chosen anew. So it has the bits of a run that never had these
-        clients, on the same machine; without `bits`, if the same replies are accepted.
-
-        Parameters
-        ----------
-        clients : sequence of int
-            Ids: partitions, if nodes report them. With no id it is the same model again.
-        arrays : ArrayRecord
-            Result of :meth:`start`, of this object or of one whose state this one has loaded.
-        restored : sequence of int
-            Some of the clients that `remove_harmful` has `removed`, which come back.
-        """
-        if odd := sorted(set(restored) - set(self.removed)):
-            raise ValueError(f"restored: expected some of {self.removed}, got {odd}")
-        kept, self.steps = self.kept_without(clients, restored)
+    def solve_again(self, sums: Sums, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays with the layer of these sums in its place."""
         self.global_arrays = arrays
         self.require_memory()
-        return self.with_layer(arrays, [functools.reduce(operator.add, kept)])
+        return self.with_layer(arrays, [sums])
 
 
 def _parts(replies: Iterable[Message], size: int | None) -> Iterator[list[Message]]:

@@ -7,8 +7,8 @@ message is answered once, by the node that was asked, and each client counts onc
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from flwr.app import Message, MessageType, Metadata, RecordDict
 from flwr.serverapp import Grid
@@ -75,39 +75,19 @@ class AsynchronousStrategy(BaseStrategy):
         """Whether the first rounds must bring a reply; an asynchronous run waits for late ones."""
         return not self.asynchronous
 
-    def leave(self, clients: Collection[int]) -> None:
-        """Take what some clients sent out of the sum, and ask them no more.
-
-        It needs keep_sums; of a node that is gone, what it sent stays otherwise. Call it between
-        rounds of an asynchronous run, such as in `evaluate_fn`. Remove clients from `left` to let
-        them back. After a run, and in others, there is `without`.
-        """
-        self.left |= set(clients)
-        self.take_out(self.counted & set(clients))
-
-    def take_out(self, clients: set[int]) -> None:
-        """Take what some counted clients sent out of the sum."""
-        self.counted -= clients
-
     # -------------------------------------------------------------------------- asking
 
     def sample(
-        self,
-        grid: Grid,
-        server_round: int,
-        stage: str,
-        fraction: float,
-        minimum: int,
-        excluded: Collection[int] = (),
+        self, grid: Grid, server_round: int, stage: str, *how: Any, **named: Any
     ) -> list[int]:
         """Return the nodes to ask: of an asynchronous training, those that have yet to answer.
 
         Only its first round waits for nodes. Who joins later is first asked which client it is.
         """
         if not self.asynchronous or stage != MessageType.TRAIN:
-            return super().sample(grid, server_round, stage, fraction, minimum, excluded)
+            return super().sample(grid, server_round, stage, *how, **named)
         if not self.registry.partitions:
-            nodes = super().sample(grid, server_round, stage, fraction, minimum, excluded)
+            nodes = super().sample(grid, server_round, stage, *how, **named)
         else:
             self._grid, nodes = grid, sorted(grid.get_node_ids())
             told = self._ask_partitions(self._new(nodes))
@@ -117,7 +97,7 @@ class AsynchronousStrategy(BaseStrategy):
         unknown = set(self.registry.unknown(nodes))  # go by node ids, which may be others' numbers
         asked_since = time.time() - self._timeout
         busy = {m.dst_node_id for m in self._open.values() if m.created_at >= asked_since}
-        done = {*self.counted, *self.left, *excluded}
+        done = {*self.counted, *self.left, *self.held_out}
         to_ask = [n for n in nodes if n in unknown or self.registry.client(n) not in done]
         return [node for node in to_ask if node not in busy]
 

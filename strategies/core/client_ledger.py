@@ -3,15 +3,12 @@
 Beyond the papers: see :mod:`fedntk.ntk.convex.ledger`.
 """
 
-import functools
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from logging import WARNING
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 
-from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.convex import (
     ClientLedger,
     NormalEquations,
@@ -19,29 +16,12 @@ from fedntk.ntk.convex import (
     are_possible,
     find_harmful,
 )
-from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics
+from fedntk.ntk.payloads import FeatureStatistics
 
-from .exchange import logger
-from .feature_sums import Sums, SumsStrategy
-
-
-class KeptClients(Mapping[int, FeatureStatistics]):
-    """Sums over all examples of some clients, each read from the disk when it is asked for."""
-
-    def __init__(self, strategy: SumsStrategy, clients: Sequence[int]) -> None:
-        self.strategy, self.clients = strategy, clients
-
-    def __getitem__(self, client: int) -> FeatureStatistics:
-        own = next(self.strategy.read_kept([client])[0])
-        return own.everyone if isinstance(own, SplitStatistics) else own
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.clients)
-
-    def __len__(self) -> int:
-        return len(self.clients)
+from .exchange import UNUSABLE, logger
+from .feature_sums import Sums, SumsStrategy, add_up
+from .kept_sums import KeptSums
 
 
 class LedgerStrategy(SumsStrategy):
@@ -75,15 +55,27 @@ class LedgerStrategy(SumsStrategy):
                 "remove_harmful: expected validation, examples on the server, got none"
             )
 
-    def ledger(
-        self, arrays: ArrayRecord, ridge: float, fixed_point: FixedPoint | None
-    ) -> tuple[ClientLedger, ValidationExamples]:
-        """Return the ledger of models with this ridge, and the examples that judge harm.
+    def kept_clients(self, clients: Sequence[int]) -> KeptSums[FeatureStatistics]:
+        """Return the kept sums of clients, over all their examples."""
+        parse = self.parse_sums
+        return KeptSums(self.kept_folder, clients, lambda arrays: parse(arrays).everyone)
 
-        `fixed_point` is what :meth:`read_kept` returns with the sums.
+    def without(
+        self, clients: Sequence[int], arrays: ArrayRecord, *, restored: Sequence[int] = ()
+    ) -> ArrayRecord:
+        """Do as :meth:`.SumsStrategy.without`; clients `restored` come back.
+
+        These are some of those that `remove_harmful` has `removed`.
         """
+        if odd := sorted(set(restored) - set(self.removed)):
+            raise ValueError(f"restored: expected some of {self.removed}, got {odd}")
+        return self.solve_again(add_up(self.kept_without(clients, restored).values()), arrays)
+
+    def ledger(self, arrays: ArrayRecord, ridge: float) -> tuple[ClientLedger, ValidationExamples]:
+        """Return the ledger of models with this ridge, and the examples that judge harm."""
         parts, labels = self.validation_features(arrays)
-        features, classes = torch.cat(list(parts)).cpu(), self.sum_format(None).num_classes
+        features, classes = torch.cat(list(parts)).cpu(), self.sum_format.num_classes
+        fixed_point = self.fixed_point
 
         def equations(sums: FeatureStatistics) -> NormalEquations:
             return self.normal_equations(sums.scaled(fixed_point) if fixed_point else sums)[1]
@@ -97,21 +89,20 @@ class LedgerStrategy(SumsStrategy):
     def without_harmful(self, metrics: MetricRecord) -> list[Sums]:
         """Return the sums of all but the removed clients, none if they are too few."""
         try:
-            kept = KeptClients(self, self.summed)
-            possible = [client for client, own in kept.items() if are_possible(own)]
+            every = self.kept_clients(self.summed).items()
+            possible = [client for client, own in every if are_possible(own)]
             reasons = {k: "no examples have its sums" for k in self.summed if k not in possible}
-            sums, fixed_point = self.read_kept(possible)
-            total = functools.reduce(operator.add, sums)
-            _, _, ridge = self.solve_sums(total, fixed_point, self.global_arrays)
-            ledger, examples = self.ledger(self.global_arrays, ridge, fixed_point)
-            honest = KeptClients(self, possible)
+            total = add_up(self.kept(possible).values())
+            _, _, ridge = self.solve_sums(total, self.global_arrays)
+            ledger, examples = self.ledger(self.global_arrays, ridge)
+            honest = self.kept_clients(possible)
             found = find_harmful(ledger, honest, examples, self.remove_harmful)
             said = "its harm is {:.1f} standard deviations over that of an honest client"
             reasons |= {client: said.format(score) for client, score in found.items()}
             self.removed = tuple(sorted(reasons))
             self.summed = tuple(client for client in self.summed if client not in reasons)
-            total = functools.reduce(operator.add, self.read_kept(self.summed)[0])
-        except (ArithmeticError, ValueError, TypeError, NotEnoughMemory) as error:
+            total = add_up(self.kept(self.summed).values())
+        except (*UNUSABLE, TypeError) as error:  # the latter with no possible sums
             logger.log(WARNING, "no solution (%s): the model stays as it was", error)
             return []
         for client, reason in sorted(reasons.items()):

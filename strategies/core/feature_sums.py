@@ -6,7 +6,8 @@ exactly the model of a run that never had that client.
 
 import contextlib
 import copy
-import itertools
+import functools
+import operator
 import secrets
 from abc import abstractmethod
 from collections import Counter
@@ -21,7 +22,7 @@ from flwr.app import ArrayRecord, Message, MessageType
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import Normaliser, NotEnoughMemory
+from fedntk.ntk import Normaliser, NotEnoughMemory, require_disk
 from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge
 from fedntk.ntk.features import MOST_BITS, FixedPoint
 from fedntk.ntk.options import argument, option, state
@@ -33,7 +34,6 @@ from fedntk.ntk.payloads import (
     SumOptions,
     packed_size,
     sums_digest,
-    word_dtype,
 )
 from fedntk.ntk.predictors.network import load_arrays
 
@@ -46,7 +46,6 @@ from .secure_sums import SecureSums, WordFormat
 
 Sums = FeatureStatistics | SplitStatistics
 Arrays = dict[str, NDArray[Any]]
-STEP = "step"  # of fixed-point numbers, among what is kept of a client
 CHUNK_BYTES = 128 * 2**20  # of the validation examples' features
 
 
@@ -55,10 +54,12 @@ class SumsStrategy(SumOptions, ResendingStrategy):
 
     Attributes
     ----------
-    kept_sums : KeptSums or None
-        Each client's sums on disk.
     summed : tuple of int
         Clients whose kept sums make up the solution.
+    steps : ndarray, shape (p,)
+        Of fixed-point numbers; empty if features are not rounded.
+    secure : SecureSums or None
+        The exchanges of a secure sum, if clients mask theirs.
     """
 
     masks = True
@@ -93,10 +94,11 @@ class SumsStrategy(SumOptions, ResendingStrategy):
 
     run_key: str = state(lambda: secrets.token_hex(8))  # names the run for the clients' folders
     summed: tuple[int, ...] = state(tuple)
+    steps: NDArray[np.float32] = state(lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.kept_sums = None if self.keep_sums is None else KeptSums(Path(self.keep_sums))
+        self.secure = SecureSums(self) if self.secure_aggregation else None
 
     def check(self) -> None:
         """Refuse what does not go with sums, or with masks."""
@@ -114,15 +116,20 @@ class SumsStrategy(SumOptions, ResendingStrategy):
         }
         refuse_first(rules)
 
+    @property
     @abstractmethod
-    def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
-        """Return what all clients' sums have to be."""
+    def sum_format(self) -> SumFormat:
+        """What all clients' sums have to be."""
 
     @abstractmethod
     def normal_equations(
         self, sums: FeatureStatistics, normaliser: Normaliser | None = None
     ) -> tuple[Normaliser, NormalEquations]:
         """Return the problem that sums are of, with the normaliser given or one of their own."""
+
+    @abstractmethod
+    def solve_again(self, sums: Sums, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays of a run that learned from these sums."""
 
     # ------------------------------------------------------------------ validation
 
@@ -138,7 +145,7 @@ class SumsStrategy(SumOptions, ResendingStrategy):
                 f"validation: expected examples and as many labels, got {len(x)} and {len(labels)}"
             )
         low, high = map(int, labels.aminmax())
-        last = self.sum_format(None).num_classes - 1
+        last = self.sum_format.num_classes - 1
         if low < 0 or high > last:
             raise ValueError(f"validation: expected labels 0 ... {last}, got {low} ... {high}")
 
@@ -151,34 +158,37 @@ class SumsStrategy(SumOptions, ResendingStrategy):
         network: nn.Module = copy.deepcopy(own.network)
         load_arrays(network, named_arrays(self.network_of(arrays)))
         extract = own.feature_map.extractor(network.to(self.device))
-        size = max(1, CHUNK_BYTES // (4 * self.sum_format(None).width))
+        size = max(1, CHUNK_BYTES // (4 * self.sum_format.width))
         return map(extract, x.split(size)), labels
 
-    def choose_steps(self, arrays: ArrayRecord) -> FixedPoint | None:
-        """Choose the steps of fixed-point numbers, if features are to be rounded.
+    @property
+    def fixed_point(self) -> FixedPoint | None:
+        """How features are rounded, if they are."""
+        return FixedPoint(self.steps, self.bits) if len(self.steps) else None
+
+    def choose_steps(self, arrays: ArrayRecord) -> NDArray[np.float32]:
+        """Choose the steps of fixed-point numbers; none if features are not to be rounded.
 
         They are chosen by the validation examples, or by the largest magnitude of a feature, if the
         network says one; else ValueError.
         """
         if self.bits == UNQUANTISED:
-            return None
+            return np.zeros(0, np.float32)
         if self.validation is not None:
-            return FixedPoint.of(next(self.validation_features(arrays)[0]), self.bits)
+            return FixedPoint.of(next(self.validation_features(arrays)[0]), self.bits).step
         own: Any = self
         if (bound := own.feature_map.bound(own.network)) is None:
             raise ValueError(
                 f"bits = {self.bits}: pass validation, examples on the server, or a network with "
                 "features of known size before its last layer, such as random Fourier features"
             )
-        return FixedPoint.within(bound, self.sum_format(None).width, self.bits)
+        return FixedPoint.within(bound, self.sum_format.width, self.bits).step
 
     # ---------------------------------------------------------------- what is sent
 
-    def parse_sums(
-        self, arrays: Arrays, fixed_point: FixedPoint | None, num_examples: int | None = None
-    ) -> Sums:
+    def parse_sums(self, arrays: Arrays, num_examples: int | None = None) -> Sums:
         """Check a client's sums."""
-        return self._kind.from_arrays(arrays, self.sum_format(fixed_point), num_examples)
+        return self._kind.from_arrays(arrays, self.sum_format, num_examples)
 
     @property
     def _kind(self) -> type[FeatureStatistics] | type[SplitStatistics]:
@@ -186,7 +196,7 @@ class SumsStrategy(SumOptions, ResendingStrategy):
 
     def upload_bytes(self) -> int:
         """Most bytes of one client's sums, of at most 133,144 examples if they are integers."""
-        width, classes, *_ = self.sum_format(None)
+        width, classes, *_ = self.sum_format
         gram = packed_size(width)
         if self.bits != UNQUANTISED:
             one = 4 * (gram + classes * width)
@@ -195,22 +205,18 @@ class SumsStrategy(SumOptions, ResendingStrategy):
         return (one + 8 * classes) * (2 if self.validation_share else 1)
 
     def complete_sum(
-        self,
-        secure: SecureSums,
-        replies: Iterable[Message],
-        key: str,
-        fixed_point: FixedPoint | None,
+        self, secure: SecureSums, replies: Iterable[Message], key: str
     ) -> tuple[Sums | None, list[Reply], Counter[str]]:
         """Go through a secure sum: return it, None if it stays closed, and who is in it.
 
         `replies` are those with public keys, and `key` is of the network and the feature map.
         """
-        expected, kind = self.sum_format(fixed_point), self._kind
+        expected, kind = self.sum_format, self._kind
 
         def format_for(num_examples: int) -> WordFormat:
-            dtype = word_dtype(num_examples, None if expected.noisy else fixed_point)
+            dtype = expected.word_dtype(num_examples)
             size = kind.num_words(expected.width, expected.num_classes)
-            return WordFormat(size, dtype, sums_digest(key, fixed_point, dtype))
+            return WordFormat(size, dtype, sums_digest(key, self.fixed_point, dtype))
 
         found = self.answers(replies, secure.public_part, MessageType.TRAIN)
         total, last = secure.complete(
@@ -222,85 +228,96 @@ class SumsStrategy(SumOptions, ResendingStrategy):
 
     # -------------------------------------------------------------------- what is kept
 
-    def keep(self, sums: Mapping[int, Sums], fixed_point: FixedPoint | None) -> None:
+    @property
+    def kept_folder(self) -> Path:
+        """Where this run's sums are kept; ValueError if they are not."""
+        if self.keep_sums is None:
+            raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
+        return Path(self.keep_sums) / f"run-{self.run_key}"
+
+    def kept(self, clients: Sequence[int]) -> KeptSums[Sums]:
+        """Return the kept sums of clients."""
+        return KeptSums(self.kept_folder, clients, self.parse_sums)
+
+    def require_disk(self, num_clients: int) -> None:
+        """Raise NotEnoughMemory if the sums of so many clients could not be kept."""
+        require_disk(
+            self.upload_bytes() * num_clients,
+            f"the sums of {num_clients} clients",
+            self.kept_folder,
+            cure="lower num_features, or set no keep_sums",
+        )
+
+    def keep(self, sums: Mapping[int, Sums]) -> None:
         """Write clients' sums where they are to be kept; a full disk is logged."""
-        if self.kept_sums is None:
+        if self.keep_sums is None:
             return
-        steps = {} if fixed_point is None else {STEP: fixed_point.step}
+        kept = self.kept((*self.summed, *sums))
         try:
-            self.kept_sums.require_disk(self.upload_bytes(), len(sums))
+            self.require_disk(len(sums))
             for client, own in sums.items():
-                arrays = own.to_arrays(fixed_point) | steps
-                self.kept_sums.write(self.run_key, self.server_round, client, arrays)
+                kept.write(self.server_round, client, own.to_arrays(self.fixed_point))
         except (NotEnoughMemory, OSError) as error:
             logger.log(WARNING, "the clients' sums are not kept: %s", error)
             with contextlib.suppress(OSError):
-                for client in (*self.summed, *sums):
-                    self.kept_sums.remove(self.run_key, client)
+                kept.remove(kept)
             self.summed = ()
             return
         self.summed += tuple(sums)
 
-    def require_kept_sums(self) -> KeptSums:
-        """Return where clients' sums are kept; ValueError if they are not."""
-        if self.kept_sums is None:
-            raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
-        return self.kept_sums
+    def kept_without(self, clients: Sequence[int], restored: Sequence[int] = ()) -> KeptSums[Sums]:
+        """Return the kept sums of all but some clients.
 
-    def kept_without(
-        self, clients: Sequence[int], restored: Sequence[int] = ()
-    ) -> tuple[Iterator[Sums], FixedPoint | None]:
-        """Return the kept sums of all but some clients, one at a time, and how they are rounded.
-
-        Those `restored` are read as well, though the solution lacks them.
+        Those `restored` are among them, though the solution lacks them.
         """
-        store = self.require_kept_sums()
+        folder = self.kept_folder
         if not self.summed:
             raise ValueError(
-                f"keep_sums: no sums were kept in {store.folder} by this run yet; they "
+                f"keep_sums: no sums were kept in {folder} by this run yet; they "
                 "come with the round of sums, and the log says if the disk was too small"
             )
-        return self.read_kept(clients_left(sorted({*self.summed, *restored}), clients))
+        return self.kept(clients_left(sorted({*self.summed, *restored}), clients))
 
-    def read_kept(self, clients: Sequence[int]) -> tuple[Iterator[Sums], FixedPoint | None]:
-        """Return the kept sums of clients, one at a time, and how they are rounded."""
-        every = self.require_kept_sums().read(self.run_key, clients)
-        first = next(every)
-        width, fixed_point = self.sum_format(None).width, None
-        if STEP in first:  # all clients' are the same
-            fixed_point = FixedPoint.from_arrays(first[STEP], self.bits, width)
+    def without(self, clients: Sequence[int], arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays of the model that never had some clients' examples.
 
-        def read() -> Iterator[Sums]:
-            for kept in itertools.chain([first], every):
-                kept.pop(STEP, None)
-                yield self.parse_sums(kept, fixed_point)
+        It is solved anew from the kept sums of the others, one client's in memory at a time, with
+        `auto_ridge` with a ridge chosen anew; steps of fixed-point numbers stay. So it has the bits
+        of a run that never had these clients, on the same network and machine, if the server
+        accepts the same replies.
 
-        return read(), fixed_point
+        Parameters
+        ----------
+        clients : sequence of int
+            Ids: partitions, if nodes report them. With no id it is the same model again.
+        arrays : ArrayRecord
+            Result of :meth:`start`, of this object or of one whose state this one has loaded.
+        """
+        return self.solve_again(add_up(self.kept_without(clients).values()), arrays)
 
     def forget_kept(self, clients: Sequence[int]) -> None:
         """Remove kept sums of some clients, which `without` must leave out from then on."""
-        if self.kept_sums is not None:
-            for client in clients:
-                self.kept_sums.remove(self.run_key, client)
+        if self.keep_sums is not None:
+            self.kept(clients).remove(clients)
 
     # ------------------------------------------------------------------------ solution
 
     def solve_sums(
-        self, sums: Sums, fixed_point: FixedPoint | None, arrays: ArrayRecord
+        self, sums: Sums, arrays: ArrayRecord
     ) -> tuple[Normaliser, NDArray[np.float32], float]:
         """Return the normaliser, the linear model (q, C) of the sums over all, and its ridge.
 
         `arrays` are those of the network.
         """
-        if fixed_point is not None:
-            sums = sums.scaled(fixed_point)
+        if self.fixed_point is not None:
+            sums = sums.scaled(self.fixed_point)
         ridge = self.ridge
         if isinstance(sums, SplitStatistics):
             ridge, sums = self._ridge_of_held_out(sums), sums.everyone
         normaliser, equations = self.normal_equations(sums)
         if self.auto_ridge and not self.validation_share:
             features, labels = self.validation_features(arrays)
-            _, classes, weights, *_ = self.sum_format(None)
+            _, classes, weights, *_ = self.sum_format
             held = FeatureStatistics.of(features, labels, classes, weights=weights)
             ridge = best_ridge(equations, self.normal_equations(held, normaliser)[1])
         linear, ridge = ridge_solution(equations, ridge)
@@ -329,6 +346,11 @@ def ridge_solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np
     if not bool(linear.isfinite().all()):
         raise ArithmeticError("the solution is not finite")
     return linear.numpy(), ridge
+
+
+def add_up(sums: Iterable[Sums]) -> Sums:
+    """Add up one or more sums, one after the other."""
+    return functools.reduce(operator.add, sums)
 
 
 def refuse_first(rules: Mapping[str, Any]) -> None:

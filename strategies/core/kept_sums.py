@@ -1,58 +1,53 @@
 """Each client's sums on the server's disk, from which to solve again without some clients."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
-
-from fedntk.ntk import require_disk
 
 from .array_archive import ArrayArchive
 
 Arrays = dict[str, NDArray[Any]]
+T = TypeVar("T")
 
 
-class KeptSums:
-    """What clients sent, in files of a folder for each run and client in `folder`.
+class KeptSums(Mapping[int, T]):
+    """What some clients sent in a run, each read from its folder in `folder` when asked for.
 
-    A checksum detects damaged files. Only :meth:`remove` removes them.
+    A checksum detects damaged files. `parse` makes the sums of what :meth:`write` was given.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, clients: Sequence[int], parse: Callable[[Arrays], T]) -> None:
+        self.folder, self.clients, self.parse = folder, clients, parse
 
-    def require_disk(self, num_bytes: int, num_clients: int) -> None:
-        """Raise NotEnoughMemory if so many bytes of each of some clients would not fit."""
-        require_disk(
-            num_bytes * num_clients,
-            f"the sums of {num_clients} clients",
-            self.folder,
-            cure="lower num_features, or set no keep_sums",
-        )
+    def __getitem__(self, client: int) -> T:
+        if (found := ArrayArchive(self._of(client)).newest()) is None:
+            raise ValueError(
+                f"sums: those of client {client} are not in {self.folder} any more, or are "
+                "damaged; the model cannot be solved with them: take that client out as well"
+            )
+        return self.parse(found)
 
-    def write(self, run: str, server_round: int, client: int, arrays: Arrays) -> None:
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.clients)
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def write(self, server_round: int, client: int, arrays: Arrays) -> None:
         """Keep the arrays of a client's sums, in place of those of an earlier round."""
-        ArrayArchive(self._of(run, client)).save_whole(server_round, arrays)
+        ArrayArchive(self._of(client)).save_whole(server_round, arrays)
 
-    def read(self, run: str, clients: Sequence[int]) -> Iterator[Arrays]:
-        """Yield the arrays of each client's sums, one client's in memory at a time."""
+    def remove(self, clients: Iterable[int]) -> None:
+        """Remove the sums of clients, if they are there."""
         for client in clients:
-            if (found := ArrayArchive(self._of(run, client)).newest()) is None:
-                raise ValueError(
-                    f"sums: those of client {client} are not in {self.folder} any more, or are "
-                    "damaged; the model cannot be solved with them: take that client out as well"
-                )
-            yield found
+            if (folder := self._of(client)).exists():
+                shutil.rmtree(folder)
 
-    def remove(self, run: str, client: int) -> None:
-        """Remove the sums of a client, if they are there."""
-        if (folder := self._of(run, client)).exists():
-            shutil.rmtree(folder)
-
-    def _of(self, run: str, client: int) -> Path:
-        return self.folder / f"run-{run}" / f"client-{client}"
+    def _of(self, client: int) -> Path:
+        return self.folder / f"client-{client}"
 
 
 def clients_left(summed: Sequence[int], clients: Sequence[int]) -> list[int]:

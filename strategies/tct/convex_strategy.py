@@ -11,7 +11,7 @@ from torch import nn
 
 from fedntk.ntk import Normaliser, TCTModel
 from fedntk.ntk.convex import NormalEquations, normaliser_of
-from fedntk.ntk.features import MOST_BITS, FixedPoint
+from fedntk.ntk.features import MOST_BITS
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import (
     UNQUANTISED,
@@ -111,10 +111,11 @@ class ConvexStrategy(ConvexOptions, SumsStrategy):
             raise ValueError(f"{name} = {value}: pass validation, examples on the server")
         super().check_validation()
 
-    def sum_format(self, fixed_point: FixedPoint | None) -> SumFormat:
-        """Return what all clients' sums have to be."""
+    @property
+    def sum_format(self) -> SumFormat:
+        """What all clients' sums have to be."""
         weights = self.class_weights if self.balanced else None
-        return SumFormat(self.width, self.shape[1], weights, fixed_point)
+        return SumFormat(self.width, self.shape[1], weights, self.fixed_point)
 
     def normal_equations(
         self, sums: FeatureStatistics, normaliser: Normaliser | None = None

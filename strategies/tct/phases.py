@@ -39,7 +39,6 @@ class Phase(ABC):
     keep.
     """
 
-    name: ClassVar[str]
     step: ClassVar[Step]
     needs: ClassVar[tuple[str, ...]] = ("network",)
     asks_everyone: ClassVar[bool] = False
@@ -98,7 +97,6 @@ class Phase(ABC):
 class BootstrapRounds(Phase):
     """Stage 1: T_1 rounds of another strategy on the network (section 4.1)."""
 
-    name = "bootstrap"
     step = "bootstrap"
 
     def __init__(self, tct: ConvexStrategy, bootstrap: InnerStrategy) -> None:
@@ -129,7 +127,6 @@ class BootstrapRounds(Phase):
 class Convexify(Phase):
     """One exchange of the features' moments, for mean 0 and variance 1 (section 4.3)."""
 
-    name = "convexify"
     step = "moments"
     asks_everyone = True
 
@@ -151,7 +148,6 @@ class Convexify(Phase):
 class ConvexRounds(Phase):
     """Stage 2: rounds of SCAFFOLD on the linear model (algorithm 1)."""
 
-    name = "convex-rounds"
     step = "linear"
     changes_linear = True
     needs = ("network", "normaliser", "linear")
@@ -250,7 +246,6 @@ def _report(replies: Sequence[Reply], metrics: MetricRecord) -> None:
 class ServerSolve(Phase):
     """Beyond the paper: clients send their features, and the server solves exactly."""
 
-    name = "server-solve"
     step = "features"
     asks_everyone = True
     changes_linear = True

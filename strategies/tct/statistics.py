@@ -4,9 +4,7 @@ Beyond Yu et al., NeurIPS 2022: the problem of their stage 2 has its solution in
 examples, which add over clients: see :mod:`fedntk.ntk.payloads.feature_statistics`.
 """
 
-import functools
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from logging import WARNING
 from typing import ClassVar
 
@@ -15,24 +13,23 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fedntk.ntk import require_memory
 from fedntk.ntk.convex import class_weights
-from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads.convex_task import Step
-from fedntk.ntk.payloads.feature_statistics import FEWER, require_counts
+from fedntk.ntk.payloads.feature_statistics import require_counts
 
 from ..core.averaging import record_of
 from ..core.exchange import logger
-from ..core.feature_sums import Sums
+from ..core.feature_sums import Sums, add_up
 from ..core.replies import Reply, screen_own_sizes
 from .convex_strategy import SCALE
 from .phases import Arrays, Phase, Result
+
+EVERYONE = -1  # in the place of a client's id
 
 
 class ClassCounts(Phase):
     """One exchange of the classes' counts, from which all clients get the same weights."""
 
-    name = "class-counts"
     step = "counts"
     asks_everyone = True
     needs = ()
@@ -54,13 +51,11 @@ class ClassCounts(Phase):
 
 
 class PooledStatistics(Phase):
-    """One exchange of sums over the features, from which the server solves exactly."""
+    """One exchange of sums over the features, masked if wanted, from which the server solves."""
 
-    name = "pooled-statistics"
     step: ClassVar[Step] = "statistics"
     asks_everyone = True
     changes_linear = True
-    fixed_point: FixedPoint | None = None
 
     @property
     def memory(self) -> int:
@@ -70,54 +65,57 @@ class PooledStatistics(Phase):
     def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
         """Choose the steps of fixed-point numbers if these are used; make the messages."""
         try:
-            self.fixed_point = self.tct.choose_steps(self.tct.global_arrays)
+            self.tct.steps = self.tct.choose_steps(self.tct.global_arrays)
         except ValueError as error:
             logger.log(WARNING, "no steps of fixed-point numbers: %s", error)
             return []
         return super().messages(nodes, config, grid)
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
-        """Return the task, the network, and what features are rounded or weighted by."""
-        content = super().content_for(client, arrays, config)
-        if self.fixed_point is not None:
-            content["steps"] = record_of({"tct.step": self.fixed_point.step})
-        if self.tct.balanced:
-            content["class-weights"] = record_of({"tct.class-weights": self.tct.class_weights})
+        """Return the task, the network, and what features are rounded, weighted or masked by."""
+        tct, step = self.tct, self.step
+        if tct.secure is not None and (step := tct.secure.step) != "masked":  # needs no network
+            content = tct.task_message(step, (), arrays, config)
+        else:
+            content = tct.task_message(step, tct.sent.lacks(client, *self.needs), arrays, config)
+            if len(tct.steps):
+                content["steps"] = record_of({"tct.step": tct.steps})
+            if tct.balanced:
+                content["class-weights"] = record_of({"tct.class-weights": tct.class_weights})
+        if tct.secure is not None and (record := tct.secure.record_for(client)) is not None:
+            content["secure-sum"] = record
         return content
 
     def aggregate(self, replies: Iterable[Message]) -> Result:
         """Add the sums up and solve."""
-        sums, metrics = self.collect(replies)
+        tct, (sums, metrics) = self.tct, self.collect(replies)
 
         def solve() -> Arrays:
-            total: Sums = functools.reduce(operator.add, sums.values())
-            changed, metrics["ridge"] = self._solution(total, self.tct.global_arrays)
-            return changed
+            total, arrays = add_up(sums.values()), tct.global_arrays
+            normaliser, linear, metrics["ridge"] = tct.solve_sums(total, arrays)
+            return tct.arrays_of(normaliser, linear)
 
         changed = self.try_to(solve) if sums else None
         if changed is not None:
-            self.tct.keep(sums, self.fixed_point)
+            tct.keep(sums)
             metrics["features-constant"] = int((changed[SCALE] == 0).sum())
         return changed, metrics
 
     def collect(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
-        """Return sums by client, none if too few sent theirs, and the round's metrics."""
+        """Return sums by client, or the one sum over all, and the round's metrics.
+
+        There are none if too few clients sent theirs.
+        """
         tct = self.tct
-
-        def parse(reply: Reply) -> Sums:
-            return tct.parse_sums(reply.arrays(), self.fixed_point, reply.num_examples)
-
-        pairs, metrics = self.gather(replies, parse, screen_own_sizes)
+        if tct.secure is not None:
+            key = tct.network_key(tct.global_arrays)
+            total, last, rejected = tct.complete_sum(tct.secure, replies, key)
+            for reply in last:
+                tct.sent.mark(reply.client, *self.needs)
+            return {} if total is None else {EVERYONE: total}, tct.round_metrics(last, rejected)
+        pairs, metrics = self.gather(
+            replies,
+            lambda reply: tct.parse_sums(reply.arrays(), reply.num_examples),
+            screen_own_sizes,
+        )
         return {reply.client: own for reply, own in pairs}, metrics
-
-    def without(self, clients: Sequence[int], arrays: ArrayRecord) -> Arrays:
-        """Solve again from the kept sums of all but some clients: see :meth:`TCT.without`."""
-        kept, self.fixed_point = self.tct.kept_without(clients)
-        require_memory(self.memory, f"{self.name} of {self.tct.width} features", cure=FEWER)
-        changed, _ = self._solution(functools.reduce(operator.add, kept), arrays)
-        return changed
-
-    def _solution(self, sums: Sums, arrays: ArrayRecord) -> tuple[Arrays, float]:
-        """Return the arrays that changed, and the ridge."""
-        normaliser, linear, ridge = self.tct.solve_sums(sums, self.fixed_point, arrays)
-        return self.tct.arrays_of(normaliser, linear), ridge

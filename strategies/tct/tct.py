@@ -36,10 +36,10 @@ from fedntk.ntk.robust_averages import DEFENCES
 from ..core.averaging import differing, named_arrays, record_of
 from ..core.base import BaseStrategy
 from ..core.exchange import Pairs, logger
+from ..core.feature_sums import Sums
 from ..core.inner import InnerStrategy
 from .convex_strategy import ConvexStrategy
 from .phases import Arrays, BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
-from .secure import SecureStatistics
 from .statistics import ClassCounts, PooledStatistics
 
 
@@ -105,9 +105,8 @@ class TCT(ConvexStrategy):
             self.phases.append(Convexify(self))
         if self.balanced:
             self.phases.append(ClassCounts(self))
-        sums = SecureStatistics if self.secure_aggregation else PooledStatistics
         last: Mapping[str, Callable[[ConvexStrategy], Phase]]
-        last = {"clients": ConvexRounds, "server": ServerSolve, "statistics": sums}
+        last = {"clients": ConvexRounds, "server": ServerSolve, "statistics": PooledStatistics}
         self.phases.append(last[self.solve](self))
 
     @staticmethod
@@ -145,24 +144,21 @@ class TCT(ConvexStrategy):
         return TCTModel.from_arrays(whole, self.feature_map, named_arrays(arrays), loss=self.loss)
 
     def without(self, clients: Sequence[int], arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays of the model that never had some clients' examples.
+        """Return the model that never had some clients: see :meth:`.SumsStrategy.without`.
 
-        It is solved anew from the kept sums of the others, one client's in memory at a time, with
-        a normaliser of theirs, and with `auto_ridge` a ridge chosen anew; steps of fixed-point
-        numbers stay. So it has the bits of a run that never had these clients, on the same network
-        and machine, if the server accepts the same replies. The network stays: it was trained with
-        these clients if stage 1 asked them.
-
-        Parameters
-        ----------
-        clients : sequence of int
-            Ids: partitions, if nodes report them. With no id it is the same model again.
-        arrays : ArrayRecord
-            Result of :meth:`start`, of this object or of one whose state this one has loaded.
+        The normaliser is that of the others. The network stays: it was trained with these clients
+        if stage 1 asked them.
         """
         if self.pooled is None:
             raise ValueError(f"without: goes with solve = statistics, got solve = {self.solve}")
-        return _with(arrays, self.pooled.without(clients, arrays))
+        what = f"pooled-statistics of {self.width} features"
+        require_memory(self.pooled.memory, what, cure=FEWER)
+        return super().without(clients, arrays)
+
+    def solve_again(self, sums: Sums, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays with the solution of these sums in its place."""
+        normaliser, linear, _ = self.solve_sums(sums, arrays)
+        return _with(arrays, self.arrays_of(normaliser, linear))
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
         """Refuse if stage 2 begins with one exchange with all clients, and some are not shown."""
@@ -190,7 +186,7 @@ class TCT(ConvexStrategy):
             clients = self.min_available_nodes
             require_memory(  # uploads as they came, and as arrays
                 self.pooled.memory + 2 * self.upload_bytes() * clients,
-                f"{self.pooled.name} of {self.width} features from {clients} clients",
+                f"pooled-statistics of {self.width} features from {clients} clients",
                 cure=FEWER,
             )
 
@@ -203,8 +199,8 @@ class TCT(ConvexStrategy):
         if odd := differing(self.network_of(initial_arrays), self.network.state_dict()):
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
-        if self.pooled is not None and self.kept_sums is not None and not done:
-            self.kept_sums.require_disk(self.upload_bytes(), self.min_available_nodes)
+        if self.keep_sums is not None and not done:
+            self.require_disk(self.min_available_nodes)
         if num_rounds <= self.rounds_before_stage_2(self):
             said = "num_rounds = %d end before stage 2, which begins after %d of stage 1"
             logger.log(WARNING, said, num_rounds, self.bootstrap_rounds)
