@@ -26,7 +26,7 @@ example's a is on the other half of the validation examples: on its own half it 
 other client need be honest for this; validation examples must be, and must be like the clients'.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,19 +65,24 @@ class ClientLedger:
             return torch.zeros_like(self.validation.cross)
         return self.equations(sums).solve(self.ridge)
 
-    def other(
-        self, total: FeatureStatistics, own: FeatureStatistics, *, removed: bool = False
-    ) -> Tensor:
-        """Return the model without a client; with it, if it is `removed` from the total.
+    def parts(
+        self, total: FeatureStatistics, clients: Clients, removed: Collection[int] = ()
+    ) -> Iterator[tuple[int, FeatureStatistics, Tensor, Tensor]]:
+        """Yield each client with its sums, the model with it, and the model without it.
 
-        For sums of whole numbers it has the bits of a run that never had, or had, the client.
+        Those `removed` are not in the total. For sums of whole numbers models have the bits of a
+        run that had, or never had, the client.
         """
-        return self.solve(total + own if removed else total - own)
+        linear = self.solve(total)
+        for client, own in clients.items():
+            if client in removed:
+                yield client, own, self.solve(total + own), linear
+            else:
+                yield client, own, linear, self.solve(total - own)
 
-    def harm(self, linear: Tensor, other: Tensor, *, removed: bool = False) -> float:
-        """Return a client's harm, from the total's model and what :meth:`other` returns."""
-        rise = self.validation.loss(linear) - self.validation.loss(other)
-        return -rise if removed else rise
+    def harm(self, with_it: Tensor, without: Tensor) -> float:
+        """Return a client's harm, from the models with it and without it."""
+        return self.validation.loss(with_it) - self.validation.loss(without)
 
     def shapley(
         self, clients: Clients, pairs: int, generator: np.random.Generator
@@ -180,11 +185,9 @@ def find_harmful(
     removed, returned = set[int](), set[int]()
     while len(removed) < len(clients):
         total = FeatureStatistics.join(clients[k] for k in clients if k not in removed)
-        linear, harms, counts = ledger.solve(total), [], []
-        for client, own in clients.items():
-            out = client in removed
-            other = ledger.other(total, own, removed=out)
-            harms.append(ledger.harm(linear, other, removed=out))
+        harms, counts = list[float](), list[NDArray[np.int64]]()
+        for _, own, *models in ledger.parts(total, clients, removed):
+            harms.append(ledger.harm(*models))
             counts.append(own.counts)
         equations = ledger.equations(total)
         found = examples.scores(np.array(harms), np.array(counts), equations, ledger.ridge)

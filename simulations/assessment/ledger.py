@@ -59,14 +59,10 @@ def ledger(run: Run | str | Path, *, shapley: int = 0) -> "pd.DataFrame":
         clients = strategy.kept_clients(list(strategy.kept_without((), strategy.removed)))
         made, examples = strategy.ledger(checkpoint.arrays, strategy.ridge_used)
         total = FeatureStatistics.join(clients[client] for client in strategy.summed)
-        linear, rows = made.solve(total), []
-        for client, own in clients.items():
-            removed = client in strategy.removed
-            other = made.other(total, own, removed=removed)
-            both = linear, other
-            without, with_it = both if removed else both[::-1]
-            hits = (examples.rows.double() @ without).argmax(1) == examples.labels
-            losses = [made.validation.loss(model) for model in (with_it, without)]
+        rows = []
+        for client, own, *models in made.parts(total, clients, strategy.removed):
+            hits = (examples.rows.double() @ models[1]).argmax(1) == examples.labels
+            losses, removed = map(made.validation.loss, models), client in strategy.removed
             mean = float(hits.double().mean())
             rows.append((client, own.num_examples, removed, *losses, mean, *own.counts.tolist()))
         classes = [f"class-{label}" for label in labels]

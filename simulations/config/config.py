@@ -17,8 +17,10 @@ from typing import Any, Literal, Self
 
 import tomli_w
 
+from fedntk.clients import SGDClient
 from fedntk.ntk.robust_averages import Defence
 from fedntk.ntk.support.files import whole
+from fedntk.strategies import BaseStrategy
 
 from ..attacks import ATTACKS
 from ..data.settings import SplitSettings, absolute_dataset
@@ -75,36 +77,17 @@ class Config(SplitSettings, frozen=True, eq=True):
         1, "rounds from one evaluation to the next; the last round always has one", at_least=1
     )
     min_completed: int = setting(1, "fewest valid replies that change the model", at_least=1)
-    over_selection: float = setting(
-        1.0,
-        "factor of the clients that are asked to train; the first valid replies count, as many as "
-        "clients-per-round",
-        at_least=1,
-    )
-    round_deadline: float = setting(
-        0.0, "seconds that an exchange of a round waits for replies; 0: until all came", at_least=0
-    )
+    over_selection: float = BaseStrategy.options()["over_selection"].field()
+    round_deadline: float = BaseStrategy.options()["round_deadline"].field()
     lost_share: float = setting(
         0.0, "share of clients, drawn anew in each round, that are gone for it", at_least=0, below=1
     )
     late_share: float = setting(
         0.0, "share of clients that train, and answer after round-deadline", at_least=0, below=1
     )
-    average_decay: float = setting(
-        0.0,
-        "decay of an exponential mean of the weights over rounds, evaluated and returned instead "
-        "of the newest weights; 0: none",
-        at_least=0,
-        below=1,
-    )
-    defence: Defence = setting(
-        "none",
-        "rule by which the clients' models become one, so that few false ones move it little; "
-        "clients count alike but with norm-bound",
-    )
-    liars_expected: int = setting(
-        1, "f: most false models in a round that defence has to bear", at_least=1
-    )
+    average_decay: float = BaseStrategy.options()["average_decay"].field()
+    defence: Defence = BaseStrategy.options()["defence"].field()
+    liars_expected: int = BaseStrategy.options()["liars_expected"].field()
     centre_inputs: bool = setting(
         False,
         "subtract the mean over all clients from the inputs, after a projection if there is one; "
@@ -189,9 +172,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     loss: Literal["cross-entropy", "mse"] = setting("cross-entropy", "loss of all methods")
     learning_rate: float = setting(0.01, "eta: step of SGD, or of gradient flow", above=0)
 
-    sampling_rate: float = setting(
-        1.0, "beta: share of its examples that a client draws for each round", above=0, at_most=1
-    )
+    sampling_rate: float = SGDClient.options()["sampling_rate"].field()
     projection: int = setting(
         0, "d_1': features that inputs are randomly projected to; 0: as they are", at_least=0
     )
@@ -203,10 +184,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     batch_size: int = setting(32, "B: examples in a step of local SGD", at_least=1)
     momentum: float = setting(0.0, "momentum of local SGD", at_least=0, below=1)
     weight_decay: float = setting(0.0, "weight decay of local SGD", at_least=0)
-    class_prior: bool = setting(
-        False,
-        "local SGD takes the shares of a client's classes out of what it learns from them",
-    )
+    class_prior: bool = SGDClient.options()["class_prior"].field()
 
     attack: str = setting(
         "none",

@@ -56,22 +56,13 @@ def make_strategy(setup: Setup) -> BaseStrategy:
     silent = training if config.evaluate_on == "validation" and config.validation_clients else 0
     without = sorted({*range(silent), *setup.without_examples_to_evaluate})
     evaluating = min(config.clients_per_evaluation, config.num_clients - len(without))
-    options: dict[str, Any] = {
-        "seed": config.seed,
-        "min_completed": config.min_completed,
-        "over_selection": config.over_selection,
-        "round_deadline": config.round_deadline,
-        "average_decay": config.average_decay,
-        "centre_inputs": config.centre_inputs,
-        "defence": config.defence,
-        "liars_expected": config.liars_expected,
+    options: dict[str, Any] = {  # besides those that have the names of settings
         "max_examples": setup.max_examples,
         "fraction_train": config.clients_a_round / config.num_clients,
         "min_train_nodes": config.clients_a_round,
         "fraction_evaluate": evaluating / config.num_clients,
         "min_evaluate_nodes": evaluating,
         "min_available_nodes": config.num_clients,
-        "evaluate_every": config.evaluate_every,
         # clients held out for validation are trained on by no method
         "held_out": range(training, config.num_clients),
         "evaluate_without": without,

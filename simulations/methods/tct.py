@@ -60,8 +60,8 @@ class _TCT(SumsMethod):
             fraction_evaluate=0.0,
             min_train_nodes=1,
             min_available_nodes=1,
-            defence=options["defence"],
-            liars_expected=options["liars_expected"],
+            defence=setup.config.defence,
+            liars_expected=setup.config.liars_expected,
         )
         options["bootstrap"] = bootstrap if own.bootstrap_rounds else None
         return super().strategy(setup, options)

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message
-from numpy.typing import NDArray
 
 from fedntk.ntk.convex import sandwiched_ridge
 from fedntk.ntk.features import RESIDUAL_LAYER, ResidualFeatures
@@ -78,10 +77,8 @@ class DeepAFL(AFL):
         super().prepare_config(config, server_round)
         config[RESIDUAL_LAYER] = self.num_solved
 
-    def block(
-        self, sums: Sequence[FeatureStatistics]
-    ) -> tuple[NDArray[np.float64], FeatureStatistics]:
-        """Return the next Omega (m, p), and the sums of the features after its block."""
+    def with_layer(self, arrays: ArrayRecord, sums: Sequence[FeatureStatistics]) -> ArrayRecord:
+        """Return arrays with the next Omega (m, p), and the last layer after it, in place."""
         joint, p = FeatureStatistics.join(sums), self.shape[1]
         matrix = joint.matrix()
         weight, _ = self.last_layer([joint.mapped(np.eye(self.width, p))])
@@ -89,14 +86,9 @@ class DeepAFL(AFL):
         gram, right, linear = map(torch.from_numpy, (matrix[p:, p:], cross, weight.T))
         found = sandwiched_ridge(gram, right, linear, self.block_ridge, joint.num_examples)
         omega = found.numpy()
-        step = np.concatenate([np.eye(p), omega])  # Phi_{t+1} = (Phi_t, F_t) times it
-        return omega, joint.mapped(step)
-
-    def with_layer(self, arrays: ArrayRecord, sums: Sequence[FeatureStatistics]) -> ArrayRecord:
-        """Return arrays with the next block, and the last layer after it, in their places."""
-        omega, after = self.block(sums)
         new = {self.omegas[self.num_solved]: Array(omega.astype(np.float32))}
-        return super().with_layer(ArrayRecord({**arrays, **new}), [after])
+        step = np.concatenate([np.eye(p), omega])  # Phi_{t+1} = (Phi_t, F_t) times it
+        return super().with_layer(ArrayRecord({**arrays, **new}), [joint.mapped(step)])
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Compute a block, and train no more after the last."""

@@ -67,13 +67,11 @@ def liar(seed: int, moved: int = 1, each: int = 30) -> FeatureStatistics:
 def test_the_model_without_a_client_is_to_the_bit_the_run_that_never_had_it():
     clients, (ledger, _) = federation(0), judge()
     total = FeatureStatistics.join(clients.values())
-    for client, own in clients.items():
+    for client, own, with_it, without in ledger.parts(total, clients):
         never = FeatureStatistics.join(o for k, o in reversed(clients.items()) if k != client)
-        other = ledger.other(total, own)
-        assert torch.equal(other, equations(never).solve(1e-3))
-        assert torch.equal(ledger.other(never, own, removed=True), ledger.solve(total))
-        rise = ledger.harm(ledger.solve(total), other)
-        assert ledger.harm(other, ledger.solve(total), removed=True) == rise
+        assert torch.equal(without, equations(never).solve(1e-3))
+        ((_, _, *models),) = ledger.parts(never, {client: own}, {client})
+        assert all(map(torch.equal, models, (with_it, without)))
 
 
 def test_harm_is_a_rise_of_half_the_mean_squared_error():
@@ -150,13 +148,9 @@ def test_what_is_removed_is_judged_by_the_model_without_it():
     found = find_harmful(ledger, clients, examples, 0.05)
     kept = [k for k in clients if k not in found]
     total = FeatureStatistics.join(clients[k] for k in kept)
-    for k, own in clients.items():
-        removed = k in found
-        harm = ledger.harm(
-            ledger.solve(total), ledger.other(total, own, removed=removed), removed=removed
-        )
-        base = equations(total)
-        (score,) = examples.scores(np.array([harm]), own.counts[None], base, 1e-3)
+    for k, own, *models in ledger.parts(total, clients, found):
+        removed, harm = k in found, np.array([ledger.harm(*models)])
+        (score,) = examples.scores(harm, own.counts[None], equations(total), 1e-3)
         assert (score > 1.645) if removed else (score <= 2.888)
         assert not removed or score == pytest.approx(found[k])
     assert set(found) >= set(range(50, 56))
