@@ -256,6 +256,11 @@ class Declared:
             raise ValueError(f"configuration: expected {', '.join(missing)}, got {sorted(config)}")
         return cls(**{name: config[key] for name, key in keys.items() if key in config})
 
+    @classmethod
+    def of_message(cls, config: Mapping[str, Any], needed: str = "step") -> Self | None:
+        """Read a message's configuration; None if it lacks an option."""
+        return cls.from_config(config) if PREFIX + key_of(needed) in config else None
+
 
 def key_of(name: str) -> str:
     """Return a name in kebab-case."""

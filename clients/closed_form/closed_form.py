@@ -68,9 +68,14 @@ class ClosedFormClient(SumsClient):
         task, records = SumTask.of_message(config), dict(getattr(parameters, "records", {}))
         step = "class means" if task is None else task.step
         self.require_masked(step, OF_SECURE_SUMS)
-        self.require_private(task)
-        x, targets = self.training_examples(config)
         private = task is not None and task.epsilon > 0
+        if self.privacy_limit is not None and not private:
+            most, delta = self.privacy_limit
+            raise ValueError(
+                f"privacy_limit: expected epsilon of at most {most} and delta of at most {delta}, "
+                "the server asked for sums without noise"
+            )
+        x, targets = self.training_examples(config)
         count = 1 if private else len(x)
         if task is not None and 0 < task.client_examples < len(x):
             generator = np.random.default_rng([*self.seed, *b"drawn"])
@@ -127,18 +132,6 @@ class ClosedFormClient(SumsClient):
                 fixed_point = FixedPoint(np.ones(width, np.float32), task.bits)
             found = self.add_up(in_chunks, targets, width, share=share, fixed_point=fixed_point)
         return found, fixed_point, loss_value(torch.cat(outputs), torch.cat(seen), self.loss)
-
-    def require_private(self, task: SumTask | None) -> None:
-        """Refuse sums with less noise than the client agrees to."""
-        if self.privacy_limit is None:
-            return
-        most, delta = self.privacy_limit
-        asked = (0.0, 0.0) if task is None else (task.epsilon, task.delta)
-        if not (0 < asked[0] <= most and asked[1] <= delta):
-            raise ValueError(
-                f"privacy_limit: expected epsilon of at most {most} and delta of at most {delta}, "
-                f"the server asked for {asked}, where 0 is without noise"
-            )
 
     def note_sum(self, given: Given, task: SumTask, config: Mapping[str, Any]) -> None:
         """Add epsilon and delta of a run's sums, if they have noise; their totals are limited.

@@ -43,7 +43,8 @@ class MaskedWeights(Masking):
         kind, config = message.metadata.message_type, dict[str, Any]()
         for record in message.content.config_records.values():
             config.update(record)
-        task = AverageTask.of_message(config) if kind == MessageType.TRAIN else None
+        training = kind == MessageType.TRAIN
+        task = AverageTask.of_message(config, "masked_step") if training else None
         if task is None:
             self.require_masked(kind, OPEN)
             return call_next(message, context)

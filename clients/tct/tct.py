@@ -42,7 +42,7 @@ from fedntk.ntk.payloads import (
 )
 
 from ..core.disk_store import example_digests
-from ..core.feature_sums import Sums, SumsClient, fixed_point_in
+from ..core.feature_sums import SumsClient, fixed_point_in
 from ..core.named_arrays import NamedArrays, records_of
 from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, set_weights
 from ..sgd import SGDClient
@@ -130,8 +130,8 @@ class TCTClient(SumsClient, SGDClient):
         x = self._project(self.inputs[order], config)
         work = _Work(task, records, store, x, self.targets[order], config)
         if task.step in ONCE:
-            once = {"features": _features, "statistics": self._statistics, "masked": self._mask}
-            return _reply(once[task.step](work), len(x), _loss_at_zero(task, work.targets))
+            arrays = _features(work) if task.step == "features" else self._sums(work)
+            return _reply(arrays, len(x), _loss_at_zero(task, work.targets))
         changed = self._note_examples(task, store, digests, config)
         if task.step == "moments":
             moments = Moments.join(map(Moments.of, store.raw("train", x))).to_arrays()
@@ -207,29 +207,21 @@ class TCTClient(SumsClient, SGDClient):
         store.take(records)
         return store
 
-    def _statistics(self, work: "_Work") -> Arrays:
-        return self._sums(work).to_arrays(work.fixed_point)
-
-    def _mask(self, work: "_Work") -> Arrays:
-        return self.mask(
-            self._sums(work),
-            work.task,
-            work.records["secure-sum"],
-            work.config,
-            key=ConvexTask.key_of(work.task.feature_map, work.store.network),
-            fixed_point=work.fixed_point,
-        )
-
-    def _sums(self, work: "_Work") -> Sums:
-        weights = _only(work.records, "class-weights").numpy() if work.task.balanced else None
-        return self.add_up(
+    def _sums(self, work: "_Work") -> Arrays:
+        """Return the sums over the features, masked if that is asked for."""
+        task, fixed_point = work.task, work.fixed_point
+        sums = self.add_up(
             lambda own: work.store.raw("train", work.x[own]),
             work.targets,
             work.store.width,
-            share=work.task.validation_share,
-            weights=weights,
-            fixed_point=work.fixed_point,
+            share=task.validation_share,
+            weights=_only(work.records, "class-weights").numpy() if task.balanced else None,
+            fixed_point=fixed_point,
         )
+        if task.step == "statistics":
+            return sums.to_arrays(fixed_point)
+        key, message = task.key_of(task.feature_map, work.store.network), work.records["secure-sum"]
+        return self.mask(sums, task, message, work.config, key=key, fixed_point=fixed_point)
 
     def _linear(self, work: "_Work") -> Fit:
         """Take M corrected steps from the received model (algorithm 1)."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,11 +140,6 @@ class MessageTask(Declared):
 
 class ConvexTask(ConvexOptions, MessageTask):
     """What a client reads from a message of TCT: options and task."""
-
-    @classmethod
-    def of_message(cls, config: Any) -> Self | None:
-        """Read a message's configuration; None if it is of no task."""
-        return cls.from_config(config) if "option-step" in config else None
 
     @staticmethod
     def key_of(feature_map: FeatureMap, network: Sequence[NDArray[Any]]) -> str:

@@ -13,7 +13,7 @@ float64. Beside the q_k go n_k, how many numbers were clipped, and the training 
 
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,6 @@ class AverageTask(Declared):
 
     masked_step: SumStep = shared("exchange of the secure sum", default="public-key")
     run_key: str = shared("name of the training run, for what a client keeps", default="")
-
-    @classmethod
-    def of_message(cls, config: Any) -> Self | None:
-        """Read a message's configuration; None if it asks for no masked weights."""
-        return cls.from_config(config) if "option-masked-step" in config else None
 
 
 def average_words(

@@ -1,6 +1,6 @@
 """What one message asks of clients that add up features."""
 
-from typing import Any, Literal, Self
+from typing import Literal
 
 from ..options import Declared, shared
 from .compression import UNQUANTISED
@@ -65,8 +65,3 @@ class SumTask(SumOptions, NoiseOptions):
     )
     ridge: float = shared("ridge of the joint problem, beside the total", default=0.0)
     run_key: str = shared("name of the training run, for what a client keeps", default="")
-
-    @classmethod
-    def of_message(cls, config: Any) -> Self | None:
-        """Read a message's configuration; None if it asks for no such sums."""
-        return cls.from_config(config) if "option-step" in config else None

@@ -61,10 +61,6 @@ class ClosedFormStrategy(FeatureStrategy):
         If there is no solution: ArithmeticError, RuntimeError, ValueError or MemoryError.
         """
 
-    @abstractmethod
-    def parse(self, reply: Reply) -> Any:
-        """Check a client's sums, which must be of as many examples as it reports."""
-
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Refuse initial arrays that lack the layer."""
         found = initial_arrays.get(self.weight)
@@ -170,3 +166,10 @@ class GramStrategy(ClosedFormStrategy):
         equations = NormalEquations.of(joint, identity, bias=bias, centred=False)
         linear = equations.solve(self.ridge) if self.ridge else equations.least_norm()
         return linear.T.numpy()
+
+
+def unit_rows(weight: NDArray[np.float64], bias: NDArray[np.float64] | float = 0.0) -> Layer:
+    """Return each class's weights and bias, divided by the weights' norm; zeros stay."""
+    norm = np.linalg.norm(weight, axis=1)
+    norm[norm == 0] = 1.0
+    return weight / norm[:, None], bias / norm

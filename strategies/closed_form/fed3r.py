@@ -19,12 +19,10 @@ is not here. A run of another method may begin with the network that comes of it
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads import FeatureStatistics
 
-from .closed_form import GramStrategy, Layer
+from .closed_form import GramStrategy, Layer, unit_rows
 
 
 class Fed3R(GramStrategy):
@@ -38,10 +36,5 @@ class Fed3R(GramStrategy):
 
     def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:
         """Return weights of norm 1 (C, p), and biases; both are 0 for a class that nobody has."""
-        num_classes, width = self.shape
-        linear = self.solution(sums, bias=bool(self.bias))
-        weight = linear[:, :width]
-        bias = linear[:, width] if self.bias else np.zeros(num_classes)
-        norm = np.linalg.norm(weight, axis=1)
-        norm[norm == 0] = 1.0
-        return weight / norm[:, None], bias / norm
+        linear, width = self.solution(sums, bias=bool(self.bias)), self.shape[1]
+        return unit_rows(linear[:, :width], linear[:, width] if self.bias else 0.0)

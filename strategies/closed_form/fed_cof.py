@@ -31,7 +31,7 @@ from fedntk.ntk.convex import solve_ridge
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads import Prototypes
 
-from .closed_form import Layer
+from .closed_form import Layer, unit_rows
 from .fed_ncm import FedNCM
 
 
@@ -70,7 +70,4 @@ class FedCOF(FedNCM):
         square = float(counts @ np.square(means).mean(1)) / total
         scale = square * max(float(np.maximum(counts - 1, 0).sum()), 1.0)
         gram = rows.T @ rows + total * mean.outer(mean)
-        weight = solve_ridge(gram, of_class.T, self.shrinkage, scale).T.numpy()
-        norm = np.linalg.norm(weight, axis=1)
-        norm[norm == 0] = 1.0
-        return weight / norm[:, None], np.zeros(len(weight))
+        return unit_rows(solve_ridge(gram, of_class.T, self.shrinkage, scale).T.numpy())

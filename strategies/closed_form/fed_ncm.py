@@ -18,20 +18,12 @@ import numpy as np
 
 from fedntk.ntk.payloads import Prototypes
 
-from ..core.replies import Reply
-from .closed_form import ClosedFormStrategy, Layer
+from .closed_form import ClosedFormStrategy, Layer, unit_rows
 
 
 class FedNCM(ClosedFormStrategy):
     """FedNCM (Legate et al. 2023). Clients are :class:`~fedntk.clients.ClosedFormClient`."""
 
-    def parse(self, reply: Reply) -> Prototypes:
-        """Check a client's class means, which must be of as many examples as it reports."""
-        return self.check_prototypes(reply.arrays(), reply.num_examples)
-
     def last_layer(self, sums: Sequence[Prototypes]) -> Layer:
         """Return the class means, each of norm 1 (C, p), and zeros for a bias."""
-        means = Prototypes.pooled(sums).means.astype(np.float64)
-        norm = np.linalg.norm(means, axis=1)
-        norm[norm == 0] = 1.0
-        return means / norm[:, None], np.zeros(len(means))
+        return unit_rows(Prototypes.pooled(sums).means.astype(np.float64))

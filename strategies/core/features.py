@@ -1,5 +1,7 @@
 """Strategies whose clients form features of the inputs of their network's last layer."""
 
+from typing import Any
+
 from flwr.app import ConfigRecord
 from torch import nn
 
@@ -9,6 +11,7 @@ from fedntk.ntk.payloads import Prototypes
 from fedntk.ntk.support.arrays import Arrays
 
 from .base import BaseStrategy
+from .replies import Reply
 
 
 class FeatureStrategy(BaseStrategy):
@@ -42,6 +45,10 @@ class FeatureStrategy(BaseStrategy):
     def width(self) -> int:
         """Number of features of an example."""
         return self.feature_map.width(self.network)
+
+    def parse(self, reply: Reply) -> Any:
+        """Check a client's class means, which must be of as many examples as it reports."""
+        return self.check_prototypes(reply.arrays(), reply.num_examples)
 
     def check_prototypes(self, arrays: Arrays, num_examples: int | None = None) -> Prototypes:
         """Check a client's class means, of `num_examples` examples if that is given."""

@@ -22,7 +22,7 @@ from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
 from ..core.averaging import named_arrays
 from ..core.exchange import Pairs
 from ..core.features import FeatureStrategy
-from ..core.replies import Reply, screen_own_sizes
+from ..core.replies import screen_own_sizes
 from .personalised import PersonalStrategy
 
 
@@ -56,10 +56,6 @@ class FedProto(FeatureStrategy, PersonalStrategy):
     def prototypes(self) -> Prototypes:
         """The global prototypes with which the current round, or the last one, began."""
         return Prototypes.from_global_arrays(named_arrays(self.global_arrays))
-
-    def parse(self, reply: Reply) -> Prototypes:
-        """Check a client's prototypes, which must be of as many examples as it reports."""
-        return self.check_prototypes(reply.arrays(), reply.num_examples)
 
     def screen(self, own: Sequence[Prototypes], most: float) -> list[BadReply | None]:
         """Refuse prototypes whose root mean square is far above that of others."""
