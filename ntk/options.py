@@ -267,6 +267,12 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
+def refuse_first(rules: Mapping[str, Any], kind: type[ValueError] = ValueError) -> None:
+    """Raise the error with the first text whose rule is broken: text -> whether it is."""
+    if broken := next((said for said, found in rules.items() if found), ""):
+        raise kind(broken)
+
+
 def nearest(value: str, known: Iterable[str]) -> str:
     """Say which of the known words is meant, if one is near; empty if none is."""
     near = difflib.get_close_matches(value, list(known), n=1)

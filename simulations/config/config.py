@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 import tomli_w
 
 from fedntk.clients import SGDClient
+from fedntk.ntk.options import refuse_first
 from fedntk.ntk.robust_averages import Defence
 from fedntk.ntk.support.files import whole
 from fedntk.strategies import BaseStrategy
@@ -263,69 +264,49 @@ class Config(SplitSettings, frozen=True, eq=True):
             ("model", with_whole_path(self.model)),
         ):
             object.__setattr__(self, name, whole_path)
-        if self.weights and self.init != "default":
-            raise ConfigError(
-                f"init = {self.init} draws first weights, and weights = {self.weights} gives them; "
-                "leave one of the two out"
-            )
-        if self.monitor not in (known := (*MONITORED, *metrics_of(self.metrics))):
-            raise ConfigError(
-                f"monitor: expected one of {', '.join(known)}, got {self.monitor!r}"
-                f"{nearest(self.monitor, known)}"
-            )
-        if self.projection_kind != "gaussian" and not self.projection:
-            raise ConfigError(
-                f"projection-kind = {self.projection_kind} goes with projection, the number of "
-                "features; got 0"
-            )
-        if self.class_prior and self.loss != "cross-entropy":
-            raise ConfigError(f"class-prior goes with loss = cross-entropy, got {self.loss}")
-        trainable = self.num_clients - self.validation_clients
-        if not 1 <= self.clients_a_round <= trainable:
-            raise ConfigError(
-                f"clients-per-round: expected 1 ... {trainable}, the clients that train, got "
-                f"{self.clients_a_round}"
-            )
-        if self.late_share and not self.round_deadline:
-            raise ConfigError("late-share: expected a round-deadline above 0, such as 0.01, got 0")
-        if self.monitor.startswith("client-") and not self.clients_per_evaluation:
-            raise ConfigError(
-                f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0"
-            )
-        if self.min_completed > self.clients_a_round:
-            raise ConfigError(
-                f"min-completed: expected at most clients-per-round = {self.clients_a_round}, "
-                f"got {self.min_completed}"
-            )
-        if self.attack not in ATTACKS:
-            raise ConfigError(
-                f"attack: expected one of {', '.join(ATTACKS)}, got {self.attack!r}"
-                f"{nearest(self.attack, ATTACKS)}"
-            )
-        if (self.attack == "none") != (self.liars == 0):
-            raise ConfigError(
-                f"attack = {self.attack} and liars = {self.liars}: set both, or neither"
-            )
-        if 2 * self.liars > trainable:
-            raise ConfigError(
-                f"liars: expected at most half of the {trainable} clients that train, got "
-                f"{self.liars}"
-            )
-        if self.client_gpus and self.device == "cpu":
-            raise ConfigError(f"client-gpus = {self.client_gpus:g} does not go with device = cpu")
-        if self.evaluate_on != "validation":
-            return
-        if self.private_test and not self.local_test_fraction:
-            raise ConfigError(
-                "local-test-fraction: expected more than 0 with private-test and evaluate-on = "
-                "validation, which keeps clients from the test set, got 0; set it, such as to 0.1, "
-                "also for the final run on the test set"
-            )
-        if not (self.validation_examples or self.validation_clients or self.private_test):
-            raise ConfigError(
-                "evaluate-on = validation: nothing is held out of training; set "
-                "validation-examples, such as a tenth of the training set, or validation-clients"
-            )
+        known = (*MONITORED, *metrics_of(self.metrics))
+        trainable, sampled = self.num_clients - self.validation_clients, self.clients_a_round
+        validates = self.evaluate_on == "validation"
+        rules = {
+            f"init = {self.init} draws first weights, and weights = {self.weights} gives them; "
+            "leave one of the two out": self.weights and self.init != "default",
+            f"monitor: expected one of {', '.join(known)}, got {self.monitor!r}"
+            f"{nearest(self.monitor, known)}": self.monitor not in known,
+            f"projection-kind = {self.projection_kind} goes with projection, the number of "
+            "features; got 0": self.projection_kind != "gaussian" and not self.projection,
+            f"class-prior goes with loss = cross-entropy, got {self.loss}": (
+                self.class_prior and self.loss != "cross-entropy"
+            ),
+            f"clients-per-round: expected 1 ... {trainable}, the clients that train, got "
+            f"{sampled}": not 1 <= sampled <= trainable,
+            "late-share: expected a round-deadline above 0, such as 0.01, got 0": (
+                self.late_share and not self.round_deadline
+            ),
+            f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0": (
+                self.monitor.startswith("client-") and not self.clients_per_evaluation
+            ),
+            f"min-completed: expected at most clients-per-round = {sampled}, got "
+            f"{self.min_completed}": self.min_completed > sampled,
+            f"attack: expected one of {', '.join(ATTACKS)}, got {self.attack!r}"
+            f"{nearest(self.attack, ATTACKS)}": self.attack not in ATTACKS,
+            f"attack = {self.attack} and liars = {self.liars}: set both, or neither": (
+                (self.attack == "none") != (self.liars == 0)
+            ),
+            f"liars: expected at most half of the {trainable} clients that train, got "
+            f"{self.liars}": 2 * self.liars > trainable,
+            f"client-gpus = {self.client_gpus:g} does not go with device = cpu": (
+                self.client_gpus and self.device == "cpu"
+            ),
+            "local-test-fraction: expected more than 0 with private-test and evaluate-on = "
+            "validation, which keeps clients from the test set, got 0; set it, such as to 0.1, "
+            "also for the final run on the test set": (
+                validates and self.private_test and not self.local_test_fraction
+            ),
+            "evaluate-on = validation: nothing is held out of training; set validation-examples, "
+            "such as a tenth of the training set, or validation-clients": validates
+            and not (self.validation_examples or self.validation_clients or self.private_test),
+        }
+        refuse_first(rules, ConfigError)
 
     @property
     def clients_a_round(self) -> int:

@@ -4,6 +4,7 @@ from typing import Any
 
 from flwr.client import NumPyClient
 
+from fedntk.ntk.options import refuse_first
 from fedntk.strategies import BaseStrategy
 
 from ..config.config import Config
@@ -58,8 +59,7 @@ class SumsMethod(Method):
                 key and (not config.validation_examples or config.projection)
             ),
         }
-        if broken := next((said for said, found in rules.items() if found), ""):
-            raise ConfigError(broken)
+        refuse_first(rules, ConfigError)
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         """Make the strategy, with the server's examples if it needs them."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedntk.clients import FeatureStore, shrink
 from fedntk.clients.core.disk_store import data_digest
 from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
+from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads import ConvexTask
 from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
 from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
@@ -47,8 +48,7 @@ class _TCT(SumsMethod):
             f" = {settings.bootstrap_rounds}), got {config.rounds}; lower tct.bootstrap-rounds, or "
             "use method = fedavg, which is stage 1": 0 < config.rounds <= before,
         }
-        if broken := next((said for said, found in rules.items() if found), ""):
-            raise ConfigError(broken)
+        refuse_first(rules, ConfigError)
 
     def validated(self, config: Config) -> str:
         return TCT.validated(self.own(config))

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply, Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations, SumNoise, solve_noisy
 from fedntk.ntk.features import MOST_BITS
-from fedntk.ntk.options import option, state
+from fedntk.ntk.options import option, refuse_first, state
 from fedntk.ntk.payloads import (
     UNQUANTISED,
     ConvexTask,
@@ -45,7 +45,7 @@ from ..core.asynchronous import AsynchronousStrategy
 from ..core.averaging import record_of
 from ..core.client_ledger import LedgerStrategy
 from ..core.exchange import Aggregated
-from ..core.feature_sums import Sums, SumsStrategy, add_up, refuse_first
+from ..core.feature_sums import Sums, SumsStrategy, add_up
 from ..core.replies import Reply, screen_own_sizes
 from .closed_form import ClosedFormStrategy, Layer
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from fedntk.ntk import NetworkPredictor, Predictor
 from fedntk.ntk.features import CENTRE
-from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads import screen_changes
 from fedntk.ntk.robust_averages import robust_mean
 from fedntk.ntk.support.files import claimed
@@ -114,32 +114,24 @@ class BaseStrategy(MaskOptions, Sampling):
     def check(self) -> None:
         """Refuse options that do not go together."""
         super().check()
-        if self.average_decay and not self.averages:
-            raise ValueError(
-                f"average_decay: expected 0 for {type(self).__name__}, whose arrays have no "
-                f"mean over rounds, got {self.average_decay}"
-            )
-        if self.centre_inputs and (self.secure_aggregation or not self.centres):
-            masked = " with secure_aggregation" if self.secure_aggregation else ""
-            raise ValueError(
-                f"centre_inputs: expected False for {type(self).__name__}{masked}, which cannot "
-                "take a mean off its clients' inputs"
-            )
-        if self.secure_aggregation and not self.masks:
-            raise ValueError(
-                f"secure_aggregation: expected False for {type(self).__name__}, which needs what "
-                "each client sends, and not only the sum over all of them"
-            )
-        if self.secure_aggregation and self.defence != "none":
-            raise ValueError(
-                "defence: the server sees no client's weights under secure_aggregation; expected "
-                f"none, got {self.defence}"
-            )
-        if self.vouching is not None and not (getattr(self, self.key_option) and self.run):
-            raise ValueError(
-                f"vouching: expected {self.key_option} = True and the name of the run, run=..., as "
-                "clients have it"
-            )
+        name, masked = type(self).__name__, self.secure_aggregation
+        rules = {
+            f"average_decay: expected 0 for {name}, whose arrays have no mean over rounds, got "
+            f"{self.average_decay}": self.average_decay and not self.averages,
+            f"centre_inputs: expected False for {name}{' with secure_aggregation' * masked}, which "
+            "cannot take a mean off its clients' inputs": (
+                self.centre_inputs and (masked or not self.centres)
+            ),
+            f"secure_aggregation: expected False for {name}, which needs what each client sends, "
+            "and not only the sum over all of them": masked and not self.masks,
+            "defence: the server sees no client's weights under secure_aggregation; expected none, "
+            f"got {self.defence}": masked and self.defence != "none",
+            f"vouching: expected {self.key_option} = True and the name of the run, run=..., as "
+            "clients have it": (
+                self.vouching is not None and not (getattr(self, self.key_option) and self.run)
+            ),
+        }
+        refuse_first(rules)
 
     def summary(self) -> None:
         """Log the options that differ from their defaults."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fedntk.ntk import Normaliser, NotEnoughMemory, require_disk
 from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge
 from fedntk.ntk.features import MOST_BITS, FixedPoint
-from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads import (
     UNQUANTISED,
     FeatureStatistics,
@@ -351,9 +351,3 @@ def ridge_solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np
 def add_up(sums: Iterable[Sums]) -> Sums:
     """Add up one or more sums, one after the other."""
     return functools.reduce(operator.add, sums)
-
-
-def refuse_first(rules: Mapping[str, Any]) -> None:
-    """Raise ValueError with the first text whose rule is broken."""
-    if broken := next((said for said, found in rules.items() if found), ""):
-        raise ValueError(broken)

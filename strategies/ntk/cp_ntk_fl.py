@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits, loss_value
-from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads import CompressionOptions, MemoryBudget, check_privacy
 
 from ..core.base import BaseStrategy
@@ -75,24 +75,22 @@ class CPNTKFL(CompressionOptions, NTKFL):
         check_privacy(
             1.0 if self.noise_multiplier else 0.0, self.noise_multiplier, self.label_noise
         )
-        if self.shuffling_server is not None and not self.run:
-            raise ValueError("shuffling_server: name the training run with run=...")
-        if self.shuffling_server is not None and self.defence != "none":
-            raise ValueError(
-                "defence: shuffled rows do not say whose they are; expected none with a "
-                f"shuffling_server, got {self.defence}"
-            )
-        if self.noise_multiplier and (self.selection == "clients" or self.validation_partitions):
-            raise ValueError(
-                "selection='clients' and validation_partitions ask clients for losses of their "
-                "examples, which differential privacy does not cover; use selection='linearised' "
-                "with a grid that is safe, or validation_loss"
-            )
-        if self.centre_inputs and (self.noise_multiplier or self.shuffling_server is not None):
-            raise ValueError(
-                "centre_inputs asks each client for a sum of its examples, which differential "
-                "privacy does not cover and which helps to tell shuffled rows apart; leave it out"
-            )
+        noise, shuffled = self.noise_multiplier, self.shuffling_server is not None
+        rules = {
+            "shuffling_server: name the training run with run=...": shuffled and not self.run,
+            "defence: shuffled rows do not say whose they are; expected none with a "
+            f"shuffling_server, got {self.defence}": shuffled and self.defence != "none",
+            "selection='clients' and validation_partitions ask clients for losses of their "
+            "examples, which differential privacy does not cover; use selection='linearised' with "
+            "a grid that is safe, or validation_loss": (
+                noise and (self.selection == "clients" or self.validation_partitions)
+            ),
+            "centre_inputs asks each client for a sum of its examples, which differential privacy "
+            "does not cover and which helps to tell shuffled rows apart; leave it out": (
+                self.centre_inputs and (noise or shuffled)
+            ),
+        }
+        refuse_first(rules)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state, which counts all uploads that this object asked for."""

@@ -12,7 +12,7 @@ from torch import nn
 from fedntk.ntk import Normaliser, TCTModel
 from fedntk.ntk.convex import NormalEquations, normaliser_of
 from fedntk.ntk.features import MOST_BITS
-from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads import (
     UNQUANTISED,
     ConvexOptions,
@@ -24,7 +24,7 @@ from fedntk.ntk.payloads import (
 )
 from fedntk.ntk.payloads.convex_task import Step
 
-from ..core.feature_sums import SumsStrategy, refuse_first
+from ..core.feature_sums import SumsStrategy
 from ..core.registry import SentParts
 from .control import ControlVariate
 
