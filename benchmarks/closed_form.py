@@ -27,8 +27,8 @@ import torch
 from tct_statistics import Settings, bootstrapped, joined, percent, settled
 
 from fedntk.ntk import FeatureMap, Normaliser
-from fedntk.ntk.convex import NormalEquations, best_ridge
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.convex.pooled_statistics import NormalEquations, best_ridge
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config, run
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.report.results import machine

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap, with_residual_features
 from fedntk.ntk.features.fourier import FourierFeatures
-from fedntk.ntk.payloads import FeatureStatistics, Prototypes
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.report.results import machine

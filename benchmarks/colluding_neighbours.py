@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from fedntk.clients import NTKDFLClient, client_app
 from fedntk.ntk import JacobianUpload
-from fedntk.ntk.payloads import from_npy
+from fedntk.ntk.payloads.npy import from_npy
 from fedntk.simulations import Config
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid

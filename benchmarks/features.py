@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedntk.ntk import FeatureMap, Normaliser
-from fedntk.ntk.convex import NormalEquations
+from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.features.buckets import BucketFeatures
 from fedntk.ntk.features.fourier import FourierFeatures
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.methods.method import Setup

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from fedntk.clients import client_app
 from fedntk.ntk import jacobian
-from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.report.figures import COLOURS
 from fedntk.simulations.report.results import machine

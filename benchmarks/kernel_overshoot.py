@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fedntk.ntk import jacobian, one_hot
-from fedntk.ntk.evolution import GradientFlow
+from fedntk.ntk.evolution.gradient_flow import GradientFlow
 from fedntk.simulations import Config
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.models import build_model

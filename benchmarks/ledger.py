@@ -21,9 +21,10 @@ from common import machine, options, use_checkout, write
 use_checkout()
 
 from fedntk.ntk import Normaliser  # noqa: E402
-from fedntk.ntk.convex import ClientLedger, NormalEquations  # noqa: E402
-from fedntk.ntk.features import FixedPoint  # noqa: E402
-from fedntk.ntk.payloads import FeatureStatistics, SumFormat  # noqa: E402
+from fedntk.ntk.convex.ledger import ClientLedger  # noqa: E402
+from fedntk.ntk.convex.pooled_statistics import NormalEquations  # noqa: E402
+from fedntk.ntk.features.fixed_point import FixedPoint  # noqa: E402
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat  # noqa: E402
 
 CLIENTS, EXAMPLES, CLASSES, CHECKED = 100, 120, 10, 3
 RIDGE = 1e-2

@@ -11,9 +11,9 @@ of at least the median size, lie:
   **scaled sums**: honest sums, times ten, with the counts as they are; **no Gram matrix**: random
   signs off the diagonal.
 
-They are removed by :func:`fedntk.ntk.convex.find_harmful` with alpha = 0.05. Nothing is tuned: the
-threshold follows from the validation examples, and the ridge is 0.01, the best of 1e-6 ... 1 on
-them for honest clients with each of three seeds.
+They are removed by :func:`fedntk.ntk.convex.ledger.find_harmful` with alpha = 0.05. Nothing is
+tuned: the threshold follows from the validation examples, and the ridge is 0.01, the best of
+1e-6 ... 1 on them for honest clients with each of three seeds.
 
     python benchmarks/liars_in_sums.py --data-dir FOLDER [--seeds 0,1,2]
 
@@ -33,15 +33,10 @@ import torch
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Normaliser
-from fedntk.ntk.convex import (
-    ClientLedger,
-    NormalEquations,
-    ValidationExamples,
-    are_possible,
-    find_harmful,
-)
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.convex.ledger import ClientLedger, ValidationExamples, are_possible, find_harmful
+from fedntk.ntk.convex.pooled_statistics import NormalEquations
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.attacks import ATTACKS as KIT
 from fedntk.simulations.attacks import draw_gram_signs

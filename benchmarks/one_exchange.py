@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Normaliser
-from fedntk.ntk.convex import NormalEquations, best_ridge
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.convex.pooled_statistics import NormalEquations, best_ridge
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.data.data import checksum_of
 from fedntk.simulations.engine.building import load_setup

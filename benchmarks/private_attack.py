@@ -21,7 +21,7 @@ import torch
 from private_sums import CLASSES, DELTA, RADIUS, RESULTS, all_rows
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from fedntk.ntk.convex import SumNoise, solve_noisy
+from fedntk.ntk.convex.private_sums import SumNoise, solve_noisy
 from fedntk.simulations.report.results import machine
 
 POOL, WIDTH, MODELS, JUDGED = 4000, 1000, 48, 8

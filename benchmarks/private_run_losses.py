@@ -17,7 +17,7 @@ from typing import Any
 from common import machine, write
 from flwr.app import ArrayRecord, Message
 
-from fedntk.ntk.payloads import SumTask
+from fedntk.ntk.payloads.sum_task import SumTask
 from fedntk.simulations import Config
 from fedntk.simulations.check import failed
 from fedntk.simulations.engine.building import load_setup, make_strategy

@@ -34,11 +34,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fedntk.ntk.convex import SumNoise, bound_rows, solve_noisy
-from fedntk.ntk.features import FixedPoint
+from fedntk.ntk.convex.private_sums import SumNoise, bound_rows, solve_noisy
+from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.features.frequencies import ScatteringFrequencies
 from fedntk.ntk.features.projection import random_projection
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.report.results import machine

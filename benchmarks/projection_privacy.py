@@ -41,7 +41,7 @@ from reconstruction import pixels, ssim
 from torch import Tensor
 
 from fedntk.clients.core.projection import project
-from fedntk.ntk.features import low_frequencies
+from fedntk.ntk.features.projection import low_frequencies
 
 FEATURES = 200
 TARGETS, SEEN, ROUND, PUBLIC = 100, 10_000, 1_000, 10_000

@@ -33,7 +33,7 @@ import numpy as np
 from common import machine, write
 
 from fedntk.clients.core.secure_sum import SecureSum
-from fedntk.ntk.payloads import average_words
+from fedntk.ntk.payloads.masked_average import average_words
 from fedntk.trust import MaskedSum, ParcelKeys, Promise, Roster, new_key
 from fedntk.trust.secure_sum import exchange_of
 

@@ -45,8 +45,8 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config, run
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.report.results import load_model, machine

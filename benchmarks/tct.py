@@ -106,7 +106,7 @@ class Client:
     def __init__(self, x: Tensor, y: Tensor, num_features: int, **options: Any) -> None:
         from fedntk.clients import TCTClient, get_weights
         from fedntk.ntk import FeatureMap
-        from fedntk.ntk.payloads import ConvexTask
+        from fedntk.ntk.payloads.convex_task import ConvexTask
 
         self.map = FeatureMap(num_features=num_features)
         self.model = network()
@@ -120,7 +120,7 @@ class Client:
     ) -> tuple[list[Any], float]:
         """Have it do a task; return its arrays and the seconds."""
         from fedntk.clients import NamedArrays
-        from fedntk.ntk.payloads import ConvexTask
+        from fedntk.ntk.payloads.convex_task import ConvexTask
 
         own = {"num_features": self.map.num_features, "learning_rate": ETA}
         asked = ConvexTask(step=step, network_key=self.key, **own, **task)
@@ -148,8 +148,8 @@ def solve(
     """Time rounds of a client of two classes, closed and looped."""
     from fedntk.clients.core.disk_store import example_digests
     from fedntk.ntk import FeatureMap, Moments, Normaliser, one_hot
-    from fedntk.ntk.convex import Spectrum, residual_sum
-    from fedntk.ntk.features import FeatureRows
+    from fedntk.ntk.convex.local_steps import Spectrum, residual_sum
+    from fedntk.ntk.features.rows import FeatureRows
 
     x, y = examples(data_dir, "FashionMNIST", n, (0, 1))
     order = np.lexsort(example_digests(x, one_hot(y, 10)).T)  # in which the client keeps them
@@ -230,7 +230,7 @@ def exactly(
 ) -> Callable[[int], Tensor]:
     """Return the function M -> model after a corrected round of M steps, in float64."""
     from fedntk.ntk import one_hot
-    from fedntk.ntk.convex import Spectrum, residual_sum
+    from fedntk.ntk.convex.local_steps import Spectrum, residual_sum
 
     z = torch.from_numpy(np.array(stored, np.float64))
     start, mean = (torch.from_numpy(array).double() for array in (theta, control))

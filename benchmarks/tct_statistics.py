@@ -29,9 +29,9 @@ import pandas as pd
 import torch
 
 from fedntk.ntk import FeatureMap
-from fedntk.ntk.convex import normaliser_of
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.convex.pooled_statistics import normaliser_of
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.models import build_model

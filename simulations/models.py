@@ -23,7 +23,7 @@ from fedntk.ntk import (
     with_scattering_frequencies,
 )
 from fedntk.ntk.feature_learning import initial_std
-from fedntk.ntk.features import CENTRE
+from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.ntk.features.scattering import LogStandardise, Scattering
 from fedntk.ntk.first_weights import draw_weights
 

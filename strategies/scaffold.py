@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads import screen_changes
+from fedntk.ntk.payloads.screening import screen_changes
 from fedntk.ntk.robust_averages import DEFENCES, robust_mean
 
 from .core.averaging import cast_like, named_arrays, record_of

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, NotEnoughMemory, UploadLimits
-from fedntk.ntk.payloads import MemoryBudget, screen_uploads
+from fedntk.ntk.payloads.screening import MemoryBudget, screen_uploads
 
 from .sealing import SealError, check_run, new_key, public_bytes, seal, unseal
 from .wire import frame_arrays, pack, unframe_arrays, unpack

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedntk.ntk.payloads import from_npy, to_npy
+from fedntk.ntk.payloads.npy import from_npy, to_npy
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from .sealing import SealError

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Predictor, loss_value
-from fedntk.ntk.convex import SumNoise, bound_rows, personal_model
-from fedntk.ntk.features import RESIDUAL_LAYER, FixedPoint, ResidualFeatures
+from fedntk.ntk.convex.pooled_statistics import personal_model
+from fedntk.ntk.convex.private_sums import SumNoise, bound_rows
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.features.residual import RESIDUAL_LAYER, ResidualFeatures
 from fedntk.ntk.options import argument
-from fedntk.ntk.payloads import (
-    ConvexTask,
-    FeatureStatistics,
-    Prototypes,
-    SplitStatistics,
-    SumFormat,
-    SumStep,
-    SumTask,
-)
+from fedntk.ntk.payloads.convex_task import ConvexTask
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat, SumStep
+from fedntk.ntk.payloads.prototypes import Prototypes
+from fedntk.ntk.payloads.split_statistics import SplitStatistics
+from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
 from ..core.masking import Arrays, Given
@@ -57,13 +55,12 @@ class ClosedFormClient(SumsClient):
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Sum up the features of the round's examples.
 
-        The arrays are those of :class:`~fedntk.ntk.payloads.FeatureStatistics`, or of
-        :class:`~fedntk.ntk.payloads.SplitStatistics` if a share is held out; masked words of these,
-        and what goes before and after them; or, if no Gram matrix is asked for, those of
-        :class:`~fedntk.ntk.payloads.Prototypes`. The network's
-        :class:`~fedntk.ntk.features.ResidualFeatures` may add a layer's random features. The metric
-        ``train-loss`` is the received network's. With noise asked for, one example is reported, and
-        no loss.
+        The arrays are those of FeatureStatistics, or of SplitStatistics if a share is held out;
+        masked words of these, and what goes before and after them; or, if no Gram matrix is asked
+        for, those of Prototypes. The network's
+        :class:`~fedntk.ntk.features.residual.ResidualFeatures` may add a layer's random features.
+        The metric ``train-loss`` is the received network's. With noise asked for, one example is
+        reported, and no loss.
         """
         task, records = SumTask.of_message(config), dict(getattr(parameters, "records", {}))
         step = "class means" if task is None else task.step
@@ -175,7 +172,7 @@ class ClosedFormClient(SumsClient):
 
         If the sums over all clients come with the network, it is a model of the client's own that
         is evaluated, and the metric ``personal-weight`` is w of
-        :func:`~fedntk.ntk.convex.personal_model`.
+        :func:`~fedntk.ntk.convex.pooled_statistics.personal_model`.
         """
         task = SumTask.of_message(config)
         private = self.privacy_limit is not None or (task is not None and task.epsilon > 0)

@@ -13,8 +13,9 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from fedntk.ntk.features import INPUT_SUMS
-from fedntk.ntk.payloads import Agreement, from_npy, to_npy
+from fedntk.ntk.features.centred_inputs import INPUT_SUMS
+from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.payloads.npy import from_npy, to_npy
 
 from .named_arrays import NamedArrays
 from .randomness import GLOBAL_STATE

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedntk.ntk import CentredInputs, Loss, NetworkPredictor, Predictor, loss_value, one_hot
 from fedntk.ntk.options import Declared, argument, option
-from fedntk.ntk.payloads import Agreement
+from fedntk.ntk.payloads.agreement import Agreement
 from fedntk.trust import SEALED_SEED
 
 from .adapter import CLIENT_ID

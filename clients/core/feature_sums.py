@@ -12,14 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import (
-    UNQUANTISED,
-    FeatureStatistics,
-    SplitStatistics,
-    draw_held_out,
-    sums_digest,
-)
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.compression import UNQUANTISED
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, sums_digest
+from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 
 from .base import ModelClient
 from .masking import Arrays, Given, Masking

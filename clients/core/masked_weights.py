@@ -12,7 +12,8 @@ from typing import Any
 
 from flwr.app import Context, Message, MessageType, RecordDict
 
-from fedntk.ntk.payloads import AverageTask, average_digest, average_words, from_npy
+from fedntk.ntk.payloads.masked_average import AverageTask, average_digest, average_words
+from fedntk.ntk.payloads.npy import from_npy
 
 from .adapter import Function, make_reply, received
 from .masking import Arrays, Given, Masking

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedntk.ntk import random_projection
-from fedntk.ntk.features import low_frequencies, rotated_low_frequencies
+from fedntk.ntk.features.projection import low_frequencies, rotated_low_frequencies
 from fedntk.trust import SEALED_SEED, ClientKeys, SealError
 
 from .weights import Config
@@ -64,9 +64,10 @@ def project(x: Tensor, num_features: int, seed: bytes, kind: ProjectionKind = "g
     With 1/d_1 the features of inputs of mean 0 and variance 1 have variance 1 again, on average;
     a network's first weights are drawn for that.
 
-    Low frequencies: :func:`~fedntk.ntk.features.rotated_low_frequencies` of images, times
-    sqrt(d_1' / d_1), for the same size. They keep far more of an image, and the kept frequencies
-    are public; the page on privacy says what that gives away. `seed` is of P, or of the rotation.
+    Low frequencies: :func:`~fedntk.ntk.features.projection.rotated_low_frequencies` of images,
+    times sqrt(d_1' / d_1), for the same size. They keep far more of an image, and the kept
+    frequencies are public; the page on privacy says what that gives away. `seed` is of P, or of the
+    rotation.
     """
     rows, number = x.flatten(1), int.from_bytes(seed, "big")
     scale = math.sqrt(num_features / rows.shape[1])

@@ -9,7 +9,7 @@ from typing import Any
 from flwr.client import NumPyClient
 
 from fedntk.ntk import EnsemblePredictor
-from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays

@@ -19,21 +19,20 @@ from torch import Tensor
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
 from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.class_prior import log_class_prior
-from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses, median_losses
+from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, median_losses
 from fedntk.ntk.options import argument
-from fedntk.ntk.payloads import (
+from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLOptions, mixing_row
+from fedntk.ntk.payloads.jacobian_parcel import JacobianParcel, compresses
+from fedntk.ntk.payloads.leave_one_out import screen_harmful
+from fedntk.ntk.payloads.screening import (
     STRANGER_FACTOR,
-    JacobianParcel,
     MemoryBudget,
     change_size,
-    screen_harmful,
     screen_losses,
     screen_sizes,
     screen_strangers,
     screen_uploads,
 )
-from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLOptions, mixing_row
-from fedntk.ntk.payloads.jacobian_parcel import compresses
 from fedntk.ntk.support.arrays import require_array, take_arrays
 
 from ..core.randomness import round_seed

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply, Predictor
 from fedntk.ntk.first_weights import draw_weights
 from fedntk.ntk.options import argument, state
-from fedntk.ntk.payloads import OUTLIER_FACTOR, screen_changes
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, RelayOptions
+from fedntk.ntk.payloads.screening import OUTLIER_FACTOR, screen_changes
 from fedntk.ntk.support.arrays import require_array, take_arrays
 from fedntk.trust import ParcelKeys
 

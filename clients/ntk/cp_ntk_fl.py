@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fedntk.ntk import CompressedUpload, loss_value, privatise
 from fedntk.ntk.options import argument, option
-from fedntk.ntk.payloads import CompressionOptions, check_privacy
+from fedntk.ntk.payloads.compression import CompressionOptions
+from fedntk.ntk.payloads.privacy import check_privacy
 from fedntk.trust import check_public_key, check_run, seal_upload
 
 from ..core.named_arrays import NamedArrays

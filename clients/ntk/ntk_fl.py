@@ -13,7 +13,7 @@ import torch
 
 from fedntk.ntk import JacobianUpload, jacobian, loss_value
 from fedntk.ntk.class_prior import offset_of
-from fedntk.ntk.evolution import unstack_candidates
+from fedntk.ntk.evolution.candidates import unstack_candidates
 from fedntk.ntk.options import argument, option
 
 from ..core.base import ModelClient

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Predictor, PrototypePredictor
-from fedntk.ntk.features import record_input
+from fedntk.ntk.features.feature_map import record_input
 from fedntk.ntk.options import option
-from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
+from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES, Prototypes
 
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Evaluation, Fit, Parameters

@@ -6,7 +6,7 @@ j, with g_k the trained network without its last linear layer.
 """
 
 from fedntk.ntk import FeatureMap
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Fit, Parameters
@@ -27,7 +27,7 @@ class WeightedFedAvgClient(PersonalisedClient):
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Train as :meth:`PersonalisedClient.fit`, then form the prototypes.
 
-        They go in a record of that name: see :class:`~fedntk.ntk.payloads.Prototypes`.
+        They go in a record of that name: see :class:`~fedntk.ntk.payloads.prototypes.Prototypes`.
         """
         result, num_examples, metrics = super().fit(parameters, config)
         if not isinstance(result, NamedArrays):  # what it kept is lost

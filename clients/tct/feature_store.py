@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap, Normaliser
-from fedntk.ntk.convex import Spectrum
-from fedntk.ntk.features import FeatureRows
+from fedntk.ntk.convex.local_steps import Spectrum
+from fedntk.ntk.features.rows import FeatureRows
 
 from ..core.disk_store import DiskStore
 from ..core.weights import set_weights

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import Moments, Predictor, TCTModel, require_disk, require_memory
-from fedntk.ntk.convex import (
+from fedntk.ntk.convex.local_steps import (
     Spectrum,
     centred_targets,
     convex_loss,
@@ -31,15 +31,13 @@ from fedntk.ntk.convex import (
     mean_gradient,
     residual_sum,
 )
-from fedntk.ntk.features import FeatureRows, FixedPoint
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.options import argument, option
-from fedntk.ntk.payloads import (
-    ConvexTask,
-    FeatureStatistics,
-    FeatureUpload,
-    SplitStatistics,
-    SumStep,
-)
+from fedntk.ntk.payloads.convex_task import ConvexTask
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumStep
+from fedntk.ntk.payloads.feature_upload import FeatureUpload
+from fedntk.ntk.payloads.split_statistics import SplitStatistics
 
 from ..core.disk_store import example_digests
 from ..core.feature_sums import SumsClient, fixed_point_in

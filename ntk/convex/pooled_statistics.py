@@ -1,6 +1,6 @@
 """The convex problem of TCT solved in one place, from nothing but sums over the clients' features.
 
-Beyond Yu et al., NeurIPS 2022: the solution of :func:`~fedntk.ntk.convex.pooled_ridge` in the
+Beyond Yu et al., NeurIPS 2022: the solution of :func:`~fedntk.ntk.convex.ridge.pooled_ridge` in the
 primal. Its p x p matrix is a sum over examples, the same however these are split among clients.
 """
 

@@ -309,7 +309,7 @@ def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | N
 def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:
     """Return a checksum, 16 bytes, of what sums are of, and of the dtype of their words.
 
-    `key` identifies network and feature map: see :meth:`~fedntk.ntk.payloads.ConvexTask.key_of`.
+    `key` identifies network and feature map: see :meth:`.convex_task.ConvexTask.key_of`.
     """
     digest = hashlib.blake2b(f"{key} {np.dtype(dtype)}".encode(), digest_size=16)
     if fixed_point is not None:

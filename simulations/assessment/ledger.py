@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedntk.ntk import NotEnoughMemory
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from ..config.settings import ConfigError
 from ..report.results import Run

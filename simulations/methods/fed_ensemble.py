@@ -9,7 +9,7 @@ from torch import nn
 
 from fedntk.clients import FedEnsembleClient, ModelClient
 from fedntk.ntk import EnsemblePredictor, Predictor
-from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.strategies import BaseStrategy, FedEnsemble
 
 from ..config.config import Config

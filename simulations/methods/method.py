@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fedntk.clients
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
 from fedntk.ntk.options import Declared, Option
-from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.strategies import BaseStrategy
 from fedntk.strategies.core.trust_protocols import MaskOptions
 from fedntk.trust.secure_sum import FEWEST

@@ -4,7 +4,7 @@ from typing import Any
 
 from flwr.client import NumPyClient
 
-from fedntk.ntk.payloads import UNQUANTISED
+from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.strategies import OneExchange
 
 from ..config.config import Config

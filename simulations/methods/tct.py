@@ -12,7 +12,7 @@ from fedntk.clients import FeatureStore, shrink
 from fedntk.clients.core.disk_store import data_digest
 from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
 from fedntk.ntk.options import refuse_first
-from fedntk.ntk.payloads import ConvexTask
+from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
 from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from .closed_form import GramStrategy, Layer
 

@@ -16,9 +16,10 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import Normaliser, require_memory
-from fedntk.ntk.convex import NormalEquations
+from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads import FeatureStatistics, SumFormat, SumTask
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
+from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.averaging import cast_like
 from ..core.base import BaseStrategy

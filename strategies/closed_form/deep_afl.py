@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 
-from fedntk.ntk.convex import sandwiched_ridge
-from fedntk.ntk.features import RESIDUAL_LAYER, ResidualFeatures
+from fedntk.ntk.convex.ridge import sandwiched_ridge
+from fedntk.ntk.features.residual import RESIDUAL_LAYER, ResidualFeatures
 from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from ..core.exchange import Aggregated
 from .afl import AFL

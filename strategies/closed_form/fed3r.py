@@ -20,7 +20,7 @@ is not here. A run of another method may begin with the network that comes of it
 from collections.abc import Sequence
 
 from fedntk.ntk.options import option
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from .closed_form import GramStrategy, Layer, unit_rows
 

@@ -27,9 +27,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedntk.ntk import require_memory
-from fedntk.ntk.convex import solve_ridge
+from fedntk.ntk.convex.ridge import solve_ridge
 from fedntk.ntk.options import option
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 
 from .closed_form import Layer, unit_rows
 from .fed_ncm import FedNCM

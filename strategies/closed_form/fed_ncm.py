@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 
 from .closed_form import ClosedFormStrategy, Layer, unit_rows
 

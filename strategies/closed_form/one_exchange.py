@@ -28,18 +28,14 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Normaliser, require_memory
-from fedntk.ntk.convex import NormalEquations, SumNoise, solve_noisy
-from fedntk.ntk.features import MOST_BITS
+from fedntk.ntk.convex.pooled_statistics import NormalEquations
+from fedntk.ntk.convex.private_sums import SumNoise, solve_noisy
+from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.options import option, refuse_first, state
-from fedntk.ntk.payloads import (
-    UNQUANTISED,
-    ConvexTask,
-    FeatureStatistics,
-    NoiseOptions,
-    SumFormat,
-    SumOptions,
-    SumTask,
-)
+from fedntk.ntk.payloads.compression import UNQUANTISED
+from fedntk.ntk.payloads.convex_task import ConvexTask
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
+from fedntk.ntk.payloads.sum_task import NoiseOptions, SumOptions, SumTask
 
 from ..core.asynchronous import AsynchronousStrategy
 from ..core.averaging import record_of

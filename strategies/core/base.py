@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import NetworkPredictor, Predictor
-from fedntk.ntk.features import CENTRE
+from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.ntk.options import argument, option, refuse_first, state
-from fedntk.ntk.payloads import screen_changes
+from fedntk.ntk.payloads.screening import screen_changes
 from fedntk.ntk.robust_averages import robust_mean
 from fedntk.ntk.support.files import claimed
 from fedntk.ntk.support.threads import warn_of_spinning

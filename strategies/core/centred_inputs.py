@@ -14,8 +14,8 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.features import CENTRE, INPUT_SUMS
-from fedntk.ntk.payloads import screen_sizes
+from fedntk.ntk.features.centred_inputs import CENTRE, INPUT_SUMS
+from fedntk.ntk.payloads.screening import screen_sizes
 from fedntk.ntk.support.arrays import require_array
 
 from .exchange import logger

@@ -9,15 +9,10 @@ from logging import WARNING
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 
-from fedntk.ntk.convex import (
-    ClientLedger,
-    NormalEquations,
-    ValidationExamples,
-    are_possible,
-    find_harmful,
-)
+from fedntk.ntk.convex.ledger import ClientLedger, ValidationExamples, are_possible, find_harmful
+from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from .exchange import UNUSABLE, logger
 from .feature_sums import Sums, SumsStrategy, add_up

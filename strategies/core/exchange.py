@@ -17,7 +17,8 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.options import Declared, argument, option
-from fedntk.ntk.payloads import OUTLIER_FACTOR, Agreement
+from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.payloads.screening import OUTLIER_FACTOR
 from fedntk.ntk.robust_averages import Defence, least_models
 from fedntk.trust import SEALED_SEED
 

@@ -23,18 +23,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import Normaliser, NotEnoughMemory, require_disk
-from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge
-from fedntk.ntk.features import MOST_BITS, FixedPoint
+from fedntk.ntk.convex.pooled_statistics import RIDGES, NormalEquations, best_ridge
+from fedntk.ntk.features.fixed_point import MOST_BITS, FixedPoint
 from fedntk.ntk.options import argument, option, refuse_first, state
-from fedntk.ntk.payloads import (
-    UNQUANTISED,
+from fedntk.ntk.payloads.compression import UNQUANTISED
+from fedntk.ntk.payloads.feature_statistics import (
     FeatureStatistics,
-    SplitStatistics,
     SumFormat,
-    SumOptions,
     packed_size,
     sums_digest,
 )
+from fedntk.ntk.payloads.split_statistics import SplitStatistics
+from fedntk.ntk.payloads.sum_task import SumOptions
 from fedntk.ntk.predictors.network import load_arrays
 
 from .averaging import named_arrays

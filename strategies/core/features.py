@@ -7,7 +7,7 @@ from torch import nn
 
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.options import argument, option
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.ntk.support.arrays import Arrays
 
 from .base import BaseStrategy

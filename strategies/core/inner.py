@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedntk.ntk.options import argument, state
-from fedntk.ntk.payloads import Agreement
+from fedntk.ntk.payloads.agreement import Agreement
 
 from .array_archive import under
 from .averaging import cast_like, named_arrays, record_of

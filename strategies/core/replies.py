@@ -9,7 +9,8 @@ from flwr.app import ArrayRecord, Message
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.payloads import from_npy, screen_sizes
+from fedntk.ntk.payloads.npy import from_npy
+from fedntk.ntk.payloads.screening import screen_sizes
 from fedntk.ntk.support.arrays import require_array, take_arrays
 
 KNOWN_METRICS = ("train-loss", "loss", "accuracy")

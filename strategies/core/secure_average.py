@@ -14,8 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from numpy.typing import NDArray
 
 from fedntk.ntk.options import state
-from fedntk.ntk.payloads import AverageTask, average_digest, average_of
-from fedntk.ntk.payloads.masked_average import BESIDE
+from fedntk.ntk.payloads.masked_average import BESIDE, AverageTask, average_digest, average_of
 
 from .lost_state import ResendingStrategy
 from .replies import Reply

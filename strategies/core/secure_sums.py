@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord, MessageType
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.payloads import SumStep
+from fedntk.ntk.payloads.feature_statistics import SumStep
 from fedntk.ntk.support.arrays import require_array
 from fedntk.trust import MaskedSum, NotEnrolled, Promise, Roster, SealError, check_public_key
 from fedntk.trust.sealing import KEY_BYTES

@@ -26,7 +26,7 @@ from torch import nn
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor, loss_value, require_memory
 from fedntk.ntk.averages import convex_combination, weighted_mean
 from fedntk.ntk.options import argument, option
-from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.ntk.predictors.network import arrays_of, load_arrays
 
 from ..core.averaging import Learned, cast_like, differing, named_arrays
@@ -50,9 +50,10 @@ class FedBE(BaseStrategy):
     Clients are FedAvg's, receive and send one model, and evaluate it, not the ensemble.
 
     Without distillation the result is the newest round's ensemble, as
-    :class:`~fedntk.ntk.payloads.EnsembleArrays`: model 0 is the mean, which the next round's
-    clients are sent; then come the M that were drawn, then the clients' own, by client. Before the
-    first round it is only the initial network. With distillation the result is one network.
+    :class:`~fedntk.ntk.payloads.ensemble_arrays.EnsembleArrays`: model 0 is the mean, which the
+    next round's clients are sent; then come the M that were drawn, then the clients' own, by
+    client. Before the first round it is only the initial network. With distillation the result is
+    one network.
 
     Examples
     --------

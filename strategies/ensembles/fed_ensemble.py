@@ -36,7 +36,9 @@ from torch import nn
 from fedntk.ntk import BadReply, EnsemblePredictor
 from fedntk.ntk.first_weights import Initialisation, draw_weights
 from fedntk.ntk.options import argument, option, state
-from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_sizes
+from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
+from fedntk.ntk.payloads.screening import change_size, screen_sizes
 from fedntk.ntk.robust_averages import DEFENCES
 
 from ..core.averaging import Learned, differing, named_arrays
@@ -58,7 +60,8 @@ class FedEnsemble(BaseStrategy):
     are sent to them for, wrap them in :class:`~fedntk.clients.FedEnsembleClient`; or set
     ``fraction_evaluate=0.0``.
 
-    What is learned travels, and is returned, as :class:`~fedntk.ntk.payloads.EnsembleArrays`:
+    What is learned travels, and is returned, as
+    :class:`~fedntk.ntk.payloads.ensemble_arrays.EnsembleArrays`:
     ``EnsembleArrays.from_arrays(result.arrays).models`` are the K models' own arrays.
     ``members`` are the strategies of the models, ``strata`` says which client is in which stratum.
 

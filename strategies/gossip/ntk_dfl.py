@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads import Agreement
+from fedntk.ntk.payloads.agreement import Agreement
 from fedntk.ntk.payloads.gossip_options import FROM, NTKDFLOptions
 
 from .relay import RelayStrategy, Step

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply
 from fedntk.ntk.averages import equal_mean
 from fedntk.ntk.options import argument, option, state
-from fedntk.ntk.payloads import screen_changes
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, RelayOptions
+from fedntk.ntk.payloads.screening import screen_changes
 
 from ..core.averaging import cast_like, named_arrays
 from ..core.exchange import Accepted, Aggregated, Pairs, Parse, Screen, logger

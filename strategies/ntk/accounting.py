@@ -12,7 +12,7 @@ import warnings
 
 import numpy as np
 
-from fedntk.ntk.payloads import label_epsilon
+from fedntk.ntk.payloads.privacy import label_epsilon
 
 ORDERS = [1 + x / 10 for x in range(1, 100)] + [*range(11, 64), 128, 256, 512, 1024]
 

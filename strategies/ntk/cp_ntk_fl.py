@@ -17,7 +17,9 @@ from flwr.serverapp import Grid
 
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits, loss_value
 from fedntk.ntk.options import argument, option, refuse_first, state
-from fedntk.ntk.payloads import CompressionOptions, MemoryBudget, check_privacy
+from fedntk.ntk.payloads.compression import CompressionOptions
+from fedntk.ntk.payloads.privacy import check_privacy
+from fedntk.ntk.payloads.screening import MemoryBudget
 
 from ..core.base import BaseStrategy
 from ..core.exchange import Aggregated, logger

@@ -23,18 +23,15 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, JacobianUpload, require_memory
 from fedntk.ntk.class_prior import OUTPUT_OFFSET, log_class_prior
-from fedntk.ntk.evolution import (
-    AUTO_STEPS,
-    Candidates,
-    FlowOptions,
-    GradientFlow,
-    SolverStep,
-    lowest_loss,
-    mean_losses,
-    median_losses,
-)
+from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, median_losses
+from fedntk.ntk.evolution.flow_options import FlowOptions
+from fedntk.ntk.evolution.gradient_flow import GradientFlow
+from fedntk.ntk.evolution.learning_rate import AUTO_STEPS
+from fedntk.ntk.evolution.solver import SolverStep
 from fedntk.ntk.options import argument, option, state
-from fedntk.ntk.payloads import Agreement, screen_harmful, screen_losses, screen_uploads
+from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.payloads.leave_one_out import screen_harmful
+from fedntk.ntk.payloads.screening import screen_losses, screen_uploads
 
 from ..core.averaging import named_arrays, record_of
 from ..core.base import BaseStrategy

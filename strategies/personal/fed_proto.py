@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
+from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES, Prototypes
 
 from ..core.averaging import named_arrays
 from ..core.exchange import Pairs

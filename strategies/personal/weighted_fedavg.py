@@ -22,7 +22,8 @@ from fedntk.ntk import BadReply, FeatureMap
 from fedntk.ntk.averages import mixtures
 from fedntk.ntk.options import option, state
 from fedntk.ntk.parts import batch_norm_arrays
-from fedntk.ntk.payloads import Prototypes, change_size, screen_sizes
+from fedntk.ntk.payloads.prototypes import Prototypes
+from fedntk.ntk.payloads.screening import change_size, screen_sizes
 from fedntk.ntk.robust_averages import bound_changes
 from fedntk.ntk.similarity import Absent, cosine_similarities, similarity_weights
 

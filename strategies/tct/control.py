@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedntk.ntk.convex import mean_gradient
+from fedntk.ntk.convex.local_steps import mean_gradient
 from fedntk.ntk.options import Declared, state
 
 from ..core.saved_state import pack, unpack
@@ -30,7 +30,7 @@ class ControlVariate(Declared):
     full_round: int = state(lambda: -1)  # the last round, if all clients took part in it
 
     def source(self, client: int, server_round: int) -> Literal["zero", "last", "sent"]:
-        """Return how a client gets to know c: see :class:`fedntk.ntk.payloads.MessageTask`.
+        """Return how a client gets to know c: see `control` of MessageTask.
 
         ``"last"``, the difference of models, needs all clients in the last round.
         """

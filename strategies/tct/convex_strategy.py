@@ -10,19 +10,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import Normaliser, TCTModel
-from fedntk.ntk.convex import NormalEquations, normaliser_of
-from fedntk.ntk.features import MOST_BITS
+from fedntk.ntk.convex.pooled_statistics import NormalEquations, normaliser_of
+from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.options import argument, option, refuse_first, state
-from fedntk.ntk.payloads import (
-    UNQUANTISED,
-    ConvexOptions,
-    ConvexTask,
-    FeatureStatistics,
-    MessageTask,
-    SumFormat,
-    check_compression,
-)
-from fedntk.ntk.payloads.convex_task import Step
+from fedntk.ntk.payloads.compression import UNQUANTISED, check_compression
+from fedntk.ntk.payloads.convex_task import ConvexOptions, ConvexTask, MessageTask, Step
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 
 from ..core.feature_sums import SumsStrategy
 from ..core.registry import SentParts
@@ -134,7 +127,7 @@ class ConvexStrategy(ConvexOptions, SumsStrategy):
         config: ConfigRecord,
         **task: Any,
     ) -> RecordDict:
-        """Return a :class:`~fedntk.ntk.payloads.MessageTask` and some parts of the arrays.
+        """Return a MessageTask and some parts of the arrays.
 
         Each part, ``"network"``, ``"normaliser"`` or ``"linear"``, is a record of that name.
         """

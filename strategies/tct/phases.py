@@ -15,9 +15,10 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Moments, Normaliser, UploadLimits, available_memory
-from fedntk.ntk.convex import pooled_ridge
-from fedntk.ntk.payloads import FeatureUpload, MessageTask, screen_changes
-from fedntk.ntk.payloads.convex_task import Step
+from fedntk.ntk.convex.ridge import pooled_ridge
+from fedntk.ntk.payloads.convex_task import MessageTask, Step
+from fedntk.ntk.payloads.feature_upload import FeatureUpload
+from fedntk.ntk.payloads.screening import screen_changes
 
 from ..core.averaging import named_arrays, record_of
 from ..core.exchange import UNUSABLE, Pairs, Screen, logger

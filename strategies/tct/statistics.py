@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fedntk.ntk.convex import class_weights
+from fedntk.ntk.convex.pooled_statistics import class_weights
 from fedntk.ntk.payloads.convex_task import Step
 from fedntk.ntk.payloads.feature_statistics import require_counts
 

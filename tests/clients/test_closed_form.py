@@ -7,7 +7,8 @@ from torch import nn
 
 from fedntk.clients import ClosedFormClient, get_weights
 from fedntk.ntk import FeatureMap
-from fedntk.ntk.payloads import FeatureStatistics, SumTask
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..strategies.federation import examples, network
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from fedntk.clients import FedProtoClient, NamedArrays, get_weights
 from fedntk.ntk import FeatureMap, NetworkPredictor, PrototypePredictor
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 
 from ..strategies.federation import examples, network
 

@@ -12,10 +12,10 @@ from fedntk.clients import NamedArrays, TCTClient, get_weights, shrink
 from fedntk.clients.core.disk_store import example_digests
 from fedntk.clients.tct import feature_store
 from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory, one_hot
-from fedntk.ntk.convex import looped_steps
+from fedntk.ntk.convex.local_steps import looped_steps
 from fedntk.ntk.features import tangent
 from fedntk.ntk.jacobian import differentiate
-from fedntk.ntk.payloads import ConvexTask
+from fedntk.ntk.payloads.convex_task import ConvexTask
 
 from ..strategies.federation import network
 from ..strategies.tct_problem import distance

@@ -6,7 +6,7 @@ import torch
 
 from fedntk.clients import NamedArrays, PersonalisedClient, WeightedFedAvgClient
 from fedntk.ntk import FeatureMap
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 
 from ..strategies.federation import bits, loaded, network
 

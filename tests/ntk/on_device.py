@@ -20,8 +20,8 @@ from fedntk.ntk import (
     random_projection,
     ridge_regression,
 )
-from fedntk.ntk.convex import Spectrum, looped_steps, residual_sum
-from fedntk.ntk.features import FeatureRows
+from fedntk.ntk.convex.local_steps import Spectrum, looped_steps, residual_sum
+from fedntk.ntk.features.rows import FeatureRows
 
 from .arithmetic import normal
 from .cases import CASES, make

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedntk.ntk import evolve, jacobian, random_projection
-from fedntk.ntk.convex import looped_steps
-from fedntk.ntk.features import FeatureRows
+from fedntk.ntk.convex.local_steps import looped_steps
+from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.support.precision import full_float32
 
 from .cases import make

@@ -6,7 +6,7 @@ from torch import nn
 
 from fedntk.clients import ModelClient, get_weights
 from fedntk.ntk import FeatureMap, Normaliser, TCTModel
-from fedntk.ntk.convex import convex_loss
+from fedntk.ntk.convex.local_steps import convex_loss
 from fedntk.ntk.predictors.network import NetworkPredictor, Predictor, arrays_of
 
 from ..conftest import refused

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedntk.ntk import PrototypePredictor
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 
 from ..strategies.federation import network
 

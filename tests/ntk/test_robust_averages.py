@@ -6,7 +6,8 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Bulyan, FedMedian, FedTrimmedAvg, Krum, MultiKrum
 
 from fedntk.ntk.averages import weighted_mean
-from fedntk.ntk.payloads import Prototypes, change_size
+from fedntk.ntk.payloads.prototypes import Prototypes
+from fedntk.ntk.payloads.screening import change_size
 from fedntk.ntk.robust_averages import DEFENCES, bound_changes, least_models, robust_mean
 from fedntk.simulations.engine._flower import become_server
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.ntk.similarity import cosine_similarities, similarity_weights
 
 C, P = 4, 5

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedntk.clients import TCTClient
 from fedntk.ntk import FeatureMap, one_hot
-from fedntk.ntk.convex import RIDGES
+from fedntk.ntk.convex.pooled_statistics import RIDGES
 from fedntk.strategies import TCT
 
 from .federation import app, examples, network

@@ -6,7 +6,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from fedntk.ntk.payloads import label_epsilon
+from fedntk.ntk.payloads.privacy import label_epsilon
 from fedntk.strategies.ntk.accounting import epsilon_after
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Opacus' imports

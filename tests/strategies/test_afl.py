@@ -10,7 +10,7 @@ from torch import nn
 
 from fedntk.clients import ClosedFormClient
 from fedntk.ntk import FeatureMap, one_hot
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.strategies import AFL
 
 from .federation import (

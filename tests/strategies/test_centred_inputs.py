@@ -8,7 +8,7 @@ import torch
 
 from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient
 from fedntk.ntk import CentredInputs
-from fedntk.ntk.features import CENTRE
+from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.strategies import NTKFL, SCAFFOLD, NoUsableReply, SeededFedAvg
 
 from .federation import (

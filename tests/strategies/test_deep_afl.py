@@ -9,7 +9,7 @@ import torch
 
 from fedntk.clients import ClosedFormClient
 from fedntk.ntk import FeatureMap, one_hot, with_residual_features
-from fedntk.ntk.convex import sandwiched_ridge
+from fedntk.ntk.convex.ridge import sandwiched_ridge
 from fedntk.strategies import AFL, DeepAFL
 
 from .federation import (

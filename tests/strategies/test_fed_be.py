@@ -10,7 +10,7 @@ from torch import nn
 
 from fedntk.clients import SGDClient
 from fedntk.ntk.averages import convex_combination, weighted_mean
-from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.ntk.predictors.network import arrays_of as arrays_of_network
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup, make_strategy

@@ -9,7 +9,7 @@ import torch
 
 from fedntk.clients import ClosedFormClient
 from fedntk.ntk import FeatureMap
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.strategies import FedCOF, FedNCM
 from fedntk.strategies.closed_form.fed_cof import deviations
 

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx
 from torch import nn
 
 from fedntk.clients import FedEnsembleClient, NTKFLClient, SCAFFOLDClient, SGDClient, TCTClient
-from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.strategies import NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
 from fedntk.strategies.ensembles.strata import Strata, permutations
 

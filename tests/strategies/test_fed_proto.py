@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedntk.clients import FedProtoClient, PersonalisedClient
-from fedntk.ntk.payloads import GLOBAL_PROTOTYPES
+from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES
 from fedntk.strategies import FedProto, LocalTraining
 
 from .federation import (

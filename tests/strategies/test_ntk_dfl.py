@@ -10,7 +10,7 @@ from torch import nn
 
 from fedntk.clients import NTKDFLClient, NTKFLClient
 from fedntk.ntk import jacobian, loss_value
-from fedntk.ntk.evolution import GradientFlow
+from fedntk.ntk.evolution.gradient_flow import GradientFlow
 from fedntk.strategies import NTKDFL, NTKFL, Topology
 
 from .federation import Contract, Grid, app, arrays_of, bits, examples, failed, kept_by, told

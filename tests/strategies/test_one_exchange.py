@@ -14,9 +14,11 @@ from torch import nn
 from fedntk.clients import ClosedFormClient, client_app
 from fedntk.clients.core.adapter import unpack_content
 from fedntk.ntk import FeatureMap, NotEnoughMemory, with_fourier_features
-from fedntk.ntk.convex import SumNoise, bound_rows, personal_model, solve_noisy
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics, draw_held_out
+from fedntk.ntk.convex.pooled_statistics import personal_model
+from fedntk.ntk.convex.private_sums import SumNoise, bound_rows, solve_noisy
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 from fedntk.strategies import NoUsableReply, OneExchange
 
 from .federation import (

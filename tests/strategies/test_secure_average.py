@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Array, ArrayRecord
 
 from fedntk.clients import DittoClient, MaskedWeights, PersonalisedClient, SGDClient
-from fedntk.ntk.payloads import average_of, average_words
+from fedntk.ntk.payloads.masked_average import average_of, average_words
 from fedntk.strategies import CheckedStrategy, Ditto, PersonalisedStrategy
 from fedntk.strategies import SeededFedAvg as FedAvg
 from fedntk.strategies.core.averaging import cast_like

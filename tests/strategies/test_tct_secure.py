@@ -11,8 +11,9 @@ from flwr.app import Array, ArrayRecord
 
 from fedntk.clients import NamedArrays, TCTClient
 from fedntk.ntk import FeatureMap
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import ConvexTask, FeatureStatistics
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.convex_task import ConvexTask
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.trust import KeyServer, ParcelKeys, new_key, public_bytes
 
 from .federation import Grid, app, bits, examples, lost, network, start, start_in_vain

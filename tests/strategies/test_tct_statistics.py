@@ -10,8 +10,8 @@ from torch import nn
 from fedntk.clients import TCTClient
 from fedntk.clients.core.disk_store import example_digests
 from fedntk.ntk import NotEnoughMemory, one_hot
-from fedntk.ntk.convex import class_weights
-from fedntk.ntk.payloads import draw_held_out
+from fedntk.ntk.convex.pooled_statistics import class_weights
+from fedntk.ntk.payloads.split_statistics import draw_held_out
 from fedntk.strategies import NoUsableReply, SeededFedAvg
 
 from ..conftest import refused

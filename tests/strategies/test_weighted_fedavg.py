@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord
 from fedntk.clients import PersonalisedClient, SGDClient, WeightedFedAvgClient
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.averages import mixtures
-from fedntk.ntk.payloads import Prototypes
+from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.ntk.similarity import cosine_similarities, similarity_weights
 from fedntk.strategies import FedBN, LocalTraining, SeededFedAvg, WeightedFedAvg
 from fedntk.strategies.personal.client_models import ClientModels

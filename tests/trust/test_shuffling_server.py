@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedntk.ntk import CompressedUpload, Jacobian, JacobianUpload, UploadLimits
-from fedntk.ntk.payloads import to_npy
+from fedntk.ntk.payloads.npy import to_npy
 from fedntk.trust import SealError, ShufflingServer, new_key, public_bytes, seal, seal_upload
 from fedntk.trust.shuffling_server import Shuffled
 from fedntk.trust.wire import frame, frame_arrays

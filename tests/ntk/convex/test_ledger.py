@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from fedntk.ntk import Normaliser
-from fedntk.ntk.convex import (
-    ClientLedger,
-    NormalEquations,
-    ValidationExamples,
-    are_possible,
-    find_harmful,
-)
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.convex.ledger import ClientLedger, ValidationExamples, are_possible, find_harmful
+from fedntk.ntk.convex.pooled_statistics import NormalEquations
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from ...conftest import refused
 

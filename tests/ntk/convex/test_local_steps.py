@@ -9,8 +9,14 @@ import torch
 from torch.nn import functional
 
 from fedntk.ntk import NotEnoughMemory, ridge_regression
-from fedntk.ntk.convex import Spectrum, convex_loss, looped_steps, mean_gradient, residual_sum
-from fedntk.ntk.convex.local_steps import geometric_sums
+from fedntk.ntk.convex.local_steps import (
+    Spectrum,
+    convex_loss,
+    geometric_sums,
+    looped_steps,
+    mean_gradient,
+    residual_sum,
+)
 from fedntk.ntk.support import memory as ntk_memory
 
 from ...conftest import refused

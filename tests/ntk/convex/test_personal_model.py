@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedntk.ntk.convex import personal_model
-from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics
+from fedntk.ntk.convex.pooled_statistics import personal_model
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.split_statistics import SplitStatistics
 
 
 def examples(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,16 +5,18 @@ import pytest
 import torch
 
 from fedntk.ntk import Normaliser, NotEnoughMemory, one_hot, ridge_regression
-from fedntk.ntk.convex import (
+from fedntk.ntk.convex import pooled_statistics
+from fedntk.ntk.convex.pooled_statistics import (
     NormalEquations,
     best_ridge,
     class_weights,
     normaliser_of,
-    pooled_ridge,
-    pooled_statistics,
 )
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics, FeatureUpload, feature_statistics
+from fedntk.ntk.convex.ridge import pooled_ridge
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads import feature_statistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.feature_upload import FeatureUpload
 
 from ...conftest import refused
 

@@ -11,10 +11,9 @@ from opacus.accountants.analysis import gdp, rdp
 from scipy.special import ive, logsumexp
 from scipy.stats import chi2
 
-from fedntk.ntk.convex import SumNoise, bound_rows, solve_noisy
-from fedntk.ntk.convex.private_sums import ORDERS
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.convex.private_sums import ORDERS, SumNoise, bound_rows, solve_noisy
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from ...conftest import refused
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedntk.ntk.convex import sandwiched_ridge
+from fedntk.ntk.convex.ridge import sandwiched_ridge
 
 
 @pytest.mark.parametrize(("p", "num_classes"), [(5, 3), (3, 5)])

@@ -27,7 +27,8 @@ from fedntk.ntk import (
     one_hot,
     residual,
 )
-from fedntk.ntk.evolution import GradientFlow, Kernel
+from fedntk.ntk.evolution.flow_options import Kernel
+from fedntk.ntk.evolution.gradient_flow import GradientFlow
 from fedntk.ntk.evolution.solver import RungeKuttaChebyshev, SolverStep, _coefficients
 from fedntk.ntk.losses import output_hessian, output_scale
 

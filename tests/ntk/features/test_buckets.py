@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fedntk.ntk import FeatureMap, Normaliser, with_bucket_features
-from fedntk.ntk.convex import NormalEquations
+from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.features.buckets import BucketFeatures
-from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 
 def inputs(n: int, size: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.fft import dctn
 
-from fedntk.ntk.features import low_frequencies, rotated_low_frequencies
+from fedntk.ntk.features.projection import low_frequencies, rotated_low_frequencies
 
 IMAGES = torch.randn(5, 2, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

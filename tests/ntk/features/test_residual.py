@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fedntk.ntk import with_residual_features
-from fedntk.ntk.features import ResidualFeatures
+from fedntk.ntk.features.residual import ResidualFeatures
 
 
 def test_two_blocks_are_the_formula_in_float64():

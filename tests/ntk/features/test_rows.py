@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fedntk.ntk import NotEnoughMemory
-from fedntk.ntk.features import FeatureRows
 from fedntk.ntk.features import rows as module
+from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.support import memory as ntk_memory
 
 from ..arithmetic import normal

@@ -9,8 +9,10 @@ import torch
 from flwr.app import ConfigRecord
 
 from fedntk.ntk import BadReply, FeatureMap, NotEnoughMemory, UploadLimits, compress, one_hot
-from fedntk.ntk.payloads import ConvexTask, FeatureUpload, from_npy, to_npy
 from fedntk.ntk.payloads.compression import num_kept
+from fedntk.ntk.payloads.convex_task import ConvexTask
+from fedntk.ntk.payloads.feature_upload import FeatureUpload
+from fedntk.ntk.payloads.npy import from_npy, to_npy
 from fedntk.ntk.support import memory as ntk_memory
 
 from ...conftest import refused

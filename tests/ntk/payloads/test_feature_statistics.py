@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics, SumFormat, from_npy, to_npy
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
+from fedntk.ntk.payloads.npy import from_npy, to_npy
 
 N, P, C = 12, 5, 3
 LABELS = torch.arange(N) % C

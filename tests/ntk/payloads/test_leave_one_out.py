@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fedntk import ntk
-from fedntk.ntk.evolution import median_losses
-from fedntk.ntk.payloads import screen_harmful, screen_strangers
-from fedntk.ntk.payloads.leave_one_out import RIDGE, ClientRidge
+from fedntk.ntk.evolution.candidates import median_losses
+from fedntk.ntk.payloads.leave_one_out import RIDGE, ClientRidge, screen_harmful
+from fedntk.ntk.payloads.screening import screen_strangers
 
 with torch.random.fork_rng(devices=[]):
     torch.default_generator.manual_seed(0)

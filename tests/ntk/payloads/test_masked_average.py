@@ -5,8 +5,14 @@ import pytest
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.averages import weighted_sum
-from fedntk.ntk.payloads import average_digest, average_of, average_words
-from fedntk.ntk.payloads.masked_average import BESIDE, LIMIT, STEP
+from fedntk.ntk.payloads.masked_average import (
+    BESIDE,
+    LIMIT,
+    STEP,
+    average_digest,
+    average_of,
+    average_words,
+)
 
 from ...conftest import refused
 

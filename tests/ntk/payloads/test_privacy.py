@@ -9,7 +9,7 @@ from scipy import stats
 from torch import nn
 
 from fedntk.ntk import JacobianUpload, jacobian, one_hot, privatise
-from fedntk.ntk.payloads import label_epsilon
+from fedntk.ntk.payloads.privacy import label_epsilon
 
 CLIP = 2.0
 

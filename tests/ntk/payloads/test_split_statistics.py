@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics, SumFormat, draw_held_out
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
+from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 
 WIDTH, CLASSES = 4, 3
 FORMAT = SumFormat(WIDTH, CLASSES)

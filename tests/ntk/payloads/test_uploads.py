@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from fedntk import ntk
-from fedntk.ntk.payloads import JacobianParcel, screen_uploads
 from fedntk.ntk.payloads.compression import top_k
+from fedntk.ntk.payloads.jacobian_parcel import JacobianParcel
+from fedntk.ntk.payloads.screening import screen_uploads
 
 from ...conftest import refused
 
