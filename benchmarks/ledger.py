@@ -59,7 +59,7 @@ def measured(width: int) -> dict[str, Any]:
             start = time.process_time()
             own = read(client)
             reading += time.process_time() - start
-            other = ledger.other(total, own)
+            other = ledger.solve(total - own)
             harms.append(ledger.harm(linear, other))
             if client < CHECKED:
                 models[client] = other

@@ -179,7 +179,7 @@ def federation(
     try:
         total = FeatureStatistics.join(clients.values())
         before = ledger.solve(total)
-        harms = [ledger.harm(before, ledger.other(total, own)) for own in clients.values()]
+        harms = [ledger.harm(before, ledger.solve(total - own)) for own in clients.values()]
     except ValueError:  # the sums have no solution
         return row
     order = np.argsort(-np.array(harms)).tolist()

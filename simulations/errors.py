@@ -25,6 +25,15 @@ class Stopped(RunFailed):
     """Raised by a caller's `on_round` to end a run, which may go on later."""
 
 
+@contextmanager
+def naming(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn ConfigErrors and errors of some kinds into a ConfigError that begins with `what`."""
+    try:
+        yield
+    except (*kinds, ConfigError) as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
 def first_line(error: BaseException) -> str:
     """Return the kind of an error, the first line of what it says, and where in a user's file."""
     said = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0]

@@ -30,7 +30,7 @@ from fedntk.ntk.first_weights import draw_weights
 from .config.config import Config
 from .config.importing import import_named, is_of_one_process, place_of, source_of
 from .config.settings import ConfigError, nearest
-from .errors import first_line
+from .errors import first_line, naming
 
 InputShape = tuple[int, ...]
 _given: dict[str, Any] = {}  # name -> model that was passed as an object
@@ -292,20 +292,16 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             "buckets": with_bucket_features,
             "frequencies": with_scattering_frequencies,
         }
-        try:
+        with naming("random-features", ValueError):
             model = expansions[config.expand](model, config.random_features, config.seed)
-        except ValueError as error:
-            raise ConfigError(f"random-features: {error}") from None
     model = config.chosen_method.adapt(model, config)
     return CentredInputs(model, input_shape) if config.centre_inputs else model
 
 
 def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
     """Load a network's weights from a file that may hold others; `centred`: wrapped later."""
-    try:
+    with naming(f"weights = {path}: cannot be read", OSError, SafetensorError):
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"weights = {path}: cannot be read: {error}") from error
     state = model.state_dict()
     if CENTRE in tensors and CENTRE not in state:
         if not centred:

@@ -96,17 +96,13 @@ class FeatureStore(DiskStore):
         return Normaliser(**self.load("normaliser"))
 
     def examples(self, name: str) -> NDArray[np.uint64] | None:
-        """Return the digests (n, 2) of the examples of a set, ``"train"`` or ``"test"``, if any."""
+        """Return the sorted digests (n, 2) of examples, ``"train"`` or ``"test"``, if any."""
         return self.load(f"examples-{name}").get("digests")
 
     def has(self, name: str, digests: NDArray[np.uint64]) -> bool:
         """Whether a set's content was computed from these examples."""
         kept = self.examples(name)
         return kept is not None and np.array_equal(kept, digests)
-
-    def note_examples(self, name: str, digests: NDArray[np.uint64]) -> None:
-        """Note the examples of a set by their sorted digests, uint64 (n, 2)."""
-        self.save(f"examples-{name}", digests=digests)
 
     def replace(self, name: str, digests: NDArray[np.uint64]) -> None:
         """Keep these examples under a name, and nothing of others."""
@@ -115,7 +111,7 @@ class FeatureStore(DiskStore):
             patterns += ["kernel.npz", "spectrum.npz", "state-*.npz"]
         for pattern in patterns:
             self.remove(pattern=pattern)
-        self.note_examples(name, digests)
+        self.save(f"examples-{name}", digests=digests)
 
     def raw(self, name: str, x: Tensor) -> Iterator[Tensor]:
         """Yield the features of examples (n, ...) before they are normalised, (m, p) at a time.

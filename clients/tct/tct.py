@@ -153,7 +153,7 @@ class TCTClient(SumsClient, SGDClient):
         """
         before = store.examples("train")
         if before is None:
-            store.note_examples("train", digests)
+            store.save("examples-train", digests=digests)
         if before is None or store.has("train", digests):
             return False
         known = set(map(tuple, before.tolist()))

@@ -9,6 +9,7 @@ from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from ..config.settings import ConfigError
+from ..errors import naming
 from ..report.results import Run
 from .unlearning import load_strategy
 
@@ -52,7 +53,7 @@ def ledger(run: Run | str | Path, *, shapley: int = 0) -> "pd.DataFrame":
 
     run, checkpoint, setup, strategy = load_strategy(run, "ledger")
     labels = setup.data.inputs.classes
-    try:
+    with naming(str(run.folder), ValueError, ArithmeticError, NotEnoughMemory):
         strategy.validation = strategy.validation or setup.data.train(setup.split.validation)
         if not len(strategy.validation[1]):
             raise ConfigError("ledger: harm is judged on validation-examples, got 0 of them")
@@ -77,8 +78,6 @@ def ledger(run: Run | str | Path, *, shapley: int = 0) -> "pd.DataFrame":
             found = made.shapley(summed, shapley, np.random.default_rng(0))
             for name, values in zip(("shapley", "shapley-error"), found, strict=True):
                 table[name] = table["client"].map(dict(zip(summed, values, strict=True)))
-    except (ValueError, ArithmeticError, NotEnoughMemory) as error:
-        raise ConfigError(f"{run.folder}: {error}") from error
     table[classes] /= table[classes].sum().clip(lower=1)
     table = table.sort_values("score", ascending=False, ignore_index=True)
     table.to_parquet(run.folder / "ledger.parquet")

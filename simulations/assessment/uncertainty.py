@@ -22,6 +22,7 @@ from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..data.partitions import load_split
 from ..engine.building import load_predictor
+from ..errors import naming
 from ..report.figures import rejection_curves, reliability_diagram, uncertainty_histogram
 from ..report.report import markdown, setting_in_words
 from ..report.results import Run, run_with_its_data, write_json
@@ -101,18 +102,13 @@ class Assessment:
         }
         if self.unfamiliar is not None:
             tables = {self.run.config.dataset: self.examples, self.unfamiliar_name: self.unfamiliar}
-            for measure in self._own_rejection().measure.unique():
+            for measure in self.rejection.measure.unique():
                 pictures[f"unfamiliar-{measure.replace('_', '-')}"] = uncertainty_histogram(
                     {name: table[measure].to_numpy() for name, table in tables.items()},
                     label=f"{MEASURES[measure]}{'' if measure == 'doubt' else ' (nats)'}",
                     title=f"{self.table.index[0]}: {title}",
                 )
         return pictures
-
-    def _own_rejection(self) -> pd.DataFrame:
-        """`rejection` of the ensemble, or of the single model."""
-        own: pd.DataFrame = self.rejection[self.rejection.model == self.table.index[0]]
-        return own
 
     def write(self, out: str | Path | None = None) -> Path:
         """Write tables and pictures into `out`; return the path of ``report.md``.
@@ -212,8 +208,8 @@ class Assessment:
         return [*paragraphs, "\n".join(f"![{name}]({name}.png)" for name in pictures)]
 
     def _rejection_table(self) -> pd.DataFrame:
-        rows = []
-        for measure, own in self._own_rejection().groupby("measure", sort=False):
+        rows, whole = [], self.rejection[self.rejection.model == self.table.index[0]]
+        for measure, own in whole.groupby("measure", sort=False):
             at = own.set_index((100 * own.rejected).round().astype(int)).accuracy
             shares = {f"{r} %": f"{100 * at[r]:.1f}" for r in (0, 5, 10, 20, 30, 50)}
             rows.append({"rejected by": MEASURES[str(measure)], **shares})
@@ -354,11 +350,9 @@ def _load_unfamiliar(config: Config, name: str) -> NDArray[Any]:
     if name == config.dataset:
         raise ConfigError(f"unfamiliar: expected another data set than the run's, got {name!r}")
     data = load_data(config)
-    try:
+    with naming(f"unfamiliar = {name}", ValueError):
         x = load_data(config.replace(dataset=name)).x_test[: config.test_examples or None]
         data.inputs(x[:1])
-    except ValueError as error:
-        raise ConfigError(f"unfamiliar = {name}: {error}") from error
     return x
 
 

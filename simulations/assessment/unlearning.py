@@ -17,6 +17,7 @@ from ..config.settings import ConfigError
 from ..deploy.simulated_trust import projected
 from ..engine.building import load_checkpoint, load_setup, make_strategy
 from ..engine.checkpoints import Checkpoint
+from ..errors import naming
 from ..methods.method import Setup
 from ..report.results import Run, run_with_its_data, write_json
 
@@ -106,10 +107,8 @@ def unlearn(
     run, checkpoint, setup, strategy = load_strategy(run, "without")  # as TCT has, and forget_kept
     config, before = setup.config, checkpoint.arrays
     folder = _folder(run, gone, out)
-    try:
+    with naming(str(run.folder), ValueError, ArithmeticError, NotEnoughMemory):
         after = strategy.without(gone, before)
-    except (ValueError, ArithmeticError, NotEnoughMemory) as error:
-        raise ConfigError(f"{run.folder}: {error}") from error
     models = [named_arrays(arrays) for arrays in (before, after)]
     described = {"round": checkpoint.round, "learned": checkpoint.learned}
     save_tensors(folder / "model.safetensors", models[1], described)
@@ -150,10 +149,8 @@ def load_strategy(run: Run | str | Path, needed: str) -> tuple[Run, Checkpoint, 
         raise ConfigError(
             f"{run.folder}: {type(strategy).__name__} cannot take a client out of what it learned"
         )
-    try:
+    with naming(str(run.folder), ValueError):
         strategy.load_state_dict(checkpoint.strategy)
-    except ValueError as error:
-        raise ConfigError(f"{run.folder}: {error}") from error
     return run, checkpoint, setup, strategy
 
 

@@ -25,6 +25,7 @@ from fedntk.strategies import BaseStrategy
 
 from ..attacks import ATTACKS
 from ..data.settings import SplitSettings, absolute_dataset
+from ..errors import naming
 from ..metrics import metrics_of, metrics_setting
 from .importing import with_whole_path
 from .registry import all_methods, find_method, known_methods, own_methods
@@ -397,13 +398,11 @@ class Config(SplitSettings, frozen=True, eq=True):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             cure = f"; did you mean {path}:<class>?" * (Path(path).suffix == ".py")
             raise ConfigError(f"{path} is no TOML: {error}{cure}") from None
-        try:
+        with naming(str(path)):
             for given in (values, overrides):
                 if "method" in given:  # whose table may be in either
                     find_method(given["method"])
             return cls.parse({**_flatten(values), **_flatten(overrides)})
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
 
     @classmethod
     def of_run(cls, folder: str | Path, **overrides: Any) -> Self:

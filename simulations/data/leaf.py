@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..config.settings import ConfigError
+from ..errors import naming
 from .parts import Part
 
 Row = tuple[Any, Any, str]  # x, y, user
@@ -50,16 +51,13 @@ def _examples(folder: Path, part: str) -> Iterator[Row]:
     if not paths:
         raise ConfigError(f"dataset: expected LEAF's files {folder / part}/*.json, found none")
     for path in paths:
-        try:
+        form = "LEAF's form, users and user_data with x and y"
+        with naming(f"dataset: {path} is not in {form}", KeyError, TypeError, ValueError):
             content = json.loads(path.read_text(encoding="utf-8"))
             for user in content["users"]:
                 own = content["user_data"][user]
                 for x, y in zip(own["x"], own["y"], strict=True):
                     yield x, y, str(user)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"dataset: {path} is not in LEAF's form, users and user_data with x and y: {error}"
-            ) from error
 
 
 def _part(rows: list[Row], position: dict[str, int]) -> Part:

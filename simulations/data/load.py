@@ -14,7 +14,7 @@ from fedntk.clients import cache_dir
 from fedntk.ntk.predictors.inputs import channels_first
 
 from ..config.settings import ConfigError, nearest
-from ..errors import first_line
+from ..errors import first_line, naming
 from .data import Data
 from .digit_domains import digit_domains
 from .digits_five import digits_five
@@ -48,10 +48,8 @@ def load_own(path: str, data: Data, max_examples: int) -> Own:
             "max-examples says how many a client may have"
         )
     test = found.get("x_test", x[:0]), found.get("y_test", y[:0])
-    try:
+    with naming(f"data-path: {files[0]}", ValueError):
         return Own(data.convert_examples(x, y), data.convert_examples(*test))
-    except ValueError as error:
-        raise ConfigError(f"data-path: {files[0]}: {error}") from None
 
 
 def load_data(settings: DatasetSettings) -> Data:

@@ -14,7 +14,7 @@ from fedntk.ntk.predictors.inputs import stack_pictures
 
 from ..config.importing import import_named
 from ..config.settings import ConfigError
-from ..errors import first_line
+from ..errors import first_line, naming
 from .data import NPZ, Data, Indices, check_examples
 from .hugging_face import image_column, load_splits, require_column
 from .parts import Part
@@ -129,12 +129,9 @@ class OwnData:
             words = "" if classes else " or words"
             raise ConfigError(f"{what}: expected whole numbers{words} as labels, got {y.dtype}")
         if not classes:
-            try:
+            kinds = f"{what}: expected labels of one kind, all words or all numbers"
+            with naming(kinds, TypeError):
                 names, y = np.unique(y, return_inverse=True)
-            except TypeError as error:
-                raise ConfigError(
-                    f"{what}: expected labels of one kind, all words or all numbers: {error}"
-                ) from None
             classes = tuple(names.tolist() if names.dtype.kind in "iu" else map(str, names))
         check_examples(part.x, y, len(classes), f"{what}: ")
         return part._replace(y=y.astype(np.int64), classes=classes)

@@ -8,6 +8,7 @@ import torch
 from fedntk.ntk.feature_learning import TwoPatchDistribution, TwoPatchExamples
 
 from ..config.settings import ConfigError, Settings, nearest, setting
+from ..errors import naming
 from .parts import Domain, Part
 
 
@@ -48,12 +49,8 @@ class TwoPatchOptions(Settings, frozen=True, eq=True):
 
     def check(self) -> None:
         """Refuse groups that are not sizes, or are more than the signals leave room for."""
-        try:
+        with naming(f"two-patch.groups = {self.groups}, sizes such as 1-3-6-10", ValueError):
             _ = self.distribution
-        except ValueError as error:
-            raise ConfigError(
-                f"two-patch.groups = {self.groups}, sizes such as 1-3-6-10: {error}"
-            ) from error
 
     @property
     def distribution(self) -> TwoPatchDistribution:

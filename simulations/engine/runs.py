@@ -18,7 +18,7 @@ from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..data.own import OwnData
-from ..errors import RunFailed, first_line
+from ..errors import RunFailed, first_line, naming
 from ..methods.method import Method
 from ..metrics import metrics_checksum, metrics_of
 from ..models import name_model, network_checksum
@@ -171,7 +171,7 @@ def compare(
     planned = _plan(configs, seeds, Path(out), overrides, data=data, model=model)
     prepared = []
     for config in planned:
-        with _naming(config.name):
+        with naming(config.name):
             prepared.append(_prepare(config, engine, again=again))
     failed, rounds = [], sum(config.rounds for config in planned)
     with show_progress(rounds, len(planned), enabled=progress) as shown:
@@ -299,22 +299,13 @@ def _plan(
             read_config(config, {})
     planned = []
     for name, config in configs.items():
-        with _naming(name):
+        with naming(name):
             own = read_config(config, overrides, **objects)
         planned += [
             own.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
             for seed in seeds
         ]
     return planned
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Say which configuration an error is about."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from fedntk.strategies.gossip.topology import TopologyKind
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
 from ..deploy.simulated_trust import projected
+from ..errors import naming
 from .method import Method, Setup
 
 if TYPE_CHECKING:  # slow to import
@@ -66,10 +67,8 @@ class GraphSettings(Settings, frozen=True, eq=True):
         import networkx as nx
 
         named = f"{self.key('graph')} = {self.graph}: expected edges"
-        try:
+        with naming(f"{named}, two partitions on each line", OSError, TypeError, ValueError):
             graph = nx.read_edgelist(self.graph, nodetype=int, data=False)
-        except (OSError, TypeError, ValueError) as error:
-            raise ConfigError(f"{named}, two partitions on each line: {error}") from error
         unknown = sorted(client for client in graph if not 0 <= client < num_clients)
         if unknown or not graph:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fedntk.ntk.options import refuse_first
 from fedntk.strategies import BaseStrategy, Distillation, FedBE
 
 from ..config.config import Config
@@ -28,23 +29,18 @@ class _FedBE(Method):
 
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
-        if not (key := self.validates(config)):
-            return
-        if config.validation_examples < 2:
-            raise ConfigError(
-                f"validation-examples: expected at least 2 for the server to distil on, got "
-                f"{config.validation_examples}; set it, or {key} = false"
-            )
-        if config.loss != "cross-entropy":
-            raise ConfigError(
-                f"loss: expected cross-entropy with {key}, which needs probabilities, got "
-                f"{config.loss}; set {key} = false"
-            )
-        if config.projection:
-            raise ConfigError(
-                f"projection: expected 0 with {key}, as the server does not know the projection "
-                f"of the clients' examples, got {config.projection}; set {key} = false"
-            )
+        key = self.validates(config)
+        rules = {
+            "validation-examples: expected at least 2 for the server to distil on, got "
+            f"{config.validation_examples}; set it, or {key} = false": (
+                config.validation_examples < 2
+            ),
+            f"loss: expected cross-entropy with {key}, which needs probabilities, got "
+            f"{config.loss}; set {key} = false": config.loss != "cross-entropy",
+            f"projection: expected 0 with {key}, as the server does not know the projection of the "
+            f"clients' examples, got {config.projection}; set {key} = false": config.projection,
+        }
+        refuse_first(rules if key else {}, ConfigError)
 
     def validates(self, config: Config) -> str:
         return "fed-be.distill" if self.own(config).distill else ""

@@ -9,6 +9,7 @@ from torch import nn
 
 from fedntk.clients import FedEnsembleClient, ModelClient
 from fedntk.ntk import EnsemblePredictor, Predictor
+from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.strategies import BaseStrategy, FedEnsemble
 
@@ -53,23 +54,19 @@ class _FedEnsemble(Method):
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
         strata = settings.num_strata or settings.num_models
-        known = sorted(all_methods().keys() - {self.name})
-        if settings.inner not in known:
-            raise ConfigError(
-                f"{settings.key('inner')}: expected one of {', '.join(known)}, "
-                f"got {settings.inner!r}"
-            )
-        if config.clients_a_round < strata:
-            raise ConfigError(
-                f"clients-per-round: expected at least one client of each of the "
-                f"{strata} strata, got {config.clients_a_round}; sample more, or set "
-                f"{settings.key('num-strata')}"
-            )
-        if config.weights:
-            raise ConfigError(
-                f"weights = {config.weights}: expected none with {self.name}, which draws the "
-                f"first weights of all models ({settings.key('init')})"
-            )
+        known, key = sorted(all_methods().keys() - {self.name}), settings.key
+        rules = {
+            f"{key('inner')}: expected one of {', '.join(known)}, got {settings.inner!r}": (
+                settings.inner not in known
+            ),
+            f"clients-per-round: expected at least one client of each of the {strata} strata, got "
+            f"{config.clients_a_round}; sample more, or set {key('num-strata')}": (
+                config.clients_a_round < strata
+            ),
+            f"weights = {config.weights}: expected none with {self.name}, which draws the first "
+            f"weights of all models ({key('init')})": config.weights,
+        }
+        refuse_first(rules, ConfigError)
         self.inner(config).check(config, config.settings_of(settings.inner))
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:

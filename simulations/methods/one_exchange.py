@@ -18,16 +18,15 @@ class _OneExchange(SumsMethod):
     metrics = ("ridge", "epsilon", "delta")
     summarised = ("epsilon", "delta")
 
-    def validated(self, config: Config) -> str:
+    def validates(self, config: Config) -> str:
         own = self.own(config)
-        if own.remove_harmful:
-            return "remove_harmful"
-        if own.auto_ridge and not own.validation_share:
-            return "auto_ridge"
-        if own.epsilon:
-            return ""
         bounded = config.random_features and config.expand != "frequencies"
-        return "bits" if own.bits != UNQUANTISED and not bounded else ""
+        needs = {
+            "remove_harmful": own.remove_harmful,
+            "auto_ridge": own.auto_ridge and not own.validation_share,
+            "bits": own.bits != UNQUANTISED and not (bounded or own.epsilon),
+        }
+        return next((own.key(name) for name, needed in needs.items() if needed), "")
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         """Make the client, which agrees to the run's epsilon."""

@@ -31,15 +31,6 @@ class SumsMethod(Method):
         """Return where sums are kept."""
         return {"keep_sums": config.folder / "details" / "sums" if settings.keep_sums else None}
 
-    def validated(self, config: Config) -> str:
-        """Return the option for which the server needs validation examples; empty if none does."""
-        return ""
-
-    def validates(self, config: Config) -> str:
-        """Return the key of that option."""
-        name = self.validated(config)
-        return self.own(config).key(name) if name else ""
-
     def check(self, config: Config, settings: Any) -> None:
         """Refuse evaluations that reveal sums, and missing examples."""
         super().check(config, settings)
@@ -63,7 +54,7 @@ class SumsMethod(Method):
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         """Make the strategy, with the server's examples if it needs them."""
-        if self.validated(setup.config):
+        if self.validates(setup.config):
             options["validation"] = setup.data.train(setup.split.validation)
         return super().strategy(setup, options)
 

@@ -50,8 +50,9 @@ class _TCT(SumsMethod):
         }
         refuse_first(rules, ConfigError)
 
-    def validated(self, config: Config) -> str:
-        return TCT.validated(self.own(config))
+    def validates(self, config: Config) -> str:
+        name = TCT.validated(own := self.own(config))
+        return str(own.key(name)) if name else ""
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own = self.own(setup.config)

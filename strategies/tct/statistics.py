@@ -57,11 +57,6 @@ class PooledStatistics(Phase):
     asks_everyone = True
     changes_linear = True
 
-    @property
-    def memory(self) -> int:
-        """Bytes on the server beside replies: sums, two normal equations, a factor."""
-        return int((40 if self.tct.validation_share else 36) * self.tct.width**2)
-
     def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
         """Choose the steps of fixed-point numbers if these are used; make the messages."""
         try:

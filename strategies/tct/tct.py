@@ -121,12 +121,6 @@ class TCT(ConvexStrategy):
         return self.phases[self.phases_done] if self.phases_done < len(self.phases) else None
 
     @property
-    def pooled(self) -> PooledStatistics | None:
-        """The exchange of sums, if there is one."""
-        last = self.phases[-1]
-        return last if isinstance(last, PooledStatistics) else None
-
-    @property
     def learned(self) -> str:
         """``"linear-model"`` once a round has changed it, ``"network"`` before."""
         return "linear-model" if self.linear_rounds else "network"
@@ -149,10 +143,10 @@ class TCT(ConvexStrategy):
         The normaliser is that of the others. The network stays: it was trained with these clients
         if stage 1 asked them.
         """
-        if self.pooled is None:
+        if self.solve != "statistics":
             raise ValueError(f"without: goes with solve = statistics, got solve = {self.solve}")
         what = f"pooled-statistics of {self.width} features"
-        require_memory(self.pooled.memory, what, cure=FEWER)
+        require_memory(self._memory, what, cure=FEWER)
         return super().without(clients, arrays)
 
     def solve_again(self, sums: Sums, arrays: ArrayRecord) -> ArrayRecord:
@@ -180,12 +174,17 @@ class TCT(ConvexStrategy):
             "validation": 0 if self.validation is None else len(self.validation[1]),
         }
 
+    @property
+    def _memory(self) -> int:
+        """Bytes on the server beside replies to sum up: sums, two normal equations, a factor."""
+        return int((40 if self.validation_share else 36) * self.width**2)
+
     def require_memory(self) -> None:
         """Refuse sums of ``min_available_nodes`` clients that would not fit."""
-        if self.pooled is not None:
+        if self.solve == "statistics":
             clients = self.min_available_nodes
             require_memory(  # uploads as they came, and as arrays
-                self.pooled.memory + 2 * self.upload_bytes() * clients,
+                self._memory + 2 * self.upload_bytes() * clients,
                 f"pooled-statistics of {self.width} features from {clients} clients",
                 cure=FEWER,
             )

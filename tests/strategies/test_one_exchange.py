@@ -146,10 +146,10 @@ def test_clients_have_the_models_of_the_sums_and_their_own_examples(bits_):
     again = strategy(personal=True, validation_share=0.3, bits=bits_)
     again.load_state_dict(own.state_dict())
     arrays = ArrayRecord({name: Array(array) for name, array in after.items()})
-    sums = [sums_of(k, own.steps) for k in range(6)]
+    sums = [sums_of(k, own.fixed_point) for k in range(6)]
     total = functools.reduce(operator.add, [sums[k] for k in (0, 1, 3, 4, 5)])
     if bits_ == 8:
-        total, *sums = (part.scaled(own.steps) for part in (total, *sums))
+        total, *sums = (part.scaled(own.fixed_point) for part in (total, *sums))
     for client in (1, 2):
         config = ConfigRecord({"server-round": 1})
         again.prepare_config(config, 1)
@@ -193,7 +193,7 @@ def test_with_hardly_any_noise_the_layer_is_that_of_the_exact_sums(masked, tmp_p
     own = private(epsilon=1e16, secure_aggregation=masked)
     clients = clients_of(PARTS, cache=tmp_path, only_masked=masked, privacy_limit=(1e16, 1e-5))
     after = run(own, Grid(clients, changes={2: lost}))
-    quorum = own._secure.quorum if masked else 0
+    quorum = own.secure.quorum if masked else 0
     noise = SumNoise.of(own, 20, 3, quorum)
     variance = float(noise.variances(5 if masked else None)[0])
     assert variance < 1e-7
@@ -318,7 +318,7 @@ def test_features_of_unknown_size_need_examples_on_the_server_or_float64():
     with pytest.raises(ValueError, match="bits = 8: pass validation, examples on the server, or a"):
         start(own, Grid(CLIENTS))
     own = OneExchange(network=network(), validation=examples(7), **OPTIONS)
-    assert own.choose_steps(ArrayRecord(network().state_dict())).bits == 8
+    assert (own.choose_steps(ArrayRecord(network().state_dict())) > 0).all()
 
 
 def test_whole_numbers_are_added_as_they_come_so_many_clients_need_memory_for_few():
