@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
 Arrays = Mapping[str, NDArray[Any]]
-
+KEPT = "cache/personal"  # in a run's folder: what its clients keep
 
 # places in the name of a class where kebab-case has a hyphen: FedAvgM becomes fed-avg-m
 WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_")
@@ -241,7 +241,7 @@ class Method:
         parts = {
             "network": setup.network,
             "device": setup.device,
-            "cache": setup.config.folder / "cache" / "personal",
+            "cache": setup.config.folder / KEPT,
         }
         shared = {name: part for name, part in parts.items() if name in kind.options()}
         given = self._given(kind, setup.config, self.own(setup.config))
