@@ -62,9 +62,8 @@ def test_the_command_shows_the_worst_first(finished):
 def test_what_cannot_be_is_refused(finished, tmp_path):
     none = run(SMALL.replace(validation_examples=0), out=tmp_path / "a", progress=False)
     refused("harm is judged on validation-examples, got 0", ledger, none)
-    other = run(
-        SMALL.replace(one_exchange={"keep_sums": False}), out=tmp_path / "b", progress=False
-    )
+    forgetting = SMALL.replace(one_exchange={"keep_sums": False})
+    other = run(forgetting, out=tmp_path / "b", progress=False)
     refused("keep_sums: set a folder before the run", ledger, other)
 
 
@@ -74,5 +73,4 @@ def test_a_run_that_removes_clients_says_how_many(tmp_path):
     found = run(removing, out=tmp_path / "a", progress=False)
     assert found.curve("clients-removed").tolist() == [0]
     assert not found.ledger().removed.any()
-    said = "remove-harmful needs validation-examples"
-    refused(said, removing.replace, validation_examples=0)
+    refused("remove-harmful needs validation-examples", removing.replace, validation_examples=0)

@@ -86,11 +86,9 @@ def test_a_run_that_was_moved_is_found_with_its_sums_until_it_is_replaced(finish
 
 
 def test_what_cannot_be_is_refused_and_nothing_is_written(finished):
-    before = sorted(finished.folder.iterdir())
-    for clients, own, message in (
-        ([], {}, "expected at least one partition"),
-        ([6], {}, "clients: expected some of those in the model, 0, 1, 2, 3, 4, 5, got 6"),
-        ([1], {"out": finished.folder / "checkpoints"}, "expected a folder that is new or empty"),
-    ):
-        refused(message, unlearn, finished, clients, **own)
+    before, taken = sorted(finished.folder.iterdir()), finished.folder / "checkpoints"
+    known = "clients: expected some of those in the model, 0, 1, 2, 3, 4, 5, got 6"
+    refused("expected at least one partition", unlearn, finished, [])
+    refused(known, unlearn, finished, [6])
+    refused("expected a folder that is new or empty", unlearn, finished, [1], out=taken)
     assert sorted(finished.folder.iterdir()) == before

@@ -7,8 +7,9 @@ import torch
 
 from fedntk.strategies import OneExchange
 
+from ..conftest import refused
 from .federation import Grid, bits, damaged, lost
-from .test_one_exchange import clients_of, features, run
+from .test_one_exchange import OPTIONS, clients_of, features, run
 
 
 def draw(count: int, seed: int, moved: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,10 +22,7 @@ def draw(count: int, seed: int, moved: int = 0) -> tuple[torch.Tensor, torch.Ten
 
 CLIENTS = clients_of([draw(120, k, moved=int(k == 4)) for k in range(6)])
 VALIDATION = draw(900, 99)
-strategy = partial(
-    OneExchange, network=features(), min_available_nodes=6, fraction_evaluate=0.0,
-    validation=VALIDATION,
-)  # fmt: skip
+strategy = partial(OneExchange, network=features(), validation=VALIDATION, **OPTIONS)
 
 
 @pytest.mark.parametrize("bits_", [8, 32])
@@ -38,8 +36,8 @@ def test_a_liar_is_removed_and_comes_back_on_request(bits_, tmp_path):
     back = own.without([], own.global_arrays, restored=[4])
     everyone = run(strategy(bits=bits_), Grid(CLIENTS))
     assert bits({name: array.numpy() for name, array in back.items()}) == bits(everyone)
-    with pytest.raises(ValueError, match=r"restored: expected some of \(4,\), got \[3\]"):
-        own.without([], own.global_arrays, restored=[3])
+    restored = partial(own.without, [], own.global_arrays, restored=[3])
+    refused(r"restored: expected some of \(4,\), got \[3\]", restored)
 
 
 def test_sums_of_no_examples_are_removed_and_said(tmp_path, caplog):
@@ -60,7 +58,6 @@ def test_honest_clients_stay(tmp_path):
 
 
 def test_removal_needs_each_clients_sums_and_examples(tmp_path):
-    with pytest.raises(ValueError, match="remove_harmful: expected keep_sums"):
-        strategy(remove_harmful=0.05)
-    with pytest.raises(ValueError, match="remove_harmful: expected validation"):
-        strategy(remove_harmful=0.05, keep_sums=tmp_path, validation=None)
+    refused("remove_harmful: expected keep_sums", strategy, remove_harmful=0.05)
+    judging = partial(strategy, remove_harmful=0.05, keep_sums=tmp_path)
+    refused("remove_harmful: expected validation", judging, validation=None)

@@ -21,6 +21,7 @@ from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 from fedntk.strategies import NoUsableReply, OneExchange
 
+from ..conftest import refused
 from .federation import (
     Contract,
     Grid,
@@ -171,11 +172,6 @@ def sums_of(client, fixed_point):
     return SplitStatistics(*parts)
 
 
-def test_models_for_each_client_need_held_out_examples():
-    with pytest.raises(ValueError, match="personal: expected a validation_share above 0"):
-        strategy(personal=True, auto_ridge=False, validation_share=0.0)
-
-
 def solve_directly(parts, variance):
     """Solution from rows of norm 127, without a federation."""
     x, y = (torch.cat(own) for own in zip(*parts, strict=True))
@@ -213,8 +209,7 @@ def test_sums_with_noise_are_released_once(masked, tmp_path, monkeypatch):
     own = private(secure_aggregation=masked)
     clients = clients_of(PARTS, cache=tmp_path, only_masked=masked, allow_repeats=True)
     first, key = run(own, Grid(clients)), own.run_key
-    with pytest.raises(ValueError, match="a second release adds to epsilon"):
-        run(own, Grid(clients))
+    refused("a second release adds to epsilon", run, own, Grid(clients))
     if masked:
         monkeypatch.setattr("tests.strategies.federation.network", features)
         monkeypatch.setattr("fedntk.strategies.core.feature_sums.secrets.token_hex", lambda _: key)
@@ -291,8 +286,7 @@ def test_a_clients_budget_is_of_all_its_runs(masked, tmp_path):
     ],
 )
 def test_what_would_tell_more_than_the_sums_with_noise_is_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        private(**options)
+    refused(said, private, **options)
 
 
 def test_clients_refuse_less_noise_than_they_agree_to(tmp_path, monkeypatch):
@@ -315,8 +309,7 @@ def test_rows_beyond_the_radius_are_dropped():
 
 def test_features_of_unknown_size_need_examples_on_the_server_or_float64():
     own = OneExchange(network=network(), **OPTIONS)
-    with pytest.raises(ValueError, match="bits = 8: pass validation, examples on the server, or a"):
-        start(own, Grid(CLIENTS))
+    refused("bits = 8: pass validation, examples on the server, or a", start, own, Grid(CLIENTS))
     own = OneExchange(network=network(), validation=examples(7), **OPTIONS)
     assert (own.choose_steps(ArrayRecord(network().state_dict())) > 0).all()
 
@@ -329,9 +322,9 @@ def test_whole_numbers_are_added_as_they_come_so_many_clients_need_memory_for_fe
             strategy(**many, **own).require_memory()
 
 
-def test_a_ridge_without_examples_to_choose_it_on_is_refused():
-    with pytest.raises(ValueError, match="auto_ridge: expected validation examples or a valid"):
-        strategy(validation_share=0.0)
+def test_held_out_examples_are_needed_for_clients_models_and_to_choose_the_ridge():
+    refused("personal: expected a validation_share above 0", fixed, personal=True)
+    refused("auto_ridge: expected validation examples or a valid", strategy, validation_share=0.0)
 
 
 @pytest.mark.parametrize(
