@@ -7,7 +7,6 @@ solve least squares, from the features' Gram matrix. The methods' files say how,
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.averaging import cast_like
 from ..core.base import BaseStrategy
-from ..core.exchange import UNUSABLE, Aggregated, logger
+from ..core.exchange import Aggregated, result_of
 from ..core.features import FeatureStrategy
 from ..core.replies import Reply, screen_own_sizes
 
@@ -99,14 +98,8 @@ class ClosedFormStrategy(FeatureStrategy):
             return None, None
         sums, metrics = self.collect(replies)
         self.train_metrics[server_round] = metrics
-        if not sums:
-            return None, metrics
-        try:
-            found = self.with_layer(self.global_arrays, sums)
-        except UNUSABLE as error:
-            logger.log(WARNING, "no solution (%s): the model stays as it was", error)
-            return None, metrics
-        self.solved = True
+        found = result_of(lambda: self.with_layer(self.global_arrays, sums)) if sums else None
+        self.solved = found is not None
         return found, metrics
 
     def with_layer(self, arrays: ArrayRecord, sums: Sequence[Any]) -> ArrayRecord:

@@ -207,8 +207,8 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
             content["total"] = record_of(self.total_sent)
         if len(self.steps) and arrays and (self.total_sent or not evaluating):
             content["steps"] = record_of({"step": self.steps})
-        if secure is not None and (record := secure.record_for(client)) is not None:
-            content["secure-sum"] = record
+        if secure is not None:
+            secure.add_to(content, client)
         return content
 
     # ---------------------------------------------------------------------- adding up

@@ -424,6 +424,15 @@ class Exchanges(Declared, FedAvg):
         return completed >= needed
 
 
+def result_of(make: Callable[[], T], what: str = "solution") -> T | None:
+    """Return what `make` makes of clients' numbers; None, and say so, if they allow none."""
+    try:
+        return make()
+    except UNUSABLE as error:
+        logger.log(WARNING, "no %s (%s): the model stays as it was", what, error)
+        return None
+
+
 def push(grid: Grid, messages: Iterable[Message]) -> dict[str, Any]:
     """Send messages; return the metadata of those that the grid took, by id."""
     messages = list(messages)

@@ -50,8 +50,7 @@ class AveragingStrategy(ResendingStrategy):
         sent = arrays if task.masked_step == "masked" else ArrayRecord()
         own = ConfigRecord({**config, **task.to_config()})
         content = super().content_for(client, stage, sent, own)
-        if (record := self._secure.record_for(client)) is not None:
-            content["secure-sum"] = record
+        self._secure.add_to(content, client)
         return content
 
     def average(self, replies: Iterable[Message], model: Arrays) -> Average:

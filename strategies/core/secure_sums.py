@@ -15,7 +15,7 @@ from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, MessageType
+from flwr.app import MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
@@ -63,7 +63,7 @@ class SecureSums:
 
     Clients that drop out after they gave shares do not keep the sum closed if `secure_threshold`,
     a share of the clients with public keys, go on to the end; what they had masked is left out. The
-    strategy's messages must tell :attr:`step`, and hold the arrays of :meth:`record_for`.
+    strategy's messages must tell :attr:`step`, and go through :meth:`add_to`.
     """
 
     step: SumStep  # the current exchange
@@ -87,10 +87,10 @@ class SecureSums:
         self.step = step
         self._common, self._own = common or {}, own or {}
 
-    def record_for(self, client: int) -> ArrayRecord | None:
-        """Return the arrays that a client is sent for the current exchange, if there are any."""
-        found = {**self._common, **self._own.get(client, {})}
-        return record_of(found) or None
+    def add_to(self, content: RecordDict, client: int) -> None:
+        """Add the arrays that a client is sent for the current exchange, if there are any."""
+        if found := {**self._common, **self._own.get(client, {})}:
+            content["secure-sum"] = record_of(found)
 
     def public_part(self, reply: Reply) -> PublicPart:
         """Check the reply to the first exchange."""

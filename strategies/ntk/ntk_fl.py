@@ -35,7 +35,7 @@ from fedntk.ntk.payloads.screening import screen_losses, screen_uploads
 
 from ..core.averaging import named_arrays, record_of
 from ..core.base import BaseStrategy
-from ..core.exchange import UNUSABLE, Aggregated, logger
+from ..core.exchange import UNUSABLE, Aggregated, logger, result_of
 from ..core.replies import Reply
 
 DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
@@ -160,10 +160,8 @@ class NTKFL(FlowOptions, BaseStrategy):
         self.train_metrics[server_round] = metrics
         if not self.enough(len(clients) + rejected["leave-one-out"]) or not uploads:
             return None, metrics
-        try:
-            candidates = self.candidates(uploads, metrics)
-        except UNUSABLE as error:
-            logger.log(WARNING, "no evolution (%s): the model stays as it was", error)
+        candidates = result_of(lambda: self.candidates(uploads, metrics), "evolution")
+        if candidates is None:
             return None, metrics
         losses = self.candidate_losses(candidates, clients, metrics)
         best = lowest_loss(losses)

@@ -21,7 +21,7 @@ from fedntk.ntk.payloads.feature_upload import FeatureUpload
 from fedntk.ntk.payloads.screening import screen_changes
 
 from ..core.averaging import named_arrays, record_of
-from ..core.exchange import UNUSABLE, Pairs, Screen, logger
+from ..core.exchange import Pairs, Screen, logger, result_of
 from ..core.inner import InnerStrategy
 from ..core.lost_state import Answers
 from ..core.replies import Reply, require_like, screen_own_sizes
@@ -81,14 +81,6 @@ class Phase(ABC):
             pairs = self.tct.apply_screen(pairs, rejected, screen)
         metrics = self.tct.round_metrics([reply for reply, _ in pairs], rejected)
         return pairs if self.tct.enough(len(pairs)) else [], metrics
-
-    def try_to(self, solve: Callable[[], Arrays]) -> Arrays | None:
-        """Return what `solve` returns; None, and say so, if there is no solution."""
-        try:
-            return solve()
-        except UNUSABLE as error:
-            logger.log(WARNING, "no solution (%s): the model stays as it was", error)
-            return None
 
     def is_over(self, *, updated: bool) -> bool:
         """Whether the next phase follows a round: by default one that gave what was asked for."""
@@ -276,7 +268,7 @@ class ServerSolve(Phase):
             return tct.arrays_of(normaliser, linear)
 
         pairs, metrics = self.gather(replies, parse, screen_own_sizes, _screen_sizes)
-        return self.try_to(solve) if pairs else None, metrics
+        return result_of(solve) if pairs else None, metrics
 
 
 def _screen_sizes(uploads: Sequence[FeatureUpload], _: float) -> list[BadReply | None]:

@@ -18,7 +18,7 @@ from fedntk.ntk.payloads.convex_task import Step
 from fedntk.ntk.payloads.feature_statistics import require_counts
 
 from ..core.averaging import record_of
-from ..core.exchange import logger
+from ..core.exchange import logger, result_of
 from ..core.feature_sums import Sums, add_up
 from ..core.replies import Reply, screen_own_sizes
 from .convex_strategy import SCALE
@@ -77,8 +77,8 @@ class PooledStatistics(Phase):
                 content["steps"] = record_of({"tct.step": tct.steps})
             if tct.balanced:
                 content["class-weights"] = record_of({"tct.class-weights": tct.class_weights})
-        if tct.secure is not None and (record := tct.secure.record_for(client)) is not None:
-            content["secure-sum"] = record
+        if tct.secure is not None:
+            tct.secure.add_to(content, client)
         return content
 
     def aggregate(self, replies: Iterable[Message]) -> Result:
@@ -90,7 +90,7 @@ class PooledStatistics(Phase):
             normaliser, linear, metrics["ridge"] = tct.solve_sums(total, arrays)
             return tct.arrays_of(normaliser, linear)
 
-        changed = self.try_to(solve) if sums else None
+        changed = result_of(solve) if sums else None
         if changed is not None:
             tct.keep(sums)
             metrics["features-constant"] = int((changed[SCALE] == 0).sum())
