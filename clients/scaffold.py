@@ -69,8 +69,8 @@ class SCAFFOLDClient(SGDClient):
         c_i+, and ``train-loss``.
         """
         _refuse_mu("proximal-mu", config.get("proximal-mu", 0))
-        (sent,) = records_of(parameters, "corrections", strategy=self.strategy)
-        corrections, records = self._tensors(sent), parameters.records  # type: ignore[attr-defined]
+        records = records_of(parameters, "corrections", strategy=self.strategy)
+        corrections = self._tensors(records["corrections"])
         others = [name for name in records if name != "corrections"]
         if len(others) != 1:
             raise ValueError(
@@ -90,8 +90,8 @@ class SCAFFOLDClient(SGDClient):
             key: control.get(key, torch.zeros_like(tensor)).cpu().numpy()
             for key, tensor in self._floating().items()
         }
-        records = NamedArrays({others[0]: trained, "controls": controls})
-        return records, len(x), {"train-loss": train_loss}
+        reply = NamedArrays({others[0]: trained, "controls": controls})
+        return reply, len(x), {"train-loss": train_loss}
 
     def _floating(self) -> dict[str, Tensor]:
         return {n: t for n, t in self.model.state_dict().items() if t.is_floating_point()}

@@ -33,8 +33,8 @@ class NamedArrays(list[NDArray[Any]]):
 
 def records_of(
     parameters: Sequence[NDArray[Any]], *names: str, strategy: str
-) -> list[dict[str, NDArray[Any]]]:
-    """Return records that must be in what ``fit`` was given; `strategy` sends them, for errors."""
+) -> dict[str, dict[str, NDArray[Any]]]:
+    """Return the records of what ``fit`` was given; `strategy` sends those that must be there."""
     if not isinstance(parameters, NamedArrays):
         raise ValueError(
             f"expected NamedArrays with the records of the strategy {strategy}, as client_app "
@@ -47,4 +47,4 @@ def records_of(
             f"expected the records {', '.join(names)}, got {found}; {', '.join(missing)} comes "
             f"from the strategy {strategy}"
         )
-    return [records[name] for name in names]
+    return records

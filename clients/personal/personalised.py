@@ -78,8 +78,9 @@ class PersonalisedClient(SGDClient):
 
     def records(self, parameters: Parameters) -> tuple[Arrays, Arrays]:
         """Return the shared arrays that came, and first values of the personal ones."""
-        (shared,) = records_of(parameters, self.record_name(parameters), strategy=self.strategy)
-        return shared, dict(getattr(parameters, "records", {}).get(PERSONAL, {}))
+        name = self.record_name(parameters)
+        records = records_of(parameters, name, strategy=self.strategy)
+        return records[name], records.get(PERSONAL, {})
 
     def record_name(self, parameters: Parameters) -> str:
         """Return the name of the record that is not of personal arrays: the strategy's choice."""

@@ -31,7 +31,6 @@ from fedntk.ntk.convex.local_steps import (
     mean_gradient,
     residual_sum,
 )
-from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads.convex_task import ConvexTask
@@ -120,7 +119,7 @@ class TCTClient(SumsClient, SGDClient):
             counts = self.targets.sum(0).numpy().astype(np.int64)
             return _reply({"counts": counts}, len(self.inputs), _loss_at_zero(task, self.targets))
         needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
-        records = _records(parameters, *needed)
+        records = records_of(parameters, *needed, strategy=self.strategy)
         store = self._store(task, records, config)
         if not store.holds(*(["network"] if task.step != "linear" else ["network", "normaliser"])):
             return _lost(0)
@@ -207,11 +206,12 @@ class TCTClient(SumsClient, SGDClient):
 
     def _sums(self, work: "_Work") -> Arrays:
         """Return the sums over the features, masked if that is asked for."""
-        task, fixed_point = work.task, work.fixed_point
+        task, width = work.task, work.store.width
+        fixed_point = fixed_point_in(work.records, task.bits, width)
         sums = self.add_up(
             lambda own: work.store.raw("train", work.x[own]),
             work.targets,
-            work.store.width,
+            width,
             share=task.validation_share,
             weights=_only(work.records, "class-weights").numpy() if task.balanced else None,
             fixed_point=fixed_point,
@@ -259,7 +259,7 @@ class TCTClient(SumsClient, SGDClient):
         if task is None:
             return super().evaluate(parameters, config)
         self.refuse_evaluation()
-        records = _records(parameters, "linear")
+        records = records_of(parameters, "linear", strategy=self.strategy)
         store = self._store(task, records, config)
         if not store.holds("network", "normaliser"):
             return 0.0, 1, {"lost-state": 0}
@@ -283,7 +283,7 @@ class TCTClient(SumsClient, SGDClient):
         task = ConvexTask.of_message(config)
         if task is None:
             return super().predictor(parameters, config)
-        records = _records(parameters, "linear")
+        records = records_of(parameters, "linear", strategy=self.strategy)
         store = self._store(task, records, config)
         if not store.holds("network", "normaliser"):
             raise LookupError("the network of stage 2 is lost: it is sent again with a later round")
@@ -301,11 +301,6 @@ class _Work(NamedTuple):
     x: Tensor  # projected, (n, ...)
     targets: Tensor  # one-hot, (n, C)
     config: Mapping[str, Any]
-
-    @property
-    def fixed_point(self) -> FixedPoint | None:
-        """How features are rounded, if they are."""
-        return fixed_point_in(self.records, self.task.bits, self.store.width)
 
 
 def _features(work: _Work) -> Arrays:
@@ -412,13 +407,6 @@ def _server_control(
 def _loss_at_zero(task: ConvexTask, targets: Tensor) -> dict[str, Scalar]:
     centred = centred_targets(targets, task.loss)
     return {"train-loss": convex_loss(torch.zeros_like(centred), centred, task.loss)}
-
-
-def _records(parameters: Parameters, *needed: str) -> Records:
-    """Return the records that came, the needed ones among them."""
-    records_of(parameters, *needed, strategy="TCT")
-    records: Records = getattr(parameters, "records", {})
-    return records
 
 
 def _only(records: Records, name: str) -> Tensor:
