@@ -21,12 +21,8 @@ class _OneExchange(SumsMethod):
     def validates(self, config: Config) -> str:
         own = self.own(config)
         bounded = config.random_features and config.expand != "frequencies"
-        needs = {
-            "remove_harmful": own.remove_harmful,
-            "auto_ridge": own.auto_ridge and not own.validation_share,
-            "bits": own.bits != UNQUANTISED and not (bounded or own.epsilon),
-        }
-        return next((own.key(name) for name, needed in needs.items() if needed), "")
+        in_steps = own.bits != UNQUANTISED and not (bounded or own.epsilon)
+        return super().validates(config) or str(own.key("bits") if in_steps else "")
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         """Make the client, which agrees to the run's epsilon."""

@@ -1,11 +1,12 @@
 """What the methods share whose clients send sums over features."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.client import NumPyClient
 
 from fedntk.ntk.options import refuse_first
 from fedntk.strategies import BaseStrategy
+from fedntk.strategies.core.feature_sums import SumsStrategy
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
@@ -25,11 +26,17 @@ class SumsSettings(Settings, frozen=True, eq=True):
 class SumsMethod(Method):
     """A method whose clients send sums, masked if wanted."""
 
+    strategy_class: ClassVar[type[SumsStrategy]]
     own_settings = SumsSettings
 
     def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
         """Return where sums are kept."""
         return {"keep_sums": config.folder / "details" / "sums" if settings.keep_sums else None}
+
+    def validates(self, config: Config) -> str:
+        """Return the key of the option for which the server needs examples."""
+        name = self.strategy_class.validated(own := self.own(config))
+        return str(own.key(name)) if name else ""
 
     def check(self, config: Config, settings: Any) -> None:
         """Refuse evaluations that reveal sums, and missing examples."""

@@ -50,10 +50,6 @@ class _TCT(SumsMethod):
         }
         refuse_first(rules, ConfigError)
 
-    def validates(self, config: Config) -> str:
-        name = TCT.validated(own := self.own(config))
-        return str(own.key(name)) if name else ""
-
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own = self.own(setup.config)
         bootstrap = SeededFedAvg(

@@ -88,10 +88,6 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         super().__post_init__()
         self.check_validation()
         self._survivors: int | None = None
-        if self.auto_ridge and not self.validation_share and self.validation is None:
-            raise ValueError(
-                "auto_ridge: expected validation examples or a validation_share, got neither"
-            )
 
     def check(self) -> None:
         """Refuse what does not go with a client's own model, noise, or sums in any order."""

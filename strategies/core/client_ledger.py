@@ -5,6 +5,7 @@ Beyond the papers: see :mod:`fedntk.ntk.convex.ledger`.
 
 from collections.abc import Sequence
 from logging import WARNING
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
@@ -42,13 +43,10 @@ class LedgerStrategy(SumsStrategy):
                 "secure_aggregation the server has none, and cannot remove a client"
             )
 
-    def check_validation(self) -> None:
-        """Refuse to judge harm without examples."""
-        super().check_validation()
-        if self.remove_harmful and self.validation is None:
-            raise ValueError(
-                "remove_harmful: expected validation, examples on the server, got none"
-            )
+    @classmethod
+    def validated(cls, options: Any) -> str:
+        """Add the judgement of harm."""
+        return "remove_harmful" if options.remove_harmful else super().validated(options)
 
     def kept_clients(self, clients: Sequence[int]) -> KeptSums[FeatureStatistics]:
         """Return the kept sums of clients, over all their examples."""

@@ -133,9 +133,21 @@ class SumsStrategy(SumOptions, ResendingStrategy):
 
     # ------------------------------------------------------------------ validation
 
+    @classmethod
+    def validated(cls, options: Any) -> str:
+        """Return the option for which the server needs validation examples; empty if none does."""
+        return "auto_ridge" if options.auto_ridge and not options.validation_share else ""
+
     def check_validation(self) -> None:
-        """Refuse validation examples that do not fit the problem, whose format is known by now."""
+        """Refuse to lack the examples that an option needs, or to have unfit ones.
+
+        The problem's format is known by now.
+        """
         if self.validation is None:
+            if name := self.validated(self):
+                other = ", or set validation_share" if name == "auto_ridge" else ""
+                given = f"{name} = {getattr(self, name)}"
+                raise ValueError(f"{given}: pass validation, examples on the server{other}")
             return
         if self._seeds is not None:
             raise ValueError("validation: expected no key_server, which projects examples, got one")

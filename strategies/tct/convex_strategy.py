@@ -90,19 +90,11 @@ class ConvexStrategy(ConvexOptions, SumsStrategy):
         }
         refuse_first(rules)
 
-    @staticmethod
-    def validated(options: Any) -> str:
-        """Return the option for which the server needs validation examples; empty if none does."""
-        if options.solve == "statistics" and options.bits != UNQUANTISED:
-            return "bits"
-        return "auto_ridge" if options.auto_ridge and not options.validation_share else ""
-
-    def check_validation(self) -> None:
-        """Refuse to lack the examples that an option needs, or to have unfit ones."""
-        if self.validation is None and (name := self.validated(self)):
-            value = getattr(self, name)
-            raise ValueError(f"{name} = {value}: pass validation, examples on the server")
-        super().check_validation()
+    @classmethod
+    def validated(cls, options: Any) -> str:
+        """Add whole numbers, whose steps the server chooses by its examples."""
+        whole = options.solve == "statistics" and options.bits != UNQUANTISED
+        return "bits" if whole else super().validated(options)
 
     @property
     def sum_format(self) -> SumFormat:

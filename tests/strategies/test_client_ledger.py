@@ -60,4 +60,4 @@ def test_honest_clients_stay(tmp_path):
 def test_removal_needs_each_clients_sums_and_examples(tmp_path):
     refused("remove_harmful: expected keep_sums", strategy, remove_harmful=0.05)
     judging = partial(strategy, remove_harmful=0.05, keep_sums=tmp_path)
-    refused("remove_harmful: expected validation", judging, validation=None)
+    refused("remove_harmful = 0.05: pass validation", judging, validation=None)

@@ -324,7 +324,7 @@ def test_whole_numbers_are_added_as_they_come_so_many_clients_need_memory_for_fe
 
 def test_held_out_examples_are_needed_for_clients_models_and_to_choose_the_ridge():
     refused("personal: expected a validation_share above 0", fixed, personal=True)
-    refused("auto_ridge: expected validation examples or a valid", strategy, validation_share=0.0)
+    refused("auto_ridge = True: pass validation, .*, or set vali", strategy, validation_share=0.0)
 
 
 @pytest.mark.parametrize(
