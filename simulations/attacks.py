@@ -84,11 +84,6 @@ def draw_gram_signs(gram: NDArray[Any], rng: Generator) -> NDArray[Any]:
     return np.asarray(gram * signs)
 
 
-def _scale_jacobian(own: Changes, factor: float) -> Changes:
-    """Scale Jacobians whose layers come as two factors, and nothing else."""
-    return {n: factor**0.5 * d if "/block-" in n else d for n, d in own.items()}
-
-
 def _shift_labels(x: Tensor, y: Tensor, classes: int, _: Generator) -> Examples:
     return x, (y + 1) % classes
 
@@ -117,7 +112,11 @@ ATTACKS: Mapping[str, Attack] = {
         }
     ),
     "false-jacobians": Attack(  # of false labels, and as large as passes the checks of form
-        _shift_labels, lambda own, _, factor, __: _scale_jacobian(own, factor), factor=50.0
+        _shift_labels,
+        lambda own, _, factor, __: {  # layers come as two factors; nothing else is scaled
+            n: factor**0.5 * d if "/block-" in n else d for n, d in own.items()
+        },
+        factor=50.0,
     ),
     "false-gram": Attack(
         on_reply=lambda own, _, __, rng: {

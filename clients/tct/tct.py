@@ -175,14 +175,13 @@ class TCTClient(SumsClient, SGDClient):
         task.feature_map.require_outputs(self.model, self.targets.shape[1])
         task.feature_map.extractor(self.model)(self._project(self.inputs[:1], config))
         n, width = len(self.inputs), task.feature_map.width(self.model)
-        self.folder(task, config)  # an error now if it cannot be made
+        folder = self.folder(task, config)  # an error now if it cannot be made
         if task.solve == "statistics":
             sums = SplitStatistics if task.validation_share else FeatureStatistics
             sums.require_memory(width)
             return
         if self.keep == "features":
             needed = n * width * (4 + np.dtype(self.dtype).itemsize)
-            folder = self.folder(task, config)
             require_disk(needed, f"{width} features of {n} examples", folder, cure=LESS_DISK)
         require_memory(
             52 * n * n * (task.num_steps > 1),

@@ -32,12 +32,8 @@ class FeatureUpload:
         low, high = features.aminmax(dim=0)
         scale = torch.maximum(-low, high)
         features /= torch.where(scale > 0, scale, torch.ones_like(scale))
-        labels = targets.argmax(1).numpy()
-        return cls(
-            features.half().numpy(),
-            scale.numpy(),
-            labels.astype(np.min_scalar_type(targets.shape[1] - 1)),
-        )
+        labels = targets.argmax(1).numpy().astype(np.min_scalar_type(targets.shape[1] - 1))
+        return cls(features.half().numpy(), scale.numpy(), labels)
 
     def to_arrays(self, *, sparsity: float = 0.0, bits: int = UNQUANTISED) -> ArrayDict:
         """Return the arrays by name, the features compressed row by row if asked."""

@@ -14,11 +14,10 @@ stays as it was: see :class:`~fedntk.ntk.features.scattering.Scattering`, and
 """
 
 import functools
-import itertools
 import operator
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,13 @@ from fedntk.ntk.convex.private_sums import SumNoise, solve_noisy
 from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.options import option, refuse_first, state
 from fedntk.ntk.payloads.compression import UNQUANTISED
-from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.sum_task import NoiseOptions, SumOptions, SumTask
 
 from ..core.asynchronous import AsynchronousStrategy
 from ..core.averaging import record_of
 from ..core.client_ledger import LedgerStrategy
-from ..core.exchange import Aggregated
+from ..core.exchange import Aggregated, in_parts
 from ..core.feature_sums import Sums, SumsStrategy, add_up
 from ..core.replies import Reply, screen_own_sizes
 from .closed_form import ClosedFormStrategy, Layer
@@ -221,15 +219,13 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
     def collect(self, replies: Iterable[Message]) -> tuple[Sequence[Sums], MetricRecord]:
         """Return the sums over all clients, in one or more parts, and the round's metrics."""
         if self.secure is not None:
-            network = [array.numpy() for array in self.global_arrays.values()]
-            key = ConvexTask.key_of(self.feature_map, network)
-            total, added, rejected = self.complete_sum(self.secure, replies, key)
+            total, added, rejected = self.complete_sum(self.secure, replies)
             self.released = self.released or bool(self.epsilon and total is not None)
             self._survivors = len(added)
             return [] if total is None else [total], self.round_metrics(added, rejected)
         totals = [self.parse_sums(self.total)] if self.total else []
         added, rejected = list[Reply](), Counter[str]()
-        for part in _parts(replies, self.replies_at_once if len(self.steps) else None):
+        for part in in_parts(replies, self.replies_at_once if len(self.steps) else None):
             added += self._add_up(part, totals, rejected)
         added.sort(key=lambda reply: (reply.client, reply.node))
         metrics, counted = self.round_metrics(added, rejected), len(added)
@@ -328,10 +324,3 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         self.global_arrays = arrays
         self.require_memory()
         return self.with_layer(arrays, [sums])
-
-
-def _parts(replies: Iterable[Message], size: int | None) -> Iterator[list[Message]]:
-    """Yield replies as they come, some at a time; all at once without a size."""
-    left = iter(replies)
-    while part := list(itertools.islice(left, size)):
-        yield part

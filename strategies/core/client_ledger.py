@@ -50,8 +50,7 @@ class LedgerStrategy(SumsStrategy):
 
     def kept_clients(self, clients: Sequence[int]) -> KeptSums[FeatureStatistics]:
         """Return the kept sums of clients, over all their examples."""
-        parse = self.parse_sums
-        return KeptSums(self.kept_folder, clients, lambda arrays: parse(arrays).everyone)
+        return KeptSums(self.kept_folder, clients, lambda own: self.parse_sums(own).everyone)
 
     def without(
         self, clients: Sequence[int], arrays: ArrayRecord, *, restored: Sequence[int] = ()

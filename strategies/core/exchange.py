@@ -277,8 +277,7 @@ class Exchanges(Declared, FedAvg):
         """
         end = time.monotonic() + self.timeout_of(MessageType.TRAIN)
         while True:
-            ids = iter(list(waiting))
-            while part := list(itertools.islice(ids, self.replies_at_once)):
+            for part in in_parts(list(waiting), self.replies_at_once):
                 for reply in list(grid.pull_messages(part)):
                     waiting.pop(reply.metadata.reply_to_message_id, None)
                     yield reply
@@ -431,6 +430,13 @@ def result_of(make: Callable[[], T], what: str = "solution") -> T | None:
     except UNUSABLE as error:
         logger.log(WARNING, "no %s (%s): the model stays as it was", what, error)
         return None
+
+
+def in_parts(values: Iterable[T], size: int | None) -> Iterator[list[T]]:
+    """Yield values as they come, some at a time; all at once without a size."""
+    left = iter(values)
+    while part := list(itertools.islice(left, size)):
+        yield part
 
 
 def push(grid: Grid, messages: Iterable[Message]) -> dict[str, Any]:

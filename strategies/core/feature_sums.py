@@ -27,6 +27,7 @@ from fedntk.ntk.convex.pooled_statistics import RIDGES, NormalEquations, best_ri
 from fedntk.ntk.features.fixed_point import MOST_BITS, FixedPoint
 from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads.compression import UNQUANTISED
+from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.payloads.feature_statistics import (
     FeatureStatistics,
     SumFormat,
@@ -95,6 +96,7 @@ class SumsStrategy(SumOptions, ResendingStrategy):
     run_key: str = state(lambda: secrets.token_hex(8))  # names the run for the clients' folders
     summed: tuple[int, ...] = state(tuple)
     steps: NDArray[np.float32] = state(lambda: np.zeros(0, np.float32))
+    _keyed: tuple[ArrayRecord | None, str] = state(lambda: (None, ""), saved=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,14 +218,23 @@ class SumsStrategy(SumOptions, ResendingStrategy):
             one = 8 * (min(gram, self.max_examples * width) + classes * width)
         return (one + 8 * classes) * (2 if self.validation_share else 1)
 
+    def network_key(self, arrays: ArrayRecord) -> str:
+        """Return the key of the network among the arrays, which is computed once for them."""
+        own: Any = self
+        if arrays is not self._keyed[0]:
+            network = [arrays[name].numpy() for name in own.network.state_dict()]
+            self._keyed = (arrays, ConvexTask.key_of(own.feature_map, network))
+        return self._keyed[1]
+
     def complete_sum(
-        self, secure: SecureSums, replies: Iterable[Message], key: str
+        self, secure: SecureSums, replies: Iterable[Message]
     ) -> tuple[Sums | None, list[Reply], Counter[str]]:
         """Go through a secure sum: return it, None if it stays closed, and who is in it.
 
-        `replies` are those with public keys, and `key` is of the network and the feature map.
+        `replies` are those with public keys.
         """
         expected, kind = self.sum_format, self._kind
+        key = self.network_key(self.global_arrays)
 
         def format_for(num_examples: int) -> WordFormat:
             dtype = expected.word_dtype(num_examples)

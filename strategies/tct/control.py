@@ -26,7 +26,8 @@ class ControlVariate(Declared):
     value: NDArray[Any] = state(lambda: np.zeros((0, 0), np.float32))  # c (p, C); empty: zero
     total: float = state(float)  # n by which c was divided
     rounds: dict[int, int] = state(dict)  # client -> round from which its c_k counts; others: 0
-    examples: dict[int, int] = state(dict)  # client -> number of examples that it reported first
+    # client -> number of examples that it reported first
+    examples: dict[int, int] = state(dict, reset=False)
     full_round: int = state(lambda: -1)  # the last round, if all clients took part in it
 
     def source(self, client: int, server_round: int) -> Literal["zero", "last", "sent"]:
@@ -77,12 +78,6 @@ class ControlVariate(Declared):
         self.total = total
         self.rounds |= dict.fromkeys(clients, server_round)
         self.full_round = server_round if full else -1
-
-    def restart(self) -> None:
-        """Start again from zero, because c includes a c_k that its client lost."""
-        examples = self.examples
-        self.reset_state()
-        self.examples = examples
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later rounds depend on."""

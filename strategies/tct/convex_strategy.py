@@ -14,7 +14,7 @@ from fedntk.ntk.convex.pooled_statistics import NormalEquations, normaliser_of
 from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads.compression import UNQUANTISED, check_compression
-from fedntk.ntk.payloads.convex_task import ConvexOptions, ConvexTask, MessageTask, Step
+from fedntk.ntk.payloads.convex_task import ConvexOptions, MessageTask, Step
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 
 from ..core.feature_sums import SumsStrategy
@@ -143,12 +143,3 @@ class ConvexStrategy(ConvexOptions, SumsStrategy):
         """Return the arrays of a normaliser and a linear model, if there is one, by name."""
         own = {MEAN: normaliser.mean, SCALE: normaliser.inv_std}
         return own if linear is None else {LINEAR: linear, **own}
-
-    def network_key(self, arrays: ArrayRecord) -> str:
-        """Return the key of the network among the arrays, which is computed once for them."""
-        if arrays is not self._keyed[0]:
-            network = [arrays[name].numpy() for name in self.network.state_dict()]
-            self._keyed = (arrays, ConvexTask.key_of(self.feature_map, network))
-        return self._keyed[1]
-
-    _keyed: tuple[ArrayRecord | None, str] = state(lambda: (None, ""), saved=False)

@@ -183,7 +183,7 @@ class ConvexRounds(Phase):
         reset = any(tct.control.rounds.get(client, 0) for client in lost)
         if reset:  # c still includes the c_k that was lost
             logger.log(WARNING, "a client lost its state: all corrections start again from zero")
-            tct.control.restart()
+            tct.control.reset_state()
         if not tct.enough(len(pairs)):
             return None, metrics
         counts = [self._weight(reply) for reply in replied]

@@ -103,8 +103,7 @@ class PooledStatistics(Phase):
         """
         tct = self.tct
         if tct.secure is not None:
-            key = tct.network_key(tct.global_arrays)
-            total, last, rejected = tct.complete_sum(tct.secure, replies, key)
+            total, last, rejected = tct.complete_sum(tct.secure, replies)
             for reply in last:
                 tct.sent.mark(reply.client, *self.needs)
             return {} if total is None else {EVERYONE: total}, tct.round_metrics(last, rejected)
