@@ -6,7 +6,7 @@ What it gives away: see :mod:`fedntk.clients.core.feature_sums`.
 import math
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.features.residual import RESIDUAL_LAYER, ResidualFeatures
 from fedntk.ntk.options import argument
 from fedntk.ntk.payloads.convex_task import ConvexTask
-from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat, SumStep
+from fedntk.ntk.payloads.feature_statistics import SECURE_STEPS, FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
@@ -29,7 +29,6 @@ from ..core.masking import Arrays, Given
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
 
-OF_SECURE_SUMS = get_args(SumStep)
 Records = dict[str, Arrays]
 BESIDE = ("steps", "secure-sum", "total")  # records beside the network's
 
@@ -64,7 +63,7 @@ class ClosedFormClient(SumsClient):
         """
         task, records = SumTask.of_message(config), dict(getattr(parameters, "records", {}))
         step = "class means" if task is None else task.step
-        self.require_masked(step, OF_SECURE_SUMS)
+        self.require_masked(step, SECURE_STEPS)
         private = task is not None and task.epsilon > 0
         if self.privacy_limit is not None and not private:
             most, delta = self.privacy_limit
@@ -78,7 +77,7 @@ class ClosedFormClient(SumsClient):
             generator = np.random.default_rng([*self.seed, *b"drawn"])
             drawn = torch.from_numpy(generator.choice(len(x), task.client_examples, replace=False))
             x, targets = x[drawn], targets[drawn]
-        if task is not None and step in OF_SECURE_SUMS and step != "masked":
+        if task is not None and step in SECURE_STEPS and step != "masked":
             return NamedArrays({"arrays": self.answer_sum(step, task, records, config)}), count, {}
         weights, beside = self._load_network(parameters)
         sums, fixed_point, train_loss = self._sum_up(task, x, targets, beside, config)

@@ -15,7 +15,7 @@ example are its features, and those of few hold them.
 
 from collections.abc import Mapping
 from logging import WARNING, getLogger
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from fedntk.ntk.convex.local_steps import (
 from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads.convex_task import ConvexTask
-from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumStep
+from fedntk.ntk.payloads.feature_statistics import SECURE_STEPS, FeatureStatistics
 from fedntk.ntk.payloads.feature_upload import FeatureUpload
 from fedntk.ntk.payloads.split_statistics import SplitStatistics
 
@@ -46,7 +46,6 @@ from ..sgd import SGDClient
 from .feature_store import LESS_DISK, FeatureStore
 
 ONCE = ("features", "statistics", "masked")  # steps whose features are used once
-OF_SECURE_SUMS = get_args(SumStep)
 logger = getLogger("flwr")
 Arrays = Mapping[str, NDArray[Any]]
 Records = Mapping[str, Arrays]
@@ -111,8 +110,8 @@ class TCTClient(SumsClient, SGDClient):
             if task is not None and int(config.get("server-round", 0)) == 1:
                 self._check(task, parameters, config)
             return super().fit(parameters, config)
-        self.require_masked(task.step, OF_SECURE_SUMS)
-        if task.step in OF_SECURE_SUMS and task.step != "masked":
+        self.require_masked(task.step, SECURE_STEPS)
+        if task.step in SECURE_STEPS and task.step != "masked":
             sent = getattr(parameters, "records", {})
             return _reply(self.answer_sum(task.step, task, sent, config), len(self.inputs), {})
         if task.step == "counts":

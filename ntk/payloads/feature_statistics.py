@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from ..support.precision import full_float32
 
 # exchanges of a secure sum, in order: see fedntk.trust.secure_sum
 SumStep = Literal["public-key", "shares", "masked", "confirm", "reveal"]
+SECURE_STEPS = get_args(SumStep)
 ROWS, COLUMNS = 1024, 512  # of a block of products
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums
 SLACK = 1e-6  # by which rounding may break an inequality
