@@ -38,7 +38,8 @@ def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, An
     """Measure one round."""
     use_checkout()
     from fedntk.ntk import Jacobian, JacobianUpload, jacobian, loss_value, one_hot
-    from fedntk.ntk.evolution import Candidates, GradientFlow
+    from fedntk.ntk.evolution.candidates import Candidates
+    from fedntk.ntk.evolution.gradient_flow import GradientFlow
 
     x, labels, sizes = fashion_mnist(data_dir, clients)
     torch.manual_seed(0)

@@ -28,9 +28,10 @@ class Stopped(RunFailed):
 @contextmanager
 def naming(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn ConfigErrors and errors of some kinds into a ConfigError that begins with `what`."""
+    told: tuple[type[Exception], ...] = (ConfigError, *kinds)
     try:
         yield
-    except (*kinds, ConfigError) as error:
+    except told as error:
         raise ConfigError(f"{what}: {error}") from error
 
 

@@ -121,7 +121,7 @@ class ClosedFormClient(SumsClient):
         fixed_point = None
         if task is None:
             seen.append(targets)
-            found = Prototypes.of(features, x, targets.argmax(1), num_classes)
+            found: Any = Prototypes.of(features, x, targets.argmax(1), num_classes)
         else:
             fixed_point, share = fixed_point_in(beside, task.bits, width), task.validation_share
             if task.epsilon:  # whatever the server says
@@ -203,17 +203,16 @@ class ClosedFormClient(SumsClient):
         _, beside = self._load_network(parameters)
         if not beside["total"]:
             return {}
-        task, feature_map = SumTask.from_config(config), FeatureMap.from_config(config)
-        x, targets = self.training_examples(config)
+        task, (x, targets) = SumTask.from_config(config), self.training_examples(config)
         own, fixed, _ = self._sum_up(task, x, targets, beside, config)
-        expected = SumFormat(own.width, targets.shape[1], None, fixed)
+        _, layer = FeatureMap.from_config(config).last_layer(self.model)
+        expected = SumFormat(layer.in_features, targets.shape[1], None, fixed)
         total = SplitStatistics.from_arrays(beside["total"], expected)
         if fixed is not None:
             own, total = own.scaled(fixed), total.scaled(fixed)
-        _, layer = feature_map.last_layer(self.model)
         linear, weight = personal_model(total, own, task.ridge, bias=layer.bias is not None)
         with torch.no_grad():
-            layer.weight.copy_(linear[: own.width].T)
+            layer.weight.copy_(linear[: layer.in_features].T)
             if layer.bias is not None:
-                layer.bias.copy_(linear[own.width])
+                layer.bias.copy_(linear[layer.in_features])
         return {"personal-weight": weight}
