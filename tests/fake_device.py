@@ -5,12 +5,12 @@ the device, and nothing becomes an array of NumPy before it is back on the CPU. 
 "lazy", of a device that torch knows, looks up no driver for, and does not treat specially.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 NAME = "lazy"
 aten = torch.ops.aten
@@ -55,11 +55,24 @@ class FakeDevice(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+def _flat(value: Any) -> list[Any]:
+    nested = isinstance(value, list | tuple)
+    return [leaf for own in value for leaf in _flat(own)] if nested else [value]
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(change, own) for own in value])
+    return change(value)
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    leaves = tree_flatten((args, kwargs))[0]
-    _refuse_two_devices(func, args, leaves)
+    leaves = _flat((args, *kwargs.values()))
     target = kwargs.get("device")
     there = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+    if target is None and not there:
+        return func(*args, **kwargs)
+    _refuse_two_devices(func, args, leaves, there)
     if target is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
         on_device = torch.device(target).type == NAME
@@ -79,15 +92,15 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return own[id(made)]
         return DeviceTensor(made) if on_device else made
 
-    return tree_map(outer, func(*tree_map(inner, args), **tree_map(inner, kwargs)))
+    named = {name: _mapped(inner, value) for name, value in kwargs.items()}
+    return _mapped(outer, func(*_mapped(inner, args), **named))
 
 
-def _refuse_two_devices(func: Any, args: Any, leaves: list[Any]) -> None:
+def _refuse_two_devices(func: Any, args: Any, leaves: list[Any], there: list[Any]) -> None:
     packet = func.overloadpacket
-    there = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
     here = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, DeviceTensor)]
     if packet in INDEXED:  # (self, indices, values)
-        rows = [t for t in tree_flatten(args[1])[0] if isinstance(t, Tensor)]
+        rows = [t for t in _flat(args[1]) if isinstance(t, Tensor)]
         if isinstance(args[0], DeviceTensor):
             here = [t for t in here if all(t is not row for row in rows)]
     if there and packet not in TRANSFERS and any(t.ndim for t in here):

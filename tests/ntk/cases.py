@@ -162,24 +162,24 @@ class GPTBlock(nn.Module):
         self.feed = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
     def forward(self, h: Tensor) -> Tensor:
-        mask = torch.full((4, 4), -torch.inf, dtype=h.dtype, device=h.device).triu(1)
+        mask = torch.full((3, 3), -torch.inf, dtype=h.dtype, device=h.device).triu(1)
         x = self.norm(x=h)
         h = h + self.attention(x, x, x, attn_mask=mask, need_weights=False, is_causal=True)[0]
         return h + self.feed(self.second_norm(h))
 
 
 class GPT(nn.Module):
-    """A small language model: a logit for each of 5 tokens at each of 4 positions."""
+    """A small language model: a logit for each of 4 tokens at each of 3 positions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.places = nn.Embedding(5, 8, padding_idx=0), nn.Embedding(4, 8)
+        self.table, self.places = nn.Embedding(4, 8, padding_idx=0), nn.Embedding(3, 8)
         self.blocks = nn.Sequential(GPTBlock(), GPTBlock())
-        self.head = nn.Linear(8, 5, bias=False)
+        self.head = nn.Linear(8, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.abs().mul(3).long().clamp(max=4)
-        places = torch.arange(4, device=x.device).expand(len(x), -1)
+        tokens = x.abs().mul(3).long().clamp(max=3)
+        places = torch.arange(3, device=x.device).expand(len(x), -1)
         return self.head(self.blocks(self.table(tokens) + self.places(places)))
 
 
@@ -279,7 +279,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention-sizes": (lambda: Attention(add_zero_attn=True, bias=False), (5, 4)),
     "cross-attention": (CrossAttention, (4, 8)),
     "vit": (ViT, (1, 6, 6)),
-    "gpt": (GPT, (4,)),
+    "gpt": (GPT, (3,)),
     "rms-norm": (lambda: _mlp(nn.RMSNorm(7), nn.GELU()), (5,)),
     "positions-out": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), (3, 4)),
     "no-outputs-axis": (lambda: nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), (5,)),
