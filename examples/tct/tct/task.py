@@ -17,7 +17,7 @@ def make_network() -> nn.Module:
 def load_data() -> tuple[Dataset, Dataset]:
     """Load the training and the test images."""
     digits = load_digits()
-    data = Dataset.from_dict({"image": digits.images / 8 - 1, "label": digits.target})
+    data = Dataset.from_dict({"image": digits.data / 8 - 1, "label": digits.target})
     halves = data.with_format("torch").train_test_split(0.2, seed=42)
     return halves["train"], halves["test"]
 
