@@ -5,8 +5,8 @@ They run the method on the local grid: seven clients with a few of scikit-learn'
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from itertools import zip_longest
 from logging import CRITICAL
 from pathlib import Path
@@ -176,22 +176,30 @@ class Contract:
                 raise ValueError(f"clients send {kind}, and it changes the model")
 
 
-def _make_checks(method: Runnable, **settings: Any) -> dict[str, Callable[[], None]]:
-    """Return the checks of a method by name; each raises AssertionError, with a cure."""
+NAMES = [name for name in vars(Contract) if not name.startswith("_")]
+
+
+def _read_config(method: Runnable, settings: dict[str, Any]) -> Config:
     if "model" in settings:
         settings["model"] = name_model(settings["model"])
-    config = read_config(method, {**SMALL, **settings})
-    names = [name for name in vars(Contract) if not name.startswith("_")]
-    return {name.replace("_", " "): partial(_check, name, config) for name in names}
+    return read_config(method, {**SMALL, **settings})
 
 
-def _check(name: str, config: Config) -> None:
+@contextlib.contextmanager
+def _contract(config: Config) -> Iterator[Callable[[], Contract]]:
+    """Yield what makes the contract, once: all checks compare with its run."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield cache(partial(Contract, config.replace(out=folder)))
+
+
+def _check(name: str, contract: Callable[[], Contract]) -> None:
+    """Raise AssertionError, with a cure, if a check fails."""
     cure = ""  # of a run that fails as it is
-    with tempfile.TemporaryDirectory() as folder, log_from(CRITICAL):
+    with log_from(CRITICAL):
         try:
-            contract = Contract(config.replace(out=folder))
-            cure = f". {getattr(Contract, name).__doc__}"
-            getattr(contract, name)()
+            check = getattr(contract(), name)
+            cure = f". {check.__doc__}"
+            check()
         except ConfigError:  # the settings do not go together
             raise
         except Exception as error:
@@ -206,8 +214,13 @@ def make_fixture(method: Runnable, **settings: Any) -> Any:
     """
     import pytest  # only tests need it
 
-    checks = _make_checks(method, **settings)
-    return pytest.fixture(params=checks.values(), ids=list(checks))(lambda request: request.param)
+    config = _read_config(method, settings)
+
+    def check(request: Any) -> Iterator[Callable[[], None]]:
+        with _contract(config) as contract:
+            yield partial(_check, request.param, contract)
+
+    return pytest.fixture(params=NAMES, ids=lambda name: name.replace("_", " "))(check)
 
 
 def check_method(method: Runnable, **settings: Any) -> pd.DataFrame:
@@ -222,9 +235,12 @@ def check_method(method: Runnable, **settings: Any) -> pd.DataFrame:
     True
     """
     rows = []
-    for name, check in _make_checks(method, **settings).items():
-        try:
-            rows.append((name, check() is None, ""))
-        except AssertionError as error:
-            rows.append((name, False, str(error)))
+    with _contract(_read_config(method, settings)) as contract:
+        for name in NAMES:
+            said = ""
+            try:
+                _check(name, contract)
+            except AssertionError as error:
+                said = str(error)
+            rows.append((name.replace("_", " "), not said, said))
     return pd.DataFrame(rows, columns=["check", "passed", "what to do"])
