@@ -38,9 +38,11 @@ def covered(score, coverage, n, m, seed, **options):
     return int(sets.gather(1, labels[n:, None]).sum())
 
 
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((0.9, 40, -3.0), (0.6, 25, 1.0))]
+
+
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize(("coverage", "n"), [(0.9, 40), (0.6, 25)])
-@pytest.mark.parametrize("sharpness", [1.0, -3.0])
+@pytest.mark.parametrize(("coverage", "n", "sharpness"), [(0.9, 40, 1.0), (0.6, 25, -3.0), *SLOW])
 def test_coverage_is_that_of_theory_whatever_the_model(score, coverage, n, sharpness):
     """Of m = 50 new examples BetaBinomial(m, k, n + 1 - k) are covered: see the module.
 
