@@ -1,6 +1,6 @@
 """Defences: strategies follow one option, bear a liar that breaks them without, or refuse it."""
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -162,6 +162,17 @@ def test_shuffled_rows_cannot_be_judged():
         )
 
 
+@cache
+def gossip_models(defence, lie=None):
+    """Clients' models after a round of NTK-DFL in which client 2 may lie."""
+    strategy = NTKDFL(
+        learning_rate=0.1, steps=(20.0,), topology=Topology("line"), defence=defence,
+        outlier_factor=np.inf,
+    )  # fmt: skip
+    start(strategy, Grid(many(NTKDFLClient), changes={2: lie} if lie else {}, num_clients=6))
+    return strategy.models
+
+
 @pytest.mark.parametrize("what", ["weights", "labels"])
 def test_neighbours_in_ntk_dfl_are_judged_by_the_client_s_own_examples(what):
     """One number of 1e9, or false labels: the honest models stay near those of an honest run."""
@@ -177,17 +188,9 @@ def test_neighbours_in_ntk_dfl_are_judged_by_the_client_s_own_examples(what):
                 reply.content[record] = ArrayRecord({n: Array(a) for n, a in arrays.items()})
         return reply
 
-    def models(defence, changes):
-        strategy = NTKDFL(
-            learning_rate=0.1, steps=(20.0,), topology=Topology("line"), defence=defence,
-            outlier_factor=np.inf,
-        )  # fmt: skip
-        start(strategy, Grid(many(NTKDFLClient), changes=changes, num_clients=6))
-        return strategy.models
-
-    honest = models("none", {})
+    honest = gossip_models("none")
     away = [
-        max(distance(models(defence, {2: lie})[k], honest[k]) for k in (0, 1, 3, 4, 5))
+        max(distance(gossip_models(defence, lie)[k], honest[k]) for k in (0, 1, 3, 4, 5))
         for defence in ("none", "leave-one-out")
     ]
     assert away[1] < away[0] / 2
