@@ -15,10 +15,20 @@ from nbclient import NotebookClient
 from .conftest import ROOT
 
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+START = "%reset -f\n%cd -q {}\nimport matplotlib\nmatplotlib.rcdefaults()\n"
+# in the quick form there are fewer digits
+FEWER = """
+from fedntk.simulations.data import load
+def fewer(folder, digits=load._digits):
+    train, test, classes = digits(folder)
+    return train.select(slice(400)), test.select(slice(100)), classes
+load._BY_NAME["digits"] = fewer
+"""
 # what the quick form replaces in the code: in all notebooks, and in single ones
 SHORTER = {
     r"\[0, 1, 2\]": "[0]",  # seeds
     r"\brounds=([2-9]|\d\d)": "rounds=3",
+    r"train_examples=\d+": "train_examples=200",
     r"num_clients=(20|50)": "num_clients=5",
     r"clients_per_(\w+)=(10|20)": r"clients_per_\1=5",
     r"local_epochs=(5|20)": "local_epochs=1",
@@ -26,12 +36,14 @@ SHORTER = {
 QUICK = {
     "compare": {
         r'": 20,': '": 5,',
-        '"train_examples": 1000': '"train_examples": 100, "test_examples": 100',
+        '"rounds": 5': '"rounds": 3',
+        '"bootstrap_rounds": 2': '"bootstrap_rounds": 1',
+        '"train_examples": 1000': '"train_examples": 100',
         r"\*_digits": "*[dglt]_digits",
     },
     "cp_ntk_fl": {r"\(0.01, 0.03, 0.1, 0.3, 1.0\)": "(1.0,)", '"1000"': '"10"'},
     "fed_ensemble": {},
-    "ntk_dfl": {"20,50,100,200": "20,50", "train_examples=800": "train_examples=200"},
+    "ntk_dfl": {"20,50,100,200": "20,50", "=12,": "=6,"},
     "ntk_fl": {r", 200, 500, 1000, 2000\]": "]"},
     "one_exchange": {
         '"rounds": 20': '"rounds": 2',
@@ -76,7 +88,7 @@ def test_notebook_runs(name, quick, shared, tmp_path):
         assert old in SHORTER or any(re.search(old, cell.source) for cell in code), old
         for cell in code:
             cell.source = re.sub(old, new, cell.source)
-    start = f"%reset -f\n%cd -q {tmp_path}\nimport matplotlib\nmatplotlib.rcdefaults()"
+    start = START.format(tmp_path) + FEWER * quick
     notebook.cells.insert(0, nbformat.v4.new_code_cell(start))
     client = NotebookClient(
         notebook,
