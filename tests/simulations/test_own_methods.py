@@ -129,13 +129,3 @@ def test_what_other_processes_cannot_import_is_refused_before_the_run(folder):
     for method in (local, Method(Mine, headline="loss")):
         refused("cannot import it; put it into a file, such", run, method, engine="ray", **SMALL)
     assert not (folder / "runs").exists()
-
-
-@pytest.mark.ray
-def test_a_method_and_a_metric_in_files_run_on_ray_to_the_same_bits(folder):
-    (folder / "mymetrics.py").write_text("def n(scores, labels):\n    return len(labels)\n")
-    given = {"half_fl": {"share": 0.25}, "metrics": "f1-macro,mymetrics.py:n", **SMALL}
-    here, there = (run("mine.py:HalfFL", engine=e, out=e, **given) for e in ("local", "ray"))
-    assert bits(here.folder) == bits(there.folder)
-    for metric in ("f1-macro", "n"):
-        assert here.curve(metric).tolist() == there.curve(metric).tolist() != []

@@ -23,7 +23,7 @@ from fedntk.simulations.engine.server_app import main, serve
 from fedntk.simulations.report.results import read_run
 
 from .outcomes import bits, grid_of, measured, refused
-from .settings import FEDAVG, SETTINGS, SMALL, TOOLS
+from .settings import FEDAVG, PROJECTED, SETTINGS, SMALL, TOOLS
 
 
 def test_a_run_writes_its_folder(finished_run):
@@ -182,13 +182,40 @@ def test_what_flowers_own_command_meets(tmp_path):
     assert not (tmp_path / "b" / "rounds.jsonl").exists()
 
 
+OWN = """
+import beside
+from fedntk.clients import CPNTKFLClient
+from fedntk.ntk.options import option
+from fedntk.simulations.methods import cp_ntk_fl
+from fedntk.strategies import CPNTKFL
+
+class OwnClient(CPNTKFLClient):
+    share: float = option("that it tells", default=0.5, at_least=0)
+
+    def fit(self, parameters, config):
+        arrays, number, metrics = super().fit(parameters, config)
+        return arrays, number, metrics | {"share": self.share}
+
+class OwnFL(CPNTKFL):
+    client = "OwnClient"
+
+METHOD = type(cp_ntk_fl.METHOD)(OwnFL)
+"""
+
+
 @pytest.mark.xdist_group("ray")
 @pytest.mark.ray
 def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_process(tmp_path):
-    """With all tools: clients in several processes open the seed with the challenge they keep."""
+    """With a method and a metric of files, and all tools of CP-NTK-FL: clients in several processes
+    open the seed with the challenge they keep.
+    """
+    files = {"mine": OWN, "beside": "", "ours": "def n(scores, labels):\n    return len(labels)\n"}
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
     config = SMALL.replace(
-        method="cp-ntk-fl", **TOOLS, min_completed=2, private_test=True, num_clients=4,
-        clients_per_round=2, clients_per_evaluation=2, rounds=2, train_examples=100,
+        method=f"{tmp_path}/mine.py:METHOD", **PROJECTED, min_completed=2, private_test=True,
+        own_fl=TOOLS["cp_ntk_fl"] | {"share": 0.25}, metrics=f"f1-macro,{tmp_path}/ours.py:n",
+        num_clients=4, clients_per_round=2, clients_per_evaluation=2, rounds=2, train_examples=100,
     )  # fmt: skip
     ray, local = (
         run(config, out=tmp_path / engine, engine=engine, progress=False)
@@ -198,6 +225,8 @@ def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_proces
     pd.testing.assert_frame_equal(measured(ray), measured(local))
     pd.testing.assert_frame_equal(ray.clients, local.clients)
     assert (ray.curve("seconds-clients")[1:] > 0).all()
+    assert set(ray.curve("share")) == {0.25}
+    assert len(ray.curve("n")) == len(ray.curve("f1-macro")) == 3
     assert processes_of(tmp_path) == []
 
 
