@@ -155,11 +155,13 @@ def load_strategy(run: Run | str | Path, needed: str) -> tuple[Run, Checkpoint, 
 
 
 def _folder(run: Run, clients: Sequence[int], out: str | Path | None) -> Path:
-    """Return the new model's folder, unless something else is in it."""
+    """Return the new model's folder, unless something else is in one that the caller named."""
     name = "without-" + "-".join(map(str, clients))
     if out is None and len(name) > 200:
         raise ConfigError(f"out: name a folder, as the names of {len(clients)} clients are long")
-    folder = run.folder / name if out is None else Path(out)
+    if out is None:  # whatever an earlier call, which may have been killed, left there
+        return run.folder / name
+    folder = Path(out)
     if folder.exists() and not (folder / "unlearned.json").exists() and any(folder.iterdir()):
         raise ConfigError(f"out: expected a folder that is new or empty, got {folder}")
     return folder
