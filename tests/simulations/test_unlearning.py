@@ -45,6 +45,9 @@ def test_it_is_to_the_bit_the_run_that_never_had_the_client(finished, tmp_path):
 
 
 def test_the_new_model_is_read_as_a_runs_and_its_accuracies_are_its_own(finished):
+    killed = finished.folder / "without-1-3"  # what an earlier call left that was killed
+    killed.mkdir()
+    (killed / "model.safetensors").write_bytes(b"half")
     found = unlearn(finished, [3, 1, 3])
     assert found.clients == (1, 3)
     data, split = load_data(finished.config), load_split(finished.config)
