@@ -3,27 +3,31 @@
 Ten clients, all in each round, Dirichlet 0.5 and 0.1: scikit-learn's digits, and 3,000 images of
 Fashion-MNIST. Nobody lies; one client sends the change of its weights times -50 (times -99 a large
 client is over the limit of `outlier_factor` and dropped), or has its labels moved on by one; two
-have their labels moved on by one, or send the mean of the honest changes times -1. Methods whose
-clients send Jacobians are also attacked by two who send those of false labels 50 times as large.
-Liars are drawn among the clients of at least the median size, and evaluate honestly.
+have their labels moved on by one, or send the mean of the honest changes times -1; three have their
+labels moved on by one. Methods whose clients send Jacobians are also attacked by two who send those
+of false labels 50 times as large. Liars are drawn among the clients of at least the median size,
+and evaluate honestly.
 
-Each method runs without a defence and with its recommended one, for two liars; FedAvg with all,
-which are Flower's strategies FedMedian, FedTrimmedAvg, Krum, MultiKrum and Bulyan by other names
-(tests/ntk/test_robust_averages.py compares them). Bulyan is set for one liar, as ten clients are
-too few for two. Methods that learn one model are judged on the test set, others by the mean over
-the eight clients that never lie, each on its own part of the test set.
+Each method runs without a defence and with its recommended one, for two liars, or three among
+three; FedAvg with all defences, which are Flower's strategies FedMedian, FedTrimmedAvg, Krum,
+MultiKrum and Bulyan by other names (tests/ntk/test_robust_averages.py compares them). Bulyan is set
+for one liar, as ten clients are too few for two. It also runs without a defence and without the
+liars: better than that is only luck. Methods that learn one model are judged on the test set,
+others by the mean over the seven clients that never lie, each on its own part of the test set.
 
 The recommended defence was chosen with FedAvg on validation examples of digits, with seeds 0 and 1.
 
-    python benchmarks/liars.py [--data-dir FOLDER] [--methods fedavg,tct] [--seeds 0,1]
+    python benchmarks/liars.py [--data-dir FOLDER] [--methods fedavg,tct] [--seeds 0,1,2]
 
-Writes results/liars.csv, a run a row, after each run, and .png. Rows of other cases stay. Without
---data-dir only digits are run; with --seeds "" only the picture is drawn.
+Writes results/liars.csv, a run a row, after each run; the points that liars cost at worst into
+liars_costs.csv; and liars.png. Rows of other cases stay. Without --data-dir only digits are run;
+with --seeds "" only costs and picture are made anew.
 """
 
 import argparse
 import itertools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +42,22 @@ from fedntk.simulations.engine.building import load_setup
 
 RESULTS = Path(__file__).parent / "results"
 KEYS = ["data", "alpha", "method", "defence", "attack", "liars", "seed"]
-# attack, liars, factor
-CASES = [
-    ("none", 0, 0.0),
-    ("sign-flip", 1, 50.0),
-    ("label-shift", 1, 0.0),
-    ("label-shift", 2, 0.0),
-    ("inner-product", 2, 0.0),
+SEEDED = ["data", "alpha", "method", "seed"]
+Case = tuple[str, int]  # attack, liars
+CASES: list[Case] = [
+    ("none", 0),
+    ("sign-flip", 1),
+    ("label-shift", 1),
+    ("label-shift", 2),
+    ("inner-product", 2),
+    ("label-shift", 3),
 ]
-FALSE_JACOBIANS = ("false-jacobians", 2, 0.0)
+FACTORS = {"sign-flip": 50.0}
+ABSENT: list[Case] = [("absent", 1), ("absent", 2), ("absent", 3)]
 # NTK-FL's replies with changed labels are malformed, and dropped without a defence
-OF_KERNELS = [*(case for case in CASES if case[0] in ("none", "label-shift")), FALSE_JACOBIANS]
+OF_KERNELS = [case for case in CASES if case[0] in ("none", "label-shift")]
+FALSE_JACOBIANS: Case = ("false-jacobians", 2)
+GOAL = {"nobody": 1, "one": 3, "two": 5}  # who lies -> points that a defence may cost
 DATA: dict[str, dict[str, Any]] = {
     "digits": {},
     "fashion-mnist": {"dataset": "fashion-mnist", "train_examples": 3000, "test_examples": 2000},
@@ -71,20 +80,11 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp-ntk-fl": ("leave-one-out", {**HALF, "cp_ntk_fl": {"steps": STEPS, "sparsity": 0.5}}),
     "ntk-dfl": ("leave-one-out", {**HALF, "ntk_dfl": {"steps": "200"}}),
 }
-CASES_OF = {"ntk-fl": OF_KERNELS, "cp-ntk-fl": OF_KERNELS, "ntk-dfl": [*CASES, FALSE_JACOBIANS]}
-WORDS = {
-    ("none", 0): "nobody lies",
-    ("sign-flip", 1): "one: change times -50",
-    ("label-shift", 1): "one: false labels",
-    ("label-shift", 2): "two: false labels",
-    ("inner-product", 2): "two: honest mean times -1",
-    ("false-jacobians", 2): "two: false labels, large Jacobians",
+CASES_OF = {
+    "ntk-fl": [*OF_KERNELS, FALSE_JACOBIANS],
+    "cp-ntk-fl": [*OF_KERNELS, FALSE_JACOBIANS],
+    "ntk-dfl": [*CASES, FALSE_JACOBIANS],
 }
-
-
-def supported(method: str) -> tuple[str, ...]:
-    """Return the defences that a method can follow."""
-    return find_method(method)[1].strategy_class.defences
 
 
 def measure(config: Config) -> float:
@@ -95,7 +95,7 @@ def measure(config: Config) -> float:
         return float(result.summary["accuracy"])
     sizes = [len(own) for own in load_setup(config).split.clients]
     own = result.clients[result.clients.metric == "accuracy"]
-    never = ~own.partition.isin(choose_liars(2, sizes, config.seed))
+    never = ~own.partition.isin(choose_liars(3, sizes, config.seed))
     return float(own[never & (own["round"] == own["round"].max())].value.mean())
 
 
@@ -106,32 +106,71 @@ def record(row: dict[str, Any], path: Path) -> None:
     table.sort_values(KEYS).to_csv(path, index=False, float_format="%.4f")
 
 
+def points_lost(table: pd.DataFrame) -> pd.DataFrame:
+    """Return what each case costs, in points of the method's honest run without a defence.
+
+    Means over the seeds, in the column ``points``; ``seeds`` is their number.
+    """
+    honest = table[(table.attack == "none") & (table.defence == "none")]
+    both = table.merge(honest[[*SEEDED, "accuracy"]], on=SEEDED, suffixes=("", "_honest"))
+    both["points"] = 100 * (both.accuracy_honest - both.accuracy)
+    grouped = both.groupby(KEYS[:-1]).points
+    return grouped.agg(points="mean", seeds="count").reset_index()
+
+
+def costs_of(table: pd.DataFrame) -> pd.DataFrame:
+    """Return accuracy in percent and the points that the worst attack costs, a method a row.
+
+    ``plain-1``, ``defended-1`` and ``absent-1`` are for one liar: without a defence, with the
+    recommended one, and without the liar. ``missed`` says with how many liars the
+    recommended defence costs more than the goal, if all were measured.
+    """
+    honest = table[(table.attack == "none") & (table.defence == "none")]
+    honest, rows = honest.groupby(KEYS[:3]).accuracy.mean(), []
+    for (name, alpha, method), own in points_lost(table).groupby(KEYS[:3]):
+        recommended, absent = METHODS[method][0], own.attack == "absent"
+        own = own[absent | own.defence.isin(("none", recommended))]
+        worst = own[~absent].groupby(["defence", "liars"]).points.max()
+        without = own[absent].set_index("liars").points
+        row = {"data": name, "alpha": alpha, "method": method, "defence": recommended}
+        row |= {"seeds": own.seeds.min(), "honest": 100 * honest[name, alpha, method]}
+        row["defended-0"] = worst.get((recommended, 0), np.nan)
+        for liars in (1, 2, 3):
+            row[f"plain-{liars}"] = worst.get(("none", liars), np.nan)
+            row[f"defended-{liars}"] = worst.get((recommended, liars), np.nan)
+            row[f"absent-{liars}"] = without.get(liars, np.nan)
+        costs = {word: row[f"defended-{n}"] for n, word in enumerate(GOAL)}
+        if not np.isnan([*costs.values()]).any():
+            row["missed"] = " ".join(w for w, cost in costs.items() if cost > GOAL[w]) or "none"
+        rows.append(row)
+    methods = list(METHODS)
+    rows.sort(key=lambda row: (row["data"], -row["alpha"], methods.index(row["method"])))
+    return pd.DataFrame(rows)
+
+
 def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw the points that each attack costs, without and with the recommended defence."""
+    """Draw the points that each attack costs: without a defence, with it, without the liars."""
     import matplotlib.pyplot as plt
 
-    data = [name for name in DATA if name in set(table.data)]
+    lost = points_lost(table)
+    data = [name for name in DATA if name in set(lost.data)]
     figure, axes = plt.subplots(
         len(data), 2, figsize=(11, 3.6 * len(data)), sharey=True, squeeze=False
     )
     for (name, alpha), axis in zip(itertools.product(data, (0.5, 0.1)), axes.flat, strict=True):
-        own = table[(table.data == name) & (table.alpha == alpha)]
-        means = own.groupby(["method", "defence", "attack", "liars"]).accuracy.mean()
+        own = lost[(lost.data == name) & (lost.alpha == alpha)]
         methods = [method for method in METHODS if method in set(own.method)]
-        for i, method in enumerate(methods):
-            for side, (defence, colour) in enumerate(
-                (("none", "tab:red"), (METHODS[method][0], "tab:green"))
-            ):
-                best = means[method, "none", "none", 0]
-                costs = [
-                    100 * (best - means.get((method, defence, *case), np.nan)) for case in WORDS
-                ]
-                axis.scatter(
-                    np.full(len(costs), i + 0.3 * side - 0.15), costs, c=colour, s=30,
-                    marker="o" if side else "x", alpha=0.8,
-                    label=("with the recommended defence" if side else "without") if not i else "",
-                )  # fmt: skip
-        for level in (3, 5):
+        recommended = own.method.map(lambda method: METHODS[method][0])
+        absent = own.attack == "absent"
+        for offset, colour, marker, shown, label in (
+            (-0.2, "tab:red", "x", ~absent & (own.defence == "none"), "without a defence"),
+            (0.0, "tab:green", "o", own.defence == recommended, "with the recommended one"),
+            (0.2, "black", "_", absent, "without the liars"),
+        ):
+            some = own[shown]
+            x = some.method.map(methods.index) + offset
+            axis.scatter(x, some.points, c=colour, marker=marker, s=30, alpha=0.8, label=label)
+        for level in (GOAL["one"], GOAL["two"]):
             axis.axhline(level, color="grey", lw=0.7, ls=":")
         axis.axhline(0, color="black", lw=0.7)
         axis.set_xticks(range(len(methods)), methods, rotation=30, ha="right")
@@ -144,38 +183,55 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def cases_of(method: str) -> Iterator[tuple[str, Case]]:
+    """Return the defences and cases that a method is run with."""
+    others = DEFENCES if method == "fedavg" else ("none",)
+    defences = dict.fromkeys(("none", METHODS[method][0], "norm-bound", *others))
+    for defence in defences:
+        if defence in find_method(method)[1].strategy_class.defences:
+            more = ABSENT if defence == "none" else []
+            yield from ((defence, case) for case in [*CASES_OF.get(method, CASES), *more])
+
+
+def run_case(
+    name: str, alpha: float, method: str, defence: str, case: Case, seed: int, data_dir: str = ""
+) -> None:
+    """Run a case, and write its row."""
+    attack, liars = case
+    common: dict[str, Any] = {
+        "method": method, "num_clients": 10, "alpha": alpha, "rounds": 10, "seed": seed,
+        "learning_rate": 0.1, "local_epochs": 5, "clients_per_evaluation": 0,
+        "defence": defence, "liars_expected": 1 if defence == "bulyan" else max(2, liars),
+        "attack": attack, "liars": liars, "attack_factor": FACTORS.get(attack, 0.0),
+        "data_dir": data_dir,
+    }  # fmt: skip
+    config = Config.parse({**common, **DATA[name], **METHODS[method][1]})
+    values = (name, alpha, method, defence, attack, liars, seed)
+    row = {**dict(zip(KEYS, values, strict=True)), "accuracy": measure(config)}
+    print(row, flush=True)
+    record(row, RESULTS / "liars.csv")
+
+
+def conclude() -> None:
+    """Write the costs of all rows, and draw them."""
+    table = pd.read_csv(RESULTS / "liars.csv")
+    costs_of(table).to_csv(RESULTS / "liars_costs.csv", index=False, float_format="%.2f")
+    draw(table, RESULTS / "liars.png")
+
+
 def main() -> None:
     """Measure the cases of the methods and seeds, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--seeds", default="0,1,2")
     options = parser.parse_args()
-    path = RESULTS / "liars.csv"
     seeds = [int(seed) for seed in options.seeds.split(",") if seed]
-    data = ["fashion-mnist"] if options.data_dir else ["digits"]
-    for seed, name, method in itertools.product(seeds, data, options.methods.split(",")):
-        recommended, settings = METHODS[method]
-        others = DEFENCES if method == "fedavg" else ("none",)
-        defences = dict.fromkeys(("none", recommended, "norm-bound", *others))
-        defences = [each for each in defences if each in supported(method)]
-        for defence, alpha, case in itertools.product(
-            defences, (0.5, 0.1), CASES_OF.get(method, CASES)
-        ):
-            attack, liars, factor = case
-            common: dict[str, Any] = {
-                "method": method, "num_clients": 10, "alpha": alpha, "rounds": 10, "seed": seed,
-                "learning_rate": 0.1, "local_epochs": 5, "clients_per_evaluation": 0,
-                "defence": defence, "liars_expected": 1 if defence == "bulyan" else 2,
-                "attack": attack, "liars": liars, "attack_factor": factor,
-                "data_dir": options.data_dir,
-            }  # fmt: skip
-            config = Config.parse({**common, **DATA[name], **settings})
-            values = (name, alpha, method, defence, attack, liars, seed)
-            row = {**dict(zip(KEYS, values, strict=True)), "accuracy": measure(config)}
-            print(row, flush=True)
-            record(row, path)
-    draw(pd.read_csv(path), path.with_suffix(".png"))
+    name = "fashion-mnist" if options.data_dir else "digits"
+    for seed, method in itertools.product(seeds, options.methods.split(",")):
+        for (defence, case), alpha in itertools.product(cases_of(method), (0.5, 0.1)):
+            run_case(name, alpha, method, defence, case, seed, options.data_dir)
+    conclude()
 
 
 if __name__ == "__main__":

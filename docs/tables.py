@@ -780,22 +780,52 @@ def secure_sums() -> str:
     return markdown(f"seconds | of | {names}", rows)
 
 
+def liars_costs() -> str:
+    """Return what the worst attack costs each method: defended (undefended; liars absent)."""
+    goals = {"none": "yes", "nobody": "not if nobody lies", "one": "not with one"}
+    goals["two"] = "not with two"
+    rows = []
+    for _, row in rounds_of("liars_costs").iterrows():
+        cells = [number(row["defended-0"])]
+        for liars in (1, 2, 3):
+            found = [row[f"{kind}-{liars}"] for kind in ("defended", "plain", "absent")]
+            own, plain, absent = (number(value) or "-" for value in found)
+            cells.append(f"**{own}** ({plain}; {absent})")
+        missed = [] if pd.isna(row.missed) else str(row.missed).split()
+        cells.append(", ".join(goals[word] for word in missed))
+        rows.append([
+            row.data, f"{row.alpha:g}", row.method, row.defence, row.seeds, number(row.honest),
+            *cells,
+        ])  # fmt: skip
+    return markdown(
+        "data | Dirichlet | method | defence | seeds | honest, % | nobody lies | one liar"
+        " | two | three | goal met",
+        rows,
+    )
+
+
 def liars() -> str:
     """Return a row for each data set, split, method and defence; accuracies in percent."""
     table = rounds_of("liars")
     cases = [
         ("none", 0), ("sign-flip", 1), ("label-shift", 1), ("label-shift", 2), ("inner-product", 2),
-        ("false-jacobians", 2),
+        ("false-jacobians", 2), ("label-shift", 3),
     ]  # fmt: skip
-    keys = ["data", "alpha", "method", "defence"]
     rows = []
-    for key, own in table.groupby(keys, sort=False):
-        means = own.groupby(["attack", "liars"]).accuracy.mean()
-        rows.append([*key, *(number(100 * means.get(case, np.nan)) for case in cases)])
+    for key, own in table.groupby(["data", "alpha", "method"], sort=False):
+        absent = own[own.attack == "absent"].groupby("liars").accuracy
+        for defence, some in own[own.attack != "absent"].groupby("defence", sort=False):
+            found = some.groupby(["attack", "liars"]).accuracy
+            means, counts = 100 * found.mean(), sorted({*found.count()})
+            cells = (number(means.get(case, np.nan)) for case in cases)
+            rows.append([*key, defence, joined(counts), *cells])
+        means = 100 * absent.mean()
+        cells = (number(means.get(liars, np.nan)) for _, liars in cases)
+        rows += [[*key, "liars absent", joined(sorted({*absent.count()})), *cells]] * len(means[:1])
     return markdown(
-        "data | Dirichlet | method | defence | nobody lies | one: change times -50"
+        "data | Dirichlet | method | defence | seeds | nobody lies | one: change times -50"
         " | one: labels moved on | two: labels moved on | two: honest mean times -1"
-        " | two: false labels, large Jacobians",
+        " | two: false labels, large Jacobians | three: labels moved on",
         rows,
     )
 
@@ -937,8 +967,8 @@ TABLES: dict[str, Callable[..., str]] = {
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
-        feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, liars, losses,
-        round_costs, secure_sums, speed, kernel_peers, crashes, gradient_norms,
+        feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, liars,
+        liars_costs, losses, round_costs, secure_sums, speed, kernel_peers, crashes, gradient_norms,
     )
 } | {"costs": costs.table}  # fmt: skip
 

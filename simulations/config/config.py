@@ -194,7 +194,8 @@ class Config(SplitSettings, frozen=True, eq=True):
         "the next class), label-flip (their most frequent class becomes the next), random-labels, "
         "backdoor (half of the images get a patch and class 0). To their replies: sign-flip, "
         "scaling, false-prototypes, false-gram, false-jacobians (large ones, of shifted labels); "
-        "little-is-enough, inner-product and mimic know the honest replies",
+        "little-is-enough, inner-product and mimic know the honest replies. absent: they are never "
+        "asked to train, which is what a defence that knew them would leave",
     )
     liars: int = setting(
         0, "clients that lie, drawn among those of at least the median size", at_least=0

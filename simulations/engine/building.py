@@ -63,8 +63,8 @@ def make_strategy(setup: Setup) -> BaseStrategy:
         "fraction_evaluate": evaluating / config.num_clients,
         "min_evaluate_nodes": evaluating,
         "min_available_nodes": config.num_clients,
-        # clients held out for validation are trained on by no method
-        "held_out": range(training, config.num_clients),
+        # no method trains on clients held out for validation, or on liars that are absent
+        "held_out": sorted({*range(training, config.num_clients), *setup.absent}),
         "evaluate_without": without,
         "key_server": key_server(config) if config.projection else None,
         "run": run_name(config),

@@ -72,6 +72,11 @@ class Setup:
         return choose_liars(config.liars, [len(own) for own in training], config.seed)
 
     @property
+    def absent(self) -> frozenset[int]:
+        """Liars that are never asked to train."""
+        return self.liars if self.config.attack == "absent" else frozenset()
+
+    @property
     def max_examples(self) -> int:
         """Most examples of a client."""
         return self.config.max_examples or len(self.data.y_train)

@@ -60,7 +60,8 @@ class EvolvingMethod(Method):
         if settings.auto_learning_rate:
             options["learning_rate"] = AUTO
         if settings.selection == "validation":  # else what is held out is for others
-            options["validation_partitions"] = options.pop("held_out")
+            options["validation_partitions"] = sorted({*options["held_out"]} - setup.absent)
+            options["held_out"] = sorted(setup.absent)
             if len(setup.split.validation):
                 x, y = setup.data.train(setup.split.validation)
                 x = projected(setup.config, x)

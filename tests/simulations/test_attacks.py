@@ -8,6 +8,7 @@ from flwr.app import ArrayRecord
 from fedntk.clients import SGDClient
 from fedntk.simulations import Config, ConfigError, run
 from fedntk.simulations.attacks import ATTACKS, choose_liars, patched
+from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.engine.lies import LyingGrid
 from fedntk.strategies import SeededFedAvg
 
@@ -119,6 +120,15 @@ def test_false_prototypes_come_under_the_next_class():
 def test_liars_are_large_clients():
     assert choose_liars(2, [9, 1, 2, 8], seed=0) == {0, 3}
     assert choose_liars(1, [9, 1, 2, 8], seed=0) < {0, 3}
+
+
+def test_absent_liars_are_in_no_round(tmp_path):
+    """Two of four clients are at least as large as the median: one of them is gone."""
+    settings = {"num_clients": 4, "rounds": 2, "attack": "absent", "liars": 1}
+    found = run("fedavg", out=tmp_path, progress=False, **settings)
+    setup = load_setup(found.config)
+    assert tuple(make_strategy(setup).held_out) == tuple(setup.liars)
+    assert found.curve("clients").tolist() == [3, 3]
 
 
 def test_runs_with_liars_are_reproducible_and_refuse_half_settings(tmp_path):
