@@ -85,6 +85,15 @@ def screen_sizes(sizes: Sequence[float], factor: float = OUTLIER_FACTOR) -> list
     return [_too_large("scale", factor) if size > limit else None for size in sizes]
 
 
+def screen_distances(models: Sequence[Mapping[str, NDArray[Any]]]) -> list[BadReply | None]:
+    """Compare models by their distance from the median of each coordinate.
+
+    One is dropped if it is over three times as far as the median one.
+    """
+    centre = {name: np.median([own[name] for own in models], 0) for name in models[0]}
+    return screen_sizes([change_size(centre, own) for own in models], STRANGER_FACTOR)
+
+
 def screen_losses(
     losses: Sequence[NDArray[np.float64]], factor: float = OUTLIER_FACTOR
 ) -> list[BadReply | None]:

@@ -21,7 +21,7 @@ from fedntk.ntk import BadReply
 from fedntk.ntk.averages import equal_mean
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, RelayOptions
-from fedntk.ntk.payloads.screening import screen_changes
+from fedntk.ntk.payloads.screening import screen_changes, screen_distances
 
 from ..core.averaging import cast_like, named_arrays
 from ..core.exchange import Accepted, Aggregated, Pairs, Parse, Screen, logger
@@ -54,8 +54,9 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
 
     Clients keep their weights on disk. In rounds with an evaluation they are asked for them, and
     the bytes count as evaluation: the global arrays are the equal mean, without models whose norm
-    is an outlier (see `outlier_factor`). A client that joins later begins with the global arrays as
-    they are then. `fraction_train` is the share of the clients that take part in a round.
+    is an outlier (see `outlier_factor`), and with a `defence` without those far from most. A client
+    that joins later begins with the global arrays as they are then. `fraction_train` is the share
+    of the clients that take part in a round.
 
     Attributes
     ----------
@@ -289,6 +290,10 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             rejected,
             lambda models, factor: screen_changes(zero, [m["arrays"] for m in models], factor),
         )
+        if self.defence != "none" and pairs:
+            pairs = self.apply_screen(
+                pairs, rejected, lambda own, _: screen_distances([m["arrays"] for m in own])
+            )
         metrics["models-collected"] = len(pairs)
         if rejected:
             logger.log(WARNING, "%d clients' models could not be used", rejected.total())

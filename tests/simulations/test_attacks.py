@@ -128,7 +128,7 @@ def test_absent_liars_are_in_no_round(tmp_path):
     found = run("fedavg", out=tmp_path, progress=False, **settings)
     setup = load_setup(found.config)
     assert tuple(make_strategy(setup).held_out) == tuple(setup.liars)
-    assert found.curve("clients").tolist() == [3, 3]
+    assert found.curve("replies-accepted").tolist() == [3, 3]
 
 
 def test_runs_with_liars_are_reproducible_and_refuse_half_settings(tmp_path):

@@ -22,6 +22,7 @@ from fedntk.strategies import (
     Topology,
     WeightedFedAvg,
 )
+from fedntk.strategies.gossip.relay import MODEL
 from fedntk.trust import ShufflingServer
 
 from .federation import (
@@ -194,3 +195,23 @@ def test_neighbours_in_ntk_dfl_are_judged_by_the_client_s_own_examples(what):
         for defence in ("none", "leave-one-out")
     ]
     assert away[1] < away[0] / 2
+
+
+def test_the_mean_of_neighbours_models_is_without_one_that_is_far_away():
+    """Weights that are 20 times as large are below the 100 of `outlier_factor`."""
+
+    def lie(reply):
+        arrays = arrays_of(reply.content["arrays"])
+        false = {n: Array(np.asarray(20 * a, a.dtype)) for n, a in arrays.items()}
+        reply.content["arrays"] = ArrayRecord(false)
+        return reply
+
+    found = {}
+    for defence in ("none", "leave-one-out"):
+        strategy = NTKDFL(
+            learning_rate=0.1, steps=(20.0,), topology=Topology("line"), defence=defence
+        )
+        grid = Grid(many(NTKDFLClient), changes={2: lie}, changed_kind=MODEL, num_clients=6)
+        found[defence] = start(strategy, grid), set(strategy.models)
+    assert [own for _, own in found.values()] == [set(range(6)), {0, 1, 3, 4, 5}]
+    assert distance(found["leave-one-out"][0], found["none"][0]) > 0
