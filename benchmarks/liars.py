@@ -171,7 +171,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
             (0.2, "black", "_", absent, "without the liars"),
         ):
             some = own[shown]
-            x = some.method.map(methods.index) + offset
+            x = [methods.index(method) + offset for method in some.method]
             axis.scatter(x, some.points, c=colour, marker=marker, s=30, alpha=0.8, label=label)
         for level in (GOAL["one"], GOAL["two"]):
             axis.axhline(level, color="grey", lw=0.7, ls=":")
