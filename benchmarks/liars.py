@@ -157,12 +157,12 @@ def draw(table: pd.DataFrame, path: Path) -> None:
 
     lost = points_lost(table)
     data = [name for name in DATA if name in set(lost.data)]
+    methods = [method for method in METHODS if method in set(lost.method)]
     figure, axes = plt.subplots(
         len(data), 2, figsize=(11, 3.6 * len(data)), sharey=True, squeeze=False
     )
     for (name, alpha), axis in zip(itertools.product(data, (0.5, 0.1)), axes.flat, strict=True):
         own = lost[(lost.data == name) & (lost.alpha == alpha)]
-        methods = [method for method in METHODS if method in set(own.method)]
         recommended = own.method.map(lambda method: METHODS[method][0])
         absent = own.attack == "absent"
         for offset, colour, marker, shown, label in (
@@ -177,6 +177,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
             axis.axhline(level, color="grey", lw=0.7, ls=":")
         axis.axhline(0, color="black", lw=0.7)
         axis.set_xticks(range(len(methods)), methods, rotation=30, ha="right")
+        axis.set_xlim(-0.5, len(methods) - 0.5)
         axis.set_title(f"{name}, Dirichlet {alpha}", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
     for row in axes:
