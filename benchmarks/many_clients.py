@@ -57,7 +57,10 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     common = {"rounds": options.rounds, "data_dir": options.data_dir}
     cases = [{"clients": int(number), **common} for number in options.clients.split(",")]
-    write("many_clients", measured(__file__, cases), {"machine": machine("cpu")})
+    rows = measured(__file__, cases)
+    for row in rows:
+        del row["data_dir"]
+    write("many_clients", rows, {"machine": machine("cpu")})
 
 
 if __name__ == "__main__":
