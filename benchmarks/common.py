@@ -234,6 +234,19 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
+def with_others(
+    stem: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """Return rows, after those of the results so far that are of other cases, by the keys."""
+    path = RESULTS / f"{stem}.csv"
+    if not path.exists():
+        return list(rows)
+    new = {tuple(str(row[key]) for key in keys) for row in rows}
+    with path.open(encoding="utf-8", newline="") as file:
+        old = [row for row in csv.DictReader(file) if tuple(row[key] for key in keys) not in new]
+    return [*old, *rows]
+
+
 def write(
     stem: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], device: str = "cpu"
 ) -> None:

@@ -25,8 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from common import RESULTS, machine, write
+from common import machine, with_others, write
 
 from fedntk.simulations import RunFailed
 from fedntk.simulations.deploy.federation import CONNECTION, Federation
@@ -101,11 +100,8 @@ def main() -> None:
             measure(federation, method, data_dir, options.cap)
             for method in options.methods.split(",")
         ]
-    others = RESULTS / "federation_minutes.csv"
-    if others.exists():
-        table = pd.read_csv(others, keep_default_na=False)
-        rows += table[~table.method.isin([row["method"] for row in rows])].to_dict("records")
-        rows.sort(key=lambda row: list(METHODS).index(row["method"]))
+    rows = with_others("federation_minutes", rows, ["method"])
+    rows.sort(key=lambda row: list(METHODS).index(row["method"]))
     described = {"machine": machine("cpu"), "cap": options.cap, "load-after": os.getloadavg()[0]}
     write("federation_minutes", rows, described)
 

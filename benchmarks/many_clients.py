@@ -1,25 +1,23 @@
 """Whether a visit of a client costs the same however many clients and rounds there are.
 
-    python benchmarks/many_clients.py --data-dir FOLDER [--clients 1000,5000] [--rounds 100]
+    python benchmarks/many_clients.py --data-dir FOLDER
 
 FedAvg on Fashion-MNIST on the local engine: 100 clients in each round, an MLP of 10 hidden units,
 one step with all of a client's images, no evaluation. Milliseconds are those of a round by the
 clock over 100 visits: medians of the first tenth of the rounds and of the last. Each number of
-clients is a process of its own.
+clients is a process of its own, with one thread.
 
 Writes results/many_clients.csv and .json.
 """
 
-import argparse
-import json
-import os
 import statistics
-import sys
 import tempfile
 from typing import Any
 
-from common import machine, measured, write
+import torch
+from common import machine, measured, options, write
 
+CLIENTS, ROUNDS = (1000, 5000), 100
 VISITS = 100  # clients in a round
 
 
@@ -45,18 +43,9 @@ def child(clients: int, rounds: int, data_dir: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", default="")
-    parser.add_argument("--clients", default="1000,5000")
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(child(**json.loads(options.child))))
-        sys.exit()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    common = {"rounds": options.rounds, "data_dir": options.data_dir}
-    cases = [{"clients": int(number), **common} for number in options.clients.split(",")]
+    torch.set_num_threads(1)
+    data_dir = options(__doc__, child, data_dir=True).data_dir
+    cases = [{"clients": n, "rounds": ROUNDS, "data_dir": data_dir} for n in CLIENTS]
     rows = measured(__file__, cases)
     for row in rows:
         del row["data_dir"]

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
-from common import RESULTS, machine, write
+from common import machine, with_others, write
 
 from fedntk.clients.core.secure_sum import SecureSum
 from fedntk.ntk.payloads.masked_average import average_words
@@ -154,15 +153,11 @@ def main() -> None:
     """Measure all cases; those that were measured before and are not asked for stay."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=CASES)
-    path = RESULTS / "secure_sums.csv"
-    old = pd.read_csv(path).to_dict("records") if path.exists() else []
     for case in parser.parse_args().cases.split(","):
-        clients, numbers = map(int, case.split("x"))
-        new = run(clients, numbers)
-        old = [row for row in old if (row["clients"], row["numbers"]) != (clients, numbers)]
-        old = sorted([*old, *new], key=lambda row: (row["clients"], row["numbers"]))
+        rows = with_others("secure_sums", run(*map(int, case.split("x"))), ["clients", "numbers"])
+        rows.sort(key=lambda row: (int(row["clients"]), int(row["numbers"])))
         load = dict(zip(("1", "5", "15"), os.getloadavg(), strict=True))
-        write("secure_sums", old, {"machine": machine("cpu"), "load-average": load})
+        write("secure_sums", rows, {"machine": machine("cpu"), "load-average": load})
 
 
 if __name__ == "__main__":

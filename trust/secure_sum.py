@@ -412,7 +412,7 @@ def _coefficients(points: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _secret_of(shares: Mapping[int, bytes]) -> bytes:
-    """Return the secret, 16 bytes, of which Shamir's shares at some points are given."""
+    """Return the secret, 16 bytes, from Shamir's shares: point -> share."""
     secret = 0
     for share, coefficient in zip(shares.values(), _coefficients(tuple(shares)), strict=True):
         secret ^= _multiply(int.from_bytes(share), coefficient)
