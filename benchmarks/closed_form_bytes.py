@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from common import keep_rows
 from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap, with_residual_features
@@ -256,10 +257,7 @@ def main() -> None:
             deep(problem, p) if p in wanted["deep"] else []
         )
         new = pd.DataFrame(rows).assign(dataset=name, seed=options.seed, features=p)
-        old = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=new.columns)
-        table = pd.concat([old, new]).drop_duplicates(KEYS, keep="last").sort_values(KEYS)
-        columns = [*KEYS, "accuracy", "bytes", "ridge", "block_ridge"]
-        table.reindex(columns=columns).to_csv(path, index=False)
+        keep_rows(path, new.to_dict("records"), KEYS)
         described = {"machine": machine(), "threads": torch.get_num_threads()}
         path.with_suffix(".json").write_text(json.dumps(described, indent=2) + "\n")
         print(new.to_string(), f"{time.perf_counter() - start:.0f} s", flush=True)

@@ -234,6 +234,17 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
+def keep_rows(path: Path, rows: Iterable[Mapping[str, Any]], keys: Sequence[str]) -> Any:
+    """Put rows into a CSV file in place of those with the same keys; return all as a table."""
+    import pandas as pd
+
+    old = [pd.read_csv(path)] if path.exists() else []
+    table = pd.concat([*old, pd.DataFrame(list(rows))])
+    table = table.drop_duplicates(keys, keep="last").sort_values(keys)
+    table.to_csv(path, index=False, float_format="%.6g")
+    return table
+
+
 def with_others(
     stem: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]
 ) -> list[Mapping[str, Any]]:

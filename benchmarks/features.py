@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
-from common import machine
+from common import keep_rows, machine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -226,9 +225,7 @@ def main() -> None:
             row = {"part": part, "features": 0, "seed": 0, **found}
             row["dataset"] = row["dataset"].replace(options.cifar10, "CIFAR-10, JPEG subset")
             print(row, flush=True)
-            old = [pd.read_csv(path)] if path.exists() else []
-            table = pd.concat([*old, pd.DataFrame([row])]).drop_duplicates(KEYS, keep="last")
-            table.sort_values(KEYS).to_csv(path, index=False, float_format="%.6g")
+            keep_rows(path, [row], KEYS)
 
 
 if __name__ == "__main__":

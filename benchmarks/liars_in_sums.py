@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from common import keep_rows
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Normaliser
@@ -261,9 +262,7 @@ def main() -> None:
                     case = dict(zip(KEYS, (alpha, num, attack, share, seed), strict=True))
                     rows.append(case | federation(images, alpha, num, attack, share, seed))
                     print(rows[-1], flush=True)
-        old = [pd.read_csv(path)] if path.exists() else []
-        table = pd.concat([*old, pd.DataFrame(rows)]).drop_duplicates(KEYS, keep="last")
-        table.sort_values(KEYS).to_csv(path, index=False, float_format="%.5g")
+        keep_rows(path, rows, KEYS)
     draw(pd.read_csv(path), path.with_suffix(".png"))
 
 

@@ -5,7 +5,7 @@ need no download, and three kinds of losses: none; 30 % of the clients lost, dra
 round; and 30 % lost and 30 % late. Nothing is tuned for them. One exchange also runs as
 asynchronous, with 10 rounds.
 
-    python benchmarks/losses.py [--seeds 0,1,2] [--losses none,lost,late]
+    python benchmarks/losses.py [--seeds 0,1,2] [--losses none,lost,late] [--methods fedavg,tct]
 
 Writes results/losses.csv, a run a row; other rows stay as they are. The accuracy is that of the
 method's headline metric after the last round: of the server's model on the test set, or the mean
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+from common import keep_rows
 
 from fedntk.simulations import Config, run
 
@@ -61,17 +61,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--losses", default=",".join(LOSSES))
+    parser.add_argument("--methods", default=",".join(own.method for own in cases().values()))
     options = parser.parse_args()
+    names = options.methods.split(",")
+    methods = {name: own for name, own in cases().items() if own.method in names}
     for seed in map(int, options.seeds.split(",")):
         for losses in options.losses.split(","):
-            for method, config in cases().items():
+            for method, config in methods.items():
                 key = {"method": method, "losses": losses, "seed": seed}
-                rows = [{**key, **measure(config, losses, seed)}]
-                print(rows[0], flush=True)
-                if FILE.exists():
-                    rows = [*pd.read_csv(FILE).to_dict("records"), *rows]
-                table = pd.DataFrame(rows).drop_duplicates(KEYS, keep="last").sort_values(KEYS)
-                table.to_csv(FILE, index=False, float_format="%.6g", lineterminator="\n")
+                row = {**key, **measure(config, losses, seed)}
+                print(row, flush=True)
+                keep_rows(FILE, [row], KEYS)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
+from common import keep_rows
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Normaliser
@@ -137,9 +137,7 @@ def main() -> None:
             ]
             row = dict(zip(KEYS, case, strict=True)) | exchange(config, solved)
             print(row, flush=True)
-            old = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=list(row))
-            table = pd.concat([old, pd.DataFrame([row])]).drop_duplicates(KEYS, keep="last")
-            table.sort_values(KEYS).to_csv(path, index=False)
+            keep_rows(path, [row], KEYS)
 
 
 if __name__ == "__main__":

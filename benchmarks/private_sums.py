@@ -31,8 +31,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
+from common import keep_rows
 
 from fedntk.ntk.convex.private_sums import SumNoise, bound_rows, solve_noisy
 from fedntk.ntk.features.fixed_point import FixedPoint
@@ -181,9 +181,7 @@ def main() -> None:
                     "seconds": time.perf_counter() - start,
                 }  # fmt: skip
                 print({name: row[name] for name in (*KEYS, "accuracy", "seconds")}, flush=True)
-                old = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=list(row))
-                table = pd.concat([old, pd.DataFrame([row])]).drop_duplicates(KEYS, keep="last")
-                table.sort_values(KEYS).to_csv(path, index=False)
+                keep_rows(path, [row], KEYS)
     known = json.dumps({"machine": machine()}, indent=2)
     (RESULTS / "private_sums.json").write_text(known + "\n")
 

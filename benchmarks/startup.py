@@ -1,4 +1,4 @@
-"""How long commands and imports take, beside torch and Flower.
+"""How long commands, imports and a short run take, beside torch and Flower.
 
     python benchmarks/startup.py [--times 9]
 
@@ -15,6 +15,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,6 +27,10 @@ BASE, STRATEGIES = "import torch, flwr", "import fedntk.strategies"
 PROGRAMS = {
     "fedntk --version": [COMMAND, "--version"],
     "fedntk --help": [COMMAND, "--help"],
+    "fedntk run, three rounds of FedAvg": [
+        *(COMMAND, "run", "--set", "method=fedavg", "--set", "train_examples=130"),
+        *("--set", "num_clients=5", "--set", "rounds=3"),
+    ],
     **{
         code: [sys.executable, "-c", code]
         for code in ("pass", BASE, STRATEGIES, "from fedntk.simulations import run")
@@ -38,7 +43,8 @@ def seconds(command: list[str]) -> tuple[float, float]:
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    subprocess.run(command, env=environment, check=True, capture_output=True)  # noqa: S603
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)  # noqa: S603
     clock, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     return clock, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from common import keep_rows
 
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.convex.pooled_statistics import normaliser_of
@@ -226,19 +227,9 @@ def percent(share: float) -> float:
     return round(100 * float(share), 2)
 
 
-def joined(path: Path, rows: list[dict[str, Any]], keys: list[str]) -> pd.DataFrame:
-    """Put rows into a table on the disk, in place of those of the same keys; return all."""
-    table = pd.DataFrame(rows)
-    if path.exists():
-        table = pd.concat([pd.read_csv(path), table])
-    table = table.drop_duplicates(keys, keep="last").sort_values(keys)
-    table.to_csv(path, index=False)
-    return table
-
-
 def write(rows: list[dict[str, Any]]) -> None:
     """Join the rows with those of other cases; write all, and the means over seeds."""
-    table = joined(RESULTS / "tct_statistics.csv", rows, KEYS)
+    table = keep_rows(RESULTS / "tct_statistics.csv", rows, KEYS)
     means = [
         {
             **dict(zip(CASE, case, strict=True)),
