@@ -14,6 +14,8 @@ Each row of results/federation_minutes.csv is a run: `seconds` until the target 
 it was not; `accuracy` and `rounds` at the end; and when, in seconds from the start, `started`: the
 ServerApp has loaded Flower, torch and the data; `answered`: the clients' first replies are
 aggregated; `evaluated`: the first model is. `load` is the machine's load average before the run.
+Each row of results/federation_processes.csv is a process that began or worked while a method ran:
+when it began, how long it lived and how many seconds of the processor it took, in the run.
 """
 
 import argparse
@@ -21,10 +23,13 @@ import contextlib
 import os
 import re
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import machine, with_others, write
 
 from fedntk.simulations import RunFailed
@@ -54,12 +59,45 @@ MOMENTS = {"started": "Starting ", "answered": "Aggregated MetricRecord"}
 EVALUATION = re.compile(r"Evaluation on the server: (?:None|\{'accuracy': ([0-9.]+))")
 
 
-def measure(federation: Federation, method: str, data_dir: str, cap: float) -> dict[str, Any]:
-    """Run a method until the target or the cap, and return its row."""
+class Processes(threading.Thread):
+    """Watch the processes that this one starts, and those that they start."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.begin, self.ended = time.time(), threading.Event()
+        self.before = dict(self._alive())
+        self.rows: dict[int, dict[str, Any]] = {}
+
+    def _alive(self) -> Iterator[tuple[int, tuple[psutil.Process, float]]]:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                yield process.pid, (process, times.user + times.system)
+
+    def run(self) -> None:
+        """Look five times a second."""
+        while not self.ended.wait(0.2):
+            now = time.time() - self.begin
+            for pid, (process, cpu) in self._alive():
+                with contextlib.suppress(psutil.Error):
+                    if pid not in self.rows:
+                        program = [part for part in process.cmdline() if "fl" in Path(part).name]
+                        name = Path(program[0]).name if program else process.name()
+                        began = max(0.0, process.create_time() - self.begin)
+                        self.rows[pid] = {"process": name, "pid": pid, "began": began}
+                    known = self.before[pid][1] if pid in self.before else 0.0
+                    self.rows[pid] |= {"lived": now - self.rows[pid]["began"], "cpu": cpu - known}
+
+
+def measure(
+    federation: Federation, method: str, data_dir: str, cap: float
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run a method until the target or the cap, and return its row, and those of processes."""
     row: dict[str, Any] = {"method": method, "load": os.getloadavg()[0], "seconds": ""}
     out = str(federation.folder / f"results-{method}")
     settings = {"method": method, **COMMON, **METHODS[method], "data-dir": data_dir, "out": out}
-    begin = time.monotonic()
+    begin, processes = time.monotonic(), Processes()
+    processes.start()
     submission = federation.submit(APP, settings)
     ended = False
     while not ended and row["seconds"] == "" and (now := time.monotonic() - begin) < cap:
@@ -73,6 +111,8 @@ def measure(federation: Federation, method: str, data_dir: str, cap: float) -> d
             row |= {"accuracy": found[-1], "rounds": len(found), "until": now}
             row["seconds"] = now if found[-1] >= TARGET else ""
         time.sleep(0.2)
+    processes.ended.set()
+    seen = [{"method": method, **own} for own in processes.rows.values() if own["cpu"] >= 0.1]
     run = re.search(r"started run (\d+)", submission.text)
     if submission.process.poll() is None and run:
         with contextlib.suppress(RunFailed):  # it may end by itself just now
@@ -81,7 +121,7 @@ def measure(federation: Federation, method: str, data_dir: str, cap: float) -> d
     if "accuracy" not in row and ended:
         raise RuntimeError(submission.text[-2000:])
     print(row, flush=True)
-    return row
+    return row, seen
 
 
 def main() -> None:
@@ -96,14 +136,16 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         Federation(folder, 3, environment={"OMP_NUM_THREADS": "1"}) as federation,
     ):
-        rows = [
+        found = [
             measure(federation, method, data_dir, options.cap)
             for method in options.methods.split(",")
         ]
-    rows = with_others("federation_minutes", rows, ["method"])
+    rows = with_others("federation_minutes", [row for row, _ in found], ["method"])
     rows.sort(key=lambda row: list(METHODS).index(row["method"]))
     described = {"machine": machine("cpu"), "cap": options.cap, "load-after": os.getloadavg()[0]}
     write("federation_minutes", rows, described)
+    seen = [process for _, processes in found for process in processes]
+    write("federation_processes", with_others("federation_processes", seen, ["method"]), described)
 
 
 if __name__ == "__main__":
