@@ -9,7 +9,7 @@ from fedntk.simulations import Run, run
 from fedntk.simulations.engine import runs
 from fedntk.simulations.engine.recorder import AdmittedMetrics
 
-from .settings import SETTINGS, SMALL
+from .settings import small
 
 
 @pytest.fixture(scope="session")
@@ -23,10 +23,9 @@ def finished_run(tmp_path_factory) -> Callable[[str], Run]:
 
     @functools.cache
     def finished(method: str) -> Run:
-        config = SMALL.replace(method=method, **SETTINGS[method])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(AdmittedMetrics, "_pool", known)
-            return run(config, out=tmp_path_factory.mktemp(method), progress=False)
+            return run(small(method), out=tmp_path_factory.mktemp(method), progress=False)
 
     return finished
 

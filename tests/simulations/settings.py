@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fedntk.simulations import Config
-from fedntk.simulations.methods import own_methods
+from fedntk.simulations.methods import all_methods, own_methods
+from fedntk.strategies import GossipStrategy
 
 SMALL = Config(
     num_clients=12,
@@ -70,6 +71,13 @@ SETTINGS |= {
     "d-psgd": {**PROJECTED, "d_psgd": {"degree": 2, "mixing": "metropolis", "seal": True}},
     "dispfl": {**PROJECTED, "local_epochs": 3, "dispfl": {"degree": 2, "same_masks": False}},
 }  # fmt: skip
+
+
+def small(method: str) -> Config:
+    """Return SMALL for a method; with half of the clients where all of them train in each round."""
+    gossips = issubclass(all_methods()[method].strategy_class, GossipStrategy)
+    clients = {"num_clients": 6} if gossips else {}
+    return SMALL.replace(method=method, **{**clients, **SETTINGS[method]})
 
 
 def each_of(methods: Iterable[str]) -> list[Any]:

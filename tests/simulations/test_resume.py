@@ -18,8 +18,7 @@ from fedntk.simulations.report.results import run_state
 
 from ..conftest import output_of
 from .outcomes import bits, grid_of, interrupted, outcome, refused, write_data
-from .settings import FEDAVG, SETTINGS, each_of
-from .settings import SMALL as EACH
+from .settings import FEDAVG, each_of, small
 
 SMALL = FEDAVG.replace(rounds=5, checkpoint_every=2, server_threads=1)
 
@@ -36,7 +35,7 @@ CUTS = [(0, 1), (1, 1), (1, 2)]  # round after which a run ends, rounds between 
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, finished_run, method):
     """And longer: then TCT's clients, which remove at the end what can be sent again, send more."""
     after, every = CUTS[(sorted(all_methods()).index(method) + 1) % len(CUTS)]
-    config = EACH.replace(method=method, **SETTINGS[method], out=tmp_path, checkpoint_every=every)
+    config = small(method).replace(out=tmp_path, checkpoint_every=every)
     shorter, last = config.replace(rounds=config.rounds - 1), config.rounds
     interrupted(shorter, after)  # an exception saves what there is
     seen: list[float] = []
