@@ -14,6 +14,8 @@ export FLWR_HOME := $(CURDIR)/.flwr
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
+# Tests start many processes: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test slow federation fuzz gpu speed lint types docs outside pages check format clean
 

@@ -84,7 +84,7 @@ class Wide(SeededFedAvg):
     ],
 )
 def test_each_fault_is_found_by_its_own_check(method, failed, cure):
-    found = check_method(method)
+    found = check_method(method, rounds=2)
     assert found[~found.passed]["check"].tolist() == [failed]
     assert cure in "".join(found["what to do"])
 
@@ -108,11 +108,12 @@ def test_every_method_keeps_the_contract(method):
 
 def test_the_command_says_what_failed_and_settings_are_not_a_fault(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    done = CliRunner().invoke(app, ["check", f"{__name__}:Wide"])
+    done = CliRunner().invoke(app, ["check", f"{__name__}:Wide", "--set=rounds=2"])
     assert done.exit_code == 1
     assert "became 1.weight (float64, (100, 64)). Return cast_like(" in done.output
     assert done.output.count("passed") == 5
-    good = CliRunner().invoke(app, ["check", f"{__name__}:ServerMomentum", "--set=momentum=0.5"])
+    options = "--set=momentum=0.5", "--set=rounds=2"
+    good = CliRunner().invoke(app, ["check", f"{__name__}:ServerMomentum", *options])
     assert (good.exit_code, good.output.count("passed")) == (0, 6)
     with pytest.raises(ConfigError, match="degree: expected less than clients-per-round"):
         check_method("d-psgd", clients_per_round=5)

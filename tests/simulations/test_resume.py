@@ -86,10 +86,10 @@ for fatal in range(1, 10_000, step):
 """
 
 
-@pytest.mark.parametrize("step", [pytest.param(7, marks=pytest.mark.slow), 20])
+@pytest.mark.parametrize("step", [pytest.param(7, marks=pytest.mark.slow), 30])
 def test_kill_9_at_any_operation_on_a_file(tmp_path, step):
     """Killed at every so many files it opens, renames or removes, and then gone on with."""
-    config = SMALL.replace(rounds=3 if step == 20 else 5, width=10, test_examples=50)
+    config = SMALL.replace(rounds=3 if step == 30 else 5, width=10, test_examples=50)
     config.save(tmp_path / "config.toml")
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     output_of(sys.executable, "-c", KILLER, tmp_path, step, env=one_thread)
