@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import time
+import zipfile
 from collections.abc import Collection, Iterator
 from logging import getLogger
 from pathlib import Path
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import require_disk
+from fedntk.ntk.payloads.npy import from_npy
 from fedntk.ntk.support.files import whole, whole_path
 
 logger = getLogger("flwr")
@@ -98,8 +100,9 @@ class DiskStore:
     def load(self, name: str) -> dict[str, NDArray[Any]]:
         """Return the arrays kept under a name; none if they are missing or damaged."""
         path = self.folder / f"{name}.npz"
-        with _remove_damaged(path), path.open("rb") as file, np.load(file) as saved:
-            return dict(saved)
+        with _remove_damaged(path), zipfile.ZipFile(path) as saved:
+            names = saved.namelist()
+            return {n.removesuffix(".npy"): from_npy(saved.read(n)).copy() for n in names}
         return {}
 
     def mapped(self, name: str, shape: tuple[int, ...]) -> NDArray[Any] | None:

@@ -125,7 +125,9 @@ def test_no_cut_and_no_changed_byte_of_a_file_raises(store):
 def test_a_file_that_cannot_be_read_for_now_is_kept(store, monkeypatch):
     """Too many files are open: what is lost with it could not be made again."""
     with monkeypatch.context() as patch:
-        patch.setattr(np, "load", Mock(side_effect=OSError(errno.EMFILE, "not now")))
+        fails = Mock(side_effect=OSError(errno.EMFILE, "not now"))
+        patch.setattr(np, "load", fails)
+        patch.setattr("zipfile.ZipFile", fails)
         for read in (lambda: store.load("small"), lambda: store.mapped("large", SHAPE)):
             refused("not now", read, error=OSError)
     assert_untouched(store)
