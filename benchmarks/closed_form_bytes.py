@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 from common import keep_rows
+from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap, with_residual_features
@@ -63,6 +64,7 @@ class Problem:
             "all": own,
         }
         name = str(config.dataset).rpartition("/")[2]
+        cache.mkdir(parents=True, exist_ok=True)
         extract = FeatureMap("last-layer").extractor(setup.network)
         train, test = setup.data.train(np.arange(len(held))), setup.data.test()
         self.labels, self.test_labels = train[1], test[1]
@@ -167,10 +169,11 @@ def deep(problem: Problem, p: int) -> list[dict[str, object]]:
     def made(ridge: float, block_ridge: float) -> DeepAFL:
         return DeepAFL(network=network, ridge=ridge, block_ridge=block_ridge)
 
-    def layer_of(own: DeepAFL, sums: FeatureStatistics, omega_of: int):
-        omega, after = own.block([sums])
-        blocks.omegas[omega_of].data = torch.from_numpy(omega).float()
-        return own.last_layer([after])
+    def layer_of(own: DeepAFL, sums: FeatureStatistics, layer: int):
+        own.num_solved = layer
+        arrays = own.with_layer(ArrayRecord(network.state_dict()), [sums])
+        network.load_state_dict(arrays.to_torch_state_dict())
+        return tuple(own.detach().double().numpy() for own in network[1].parameters())
 
     fitting, validation = (problem.sums(part, blocks) for part in ("fitting", "validation"))
     scores = {}
@@ -184,7 +187,6 @@ def deep(problem: Problem, p: int) -> list[dict[str, object]]:
     for layer in range(LAYERS + 1):
         if layer:
             sums = total if layer == 1 else problem.sums("all", blocks, layer - 1)
-            own.num_solved = layer - 1
             first = layer_of(own, sums, layer - 1)
         accuracy = problem.accuracy(first, "test", blocks)
         row = {"method": "DeepAFL", "layers": layer, "accuracy": accuracy}
