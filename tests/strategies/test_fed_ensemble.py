@@ -296,7 +296,8 @@ def test_models_come_near_their_own_limits_as_the_network_grows(limit):
     """Errors of linearisation and of the kernel go as 1 / sqrt(width): a fourth, here, of four
     models; a half leaves room for chance. All models fit their clients' points, wide ones sooner.
     """
-    narrow, wide = (limit.distances(*size, rounds=n) for *size, n in ((64, 1, 250), (1024, 1, 150)))
+    rounds = {64: 250, 1024: 150}
+    narrow, wide = (limit.distances(width, runs=1, rounds=n) for width, n in rounds.items())
     for row in (narrow, wide):
         assert row["largest-residual"] < 0.1
     assert wide["own-limit"] < narrow["own-limit"] / 2
