@@ -18,6 +18,7 @@ the mean over the eight clients that never lie, each on its own part of the test
 The recommended defence was chosen with FedAvg on validation examples of digits, with seeds 0 and 1.
 
     python benchmarks/liars.py [--data-dir FOLDER] [--methods fedavg,tct] [--seeds 0,1,2]
+        [--defences leave-one-out]
 
 Writes results/liars.csv, a run a row, after each run; the points that liars cost at worst into
 liars_costs.csv; and liars.png. Rows of other cases stay. Without --data-dir only digits are run;
@@ -231,13 +232,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--defences", default="", help="only these")
     parser.add_argument("--seeds", default="0,1,2")
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",") if seed]
     name = "fashion-mnist" if options.data_dir else "digits"
     for seed, method in itertools.product(seeds, options.methods.split(",")):
         for (defence, case), alpha in itertools.product(cases_of(method), (0.5, 0.1)):
-            run_case(name, alpha, method, defence, case, seed, options.data_dir)
+            if not options.defences or defence in options.defences.split(","):
+                run_case(name, alpha, method, defence, case, seed, options.data_dir)
     conclude()
 
 

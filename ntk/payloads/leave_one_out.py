@@ -2,8 +2,9 @@
 
 The kernel H of a round's examples (Yue et al., *Neural Tangent Kernel Empowered Federated
 Learning*, ICML 2022, eq. (6) and (8)) has a block of rows for each client. Let P be the inverse of
-K + r I, where K is H with its rows scaled to K_ii = 1, and Z the one-hot labels less 1/C. Kernel
-ridge regression from all examples but those of a set S has on S the errors
+K + r I, where K is H with its rows scaled to H_ii = 1 and each entry to the power of 4 (a kernel by
+Schur's product theorem, in which only near examples count much), and Z the one-hot labels less 1/C.
+Kernel ridge regression from all examples but those of a set S has on S the errors
 
     e_S = P_SS^-1 (P Z)_S
 
@@ -12,10 +13,15 @@ for single examples). So what client j's examples lose by client i, predicted fr
 and without i's, takes one inverse and small blocks of it. The loss is the squared error, at most 2
 per example; the harm of i is the mean over the other clients of the loss with i less that without.
 
-An honest client does little harm at worst; one with false labels, or a Jacobian of the wrong sign,
-does much. Since K has no scale and labels are one-hot, no client can shout. The most harmful f are
-set aside one by one, then each is judged by those left: liars who agree with each other have no say
-there. What does the others no harm, such as a backdoor, is not found.
+Since K has no scale and labels are one-hot, no client can shout. The most harmful f are set aside
+one by one, then each is judged by those left: liars who agree with each other have no say there.
+
+**The limit.** If n clients have examples alike, each has a share of 1/n in what is predicted. One
+with false labels y' then moves a prediction from y to y + (y' - y) / n, a loss of 2 / n^2; where the
+others err already, or have fewer examples there, it is more. Who does less harm than that is used,
+false or not. An honest client with other classes than the judged can do more, if theirs look alike:
+the power of the kernel keeps that rare. What does the others no harm, such as a backdoor, is not
+found.
 """
 
 from collections.abc import Sequence
@@ -29,7 +35,7 @@ from ..support.memory import require_memory
 from .jacobian_upload import JacobianUpload
 
 RIDGE = 0.01
-LARGEST_HARM = 0.01  # of a client that is used; ridge and this are from trials on training examples
+POWER = 4  # of the kernel; ridge and this are from trials on training examples
 LARGEST_LOSS = 2.0  # squared distance of two one-hot labels
 MATRICES = 4  # n x n in float64, held at a time
 
@@ -54,11 +60,12 @@ def screen_harmful(
         suspects.append(max(harms, key=lambda k: harms[k]))
         left = left.without(suspects[-1])
     verdicts: list[BadReply | None] = [None] * len(uploads)
+    limit = LARGEST_LOSS / len(uploads) ** 2
     for k in suspects:
         judged = every
         for other in suspects:
             judged = judged if other == k else judged.without(other)
-        if (harm := judged.harm(k)) > LARGEST_HARM:
+        if (harm := judged.harm(k)) > limit:
             message = f"the others' examples are predicted better without it, by {harm:.2g}"
             verdicts[k] = BadReply("leave-one-out", message)
     return verdicts
@@ -81,6 +88,7 @@ class ClientRidge(NamedTuple):
         norms = kernel.diagonal().sqrt()
         inverse_norms = torch.where(norms > 0, 1 / norms, 0)
         kernel *= inverse_norms * inverse_norms[:, None]
+        kernel.pow_(POWER)
         kernel.diagonal().add_(RIDGE)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(kernel))
         targets = whole.targets.to(inverse)

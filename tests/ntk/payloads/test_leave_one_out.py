@@ -9,7 +9,7 @@ from torch import nn
 
 from fedntk import ntk
 from fedntk.ntk.evolution.candidates import median_losses
-from fedntk.ntk.payloads.leave_one_out import RIDGE, ClientRidge, screen_harmful
+from fedntk.ntk.payloads.leave_one_out import POWER, RIDGE, ClientRidge, screen_harmful
 from fedntk.ntk.payloads.screening import screen_strangers
 
 with torch.random.fork_rng(devices=[]):
@@ -47,7 +47,7 @@ def loss_without(sent, client, left_out):
 
     def kernel(one, other):
         norms = one.squared_norms()[:, None] * other.squared_norms()
-        return one.gram(other) * one.num_outputs / norms.sqrt()
+        return (one.gram(other) * one.num_outputs / norms.sqrt()) ** POWER
 
     ridge = kernel(known.jacobian, known.jacobian) + RIDGE * torch.eye(len(known.targets)).double()
     learned = torch.linalg.solve(ridge, known.targets - 1 / 3)
