@@ -14,14 +14,19 @@ and without i's, takes one inverse and small blocks of it. The loss is the squar
 per example; the harm of i is the mean over the other clients of the loss with i less that without.
 
 Since K has no scale and labels are one-hot, no client can shout. The most harmful f are set aside
-one by one, then each is judged by those left: liars who agree with each other have no say there.
+one by one, then each is judged by those left: liars who agree with each other have no say there. It
+is dropped if two things hold.
 
-**The limit.** If n clients have examples alike, each has a share of 1/n in what is predicted. One
-with false labels y' then moves a prediction from y to y + (y' - y) / n, a loss of 2 / n^2; where the
-others err already, or have fewer examples there, it is more. Who does less harm than that is used,
-false or not. An honest client with other classes than the judged can do more, if theirs look alike:
-the power of the kernel keeps that rare. What does the others no harm, such as a backdoor, is not
-found.
+**It does as much harm as a liar.** If n clients have like examples, each has a share of 1/n in what
+is predicted. One with false labels y' moves a prediction from y to y + (y' - y) / n, so that the
+loss is 2 / n^2; it is more where the others err already or have fewer such examples.
+
+**The others contradict its labels.** An honest client harms those who lack its classes if theirs
+look alike, the more the noisier the data. Its own loss, predicted from the others' examples, is
+then below 1 - 1/C, that of predicting nothing, or near it; a liar's is above.
+
+What does the others no harm is not found, such as a backdoor, nor a client with labels that are
+mostly true.
 """
 
 from collections.abc import Sequence
@@ -43,7 +48,7 @@ MATRICES = 4  # n x n in float64, held at a time
 def screen_harmful(
     uploads: Sequence[JacobianUpload], liars: int, *, trusted: int = 0
 ) -> list[BadReply | None]:
-    """Refuse at most so many clients, each of which harms the predictions for the others' examples.
+    """Refuse at most so many clients, who harm the others' predictions and are contradicted by them.
 
     Jacobians have one form. The first uploads, as many as are `trusted`, are never refused. The
     reason is ``"leave-one-out"``.
@@ -60,12 +65,12 @@ def screen_harmful(
         suspects.append(max(harms, key=lambda k: harms[k]))
         left = left.without(suspects[-1])
     verdicts: list[BadReply | None] = [None] * len(uploads)
-    limit = LARGEST_LOSS / len(uploads) ** 2
+    limit, nothing = LARGEST_LOSS / len(uploads) ** 2, 1 - 1 / every.solution.shape[1]
     for k in suspects:
         judged = every
         for other in suspects:
             judged = judged if other == k else judged.without(other)
-        if (harm := judged.harm(k)) > limit:
+        if (harm := judged.harm(k)) > limit and judged.loss(k) > nothing:
             message = f"the others' examples are predicted better without it, by {harm:.2g}"
             verdicts[k] = BadReply("leave-one-out", message)
     return verdicts
@@ -111,15 +116,21 @@ class ClientRidge(NamedTuple):
         left = self.inverse - rows.T @ rows, self.solution - rows.T @ solution
         return type(self)(*left, parts)
 
+    def loss(self, client: int) -> float:
+        """Return the loss of a client's examples, predicted from all others'."""
+        own = self.parts[client]
+        return _loss(self.inverse[own, own], self.solution[own])
+
     def harm(self, client: int) -> float:
         """Return the mean over the other clients of their losses with a client less without it."""
         rows, solution = self._eliminated(client)
         harms = []
         for other, own in self.parts.items():
             if other != client:
-                block, error = self.inverse[own, own], self.solution[own]
-                lost, more = rows[:, own], rows[:, own].T @ solution
-                harms.append(_loss(block, error) - _loss(block - lost.T @ lost, error - more))
+                lost = rows[:, own]
+                block = self.inverse[own, own] - lost.T @ lost
+                without = _loss(block, self.solution[own] - lost.T @ solution)
+                harms.append(self.loss(other) - without)
         return sum(harms) / len(harms)
 
 

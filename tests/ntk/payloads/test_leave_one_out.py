@@ -19,11 +19,11 @@ with torch.random.fork_rng(devices=[]):
 SIZES = [19, 24, 21, 30, 22, 26]
 
 
-def upload(client, *, shift=0, scale=1.0):
-    """Examples of three classes around their centres; a liar moves its labels on by `shift`."""
-    generator = torch.Generator().manual_seed(client)
-    y = torch.randint(3, (SIZES[client],), generator=generator)
-    x = CENTRES[y] + torch.randn(len(y), 6, generator=generator).double()
+def upload(client, *, shift=0, scale=1.0, first=0, classes=3, noise=1.0, draw=0):
+    """Examples of some of three classes around their centres; a liar moves its labels by `shift`."""
+    generator = torch.Generator().manual_seed(client + 100 * draw)
+    y = (first + torch.randint(classes, (SIZES[client],), generator=generator)) % 3
+    x = CENTRES[y] + noise * torch.randn(len(y), 6, generator=generator).double()
     blocks = ntk.jacobian(MODEL, x).blocks  # the last factor: derivatives by a layer's outputs
     jac = ntk.Jacobian(tuple(b.with_arrays([*b.arrays[:-1], scale * b.arrays[-1]]) for b in blocks))
     targets = ntk.one_hot((y + shift) % 3, 3).double()
@@ -75,6 +75,19 @@ def test_false_labels_are_found_and_the_honest_stay():
     assert dropped(uploads([3], shift=1), 1) == [3]
     assert dropped(uploads([3], shift=1), 2) == [3]  # no more than do harm
     assert dropped(uploads([0, 3], shift=2), 2) == [0, 3]  # who agree with each other
+
+
+@pytest.mark.parametrize("draw", range(6))
+def test_noisy_clients_with_two_classes_of_three_stay_beside_a_liar(draw):
+    """The honest do harm of up to 0.09, the liar at least 0.2; their own losses are below 0.43.
+
+    A fixed limit of 0.01 that is found on cleaner examples drops an honest one in all draws but 4.
+    """
+    noisy = {"classes": 2, "noise": 2.0, "draw": draw}
+    sent = [upload(k, first=k, **noisy) for k in range(len(SIZES))]
+    assert dropped(sent, 2) == []
+    sent[3] = upload(3, first=3, shift=1, **noisy)
+    assert dropped(sent, 2) == [3]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
