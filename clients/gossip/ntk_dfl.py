@@ -19,7 +19,7 @@ from torch import Tensor
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
 from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.class_prior import log_class_prior
-from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, median_losses
+from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, trimmed_losses
 from fedntk.ntk.options import argument
 from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLOptions, mixing_row
 from fedntk.ntk.payloads.jacobian_parcel import JacobianParcel, compresses
@@ -270,7 +270,7 @@ class NTKDFLClient(RelayClient):
         agreed = self.screen(heard, screen_losses(each_loss, message.outlier_factor))
         losses, counts = zip(mine, *(own for _, own in agreed), strict=True)
         if message.options.defence != "none":
-            return lowest_loss(median_losses(losses))
+            return lowest_loss(trimmed_losses(losses, message.options.liars_expected))
         return lowest_loss(mean_losses(losses, counts))
 
 

@@ -65,9 +65,13 @@ def mean_losses(losses: Sequence[NDArray[np.float64]], num_examples: Sequence[in
     return [float(value) / sum(num_examples) for value in total]
 
 
-def median_losses(losses: Sequence[NDArray[np.float64]]) -> list[float]:
-    """Median over the clients of their losses (T,), so that a minority does not choose."""
-    return np.median(losses, axis=0).tolist() if losses else []
+def trimmed_losses(losses: Sequence[NDArray[np.float64]], liars: int) -> list[float]:
+    """Mean over the clients of their losses (T,) without the largest and smallest for each liar.
+
+    Of too few clients for that, the median's one or two are left. NaN counts as the largest.
+    """
+    cut = min(liars, max(0, len(losses) - 1) // 2)
+    return np.sort(losses, axis=0)[cut : len(losses) - cut].mean(0).tolist() if losses else []
 
 
 def lowest_loss(losses: Sequence[float]) -> int | None:

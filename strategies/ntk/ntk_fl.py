@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, JacobianUpload, require_memory
 from fedntk.ntk.class_prior import OUTPUT_OFFSET, log_class_prior
-from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, median_losses
+from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, trimmed_losses
 from fedntk.ntk.evolution.flow_options import FlowOptions
 from fedntk.ntk.evolution.gradient_flow import GradientFlow
 from fedntk.ntk.evolution.learning_rate import AUTO_STEPS
@@ -287,7 +287,8 @@ class NTKFL(FlowOptions, BaseStrategy):
         for reason, refused in sorted(rejected.items()):
             metrics[f"losses-rejected-{reason}"] = refused
         if self.defence != "none":  # numbers of examples are claims
-            return median_losses([losses for _, losses in pairs]) or [math.inf] * count
+            trimmed = trimmed_losses([losses for _, losses in pairs], self.liars_expected)
+            return trimmed or [math.inf] * count
         trained_on = {client.node: client.num_examples for client in clients}
         counts = [trained_on.get(reply.node, reply.num_examples) for reply, _ in pairs]
         return mean_losses([losses for _, losses in pairs], counts) or [math.inf] * count

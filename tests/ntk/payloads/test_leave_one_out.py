@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedntk import ntk
-from fedntk.ntk.evolution.candidates import median_losses
+from fedntk.ntk.evolution.candidates import trimmed_losses
 from fedntk.ntk.payloads.leave_one_out import POWER, RIDGE, ClientRidge, screen_harmful
 from fedntk.ntk.payloads.screening import screen_strangers
 
@@ -131,6 +131,9 @@ def test_strangers_lose_far_more_than_most_on_the_own_examples():
 
 
 def test_a_minority_does_not_choose_by_its_losses():
-    losses = [np.array(own) for own in ([1.0, 0.5], [1.2, 0.4], [0.0, 90.0])]
-    assert median_losses(losses) == [1.0, 0.5]
-    assert median_losses([]) == []
+    """Without the two ends of each: all but liars of four or more, else the median."""
+    losses = [np.array(own) for own in ([1.0, 0.5], [1.2, 0.4], [0.0, 90.0], [1.4, math.nan])]
+    assert trimmed_losses(losses[:3], 1) == trimmed_losses(losses[:3], 2) == [1.0, 0.5]
+    assert trimmed_losses(losses, 1) == pytest.approx([1.1, 45.25])
+    assert trimmed_losses([*losses, np.array([1.1, 0.6])], 1) == pytest.approx([1.1, 91.1 / 3])
+    assert trimmed_losses([], 1) == []
