@@ -23,7 +23,7 @@ loss is 2 / n^2; it is more where the others err already or have fewer such exam
 
 **The others contradict its labels.** An honest client harms those who lack its classes if theirs
 look alike, the more the noisier the data. Its own loss, predicted from the others' examples, is
-then below 1 - 1/C, that of predicting nothing, or near it; a liar's is above.
+then mostly below 1 - 1/C, that of predicting nothing; a liar's is above.
 
 What does the others no harm is not found, such as a backdoor, nor a client with labels that are
 mostly true.
@@ -48,7 +48,7 @@ MATRICES = 4  # n x n in float64, held at a time
 def screen_harmful(
     uploads: Sequence[JacobianUpload], liars: int, *, trusted: int = 0
 ) -> list[BadReply | None]:
-    """Refuse at most so many clients, who harm the others' predictions and are contradicted by them.
+    """Refuse at most so many clients, who harm the others' predictions and are contradicted.
 
     Jacobians have one form. The first uploads, as many as are `trusted`, are never refused. The
     reason is ``"leave-one-out"``.

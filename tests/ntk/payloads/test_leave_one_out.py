@@ -20,7 +20,7 @@ SIZES = [19, 24, 21, 30, 22, 26]
 
 
 def upload(client, *, shift=0, scale=1.0, first=0, classes=3, noise=1.0, draw=0):
-    """Examples of some of three classes around their centres; a liar moves its labels by `shift`."""
+    """Examples of some of three classes around their centres; a liar moves labels by `shift`."""
     generator = torch.Generator().manual_seed(client + 100 * draw)
     y = (first + torch.randint(classes, (SIZES[client],), generator=generator)) % 3
     x = CENTRES[y] + noise * torch.randn(len(y), 6, generator=generator).double()
@@ -131,7 +131,7 @@ def test_strangers_lose_far_more_than_most_on_the_own_examples():
 
 
 def test_a_minority_does_not_choose_by_its_losses():
-    """Without the two ends of each: all but liars of four or more, else the median."""
+    """The largest and smallest loss are cut for each liar; few losses leave their median."""
     losses = [np.array(own) for own in ([1.0, 0.5], [1.2, 0.4], [0.0, 90.0], [1.4, math.nan])]
     assert trimmed_losses(losses[:3], 1) == trimmed_losses(losses[:3], 2) == [1.0, 0.5]
     assert trimmed_losses(losses, 1) == pytest.approx([1.1, 45.25])
