@@ -13,9 +13,9 @@ for single examples). So what client j's examples lose by client i, predicted fr
 and without i's, takes one inverse and small blocks of it. The loss is the squared error, at most 2
 per example; the harm of i is the mean over the other clients of the loss with i less that without.
 
-Since K has no scale and labels are one-hot, no client can shout. The most harmful f are set aside
-one by one, then each is judged by those left: liars who agree with each other have no say there. It
-is dropped if two things hold.
+K has no scale and labels are one-hot, so large numbers gain a client nothing. The most harmful f
+are set aside one by one, then each is judged by those left: liars who agree with each other have no
+say there. It is dropped if two things hold.
 
 **It does as much harm as a liar.** If n clients have like examples, each has a share of 1/n in what
 is predicted. One with false labels y' moves a prediction from y to y + (y' - y) / n, so that the
