@@ -52,8 +52,9 @@ class Hostile(NTKDFLClient):
         return {to: self._changed(arrays) for to, arrays in outgoing.items()}, metrics
 
     def _changed(self, arrays: Arrays) -> Arrays:
-        """Scale of each layer's two factors the derivatives of the outputs, (n, C, 1, width)."""
-        scaled = {name: self.scale * array for name, array in arrays.items() if array.ndim == 4}
+        """Scale the second factor of each layer, the derivatives by its outputs."""
+        factors = sorted(name for name in arrays if name.startswith("block-"))[1::2]
+        scaled = {name: self.scale * arrays[name] for name in factors}
         return {**arrays, **scaled, "targets": np.roll(arrays["targets"], 1, axis=1)}
 
 
