@@ -12,6 +12,7 @@ and what stands between is replaced. The tests refuse a page that is not current
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -912,18 +913,25 @@ def speed() -> str:
         ours = f"{others.pop('fedntk'):.2f} times a bare loop's time"
         beside = ", ".join(f"{name} {value:.2f}" for name, value in others.items())
         rows.append((f"a round of FedAvg, 10 clients x 600 images, {case}", ours, beside, "engine"))
-    return markdown(
-        "what | fedntk | beside | measured on",
-        [(*row[:3], _machine_of(row[3])) for row in rows],
+    places = Counter(_place_of(row[3]) for row in rows)
+    usual = places.most_common(1)[0][0]
+    return f"Measured on {usual}, if a row does not say otherwise.\n\n" + markdown(
+        "what | fedntk | beside | program", [(*row[:3], _program(row[3], usual)) for row in rows]
     )
 
 
-def _machine_of(name: str) -> str:
-    """Return where and when a benchmark was measured, with a link to its program."""
+def _place_of(name: str) -> str:
+    """Return on what machine and when a benchmark was measured."""
     said = read(name)["machine"]
-    where = f"{said['cores']} cores, {said['threads']} threads, {said['processor']}"
-    day = f", {said['date']}" if "date" in said else ""
-    return f"[{where}{day}](../benchmarks/{name}.py)"
+    day = f" on {said['date']}" if "date" in said else " before that"
+    return f"{said['cores']} cores of {said['processor']}{day}"
+
+
+def _program(name: str, usual: str) -> str:
+    """Return a link to a benchmark, its threads, and where it was measured if not as usual."""
+    place, threads = _place_of(name), read(name)["machine"]["threads"]
+    words = f"[{name}](../benchmarks/{name}.py), {threads} thread" + ("s" if threads > 1 else "")
+    return words if place == usual else f"{words}, {place}"
 
 
 def kernel_peers() -> str:
