@@ -234,28 +234,26 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-def keep_rows(path: Path, rows: Iterable[Mapping[str, Any]], keys: Sequence[str]) -> Any:
-    """Put rows into a CSV file in place of those with the same keys; return all as a table."""
+def keep_rows(
+    path: Path, rows: Iterable[Mapping[str, Any]], keys: Sequence[str], summary: Any = None
+) -> Any:
+    """Put rows into a CSV file in place of all with the same keys; return the sorted table.
+
+    A summary goes into a JSON file beside it.
+    """
     import pandas as pd
 
-    old = [pd.read_csv(path)] if path.exists() else []
-    table = pd.concat([*old, pd.DataFrame(list(rows))])
-    table = table.drop_duplicates(keys, keep="last").sort_values(keys)
+    table = pd.DataFrame(list(rows))
+    if path.exists():
+        old = pd.read_csv(path)
+        new = pd.MultiIndex.from_frame(table[keys])
+        table = pd.concat([old[~pd.MultiIndex.from_frame(old[keys]).isin(new)], table])
+    table = table.sort_values(keys, kind="stable")
     table.to_csv(path, index=False, float_format="%.6g")
+    if summary is not None:
+        text = json.dumps(summary, indent=2)
+        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
     return table
-
-
-def with_others(
-    stem: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]
-) -> list[Mapping[str, Any]]:
-    """Return rows, after those of the results so far that are of other cases, by the keys."""
-    path = RESULTS / f"{stem}.csv"
-    if not path.exists():
-        return list(rows)
-    new = {tuple(str(row[key]) for key in keys) for row in rows}
-    with path.open(encoding="utf-8", newline="") as file:
-        old = [row for row in csv.DictReader(file) if tuple(row[key] for key in keys) not in new]
-    return [*old, *rows]
 
 
 def write(

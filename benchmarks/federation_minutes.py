@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import machine, with_others, write
+from common import RESULTS, keep_rows, machine
 
 from fedntk.simulations import RunFailed
 from fedntk.simulations.deploy.federation import CONNECTION, Federation
@@ -65,42 +65,43 @@ class Processes(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.begin, self.ended = time.time(), threading.Event()
-        self.before = dict(self._alive())
+        self.before = {process.pid: cpu for process, cpu in self._alive()}
         self.rows: dict[int, dict[str, Any]] = {}
 
-    def _alive(self) -> Iterator[tuple[int, tuple[psutil.Process, float]]]:
+    def _alive(self) -> Iterator[tuple[psutil.Process, float]]:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
-                yield process.pid, (process, times.user + times.system)
+                yield process, times.user + times.system
 
     def run(self) -> None:
         """Look five times a second."""
         while not self.ended.wait(0.2):
             now = time.time() - self.begin
-            for pid, (process, cpu) in self._alive():
+            for process, cpu in self._alive():
+                pid = process.pid
                 with contextlib.suppress(psutil.Error):
                     if pid not in self.rows:
                         program = [part for part in process.cmdline() if "fl" in Path(part).name]
                         name = Path(program[0]).name if program else process.name()
                         began = max(0.0, process.create_time() - self.begin)
                         self.rows[pid] = {"process": name, "pid": pid, "began": began}
-                    known = self.before[pid][1] if pid in self.before else 0.0
-                    self.rows[pid] |= {"lived": now - self.rows[pid]["began"], "cpu": cpu - known}
+                    lived = now - self.rows[pid]["began"]
+                    self.rows[pid] |= {"lived": lived, "cpu": cpu - self.before.get(pid, 0.0)}
 
 
 def measure(
     federation: Federation, method: str, data_dir: str, cap: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run a method until the target or the cap, and return its row, and those of processes."""
-    row: dict[str, Any] = {"method": method, "load": os.getloadavg()[0], "seconds": ""}
+    row: dict[str, Any] = {"method": method, "load": os.getloadavg()[0], "seconds": None}
     out = str(federation.folder / f"results-{method}")
     settings = {"method": method, **COMMON, **METHODS[method], "data-dir": data_dir, "out": out}
     begin, processes = time.monotonic(), Processes()
     processes.start()
     submission = federation.submit(APP, settings)
     ended = False
-    while not ended and row["seconds"] == "" and (now := time.monotonic() - begin) < cap:
+    while not ended and row["seconds"] is None and (now := time.monotonic() - begin) < cap:
         ended = submission.process.poll() is not None  # and then its log is read once more
         for moment, sign in MOMENTS.items():
             if moment not in row and sign in submission.text:
@@ -109,7 +110,7 @@ def measure(
         if found:
             row.setdefault("evaluated", now)
             row |= {"accuracy": found[-1], "rounds": len(found), "until": now}
-            row["seconds"] = now if found[-1] >= TARGET else ""
+            row["seconds"] = now if found[-1] >= TARGET else None
         time.sleep(0.2)
     processes.ended.set()
     seen = [{"method": method, **own} for own in processes.rows.values() if own["cpu"] >= 0.1]
@@ -140,12 +141,10 @@ def main() -> None:
             measure(federation, method, data_dir, options.cap)
             for method in options.methods.split(",")
         ]
-    rows = with_others("federation_minutes", [row for row, _ in found], ["method"])
-    rows.sort(key=lambda row: list(METHODS).index(row["method"]))
     described = {"machine": machine("cpu"), "cap": options.cap, "load-after": os.getloadavg()[0]}
-    write("federation_minutes", rows, described)
     seen = [process for _, processes in found for process in processes]
-    write("federation_processes", with_others("federation_processes", seen, ["method"]), described)
+    for stem, rows in (("minutes", [row for row, _ in found]), ("processes", seen)):
+        print(keep_rows(RESULTS / f"federation_{stem}.csv", rows, ["method"], described))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from common import keep_rows
 
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.simulations import Config, run
@@ -100,13 +101,6 @@ def measure(config: Config) -> float:
     own = result.clients[result.clients.metric == "accuracy"]
     never = ~own.partition.isin(choose_liars(2, sizes, config.seed))
     return float(own[never & (own["round"] == own["round"].max())].value.mean())
-
-
-def record(row: dict[str, Any], path: Path) -> None:
-    """Add a row to the results, in place of one of the same case."""
-    old = [pd.read_csv(path)] if path.exists() else []
-    table = pd.concat([*old, pd.DataFrame([row])]).drop_duplicates(KEYS, keep="last")
-    table.sort_values(KEYS).to_csv(path, index=False, float_format="%.4f")
 
 
 def points_lost(table: pd.DataFrame) -> pd.DataFrame:
@@ -217,7 +211,7 @@ def run_case(
     values = (name, alpha, method, defence, attack, liars, seed)
     row = {**dict(zip(KEYS, values, strict=True)), "accuracy": measure(config)}
     print(row, flush=True)
-    record(row, RESULTS / "liars.csv")
+    keep_rows(RESULTS / "liars.csv", [row], KEYS)
 
 
 def conclude() -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import machine, with_others, write
+from common import RESULTS, keep_rows, machine
 
 from fedntk.clients.core.secure_sum import SecureSum
 from fedntk.ntk.payloads.masked_average import average_words
@@ -154,10 +154,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=CASES)
     for case in parser.parse_args().cases.split(","):
-        rows = with_others("secure_sums", run(*map(int, case.split("x"))), ["clients", "numbers"])
-        rows.sort(key=lambda row: (int(row["clients"]), int(row["numbers"])))
+        rows = run(*map(int, case.split("x")))
         load = dict(zip(("1", "5", "15"), os.getloadavg(), strict=True))
-        write("secure_sums", rows, {"machine": machine("cpu"), "load-average": load})
+        summary = {"machine": machine("cpu"), "load-average": load}
+        print(keep_rows(RESULTS / "secure_sums.csv", rows, ["clients", "numbers"], summary))
 
 
 if __name__ == "__main__":

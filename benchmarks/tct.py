@@ -177,7 +177,7 @@ def solve(
             (w,), seconds = client.ask("linear", records, 2, more, local_steps=m, **later)
             return w, seconds
 
-        stored = np.load(next(Path(cache).glob("*/features-train.npy")), mmap_mode="r")
+        stored = np.load(next(Path(cache).rglob("features-train.npy")), mmap_mode="r")
         features = FeatureRows.of(np.array(stored))
         start = time.perf_counter()
         kernel = features.gram()
@@ -234,7 +234,7 @@ def exactly(
 
     z = torch.from_numpy(np.array(stored, np.float64))
     start, mean = (torch.from_numpy(array).double() for array in (theta, control))
-    with np.load(next(cache.glob("*/state-000001.npz"))) as state:
+    with np.load(next(cache.rglob("state-000001.npz"))) as state:
         correction = -(z.T @ torch.from_numpy(state["coefficients"])) - mean
     spectrum, targets = Spectrum.of(z @ z.T), one_hot(y, 10, torch.float64) - 1 / 10
     given = z @ start, targets, z @ correction

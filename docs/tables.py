@@ -577,15 +577,16 @@ def one_exchange() -> str:
 
 
 def federation_minutes() -> str:
-    names = {"one-exchange": "one exchange, p = 1,000", "fedavg": "FedAvg", "scaffold": "SCAFFOLD",
+    names = {"one-exchange": "one exchange, p = 1,000",
              "one-exchange-20000": "one exchange of 20,000 images, p = 2,000",
-             "ntk-fl": "NTK-FL"}  # fmt: skip
-    rows = []
-    for row in rounds_of("federation_minutes").to_dict("records"):
+             "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "ntk-fl": "NTK-FL"}  # fmt: skip
+    rows, found = [], rounds_of("federation_minutes").set_index("method")
+    for method, name in names.items():
+        row = found.loc[method]
         seconds = "" if np.isnan(row["seconds"]) else f"{row['seconds']:.0f}"
-        moments = (f"{row[name]:.0f}" for name in ("answered", "until"))
+        moments = (f"{row[moment]:.0f}" for moment in ("answered", "until"))
         accuracy, load = f"{100 * row['accuracy']:.1f}", f"{row['load']:.1f}"
-        rows.append([names[row["method"]], seconds, *moments, row["rounds"], accuracy, load])
+        rows.append([name, seconds, *moments, int(row["rounds"]), accuracy, load])
     return markdown(
         "method | seconds to 88 % | first replies added up after, s | ended after, s | rounds"
         " | accuracy at the end, % | load before",
