@@ -924,7 +924,7 @@ def speed() -> str:
 def _place_of(name: str) -> str:
     """Return on what machine and when a benchmark was measured."""
     said = read(name)["machine"]
-    day = f" on {said['date']}" if "date" in said else " before that"
+    day = f" on {said['date']}" if "date" in said else ", between 21 and 23 November"
     return f"{said['cores']} cores of {said['processor']}{day}"
 
 
