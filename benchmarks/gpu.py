@@ -5,10 +5,12 @@
 All of the mathematics is computed in float32 on the device and compared with float64 on the CPU,
 TF32 switched on beforehand, since that must not matter. Then the benchmarks that take a device run
 one after the other; those that need Fashion-MNIST are left out without FOLDER, in torchvision's
-layout, and all of them with ``--cases``. Torch and numpy suffice, straight from a checkout.
+layout, and all of them with ``--cases``. Torch and numpy suffice, straight from a checkout; whole
+runs of all methods are made as well where fedntk is installed with Flower.
 """
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PROGRAMS = ("kernel.py", "entk_features.py")
 ON_DATA = ("solver.py", "ntk_fl_round.py")
+RUNS = "gpu_runs.py"
 
 
 def why_not(device: str) -> str:
@@ -53,7 +56,8 @@ def main() -> None:
     good = cases(chosen.device, chosen.cases.split(",") if chosen.cases else [])
     programs = [] if chosen.cases else [[name] for name in PROGRAMS]
     if not chosen.cases and chosen.data_dir:
-        programs += [[name, "--data-dir", chosen.data_dir] for name in ON_DATA]
+        on_data = [*ON_DATA, *([RUNS] if importlib.util.find_spec("flwr") else [])]
+        programs += [[name, "--data-dir", chosen.data_dir] for name in on_data]
     elif not chosen.cases:
         print(f"no --data-dir: {' and '.join(ON_DATA)} are left out")
     for name, *options in programs:

@@ -42,7 +42,7 @@ def problems(data_dir: str, device: str) -> dict[str, tuple[Tensor, Tensor, Tens
         for clients in (5, 20):
             part = slice(start, int(ends[20 * done + clients - 1]))
             y = one_hot(labels[part], 10).to(device)
-            jac, outputs = jacobian(model, x[part]).to(device), model(x[part]).detach()
+            jac, outputs = jacobian(model, x[part], device=device), model(x[part]).detach()
             if done in (0, 3):
                 found[f"n={len(y)}, after {done} rounds"] = jac.gram(), outputs, y
         evolution = evolve(jac, outputs, y, loss="cross-entropy", learning_rate=ETA, steps=[1000])

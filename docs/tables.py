@@ -921,6 +921,34 @@ def speed() -> str:
     )
 
 
+def gpu() -> str:
+    """Return what was measured on a GPU, beside the same on a CPU where that was measured."""
+    there, here = (read(f"ntk_fl_round{on}")["seconds"] for on in ("_cuda", ""))
+    rows = [
+        (f"a round of NTK-FL, 784-100-10, kernel {case}", f"{there[case]:.2f} s", f"{took:.2f} s")
+        for case, took in here.items()
+        if "unbuilt" not in case
+    ]
+    mlp = "network == 'mlp-100' and method == 'factored' and n >= 1000"
+    on_gpu, on_cpu = (
+        rounds_of(f"kernel{on}").query(mlp).set_index("n")["seconds"] for on in ("_cuda", "")
+    )
+    rows += [
+        (f"kernel of {n:,} examples, mlp-100", f"{1e3 * took:.1f} ms", f"{1e3 * on_cpu[n]:.0f} ms")
+        for n, took in on_gpu.items()
+    ]
+    runs = rounds_of("gpu_runs").query("part == 'runs'").to_dict("records")
+    rows += [
+        (
+            f"{run['case']}, {run['rounds']} round" + ("s" if run["rounds"] > 1 else ""),
+            f"{run['seconds']:.0f} s, accuracy {percent(run['accuracy'])} %",
+            "",
+        )
+        for run in runs
+    ]
+    return markdown("what | GPU | CPU", rows)
+
+
 def _place_of(name: str) -> str:
     """Return on what machine and when a benchmark was measured."""
     said = read(name)["machine"]
@@ -977,7 +1005,8 @@ TABLES: dict[str, Callable[..., str]] = {
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, liars,
-        liars_costs, losses, round_costs, secure_sums, speed, kernel_peers, crashes, gradient_norms,
+        liars_costs, losses, round_costs, secure_sums, speed, gpu, kernel_peers, crashes,
+        gradient_norms,
     )
 } | {"costs": costs.table}  # fmt: skip
 

@@ -129,14 +129,17 @@ class TangentFeatures:
             for start, part in parts:
                 rows = features[start : start + part.num_examples]
                 if self.method == "subsample":
-                    _select(part, self._chosen, rows)
+                    there = rows if part.device.type == "cpu" else rows.to(part.device)
+                    _select(part, self._chosen, there)
                 else:
                     add = self._sketch.add if self.method == "sketch" else self._add_projection
                     sums = torch.zeros(len(rows), width, dtype=part.dtype, device=part.device)
                     for block in part.blocks:
                         add(block, sums)
-                    rows.copy_(sums)
-                if not all(map(torch.isfinite, rows.aminmax())):  # one pass; NaN spreads
+                    there = sums.to(rows.dtype)
+                if there is not rows:
+                    rows.copy_(there)
+                if not all(map(torch.isfinite, there.aminmax())):  # one pass; NaN spreads
                     half = self.dtype == torch.float16
                     raise ValueError(
                         f"features: some are not finite in {self.dtype}; look for NaN in the "

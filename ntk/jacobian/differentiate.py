@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..support.memory import require_memory
+from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
 from .attention import no_fast_path, separate_projections
 from .blocks import Block, DenseBlock
@@ -25,6 +25,7 @@ from .structure import COPY, graph_of, structure_of
 Structure = Literal["factored", "dense"]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 CHUNK_BYTES = 64 * 2**20
+GPU_CHUNK_BYTES = 2**30  # a GPU is idle between small chunks
 NORM_BYTES = 512 * 2**20  # the same where nothing is kept of a chunk
 MAX_CHUNK = 1024
 MAX_PLANS = 64
@@ -40,6 +41,7 @@ def jacobian(
     structure: Structure = "factored",
     chunk_size: int | None = None,
     outputs: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Jacobian:
     """Jacobian of the model's outputs with respect to its trainable parameters, at its weights.
 
@@ -55,7 +57,7 @@ def jacobian(
     kept for further calls with networks of the same structure, and compared with the graph of each
     call.
 
-    Peak memory is about ``n r`` bytes on the CPU for the result and ``b w`` on the model's device
+    Peak memory is about ``n r`` bytes on `device` for the result and ``b w`` on the model's device
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
     a that of the outputs of all modules without children. Parameters without a rule, of size p,
     make it ``w = 2 r + (2 + 2 C) a + 4 C p``; what a module keeps inside, as an LSTM does, comes on
@@ -72,14 +74,16 @@ def jacobian(
         ``"dense"`` is the definition, by ``torch.func``: the tensor (n, C, *parameter shape).
     chunk_size : int, optional
         Examples b that go through the model at a time; by default as many as make b w at most
-        64 MiB, and no more than 1,024.
+        64 MiB, or 1 GiB on a GPU that has twice as much free, and no more than 1,024.
     outputs : sequence of int, optional
         Outputs of the network to differentiate; all by default.
+    device : str or torch.device
+        Where the result is; the CPU by default, since a GPU has room for fewer examples.
 
     Returns
     -------
     Jacobian
-        On the CPU, in the model's dtype; a constant, through which nothing is differentiated.
+        In the model's dtype; a constant, through which nothing is differentiated.
 
     Examples
     --------
@@ -91,7 +95,7 @@ def jacobian(
     if structure not in ("factored", "dense"):
         raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
     with differentiate_in_chunks(model, x, structure, outputs, chunk_size) as (row, parts):
-        return _collect(len(x), row, parts)
+        return _collect(len(x), row, parts, device)
 
 
 def example_gradients(
@@ -156,15 +160,21 @@ def gradient_norms(
     return squares.sqrt()
 
 
-def _collect(n: int, row: Jacobian, parts: Iterator[tuple[int, Jacobian]]) -> Jacobian:
+def _collect(
+    n: int,
+    row: Jacobian,
+    parts: Iterator[tuple[int, Jacobian]],
+    device: torch.device | str = "cpu",
+) -> Jacobian:
     require_memory(
         n * row.nbytes,
         f"the Jacobian of {n} examples x {row.num_outputs} outputs "
         f"({row.nbytes / 1e6:.1f} MB an example)",
+        device=device,
         cure="use fewer examples at a time",
     )
     _, first = next(parts)
-    result = first.empty(n, device="cpu")
+    result = first.empty(n, device=device)
     result.fill(0, first)
     for start, part in parts:
         result.fill(start, part)
@@ -225,6 +235,8 @@ def differentiate_in_chunks(
             stack.enter_context(context)
         plan = _PLANS.get(key) or _Plan.make(model, x, structure, outputs)
         work = 2 * plan.row.nbytes + plan.workspace + more_bytes
+        if x.device.type != "cpu" and available_memory(x.device) > 2 * GPU_CHUNK_BYTES:
+            chunk_bytes = GPU_CHUNK_BYTES
         size = chunk_size or max(1, min(MAX_CHUNK, chunk_bytes // work))
         require_memory(
             min(size, len(x)) * work,

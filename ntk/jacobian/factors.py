@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import grad
 
-from .blocks import AT_WORK, WORKSPACE, Block, squared_row_norms, tile_size, tiles
+from .blocks import AT_WORK, Block, squared_row_norms, tile_size, tiles, workspace
 
 # by the number of dimensions
 CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
@@ -110,9 +110,14 @@ class FactoredBlock(Block):
 
     def _chunks(self, numbers: int) -> Iterator[slice]:
         """Slices of the rows for which `numbers` an example stay within the workspace."""
-        size = max(1, WORKSPACE // (max(1, numbers) * self.gradients.element_size()))
+        size = max(1, self._room // max(1, numbers))
         for start in range(0, len(self.gradients), size):
             yield slice(start, start + size)
+
+    @property
+    def _room(self) -> int:
+        """Numbers of intermediate results that the block may hold."""
+        return workspace(self.gradients.device) // self.gradients.element_size()
 
     @property
     def _patch_size(self) -> int:
@@ -132,7 +137,7 @@ class FactoredBlock(Block):
                 kernel[rows, cols].addmm_(mine[rows], others[cols].T)
 
     def _add_gram_by_features(self, kernel: Tensor, other: Self) -> None:
-        size = max(1, math.isqrt(WORKSPACE // (4 * kernel.element_size())) // self.positions)
+        size = max(1, math.isqrt(self._room // 4) // self.positions)
         size = min(size, tile_size(kernel.device))
         for rows, cols in tiles(*kernel.shape, symmetric=other is self, size=size):
             mine, others = self.rows(rows), other.rows(cols)
@@ -160,7 +165,7 @@ class FactoredBlock(Block):
         """
         _, outputs, _, width = self.gradients.shape
         width //= self.groups
-        room = max(1, WORKSPACE // (n * self.width_in * self.gradients.element_size()))
+        room = max(1, self._room // (n * self.width_in))
         for group, output in itertools.product(range(self.groups), range(outputs)):
             for start in range(group * width, (group + 1) * width, room):
                 channels = slice(start, min(start + room, (group + 1) * width))
@@ -468,7 +473,7 @@ class EmbeddingBlock(FactoredBlock):
         return apart
 
     def _dense_parts(self, n: int) -> Iterator[Tensor]:
-        room = max(1, WORKSPACE // (n * self.num_tokens * self.gradients.element_size()))
+        room = max(1, self._room // (n * self.num_tokens))
         for output in range(self.gradients.shape[1]):
             for channels in self.gradients[:, output].split(room, dim=2):
                 yield self._tables(channels).flatten(1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..support.memory import require_memory
 from ..support.precision import full_float32
-from .blocks import WORKSPACE, Block, DenseBlock, tile_size, tiles
+from .blocks import Block, DenseBlock, tile_size, tiles, workspace
 from .readout import ReadoutBlock
 
 
@@ -93,7 +93,7 @@ class Jacobian:
     def gram_bytes(self, num_others: int | None = None) -> int:
         """Bytes that :meth:`gram` takes: the kernel with m other examples, and one block's part."""
         m = self.num_examples if num_others is None else num_others
-        return self.dtype.itemsize * self.num_examples * m + 2 * WORKSPACE
+        return self.dtype.itemsize * self.num_examples * m + 2 * workspace(self.device)
 
     @full_float32()
     def mean_product(self, matrix: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class Jacobian:
         )
         matrix = torch.zeros(size, size, dtype=self.dtype, device=self.device)
         row = sum(block.dense_size for block in blocks) * self.dtype.itemsize
-        step = max(1, WORKSPACE // row)
+        step = max(1, workspace(self.device) // row)
         for start in range(0, self.num_examples, step):
             part = Jacobian(tuple(b.rows(slice(start, start + step)) for b in blocks)).dense()
             flat = torch.cat([part[n].reshape(*part[n].shape[:2], -1) for n in names], 2)

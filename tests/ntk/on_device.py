@@ -22,6 +22,7 @@ from fedntk.ntk import (
 )
 from fedntk.ntk.convex.local_steps import Spectrum, looped_steps, residual_sum
 from fedntk.ntk.features.rows import FeatureRows
+from fedntk.ntk.support.precision import full_float32
 
 from .arithmetic import normal
 from .cases import CASES, make
@@ -36,7 +37,7 @@ def products(name: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     model, x = _on(device, dtype, name)
     found: dict[str, Tensor] = {}
     for structure in ("factored", "dense"):
-        jac = jacobian(model, x, structure=structure, chunk_size=4).to(device)
+        jac = jacobian(model, x, structure=structure, chunk_size=4, device=device)
         residual = normal(jac.num_examples, jac.num_outputs, seed=0).to(device, dtype)
         update = jac.vjp(residual)
         found |= {
@@ -49,9 +50,10 @@ def products(name: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
             f"squared norms, {structure}": jac.squared_norms(),
             f"gram of two, {structure}": Jacobian.concatenate([jac, jac]).gram(jac),
         }
+    width = min(8, sum(p.numel() for p in model.parameters() if p.requires_grad))
     for method in ("subsample", "projection"):
         options = {"method": method, "dtype": dtype, "chunk_size": 4}
-        found[f"features, {method}"] = entk_features(model, x, 8, 3, **options)
+        found[f"features, {method}"] = entk_features(model, x, width, 3, **options)
     return found
 
 
@@ -59,8 +61,9 @@ def network(name: str, dtype: torch.dtype, device: str) -> Results:
     """All that is computed of one network: Jacobian, products, features, evolution."""
     found = products(name, dtype, device)
     model, x = _on(device, dtype, name)
-    jac = jacobian(model, x, structure="dense", chunk_size=4).to(device)
-    f = model.eval()(x).detach()
+    jac = jacobian(model, x, structure="dense", chunk_size=4, device=device)
+    with full_float32(), torch.no_grad():
+        f = model.eval()(x).reshape(len(x), -1)
     y = torch.eye(jac.num_outputs).to(f)[torch.arange(len(f)) % jac.num_outputs]
     rate = 3 * len(f) / float(jac.squared_norms().sum())  # some oscillations of plain descent
     for loss in ("mse", "cross-entropy"):

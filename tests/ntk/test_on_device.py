@@ -10,7 +10,7 @@ from fedntk.ntk import Jacobian
 from ..conftest import ROOT, output_of
 from . import on_device
 
-NAMES = ["lstm", "single-output", "narrow-maps", "convex problem"]
+NAMES = ["lstm", "single-output", "narrow-maps", "gpt", "no-outputs-axis", "convex problem"]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # LSTM by vmap

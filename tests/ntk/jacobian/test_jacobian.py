@@ -28,7 +28,7 @@ from fedntk.ntk import (
     gradient_norms,
     jacobian,
 )
-from fedntk.ntk.jacobian import blocks, differentiate, factors
+from fedntk.ntk.jacobian import blocks, differentiate
 from fedntk.ntk.jacobian.attention import no_fast_path
 from fedntk.ntk.jacobian.factors import FactoredBlock
 from fedntk.ntk.payloads.jacobian_format import jacobian_from_arrays, jacobian_to_arrays
@@ -286,7 +286,7 @@ def test_both_orders_of_contraction_give_the_same_gram(name, features, monkeypat
     part = Jacobian(tuple(block.rows(first) for block in jac.blocks))
     monkeypatch.setattr(FactoredBlock, "_features_first", features)
     for workspace in (1, 2000, 2**26):
-        monkeypatch.setattr(factors, "WORKSPACE", workspace)
+        monkeypatch.setattr(blocks, "WORKSPACE", workspace)
         assert close(jac.gram() * jac.num_outputs, rows @ rows.T)
         assert close(part.gram(jac) * jac.num_outputs, rows[first] @ rows.T)
         assert close(jac.squared_norms(), rows.square().sum(1))
