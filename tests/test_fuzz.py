@@ -18,6 +18,26 @@ def test_replies_of_liars_break_no_rule(count, seed):
     assert not failures, failures[0]
 
 
+FOUND = {  # by the fuzzer, and mended: what a dropped reply left behind -> strategy, clients, lies
+    "its node asked for its partition at once": (
+        "TCT, stage 2",
+        3,
+        [fuzz.Lie(0, -1, "contents", 2020842573), fuzz.Lie(0, 1, "records", 861904686)],
+    ),
+    "a claim to a partition, if the shuffling server dropped it": (
+        "shuffled CPNTKFL",
+        4,
+        [fuzz.Lie(3, 1, "contents", 622159984), fuzz.Lie(3, 4, "bytes", 552679799)],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_the_fuzzer_found_stays_mended(what):
+    name, num_clients, lies = FOUND[what]
+    assert fuzz.check(name, num_clients=num_clients, lies=lies) == 2
+
+
 def believe(arrays, *_):
     """Take a client's arrays as they are, in place of check_weights."""
     return dict(arrays)

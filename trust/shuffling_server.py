@@ -59,7 +59,7 @@ class Shuffled:
         arrays = unframe_arrays(parts[0]) if parts else {}
         return cls(
             JacobianUpload.from_arrays(arrays, parameters=parameters) if arrays else None,
-            {int(i): BadReply(reason, detail) for i, reason, detail in head["rejected"]},
+            {int(i): BadReply(str(reason), str(detail)) for i, reason, detail in head["rejected"]},
             int(head["accepted"]),
             str(head["message"]),
         )

@@ -139,6 +139,7 @@ class Exchanges(Declared, FedAvg):
         self._exchanges: dict[str, Exchange] = {}  # stage -> what its replies answer
         self._configs: dict[str, ConfigRecord] = {}  # stage -> of its last messages
         self._claimants: set[int] = set()  # nodes whose newest replies told their partitions
+        self._untold: set[int] = set()  # unknown nodes whose replies do not tell it
         self._grid: Grid | None = None
         self._owner: Exchanges | None = None  # the strategy within which this one works
         self._wanted: int | None = None  # replies that end a round's training; None: all
@@ -392,8 +393,7 @@ class Exchanges(Declared, FedAvg):
                 first.setdefault(node, reply)
         reported = _reported_partitions(first.values())
         self._claimants = set(reported)
-        if silent := [node for node in first if node not in reported]:  # such as a user's own reply
-            reported |= self._ask_partitions(silent)
+        self._untold = first.keys() - reported.keys()
         if reported:
             self.registry.add(reported)
 
@@ -403,9 +403,14 @@ class Exchanges(Declared, FedAvg):
     def _remaining(self, pairs: Pairs[T], dropped: Collection[int]) -> Pairs[T]:
         """Sort replies by client, after the dropped nodes' claims to a partition are given up.
 
-        These nodes are asked for their partitions when clients are sampled next.
+        These nodes are asked for their partitions when clients are sampled next; those whose
+        replies are used but do not tell it, such as a user's own, are asked now.
         """
         self.registry.expect(self._claimants & set(dropped))
+        if silent := sorted(self._untold & {reply.node for reply, _ in pairs}):
+            self._untold -= set(silent)
+            self._claimants |= set(silent)
+            self.registry.add(self._ask_partitions(silent))
         for reply, _ in pairs:
             reply.client = self.registry.client(reply.node)
         return sorted(pairs, key=lambda pair: (pair[0].client, pair[0].node))

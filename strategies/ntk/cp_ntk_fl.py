@@ -170,12 +170,15 @@ class CPNTKFL(CompressionOptions, NTKFL):
                 server_round=server_round,
                 num_examples=[reply.num_examples for reply, _ in pairs],
             )
-            clients = [reply for i, (reply, _) in enumerate(pairs) if i not in shuffled.rejected]
-            refused = [(pairs[i][0].node, bad) for i, bad in sorted(shuffled.rejected.items())]
+            refused = dict(shuffled.rejected)
+            verdicts = [refused.pop(i, None) for i in range(len(pairs))]
             if shuffled.upload is None:
                 raise ValueError(shuffled.message)
-            count = sum(reply.num_examples for reply in clients)
-            if len(shuffled.upload.outputs) != count or min(shuffled.rejected, default=0) < 0:
+            of_pairs = zip(pairs, verdicts, strict=True)
+            count = sum(reply.num_examples for (reply, _), bad in of_pairs if bad is None)
+            if refused:
+                raise ValueError(f"it refused uploads {sorted(refused)} of {len(pairs)}")
+            if len(shuffled.upload.outputs) != count:
                 raise ValueError(f"{len(shuffled.upload.outputs)} rows for {count} examples")
         except Exception as error:  # whatever a server elsewhere may do
             if isinstance(error, ConnectionError) and not self._was_shuffled:
@@ -184,9 +187,8 @@ class CPNTKFL(CompressionOptions, NTKFL):
             logger.log(WARNING, "%s", self.last_refusal)
             return [], [], rejected + Counter({"shuffling": len(pairs)})
         self._was_shuffled = True
-        for node, bad in refused:
-            logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
-        return clients, [shuffled.upload], rejected + Counter(str(b.reason) for _, b in refused)
+        pairs = self.apply_screen(pairs, rejected, lambda _, __: verdicts)
+        return [reply for reply, _ in pairs], [shuffled.upload], rejected
 
     def parser(self) -> Callable[[Reply], JacobianUpload]:
         """Decode uploads within the limits, as long as the round's fit in memory together."""

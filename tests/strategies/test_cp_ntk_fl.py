@@ -111,8 +111,14 @@ def broken(change):
         (broken(lambda _: 1 / 0), "division by zero"),
         (ShufflingServer(min_clients=7), "nothing was shuffled"),
         (broken(lambda a: replace(a, upload=a.upload.rows(torch.arange(3)))), "3 rows for 45 exam"),
-        (broken(lambda a: replace(a, rejected={99: BadReply("sealed", "no")})), "out of range"),
-        (broken(lambda a: replace(a, rejected={-1: BadReply("sealed", "no")})), "rows for"),
+        (
+            broken(lambda a: replace(a, rejected={99: BadReply("sealed", "no")})),
+            "uploads [99] of 6",
+        ),
+        (
+            broken(lambda a: replace(a, rejected={-1: BadReply("sealed", "no")})),
+            "uploads [-1] of 6",
+        ),
     ],
 )
 def test_an_answer_that_cannot_be_used_leaves_the_model(server, words, caplog):
