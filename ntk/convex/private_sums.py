@@ -178,8 +178,8 @@ class SumNoise:
         """
         shape, dtype = sums.class_sums.shape, sums.gram.dtype
         expected, n = (self.num_classes, self.width), sums.num_examples
-        if dtype != np.int64 or shape != expected:
-            raise ValueError(f"sums: expected int64 of {expected}, got {dtype} of {shape}")
+        if dtype.kind != "i" or shape != expected:
+            raise ValueError(f"sums: expected integers of {expected}, got {dtype} of {shape}")
         if int(sums.diagonal.sum()) > n * self.radius**2:
             raise ValueError(f"sums: expected rows of norm {self.radius}, see bound_rows")
         if self.fewest and 1 < self.examples < n:

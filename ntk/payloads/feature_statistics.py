@@ -89,7 +89,9 @@ class FeatureStatistics:
         weights: NDArray[np.float64] | None = None,
         fixed_point: FixedPoint | None = None,
     ) -> Self:
-        """Add up features, some examples at a time; `fixed_point` rounds them, sums are then int64.
+        """Add up features, some examples at a time; `fixed_point` rounds them to whole numbers.
+
+        Their sums are integers of 32 bits if all such sums fit, else of 64.
 
         Chunks (m, p), one or more, are on the CPU; labels are int64 (n,) in 0 ... C - 1. Products
         are formed in float64, and of fixed-point numbers in float32, in which these sums of whole
@@ -101,7 +103,7 @@ class FeatureStatistics:
         rows = ROWS if fixed_point is None else min(ROWS, int(exact))
         w = np.ones(num_classes) if weights is None else weights
         of_example = torch.from_numpy(w)[labels]
-        dtype = np.float64 if fixed_point is None else np.int64
+        dtype = _wire_dtype(len(labels), fixed_point)
         triangle, sums, root = np.empty(0, dtype), torch.empty(0), torch.empty(0)
         start = 0
         for features in chunks:
@@ -110,7 +112,7 @@ class FeatureStatistics:
                 few = _are_few(len(labels), width, fixed_point)
                 if not few:
                     cls.require_memory(width)
-                triangle = np.zeros(0 if few else packed_size(width), dtype)
+                triangle = np.empty(0 if few else packed_size(width), dtype)
                 root = torch.zeros(0, width, dtype=torch.float64)
                 sums = torch.zeros(num_classes, width, dtype=torch.float64)
             if start + len(features) > len(labels):
@@ -126,8 +128,12 @@ class FeatureStatistics:
                 rows_of = [] if few else _rows(triangle, width)
                 for first in range(0, len(rows_of), COLUMNS):
                     product = weighted[:, first : first + COLUMNS].T @ z[:, first:]
-                    for i, row in enumerate(product.numpy().astype(dtype, copy=False)):
-                        rows_of[first + i] += row[i:]
+                    for i, row in enumerate(product.numpy()):
+                        own_row = rows_of[first + i]
+                        if start:
+                            own_row += row[i:].astype(dtype, copy=False)
+                        else:
+                            own_row[:] = row[i:]
                 sums.index_add_(0, labels[own], weighted.double())
                 start += len(z)
         if start != len(labels):

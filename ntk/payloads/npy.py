@@ -37,7 +37,8 @@ def to_npy(array: NDArray[Any]) -> bytes:
         buffer = io.BytesIO()
         np.save(buffer, array, allow_pickle=False)
         return buffer.getvalue()
-    return _head(array.dtype, array.shape) + array.tobytes()
+    flat = array.reshape(-1).view(np.uint8).data
+    return b"".join((_head(array.dtype, array.shape), flat))  # one copy
 
 
 _READERS: dict[tuple[int, int], tuple[int, Callable[[io.BytesIO], Header]]] = {

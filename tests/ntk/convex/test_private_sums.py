@@ -186,8 +186,8 @@ def test_what_would_break_the_promise_is_refused():
     parts = [{"gram_part": part} for part in (0.0, 1.0, -0.2)]
     for wrong in ({"radius": 0}, {"fewest": -1}, {"noise_multiplier": math.nan}, *parts):
         refused("numbers above 0 and a gram_part below 1", replace, noise, **wrong)
-    refused("int64", noise.add, FeatureStatistics.of([torch.eye(2)], torch.arange(2), 2), None)
-    refused("int64", noise.add, sums([[1, 1]], 3), None)
+    refused("integers", noise.add, FeatureStatistics.of([torch.eye(2)], torch.arange(2), 2), None)
+    refused("integers", noise.add, sums([[1, 1]], 3), None)
     refused("rows of norm 3", noise.add, sums([[3, 1]]), None)
     refused("may use 4 examples", replace(shares, examples=4).add, sums([[1, 1]] * 5), None)
     refused("smaller radius", replace(noise, radius=10**5).add, sums([[1, 1]]), None)
