@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", default="methods,engines,runs")
     parser.add_argument("--only", default="", help="runs whose case has this text")
-    parser.add_argument("--seconds", type=float, default=900, help="at most, for a run")
+    parser.add_argument("--seconds", type=float, default=300, help="at most, for a run")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

@@ -43,7 +43,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 QUICK = ONE_THREAD | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 PATIENCE = 300.0  # s, for what takes seconds where nothing else is at work
 UV = [sys.executable, "-m", "uv"]
-ROUNDS = {"ntk-fl": 1, "scaffold": 2, "tct": 4, "cp-ntk-fl": 1}
+ROUNDS = {"ntk-fl": 1, "scaffold": 2, "tct": 4, "cp-ntk-fl": 1, "secure-fedavg": 2}
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def assert_nothing_left(federation: Federation) -> None:
 def test_every_method_learns_the_local_engines_bits(
     federation, third_parties, hospitals, folder, node_configs
 ):
-    """All at a time: each node answers the messages of four runs in turn, each in a process."""
+    """All at a time: each node answers the messages of five runs in turn, each in a process."""
     submitted = {}
     for method in ROUNDS:
         told = third_parties if method == "cp-ntk-fl" else {}

@@ -1,4 +1,4 @@
-"""Three hospitals learn together, by any of five methods: an app as a user might write it.
+"""Three hospitals learn together, by any of six methods: an app as a user might write it.
 
 A node's config has ``hospital``, its number; ``key``, the file of its private key; and, if its
 examples are in a file, ``data-path``. For tests that kill processes, the run-config names points
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from fedntk.clients import (
     ClosedFormClient,
     CPNTKFLClient,
+    MaskedWeights,
     NTKFLClient,
     SCAFFOLDClient,
     SealedProjection,
+    SGDClient,
     TCTClient,
     client_app,
 )
@@ -42,7 +44,7 @@ from fedntk.trust import ClientKeys, RemoteKeyServer, RemoteShufflingServer, loa
 
 CLIENTS = {
     "ntk-fl": NTKFLClient, "scaffold": SCAFFOLDClient, "tct": TCTClient, "cp-ntk-fl": CPNTKFLClient,
-    "one-exchange": ClosedFormClient,
+    "one-exchange": ClosedFormClient, "secure-fedavg": SGDClient,
 }  # fmt: skip
 PROJECTED = 3
 RUN = "trial of three hospitals"
@@ -77,7 +79,7 @@ def client_fn(context: Context) -> NumPyClient:
             x, y = torch.from_numpy(file["x"]), torch.from_numpy(file["y"])
     options: dict[str, Any] = {"seed": (3, hospital)}
     kind: type[NumPyClient] = CLIENTS[method]
-    if method == "scaffold":
+    if method in ("scaffold", "secure-fedavg"):
         options |= {"local_epochs": 2, "batch_size": 4, "learning_rate": 0.1}
     elif method == "tct":
         options |= {"cache": Path(config["out"]) / f"cache-{hospital}", "local_epochs": 2}
@@ -118,7 +120,7 @@ def reach(point: str, config: dict[str, Any]) -> None:
             time.sleep(0.1)
 
 
-client = client_app(client_fn)
+client = client_app(client_fn, mods=[MaskedWeights(only_masked=False, fewest_clients=3)])
 server = ServerApp()
 
 
@@ -126,6 +128,8 @@ def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = Non
     options: dict[str, Any] = {"min_completed": 1, "seed": 3, "fraction_evaluate": 0.0}
     if method == "scaffold":
         return SCAFFOLD(server_learning_rate=1.2, **options)
+    if method == "secure-fedavg":
+        return SeededFedAvg(secure_aggregation=True, **options)
     if method == "tct":
         options |= {"num_features": 20, "local_steps": 10, "learning_rate": 1e-2}
         bootstrap = SeededFedAvg(fraction_evaluate=0.0)
