@@ -199,10 +199,13 @@ class LiarsGrid(Grid):
         return replies
 
     def note(self, node: int, reason: str) -> None:
-        """Note that the newest reply of a node was dropped."""
-        impostor = self._impostors.pop(node, None) if reason == "not-asked" else None
-        if key := impostor or self._newest.get(node):
-            self.dropped[key] = reason
+        """Note that the newest reply of a node was dropped, or the newest in its name."""
+        newest, impostor = self._newest.get(node), self._impostors.get(node)
+        later = newest is not None and impostor is not None and impostor > newest
+        if impostor and (reason == "not-asked" or (reason == "duplicate" and later)):
+            newest = self._impostors.pop(node)
+        if newest:
+            self.dropped[newest] = reason
 
     def send_and_receive(self, messages: Iterable[Message], **options: Any) -> Iterable[Message]:
         """Send in the order of the nodes: what was said earlier is then the same in each run."""
