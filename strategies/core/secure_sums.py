@@ -59,7 +59,7 @@ class WordFormat(NamedTuple):
 
 
 class SecureSums:
-    """The server's part in a secure sum.
+    """The server's part in a secure sum, in which clients go by their places in its roster.
 
     Clients that drop out after they gave shares do not keep the sum closed if `secure_threshold`,
     a share of the clients with public keys, go on to the end; what they had masked is left out. The
@@ -123,22 +123,23 @@ class SecureSums:
             pairs = self._strategy.apply_screen(pairs, rejected, _screen_copied_keys)
             last = [reply for reply, _ in pairs]
             counts = {reply.client: reply.num_examples for reply in last}
-            roster, described = self._roster({r.client: known for r, known in pairs})
+            place = {reply.node: k for k, reply in enumerate(last)}
+            roster, described = self._roster([known for _, known in pairs])
             words = format_for(sum(counts.values()))
             exchange: Records = {"exchange": np.frombuffer(roster.exchange, np.uint8)}
 
             self._prepare("shares", described)
             shared = self._next(last, partial(_read_shares, roster), rejected)
-            promises = {reply.client: promise for reply, (promise, _) in shared}
+            promises = {place[reply.node]: promise for reply, (promise, _) in shared}
             parcels = [own for _, (_, own) in shared]
-            rows = {r.client: {"parcels": _address(r, roster, parcels)} for r, _ in shared}
+            rows = {r.client: {"parcels": _address(place[r.node], parcels)} for r, _ in shared}
             word_bytes = np.array(words.dtype.itemsize, np.int64)
             common = {**exchange, "clients": _ids(promises), "word-bytes": word_bytes}
             self._prepare("masked", common, rows)
             read_words = partial(_read_words, counts, words)
             masked = self._next([r for r, _ in shared], read_words, rejected)
             last = [reply for reply, _ in masked]
-            arrived = [reply.client for reply in last]
+            arrived = [place[reply.node] for reply in last]
             if not self._strategy.enough(len(masked)):
                 return None, last
 
@@ -146,17 +147,17 @@ class SecureSums:
             shape = {"tags": (len(roster.clients), TAG_BYTES)}
             told = self._next(last, lambda reply: _bytes_in(reply, shape), rejected)
             tags = [own for _, (own,) in told]
-            rows = {r.client: {"tags": _address(r, roster, tags)} for r, _ in told}
-            clients = _ids(reply.client for reply, _ in told)
+            rows = {r.client: {"tags": _address(place[r.node], tags)} for r, _ in told}
+            clients = _ids(place[reply.node] for reply, _ in told)
             self._prepare("reveal", {**exchange, "clients": clients}, rows)
             open_shares = partial(_read_opened, sorted(promises))
             revealed = self._next([r for r, _ in told], open_shares, rejected)
             total = masked[0][1].copy()
             for _, own_words in masked[1:]:
                 total += own_words
-            given = {reply.client: own for reply, own in revealed}
+            given = {place[reply.node]: own for reply, own in revealed}
             total = MaskedSum(roster, promises, words.about).unmask(total, arrived, given)
-            return read(total, sum(counts[client] for client in arrived)), last
+            return read(total, sum(counts[reply.client] for reply in last)), last
         except ValueError as error:  # SealError, BadReply, vouchers of several lengths
             logger.log(WARNING, "no secure sum (%s): the model stays as it was", error)
             rejected["secure-sum"] += len(last)
@@ -171,11 +172,12 @@ class SecureSums:
         rejected += found.rejected
         return found.pairs
 
-    def _roster(self, known: Mapping[int, PublicPart]) -> tuple[Roster, Records]:
+    def _roster(self, known: Sequence[PublicPart]) -> tuple[Roster, Records]:
         """Return who takes part, and the arrays that say so."""
-        clients, threshold = sorted(known), max(FEWEST, math.ceil(self._threshold * len(known)))
+        threshold = max(FEWEST, math.ceil(self._threshold * len(known)))
         self.quorum = threshold
-        keys, vouchers, nonces = ([known[k][i] for k in clients] for i in range(3))
+        clients = range(len(known))
+        keys, vouchers, nonces = ([own[i] for own in known] for i in range(3))
         roster = Roster(exchange_of(nonces), tuple(clients), tuple(keys), threshold)
         described: Records = {
             "nonces": _rows(nonces),
@@ -229,10 +231,9 @@ def _read_opened(senders: list[int], reply: Reply) -> dict[int, bytes]:
     return {k: row.tobytes() for k, row in zip(senders, shares, strict=True)}
 
 
-def _address(reply: Reply, roster: Roster, sent: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Return the rows for one client, one from each sender."""
-    position = roster.position(reply.client)
-    return np.stack([own[position] for own in sent])
+def _address(place: int, sent: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Return the rows for the client of a place, one from each sender."""
+    return np.stack([own[place] for own in sent])
 
 
 def _ids(clients: Iterable[int]) -> NDArray[np.int64]:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
 
-from fedntk.clients import DittoClient, MaskedWeights, PersonalisedClient, SGDClient
+from fedntk.clients import (
+    DittoClient,
+    MaskedWeights,
+    PersonalisedClient,
+    SGDClient,
+    client_app,
+)
 from fedntk.ntk.payloads.masked_average import average_of, average_words
 from fedntk.strategies import CheckedStrategy, Ditto, PersonalisedStrategy
 from fedntk.strategies import SeededFedAvg as FedAvg
@@ -18,6 +24,7 @@ from .federation import (
     app,
     arrays_of,
     bits,
+    examples,
     first_model,
     forgetting,
     initial_bits,
@@ -109,6 +116,20 @@ def test_the_model_is_that_of_plain_fixed_point_sums_to_the_bit(name, step, mask
     plain = start(kind(**OPTIONS), Grid(app(client, **SGD), changes=dict.fromkeys(left, lost)))
     for own, other in zip(after.values(), plain.values(), strict=True):
         np.testing.assert_allclose(own, other, rtol=2e-6, atol=1e-6)
+
+
+def test_nodes_that_report_no_partition_may_have_any_id(masked, tmp_path):
+    """Flower's are whole numbers of 64 bits without a sign."""
+
+    def client_fn(context):
+        own = int(context.node_config["hospital"])
+        return SGDClient(network(), *examples(own), seed=(0, own), **SGD)
+
+    mods = [MaskedWeights(cache=tmp_path / "others")]
+    grid = Grid(client_app(client_fn, mods=mods), node_ids=range(2**64 - 6, 2**64))
+    for i, context in enumerate(grid.contexts.values()):
+        context.node_config = {"hospital": i}
+    assert bits(start(make(), grid)) == bits(start(make(), Grid(masked())))
 
 
 def test_the_server_gets_no_clients_words_examples_or_loss(masked):
