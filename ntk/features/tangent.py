@@ -129,7 +129,8 @@ class TangentFeatures:
             for start, part in parts:
                 rows = features[start : start + part.num_examples]
                 if self.method == "subsample":
-                    there = rows if part.device.type == "cpu" else rows.to(part.device)
+                    on_cpu = part.device.type == "cpu"
+                    there = rows if on_cpu else torch.empty_like(rows, device=part.device)
                     _select(part, self._chosen, there)
                 else:
                     add = self._sketch.add if self.method == "sketch" else self._add_projection

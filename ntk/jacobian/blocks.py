@@ -13,7 +13,7 @@ CPU_TILE = 256  # the same if a tile and its factors should stay in the processo
 GPU_TILE = 4096  # the same on a GPU, which small tiles leave idle
 AT_WORK = 2**17  # numbers that stay in the processor's cache
 WORKSPACE = 64 * 2**20  # bytes of intermediate results that a block may hold
-GPU_WORKSPACE = 512 * 2**20  # the same on a GPU
+GPU_WORKSPACE = 256 * 2**20  # the same on a GPU
 
 
 @dataclass(frozen=True, eq=False)
