@@ -43,7 +43,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 QUICK = ONE_THREAD | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 PATIENCE = 300.0  # s, for what takes seconds where nothing else is at work
 UV = [sys.executable, "-m", "uv"]
-ROUNDS = {"ntk-fl": 1, "scaffold": 2, "tct": 4, "cp-ntk-fl": 1, "secure-fedavg": 2}
+ROUNDS = {"ntk-fl": 1, "scaffold": 2, "tct": 4, "cp-ntk-fl": 1, "secure-fedavg": 1}
 
 
 @pytest.fixture(scope="module")
