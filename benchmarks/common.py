@@ -202,14 +202,24 @@ def measured(program: str, cases: Iterable[Mapping[str, Any]]) -> list[dict[str,
     return rows
 
 
-def in_child(program: str, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Run one measurement in a process of its own; None, with the reason printed, if it fails."""
-    done = subprocess.run(  # noqa: S603 - this very program
-        [sys.executable, program, "--child", json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def in_child(
+    program: str, arguments: Mapping[str, Any], seconds: float | None = None
+) -> dict[str, Any] | None:
+    """Run one measurement in a process of its own; None, with the reason printed, if it fails.
+
+    It also fails if it takes longer than some seconds.
+    """
+    try:
+        done = subprocess.run(  # noqa: S603 - this very program
+            [sys.executable, program, "--child", json.dumps(arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        print(arguments, "failed:", f"more than {error.timeout:g} s")
+        return None
     if done.returncode:
         print(arguments, "failed:", (done.stderr.strip().splitlines() or ["killed"])[-1][:200])
         return None

@@ -9,25 +9,25 @@
   images of Fashion-MNIST, and TCT with ResNet-18 on the JPEG subset of CIFAR-10.
 
 FOLDER is in torchvision's layout; it has the CIFAR-10 subset as CIFAR10-jpeg. Each run has a
-process of its own. Writes results/gpu_runs.csv, a run a row, and the machine into gpu_runs.json.
-`seconds` are of the whole run by the clock; `gpu-mb` is the peak in the run's own process.
+process of its own; one that fails is left out. Writes results/gpu_runs.csv, a run a row, and the
+machine into gpu_runs.json. `seconds` are of the whole run by the clock; `gpu-mb` is the peak in
+the run's own process.
 """
 
 import argparse
 import concurrent.futures
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from common import RESULTS, ROOT, keep_rows, machine
+from common import RESULTS, ROOT, in_child, keep_rows, machine
 
 CONF = ROOT / "simulations" / "conf"
 KEYS = ["part", "case", "device", "engine"]
+MEASURED = ["rounds", "seconds", "seconds-in-rounds", "metric", "accuracy", "loss", "gpu-mb"]
 FIRST_STAGE = {"tct": {"tct.bootstrap-rounds": 3}}  # so that five rounds have both stages
 SHARED = {"model": "simple-cnn", "rounds": 5, "num-clients": 40, "train-examples": 20_000}
 SHARED |= {"partition": "iid", "local-epochs": 5, "batch-size": 64}
@@ -80,19 +80,6 @@ def child(conf: str, engine: str, **settings: Any) -> dict[str, Any]:
     }
 
 
-def in_process(arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Make one run in a process of its own, or say in `failed` why there is none."""
-    command = [sys.executable, __file__, "--child", json.dumps(arguments)]
-    options = {"capture_output": True, "text": True, "check": False, "timeout": seconds}
-    try:
-        done = subprocess.run(command, **options)  # noqa: S603 - this very program
-    except subprocess.TimeoutExpired:
-        return {"failed": f"more than {seconds:g} s"}
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["killed"])[-1][:300]}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Name each run, and what it is made with."""
     data = {"data-dir": options.data_dir}
@@ -112,9 +99,12 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[st
         yield key, {"conf": conf, **settings, **own, **data}
 
 
-def measure(key: dict[str, Any], made: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Make one run; return its row, and print it."""
-    row = {**key, **in_process({**made, "engine": key["engine"], "device": key["device"]}, seconds)}
+def measure(key: dict[str, Any], made: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    """Make one run; print its row and return it, or None if it fails."""
+    made |= {"engine": key["engine"], "device": key["device"]}
+    if (found := in_child(__file__, made, seconds)) is None:
+        return None
+    row = {**key, **{column: found[column] for column in MEASURED}}
     print(row, flush=True)
     return row
 
@@ -143,7 +133,8 @@ def main() -> None:
         mine = [own for own in chosen if own[0]["part"] == part]
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
             for row in pool.map(lambda own: measure(*own, options.seconds), mine):
-                keep_rows(RESULTS / "gpu_runs.csv", [row], KEYS, summary)
+                if row is not None:
+                    keep_rows(RESULTS / "gpu_runs.csv", [row], KEYS, summary)
 
 
 if __name__ == "__main__":

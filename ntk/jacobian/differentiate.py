@@ -144,7 +144,7 @@ def gradient_norms(
 
     Exact. Gradients that are larger than their factors are never formed, and one chunk's factors
     are kept at a time. Arguments are those of :func:`example_gradients`; by default a chunk takes
-    at most 512 MiB.
+    at most 512 MiB, or 1 GiB on a GPU that has twice as much free.
     """
     squares = torch.empty(len(x), dtype=torch.float64)
     found = differentiate_in_chunks(

@@ -122,7 +122,7 @@ class SecureSums:
         try:
             pairs = self._strategy.apply_screen(pairs, rejected, _screen_copied_keys)
             last = [reply for reply, _ in pairs]
-            counts = {reply.client: reply.num_examples for reply in last}
+            counts = {reply.node: reply.num_examples for reply in last}
             place = {reply.node: k for k, reply in enumerate(last)}
             roster, described = self._roster([known for _, known in pairs])
             words = format_for(sum(counts.values()))
@@ -157,7 +157,7 @@ class SecureSums:
                 total += own_words
             given = {place[reply.node]: own for reply, own in revealed}
             total = MaskedSum(roster, promises, words.about).unmask(total, arrived, given)
-            return read(total, sum(counts[reply.client] for reply in last)), last
+            return read(total, sum(counts[reply.node] for reply in last)), last
         except ValueError as error:  # SealError, BadReply, vouchers of several lengths
             logger.log(WARNING, "no secure sum (%s): the model stays as it was", error)
             rejected["secure-sum"] += len(last)
@@ -217,7 +217,7 @@ def _read_words(counts: Mapping[int, int], words: WordFormat, reply: Reply) -> W
     """Check masked words: only their number and dtype can be."""
     (masked,) = reply.ordered_arrays("masked")
     require_array("masked words", masked, shape=(words.size,), dtype=words.dtype)
-    if reply.num_examples != (n := counts[reply.client]):
+    if reply.num_examples != (n := counts[reply.node]):
         raise BadReply("num-examples", f"{n} with the public key, {reply.num_examples} now")
     return masked
 

@@ -170,14 +170,13 @@ class CPNTKFL(CompressionOptions, NTKFL):
                 server_round=server_round,
                 num_examples=[reply.num_examples for reply, _ in pairs],
             )
-            refused = dict(shuffled.rejected)
-            verdicts = [refused.pop(i, None) for i in range(len(pairs))]
+            verdicts = [shuffled.rejected.get(i) for i in range(len(pairs))]
             if shuffled.upload is None:
                 raise ValueError(shuffled.message)
             of_pairs = zip(pairs, verdicts, strict=True)
             count = sum(reply.num_examples for (reply, _), bad in of_pairs if bad is None)
-            if refused:
-                raise ValueError(f"it refused uploads {sorted(refused)} of {len(pairs)}")
+            if unknown := sorted(shuffled.rejected.keys() - set(range(len(pairs)))):
+                raise ValueError(f"it refused uploads {unknown} of {len(pairs)}")
             if len(shuffled.upload.outputs) != count:
                 raise ValueError(f"{len(shuffled.upload.outputs)} rows for {count} examples")
         except Exception as error:  # whatever a server elsewhere may do
