@@ -1,10 +1,7 @@
 """A model for each client on the server: in memory up to a budget, on disk beyond it."""
 
-import shutil
 import tempfile
-import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +17,13 @@ class ClientModels(MutableMapping[int, Arrays]):
     """Client -> its arrays, which are not changed in place.
 
     If they exceed the budget, those that were set longest ago become files, mapped into memory when
-    they are read. The files end with the object.
+    they are read.
     """
 
     def __init__(self, budget: float = np.inf) -> None:
         self.budget = budget  # bytes of arrays in memory
         self._models: dict[int, Arrays] = {}
         self._in_memory: dict[int, int] = {}  # client -> bytes, in the order in which they came
-        self._folder: Path | None = None
 
     def __getitem__(self, client: int) -> Arrays:
         return self._models[client]
@@ -83,21 +79,18 @@ class ClientModels(MutableMapping[int, Arrays]):
             self[client] = under(f"{client}.", state)
 
     def _write(self, client: int) -> None:
-        """Move a client's arrays into one file."""
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="fedntk-models-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        """Move a client's arrays into a file without a name, which no killed process leaves."""
+        if len(self._in_memory) == len(self._models):
             logger.info("clients' models beyond %g bytes are kept on disk", self.budget)
-        arrays, path = self._models[client], self._folder / f"{client}.npy"
-        path.unlink(missing_ok=True)  # what maps the old file keeps it
-        ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays.values()])  # aligned
-        stored = np.lib.format.open_memmap(path, "w+", np.uint8, (max(int(ends[-1]), 1),))
-        for part, array in zip(np.split(stored, ends[:-1]), arrays.values(), strict=True):
-            part[: array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
-        stored.flush()
-        mapped = np.split(np.load(path, mmap_mode="r"), ends[:-1])
+        own = self._models[client]
+        sizes = [16 * (array.nbytes // 16 + 1) for array in own.values()]  # aligned
+        with tempfile.TemporaryFile(prefix="fedntk-models-") as file:
+            for array, size in zip(own.values(), sizes, strict=True):
+                file.write(array.tobytes().ljust(size))
+            file.flush()
+            mapped = np.split(np.memmap(file, np.uint8, "r"), np.cumsum(sizes)[:-1])
         self._models[client] = {
             name: np.asarray(part[: array.nbytes].view(array.dtype).reshape(array.shape))
-            for part, (name, array) in zip(mapped, arrays.items(), strict=True)
+            for part, (name, array) in zip(mapped, own.items(), strict=True)
         }
         del self._in_memory[client]

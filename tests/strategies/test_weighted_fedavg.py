@@ -1,6 +1,7 @@
 """Weighted FedAvg against its equations, its limits, and clients that come, go and attack."""
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -212,7 +213,8 @@ SIZE = sum(array.nbytes for array in model(0).values())
 
 
 @pytest.mark.parametrize("budget", [np.inf, 2.5 * SIZE, 0])
-def test_what_is_set_comes_back_whatever_is_on_disk(budget):
+def test_what_is_set_comes_back_whatever_is_on_disk(budget, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     models = ClientModels(budget)
     for client, seed in ((3, 3), (9, 9), (1, 1), (9, 99), (5, 5), (1, 1), (3, 33)):
         models[client] = given = model(seed)
@@ -224,6 +226,7 @@ def test_what_is_set_comes_back_whatever_is_on_disk(budget):
     assert models.bytes_in_memory == {np.inf: 4, 2.5 * SIZE: 2, 0: 0}[budget] * SIZE
     for client, seed in ((5, 5), (3, 33), (9, 99), (1, 1)):
         assert bits(models[client]) == bits(model(seed))
+    assert list(tmp_path.iterdir()) == []  # what a killed process would leave
     models.limit_to(SIZE)
     assert models.bytes_in_memory == min(budget, SIZE)
     del models[5]
@@ -231,10 +234,8 @@ def test_what_is_set_comes_back_whatever_is_on_disk(budget):
 
 
 def test_a_full_disk_leaves_models_in_memory_and_says_so(monkeypatch, caplog):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np.lib.format, "open_memmap", full)
+    full = lambda **_: Path("/dev/full").open("wb+")  # noqa: E731, SIM115
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
     models = ClientModels(0)
     for client in (1, 2):
         models[client] = model(client)
