@@ -16,24 +16,27 @@ With n models, f of them false, all as changes d_i of the model before the round
 - ``norm-bound``: the weighted mean of changes no longer than the median one (Sun et al., *Can You
   Really Backdoor Federated Learning?*, 2019, section 4).
 
-The defence ``leave-one-out`` is no mean: see :mod:`fedntk.ntk.payloads.leave_one_out`.
+Two defences drop clients before the mean: ``leave-one-out`` judges Jacobians, in
+:mod:`fedntk.ntk.payloads.leave_one_out`, and ``validation`` weights, in :func:`screen_by_loss`.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .averages import Arrays, NewArrays, moving_mean, weighted_mean
+from .errors import BadReply
 from .payloads.screening import change_size
 
 RobustMean = Literal[
     "none", "median", "trimmed-mean", "krum", "multi-krum", "bulyan", "nnm", "norm-bound"
 ]
-Defence = Literal[RobustMean, "leave-one-out"]
+Defence = Literal[RobustMean, "leave-one-out", "validation"]
 DEFENCES: tuple[Defence, ...] = get_args(RobustMean)
+LEAST_HARM = 0.02  # of the loss, for which a model is dropped
 
 
 def least_models(defence: Defence, liars: int) -> int:
@@ -58,9 +61,10 @@ def robust_mean(
     models : sequence of dict of ndarray
         At least :func:`least_models` of them, with the names, shapes and dtypes of `before`.
     num_examples : sequence of int
-        Weights of the models; only ``none`` and ``norm-bound`` use them, since they are claims.
+        Weights of the models; only ``none``, ``norm-bound`` and ``validation`` use them, since they
+        are claims.
     """
-    if defence == "none":
+    if defence in ("none", "validation"):
         return weighted_mean(models, num_examples)
     if defence == "norm-bound":
         return weighted_mean(bound_changes([before] * len(models), models), num_examples)
@@ -85,6 +89,41 @@ def robust_mean(
         else:
             mean[name] = rows.mean(0)
     return mean
+
+
+def screen_by_loss(
+    models: Sequence[Arrays],
+    num_examples: Sequence[int],
+    loss: Callable[[Arrays], float],
+    liars: int,
+) -> list[BadReply | None]:
+    """Refuse models, at most `liars`, without which the weighted mean of the others is better.
+
+    One by one, the model without which the mean's loss is lowest is refused, if the loss is then
+    lower by over 2 %. A loss that is not a number counts as infinite.
+    """
+
+    def without(k: int) -> NewArrays:
+        return moving_mean(mean, models[k], num_examples[k] / (num_examples[k] - total))
+
+    def loss_of(arrays: Arrays) -> float:
+        return float(np.nan_to_num(loss(arrays), nan=np.inf, posinf=np.inf))
+
+    verdicts: list[BadReply | None] = [None] * len(models)
+    left, total = [*range(len(models))], sum(num_examples)
+    mean = weighted_mean(models, num_examples)
+    now = loss_of(mean)
+    while len(models) - len(left) < liars and len(left) > 1:
+        losses = {k: loss_of(without(k)) for k in left}
+        worst = min(left, key=losses.__getitem__)
+        if not losses[worst] < (1 - LEAST_HARM) * now:
+            break
+        message = f"the validation loss is {now:.3g}, and {losses[worst]:.3g} without it"
+        verdicts[worst] = BadReply("validation", message)
+        mean, now = without(worst), losses[worst]
+        total -= num_examples[worst]
+        left.remove(worst)
+    return verdicts
 
 
 def squared_distances(before: Arrays, models: Sequence[Arrays]) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ class SeededFedAvg(AveragingStrategy):
     """
 
     centres = True
-    defences = DEFENCES
+    defences = (*DEFENCES, "validation")
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Average the accepted weights, in the dtypes of the global model."""

@@ -65,7 +65,7 @@ class SCAFFOLD(BaseStrategy):
     client = "SCAFFOLDClient"
     replies = "weights and controls"
     centres = True
-    defences = DEFENCES
+    defences = (*DEFENCES, "validation")
 
     server_learning_rate: float = option(
         "eta_g; at 1 the new weights are the clients' mean", default=1.0, above=0
@@ -134,9 +134,10 @@ class SCAFFOLD(BaseStrategy):
 
         pairs, rejected = self.accepted(replies, parse, MessageType.TRAIN)
         pairs = self.apply_screen(pairs, rejected, screen)
+        pairs = self.judged(pairs, rejected, model, lambda own: own[0])
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
-        if not self.enough(len(pairs)):
+        if not self.enough(len(pairs), metrics):
             return None, metrics
         weights = self.robust_mean_of(model, [(reply, own) for reply, (own, _) in pairs])
         if self.server_learning_rate != 1.0:

@@ -2,7 +2,7 @@
 
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
 from fedntk.ntk.options import Declared, Option
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.strategies import BaseStrategy
+from fedntk.strategies.core.averaging import named_arrays
 from fedntk.strategies.core.trust_protocols import MaskOptions
 from fedntk.trust.secure_sum import FEWEST
 
@@ -30,6 +32,7 @@ from ..data.data import Data
 from ..data.kept_examples import KeptExamples, Own
 from ..data.load import load_data
 from ..data.partitions import Split, load_split
+from ..deploy.simulated_trust import projected
 
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
@@ -265,6 +268,11 @@ class Method:
                 f"of {FEWEST} or more, as two clients would learn each other's numbers; got "
                 f"{config.clients_a_round} and {config.num_clients}"
             )
+        if config.defence == "validation" and not config.validation_examples:
+            raise ConfigError(
+                "defence = validation judges by examples that the server keeps; set "
+                "validation-examples, got 0"
+            )
         if config.evaluate_on == "validation" and (key := self.validates(config)):
             raise ConfigError(
                 f"{key} uses the examples that evaluate-on = validation measures with; set "
@@ -300,8 +308,18 @@ class Method:
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         """Make the strategy; `options` are what strategies of all methods take."""
+        if setup.config.defence == "validation":
+            options["validation_loss"] = self.validation_loss(setup)
         strategy: BaseStrategy = self._make(self.strategy_class, setup, options)
         return strategy
+
+    def validation_loss(self, setup: Setup) -> Callable[[ArrayRecord], float]:
+        """Make what measures weights on the server's validation examples."""
+        x, y = setup.data.train(setup.split.validation)
+        x = projected(setup.config, x)
+        return lambda arrays: (
+            self.predictor(setup, named_arrays(arrays), "network").evaluate(x, y).loss
+        )
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         """Make the client with the examples of one partition; `options` are common to all."""
@@ -332,7 +350,7 @@ class Method:
 
         It is empty if none does.
         """
-        return ""
+        return "defence" if config.defence == "validation" else ""
 
     def seeded_protection(self, config: Config) -> list[str]:
         """Name the settings with keys or noise that the app derives from the run's seed.

@@ -6,7 +6,6 @@ from fedntk.clients import sample_size
 from fedntk.ntk import jacobian, require_memory
 from fedntk.ntk.evolution.learning_rate import AUTO
 from fedntk.strategies import NTKFL, BaseStrategy
-from fedntk.strategies.core.averaging import named_arrays
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
@@ -63,11 +62,7 @@ class EvolvingMethod(Method):
             options["validation_partitions"] = sorted({*options["held_out"]} - setup.absent)
             options["held_out"] = sorted(setup.absent)
             if len(setup.split.validation):
-                x, y = setup.data.train(setup.split.validation)
-                x = projected(setup.config, x)
-                options["validation_loss"] = lambda arrays: (
-                    self.predictor(setup, named_arrays(arrays), "network").evaluate(x, y).loss
-                )
+                options["validation_loss"] = self.validation_loss(setup)
         return super().strategy(setup, options)
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:

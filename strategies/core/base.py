@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from logging import INFO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import NetworkPredictor, Predictor
+from fedntk.ntk.averages import Arrays
 from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads.screening import screen_changes
-from fedntk.ntk.robust_averages import robust_mean
+from fedntk.ntk.robust_averages import robust_mean, screen_by_loss
 from fedntk.ntk.support.files import claimed
 from fedntk.ntk.support.threads import warn_of_spinning
 
 from .averaged_model import AveragedModel
-from .averaging import Learned, named_arrays
+from .averaging import Learned, cast_like, named_arrays
 from .centred_inputs import centre_by_clients
 from .checkpoint import RunCheckpoints
 from .exchange import Accepted, Aggregate, Pairs, logger
@@ -39,6 +40,8 @@ from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
 from .saved_state import pack, unpack
 from .trust_protocols import MaskOptions
+
+T = TypeVar("T")
 
 
 class BaseStrategy(MaskOptions, Sampling):
@@ -98,6 +101,12 @@ class BaseStrategy(MaskOptions, Sampling):
         "the clients' architecture, for `predictor`; its weights do not matter", default=None
     )
 
+    validation_loss: Callable[[ArrayRecord], float] | None = argument(
+        "the network's loss on the server's validation examples, for defence='validation' and "
+        "NTK-FL's selection='validation'",
+        default=None,
+    )
+
     train_metrics: dict[int, MetricRecord] = state(dict, saved=False)
     evaluate_metrics: dict[int, MetricRecord] = state(dict, saved=False)
     client_evaluations: dict[int, dict[str, Any]] = state(dict, saved=False)
@@ -106,6 +115,8 @@ class BaseStrategy(MaskOptions, Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.defence == "validation" and self.validation_loss is None:
+            raise ValueError("validation_loss: expected one with defence='validation', got None")
         if self.average_decay:
             self.averaged = AveragedModel(self.average_decay)
         self.rounds_loaded: int | None = None  # of a state, until a run goes on from it
@@ -383,7 +394,30 @@ class BaseStrategy(MaskOptions, Sampling):
             MessageType.TRAIN,
         )
         pairs = self.apply_screen(pairs, rejected, partial(screen_changes, model))
+        pairs = self.judged(pairs, rejected, model, lambda own: own)
         return pairs, self.round_metrics([reply for reply, _ in pairs], rejected)
+
+    def judged(
+        self,
+        pairs: Pairs[T],
+        rejected: Counter[str],
+        model: Arrays,
+        weights: Callable[[T], Arrays],
+    ) -> Pairs[T]:
+        """Drop the clients whose weights raise the validation loss, if that is the defence."""
+        if (loss := self.validation_loss) is None or self.defence != "validation":
+            return pairs
+        counts = [reply.num_examples for reply, _ in pairs]
+        return self.apply_screen(
+            pairs,
+            rejected,
+            lambda own, _: screen_by_loss(
+                [*map(weights, own)],
+                counts,
+                lambda arrays: loss(cast_like(arrays, model)),
+                self.liars_expected,
+            ),
+        )
 
     def robust_mean_of(
         self, before: Mapping[str, NDArray[Any]], pairs: Pairs[Any], counts: Sequence[int] = ()

@@ -7,7 +7,7 @@ first to do so, and can be parsed. All others are dropped, logged and counted; n
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from logging import WARNING, getLogger
 from typing import Any, ClassVar, TypeVar
 
@@ -99,7 +99,7 @@ class Exchanges(Declared, FedAvg):
     )
     defence: Defence = option(
         "rule by which clients' models become one, so that few false ones move it little: see "
-        "fedntk.ntk.robust_averages; all but norm-bound count clients alike",
+        "fedntk.ntk.robust_averages; all but norm-bound and validation count clients alike",
         default="none",
     )
     liars_expected: int = option(
@@ -415,8 +415,12 @@ class Exchanges(Declared, FedAvg):
             reply.client = self.registry.client(reply.node)
         return sorted(pairs, key=lambda pair: (pair[0].client, pair[0].node))
 
-    def enough(self, completed: int) -> bool:
-        """Whether this many valid replies may change the model; logs it if they may not."""
+    def enough(self, completed: int, metrics: Mapping[str, Any] | None = None) -> bool:
+        """Whether this many valid replies may change the model; logs it if they may not.
+
+        Those that `metrics` say were dropped as false by `defence` count: it bears them.
+        """
+        completed += (metrics or {}).get(f"rejected-{self.defence}", 0)
         needed = max(self.min_completed, least_models(self.defence, self.liars_expected))
         if completed < needed:
             logger.log(

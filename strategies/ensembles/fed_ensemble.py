@@ -74,7 +74,7 @@ class FedEnsemble(BaseStrategy):
     """
 
     client = "FedEnsembleClient"
-    defences = DEFENCES
+    defences = (*DEFENCES, "validation")
 
     inner: Callable[[], Strategy] = argument(
         "makes the strategy of one model, a new one at each call: one of Flower's with replies of "
@@ -327,7 +327,7 @@ class FedEnsemble(BaseStrategy):
             self.last_refusal = self.members[k].last_refusal or self.last_refusal
             self.last_failure = self.members[k].last_failure or self.last_failure
         record = self._merge_metrics(reported, rejected)
-        if not self.enough(cast(int, record["replies-accepted"])):
+        if not self.enough(cast(int, record["replies-accepted"]), record):
             new = {}
             for member, before in zip(self.members, states, strict=False):
                 member.load_state_dict(before)

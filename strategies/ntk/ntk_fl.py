@@ -90,10 +90,6 @@ class NTKFL(FlowOptions, BaseStrategy):
         "on examples that nobody trains on",
         default="clients",
     )
-    validation_loss: Callable[[ArrayRecord], float] | None = argument(
-        "the true network's loss on the server's validation examples, for selection='validation'",
-        default=None,
-    )
     validation_partitions: Sequence[int] = argument(
         "partitions never sampled for training, which report the candidates' losses for "
         "selection='validation'",
@@ -158,7 +154,7 @@ class NTKFL(FlowOptions, BaseStrategy):
         clients, uploads, rejected = self.gather(server_round, replies)
         metrics = self.round_metrics(clients, rejected)
         self.train_metrics[server_round] = metrics
-        if not self.enough(len(clients) + rejected["leave-one-out"]) or not uploads:
+        if not self.enough(len(clients), metrics) or not uploads:
             return None, metrics
         candidates = result_of(lambda: self.candidates(uploads, metrics), "evolution")
         if candidates is None:

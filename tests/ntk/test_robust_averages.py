@@ -8,7 +8,13 @@ from flwr.serverapp.strategy import Bulyan, FedMedian, FedTrimmedAvg, Krum, Mult
 from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.ntk.payloads.screening import change_size
-from fedntk.ntk.robust_averages import DEFENCES, bound_changes, least_models, robust_mean
+from fedntk.ntk.robust_averages import (
+    DEFENCES,
+    bound_changes,
+    least_models,
+    robust_mean,
+    screen_by_loss,
+)
 from fedntk.simulations.engine._flower import become_server
 
 SHAPES = {"0.weight": (3, 4), "0.bias": (3,), "2.weight": (2, 3)}
@@ -143,3 +149,35 @@ def test_nearest_neighbour_mixing_by_hand():
     """0, 1, 2 and 10 with f = 1: the means of three nearest are 1, 1, 1 and 13 / 3."""
     own = [{"w": np.array([k])} for k in (0.0, 1.0, 2.0, 10.0)]
     assert robust_mean({"w": np.zeros(1)}, own, [1] * 4, "nnm", 1)["w"] == 1
+
+
+@pytest.mark.parametrize("liars", [1, 2, 4])
+def test_models_are_refused_without_which_a_fresh_mean_has_the_lowest_loss(liars):
+    """Two of six are far off. The loss is the distance from the honest mean, and 0.3 more."""
+    own, examples = models(6), [1, 2, 3, 4, 5, 6]
+    for k, factor in ((1, 40), (4, 20)):
+        own[k] = {n: factor * a for n, a in own[k].items()}
+
+    def mean_of(left):
+        return flat(weighted_mean([own[k] for k in left], [examples[k] for k in left]))
+
+    def loss_of(mean):
+        return 0.3 + float(np.linalg.norm(mean - mean_of([0, 2, 3, 5])))
+
+    left = [*range(6)]
+    while len(left) > 6 - liars:
+        fewer = [[k for k in left if k != out] for out in left]
+        best = min(fewer, key=lambda some: loss_of(mean_of(some)))
+        if loss_of(mean_of(best)) > 0.98 * loss_of(mean_of(left)):
+            break
+        left = best
+    verdicts = screen_by_loss(own, examples, lambda mean: loss_of(flat(mean)), liars)
+    assert [k for k, bad in enumerate(verdicts) if bad is None] == left
+    assert len(left) == max(6 - liars, 4)
+
+
+def test_a_loss_that_is_no_number_is_the_worst():
+    """Without the model that makes it so the loss is a number, and that model goes."""
+    own = [{"w": np.array([k])} for k in (0.0, 1.0, 300.0, 2.0)]
+    verdicts = screen_by_loss(own, [1] * 4, lambda a: np.nan if a["w"] > 9 else 1.0, 2)
+    assert [bad is not None for bad in verdicts] == [False, False, True, False]

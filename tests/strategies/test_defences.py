@@ -8,6 +8,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 from fedntk.clients import NTKDFLClient, NTKFLClient, PersonalisedClient, SCAFFOLDClient, SGDClient
+from fedntk.ntk import NetworkPredictor
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.simulations.attacks import ATTACKS
 from fedntk.simulations.engine.lies import LyingGrid
@@ -125,6 +126,24 @@ def ntk_fl(defence="leave-one-out", **options):
 
 def test_false_labels_in_ntk_fl_have_the_result_of_a_lost_reply():
     run_as_if_lost(ntk_fl, many(NTKFLClient), with_arrays(shift), "leave-one-out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "client"), [(SeededFedAvg, SGDClient), (SCAFFOLD, SCAFFOLDClient)]
+)
+def test_weights_that_raise_the_validation_loss_have_the_result_of_a_lost_reply(kind, client):
+    """The server's examples are one of each class; honest clients learn all classes."""
+    x, y = 5 * torch.eye(3, 4), torch.arange(3)
+
+    def loss(arrays):
+        return NetworkPredictor.from_arrays(network(), arrays_of(arrays)).evaluate(x, y).loss
+
+    make = partial(kind, defence="validation", validation_loss=loss, fraction_evaluate=0.0)
+    first = np.array([9, 0, 0], np.float32)  # class 0 for all
+    false = with_arrays(lambda own: own | {"3.bias": own["3.bias"] + first})
+    run_as_if_lost(make, many(client), false, "validation", rounds=2)
+    with pytest.raises(ValueError, match="validation_loss: expected one"):
+        kind(defence="validation")
 
 
 def test_honest_jacobians_are_all_used():
