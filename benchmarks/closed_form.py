@@ -34,10 +34,7 @@ from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.report.results import machine
 
 RESULTS = Path(__file__).parent / "results"
-SPLITS: dict[str, Settings] = {
-    "one class a client": {},
-    "IID": {"partition": "iid"},
-}
+SPLITS: dict[str, Settings] = {"one class a client": {}, "IID": {"partition": "iid"}}
 METHODS: dict[str, Settings] = {
     "AFL": {"method": "afl", "validation_examples": 0},
     "Fed3R": {"method": "fed3r", "validation_examples": 0},

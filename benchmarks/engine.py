@@ -141,10 +141,7 @@ def flower_ray(case: Mapping[str, Any]) -> None:
         stock.server,
         stock.client,
         num_supernodes=CLIENTS,
-        backend_config={
-            "init_args": {"num_cpus": case["workers"]},
-            "client_resources": resources,
-        },
+        backend_config={"init_args": {"num_cpus": case["workers"]}, "client_resources": resources},
     )
 
 

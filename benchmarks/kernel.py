@@ -73,8 +73,7 @@ def main() -> None:
     ]
     cases += [(net, n, "factored") for net, ns in ALONE.items() for n in ns]
     rows = measured(
-        __file__,
-        [{"network": net, "method": m, "n": n, "device": device} for net, n, m in cases],
+        __file__, [{"network": net, "method": m, "n": n, "device": device} for net, n, m in cases]
     )
     found = {(r["network"], r["n"], r["method"]): r for r in rows}
     pairs = {

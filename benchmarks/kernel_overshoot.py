@@ -113,11 +113,7 @@ def main() -> None:
     print(seconds)
     stem = Path(__file__).parent / "results" / "kernel_overshoot"
     table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.4f")
-    summary = {
-        "machine": machine(),
-        "clients": options.clients,
-        "seconds-of-an-evolution": seconds,
-    }
+    summary = {"machine": machine(), "clients": options.clients, "seconds-of-an-evolution": seconds}
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
     shown = {

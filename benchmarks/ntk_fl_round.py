@@ -17,17 +17,7 @@ import time
 from typing import Any
 
 import torch
-from common import (
-    STEPS,
-    fashion_mnist,
-    machine,
-    measured,
-    mlp,
-    options,
-    timed,
-    use_checkout,
-    write,
-)
+from common import STEPS, fashion_mnist, machine, measured, mlp, options, timed, use_checkout, write
 
 CASES = [(c, "mean") for c in (5, 20, 50, 100)] + [(c, "full") for c in (5, 20, 50, 100)]
 CASES += [(5, "mean, unbuilt")]

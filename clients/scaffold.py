@@ -110,11 +110,7 @@ class SCAFFOLDClient(SGDClient):
         return {n: torch.from_numpy(corrections[n].copy()).to(own) for n, own in floating.items()}
 
     def _gradient(
-        self,
-        weights: Sequence[NDArray[Any]],
-        x: Tensor,
-        targets: Tensor,
-        config: Mapping[str, Any],
+        self, weights: Sequence[NDArray[Any]], x: Tensor, targets: Tensor, config: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """Option I: gradient of the mean loss of all examples, in the mini-batches' mode."""
         trainable, targets = self.trainable, self._compact(targets)

@@ -153,11 +153,7 @@ class SGDClient(ModelClient):
         return int(entropy.generate_state(1)[0])
 
     def batch_gradients(
-        self,
-        x: Tensor,
-        targets: Tensor,
-        batch: Tensor,
-        trainable: Mapping[str, nn.Parameter],
+        self, x: Tensor, targets: Tensor, batch: Tensor, trainable: Mapping[str, nn.Parameter]
     ) -> tuple[Tensor, Gradients]:
         """Return a batch's loss, and the gradients that a step goes along.
 

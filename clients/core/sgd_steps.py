@@ -62,9 +62,7 @@ class SGDSteps:
 
 
 def proximal_term(
-    parameters: Mapping[str, nn.Parameter],
-    mu: float,
-    centre: Mapping[str, Tensor] | None = None,
+    parameters: Mapping[str, nn.Parameter], mu: float, centre: Mapping[str, Tensor] | None = None
 ) -> Adjust:
     """Return what adds mu (w - centre) to the gradients of parameters w, trained in place.
 

@@ -7,12 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from fedntk.ntk.payloads.gossip_options import ALL, TO
-from fedntk.trust import (
-    ParcelKeys,
-    SealError,
-    open_parcel,
-    seal_parcel,
-)
+from fedntk.trust import ParcelKeys, SealError, open_parcel, seal_parcel
 
 # in a message's configuration: all of them if parcels are sealed, else none
 OF_SEALING = frozenset(

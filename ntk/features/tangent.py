@@ -120,11 +120,7 @@ class TangentFeatures:
         )
         features = torch.empty(len(x), width, dtype=self.dtype)
         with differentiate_in_chunks(
-            self.model,
-            x,
-            outputs=[self.output],
-            chunk_size=self.chunk_size,
-            more_bytes=4 * width,
+            self.model, x, outputs=[self.output], chunk_size=self.chunk_size, more_bytes=4 * width
         ) as (_, parts):
             for start, part in parts:
                 rows = features[start : start + part.num_examples]

@@ -148,11 +148,7 @@ def gradient_norms(
     """
     squares = torch.empty(len(x), dtype=torch.float64)
     found = differentiate_in_chunks(
-        model,
-        x,
-        chunk_size=chunk_size,
-        chunk_bytes=NORM_BYTES,
-        objective=_Objective(loss, targets),
+        model, x, chunk_size=chunk_size, chunk_bytes=NORM_BYTES, objective=_Objective(loss, targets)
     )
     with found as (_, parts):
         for start, part in parts:
@@ -161,10 +157,7 @@ def gradient_norms(
 
 
 def _collect(
-    n: int,
-    row: Jacobian,
-    parts: Iterator[tuple[int, Jacobian]],
-    device: torch.device | str = "cpu",
+    n: int, row: Jacobian, parts: Iterator[tuple[int, Jacobian]], device: torch.device | str = "cpu"
 ) -> Jacobian:
     require_memory(
         n * row.nbytes,

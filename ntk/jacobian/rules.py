@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .blocks import Block, DenseBlock
-from .factors import (
-    ConvBlock,
-    EmbeddingBlock,
-    FactoredBlock,
-    LinearBlock,
-    TransposedConvBlock,
-)
+from .factors import ConvBlock, EmbeddingBlock, FactoredBlock, LinearBlock, TransposedConvBlock
 from .readout import ReadoutBlock
 
 Calls = Sequence[tuple[Tensor, Tensor]]

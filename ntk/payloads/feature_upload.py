@@ -45,12 +45,7 @@ class FeatureUpload:
 
     @classmethod
     def from_arrays(
-        cls,
-        arrays: Arrays,
-        limits: UploadLimits,
-        *,
-        width: int,
-        num_outputs: int,
+        cls, arrays: Arrays, limits: UploadLimits, *, width: int, num_outputs: int
     ) -> Self:
         """Check what :meth:`to_arrays` made against the limits, or raise BadReply; decode it."""
         features, scale, labels = take_arrays(arrays, "features", "scale", "labels")

@@ -94,12 +94,7 @@ def serve(
 
 
 def _serve(
-    grid: Grid,
-    config: Config,
-    on_round: OnRound | None,
-    prepared: Prepared | None,
-    *,
-    resume: bool,
+    grid: Grid, config: Config, on_round: OnRound | None, prepared: Prepared | None, *, resume: bool
 ) -> None:
     folder, method = config.folder, config.chosen_method
     for path in folder.rglob(f"*{PARTIAL}"):  # what killed processes left half written

@@ -398,11 +398,7 @@ class BaseStrategy(MaskOptions, Sampling):
         return pairs, self.round_metrics([reply for reply, _ in pairs], rejected)
 
     def judged(
-        self,
-        pairs: Pairs[T],
-        rejected: Counter[str],
-        model: Arrays,
-        weights: Callable[[T], Arrays],
+        self, pairs: Pairs[T], rejected: Counter[str], model: Arrays, weights: Callable[[T], Arrays]
     ) -> Pairs[T]:
         """Drop the clients whose weights raise the validation loss, if that is the defence."""
         if (loss := self.validation_loss) is None or self.defence != "validation":

@@ -125,11 +125,7 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path, me
         ({"model": "lenet"}, (1, 8, 8), "model = lenet: .* at least 16 x 16"),
         ({"model": "two-patch-cnn"}, (3, 60), r"expected examples of shape \(2, d\) and 2 classes"),
         ({"model": THREE_CLASSES}, (4,), r"outputs of shape \(n, 4\), .* got \('n', 3\)"),
-        (
-            {"random_features": 6, "expand": "buckets"},
-            (5,),
-            "random-features: .* multiple of .*6",
-        ),
+        ({"random_features": 6, "expand": "buckets"}, (5,), "random-features: .* multiple of .*6"),
         ({"projection": 65}, (1, 8, 8), "projection: expected at most 64, the numbers in an ex"),
         ({"model": "char-lstm", "centre_inputs": True}, (5,), "char-lstm: fails .* centred by"),
     ],

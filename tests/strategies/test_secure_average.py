@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
 
-from fedntk.clients import (
-    DittoClient,
-    MaskedWeights,
-    PersonalisedClient,
-    SGDClient,
-    client_app,
-)
+from fedntk.clients import DittoClient, MaskedWeights, PersonalisedClient, SGDClient, client_app
 from fedntk.ntk.payloads.masked_average import average_of, average_words
 from fedntk.strategies import CheckedStrategy, Ditto, PersonalisedStrategy
 from fedntk.strategies import SeededFedAvg as FedAvg

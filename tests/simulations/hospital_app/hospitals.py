@@ -31,15 +31,7 @@ from fedntk.clients import (
     client_app,
 )
 from fedntk.ntk import with_fourier_features
-from fedntk.strategies import (
-    CPNTKFL,
-    NTKFL,
-    SCAFFOLD,
-    TCT,
-    BaseStrategy,
-    OneExchange,
-    SeededFedAvg,
-)
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy, OneExchange, SeededFedAvg
 from fedntk.trust import ClientKeys, RemoteKeyServer, RemoteShufflingServer, load_key
 
 CLIENTS = {
