@@ -32,8 +32,8 @@ from fedntk.ntk.convex.pooled_statistics import NormalEquations, best_ridge
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
-from fedntk.simulations.data.data import checksum_of
 from fedntk.simulations.engine.building import load_setup
+from fedntk.strategies.core.array_archive import checksum
 
 RESULTS = Path(__file__).parent / "results"
 KEYS = ["dataset", "features", "seed", "split", "clients", "examples"]
@@ -76,7 +76,7 @@ def exchange(config: Config, solved: dict[tuple[str, ...], dict[str, float]]) ->
     )
     on_clients = time.perf_counter() - start
     total = fitting + validation
-    key = tuple(checksum_of(own.gram, own.class_sums, own.counts) for own in (fitting, total))
+    key = tuple(checksum(own.gram, own.class_sums, own.counts) for own in (fitting, total))
     if key not in solved:
         solved[key] = solve(setup, extract, [fitting, validation, total], fixed)
     return {

@@ -19,7 +19,6 @@ anew from all c_i in each round; with unequal n_i, sums over only S would make i
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -145,7 +144,7 @@ class SCAFFOLD(BaseStrategy):
                 if any(controls[name].any() for _, (_, controls) in pairs):
                     weights[name] = start + self.server_learning_rate * (weights[name] - start)
         if not all(np.isfinite(weights[name]).all() for name in floating):
-            logger.log(WARNING, "the new weights are not finite: the model stays as it was")
+            logger.warning("the new weights are not finite: the model stays as it was")
             return None, metrics
         for reply, (_, controls) in pairs:
             parts = [controls[name].ravel() for name in floating]

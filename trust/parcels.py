@@ -7,9 +7,8 @@ A parcel does not say who sent it: anyone who knows a receiver's public key can 
 """
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -17,13 +16,14 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from numpy.typing import NDArray
 
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
+
 from .key_server import check_voucher
 from .sealing import SealError, public_bytes, seal, unseal
 from .wire import frame_arrays, unframe_arrays
 
 CONTENT, KEY = "content", "key-"  # names of arrays: the ciphertext, and its key for one receiver
 NONCE = bytes(12)  # a key encrypts only one parcel
-Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ def seal_parcel(
     return {name: np.frombuffer(data, np.uint8) for name, data in sealed.items()}
 
 
-def open_parcel(
-    sealed: Arrays, private_key: X25519PrivateKey, info: bytes
-) -> dict[str, NDArray[Any]]:
+def open_parcel(sealed: Arrays, private_key: X25519PrivateKey, info: bytes) -> ArrayDict:
     """Decrypt what :func:`seal_parcel` made for this key and the same `info`; else SealError."""
     name = KEY + public_bytes(private_key).hex()
     if missing := [part for part in (CONTENT, name) if part not in sealed]:

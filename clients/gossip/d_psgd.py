@@ -7,9 +7,10 @@ for Decentralized Parallel Stochastic Gradient Descent*, NeurIPS 2017, algorithm
 import numpy as np
 
 from fedntk.ntk.payloads.gossip_options import ALL
+from fedntk.ntk.support.arrays import ArrayDict
 
 from .gossip import GossipClient
-from .relay import HEARD, RESTARTED, Answer, Arrays, Message
+from .relay import HEARD, RESTARTED, Answer, Message
 
 
 class DPSGDClient(GossipClient):
@@ -42,9 +43,9 @@ class DPSGDClient(GossipClient):
         return {ALL: self.parcel(new)}, metrics
 
 
-def _add_step(own: Arrays, trained: Arrays, average: Arrays) -> Arrays:
+def _add_step(own: ArrayDict, trained: ArrayDict, average: ArrayDict) -> ArrayDict:
     """Return average + (trained - own), in float64 and cast back."""
-    moved: Arrays = {}
+    moved: ArrayDict = {}
     for name, centre in average.items():
         before, after = (np.asarray(w[name], np.float64) for w in (own, trained))
         moved[name] = np.asarray(centre + (after - before)).astype(centre.dtype)

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.averages import masked_mean
 from fedntk.ntk.payloads.gossip_options import ALL, DisPFLOptions
-from fedntk.ntk.support.arrays import require_array, take_arrays
+from fedntk.ntk.support.arrays import ArrayDict, require_array, take_arrays
 
 from ..core.randomness import round_seed
 from ..core.sgd_steps import Adjust, Gradients, gradients_of
 from ..personal.personal_store import ROUND
 from .dispfl_masks import Masks, first_masks, search
 from .gossip import GossipClient
-from .relay import COUNT, HEARD, RESTARTED, Answer, Arrays, Message, WeightsParcel, round_of
+from .relay import COUNT, HEARD, RESTARTED, Answer, Message, WeightsParcel, round_of
 
 MASKS = "sparse-masks"  # name of an array beside the weights
 SENT, NEXT = "sent ", "next "  # before names beside kept weights: of their mask, and the next one
@@ -31,11 +31,11 @@ SENT, NEXT = "sent ", "next "  # before names beside kept weights: of their mask
 class SparseWeights(NamedTuple):
     """Weights that are zero outside of masks, and how many examples their client has."""
 
-    weights: Arrays
+    weights: ArrayDict
     masks: Masks
     num_examples: int
 
-    def to_arrays(self) -> Arrays:
+    def to_arrays(self) -> ArrayDict:
         """Wire format: the numbers in the masks, whole arrays without one, masks of a bit each."""
         sent = {name: self.weights[name][mask] for name, mask in self.masks.items()}
         sent[MASKS] = np.packbits(join_masks(self.masks))
@@ -45,7 +45,7 @@ class SparseWeights(NamedTuple):
     def from_arrays(
         cls,
         arrays: Mapping[str, NDArray[Any]],
-        expected: Arrays,
+        expected: ArrayDict,
         max_examples: int,
         masked: Sequence[str],
     ) -> "SparseWeights":
@@ -138,7 +138,7 @@ class DisPFLClient(GossipClient):
 
         return adjust
 
-    def _search(self, trained: Arrays, masks: Masks, message: Message) -> Masks:
+    def _search(self, trained: ArrayDict, masks: Masks, message: Message) -> Masks:
         """Return the next masks: by the weights, and by the gradients of one batch at them."""
         config, share = message.config, message.options.pruned_share(round_of(message.config))
         if not share:
@@ -162,6 +162,6 @@ def join_masks(masks: Masks) -> NDArray[np.bool_]:
     return np.concatenate([np.zeros(0, bool), *(mask.ravel() for mask in masks.values())])
 
 
-def _apply_masks(weights: Arrays, masks: Masks) -> Arrays:
+def _apply_masks(weights: ArrayDict, masks: Masks) -> ArrayDict:
     return {n: np.where(masks[n], w, w.dtype.type(0)) if n in masks else w
             for n, w in weights.items()}  # fmt: skip

@@ -8,10 +8,11 @@ import numpy as np
 
 from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.payloads.gossip_options import GossipOptions, mixing_row
+from fedntk.ntk.support.arrays import ArrayDict
 
 from ..core.sgd_steps import Adjust
 from ..sgd import SGDClient
-from .relay import Arrays, Message, RelayClient, WeightsParcel, round_of
+from .relay import Message, RelayClient, WeightsParcel, round_of
 
 logger = getLogger("flwr")
 
@@ -36,8 +37,8 @@ class GossipClient(RelayClient, SGDClient):
             )
 
     def train_from(
-        self, weights: Arrays, message: Message, adjust: Adjust | None = None
-    ) -> tuple[Arrays, dict[str, float]]:
+        self, weights: ArrayDict, message: Message, adjust: Adjust | None = None
+    ) -> tuple[ArrayDict, dict[str, float]]:
         """Return new weights after a round's local epochs, and ``{"train-loss": ...}`` if finite.
 
         `adjust` is that of :meth:`SGDClient.descend`. Training that diverged gives the weights
@@ -57,12 +58,12 @@ class GossipClient(RelayClient, SGDClient):
 
     def mix(
         self,
-        own: Arrays,
+        own: ArrayDict,
         others: Sequence[tuple[int, WeightsParcel]],
         message: Message,
         *,
         with_own: bool = True,
-    ) -> Arrays:
+    ) -> ArrayDict:
         """Return sum over j of W_ij x_j: see :func:`weighted_sum`.
 
         Unless `with_own` the shares of the others, if there are some, grow by that of x_i.

@@ -33,11 +33,11 @@ from fedntk.ntk.payloads.screening import (
     screen_strangers,
     screen_uploads,
 )
-from fedntk.ntk.support.arrays import require_array, take_arrays
+from fedntk.ntk.support.arrays import ArrayDict, require_array, take_arrays
 
 from ..core.randomness import round_seed
 from ..core.weights import Scalar
-from .relay import HEARD, RESTARTED, Answer, Arrays, Message, RelayClient, WeightsParcel, round_of
+from .relay import HEARD, RESTARTED, Answer, Message, RelayClient, WeightsParcel, round_of
 
 HUB = "hub"  # in a message's configuration: whether the client is one; missing without hubs
 LOSS, T = "train-loss", "t"  # metrics
@@ -51,13 +51,13 @@ class EvolvedParcel(NamedTuple):
     t: float  # the hub's choice
     heard: int  # its neighbours
 
-    def to_arrays(self) -> Arrays:
+    def to_arrays(self) -> ArrayDict:
         """Wire format: that of the weights, with ``metric-t`` and ``metric-neighbours-heard``."""
         metrics = {BESIDE + T: np.array(self.t), BESIDE + HEARD: np.array(self.heard, np.int64)}
         return self.new.to_arrays() | metrics
 
     @classmethod
-    def from_arrays(cls, arrays: Arrays, expected: Arrays, most: int) -> "EvolvedParcel":
+    def from_arrays(cls, arrays: ArrayDict, expected: ArrayDict, most: int) -> "EvolvedParcel":
         """Check what :meth:`to_arrays` made; raise BadReply."""
         names = (BESIDE + T, BESIDE + HEARD)
         t, heard = take_arrays({n: arrays[n] for n in names if n in arrays}, *names)
@@ -206,7 +206,7 @@ class NTKDFLClient(RelayClient):
         chosen = torch.from_numpy(np.sort(parts[message.batch % len(parts)]))
         return x[chosen], targets[chosen]
 
-    def _rows(self, weights: Arrays, x: Tensor, targets: Tensor) -> JacobianUpload:
+    def _rows(self, weights: ArrayDict, x: Tensor, targets: Tensor) -> JacobianUpload:
         """Return Jacobian, outputs and targets at some weights: eq. (2)."""
         self.load_weights(weights)
         rows = jacobian(self.model, x.to(self.device), chunk_size=self.chunk_size)
@@ -214,7 +214,7 @@ class NTKDFLClient(RelayClient):
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
     def _all_rows(
-        self, average: Arrays, message: Message
+        self, average: ArrayDict, message: Message
     ) -> tuple[JacobianParcel, list[tuple[int, JacobianParcel]]]:
         """Return the client's rows at its average, and its neighbours' that can be used."""
         x, targets = self._part(message)
@@ -227,7 +227,7 @@ class NTKDFLClient(RelayClient):
         limits = UploadLimits(shapes, message.max_examples, options.sparsity, options.bits)
         budget = MemoryBudget()
 
-        def parse(_: int, arrays: Arrays) -> JacobianParcel:
+        def parse(_: int, arrays: ArrayDict) -> JacobianParcel:
             parcel = JacobianParcel.from_arrays(arrays, limits=limits, own=form)
             budget.hold(parcel.upload)
             return parcel

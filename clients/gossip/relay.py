@@ -11,14 +11,13 @@ from logging import getLogger
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Predictor
 from fedntk.ntk.first_weights import draw_weights
 from fedntk.ntk.options import argument, state
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, RelayOptions
 from fedntk.ntk.payloads.screening import OUTLIER_FACTOR, screen_changes
-from fedntk.ntk.support.arrays import require_array, take_arrays
+from fedntk.ntk.support.arrays import ArrayDict, Arrays, require_array, take_arrays
 from fedntk.trust import ParcelKeys
 
 from ..core.base import ModelClient
@@ -37,8 +36,7 @@ COUNT = "num-examples"  # name of an array beside weights
 RESTARTED, HEARD = "restarted", "neighbours-heard"  # metrics
 LARGEST = 1e12  # of a neighbour's weight
 logger = getLogger("flwr")
-Arrays = dict[str, NDArray[Any]]
-Outgoing = Mapping[str, Mapping[str, NDArray[Any]]]
+Outgoing = Mapping[str, Arrays]
 Answer = tuple[Outgoing, Mapping[str, Scalar]]  # what goes to whom, and metrics
 T = TypeVar("T")
 
@@ -46,17 +44,15 @@ T = TypeVar("T")
 class WeightsParcel(NamedTuple):
     """A neighbour's weights, and how many examples it has."""
 
-    weights: Arrays
+    weights: ArrayDict
     num_examples: int
 
-    def to_arrays(self) -> Arrays:
+    def to_arrays(self) -> ArrayDict:
         """Wire format: the weights by their names, and ``num-examples``."""
         return {**self.weights, COUNT: np.array(self.num_examples, np.int64)}
 
     @classmethod
-    def from_arrays(
-        cls, arrays: Mapping[str, NDArray[Any]], expected: Arrays, max_examples: int
-    ) -> "WeightsParcel":
+    def from_arrays(cls, arrays: Arrays, expected: ArrayDict, max_examples: int) -> "WeightsParcel":
         """Check what :meth:`to_arrays` made against a network's arrays; raise BadReply."""
         *given, count = take_arrays(arrays, *expected, COUNT)
         weights = dict(zip(expected, given, strict=True))
@@ -73,7 +69,7 @@ class Message(NamedTuple):
     """What a client is to do now."""
 
     config: Mapping[str, Any]
-    parcels: dict[int, Arrays]  # neighbour -> what it sent in the exchange before
+    parcels: dict[int, ArrayDict]  # neighbour -> what it sent in the exchange before
     options: Any  # the strategy's, of the class `options_kind`
     batch: int = 0  # part of its examples that the client is to use
     neighbours: tuple[int, ...] = ()  # ids of those to whom parcels may go
@@ -170,7 +166,7 @@ class RelayClient(ModelClient):
             )
         return None
 
-    def own_weights(self, parameters: Parameters, config: Mapping[str, Any]) -> Arrays:
+    def own_weights(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict:
         """Return the weights that count as the client's own, in the network's order."""
         self._take_first(parameters, config)
         return self.current(config)[0]
@@ -185,7 +181,7 @@ class RelayClient(ModelClient):
         late = round_of(config) > 1
         self.store(config).save(0, first if late else self._draw_first(first, config))
 
-    def current(self, config: Mapping[str, Any]) -> tuple[Arrays, bool]:
+    def current(self, config: Mapping[str, Any]) -> tuple[ArrayDict, bool]:
         """Return the client's weights from the round that counts, and whether they were lost.
 
         Then they are the first ones; if these are lost as well, the model's.
@@ -202,22 +198,22 @@ class RelayClient(ModelClient):
         first = self._load_kept(0, config) or self._draw_first(self.model_weights(), config)
         return first, True
 
-    def _draw_first(self, weights: Arrays, config: Mapping[str, Any]) -> Arrays:
+    def _draw_first(self, weights: ArrayDict, config: Mapping[str, Any]) -> ArrayDict:
         """Return weights of the client's own if clients begin with different ones."""
         if self.options_kind.from_config(config).same_weights:
             return weights
         generator = np.random.default_rng([*self.seed, *b"first-weights"])
         return draw_weights(weights, "he", generator)
 
-    def _load_kept(self, server_round: int, config: Mapping[str, Any]) -> Arrays:
+    def _load_kept(self, server_round: int, config: Mapping[str, Any]) -> ArrayDict:
         return self._of_network(self.store(config).load(server_round) or {})
 
-    def _of_network(self, kept: Arrays) -> Arrays:
+    def _of_network(self, kept: ArrayDict) -> ArrayDict:
         """Return the network's arrays among what was kept, in its order; empty if some lack."""
         names = list(self.model.state_dict())
         return {name: kept[name] for name in names} if kept.keys() >= set(names) else {}
 
-    def keep(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
+    def keep(self, weights: Arrays, config: Mapping[str, Any]) -> None:
         """Keep the current round's weights, and those that count until that round does."""
         self.store(config).save(round_of(config), weights, needed=int(config.get(ROUND, 0)))
 
@@ -225,7 +221,7 @@ class RelayClient(ModelClient):
         """Keep a part of the round's work: ``weights``, ``metrics``, or the weights ``before``."""
         self.store(config, f"-{part}{WITHIN}").save(round_of(config), arrays)
 
-    def load_within(self, config: Mapping[str, Any], part: str) -> Arrays:
+    def load_within(self, config: Mapping[str, Any], part: str) -> ArrayDict:
         """Return what was kept of a part in earlier steps of the round; empty if it was not."""
         return self.store(config, f"-{part}{WITHIN}").load(round_of(config)) or {}
 
@@ -234,7 +230,7 @@ class RelayClient(ModelClient):
         kept = self.load_within(message.config, "metrics")
         return {name: array.item() for name, array in kept.items()}
 
-    def weights_within(self, message: Message) -> Arrays:
+    def weights_within(self, message: Message) -> ArrayDict:
         """Return the weights that were kept in earlier steps of the round."""
         weights = self._of_network(self.load_within(message.config, "weights"))
         if not weights:
@@ -245,7 +241,7 @@ class RelayClient(ModelClient):
             )
         return weights
 
-    def keep_before(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
+    def keep_before(self, weights: Arrays, config: Mapping[str, Any]) -> None:
         """Keep weights from before the last thing done in a round, for evaluation."""
         if config.get("keep-both"):
             self.keep_within(config, "before", weights)
@@ -254,11 +250,11 @@ class RelayClient(ModelClient):
         """Return the folder of the client's weights, or of something else that it keeps."""
         return PersonalStore(self.cache, config, self.seed, what)
 
-    def load_weights(self, weights: Mapping[str, NDArray[Any]]) -> None:
+    def load_weights(self, weights: Arrays) -> None:
         """Put weights into the model."""
         set_weights(self.model, [weights[name] for name in self.model.state_dict()])
 
-    def parcel(self, weights: Arrays) -> Mapping[str, NDArray[Any]]:
+    def parcel(self, weights: ArrayDict) -> Arrays:
         """Return weights as they go to neighbours."""
         return WeightsParcel(weights, len(self._training)).to_arrays()
 
@@ -269,7 +265,7 @@ class RelayClient(ModelClient):
         return {} if silent else {ALL: self.parcel(own)}, {RESTARTED: int(lost)}
 
     def open(
-        self, parcels: Mapping[int, Arrays], read: Callable[[int, Arrays], T]
+        self, parcels: Mapping[int, ArrayDict], read: Callable[[int, ArrayDict], T]
     ) -> list[tuple[int, T]]:
         """Read parcels by their senders, in the order of these; those that are bad are dropped."""
         good = []
@@ -281,7 +277,10 @@ class RelayClient(ModelClient):
         return good
 
     def read_weights(
-        self, message: Message, own: Arrays, parse: Callable[..., Any] = WeightsParcel.from_arrays
+        self,
+        message: Message,
+        own: ArrayDict,
+        parse: Callable[..., Any] = WeightsParcel.from_arrays,
     ) -> list[tuple[int, Any]]:
         """Return the neighbours' weights, without those of a norm out of all proportion."""
         most, zero = message.max_examples, {name: np.zeros_like(a) for name, a in own.items()}

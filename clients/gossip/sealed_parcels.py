@@ -1,12 +1,11 @@
 """How a client seals what it sends its neighbours, and opens what they sealed for it."""
 
 from collections.abc import Mapping
-from logging import WARNING, getLogger
+from logging import getLogger
 from typing import Any
 
-from numpy.typing import NDArray
-
 from fedntk.ntk.payloads.gossip_options import ALL, TO
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
 from fedntk.trust import ParcelKeys, SealError, open_parcel, seal_parcel
 
 # in a message's configuration: all of them if parcels are sealed, else none
@@ -15,7 +14,6 @@ OF_SEALING = frozenset(
     for name in ("run", "exchange", "sender", "own-key", "receivers", "keys", "vouchers")
 )
 logger = getLogger("flwr")
-Arrays = Mapping[str, NDArray[Any]]
 
 
 class SealedParcels:
@@ -33,7 +31,7 @@ class SealedParcels:
                 "it is asked again before the next round"
             )
 
-    def open(self, sender: int, parcel: Arrays) -> dict[str, NDArray[Any]]:
+    def open(self, sender: int, parcel: Arrays) -> ArrayDict:
         """Open a parcel of the exchange before; SealError if it is something else."""
         info = self._binding(sender, int(self._config["parcel-exchange"]) - 1)
         return open_parcel(parcel, self._keys.private_key, info)
@@ -57,7 +55,7 @@ class SealedParcels:
                 self._keys.require_vouched(key, voucher)
                 trusted[int(neighbour)] = key
             except SealError as error:
-                logger.log(WARNING, "nothing is sent to neighbour %d: %s", neighbour, error)
+                logger.warning("nothing is sent to neighbour %d: %s", neighbour, error)
         return trusted
 
     def _binding(self, sender: int, exchange: int) -> bytes:

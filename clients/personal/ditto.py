@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from fedntk.ntk.options import option
+from fedntk.ntk.support.arrays import ArrayDict
 
 from ..core.sgd_steps import proximal_term
 from ..core.weights import Config, Fit, Parameters, set_weights
-from .personalised import Arrays, PersonalisedClient
+from .personalised import PersonalisedClient
 
 logger = getLogger("flwr")
 
@@ -60,7 +61,7 @@ class DittoClient(PersonalisedClient):
         more = {"personal-loss": personal_loss, "restarted": float(kept is None)}
         return result, num_examples, {**metrics, **more}
 
-    def _train_own(self, parameters: Parameters, config: Config, kept: Arrays | None) -> float:
+    def _train_own(self, parameters: Parameters, config: Config, kept: ArrayDict | None) -> float:
         """Train v_k towards the received weights; the model holds it then."""
         received, _ = self.records(parameters)
         start = list(self._personal(received, kept).values())
@@ -70,11 +71,11 @@ class DittoClient(PersonalisedClient):
         adjust = proximal_term(self.trainable, self.pull, centre) if self.pull else None
         return self.descend(start, x, targets, config, adjust, epochs=self.personal_epochs or None)
 
-    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> Arrays:
+    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict:
         """Return v_k as it was kept; the received weights before that, or if it is lost."""
         return self._personal(self.records(parameters)[0], self.kept(config))
 
-    def _personal(self, received: Arrays, kept: Arrays | None) -> Arrays:
+    def _personal(self, received: ArrayDict, kept: ArrayDict | None) -> ArrayDict:
         if kept is None:
             logger.warning("the personal model is lost: it begins again with the global weights")
         own = kept or received

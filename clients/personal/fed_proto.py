@@ -17,10 +17,11 @@ from fedntk.ntk import FeatureMap, Predictor, PrototypePredictor
 from fedntk.ntk.features.feature_map import record_input
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES, Prototypes
+from fedntk.ntk.support.arrays import ArrayDict
 
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Evaluation, Fit, Parameters
-from .personalised import Arrays, PersonalisedClient
+from .personalised import PersonalisedClient
 
 
 class FedProtoClient(PersonalisedClient):
@@ -87,7 +88,7 @@ class FedProtoClient(PersonalisedClient):
         feature_map, prototypes = FeatureMap.from_config(config), self._prototypes_in(parameters)
         return PrototypePredictor(self.model, prototypes, head=feature_map.head, device=self.device)
 
-    def records(self, parameters: Parameters) -> tuple[Arrays, Arrays]:
+    def records(self, parameters: Parameters) -> tuple[ArrayDict, ArrayDict]:
         """Return no arrays of the network as shared, and first values of all as personal."""
         _, first = super().records(parameters)
         return {}, first

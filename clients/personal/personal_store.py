@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from ..core.adapter import CLIENT_ID
 from ..core.disk_store import DiskStore, cache_dir, client_folder, remove_stale
@@ -16,7 +17,6 @@ RUN, ROUND = "personal-run", "personal-round"  # in a message's configuration
 KEPT = 20  # of the newest rounds that a client took part in: a run may go on from any of them
 KEPT_BYTES = 64 * 2**20  # limit of these together; the newest two stay in any case
 PREFIX = "array "  # before the names, which are keyword arguments of numpy's
-Arrays = dict[str, NDArray[Any]]
 
 
 class PersonalStore:
@@ -42,16 +42,14 @@ class PersonalStore:
         client = str(config.get(CLIENT_ID, "-".join(map(str, seed))))
         self.folder = client_folder(cache, str(config.get(RUN, "")), client + what)
 
-    def load(self, server_round: int) -> Arrays | None:
+    def load(self, server_round: int) -> ArrayDict | None:
         """Return what was kept in a round; None if it is missing or damaged."""
         if not self.folder.exists():
             return None
         kept = self._disk().load(_file(server_round))
         return {name.removeprefix(PREFIX): array for name, array in kept.items()} or None
 
-    def save(
-        self, server_round: int, arrays: Mapping[str, NDArray[Any]], *, needed: int = 0
-    ) -> None:
+    def save(self, server_round: int, arrays: Arrays, *, needed: int = 0) -> None:
         """Keep some arrays, under their names, as those of a round.
 
         Those of the round `needed` stay, however old: the new ones may yet be refused.

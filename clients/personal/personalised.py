@@ -8,10 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from numpy.typing import NDArray
-
 from fedntk.ntk import Predictor
 from fedntk.ntk.options import argument
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from ..core.named_arrays import NamedArrays, records_of
 from ..core.weights import Config, Evaluation, Fit, Parameters
@@ -19,7 +18,6 @@ from ..sgd import SGDClient
 from .personal_store import ROUND, RUN, PersonalStore
 
 SHARED, PERSONAL = "arrays", "personal"  # records of a message; a strategy may rename the first
-Arrays = dict[str, NDArray[Any]]
 
 
 class PersonalisedClient(SGDClient):
@@ -76,7 +74,7 @@ class PersonalisedClient(SGDClient):
             raise ValueError(f"{self._store(config).folder}: what was kept there is lost")
         return super().predictor(list(network.values()), config)
 
-    def records(self, parameters: Parameters) -> tuple[Arrays, Arrays]:
+    def records(self, parameters: Parameters) -> tuple[ArrayDict, ArrayDict]:
         """Return the shared arrays that came, and first values of the personal ones."""
         name = self.record_name(parameters)
         records = records_of(parameters, name, strategy=self.strategy)
@@ -87,7 +85,7 @@ class PersonalisedClient(SGDClient):
         names = [name for name in getattr(parameters, "records", {}) if name != PERSONAL]
         return names[0] if len(names) == 1 else SHARED
 
-    def assemble(self, parameters: Parameters, config: Mapping[str, Any]) -> Arrays | None:
+    def assemble(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict | None:
         """Return the client's whole network, in its order; None if its own part is lost."""
         shared, first = self.records(parameters)
         expected = self.model.state_dict()
@@ -100,16 +98,16 @@ class PersonalisedClient(SGDClient):
             return None
         return {name: shared[name] if name in shared else own[name] for name in expected}
 
-    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> Arrays | None:
+    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict | None:
         """Return the network that the client evaluates: by default the one that it trains."""
         return self.assemble(parameters, config)
 
-    def kept(self, config: Mapping[str, Any]) -> Arrays | None:
+    def kept(self, config: Mapping[str, Any]) -> ArrayDict | None:
         """Return what the client kept in the round that the message names; None if it is lost."""
         server_round = int(config.get(ROUND, 0))
         return self._store(config).load(server_round) if server_round else {}
 
-    def keep(self, arrays: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
+    def keep(self, arrays: Arrays, config: Mapping[str, Any]) -> None:
         """Keep the current round's arrays, and those from which they were made."""
         if arrays:
             needed = int(config.get(ROUND, 0))

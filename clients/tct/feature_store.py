@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from logging import WARNING, getLogger
+from logging import getLogger
 from pathlib import Path
 from typing import Any, Literal
 
@@ -158,7 +158,7 @@ class FeatureStore(DiskStore):
             except OverflowError as error:
                 if self.dtype == "float32":
                     raise
-                logger.log(WARNING, "%s: these examples' are kept in float32", error)
+                logger.warning("%s: these examples' are kept in float32", error)
                 self._normalise(name, raw, normalise, "float32")
             self.remove(pattern=f"raw-{name}.npy")
             features = self._there(f"features-{name}", shape)

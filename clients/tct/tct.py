@@ -14,7 +14,7 @@ example are its features, and those of few hold them.
 """
 
 from collections.abc import Mapping
-from logging import WARNING, getLogger
+from logging import getLogger
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -155,8 +155,7 @@ class TCTClient(SumsClient, SGDClient):
         if before is None or store.has("train", digests):
             return False
         known = set(map(tuple, before.tolist()))
-        logger.log(
-            WARNING,
+        logger.warning(
             "client-%s: %d of its %d examples are the same as before; features are computed anew. "
             "Return the same examples, in any order, in all rounds of a run",
             self._name(config),

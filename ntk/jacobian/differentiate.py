@@ -19,7 +19,7 @@ from .attention import no_fast_path, separate_projections
 from .blocks import Block, DenseBlock
 from .operator import Jacobian
 from .readout import ELEMENTWISE
-from .rules import Layer, any_axis, is_linear, read_out, rule_for
+from .rules import Layer, any_axis, linear, read_out, rule_for
 from .structure import COPY, graph_of, structure_of
 
 Structure = Literal["factored", "dense"]
@@ -523,7 +523,7 @@ def _find_readouts(
     at = {
         calls[layer.name][0][1].grad_fn: layer
         for layer in layers
-        if is_linear(layer.rule) and layer.weight and len(calls[layer.name]) == 1
+        if layer.rule is linear and layer.weight and len(calls[layer.name]) == 1
         if calls[layer.name][0][1].ndim == 2
     }
     found: dict[str, str] = {}

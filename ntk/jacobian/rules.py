@@ -56,11 +56,6 @@ def any_axis(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding))
 
 
-def is_linear(rule: Rule | None) -> bool:
-    """Whether it is the rule of linear layers."""
-    return rule is _linear
-
-
 def read_out(layer: Layer, inputs: Tensor, slopes: Tensor, matrix: Tensor | None) -> list[Block]:
     """Columns of a linear layer that is read out by `matrix`; as any other's if not smaller."""
     block = ReadoutBlock(str(layer.weight), layer.bias, str(layer.readout), matrix, inputs, slopes)
@@ -68,7 +63,7 @@ def read_out(layer: Layer, inputs: Tensor, slopes: Tensor, matrix: Tensor | None
     return [block] if small else _smaller([block.expanded()])
 
 
-def _linear(layer: Layer, _: nn.Linear, calls: Calls) -> list[Block]:
+def linear(layer: Layer, _: nn.Linear, calls: Calls) -> list[Block]:
     """Take all calls as more positions: ``z = W a + b`` at each position of each."""
     inputs = torch.cat([a.flatten(1, -2) if a.ndim > 2 else a.unsqueeze(1) for a, _ in calls], 1)
     gradients = torch.cat(
@@ -197,7 +192,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[Any], bool], Rule], ...] = (
-    ((nn.Linear,), lambda _: True, _linear),
+    ((nn.Linear,), lambda _: True, linear),
     (_CONVOLUTIONS, lambda _: True, _conv),
     (_TRANSPOSED, lambda _: True, _transposed_conv),
     (_BATCH_NORMS, lambda m: m.running_mean is not None, _elementwise),

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import BadReply
 from ..features.fixed_point import FixedPoint
-from ..support.arrays import require_array, take_arrays
+from ..support.arrays import ArrayDict, Arrays, require_array, take_arrays
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 
@@ -32,7 +32,6 @@ ROWS, COLUMNS = 1024, 512  # of a block of products
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums
 SLACK = 1e-6  # by which rounding may break an inequality
 FEWER = "lower num_features"
-Arrays = Mapping[str, NDArray[Any]]
 
 
 class SumFormat(NamedTuple):
@@ -225,7 +224,7 @@ class FeatureStatistics:
             full[i:, i] = row
         return full
 
-    def to_arrays(self, fixed_point: FixedPoint | None = None) -> dict[str, NDArray[Any]]:
+    def to_arrays(self, fixed_point: FixedPoint | None = None) -> ArrayDict:
         """Return the sums by name; integers in int32 if all such sums fit."""
         dtype = _wire_dtype(self.num_examples, fixed_point)
         sums = self.gram.astype(dtype, copy=False), self.class_sums.astype(dtype), self.counts

@@ -11,7 +11,6 @@ Sums over fewer than 2^35 examples fit in 64 bits; n_k is at most 2^24, with whi
 float64. Beside the q_k go n_k, how many numbers were clipped, and the training loss.
 """
 
-from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -20,9 +19,9 @@ from numpy.typing import NDArray
 
 from ..errors import BadReply
 from ..options import Declared, shared
+from ..support.arrays import Arrays
 from .feature_statistics import SumStep
 
-Arrays = Mapping[str, NDArray[Any]]
 STEP, LIMIT = 2.0**-20, 2.0**28  # s, and R / s
 MOST_EXAMPLES = 2**24
 BESIDE = 4  # numbers beside the model's: examples, clipped, examples with a loss, their losses

@@ -109,15 +109,13 @@ def screen_losses(
     return [_too_large("losses", factor) if (own > limits).any() else None for own in losses]
 
 
-def screen_strangers(
-    losses: Sequence[float], factor: float = STRANGER_FACTOR
-) -> list[BadReply | None]:
+def screen_strangers(losses: Sequence[float]) -> list[BadReply | None]:
     """Compare models by their losses on one client's examples; the first is its own, and stays.
 
-    One is dropped if its loss is over `factor` times the median one, and over `factor`. Clients
-    with other classes lose more as well, but not that much. The reason is ``"leave-one-out"``.
+    One is dropped if its loss is over 3 times the median one, and over 3. Clients with other
+    classes lose more as well, but not that much. The reason is ``"leave-one-out"``.
     """
-    limit = factor * max(1.0, statistics.median_low(losses))
+    limit = STRANGER_FACTOR * max(1.0, statistics.median_low(losses))
     bad = BadReply("leave-one-out", f"a loss over {limit:.3g} on the client's own examples")
     return [None, *(bad if loss > limit else None for loss in losses[1:])]
 

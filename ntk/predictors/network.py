@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..losses import Loss, check_loss, loss_value, one_hot
+from ..support.arrays import ArrayDict, Arrays
 from .inputs import InputTransform
 
 BATCH_SIZE = 1024  # examples in a forward pass
@@ -139,9 +139,7 @@ class NetworkPredictor(Predictor):
         return next(self.network.parameters()).device
 
     @classmethod
-    def from_arrays(
-        cls, network: nn.Module, arrays: Mapping[str, NDArray[Any]], **options: Any
-    ) -> Self:
+    def from_arrays(cls, network: nn.Module, arrays: Arrays, **options: Any) -> Self:
         """Make the predictor from a network's arrays, by the names of its state dict.
 
         `network` is copied; other arrays are ignored. `options` are `loss` and `device`.
@@ -176,9 +174,7 @@ class NetworkPredictor(Predictor):
         return cls.from_arrays(network, arrays, loss=loss)
 
 
-def write_model(
-    path: Path, arrays: Mapping[str, NDArray[Any]], described: Mapping[str, Any]
-) -> None:
+def write_model(path: Path, arrays: Arrays, described: Mapping[str, Any]) -> None:
     """Write arrays as safetensors, described in the metadata, into a folder that is made."""
     from safetensors.numpy import save_file
 
@@ -187,9 +183,7 @@ def write_model(
 
 
 @contextmanager
-def reading_model(
-    path: Path, kind: str
-) -> Iterator[tuple[dict[str, NDArray[Any]], dict[str, Any]]]:
+def reading_model(path: Path, kind: str) -> Iterator[tuple[ArrayDict, dict[str, Any]]]:
     """Yield what :func:`write_model` wrote; ValueError if that, or the block, finds it damaged."""
     from safetensors import SafetensorError, safe_open
 
@@ -201,20 +195,20 @@ def reading_model(
         raise ValueError(f"{path} holds no {kind} that can be read: {error}") from error
 
 
-def arrays_of(network: nn.Module) -> dict[str, NDArray[Any]]:
+def arrays_of(network: nn.Module) -> ArrayDict:
     """Name -> array of a network's state dict; copies, in C order."""
     state = network.state_dict()
     return {name: np.array(tensor.cpu().numpy(), order="C") for name, tensor in state.items()}
 
 
-def load_arrays(network: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> None:
+def load_arrays(network: nn.Module, arrays: Arrays) -> None:
     """Set a network's state from named arrays, which may be read-only and hold more."""
     state = {name: torch.from_numpy(np.array(arrays[name])) for name in network.state_dict()}
     network.load_state_dict(state)
 
 
 def require_same_network(
-    network: nn.Module, arrays: Mapping[str, NDArray[Any]], folder: str | Path, also: str = ""
+    network: nn.Module, arrays: Arrays, folder: str | Path, also: str = ""
 ) -> None:
     """Refuse arrays of another network, and name what differs."""
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}

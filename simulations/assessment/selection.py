@@ -7,13 +7,11 @@ beside it in a random order, and from the worst to the best.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
-Arrays = Mapping[str, NDArray[Any]]
+from fedntk.ntk.support.arrays import Arrays
 
 
 def selection_curves(

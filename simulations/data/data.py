@@ -1,6 +1,5 @@
 """Examples as a run takes them; nothing here depends on how they are split."""
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -13,6 +12,7 @@ from torch import Tensor
 from fedntk.clients import cache_dir
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.support.files import whole
+from fedntk.strategies.core.array_archive import checksum
 
 from ..config.settings import ConfigError
 from .parts import Part
@@ -88,7 +88,7 @@ class Data:
     @cached_property
     def checksum(self) -> str:
         """SHA-256 of all examples and labels."""
-        return checksum_of(self.x_train, self.y_train, self.x_test, self.y_test)
+        return checksum(self.x_train, self.y_train, self.x_test, self.y_test)
 
     def train(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Return training examples as a network takes them, float32, with their labels."""
@@ -120,7 +120,7 @@ class Data:
         texts = np.array(self.columns, str), np.array(self.classes or np.array((), str))
         every = zip(NPZ, (*parts, *texts, split, sizes), strict=True)
         arrays = {name: array for name, array in every if array is not None}
-        digest = checksum_of(np.array(list(arrays)), *arrays.values())
+        digest = checksum(np.array(list(arrays)), *arrays.values())
         path = cache_dir() / "data" / f"own-{digest[:16]}.npz"
         if not path.exists():
             with whole(path) as file:
@@ -143,12 +143,3 @@ def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str
         raise ConfigError(
             f"{what}expected labels 0 ... {num_classes - 1}, got {y.min()} ... {y.max()}"
         )
-
-
-def checksum_of(*arrays: NDArray[Any]) -> str:
-    """Return the SHA-256 of arrays with their dtypes and shapes."""
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(f"{array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import ArrayRecord
-from numpy.typing import NDArray
 
+from fedntk.ntk.support.arrays import ArrayDict
 from fedntk.strategies.core.array_archive import ArrayArchive, OldFormat
 from fedntk.strategies.core.averaging import record_of
 
@@ -22,7 +22,6 @@ from ..config.settings import ConfigError
 ROUNDS = 32  # rounds in one array of a file: those of long ago are written once
 Record = dict[str, Any]  # a round's metrics
 OnRound = Callable[[Record], None]
-Arrays = dict[str, NDArray[Any]]
 
 
 class Best(NamedTuple):
@@ -35,7 +34,7 @@ class Best(NamedTuple):
     round: int
     value: float
     learned: str
-    weights: Arrays
+    weights: ArrayDict
 
 
 class Round(NamedTuple):
@@ -64,7 +63,7 @@ class Round(NamedTuple):
 class Checkpoint:
     """A run after a round."""
 
-    weights: Arrays  # the global model
+    weights: ArrayDict  # the global model
     learned: str  # what its arrays hold
     strategy: dict[str, Any]  # the strategy's state_dict()
     source: dict[str, str]  # checksums of data and split; device and threads, for the bits

@@ -4,14 +4,13 @@ import contextlib
 import time
 from dataclasses import replace
 from logging import getLogger
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.network import Evaluation
+from fedntk.ntk.support.arrays import ArrayDict
 from fedntk.ntk.support.files import PARTIAL, claimed
 from fedntk.ntk.support.threads import warn_of_spinning
 from fedntk.strategies import BaseStrategy
@@ -130,7 +129,7 @@ def _serve(
     x = projected(config, x)  # once, not in each round
     metrics = load_metrics(config.metrics)
 
-    def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
+    def evaluate(arrays: ArrayDict) -> Evaluation:
         predictor = method.predictor(setup, arrays, strategy.learned, cache=folder / "cache")
         predictor.metrics = metrics
         evaluation: Evaluation = predictor.evaluate(x, y)

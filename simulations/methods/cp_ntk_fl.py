@@ -30,12 +30,11 @@ class _CPNTKFL(EvolvingMethod):
         if not settings.noise_multiplier:
             return
         noise = f"{settings.key('noise_multiplier')} = {settings.noise_multiplier:g}"
-        by_clients = settings.selection == "validation" and config.validation_clients
-        if settings.selection == "clients" or by_clients:
+        if settings.selection == "validation" and config.validation_clients:
             raise ConfigError(
-                f"{settings.key('selection')} = {settings.selection} asks clients for losses of "
-                f"their examples, which {noise} does not cover; use linearised, or "
-                "validation with validation-examples"
+                f"{settings.key('selection')} = validation asks clients for losses of their "
+                f"examples, which {noise} does not cover; use linearised, or validation with "
+                "validation-examples"
             )
         own_test = config.local_test_fraction or config.private_test
         if config.clients_per_evaluation and not own_test:

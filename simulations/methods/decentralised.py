@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedntk.ntk.support.arrays import Arrays
 from fedntk.ntk.support.files import whole
 from fedntk.strategies import BaseStrategy, RelayStrategy, Topology
 from fedntk.strategies.core.averaging import cast_like, named_arrays
@@ -147,9 +147,7 @@ class DecentralisedMethod(Method):
         path = folder / "selection.parquet"
         return {"selection": selection_accuracies(pd.read_parquet(path))} if path.exists() else {}
 
-    def _accuracy(
-        self, setup: Setup, model: Mapping[str, NDArray[Any]], x: Tensor, y: Tensor
-    ) -> float:
+    def _accuracy(self, setup: Setup, model: Arrays, x: Tensor, y: Tensor) -> float:
         return self.predictor(setup, model, "network").evaluate(x, y).accuracy
 
 

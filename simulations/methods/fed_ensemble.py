@@ -11,13 +11,14 @@ from fedntk.clients import FedEnsembleClient, ModelClient
 from fedntk.ntk import EnsemblePredictor, Predictor
 from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
+from fedntk.ntk.support.arrays import Arrays
 from fedntk.strategies import BaseStrategy, FedEnsemble
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
 from ..models import build_model
 from . import all_methods
-from .method import Arrays, Method, Setup
+from .method import Method, Setup
 
 FAR = 1_000_003  # between the seeds of two models, so that no other run has them
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedntk.clients
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
 from fedntk.ntk.options import Declared, Option
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
+from fedntk.ntk.support.arrays import Arrays
 from fedntk.strategies import BaseStrategy
 from fedntk.strategies.core.averaging import named_arrays
 from fedntk.strategies.core.trust_protocols import MaskOptions
@@ -37,7 +37,6 @@ from ..deploy.simulated_trust import projected
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
-Arrays = Mapping[str, NDArray[Any]]
 KEPT = "cache/personal"  # in a run's folder: what its clients keep
 
 # places in the name of a class where kebab-case has a hyphen: FedAvgM becomes fed-avg-m

@@ -14,11 +14,12 @@ from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
 from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
+from fedntk.ntk.support.arrays import Arrays
 from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
 
 from ..config.config import Config
 from ..config.settings import ConfigError, setting
-from .method import Arrays, Setup
+from .method import Setup
 from .sums import SumsMethod, SumsSettings
 
 

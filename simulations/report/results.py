@@ -21,8 +21,8 @@ import pyarrow
 import pyarrow.csv
 import pyarrow.parquet
 import torch
-from numpy.typing import NDArray
 
+from fedntk.ntk.support.arrays import ArrayDict
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import load_tensors, save_tensors
 
@@ -338,9 +338,7 @@ def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
     return list(seen.values())
 
 
-def load_model(
-    folder: str | Path, which: Literal["model", "best"] = "model"
-) -> dict[str, NDArray[Any]]:
+def load_model(folder: str | Path, which: Literal["model", "best"] = "model") -> ArrayDict:
     """Return name -> array of a run's last or best weights, in the order of its state dict.
 
     DamagedFile if the file is not as it was written, FileNotFoundError if there is none.

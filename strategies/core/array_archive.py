@@ -11,7 +11,7 @@ import json
 import mmap
 import weakref
 from collections.abc import Mapping
-from logging import WARNING, getLogger
+from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,7 +69,7 @@ class ArrayArchive:
             try:
                 return self._load(path)
             except (DamagedFile, FileNotFoundError) as error:
-                logger.log(WARNING, "%s; going back to what was saved before it", error)
+                logger.warning("%s; going back to what was saved before it", error)
         return None
 
     def remove_partial(self) -> None:
@@ -128,10 +128,12 @@ class ArrayArchive:
                 path.unlink(missing_ok=True)
 
 
-def checksum(array: NDArray[Any]) -> str:
-    """SHA-256 of an array's dtype, shape and numbers."""
-    digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).data)
+def checksum(*arrays: NDArray[Any]) -> str:
+    """SHA-256 of arrays' dtypes, shapes and numbers."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 

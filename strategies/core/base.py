@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from logging import INFO
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -151,7 +150,7 @@ class BaseStrategy(MaskOptions, Sampling):
             for name, own in self.options().items()
             if own.compared and (value := getattr(self, name)) != own.default
         ]
-        logger.log(INFO, "\t└──> Options: %s", ", ".join(given) or "all at their defaults")
+        logger.info("\t└──> Options: %s", ", ".join(given) or "all at their defaults")
 
     # ------------------------------------------------------------------- state
 

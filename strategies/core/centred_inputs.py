@@ -5,7 +5,6 @@ the server sees both. The mean becomes an array of the model, which all clients 
 """
 
 from collections.abc import Sequence
-from logging import INFO
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ def centre_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> Ar
             f"centre_inputs out; the last refused: {strategy.last_refusal or 'none came at all'}"
         )
     means, counts = zip(*(own for _, own in pairs), strict=True)
-    logger.log(INFO, "inputs are centred by the mean of %d examples", sum(counts))
+    logger.info("inputs are centred by the mean of %d examples", sum(counts))
     mean = np.average(means, axis=0, weights=counts).astype(centre.dtype)
     return ArrayRecord({**arrays, CENTRE: Array(mean)})
 

@@ -1,7 +1,7 @@
 """Checkpoints of a strategy's run, for any deployment: what ``start(checkpoint=...)`` writes."""
 
 from collections.abc import Mapping
-from logging import INFO, WARNING, getLogger
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,14 @@ class RunCheckpoints:
             ) from error
         self._saved, self._first_weights = strategy.server_round, found["first-weights"]
         if self._saved >= num_rounds:
-            logger.log(
-                WARNING,
+            logger.warning(
                 "%s: all %d rounds have been run before, and none is run now; choose another "
                 "folder for another run",
                 self.folder,
                 self._saved,
             )
         else:
-            logger.log(INFO, "%s: going on after round %d", self.folder, self._saved)
+            logger.info("%s: going on after round %d", self.folder, self._saved)
         result = Result(arrays)
         for history in HISTORIES:
             own = found["result"][history]
@@ -77,8 +76,7 @@ class RunCheckpoints:
                 "folder"
             )
         if found["first-weights"] != self._first_weights:
-            logger.log(
-                WARNING,
+            logger.warning(
                 "%s: the run in it began with other weights than those given now, which are not "
                 "used",
                 self.folder,
@@ -108,6 +106,6 @@ class RunCheckpoints:
         except OSError as error:
             if self._saved < 0:
                 raise
-            logger.log(WARNING, "no checkpoint of round %d: %s", server_round, error)
+            logger.warning("no checkpoint of round %d: %s", server_round, error)
             return
         self._saved = server_round

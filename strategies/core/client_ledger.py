@@ -4,7 +4,6 @@ Beyond the papers: see :mod:`fedntk.ntk.convex.ledger`.
 """
 
 from collections.abc import Sequence
-from logging import WARNING
 from typing import Any
 
 import torch
@@ -95,9 +94,9 @@ class LedgerStrategy(SumsStrategy):
             self.summed = tuple(client for client in self.summed if client not in reasons)
             total = add_up(self.kept(self.summed).values())
         except (*UNUSABLE, TypeError) as error:  # the latter with no possible sums
-            logger.log(WARNING, "no solution (%s): the model stays as it was", error)
+            logger.warning("no solution (%s): the model stays as it was", error)
             return []
         for client, reason in sorted(reasons.items()):
-            logger.log(WARNING, "client %d is removed: %s", client, reason)
+            logger.warning("client %d is removed: %s", client, reason)
         metrics["clients-removed"] = len(reasons)
         return [total] if self.enough(len(self.summed)) else []

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from logging import WARNING, getLogger
+from logging import getLogger
 from typing import Any, ClassVar, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -233,7 +233,7 @@ class Exchanges(Declared, FedAvg):
                 answers.append(reply)
             except BadReply as error:
                 node = reply.metadata.src_node_id
-                logger.log(WARNING, "dropped an answer to %s, of node %s: %s", kind, node, error)
+                logger.warning("dropped an answer to %s, of node %s: %s", kind, node, error)
         return answers
 
     def _sent(self, messages: list[Message], timeout: float) -> Iterable[Message]:
@@ -367,7 +367,7 @@ class Exchanges(Declared, FedAvg):
         """Count a reply that is not used, and log why."""
         rejected[bad.reason] += 1
         self.last_refusal = f"node {node}: {bad}"
-        logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
+        logger.warning("dropped the reply of node %d: %s", node, bad)
 
     def apply_screen(self, pairs: Pairs[T], rejected: Counter[str], screen: Screen[T]) -> Pairs[T]:
         """Drop the replies that a rule over all parsed ones, and `outlier_factor`, refuses."""
@@ -423,8 +423,7 @@ class Exchanges(Declared, FedAvg):
         completed += (metrics or {}).get(f"rejected-{self.defence}", 0)
         needed = max(self.min_completed, least_models(self.defence, self.liars_expected))
         if completed < needed:
-            logger.log(
-                WARNING,
+            logger.warning(
                 "%d valid replies and at least %d are needed: the model stays as it was",
                 completed,
                 needed,
@@ -437,7 +436,7 @@ def result_of(make: Callable[[], T], what: str = "solution") -> T | None:
     try:
         return make()
     except UNUSABLE as error:
-        logger.log(WARNING, "no %s (%s): the model stays as it was", what, error)
+        logger.warning("no %s (%s): the model stays as it was", what, error)
         return None
 
 

@@ -12,7 +12,6 @@ import secrets
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +280,7 @@ class SumsStrategy(SumOptions, ResendingStrategy):
             for client, own in sums.items():
                 kept.write(self.server_round, client, own.to_arrays(self.fixed_point))
         except (NotEnoughMemory, OSError) as error:
-            logger.log(WARNING, "the clients' sums are not kept: %s", error)
+            logger.warning("the clients' sums are not kept: %s", error)
             with contextlib.suppress(OSError):
                 kept.remove(kept)
             self.summed = ()
@@ -364,7 +363,7 @@ def ridge_solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np
     except ValueError as error:
         if ridge >= RIDGES[-1]:
             raise
-        logger.log(WARNING, "%s: it is raised to %g", error, 10 * ridge)
+        logger.warning("%s: it is raised to %g", error, 10 * ridge)
         return ridge_solution(equations, 10 * ridge)
     if not bool(linear.isfinite().all()):
         raise ArithmeticError("the solution is not finite")

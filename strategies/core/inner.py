@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -89,7 +88,7 @@ class InnerStrategy:
             found, own = self.strategy.aggregate_train(self.owner.server_round, clean)
         except Exception as error:  # another's code must not end the run
             name = type(self.strategy).__name__
-            logger.log(WARNING, "%s failed (%r): the model stays as it was", name, error)
+            logger.warning("%s failed (%r): the model stays as it was", name, error)
             self.owner.last_failure = f"{name} failed: {error!r}"
             return None, metrics
         extra = {name: value for name, value in (own or {}).items() if name not in names}

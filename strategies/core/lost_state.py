@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from logging import WARNING
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from flwr.app import Message, MessageType
@@ -69,7 +68,7 @@ class ResendingStrategy(BaseStrategy):
         for reply, _ in lost:
             self.forget_lost(reply.client)
         if nodes := [reply.node for reply, own in lost if not own.own]:
-            logger.log(WARNING, "%d clients lost what they kept: it is sent again", len(nodes))
+            logger.warning("%d clients lost what they kept: it is sent again", len(nodes))
             more, failed = self.exchange(nodes, stage, self.global_arrays, parse_any)
             found = sorted([*found, *more], key=lambda pair: (pair[0].client, pair[0].node))
             rejected += failed

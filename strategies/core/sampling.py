@@ -6,7 +6,6 @@ and clients are drawn by it, from a generator of (seed, round, stage).
 
 import time
 from collections.abc import Collection, Sequence
-from logging import INFO
 
 import numpy as np
 from flwr.app import MessageType
@@ -71,7 +70,7 @@ class Sampling(Exchanges):
         """
         self._grid, needed = grid, max(self.min_available_nodes, minimum)
         while len(nodes := sorted(grid.get_node_ids())) < needed:
-            logger.log(INFO, "waiting for nodes: %d of %d are there", len(nodes), needed)
+            logger.info("waiting for nodes: %d of %d are there", len(nodes), needed)
             time.sleep(1)
         wanted = max(int(fraction * len(nodes)), minimum)
         if new := self.registry.unknown(nodes):  # ask each once, or have it told with the reply
@@ -90,7 +89,7 @@ class Sampling(Exchanges):
         if stage == MessageType.TRAIN:
             size = min(round(self.over_selection * wanted), len(candidates))
             self._wanted = wanted if size > wanted else None
-        logger.log(INFO, "configure_%s: sampled %d of %d nodes", stage, size, len(nodes))
+        logger.info("configure_%s: sampled %d of %d nodes", stage, size, len(nodes))
         return candidates, size
 
     @property

@@ -6,21 +6,19 @@ Source: McMahan et al., AISTATS 2017, algorithm 1, under the masks of Bonawitz e
 """
 
 import secrets
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from numpy.typing import NDArray
 
 from fedntk.ntk.options import state
 from fedntk.ntk.payloads.masked_average import BESIDE, AverageTask, average_digest, average_of
+from fedntk.ntk.support.arrays import Arrays
 
 from .lost_state import ResendingStrategy
 from .replies import Reply
 from .secure_sums import SecureSums, WordFormat
 
-Arrays = Mapping[str, NDArray[Any]]
 Average = tuple[Arrays | None, list[Reply], MetricRecord]  # mean, if any; who is in it; metrics
 
 

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -159,7 +158,7 @@ class SecureSums:
             total = MaskedSum(roster, promises, words.about).unmask(total, arrived, given)
             return read(total, sum(counts[reply.node] for reply in last)), last
         except ValueError as error:  # SealError, BadReply, vouchers of several lengths
-            logger.log(WARNING, "no secure sum (%s): the model stays as it was", error)
+            logger.warning("no secure sum (%s): the model stays as it was", error)
             rejected["secure-sum"] += len(last)
             return None, []
         finally:

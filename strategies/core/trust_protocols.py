@@ -6,7 +6,7 @@ process and over HTTP.
 """
 
 from collections.abc import Callable, Iterable
-from logging import WARNING, getLogger
+from logging import getLogger
 
 from flwr.app import Message
 
@@ -76,7 +76,7 @@ class SealedSeeds:
                 self._sealed[node] = self._fetch(reply)
                 self._doubtful.discard(node)
             except Exception as error:  # a reply may hold anything; none may end the run
-                logger.log(WARNING, "node %d gets no projection seed: %s", node, error)
+                logger.warning("node %d gets no projection seed: %s", node, error)
                 failure = error if isinstance(error, ConnectionError) else failure
         if failure is not None and not self._sealed:
             raise failure

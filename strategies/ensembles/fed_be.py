@@ -15,7 +15,6 @@ unlabelled examples towards the sharpened p(x), its weights averaged on the way 
 
 import copy
 from collections.abc import Iterable, Iterator
-from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -202,10 +201,9 @@ class FedBE(BaseStrategy):
         finite = all(np.isfinite(a).all() for a in [*distilled.values(), np.array(losses)])
         metrics["distilled"] = int(finite)
         if not finite:
-            logger.log(
-                WARNING,
+            logger.warning(
                 "the distillation left finite numbers: the mean is the next global model; lower "
-                "its learning_rate",
+                "its learning_rate"
             )
             return mean
         metrics["distillation-loss-before"], metrics["distillation-loss"] = losses

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from logging import WARNING
 from typing import Any, cast
 
 import numpy as np
@@ -257,7 +256,7 @@ class FedEnsemble(BaseStrategy):
                 message = f"{count} {what} for num_strata = {self.strata.count}"
                 if server_round == 1:
                     raise ValueError(f"{message}: expected at least one each; {cure}, or lower it")
-                logger.log(WARNING, "%s: some strata are left out", message)
+                logger.warning("%s: some strata are left out", message)
         age, r = divmod(server_round - 1, self.num_models)
         self.strata.update(node_of, server_round, new_age=r == 0)
         order = permutations(self.strata.count, self.num_models, self.schedule, self.seed, age)
@@ -286,8 +285,7 @@ class FedEnsemble(BaseStrategy):
         """Say what to do if no reply is accepted."""
         metrics = super().aggregate_evaluate(server_round, replies)
         if metrics is None and server_round in self.evaluate_metrics:
-            logger.log(
-                WARNING,
+            logger.warning(
                 "no client could evaluate the ensemble (%s); each has to be wrapped in "
                 "FedEnsembleClient, or set fraction_evaluate=0.0",
                 self.last_refusal,

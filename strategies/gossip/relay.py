@@ -9,7 +9,6 @@ encrypt each for its receivers.
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from logging import WARNING
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -208,7 +207,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
                 client = self.registry.client(self._exchanges[stage].take(reply))
                 self.public_keys[client] = public_key_in(reply, self.vouching, self.run)
             except Exception as error:  # a reply may hold anything; none may end the run
-                logger.log(WARNING, "node %d has no public key: %s", node, error)
+                logger.warning("node %d has no public key: %s", node, error)
 
     def _add_keys(self, config: ConfigRecord, client: int) -> None:
         """Add the receivers' keys; the last step has none, as next round's are not known yet."""
@@ -296,7 +295,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             )
         metrics["models-collected"] = len(pairs)
         if rejected:
-            logger.log(WARNING, "%d clients' models could not be used", rejected.total())
+            logger.warning("%d clients' models could not be used", rejected.total())
         if not pairs:
             return None
         self.models = {reply.client: own["arrays"] for reply, own in pairs}

@@ -7,7 +7,7 @@ neighbours, rings, lines, Erdos-Renyi graphs and clusters, drawn anew in each ro
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from logging import WARNING, getLogger
+from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 import numpy as np
@@ -58,7 +58,7 @@ class Topology(Declared):
         super().__post_init__()
         self.edges = frozenset() if self.graph is None else _edges(self.graph)
         if self.kind == "clustered" and not self.dynamic:
-            logger.log(WARNING, "static clusters never exchange anything with each other")
+            logger.warning("static clusters never exchange anything with each other")
 
     @classmethod
     def key(cls, name: str) -> str:
@@ -92,8 +92,7 @@ class Topology(Declared):
                 break
         else:
             sizes = sorted(map(len, nx.connected_components(graph)), reverse=True)
-            logger.log(
-                WARNING,
+            logger.warning(
                 "round %d: the graph is not connected, its parts have %s clients; %s",
                 server_round,
                 ", ".join(map(str, sizes[:10])) + (", ..." if len(sizes) > 10 else ""),

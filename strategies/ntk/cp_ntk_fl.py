@@ -8,7 +8,6 @@ bits whether and however they were permuted.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -183,7 +182,7 @@ class CPNTKFL(CompressionOptions, NTKFL):
             if isinstance(error, ConnectionError) and not self._was_shuffled:
                 raise  # before anything was trained
             self.last_refusal = f"nothing came from the shuffling server: {error}"
-            logger.log(WARNING, "%s", self.last_refusal)
+            logger.warning("%s", self.last_refusal)
             return [], [], rejected + Counter({"shuffling": len(pairs)})
         self._was_shuffled = True
         pairs = self.apply_screen(pairs, rejected, lambda _, __: verdicts)

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from logging import INFO, WARNING
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -162,7 +161,7 @@ class NTKFL(FlowOptions, BaseStrategy):
         losses = self.candidate_losses(candidates, clients, metrics)
         best = lowest_loss(losses)
         if best is None:
-            logger.log(WARNING, "no candidate has a finite loss: the model stays as it was")
+            logger.warning("no candidate has a finite loss: the model stays as it was")
             return None, metrics
         metrics["t"] = float(self.steps[best])
         metrics["learning-rate"] = candidates.evolution.learning_rate
@@ -172,10 +171,9 @@ class NTKFL(FlowOptions, BaseStrategy):
             self.rounds_without_step = 0
             return record_of(candidates.weights_at(best)), metrics
         self.rounds_without_step += 1
-        logger.log(INFO, "t = 0 has the lowest loss: the model stays as it was")
+        logger.info("t = 0 has the lowest loss: the model stays as it was")
         if self.rounds_without_step >= 2:
-            logger.log(
-                WARNING,
+            logger.warning(
                 "in %d rounds in a row no t lowered the loss: learning rate %g times t = %g, the "
                 "first of steps, goes beyond where the network is close to its linearisation; %s "
                 "steps below it",
@@ -199,7 +197,7 @@ class NTKFL(FlowOptions, BaseStrategy):
                     pairs, rejected, lambda uploads, _: screen_harmful(uploads, self.liars_expected)
                 )
             except UNUSABLE as error:
-                logger.log(WARNING, "clients cannot be judged: %s", error)
+                logger.warning("clients cannot be judged: %s", error)
                 pairs = []
         return [reply for reply, _ in pairs], [upload for _, upload in pairs], rejected
 
@@ -306,14 +304,14 @@ class _Progress:
             each = seconds / max(1, step.products)
             if each * step.expected > SHORT:
                 message = "%s, will take roughly %d products of %.2g s, %.0f s"
-                logger.log(INFO, message, self._what, step.expected, each, each * step.expected)
+                logger.info(message, self._what, step.expected, each, each * step.expected)
         elif now - self._said > SHORT:
             self._said = now
             message = "%s: t = %.3g of %g after %d products and %.0f s"
-            logger.log(INFO, message, self._what, step.time, step.end, step.products, seconds)
+            logger.info(message, self._what, step.time, step.end, step.products, seconds)
             if seconds > LONG and not self._advised:
                 self._advised = True
-                logger.log(WARNING, "%s takes more than %d s%s", self._what, LONG, EXPENSIVE)
+                logger.warning("%s takes more than %d s%s", self._what, LONG, EXPENSIVE)
 
 
 def _check_losses(reply: Reply, count: int) -> NDArray[np.float64]:

@@ -1,16 +1,14 @@
 """A model for each client on the server: in memory up to a budget, on disk beyond it."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Iterator, MutableMapping
 
 import numpy as np
-from numpy.typing import NDArray
+
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from ..core.array_archive import under
 from ..core.exchange import logger
-
-Arrays = Mapping[str, NDArray[Any]]
 
 
 class ClientModels(MutableMapping[int, Arrays]):
@@ -68,12 +66,12 @@ class ClientModels(MutableMapping[int, Arrays]):
         """Bytes of the arrays that are not on disk."""
         return sum(self._in_memory.values())
 
-    def state_dict(self) -> dict[str, NDArray[Any]]:
+    def state_dict(self) -> ArrayDict:
         """Return all arrays, as ``<client>.<name>``; placeholders end with their nodes."""
         models = {client: own for client, own in self.items() if client >= 0}
         return {f"{client}.{n}": a for client, own in models.items() for n, a in own.items()}
 
-    def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
+    def load_state_dict(self, state: Arrays) -> None:
         """Add what :meth:`state_dict` returned."""
         for client in {int(name.partition(".")[0]) for name in state}:
             self[client] = under(f"{client}.", state)

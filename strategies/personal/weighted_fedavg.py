@@ -26,11 +26,12 @@ from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.ntk.payloads.screening import change_size, screen_sizes
 from fedntk.ntk.robust_averages import bound_changes
 from fedntk.ntk.similarity import Absent, cosine_similarities, similarity_weights
+from fedntk.ntk.support.arrays import Arrays
 
 from ..core.exchange import Pairs
 from ..core.features import FeatureStrategy
 from ..core.replies import Reply, check_weights
-from .client_models import Arrays, ClientModels
+from .client_models import ClientModels
 from .personalised import PersonalStrategy
 
 PROTOTYPES = "prototypes"  # record of a reply

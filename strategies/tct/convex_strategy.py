@@ -16,6 +16,7 @@ from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads.compression import UNQUANTISED, check_compression
 from fedntk.ntk.payloads.convex_task import ConvexOptions, MessageTask, Step
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
+from fedntk.ntk.support.arrays import ArrayDict
 
 from ..core.feature_sums import SumsStrategy
 from ..core.registry import SentParts
@@ -137,9 +138,7 @@ class ConvexStrategy(ConvexOptions, SumsStrategy):
         return ArrayRecord(own)
 
     @staticmethod
-    def arrays_of(
-        normaliser: Normaliser, linear: NDArray[Any] | None = None
-    ) -> dict[str, NDArray[Any]]:
+    def arrays_of(normaliser: Normaliser, linear: NDArray[Any] | None = None) -> ArrayDict:
         """Return the arrays of a normaliser and a linear model, if there is one, by name."""
         own = {MEAN: normaliser.mean, SCALE: normaliser.inv_std}
         return own if linear is None else {LINEAR: linear, **own}

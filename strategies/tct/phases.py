@@ -6,19 +6,18 @@ the strategy's state.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from logging import WARNING
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Moments, Normaliser, UploadLimits, available_memory
 from fedntk.ntk.convex.ridge import pooled_ridge
 from fedntk.ntk.payloads.convex_task import MessageTask, Step
 from fedntk.ntk.payloads.feature_upload import FeatureUpload
 from fedntk.ntk.payloads.screening import screen_changes
+from fedntk.ntk.support.arrays import ArrayDict
 
 from ..core.averaging import named_arrays, record_of
 from ..core.exchange import Pairs, Screen, logger, result_of
@@ -28,8 +27,7 @@ from ..core.replies import Reply, require_like, screen_own_sizes
 from .convex_strategy import LINEAR, ConvexStrategy
 
 CONTROL = "tct.control"
-Arrays = dict[str, NDArray[Any]]
-Result = tuple[Arrays | None, MetricRecord]  # arrays that a round changed, if any; its metrics
+Result = tuple[ArrayDict | None, MetricRecord]  # arrays that a round changed, if any; its metrics
 T = TypeVar("T")
 
 
@@ -165,7 +163,7 @@ class ConvexRounds(Phase):
         tct = self.tct
         theta = tct.global_arrays[LINEAR].numpy()
 
-        def parse(reply: Reply) -> Arrays:
+        def parse(reply: Reply) -> ArrayDict:
             if "diverged" in reply.metrics:
                 rate = str(reply.metrics.get("rate-times-lambda"))[:20]
                 raise BadReply("diverged", f"its steps overflow; rate-times-lambda is {rate}")
@@ -182,7 +180,7 @@ class ConvexRounds(Phase):
         _report(replied, metrics)
         reset = any(tct.control.rounds.get(client, 0) for client in lost)
         if reset:  # c still includes the c_k that was lost
-            logger.log(WARNING, "a client lost its state: all corrections start again from zero")
+            logger.warning("a client lost its state: all corrections start again from zero")
             tct.control.reset_state()
         if not tct.enough(len(pairs)):
             return None, metrics
@@ -201,8 +199,7 @@ class ConvexRounds(Phase):
         """Return the examples that a client counts with: as many as it first said."""
         known = self.tct.control.examples.get(reply.client, reply.num_examples)
         if known != reply.num_examples:
-            logger.log(
-                WARNING,
+            logger.warning(
                 "stage 2: client %d had %d examples before and has %d now; it counts with %d",
                 *(reply.client, known, reply.num_examples, known),
             )
@@ -220,15 +217,13 @@ def _report(replies: Sequence[Reply], metrics: MetricRecord) -> None:
     if rates:
         metrics["rate-times-lambda"] = max(rates)
     if any(rate > 2 for rate in rates):
-        logger.log(
-            WARNING,
+        logger.warning(
             "stage 2: learning rate times largest eigenvalue over n is %.3g on a client; "
             "above 2 its steps diverge: lower the learning rate",
             max(rates),
         )
     if changed := [r.client for r in replies if r.metrics.get("examples-changed") == 1]:
-        logger.log(
-            WARNING,
+        logger.warning(
             "stage 2: %d clients have other examples than before (%s ...), and compute their "
             "features anew; a client_fn must return the same examples in all rounds",
             len(changed),
@@ -256,7 +251,7 @@ class ServerSolve(Phase):
                 raise BadReply("num-examples", f"claims {reply.num_examples}, sends {n}")
             return upload
 
-        def solve() -> Arrays:
+        def solve() -> ArrayDict:
             linear, normaliser = pooled_ridge(
                 [upload for _, upload in pairs],
                 num_outputs,

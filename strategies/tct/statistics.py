@@ -5,7 +5,6 @@ examples, which add over clients: see :mod:`fedntk.ntk.payloads.feature_statisti
 """
 
 from collections.abc import Iterable, Mapping
-from logging import WARNING
 from typing import ClassVar
 
 import numpy as np
@@ -16,13 +15,14 @@ from numpy.typing import NDArray
 from fedntk.ntk.convex.pooled_statistics import class_weights
 from fedntk.ntk.payloads.convex_task import Step
 from fedntk.ntk.payloads.feature_statistics import require_counts
+from fedntk.ntk.support.arrays import ArrayDict
 
 from ..core.averaging import record_of
 from ..core.exchange import logger, result_of
 from ..core.feature_sums import Sums, add_up
 from ..core.replies import Reply, screen_own_sizes
 from .convex_strategy import SCALE
-from .phases import Arrays, Phase, Result
+from .phases import Phase, Result
 
 EVERYONE = -1  # in the place of a client's id
 
@@ -62,7 +62,7 @@ class PooledStatistics(Phase):
         try:
             self.tct.steps = self.tct.choose_steps(self.tct.global_arrays)
         except ValueError as error:
-            logger.log(WARNING, "no steps of fixed-point numbers: %s", error)
+            logger.warning("no steps of fixed-point numbers: %s", error)
             return []
         return super().messages(nodes, config, grid)
 
@@ -85,7 +85,7 @@ class PooledStatistics(Phase):
         """Add the sums up and solve."""
         tct, (sums, metrics) = self.tct, self.collect(replies)
 
-        def solve() -> Arrays:
+        def solve() -> ArrayDict:
             total, arrays = add_up(sums.values()), tct.global_arrays
             normaliser, linear, metrics["ridge"] = tct.solve_sums(total, arrays)
             return tct.arrays_of(normaliser, linear)

@@ -19,7 +19,6 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import WARNING
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,6 +31,7 @@ from fedntk.ntk import Normaliser, Predictor, TCTModel, require_memory
 from fedntk.ntk.options import state
 from fedntk.ntk.payloads.feature_statistics import FEWER
 from fedntk.ntk.robust_averages import DEFENCES
+from fedntk.ntk.support.arrays import ArrayDict
 
 from ..core.averaging import differing, named_arrays, record_of
 from ..core.base import BaseStrategy
@@ -39,7 +39,7 @@ from ..core.exchange import Pairs, logger
 from ..core.feature_sums import Sums
 from ..core.inner import InnerStrategy
 from .convex_strategy import ConvexStrategy
-from .phases import Arrays, BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
+from .phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
 from .statistics import ClassCounts, PooledStatistics
 
 
@@ -202,7 +202,7 @@ class TCT(ConvexStrategy):
             self.require_disk(self.min_available_nodes)
         if num_rounds <= self.rounds_before_stage_2(self):
             said = "num_rounds = %d end before stage 2, which begins after %d of stage 1"
-            logger.log(WARNING, said, num_rounds, self.bootstrap_rounds)
+            logger.warning(said, num_rounds, self.bootstrap_rounds)
         if done and set(TCTModel.ARRAYS) <= initial_arrays.keys():
             return initial_arrays
         if done > self.bootstrap_rounds:
@@ -265,6 +265,6 @@ class TCT(ConvexStrategy):
         return pairs, rejected
 
 
-def _with(arrays: ArrayRecord, changed: Arrays) -> ArrayRecord:
+def _with(arrays: ArrayRecord, changed: ArrayDict) -> ArrayRecord:
     """Return arrays with some others in place of, or beside, their own."""
     return ArrayRecord({**arrays, **record_of(changed)})
