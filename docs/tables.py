@@ -896,7 +896,7 @@ def speed() -> str:
             found = f"{passes:.1f} forward passes of SimpleCNN, {rate:.0f} images a CPU second"
             rows.append((f"{what}, {dataset}", found, "", "features"))
     for row in rounds_of("many_clients").to_dict("records"):
-        what = f"a visit of a client of FedAvg, {row['clients']:,} clients, 100 in a round"
+        what = f"a client's part of a round of FedAvg, {row['clients']:,} clients, 100 in a round"
         first, last = (f"{row[key]:.1f} ms" for key in ("first-ms", "last-ms"))
         found = f"{first} in the first tenth of {row['rounds']} rounds, {last} in the last"
         rows.append((what, found, "", "many_clients"))
@@ -904,9 +904,9 @@ def speed() -> str:
         what = f"a client of TCT, p = 100,000, {case}"
         rows.append((what, f"{times:.0f} times faster", "one step after another", "tct"))
     for case, took in read("ntk_dfl")["seconds"].items():
-        rows.append(
-            (f"a round of NTK-DFL, 200 examples a client, {case}", f"{took:g} s", "", "ntk_dfl")
-        )
+        case = case.replace("kappa", "neighbours").replace("topology clustered", "in clusters")
+        what = f"200 examples a client, {case.replace('evolve_once True', '`evolve-once`')}"
+        rows.append((f"a round of NTK-DFL, {what}", f"{took:g} s", "", "ntk_dfl"))
     for case, own in engine["rounds"].items():
         others = {
             k: v for k, v in own["over-bare"].items() if k not in ("bare", "fedntk, in-round")
