@@ -79,7 +79,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "weighted-fedavg": ("norm-bound", {**PERSONAL, "weighted_fedavg": {"temperature": 0.2}}),
     "fed-proto": ("median", PERSONAL),
     "fed-per": ("nnm", PERSONAL),
-    "ditto": ("nnm", PERSONAL),
+    "ditto": ("validation", PERSONAL),
     "ntk-fl": ("leave-one-out", {**HALF, "ntk_fl": {"steps": STEPS}}),
     "cp-ntk-fl": ("leave-one-out", {**HALF, "cp_ntk_fl": {"steps": STEPS, "sparsity": 0.5}}),
     "ntk-dfl": ("leave-one-out", {**HALF, "ntk_dfl": {"steps": "200"}}),

@@ -402,7 +402,7 @@ def settings_command(
 def demo_command(
     out: Annotated[Path, Option(help="Folder of the results.")] = Path("runs/demo"),
 ) -> None:
-    """Compare NTK-FL with FedAvg on real digits, on Ray: tables and a picture, in two to three minutes.
+    """Compare NTK-FL with FedAvg on real digits, on Ray: tables and a picture in 2 to 3 minutes.
 
     It needs no download, and replaces what is in its folder.
     """

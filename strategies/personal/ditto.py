@@ -6,6 +6,8 @@ Personalization*, ICML 2021, section 3 and algorithm 1:
     min over v_k of  F_k(v_k) + (lambda / 2) ||v_k - w*||^2,  with w* the global model's optimum
 """
 
+from fedntk.ntk.robust_averages import DEFENCES
+
 from .personalised import PersonalStrategy
 
 
@@ -19,3 +21,4 @@ class Ditto(PersonalStrategy):
     client = "DittoClient"
     replies = "global weights"
     masks = True
+    defences = (*DEFENCES, "validation")

@@ -84,10 +84,11 @@ class PersonalStrategy(KeepingStrategy, AveragingStrategy):
             return self.average(replies, self.shared)
         pairs, rejected, _ = self.answers(replies, self.parse, MessageType.TRAIN)
         pairs = self.apply_screen(pairs, rejected, self.screen)
+        pairs = self.judged(pairs, rejected, self.shared, lambda own: own)
         added = [reply for reply, _ in pairs]
         metrics = self.round_metrics(added, rejected)
         self.train_metrics[self.server_round] = metrics  # to which `merge` may add
-        return self.merge(pairs) if self.enough(len(pairs)) else None, added, metrics
+        return self.merge(pairs) if self.enough(len(pairs), metrics) else None, added, metrics
 
     @property
     def takes_weights(self) -> bool:

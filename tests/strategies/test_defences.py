@@ -7,7 +7,14 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord
 
-from fedntk.clients import NTKDFLClient, NTKFLClient, PersonalisedClient, SCAFFOLDClient, SGDClient
+from fedntk.clients import (
+    DittoClient,
+    NTKDFLClient,
+    NTKFLClient,
+    PersonalisedClient,
+    SCAFFOLDClient,
+    SGDClient,
+)
 from fedntk.ntk import NetworkPredictor
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.simulations.attacks import ATTACKS
@@ -17,6 +24,7 @@ from fedntk.strategies import (
     NTKDFL,
     NTKFL,
     SCAFFOLD,
+    Ditto,
     FedBN,
     FedEnsemble,
     SeededFedAvg,
@@ -129,7 +137,8 @@ def test_false_labels_in_ntk_fl_have_the_result_of_a_lost_reply():
 
 
 @pytest.mark.parametrize(
-    ("kind", "client"), [(SeededFedAvg, SGDClient), (SCAFFOLD, SCAFFOLDClient)]
+    ("kind", "client"),
+    [(SeededFedAvg, SGDClient), (SCAFFOLD, SCAFFOLDClient), (Ditto, DittoClient)],
 )
 def test_weights_that_raise_the_validation_loss_have_the_result_of_a_lost_reply(kind, client):
     """The server's examples are one of each class; honest clients learn all classes."""
