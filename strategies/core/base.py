@@ -400,7 +400,8 @@ class BaseStrategy(MaskOptions, Sampling):
         self, pairs: Pairs[T], rejected: Counter[str], model: Arrays, weights: Callable[[T], Arrays]
     ) -> Pairs[T]:
         """Drop the clients whose weights raise the validation loss, if that is the defence."""
-        if (loss := self.validation_loss) is None or self.defence != "validation":
+        loss = self.validation_loss
+        if loss is None or self.defence != "validation" or not pairs:
             return pairs
         counts = [reply.num_examples for reply, _ in pairs]
         return self.apply_screen(

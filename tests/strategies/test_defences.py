@@ -27,6 +27,7 @@ from fedntk.strategies import (
     Ditto,
     FedBN,
     FedEnsemble,
+    NoUsableReply,
     SeededFedAvg,
     Topology,
     WeightedFedAvg,
@@ -39,6 +40,7 @@ from .federation import (
     app,
     arrays_of,
     bits,
+    lost,
     network,
     run_as_if_lost,
     start,
@@ -151,6 +153,8 @@ def test_weights_that_raise_the_validation_loss_have_the_result_of_a_lost_reply(
     first = np.array([9, 0, 0], np.float32)  # class 0 for all
     false = with_arrays(lambda own: own | {"3.bias": own["3.bias"] + first})
     run_as_if_lost(make, many(client), false, "validation", rounds=2)
+    with pytest.raises(NoUsableReply):
+        start(make(), Grid(many(client), changes=dict.fromkeys(range(6), lost)))
     with pytest.raises(ValueError, match="validation_loss: expected one"):
         kind(defence="validation")
 
