@@ -74,7 +74,7 @@ TCT = {"bootstrap_rounds": 5, "num_features": 2000, "learning_rate": 5e-4, "loca
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedavg": ("validation", {}),
     "scaffold": ("validation", {"scaffold": {"option": "II"}}),
-    "tct": ("nnm", {"tct": TCT, "rounds": 16}),
+    "tct": ("validation", {"tct": TCT, "rounds": 16}),
     "fed-ensemble": ("validation", {"fed_ensemble": {"num_models": 2}}),
     "weighted-fedavg": ("norm-bound", {**PERSONAL, "weighted_fedavg": {"temperature": 0.2}}),
     "fed-proto": ("median", PERSONAL),

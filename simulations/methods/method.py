@@ -316,9 +316,18 @@ class Method:
         """Make what measures weights on the server's validation examples."""
         x, y = setup.data.train(setup.split.validation)
         x = projected(setup.config, x)
-        return lambda arrays: (
-            self.predictor(setup, named_arrays(arrays), "network").evaluate(x, y).loss
-        )
+        folder = setup.config.folder / "cache"
+
+        def loss(arrays: ArrayRecord) -> float:
+            own = named_arrays(arrays)
+            learned = self.learned_in(own)
+            return self.predictor(setup, own, learned, cache=folder).evaluate(x, y).loss
+
+        return loss
+
+    def learned_in(self, arrays: Arrays) -> str:
+        """Return what `learned` of :meth:`predictor` is for weights that are being judged."""
+        return "network"
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         """Make the client with the examples of one partition; `options` are common to all."""

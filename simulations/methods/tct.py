@@ -14,6 +14,7 @@ from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
 from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
+from fedntk.ntk.predictors.tct_model import LINEAR
 from fedntk.ntk.support.arrays import Arrays
 from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
 
@@ -58,11 +59,14 @@ class _TCT(SumsMethod):
             fraction_evaluate=0.0,
             min_train_nodes=1,
             min_available_nodes=1,
-            defence=setup.config.defence,
+            defence="none" if setup.config.defence == "validation" else setup.config.defence,
             liars_expected=setup.config.liars_expected,
         )
         options["bootstrap"] = bootstrap if own.bootstrap_rounds else None
         return super().strategy(setup, options)
+
+    def learned_in(self, arrays: Arrays) -> str:
+        return "linear-model" if LINEAR in arrays else "network"
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         options["cache"] = _cache(setup.config)

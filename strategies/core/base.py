@@ -397,20 +397,29 @@ class BaseStrategy(MaskOptions, Sampling):
         return pairs, self.round_metrics([reply for reply, _ in pairs], rejected)
 
     def judged(
-        self, pairs: Pairs[T], rejected: Counter[str], model: Arrays, weights: Callable[[T], Arrays]
+        self,
+        pairs: Pairs[T],
+        rejected: Counter[str],
+        model: Arrays,
+        weights: Callable[[T], Arrays],
+        counts: Sequence[int] = (),
     ) -> Pairs[T]:
-        """Drop the clients whose weights raise the validation loss, if that is the defence."""
+        """Drop the clients whose weights raise the validation loss, if that is the defence.
+
+        They have some or all of the model's arrays, and count as their replies' examples, or as
+        `counts`.
+        """
         loss = self.validation_loss
         if loss is None or self.defence != "validation" or not pairs:
             return pairs
-        counts = [reply.num_examples for reply, _ in pairs]
+        counts = counts or [reply.num_examples for reply, _ in pairs]
         return self.apply_screen(
             pairs,
             rejected,
             lambda own, _: screen_by_loss(
                 [*map(weights, own)],
                 counts,
-                lambda arrays: loss(cast_like(arrays, model)),
+                lambda arrays: loss(cast_like({**model, **arrays}, model)),
                 self.liars_expected,
             ),
         )

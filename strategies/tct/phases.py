@@ -175,6 +175,9 @@ class ConvexRounds(Phase):
         pairs = tct.apply_screen(
             pairs, rejected, lambda own, most: screen_changes({LINEAR: theta}, own, most)
         )
+        weights = {reply.node: self._weight(reply) for reply, _ in pairs}
+        whole = named_arrays(tct.global_arrays)
+        pairs = tct.judged(pairs, rejected, whole, lambda own: own, [*weights.values()])
         replied = [reply for reply, _ in pairs]
         metrics = tct.round_metrics(replied, rejected)
         _report(replied, metrics)
@@ -182,9 +185,9 @@ class ConvexRounds(Phase):
         if reset:  # c still includes the c_k that was lost
             logger.warning("a client lost its state: all corrections start again from zero")
             tct.control.reset_state()
-        if not tct.enough(len(pairs)):
+        if not tct.enough(len(pairs), metrics):
             return None, metrics
-        counts = [self._weight(reply) for reply in replied]
+        counts = [weights[reply.node] for reply in replied]
         mean = np.asarray(tct.robust_mean_of({LINEAR: theta}, pairs, counts)[LINEAR], np.float32)
         if tct.corrected and not reset:
             own = {

@@ -85,7 +85,7 @@ class TCT(ConvexStrategy):
     client = "TCTClient"
     replies = "weights, then linear models"
     averages = False
-    defences = DEFENCES
+    defences = (*DEFENCES, "validation")
     combined_by: ClassVar = {"rate-times-lambda": max}
 
     phases_done: int = state(int)  # how many of the phases are over

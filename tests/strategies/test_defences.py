@@ -14,8 +14,9 @@ from fedntk.clients import (
     PersonalisedClient,
     SCAFFOLDClient,
     SGDClient,
+    TCTClient,
 )
-from fedntk.ntk import NetworkPredictor
+from fedntk.ntk import FeatureMap, NetworkPredictor, TCTModel
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.simulations.attacks import ATTACKS
 from fedntk.simulations.engine.lies import LyingGrid
@@ -24,6 +25,7 @@ from fedntk.strategies import (
     NTKDFL,
     NTKFL,
     SCAFFOLD,
+    TCT,
     Ditto,
     FedBN,
     FedEnsemble,
@@ -157,6 +159,36 @@ def test_weights_that_raise_the_validation_loss_have_the_result_of_a_lost_reply(
         start(make(), Grid(many(client), changes=dict.fromkeys(range(6), lost)))
     with pytest.raises(ValueError, match="validation_loss: expected one"):
         kind(defence="validation")
+
+
+def test_tct_judges_networks_and_linear_models_by_the_validation_loss():
+    """One round of stage 1, and two of stage 2; the same examples as above."""
+    x, y = 5 * torch.eye(3, 4), torch.arange(3)
+    seen = []
+
+    def loss(arrays):
+        whole, linear = arrays_of(arrays), TCTModel.ARRAYS[0] in arrays
+        seen.append(linear)
+        features = FeatureMap(num_features=20)
+        if linear:
+            return TCTModel.from_arrays(network(), features, whole).evaluate(x, y).loss
+        return NetworkPredictor.from_arrays(network(), whole).evaluate(x, y).loss
+
+    def tct():
+        return TCT(
+            network=network(), num_features=20, local_steps=20, learning_rate=1e-2,
+            normalise=False, bootstrap=SeededFedAvg(), bootstrap_rounds=1, fraction_evaluate=0.0,
+            defence="validation", validation_loss=loss,
+        )  # fmt: skip
+
+    def false(own):
+        if "3.bias" in own:
+            return own | {"3.bias": own["3.bias"] + np.array([9, 0, 0], np.float32)}
+        return {name: -9 * linear for name, linear in own.items()}
+
+    run_as_if_lost(tct, many(TCTClient), with_arrays(false), "validation", rounds=3)
+    assert seen[0] is False
+    assert seen[-1] is True
 
 
 def test_honest_jacobians_are_all_used():
