@@ -76,7 +76,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaffold": ("validation", {"scaffold": {"option": "II"}}),
     "tct": ("validation", {"tct": TCT, "rounds": 16}),
     "fed-ensemble": ("validation", {"fed_ensemble": {"num_models": 2}}),
-    "weighted-fedavg": ("norm-bound", {**PERSONAL, "weighted_fedavg": {"temperature": 0.2}}),
+    "weighted-fedavg": ("none", {**PERSONAL, "weighted_fedavg": {"temperature": 0.2}}),
     "fed-proto": ("median", PERSONAL),
     "fed-per": ("nnm", PERSONAL),
     "ditto": ("validation", PERSONAL),
@@ -164,7 +164,13 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         absent = own.attack == "absent"
         for offset, colour, marker, shown, label in (
             (-0.2, "tab:red", "x", ~absent & (own.defence == "none"), "without a defence"),
-            (0.0, "tab:green", "o", own.defence == recommended, "with the recommended one"),
+            (
+                0.0,
+                "tab:green",
+                "o",
+                ~absent & (own.defence == recommended),
+                "with the recommended one",
+            ),
             (0.2, "black", "_", absent, "without the liars"),
         ):
             some = own[shown]

@@ -160,11 +160,11 @@ def test_the_app_runs_with_each_method(name, tmp_path, monkeypatch):
     ids=lambda p: p.name,
 )
 def test_an_example_runs_and_saves_what_it_learned(example, tmp_path, monkeypatch):
-    """Chance is 0.1. The app stands in the layout of Flower's baselines."""
+    """In three rounds. Chance is 0.1. The app stands in the layout of Flower's baselines."""
     monkeypatch.chdir(tmp_path)
     for file in ("README.md", "__init__.py", "client_app.py", "server_app.py", "task.py"):
         assert (example / ("" if file == "README.md" else example.name) / file).is_file()
-    _, result = run_app(example, monkeypatch)
+    _, result = run_app(example, monkeypatch, **{"num-server-rounds": 3, "bootstrap-rounds": 1})
     central = [metrics["accuracy"] for metrics in result.evaluate_metrics_serverapp.values()]
     assert central[-1] > 0.5
     assert len([*tmp_path.iterdir()]) == 1
