@@ -30,7 +30,7 @@ def weighted_sum(models: Sequence[Arrays], shares: Sequence[float]) -> NewArrays
     """Sum of models times their shares, in float64 and cast back; whole numbers are rounded."""
     mixed: NewArrays = {}
     for name, first in models[0].items():
-        exact = _exact_sum([model[name] for model in models], shares)
+        exact = exact_sum([model[name] for model in models], shares)
         mixed[name] = np.asarray(_round(exact, first.dtype)).astype(first.dtype)
     return mixed
 
@@ -47,7 +47,7 @@ def masked_mean(
     total = sum(shares)
     average = weighted_sum(models, [share / total for share in shares])
     for name in masks[0]:
-        above = _exact_sum([model[name] for model in models], shares)
+        above = exact_sum([model[name] for model in models], shares)
         below = sum(mask[name] * share for mask, share in zip(masks, shares, strict=True))
         mean = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
         average[name] = mean.astype(average[name].dtype)
@@ -117,7 +117,8 @@ def _mix(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[New
         yield {name: np.array(array[row]) for name, array in mixed.items()}
 
 
-def _exact_sum(arrays: Sequence[NDArray[Any]], shares: Sequence[float]) -> Any:
+def exact_sum(arrays: Sequence[NDArray[Any]], shares: Sequence[float]) -> Any:
+    """Sum of arrays times their shares, in float64."""
     pairs = zip(arrays, shares, strict=True)
     return sum(np.asarray(array, np.float64) * share for array, share in pairs)
 

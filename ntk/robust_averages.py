@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from .averages import Arrays, NewArrays, moving_mean, weighted_mean
+from .averages import Arrays, NewArrays, exact_sum, moving_mean, weighted_mean
 from .errors import BadReply
 from .payloads.screening import change_size
 
@@ -99,30 +99,40 @@ def screen_by_loss(
 ) -> list[BadReply | None]:
     """Refuse models, at most `liars`, without which the weighted mean of the others is better.
 
-    One by one, the model without which the mean's loss is lowest is refused, if the loss is then
-    lower by over 2 %. A loss that is not a number counts as infinite.
+    One by one, the model without which the mean's loss is lowest is set aside. Of those, the first
+    ones are refused, as many as make the loss lowest if each has to lower it by 2 %. So liars who
+    agree do not hide each other. A loss that is not a number counts as infinite; of models with
+    equal losses the farthest from the mean is set aside. ValueError for a negative loss.
     """
-
-    def without(k: int) -> NewArrays:
-        return moving_mean(mean, models[k], num_examples[k] / (num_examples[k] - total))
+    count, total = len(models), sum(num_examples)
+    sums = {name: exact_sum([own[name] for own in models], num_examples) for name in models[0]}
 
     def loss_of(arrays: Arrays) -> float:
-        return float(np.nan_to_num(loss(arrays), nan=np.inf, posinf=np.inf))
+        found = float(np.nan_to_num(loss(arrays), nan=np.inf, posinf=np.inf))
+        if found < 0:
+            raise ValueError(f"validation_loss: expected 0 or more, got {found:g}")
+        return found
 
-    verdicts: list[BadReply | None] = [None] * len(models)
-    left, total = [*range(len(models))], sum(num_examples)
-    mean = weighted_mean(models, num_examples)
-    now = loss_of(mean)
-    while len(models) - len(left) < liars and len(left) > 1:
-        losses = {k: loss_of(without(k)) for k in left}
-        worst = min(left, key=losses.__getitem__)
-        if not losses[worst] < (1 - LEAST_HARM) * now:
-            break
-        message = f"the validation loss is {now:.3g}, and {losses[worst]:.3g} without it"
-        verdicts[worst] = BadReply("validation", message)
-        mean, now = without(worst), losses[worst]
-        total -= num_examples[worst]
-        left.remove(worst)
+    def sums_without(k: int) -> NewArrays:
+        return {n: s - exact_sum([models[k][n]], [num_examples[k]]) for n, s in sums.items()}
+
+    mean = {name: s / total for name, s in sums.items()}
+    sizes = [change_size(mean, own) for own in models]
+    losses, aside = [loss_of(mean)], list[int]()
+    while len(aside) < min(liars, count - 1):
+        trials = {}
+        for k in (k for k in range(count) if k not in aside):
+            rest = sums_without(k)
+            trials[k] = loss_of({n: s / (total - num_examples[k]) for n, s in rest.items()})
+        worst = min(trials, key=lambda k: (trials[k], -sizes[k]))
+        sums, total = sums_without(worst), total - num_examples[worst]
+        aside.append(worst)
+        losses.append(trials[worst])
+    refused = min(range(len(losses)), key=lambda d: losses[d] / (1 - LEAST_HARM) ** d)
+    verdicts: list[BadReply | None] = [None] * count
+    for d, k in enumerate(aside[:refused]):
+        message = f"the validation loss is {losses[d]:.3g}, and {losses[d + 1]:.3g} without it"
+        verdicts[k] = BadReply("validation", message)
     return verdicts
 
 

@@ -77,7 +77,7 @@ class SCAFFOLD(BaseStrategy):
         """Return c (P,), empty before the first reply; clients not heard of count with 0."""
         clients = self.registry.clients(without=self.held_out, departed=True)
         clients |= self.controls.keys()
-        if self.defence != "none" and self.controls:
+        if self.defence not in ("none", "validation") and self.controls:
             known, zero = sorted(self.controls), np.zeros(1)
             every = [{"c": self.controls[client]} for client in known]
             counts = [self.examples[client] for client in known]
@@ -136,7 +136,7 @@ class SCAFFOLD(BaseStrategy):
         pairs = self.judged(pairs, rejected, model, lambda own: own[0])
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
-        if not self.enough(len(pairs), metrics):
+        if not self.enough(len(pairs)):
             return None, metrics
         weights = self.robust_mean_of(model, [(reply, own) for reply, (own, _) in pairs])
         if self.server_learning_rate != 1.0:

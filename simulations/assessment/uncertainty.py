@@ -378,7 +378,7 @@ def _load_held_out(config: Config, which: str, on: str | None) -> _HeldOut:
             "examples are never used for that)"
         )
     split = load_split(config)
-    chosen = "they chose part of the model" if config.chosen_method.validates(config) else ""
+    chosen = "they chose part of the model" if config.chosen_method.chosen_by(config) else ""
     if on == "clients":
         indices = np.concatenate(split.clients[-config.validation_clients :])
         described = f"the {len(indices)} examples of {config.validation_clients} held-out clients"

@@ -272,7 +272,7 @@ class Method:
                 "defence = validation judges by examples that the server keeps; set "
                 "validation-examples, got 0"
             )
-        if config.evaluate_on == "validation" and (key := self.validates(config)):
+        if config.evaluate_on == "validation" and (key := self.chosen_by(config)):
             raise ConfigError(
                 f"{key} uses the examples that evaluate-on = validation measures with; set "
                 f"evaluate-on = test, or change {key}"
@@ -358,7 +358,11 @@ class Method:
 
         It is empty if none does.
         """
-        return "defence" if config.defence == "validation" else ""
+        return ""
+
+    def chosen_by(self, config: Config) -> str:
+        """Return the key of :meth:`validates`, or that of a defence by such examples."""
+        return "defence" if config.defence == "validation" else self.validates(config)
 
     def seeded_protection(self, config: Config) -> list[str]:
         """Name the settings with keys or noise that the app derives from the run's seed.

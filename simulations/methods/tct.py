@@ -106,6 +106,7 @@ class _TCT(SumsMethod):
             # all clients' as computed, in float32; one's as normalised beside them; the test
             # set's, which float16 may not hold
             tested = len(setup.evaluation_set()[1])
+            tested += len(setup.split.validation) * (config.defence == "validation")
             rows = total * 4 + largest * np.dtype(own.dtype).itemsize + tested * (4 + 4)
             require_disk(
                 models * rows * width,

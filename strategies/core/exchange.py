@@ -7,7 +7,7 @@ first to do so, and can be parsed. All others are dropped, logged and counted; n
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from logging import getLogger
 from typing import Any, ClassVar, TypeVar
 
@@ -123,6 +123,7 @@ class Exchanges(Declared, FedAvg):
     client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
     replies: ClassVar[str] = "weights"  # what these reply with: see Agreement
     defences: ClassVar[tuple[str, ...]] = ("none",)  # values of `defence` that it can follow
+    num_false = 0  # replies of the newest exchange that `defence` dropped
     tells_options: ClassVar[bool] = True  # whether options declared to_clients are sent to them
 
     def __post_init__(self) -> None:
@@ -303,6 +304,7 @@ class Exchanges(Declared, FedAvg):
         change anything: the reply may yet be dropped. What was parsed is sorted by client, and
         rejected replies are counted by reason.
         """
+        self.num_false = 0
         sent = self._exchanges.get(stage, Exchange())
         is_train = not stage.startswith(MessageType.EVALUATE)
         wanted = self._wanted if stage == MessageType.TRAIN else None
@@ -366,6 +368,7 @@ class Exchanges(Declared, FedAvg):
     def drop(self, node: int, bad: BadReply, rejected: Counter[str]) -> None:
         """Count a reply that is not used, and log why."""
         rejected[bad.reason] += 1
+        self.num_false += bad.reason == self.defence
         self.last_refusal = f"node {node}: {bad}"
         logger.warning("dropped the reply of node %d: %s", node, bad)
 
@@ -415,12 +418,12 @@ class Exchanges(Declared, FedAvg):
             reply.client = self.registry.client(reply.node)
         return sorted(pairs, key=lambda pair: (pair[0].client, pair[0].node))
 
-    def enough(self, completed: int, metrics: Mapping[str, Any] | None = None) -> bool:
+    def enough(self, completed: int) -> bool:
         """Whether this many valid replies may change the model; logs it if they may not.
 
-        Those that `metrics` say were dropped as false by `defence` count: it bears them.
+        Those of the newest exchange that `defence` dropped as false count: it bears them.
         """
-        completed += (metrics or {}).get(f"rejected-{self.defence}", 0)
+        completed += self.num_false
         needed = max(self.min_completed, least_models(self.defence, self.liars_expected))
         if completed < needed:
             logger.warning(

@@ -80,7 +80,7 @@ class InnerStrategy:
     ) -> tuple[ArrayRecord | None, MetricRecord]:
         """Return the new network, if there is one, and metrics; `expected` is what was sent."""
         pairs, metrics = self.owner.accept_weights(replies, expected)
-        if not self.owner.enough(len(pairs), metrics):
+        if not self.owner.enough(len(pairs)):
             return None, metrics
         names = {n for n, _ in frozenset.intersection(*(kinds_of(r.metrics) for r, _ in pairs))}
         clean = [self._clean(reply, names) for reply, _ in pairs]

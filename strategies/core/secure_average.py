@@ -56,7 +56,7 @@ class AveragingStrategy(ResendingStrategy):
         if self._secure is None:
             pairs, metrics = self.accept_weights(replies, model)
             added = [reply for reply, _ in pairs]
-            if not self.enough(len(pairs), metrics):
+            if not self.enough(len(pairs)):
                 return None, added, metrics
             return self.robust_mean_of(model, pairs), added, metrics
 

@@ -325,7 +325,8 @@ class FedEnsemble(BaseStrategy):
             self.last_refusal = self.members[k].last_refusal or self.last_refusal
             self.last_failure = self.members[k].last_failure or self.last_failure
         record = self._merge_metrics(reported, rejected)
-        if not self.enough(cast(int, record["replies-accepted"]), record):
+        false = sum(self.members[k].num_false for k in of_model)
+        if not self.enough(cast(int, record["replies-accepted"]) + false):
             new = {}
             for member, before in zip(self.members, states, strict=False):
                 member.load_state_dict(before)

@@ -153,7 +153,7 @@ class NTKFL(FlowOptions, BaseStrategy):
         clients, uploads, rejected = self.gather(server_round, replies)
         metrics = self.round_metrics(clients, rejected)
         self.train_metrics[server_round] = metrics
-        if not self.enough(len(clients), metrics) or not uploads:
+        if not self.enough(len(clients)) or not uploads:
             return None, metrics
         candidates = result_of(lambda: self.candidates(uploads, metrics), "evolution")
         if candidates is None:

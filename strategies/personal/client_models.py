@@ -52,7 +52,7 @@ class ClientModels(MutableMapping[int, Arrays]):
             except OSError as error:  # such as a full disk, which must not end a run
                 logger.warning(
                     "clients' models cannot be kept on disk (%s): they stay in memory, beyond the "
-                    "budget; make room, or set another TMPDIR",
+                    "budget; make room, set another TMPDIR, or raise ulimit -n",
                     error,
                 )
                 self.budget = np.inf

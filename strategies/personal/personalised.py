@@ -88,7 +88,7 @@ class PersonalStrategy(KeepingStrategy, AveragingStrategy):
         added = [reply for reply, _ in pairs]
         metrics = self.round_metrics(added, rejected)
         self.train_metrics[self.server_round] = metrics  # to which `merge` may add
-        return self.merge(pairs) if self.enough(len(pairs), metrics) else None, added, metrics
+        return self.merge(pairs) if self.enough(len(pairs)) else None, added, metrics
 
     @property
     def takes_weights(self) -> bool:

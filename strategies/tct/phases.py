@@ -185,7 +185,7 @@ class ConvexRounds(Phase):
         if reset:  # c still includes the c_k that was lost
             logger.warning("a client lost its state: all corrections start again from zero")
             tct.control.reset_state()
-        if not tct.enough(len(pairs), metrics):
+        if not tct.enough(len(pairs)):
             return None, metrics
         counts = [weights[reply.node] for reply in replied]
         mean = np.asarray(tct.robust_mean_of({LINEAR: theta}, pairs, counts)[LINEAR], np.float32)

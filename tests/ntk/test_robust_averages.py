@@ -151,33 +151,45 @@ def test_nearest_neighbour_mixing_by_hand():
     assert robust_mean({"w": np.zeros(1)}, own, [1] * 4, "nnm", 1)["w"] == 1
 
 
+@pytest.mark.parametrize("claim", [5, 10**7])
 @pytest.mark.parametrize("liars", [1, 2, 4])
-def test_models_are_refused_without_which_a_fresh_mean_has_the_lowest_loss(liars):
-    """Two of six are far off. The loss is the distance from the honest mean, and 0.3 more."""
-    own, examples = models(6), [1, 2, 3, 4, 5, 6]
+def test_models_are_refused_without_which_a_fresh_mean_has_the_lowest_loss(liars, claim):
+    """Two of six are far off, and whole numbers too. The loss is 0.3 above that of the others."""
+    own, examples = models(6), [1, claim, 3, 4, claim, 6]
+    for k, model in enumerate(own):
+        model["count"] = np.array(8 + 100 * (k in (1, 4)))
     for k, factor in ((1, 40), (4, 20)):
-        own[k] = {n: factor * a for n, a in own[k].items()}
+        own[k] |= {n: factor * own[k][n] for n in SHAPES}
 
     def mean_of(left):
-        return flat(weighted_mean([own[k] for k in left], [examples[k] for k in left]))
+        whole = [{n: a.astype(np.float64) for n, a in own[k].items()} for k in left]
+        mean = weighted_mean(whole, [examples[k] for k in left])
+        return np.append(flat(mean), mean["count"])
+
+    honest = mean_of([0, 2, 3, 5])
 
     def loss_of(mean):
-        return 0.3 + float(np.linalg.norm(mean - mean_of([0, 2, 3, 5])))
+        return 0.3 + float(np.linalg.norm(mean - honest))
 
-    left = [*range(6)]
-    while len(left) > 6 - liars:
-        fewer = [[k for k in left if k != out] for out in left]
-        best = min(fewer, key=lambda some: loss_of(mean_of(some)))
-        if loss_of(mean_of(best)) > 0.98 * loss_of(mean_of(left)):
-            break
-        left = best
-    verdicts = screen_by_loss(own, examples, lambda mean: loss_of(flat(mean)), liars)
-    assert [k for k, bad in enumerate(verdicts) if bad is None] == left
-    assert len(left) == max(6 - liars, 4)
+    left = [[*range(6)]]
+    while len(left) <= liars:
+        fewer = [[k for k in left[-1] if k != out] for out in left[-1]]
+        left.append(min(fewer, key=lambda some: loss_of(mean_of(some))))
+    best = min(left, key=lambda some: loss_of(mean_of(some)) / 0.98 ** (6 - len(some)))
+    found = screen_by_loss(own, examples, lambda a: loss_of(np.append(flat(a), a["count"])), liars)
+    assert [k for k, bad in enumerate(found) if bad is None] == best
+    if liars > 1:
+        assert best == [0, 2, 3, 5]
 
 
-def test_a_loss_that_is_no_number_is_the_worst():
-    """Without the model that makes it so the loss is a number, and that model goes."""
-    own = [{"w": np.array([k])} for k in (0.0, 1.0, 300.0, 2.0)]
-    verdicts = screen_by_loss(own, [1] * 4, lambda a: np.nan if a["w"] > 9 else 1.0, 2)
-    assert [bad is not None for bad in verdicts] == [False, False, True, False]
+@pytest.mark.parametrize("far", [(2,), (2, 5)])
+def test_a_loss_that_is_no_number_is_the_worst(far):
+    """One far model is enough for it."""
+    own = [{"w": np.array([300.0 if k in far else k])} for k in range(7)]
+    verdicts = screen_by_loss(own, [1] * 7, lambda a: np.nan if a["w"] > 9 else 1.0, 2)
+    assert [k for k, bad in enumerate(verdicts) if bad is not None] == [*far]
+
+
+def test_a_negative_loss_is_refused():
+    with pytest.raises(ValueError, match="validation_loss: expected 0 or more, got -1"):
+        screen_by_loss(models(3), [1] * 3, lambda _: -1.0, 1)

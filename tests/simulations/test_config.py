@@ -45,6 +45,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "fedavg", "defence": "validation"}, "that the server keeps; set validation-ex"),
     ({"method": "fedavg", "defence": "validation", "validation-examples": 50,
       "evaluate-on": "validation"}, "defence uses the examples that evaluate-on = validation mea"),
+    ({"method": "tct", "defence": "validation", "validation-examples": 50,
+      "evaluate-on": "validation"}, "defence uses the examples that evaluate-on = validation mea"),
     ({"ntk-fl.selection": "validation"}, "ntk-fl.selection = validation goes with one of"),
     (VALIDATION | {"validation-examples": 9}, "validation-clients (held out), got 9 and 2"),
     (VALIDATION | {"evaluate-on": "validation"}, "evaluate-on = test, or change ntk-fl.sel"),

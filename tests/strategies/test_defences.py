@@ -9,6 +9,7 @@ from flwr.app import Array, ArrayRecord
 
 from fedntk.clients import (
     DittoClient,
+    FedEnsembleClient,
     NTKDFLClient,
     NTKFLClient,
     PersonalisedClient,
@@ -42,6 +43,7 @@ from .federation import (
     app,
     arrays_of,
     bits,
+    initial_bits,
     lost,
     network,
     run_as_if_lost,
@@ -159,6 +161,25 @@ def test_weights_that_raise_the_validation_loss_have_the_result_of_a_lost_reply(
         start(make(), Grid(many(client), changes=dict.fromkeys(range(6), lost)))
     with pytest.raises(ValueError, match="validation_loss: expected one"):
         kind(defence="validation")
+
+
+def test_replies_that_a_defence_dropped_count_as_completed():
+    """All six are needed, and came; also where models of an ensemble have the defence."""
+    x, y = 5 * torch.eye(3, 4), torch.arange(3)
+
+    def loss(arrays):
+        return NetworkPredictor.from_arrays(network(), arrays_of(arrays)).evaluate(x, y).loss
+
+    make = partial(SeededFedAvg, defence="validation", validation_loss=loss)
+    first = np.array([9, 0, 0], np.float32)
+    false = with_arrays(lambda own: own | {"3.bias": own["3.bias"] + first})
+    alone = make(min_completed=6, fraction_evaluate=0.0)
+    assert bits(start(alone, Grid(many(SGDClient), changes={2: false}))) != initial_bits()
+    members = many(lambda *given, **own: FedEnsembleClient(SGDClient(*given, **own)))
+    ensemble = FedEnsemble(inner=make, num_models=1, min_completed=6, fraction_evaluate=0.0)
+    start(ensemble, Grid(members, changes={2: false}))
+    assert alone.train_metrics[1]["rejected-validation"] == 1
+    assert ensemble.train_metrics[1]["models-updated"] == 1
 
 
 def test_tct_judges_networks_and_linear_models_by_the_validation_loss():
