@@ -15,9 +15,9 @@ for one liar, as ten clients are too few for two. Each also runs without a defen
 liars, as if a defence knew them. Methods that learn one model are judged on the test set, others by
 the mean over the eight clients that never lie, each on its own part of the test set.
 
-With ``validation`` the server keeps 100 of the training examples. Defences, and the 2 % from which
-``validation`` drops a client, were chosen with FedAvg on validation examples of digits, with seeds
-0 and 1, and 10 to 12.
+With ``validation`` the server keeps 100 of the training examples. Defences were chosen with FedAvg
+on validation examples of digits (seeds 0 and 1); so were the 0.5 % from which ``validation`` drops
+a client (FedAvg with seeds 10 to 12, TCT with 10 and 11).
 
     python benchmarks/liars.py [--data-dir FOLDER] [--methods fedavg,tct] [--seeds 0,1,2]
         [--defences leave-one-out]

@@ -36,7 +36,7 @@ RobustMean = Literal[
 ]
 Defence = Literal[RobustMean, "leave-one-out", "validation"]
 DEFENCES: tuple[Defence, ...] = get_args(RobustMean)
-LEAST_HARM = 0.02  # of the loss, for which a model is dropped
+LEAST_HARM = 0.005  # of the loss, for which a model is dropped; chosen on validation examples
 
 
 def least_models(defence: Defence, liars: int) -> int:
@@ -100,7 +100,7 @@ def screen_by_loss(
     """Refuse models, at most `liars`, without which the weighted mean of the others is better.
 
     One by one, the model without which the mean's loss is lowest is set aside. Of those, the first
-    ones are refused, as many as make the loss lowest if each has to lower it by 2 %. So liars who
+    ones are refused, as many as make the loss lowest if each has to lower it by 0.5 %. So liars who
     agree do not hide each other. A loss that is not a number counts as infinite; of models with
     equal losses the farthest from the mean is set aside. ValueError for a negative loss.
     """

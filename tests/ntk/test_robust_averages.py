@@ -175,7 +175,7 @@ def test_models_are_refused_without_which_a_fresh_mean_has_the_lowest_loss(liars
     while len(left) <= liars:
         fewer = [[k for k in left[-1] if k != out] for out in left[-1]]
         left.append(min(fewer, key=lambda some: loss_of(mean_of(some))))
-    best = min(left, key=lambda some: loss_of(mean_of(some)) / 0.98 ** (6 - len(some)))
+    best = min(left, key=lambda some: loss_of(mean_of(some)) / 0.995 ** (6 - len(some)))
     found = screen_by_loss(own, examples, lambda a: loss_of(np.append(flat(a), a["count"])), liars)
     assert [k for k, bad in enumerate(found) if bad is None] == best
     if liars > 1:

@@ -17,7 +17,7 @@ from fedntk.clients import (
     SGDClient,
     TCTClient,
 )
-from fedntk.ntk import FeatureMap, NetworkPredictor, TCTModel
+from fedntk.ntk import TCTModel
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.simulations.attacks import ATTACKS
 from fedntk.simulations.engine.lies import LyingGrid
@@ -128,6 +128,11 @@ def many(kind):
     return app(make)
 
 
+def alike(kind):
+    """Clients whose steps are so small that none is worse than the others by 0.5 %."""
+    return many(partial(kind, learning_rate=1e-3))
+
+
 def shift(arrays):
     """Move a Jacobian's labels on by one class."""
     return arrays | {"targets": np.roll(arrays["targets"], 1, axis=1)}
@@ -142,72 +147,68 @@ def test_false_labels_in_ntk_fl_have_the_result_of_a_lost_reply():
     run_as_if_lost(ntk_fl, many(NTKFLClient), with_arrays(shift), "leave-one-out")
 
 
+LAST = "3.bias"
+
+
+def judge(arrays):
+    """A loss that grows with the last biases, or with the linear model once it is not zero."""
+    own = arrays_of(arrays)
+    return 1 + float(np.linalg.norm(own.get(TCTModel.ARRAYS[0], own[LAST])))
+
+
+def far(own):
+    """Add 9 to what `judge` looks at."""
+    return {n: a + 9 if n in (LAST, TCTModel.ARRAYS[0]) else a for n, a in own.items()}
+
+
+JUDGED = {
+    "defence": "validation", "validation_loss": judge, "fraction_evaluate": 0.0,
+    "outlier_factor": np.inf,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "client"),
     [(SeededFedAvg, SGDClient), (SCAFFOLD, SCAFFOLDClient), (Ditto, DittoClient)],
 )
 def test_weights_that_raise_the_validation_loss_have_the_result_of_a_lost_reply(kind, client):
-    """The server's examples are one of each class; honest clients learn all classes."""
-    x, y = 5 * torch.eye(3, 4), torch.arange(3)
-
-    def loss(arrays):
-        return NetworkPredictor.from_arrays(network(), arrays_of(arrays)).evaluate(x, y).loss
-
-    make = partial(kind, defence="validation", validation_loss=loss, fraction_evaluate=0.0)
-    first = np.array([9, 0, 0], np.float32)  # class 0 for all
-    false = with_arrays(lambda own: own | {"3.bias": own["3.bias"] + first})
-    run_as_if_lost(make, many(client), false, "validation", rounds=2)
+    clients = alike(client)
+    run_as_if_lost(partial(kind, **JUDGED), clients, with_arrays(far), "validation", rounds=2)
     with pytest.raises(NoUsableReply):
-        start(make(), Grid(many(client), changes=dict.fromkeys(range(6), lost)))
+        start(kind(**JUDGED), Grid(clients, changes=dict.fromkeys(range(6), lost)))
     with pytest.raises(ValueError, match="validation_loss: expected one"):
         kind(defence="validation")
 
 
 def test_replies_that_a_defence_dropped_count_as_completed():
     """All six are needed, and came; also where models of an ensemble have the defence."""
-    x, y = 5 * torch.eye(3, 4), torch.arange(3)
-
-    def loss(arrays):
-        return NetworkPredictor.from_arrays(network(), arrays_of(arrays)).evaluate(x, y).loss
-
-    make = partial(SeededFedAvg, defence="validation", validation_loss=loss)
-    first = np.array([9, 0, 0], np.float32)
-    false = with_arrays(lambda own: own | {"3.bias": own["3.bias"] + first})
-    alone = make(min_completed=6, fraction_evaluate=0.0)
-    assert bits(start(alone, Grid(many(SGDClient), changes={2: false}))) != initial_bits()
-    members = many(lambda *given, **own: FedEnsembleClient(SGDClient(*given, **own)))
-    ensemble = FedEnsemble(inner=make, num_models=1, min_completed=6, fraction_evaluate=0.0)
-    start(ensemble, Grid(members, changes={2: false}))
+    alone = SeededFedAvg(**JUDGED, min_completed=6)
+    changes = {2: with_arrays(far)}
+    assert bits(start(alone, Grid(alike(SGDClient), changes=changes))) != initial_bits()
+    members = alike(lambda *given, **own: FedEnsembleClient(SGDClient(*given, **own)))
+    ensemble = FedEnsemble(
+        inner=partial(SeededFedAvg, **JUDGED), num_models=1, min_completed=6, fraction_evaluate=0.0
+    )
+    start(ensemble, Grid(members, changes=changes))
     assert alone.train_metrics[1]["rejected-validation"] == 1
     assert ensemble.train_metrics[1]["models-updated"] == 1
 
 
 def test_tct_judges_networks_and_linear_models_by_the_validation_loss():
-    """One round of stage 1, and two of stage 2; the same examples as above."""
-    x, y = 5 * torch.eye(3, 4), torch.arange(3)
+    """One round of stage 1, and two of stage 2."""
     seen = []
 
     def loss(arrays):
-        whole, linear = arrays_of(arrays), TCTModel.ARRAYS[0] in arrays
-        seen.append(linear)
-        features = FeatureMap(num_features=20)
-        if linear:
-            return TCTModel.from_arrays(network(), features, whole).evaluate(x, y).loss
-        return NetworkPredictor.from_arrays(network(), whole).evaluate(x, y).loss
+        seen.append(TCTModel.ARRAYS[0] in arrays)
+        return judge(arrays)
+
+    options = {"num_features": 20, "local_steps": 5, "learning_rate": 1e-3, "normalise": False}
+    options |= {**JUDGED, "validation_loss": loss}
 
     def tct():
-        return TCT(
-            network=network(), num_features=20, local_steps=20, learning_rate=1e-2,
-            normalise=False, bootstrap=SeededFedAvg(), bootstrap_rounds=1, fraction_evaluate=0.0,
-            defence="validation", validation_loss=loss,
-        )  # fmt: skip
+        return TCT(network=network(), bootstrap=SeededFedAvg(), bootstrap_rounds=1, **options)
 
-    def false(own):
-        if "3.bias" in own:
-            return own | {"3.bias": own["3.bias"] + np.array([9, 0, 0], np.float32)}
-        return {name: -9 * linear for name, linear in own.items()}
-
-    run_as_if_lost(tct, many(TCTClient), with_arrays(false), "validation", rounds=3)
+    run_as_if_lost(tct, alike(TCTClient), with_arrays(far), "validation", rounds=3)
     assert seen[0] is False
     assert seen[-1] is True
 
