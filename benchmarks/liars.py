@@ -162,15 +162,10 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         own = lost[(lost.data == name) & (lost.alpha == alpha)]
         recommended = own.method.map(lambda method: METHODS[method][0])
         absent = own.attack == "absent"
+        defended = ~absent & (own.defence == recommended)
         for offset, colour, marker, shown, label in (
             (-0.2, "tab:red", "x", ~absent & (own.defence == "none"), "without a defence"),
-            (
-                0.0,
-                "tab:green",
-                "o",
-                ~absent & (own.defence == recommended),
-                "with the recommended one",
-            ),
+            (0.0, "tab:green", "o", defended, "with the recommended one"),
             (0.2, "black", "_", absent, "without the liars"),
         ):
             some = own[shown]

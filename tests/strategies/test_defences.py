@@ -182,15 +182,15 @@ def test_weights_that_raise_the_validation_loss_have_the_result_of_a_lost_reply(
 
 def test_replies_that_a_defence_dropped_count_as_completed():
     """All six are needed, and came; also where models of an ensemble have the defence."""
-    alone = SeededFedAvg(**JUDGED, min_completed=6)
+    single = SeededFedAvg(**JUDGED, min_completed=6)
     changes = {2: with_arrays(far)}
-    assert bits(start(alone, Grid(alike(SGDClient), changes=changes))) != initial_bits()
+    assert bits(start(single, Grid(alike(SGDClient), changes=changes))) != initial_bits()
     members = alike(lambda *given, **own: FedEnsembleClient(SGDClient(*given, **own)))
     ensemble = FedEnsemble(
         inner=partial(SeededFedAvg, **JUDGED), num_models=1, min_completed=6, fraction_evaluate=0.0
     )
     start(ensemble, Grid(members, changes=changes))
-    assert alone.train_metrics[1]["rejected-validation"] == 1
+    assert single.train_metrics[1]["rejected-validation"] == 1
     assert ensemble.train_metrics[1]["models-updated"] == 1
 
 
