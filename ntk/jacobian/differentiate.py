@@ -83,7 +83,8 @@ def jacobian(
     Returns
     -------
     Jacobian
-        In the model's dtype; a constant, through which nothing is differentiated.
+        In the model's dtype; a constant, through which nothing is differentiated. It may share
+        memory with `x`: do not write over `x` while it is in use.
 
     Examples
     --------
@@ -167,6 +168,8 @@ def _collect(
         cure="use fewer examples at a time",
     )
     _, first = next(parts)
+    if first.num_examples == n and first.device == torch.device(device):
+        return first.mapped(Tensor.contiguous)
     result = first.empty(n, device=device)
     result.fill(0, first)
     for start, part in parts:

@@ -41,6 +41,7 @@ INCIDENTAL = frozenset(
 # key of Flower's run-config that holds the settings of other packages' methods, as JSON: the
 # app's pyproject.toml has to list all keys
 PLUGGED_IN = "plugged-in"
+CACHE = "cache"  # a folder in that of a run
 REPLACE_RUN = "replace that run with again=True (on the command line --again)"
 MONITORED = (
     *("accuracy", "loss", "client-accuracy-mean", "client-accuracy-worst"),
@@ -350,6 +351,11 @@ class Config(SplitSettings, frozen=True, eq=True):
         digest = hashlib.sha256(settings.encode()).hexdigest()[:6]
         name = f"{self.label}-{dataset}-{self.seed}-{digest}"
         return Path("runs").absolute() / name
+
+    @property
+    def cache(self) -> Path:
+        """Where the run keeps what need not outlast it: features, and what its clients know."""
+        return self.folder / CACHE
 
     def _acting(self) -> dict[str, Value]:
         """Key -> value of the settings that have an effect."""

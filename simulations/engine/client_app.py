@@ -20,7 +20,7 @@ from ..config.settings import ConfigError
 from ..data.kept_examples import KeptExamples
 from ..data.load import load_own
 from ..errors import first_line
-from ..methods.method import KEPT, Setup
+from ..methods.method import PERSONAL, Setup
 from .building import load_setup, make_client
 from .engines import CLIENT_APP_RAISED_EXCEPTION
 from .meter import meter
@@ -90,7 +90,7 @@ def _mask(message: Message, context: Context, call_next: Function) -> Message:
 def _masks(run_config: tuple[tuple[str, Any], ...]) -> MaskedWeights:
     """Return the mod of a run; it may answer again, as a run that was cut off asks again."""
     config = Config.parse(dict(run_config))
-    return MaskedWeights(cache=config.folder / KEPT, only_masked=False)
+    return MaskedWeights(cache=config.cache / PERSONAL, only_masked=False)
 
 
 app = client_app(client_fn, mods=[meter, _say_where, _mask])

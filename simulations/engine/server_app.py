@@ -130,7 +130,7 @@ def _serve(
     metrics = load_metrics(config.metrics)
 
     def evaluate(arrays: ArrayDict) -> Evaluation:
-        predictor = method.predictor(setup, arrays, strategy.learned, cache=folder / "cache")
+        predictor = method.predictor(setup, arrays, strategy.learned, cache=config.cache)
         predictor.metrics = metrics
         evaluation: Evaluation = predictor.evaluate(x, y)
         more = {**evaluation.more, **method.measure(setup, strategy)}

@@ -37,7 +37,7 @@ from ..deploy.simulated_trust import projected
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
-KEPT = "cache/personal"  # in a run's folder: what its clients keep
+PERSONAL = "personal"  # in a run's cache: what its clients keep
 
 # places in the name of a class where kebab-case has a hyphen: FedAvgM becomes fed-avg-m
 WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_")
@@ -248,7 +248,7 @@ class Method:
         parts = {
             "network": setup.network,
             "device": setup.device,
-            "cache": setup.config.folder / KEPT,
+            "cache": setup.config.cache / PERSONAL,
         }
         shared = {name: part for name, part in parts.items() if name in kind.options()}
         given = self._given(kind, setup.config, self.own(setup.config))
@@ -316,12 +316,11 @@ class Method:
         """Make what measures weights on the server's validation examples."""
         x, y = setup.data.train(setup.split.validation)
         x = projected(setup.config, x)
-        folder = setup.config.folder / "cache"
 
         def loss(arrays: ArrayRecord) -> float:
             own = named_arrays(arrays)
             learned = self.learned_in(own)
-            return self.predictor(setup, own, learned, cache=folder).evaluate(x, y).loss
+            return self.predictor(setup, own, learned, cache=setup.config.cache).evaluate(x, y).loss
 
         return loss
 

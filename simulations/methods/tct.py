@@ -69,7 +69,7 @@ class _TCT(SumsMethod):
         return "linear-model" if LINEAR in arrays else "network"
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        options["cache"] = _cache(setup.config)
+        options["cache"] = setup.config.cache
         return super().client(setup, partition, options)
 
     def predictor(
@@ -116,15 +116,11 @@ class _TCT(SumsMethod):
             )
 
     def clean_up(self, config: Config) -> None:
-        shrink(_cache(config))
+        shrink(config.cache)
 
 
 def _feature_map(own: Any) -> FeatureMap:
     return FeatureMap(own.features, own.num_features, own.feature_seed, own.head)
-
-
-def _cache(config: Config) -> Path:
-    return config.folder / "cache"
 
 
 class _KeptFeatures(TCTModel):

@@ -26,7 +26,7 @@ from fedntk.ntk.support.arrays import ArrayDict
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import load_tensors, save_tensors
 
-from ..config.config import REPLACE_RUN, Config
+from ..config.config import CACHE, REPLACE_RUN, Config
 from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..engine.checkpoints import Checkpoint, Record
@@ -137,7 +137,7 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
         (folder / name).unlink(missing_ok=True)
     stale = [path.parent for path in folder.glob("without-*/unlearned.json")]
     if checkpoints:
-        stale += [folder / name for name in ("checkpoints", "cache", "details")]
+        stale += [folder / name for name in ("checkpoints", CACHE, "details")]
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)
 
