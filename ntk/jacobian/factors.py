@@ -30,6 +30,7 @@ from torch.nn import grad
 
 from .blocks import AT_WORK, Block, squared_row_norms, tile_size, tiles, workspace
 
+AT_ONCE = 2**21  # numbers of patches that are worth cutting at a time on a CPU
 # by the number of dimensions
 CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
 WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
@@ -108,9 +109,9 @@ class FactoredBlock(Block):
         """Yield inputs (n, S, d_in) and gradients (n, C, S, d_out / groups) of each group."""
         yield from zip(self.patches().unbind(1), self.gradients.chunk(self.groups, 3), strict=True)
 
-    def _chunks(self, numbers: int) -> Iterator[slice]:
-        """Slices of the rows for which `numbers` an example stay within the workspace."""
-        size = max(1, self._room // max(1, numbers))
+    def _chunks(self, numbers: int, room: int | None = None) -> Iterator[slice]:
+        """Slices of rows for which `numbers` an example stay within `room`, or the workspace."""
+        size = max(1, (room or self._room) // max(1, numbers))
         for start in range(0, len(self.gradients), size):
             yield slice(start, start + size)
 
@@ -118,6 +119,11 @@ class FactoredBlock(Block):
     def _room(self) -> int:
         """Numbers of intermediate results that the block may hold."""
         return workspace(self.gradients.device) // self.gradients.element_size()
+
+    @property
+    def _at_once(self) -> int:
+        """Numbers of patches that are cut at a time."""
+        return AT_ONCE if self.gradients.device.type == "cpu" else self._room
 
     @property
     def _patch_size(self) -> int:
@@ -248,18 +254,59 @@ class FactoredBlock(Block):
         """Gradients of the weight, shape (n, C, d_out, d_in)."""
         n, outputs, _, width = self.gradients.shape
         weights = self.gradients.new_empty(n, outputs, width, self.width_in)
-        parts = weights.chunk(self.groups, dim=2)
-        for part, (a, g) in zip(parts, self._by_group(), strict=True):
-            for output in range(outputs):
-                torch.bmm(g[:, output].transpose(1, 2), a, out=part[:, output])
+        for rows in self._chunks(self._patch_size, self._at_once):
+            groups = weights[rows].chunk(self.groups, dim=2)
+            for of_group, (a, g) in zip(groups, self.rows(rows)._by_group(), strict=True):
+                for output in range(outputs):
+                    torch.bmm(g[:, output].transpose(1, 2), a, out=of_group[:, output])
         return weights
+
+    def entries(self, indices: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows and columns, in (groups * d_out, d_in), of the weight's flattened coordinates.
+
+        None if inputs are no numbers, or a coordinate is not of one input and one output.
+        """
+        return None
 
     def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
         if name == self.bias:
             out.copy_(self.gradients.sum(2)[:, :, indices])
             return
+        _, outputs, positions, _ = self.gradients.shape
+        entries = self.entries(indices)
+        if entries and len(indices) * positions * outputs <= 2 * self.dense_size:
+            for rows in self._chunks(self._patch_size, self._at_once):
+                self.rows(rows)._write_entries(*entries, out[rows])
+            return
         for rows in self._chunks(self._patch_size + self.dense_size):
-            out[rows] = self.rows(rows).dense()[name].flatten(2)[:, :, indices]
+            part = self.rows(rows)
+            if entries is None:
+                out[rows] = part.dense()[name].flatten(2)[:, :, indices]
+            else:
+                row, column = entries
+                at = self.width_in * row + column
+                out[rows] = part._dense_weights().flatten(2).index_select(2, at)
+
+    def _write_entries(self, row: Tensor, column: Tensor, out: Tensor) -> None:
+        """Write entries of the weight into `out` (n, C, k), each by products of its own."""
+        n, outputs, positions, width = self.gradients.shape
+        column = column + self.width_in * (row // (width // self.groups))
+        inputs = self.patches().transpose(2, 3).flatten(1, 2)  # (n, groups d_in, S)
+        gradients = self.gradients.transpose(2, 3).flatten(1, 2)  # (n, C d_out, S)
+        every = row + width * torch.arange(outputs, device=row.device)[:, None]  # (C, k)
+        size = max(1, AT_WORK // (outputs * positions))
+        parts = [
+            (slice(start, start + size), column[start : start + size], own.flatten())
+            for start, own in zip(range(0, len(row), size), every.split(size, 1), strict=True)
+        ]
+        left = inputs.new_empty(size, positions)
+        right = inputs.new_empty(size * outputs, positions)
+        for i in range(n):  # to take whole rows of a matrix is by far the fastest
+            for some, mine, theirs in parts:
+                torch.index_select(inputs[i], 0, mine, out=left[: len(mine)])
+                torch.index_select(gradients[i], 0, theirs, out=right[: len(theirs)])
+                products = right[: len(theirs)].view(outputs, -1, positions)
+                out[i, :, some] = products.mul_(left[: len(mine)]).sum(2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,21 +324,21 @@ class LinearBlock(FactoredBlock):
             totals[self.bias] = gradients.sum(0)
         return totals
 
-    def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
-        if name == self.bias or self.positions > 1:
-            super().write_columns(name, indices, out)
-            return
-        n, outputs, _, width = self.gradients.shape
-        if out.device != self.gradients.device:
-            here = self.gradients.new_empty(n, outputs, len(indices))
-            self.write_columns(name, indices, here)
-            out.copy_(here)
+    def entries(self, indices: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return indices // self.width_in, indices % self.width_in
+
+    def _write_entries(self, row: Tensor, column: Tensor, out: Tensor) -> None:
+        n, outputs, positions, width = self.gradients.shape
+        if positions > 1 or out.device != row.device:
+            super()._write_entries(row, column, out)
             return
         inputs, gradients = self.inputs.reshape(n, -1), self.gradients.reshape(n * outputs, width)
         size = max(1, AT_WORK // (n * outputs))
-        for chosen, part in zip(indices.split(size), out.split(size, 2), strict=True):
-            left = inputs.index_select(1, chosen % self.width_in).unsqueeze(1)
-            right = gradients.index_select(1, chosen // self.width_in)
+        for rows, columns, part in zip(
+            row.split(size), column.split(size), out.split(size, 2), strict=True
+        ):
+            left = inputs.index_select(1, columns).unsqueeze(1)
+            right = gradients.index_select(1, rows)
             torch.mul(left, right.view(n, outputs, -1), out=part)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
@@ -368,17 +415,10 @@ class ConvBlock(FactoredBlock):
         axes = zip(sizes, self.kernel_size, self.stride, self.dilation, strict=True)
         return [max(0, (size - (k - 1) * d - 1) // s + 1) for size, k, s, d in axes]
 
-    def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
-        if name == self.bias:
-            super().write_columns(name, indices, out)
-            return
+    def entries(self, indices: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
         places = math.prod(self.kernel_size)  # channels are the last of d_in, here and not there
         row, rest = indices // self.width_in, indices % self.width_in
-        moved = rest // places + self.channels_per_group * (rest % places) + self.width_in * row
-        for rows in self._chunks(self._patch_size + self.dense_size):
-            weights = self.rows(rows)._dense_weights()
-            flat = weights.view(weights.shape[0] * weights.shape[1], -1)
-            out[rows] = flat.index_select(1, moved).view(*weights.shape[:2], -1)
+        return row, rest // places + self.channels_per_group * (rest % places)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, per_group, *kernel_size = parameters[self.weight]
