@@ -198,7 +198,7 @@ def test_methods_of_many_exchanges_learn_the_local_engines_bits(
     submitted = {}
     for method in ROUNDS:
         told = third_parties if method == "cp-ntk-fl" else {}
-        config = settings(folder / method, method, evaluate=method == "tct", **told)
+        config = settings(folder / method, method, evaluate=method == "secure-fedavg", **told)
         submitted[method] = config, federation.submit(APP, config)
     for method, (config, submission) in submitted.items():
         submission.wait()
