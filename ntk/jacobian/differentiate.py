@@ -75,8 +75,8 @@ def jacobian(
         ``"dense"`` is the definition, by ``torch.func``: the tensor (n, C, *parameter shape).
     chunk_size : int, optional
         Examples b that go through the model at a time; by default as many as make b w at most
-        64 MiB, but 16 if these take no more than 512 MiB and a quarter of the free memory. On a GPU
-        that has 2 GiB free, 1 GiB in place of both. Never more than 1,024.
+        64 MiB, or, if these are few, 16 or as many as take 512 MiB. On a GPU that has 2 GiB free it
+        is 1 GiB in place of both. Never more than 1,024.
     outputs : sequence of int, optional
         Outputs of the network to differentiate; all by default.
     device : str or torch.device
@@ -237,9 +237,8 @@ def differentiate_in_chunks(
             stack.enter_context(context)
         plan = _PLANS.get(key) or _Plan.make(model, x, structure, outputs)
         work = 2 * plan.row.nbytes + plan.workspace + more_bytes
-        room = available_memory(x.device)
-        chunk_bytes = max(chunk_bytes, min(FEW * work, LARGE_CHUNK_BYTES, room // 4))
-        if x.device.type != "cpu" and room > 2 * GPU_CHUNK_BYTES:
+        chunk_bytes = max(chunk_bytes, min(FEW * work, LARGE_CHUNK_BYTES))
+        if x.device.type != "cpu" and available_memory(x.device) > 2 * GPU_CHUNK_BYTES:
             chunk_bytes = GPU_CHUNK_BYTES
         size = chunk_size or max(1, min(MAX_CHUNK, chunk_bytes // work))
         require_memory(
