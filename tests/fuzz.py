@@ -15,8 +15,8 @@ A case is a reply with one or two of the :data:`~tests.lies.LIES`. `check` requi
     that never came: such a run has errors in the place of the dropped replies;
   - the list of what clients have been sent, which a reply that is out of scale confirms;
   - counts of dropped replies, and public keys, which clients draw anew;
-  - what a flipped bit of a masked number has done, if nobody noticed: it adds or takes away, as the
-    mask has it, and masks are drawn anew in each run.
+  - what a lie about a masked number has done, if nobody noticed: masks are drawn anew in each run,
+    and with them what the lie comes to.
 
     python -m tests.fuzz 100000 0  # number of cases, seed
 """
