@@ -24,6 +24,11 @@ FOUND = {  # by the fuzzer, and mended: what a dropped reply left behind -> stra
         3,
         [fuzz.Lie(0, -1, "contents", 2020842573), fuzz.Lie(0, 1, "records", 861904686)],
     ),
+    "its model was taken to have replies enough to find an outlier among": (
+        "FedEnsemble",
+        6,
+        [fuzz.Lie(4, 1, "shape", 706271161), fuzz.Lie(1, 1, "numbers", 1309355673)],
+    ),
     "a claim to a partition, if the shuffling server dropped it": (
         "shuffled CPNTKFL",
         4,

@@ -58,10 +58,11 @@ class TCTClient(SumsClient, SGDClient):
     All settings of stage 2 come from the strategy; ``config["lr"]`` is of stage 1. What is computed
     once is kept on disk: with p features an example the features take ``4 n p`` bytes, or ``2 n p``
     in float16, and ``4 n p`` beside that until they are normalised; as much for test examples that
-    are not the training examples; kernel and eigenvectors ``12 n^2``. In memory are a chunk of
-    128 MiB of features; while the kernel is formed two blocks of 512 MiB and ``4 n^2`` bytes; and
-    for the decomposition about ``52 n^2``: with p = 100,000 and n = 6,000 4.8 GB on disk and 1.9 GB
-    in memory. What would not fit is refused with its size, in the first round of stage 1.
+    are not the training examples; kernel and eigenvectors ``12 n^2``. In memory are a chunk of 128
+    MiB of features, and up to 512 MiB to differentiate it; while the kernel is formed two blocks of
+    512 MiB and ``4 n^2`` bytes; and for the decomposition about ``52 n^2``: with p = 100,000 and n
+    = 6,000 4.8 GB on disk and 1.9 GB in memory. What would not fit is refused with its size, in the
+    first round of stage 1.
 
     A client needs its folder in `cache` from round to round. It goes when this client begins
     another run more than a day after it was last used; see also :func:`shrink`. Examples may come

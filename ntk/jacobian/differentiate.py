@@ -75,8 +75,8 @@ def jacobian(
         ``"dense"`` is the definition, by ``torch.func``: the tensor (n, C, *parameter shape).
     chunk_size : int, optional
         Examples b that go through the model at a time; by default as many as make b w at most
-        64 MiB, or, if these are few, 16 or as many as take 512 MiB. On a GPU that has 2 GiB free it
-        is 1 GiB in place of both. Never more than 1,024.
+        64 MiB; if these are fewer than 16, 16, or as many of them as fit into 512 MiB. On a GPU
+        that has over 2 GiB free as many as fit into 1 GiB. Never more than 1,024.
     outputs : sequence of int, optional
         Outputs of the network to differentiate; all by default.
     device : str or torch.device
@@ -85,8 +85,7 @@ def jacobian(
     Returns
     -------
     Jacobian
-        In the model's dtype; a constant, through which nothing is differentiated. It may share
-        memory with `x`: do not write over `x` while it is in use.
+        In the model's dtype; a constant, through which nothing is differentiated.
 
     Examples
     --------
@@ -98,7 +97,7 @@ def jacobian(
     if structure not in ("factored", "dense"):
         raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
     with differentiate_in_chunks(model, x, structure, outputs, chunk_size) as (row, parts):
-        return _collect(len(x), row, parts, device)
+        return _collect(x, row, parts, device)
 
 
 def example_gradients(
@@ -132,7 +131,7 @@ def example_gradients(
         model, x, chunk_size=chunk_size, objective=_Objective(loss, targets)
     )
     with found as (row, parts):
-        return _collect(len(x), row, parts)
+        return _collect(x, row, parts)
 
 
 def gradient_norms(
@@ -164,8 +163,12 @@ def gradient_norms(
 
 
 def _collect(
-    n: int, row: Jacobian, parts: Iterator[tuple[int, Jacobian]], device: torch.device | str = "cpu"
+    x: Tensor,
+    row: Jacobian,
+    parts: Iterator[tuple[int, Jacobian]],
+    device: torch.device | str = "cpu",
 ) -> Jacobian:
+    n = len(x)
     require_memory(
         n * row.nbytes,
         f"the Jacobian of {n} examples x {row.num_outputs} outputs "
@@ -175,12 +178,21 @@ def _collect(
     )
     _, first = next(parts)
     if first.num_examples == n and first.device == torch.device(device):
-        return first.mapped(Tensor.contiguous)
+        return first.mapped(lambda array: _own(array, x))
     result = first.empty(n, device=device)
     result.fill(0, first)
     for start, part in parts:
         result.fill(start, part)
     return result
+
+
+def _own(array: Tensor, x: Tensor) -> Tensor:
+    """Return the array, or a copy if it is a part of a larger one, or of the examples."""
+    storage, of_x = array.untyped_storage(), x.untyped_storage()
+    whole = array.is_contiguous() and storage.nbytes() == array.nbytes
+    if whole and storage.data_ptr() != of_x.data_ptr():
+        return array
+    return array.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -237,9 +249,11 @@ def differentiate_in_chunks(
             stack.enter_context(context)
         plan = _PLANS.get(key) or _Plan.make(model, x, structure, outputs)
         work = 2 * plan.row.nbytes + plan.workspace + more_bytes
-        chunk_bytes = max(chunk_bytes, min(FEW * work, LARGE_CHUNK_BYTES))
-        if x.device.type != "cpu" and available_memory(x.device) > 2 * GPU_CHUNK_BYTES:
+        large, room = min(FEW * work, LARGE_CHUNK_BYTES), available_memory(x.device)
+        if x.device.type != "cpu" and room > 2 * GPU_CHUNK_BYTES:
             chunk_bytes = GPU_CHUNK_BYTES
+        elif chunk_bytes < large <= room:
+            chunk_bytes = large
         size = chunk_size or max(1, min(MAX_CHUNK, chunk_bytes // work))
         require_memory(
             min(size, len(x)) * work,

@@ -274,7 +274,8 @@ class FactoredBlock(Block):
             return
         _, outputs, positions, _ = self.gradients.shape
         entries = self.entries(indices)
-        if entries and len(indices) * positions * outputs <= 2 * self.dense_size:
+        few = 0 < len(indices) * positions * outputs <= 2 * self.dense_size
+        if entries and few and self.gradients.device.type == "cpu":
             for rows in self._chunks(self._patch_size, self._at_once):
                 self.rows(rows)._write_entries(*entries, out[rows])
             return
@@ -327,18 +328,22 @@ class LinearBlock(FactoredBlock):
     def entries(self, indices: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
         return indices // self.width_in, indices % self.width_in
 
-    def _write_entries(self, row: Tensor, column: Tensor, out: Tensor) -> None:
-        n, outputs, positions, width = self.gradients.shape
-        if positions > 1 or out.device != row.device:
-            super()._write_entries(row, column, out)
+    def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
+        if name == self.bias or self.positions > 1:
+            super().write_columns(name, indices, out)
+            return
+        n, outputs, _, width = self.gradients.shape
+        if out.device != self.gradients.device:
+            here = self.gradients.new_empty(n, outputs, len(indices))
+            self.write_columns(name, indices, here)
+            out.copy_(here)
             return
         inputs, gradients = self.inputs.reshape(n, -1), self.gradients.reshape(n * outputs, width)
         size = max(1, AT_WORK // (n * outputs))
-        for rows, columns, part in zip(
-            row.split(size), column.split(size), out.split(size, 2), strict=True
-        ):
-            left = inputs.index_select(1, columns).unsqueeze(1)
-            right = gradients.index_select(1, rows)
+        for chosen, part in zip(indices.split(size), out.split(size, 2), strict=True):
+            row, column = self.entries(chosen)
+            left = inputs.index_select(1, column).unsqueeze(1)
+            right = gradients.index_select(1, row)
             torch.mul(left, right.view(n, outputs, -1), out=part)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102

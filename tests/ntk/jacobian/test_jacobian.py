@@ -113,7 +113,8 @@ def test_dense_tensor_and_its_columns_equal_double_loop(case, structure):
         for name in block.names:
             columns = flat(expected[name])
             every = torch.arange(columns.shape[2])
-            for indices in (every[::2], every[:: len(every) // 2 + 1]):  # many, and one or two
+            # many, one or two, none
+            for indices in (every[::2], every[:: len(every) // 2 + 1], every[:0]):
                 out = torch.empty_like(columns[:, :, indices])
                 block.write_columns(name, indices, out)
                 assert close(out, columns[:, :, indices])
