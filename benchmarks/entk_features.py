@@ -12,7 +12,6 @@ coordinates are drawn once, before. On a CPU there is one thread.
 Writes results/entk_features.csv and .json (with _cuda for a GPU). Needs only torch and numpy.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -55,15 +54,6 @@ def loop(model: nn.Module, x: Tensor, coordinates: Tensor) -> Tensor:
     return rows
 
 
-def seconds(work: Callable[[], Any], device: str) -> float:
-    """Return the seconds of a piece of work."""
-    start = time.perf_counter()
-    work()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def child(network: str, num_features: int, method: str, n: int, device: str) -> dict[str, Any]:
     """Measure one way."""
     use_checkout()
@@ -93,10 +83,14 @@ def child(network: str, num_features: int, method: str, n: int, device: str) -> 
     for _ in range(2):
         way(x)
         forward()
-    found = timed(lambda: way(x), device, at_least=0.0)
-    turns = [[seconds(lambda: way(x), device), seconds(forward, device)] for _ in range(TURNS)]
-    found["seconds"] = float(np.median([own for own, _ in turns]))
-    found["forward-passes"] = float(np.median([own / of_forward for own, of_forward in turns]))
+    turns = [
+        [timed(work, device, at_least=0.0) for work in (lambda: way(x), forward)]
+        for _ in range(TURNS)
+    ]
+    found = turns[0][0]
+    pairs = np.array([[own["seconds"] for own in turn] for turn in turns])
+    found["seconds"] = float(np.median(pairs[:, 0]))
+    found["forward-passes"] = float(np.median(pairs[:, 0] / pairs[:, 1]))
     found["ms-an-example"] = 1e3 * found["seconds"] / n
     if method in ("subsample", "loop"):  # against the loop in float64
         few, rows = x[:20], way(x[:20])
