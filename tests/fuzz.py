@@ -39,17 +39,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, Message
+from flwr.app import Array, ArrayRecord, Message
 from torch import nn
+from tqdm import tqdm
 
 from fedntk.clients import ClosedFormClient, CPNTKFLClient, DFedAvgClient, SGDClient, TCTClient
-from fedntk.ntk import CentredInputs
+from fedntk.ntk import CentredInputs, TCTModel
 from fedntk.simulations.check import failed
 from fedntk.simulations.engine._flower import own_copy
 from fedntk.strategies import (
     CPNTKFL,
     TCT,
     DFedAvg,
+    FedEnsemble,
     NoUsableReply,
     OneExchange,
     SeededFedAvg,
@@ -59,7 +61,17 @@ from fedntk.trust import ShufflingServer, new_key, public_bytes
 
 from .lies import LIES, LOUD, TWO, Draw, Lie, Replies, World, pick
 from .strategies import test_cp_ntk_fl, test_fed_ensemble, test_tct
-from .strategies.federation import Contract, Grid, app, arrays_of, bits, examples, network, start
+from .strategies.federation import (
+    Contract,
+    Grid,
+    app,
+    arrays_of,
+    bits,
+    examples,
+    loaded,
+    network,
+    start,
+)
 from .strategies.test_contract import CONTRACTS, frozen
 
 ROUNDS = 2
@@ -75,9 +87,27 @@ NOISY = {
     "epsilon": 4.0, "delta": 1e-3,
 }  # fmt: skip
 KEPT = tempfile.TemporaryDirectory(prefix="fedntk-kept-")  # sums on the server's disk
-JUDGED = {"keep_sums": KEPT.name, "remove_harmful": 0.05, "validation": examples(7)}
+HARM = {"keep_sums": KEPT.name, "remove_harmful": 0.05, "validation": examples(7)}
 KEYS, SHUFFLING_KEY = test_cp_ntk_fl.Parties(), new_key()
 NTK = {"learning_rate": 0.1, "steps": [5, 20, 50], "run": test_cp_ntk_fl.RUN}
+
+
+def validation_loss(arrays: ArrayRecord) -> float:
+    """Loss of the network on the server's examples, or the norm of TCT's linear model."""
+    own, (x, y) = arrays_of(arrays), examples(7)
+    if TCTModel.ARRAYS[0] in own:
+        return float(np.linalg.norm(own[TCTModel.ARRAYS[0]]))
+    return float(nn.functional.cross_entropy(loaded(own)(x), y).detach())
+
+
+# as many may be dropped as there are: what is dropped then does not depend on who never came
+JUDGED = {"defence": "validation", "validation_loss": validation_loss, "liars_expected": 6}
+TRIED = {"defence": "leave-one-out", "liars_expected": 6}
+DEFENCES = {
+    "SeededFedAvg": JUDGED, "SCAFFOLD": JUDGED, "Ditto": JUDGED, "TCT, stage 2": JUDGED,
+    "FedProto": {"defence": "median"},
+    "NTKFL": TRIED, "CPNTKFL": TRIED, "NTKDFL, line, class prior, compressed": TRIED,
+}  # fmt: skip
 
 
 def centred(network: nn.Module, *data: Any, **options: Any) -> SGDClient:
@@ -105,7 +135,7 @@ FEDERATIONS = CONTRACTS | {
         partial(OneExchange, network=network(), **NOISY), app(ClosedFormClient)
     ),
     "OneExchange that judges sums": Contract(
-        partial(OneExchange, network=network(), **JUDGED), app(ClosedFormClient)
+        partial(OneExchange, network=network(), **HARM), app(ClosedFormClient)
     ),
     "CPNTKFL with a key server": Contract(
         partial(CPNTKFL, key_server=KEYS.server, **NTK), KEYS.app
@@ -116,6 +146,16 @@ FEDERATIONS = CONTRACTS | {
     ),
     "centred SeededFedAvg": Contract(
         partial(SeededFedAvg, centre_inputs=True), app(centred, **SGD)
+    ),
+    **{
+        f"{name} with a defence": CONTRACTS[name]._replace(
+            strategy=partial(CONTRACTS[name].strategy, **options)
+        )
+        for name, options in DEFENCES.items()
+    },
+    "FedEnsemble with a defence": Contract(
+        partial(FedEnsemble, inner=partial(SeededFedAvg, **JUDGED), num_models=2),
+        CONTRACTS["FedEnsemble"].clients,
     ),
     "sealed DFedAvg": Contract(
         partial(DFedAvg, topology=Topology("ring"), seal=True), app(DFedAvgClient, **SGD)
@@ -379,6 +419,7 @@ def fuzz(
     failures: list[str] = []
     cases = dict.fromkeys(names or sorted(FEDERATIONS), 0)
     numbers = itertools.count()
+    bar = tqdm(total=count, unit=" replies", mininterval=10)
     while sum(cases.values()) < count and len(failures) < most_failures:
         name = min(cases, key=cases.__getitem__)
         draw = np.random.default_rng([seed, next(numbers)])
@@ -391,7 +432,10 @@ def fuzz(
             fewest, said = shrink(name, num_clients, lies)
             said = said or f"not again: {type(error).__name__}: {error}"
             failures.append(f"# {said}\n{program_for(name, num_clients, fewest)}")
-            print(failures[-1], flush=True)  # noqa: T201 - a long search goes on
+            bar.write(failures[-1])
+            bar.set_postfix(failures=len(failures))
+        bar.update(sum(cases.values()) - bar.n)
+    bar.close()
     return sum(cases.values()), failures
 
 
