@@ -190,7 +190,8 @@ class LiarsGrid(Grid):
         self.failed: list[str] = []  # of honest clients, why
         self._counts: dict[Any, Iterator[int]] = defaultdict(partial(itertools.count, 1))
         self._newest: dict[int, tuple[int, int]] = {}  # node -> its newest reply
-        self._impostors: dict[int, tuple[int, int]] = {}  # node -> newest reply in its name
+        # node -> replies in its name that were not yet dropped
+        self._impostors: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._inbox: Replies = []
         self._heard: dict[int, Replies] = {node: [] for node in self.contexts}
         self._live = dict.fromkeys(self.contexts, 0)  # messages that real clients have answered
@@ -233,8 +234,10 @@ class LiarsGrid(Grid):
                 reply = replies[0]
                 self.told.append(lie)
         if not aside:
-            honest = (sender := reply.metadata.src_node_id) == node
-            (self._newest if honest else self._impostors)[sender] = key
+            if (sender := reply.metadata.src_node_id) == node:
+                self._newest[node] = key
+            else:
+                self._impostors[sender].append(key)
         if key in self.lost:
             ends = (*key, "other message") not in {lie[:3] for lie in self.lies}
             return [failed(reply)] if self.name == ASYNCHRONOUS and ends else []
@@ -242,10 +245,10 @@ class LiarsGrid(Grid):
 
     def note(self, node: int, reason: str) -> None:
         """Note that the newest reply of a node was dropped, or the newest in its name."""
-        newest, impostor = self._newest.get(node), self._impostors.get(node)
-        later = newest is not None and impostor is not None and impostor > newest
-        if impostor and (reason == "not-asked" or (reason == "duplicate" and later)):
-            newest = self._impostors.pop(node)
+        newest, impostors = self._newest.get(node), self._impostors[node]
+        later = newest is not None and bool(impostors) and impostors[-1] > newest
+        if impostors and (reason == "not-asked" or (reason == "duplicate" and later)):
+            newest = impostors.pop()
         if newest:
             self.dropped[newest] = reason
 
