@@ -10,6 +10,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
+from laplace import DiagLaplace
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from torch import Tensor, nn
 
@@ -43,15 +44,21 @@ class FedntkInterface(CurvatureInterface):
         return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
     def _rows(self, jac: Jacobian) -> Tensor:
-        dense = jac.dense()
-        rows = [dense[n].reshape(*dense[n].shape[:2], -1) for n in self.params_dict]
-        return torch.cat(rows, 2).to(self.params[0].device)
+        """Return the dense Jacobian (n, C, P), made without a second copy of it."""
+        dense, end = jac.dense(), 0
+        rows = torch.empty(jac.num_examples, jac.num_outputs, self._size())
+        for own in (dense.pop(n).flatten(2) for n in self.params_dict):
+            rows[..., end : (end := end + own.shape[2])] = own
+        return rows.to(self.params[0].device)
+
+    def _size(self) -> int:
+        return sum(p.numel() for p in self.params)
 
     def _select(self, rows: Tensor) -> Tensor:
         return rows if self.subnetwork_indices is None else rows[..., self.subnetwork_indices]
 
     def _sum_of_diagonals(self, parts: Iterator[Jacobian]) -> Tensor:
-        total = torch.zeros(sum(p.numel() for p in self.params))
+        total = torch.zeros(self._size())
         for part in parts:
             diagonal = part.normal_diagonal()
             total += torch.cat([diagonal[n].flatten() for n in self.params_dict])
@@ -90,3 +97,20 @@ class FedntkEF(FedntkInterface, EFInterface):
             for own, targets in zip(x.split(AT_A_TIME), y.split(AT_A_TIME), strict=True)
         )
         return self.factor * loss, self.factor * self._sum_of_diagonals(parts)
+
+
+class DiagLaplaceInParts(DiagLaplace):
+    """A diagonal posterior whose predictions hold the Jacobians of a few examples at a time."""
+
+    _key = ("all", "diag-in-parts")  # laplace-torch's own keeps its name
+    at_a_time = 1
+
+    def _glm_predictive_distribution(
+        self, x: Any, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        whole = super()._glm_predictive_distribution
+        if joint or isinstance(x, MutableMapping):
+            return whole(x, joint, diagonal_output)
+        parts = [whole(own, joint, diagonal_output) for own in x.split(self.at_a_time)]
+        means, variances = zip(*parts, strict=True)
+        return torch.cat(means), torch.cat(variances)
