@@ -29,6 +29,11 @@ FOUND = {  # by the fuzzer, and mended: what a dropped reply left behind -> stra
         6,
         [fuzz.Lie(4, 1, "shape", 706271161), fuzz.Lie(1, 1, "numbers", 1309355673)],
     ),
+    "an infinite number in a list was averaged, if it came first of two that differ": (
+        "sealed DFedAvg",
+        3,
+        [fuzz.Lie(2, 7, "error", 286486251), fuzz.Lie(0, 7, "metrics", 1407856370)],
+    ),
     "a claim to a partition, if the shuffling server dropped it": (
         "shuffled CPNTKFL",
         4,

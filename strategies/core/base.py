@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -462,17 +463,21 @@ class BaseStrategy(MaskOptions, Sampling):
         """Aggregate the accepted replies' metrics, and count the replies.
 
         Replies with other names of metrics than most are left out of the aggregation, by default
-        ``train_metrics_aggr_fn``: a mean weighted by examples.
+        ``train_metrics_aggr_fn``: a mean weighted by examples. Lists with infinite numbers are too.
         """
         metrics = MetricRecord()
         if replies:
-            kinds = [kinds_of(reply.metrics) for reply in replies]
+            finite = [
+                {name: own for name, own in reply.metrics.items() if np.isfinite(own).all()}
+                for reply in replies
+            ]
+            kinds = [kinds_of(metrics) for metrics in finite]
             common, _ = Counter(kinds).most_common(1)[0]  # on a tie, the earliest reply's
             contents = [
                 RecordDict(
-                    {"metrics": MetricRecord({**r.metrics, self.weighted_by_key: r.num_examples})}
+                    {"metrics": MetricRecord({**own, self.weighted_by_key: reply.num_examples})}
                 )
-                for r, kind in zip(replies, kinds, strict=True)
+                for reply, own, kind in zip(replies, finite, kinds, strict=True)
                 if kind == common
             ]
             metrics = (aggregate or self.train_metrics_aggr_fn)(contents, self.weighted_by_key)
