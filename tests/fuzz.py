@@ -28,6 +28,7 @@ import logging
 import re
 import resource
 import shutil
+import signal
 import tempfile
 import time
 from collections import defaultdict
@@ -286,6 +287,11 @@ def hear(grid: LiarsGrid, record: logging.LogRecord) -> None:
         grid.note(int(node), getattr(error, "reason", "other"))
 
 
+def end_it(*_: Any) -> None:
+    """End a run that takes too long."""
+    raise TimeoutError("it took too long")
+
+
 @contextmanager
 def bounded(grid: LiarsGrid) -> Iterator[None]:
     """Listen to the log; bound the memory and seconds of a run."""
@@ -296,6 +302,8 @@ def bounded(grid: LiarsGrid) -> Iterator[None]:
     logger.handlers, logger.propagate = [handler], False
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MOST_BYTES, limits[1]))
+    signal.signal(signal.SIGPROF, end_it)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS, 1)  # again, if the first was taken for a client's
     begun = time.process_time()
     try:
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -305,6 +313,7 @@ def bounded(grid: LiarsGrid) -> Iterator[None]:
             patch.setattr("secrets.randbits", lambda n: 2**n // 3)  # the seed of noise
             yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, limits)
         logger.handlers, logger.propagate = kept
         for folder in itertools.chain.from_iterable(Path(own).iterdir() for own in CACHES):
