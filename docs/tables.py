@@ -321,15 +321,11 @@ def ntk_dfl_round() -> str:
 
 
 def ntk_dfl_tolerance() -> str:
-    accuracy = read("ntk_dfl")["accuracy"]
+    table = rounds_of("ntk_dfl_tolerance").query("5 <= round <= 8")
     rows = []
-    for seed in (0, 1):
-        cells = []
-        for tolerance in ("0.0001", "0.001", "0.01"):
-            found = accuracy[f"tolerance {tolerance}, seed {seed}"]
-            means = (np.mean(found[kind][4:8]) for kind in ("mean model", "clients' models"))
-            cells.append(" / ".join(percent(float(m)) for m in means))
-        rows.append([seed, *cells])
+    for seed, own in table.groupby("seed"):
+        means = own.groupby("tolerance")[["mean model", "clients' models"]].mean()
+        rows.append([seed, *(" / ".join(map(percent, pair)) for pair in means.to_numpy())])
     return markdown("seed | 1e-4 | 1e-3 | 1e-2", rows)
 
 
