@@ -77,7 +77,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "tct": ("validation", {"tct": TCT, "rounds": 16}),
     "fed-ensemble": ("validation", {"fed_ensemble": {"num_models": 2}}),
     "weighted-fedavg": ("none", {**PERSONAL, "weighted_fedavg": {"temperature": 0.2}}),
-    "fed-proto": ("median", PERSONAL),
+    "fed-proto": ("geometric-median", PERSONAL),
     "fed-per": ("nnm", PERSONAL),
     "ditto": ("validation", PERSONAL),
     "ntk-fl": ("leave-one-out", {**HALF, "ntk_fl": {"steps": STEPS}}),

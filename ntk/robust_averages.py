@@ -16,7 +16,8 @@ With n models, f of them false, all as changes d_i of the model before the round
 - ``norm-bound``: the weighted mean of changes no longer than the median one (Sun et al., *Can You
   Really Backdoor Federated Learning?*, 2019, section 4).
 
-Two defences drop clients before the mean: ``leave-one-out`` judges Jacobians, in
+``geometric-median`` is for prototypes: :meth:`fedntk.ntk.Prototypes.geometric_median`. Two defences
+drop clients before the mean: ``leave-one-out`` judges Jacobians, in
 :mod:`fedntk.ntk.payloads.leave_one_out`, and ``validation`` weights, in :func:`screen_by_loss`.
 """
 
@@ -34,7 +35,7 @@ from .payloads.screening import change_size
 RobustMean = Literal[
     "none", "median", "trimmed-mean", "krum", "multi-krum", "bulyan", "nnm", "norm-bound"
 ]
-Defence = Literal[RobustMean, "leave-one-out", "validation"]
+Defence = Literal[RobustMean, "geometric-median", "leave-one-out", "validation"]
 DEFENCES: tuple[Defence, ...] = get_args(RobustMean)
 LEAST_HARM = 0.005  # of the loss, for which a model is dropped; chosen on validation examples
 

@@ -106,7 +106,7 @@ JUDGED = {"defence": "validation", "validation_loss": validation_loss, "liars_ex
 TRIED = {"defence": "leave-one-out", "liars_expected": 6}
 DEFENCES = {
     "SeededFedAvg": JUDGED, "SCAFFOLD": JUDGED, "Ditto": JUDGED, "TCT, stage 2": JUDGED,
-    "FedProto": {"defence": "median"},
+    "FedProto": {"defence": "geometric-median"},
     "NTKFL": TRIED, "CPNTKFL": TRIED, "NTKDFL, line, class prior, compressed": TRIED,
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from .feature_statistics import require_counts
 # names of global prototypes among a network's arrays, none of which has a hyphen in its name
 GLOBAL_PROTOTYPES = ("global-prototypes.means", "global-prototypes.counts")
 LARGEST = 1e12  # a feature; squares of larger ones, summed, leave float32
+ITERATIONS = 100  # at most, towards a geometric median
 CHUNK = 256  # examples whose features are in memory at a time
 
 
@@ -67,19 +68,24 @@ class Prototypes:
         return cls((sums / np.maximum(counts, 1)[:, None]).astype(np.float32), counts)
 
     @classmethod
-    def median(cls, clients: Sequence[Self]) -> Self:
-        """Return each class's median over the clients that have it, coordinate by coordinate.
+    def geometric_median(cls, clients: Sequence[Self]) -> Self:
+        """Return each class's point with the least sum of distances to the clients' means.
 
-        Means longer than the median one of the class are shortened to it before.
+        A mean counts as often as the client has examples of the class, but no more than those of
+        the median client do. Means longer than the median one are shortened to it before.
+
+        Source: Pillutla et al., *Robust Aggregation for Federated Learning*, IEEE Transactions on
+        Signal Processing 2022, whose smoothed Weiszfeld iteration finds it.
         """
         counts = np.sum([own.counts for own in clients], 0)
         means = np.zeros(clients[0].means.shape, np.float32)
         for j in np.flatnonzero(counts):
             rows = np.stack([own.means[j] for own in clients if own.present[j]]).astype(np.float64)
+            votes = np.array([own.counts[j] for own in clients if own.present[j]])
             norms = np.linalg.norm(rows, axis=1)
-            longest = np.sort(norms)[(len(norms) - 1) // 2]
+            longest = _lower_median(norms)
             rows *= np.minimum(1, longest / np.maximum(norms, 1e-300))[:, None]
-            means[j] = np.median(rows, 0)
+            means[j] = _nearest_to_all(rows, np.minimum(votes, _lower_median(votes)))
         return cls(means, counts)
 
     def update_from(self, newer: Self) -> Self:
@@ -135,3 +141,21 @@ class Prototypes:
         means = np.zeros((num_classes, width), np.float32)
         means[present] = own
         return cls(means, counts)
+
+
+def _lower_median(values: NDArray[Any]) -> Any:
+    return np.sort(values)[(len(values) - 1) // 2]
+
+
+def _nearest_to_all(rows: NDArray[np.float64], votes: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the weighted geometric median of rows (n, p), by Weiszfeld's iteration."""
+    found: NDArray[np.float64] = np.median(rows, 0)
+    least = (
+        1e-6 * np.linalg.norm(rows, axis=1).max() + 1e-300
+    )  # of the distances, by which it divides
+    for _ in range(ITERATIONS):
+        weights = votes / np.maximum(np.linalg.norm(rows - found, axis=1), least)
+        before, found = found, weights @ rows / weights.sum()
+        if np.linalg.norm(found - before) <= least:
+            break
+    return found

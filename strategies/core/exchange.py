@@ -99,7 +99,7 @@ class Exchanges(Declared, FedAvg):
     )
     defence: Defence = option(
         "rule by which clients' models become one, so that few false ones move it little: see "
-        "fedntk.ntk.robust_averages; all but norm-bound and validation count clients alike",
+        "fedntk.ntk.robust_averages; some count clients alike, as numbers of examples are claims",
         default="none",
     )
     liars_expected: int = option(

@@ -37,7 +37,7 @@ class FedProto(FeatureStrategy, PersonalStrategy):
 
     client = "FedProtoClient"
     replies = "prototypes"
-    defences = ("none", "median")
+    defences = ("none", "geometric-median")
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Begin without prototypes, unless a state was loaded."""
@@ -64,8 +64,9 @@ class FedProto(FeatureStrategy, PersonalStrategy):
     def merge(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
         """Return the mean prototype of each class, and the former one where none came.
 
-        With ``defence="median"`` it is the median prototype; see :meth:`Prototypes.median`.
+        With ``defence="geometric-median"`` it is :meth:`Prototypes.geometric_median`.
         """
-        pool = Prototypes.median if self.defence == "median" else Prototypes.pooled
+        robust = self.defence == "geometric-median"
+        pool = Prototypes.geometric_median if robust else Prototypes.pooled
         pooled = pool([own for _, own in pairs])
         return self.prototypes.update_from(pooled).to_global_arrays()

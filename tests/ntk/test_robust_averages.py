@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Bulyan, FedMedian, FedTrimmedAvg, Krum, MultiKrum
+from scipy.optimize import minimize
 
 from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.payloads.prototypes import Prototypes
@@ -133,16 +134,30 @@ def prototypes(rows, counts):
     return Prototypes(np.asarray(rows, np.float32), np.asarray(counts))
 
 
-def test_median_prototypes_bear_one_of_three():
-    """A class that two clients have has the mean of both, the longer shortened to the other."""
-    honest = [prototypes([[1, 0], [0, 2]], [3, 4]), prototypes([[1, 1], [0, 4]], [5, 1])]
+def test_prototypes_of_most_clients_bear_a_liar_whatever_it_claims():
+    """Two agree on the first class. Of the second's two prototypes the longer is shortened."""
+    honest = [prototypes([[1, 0], [0, 2]], [3, 4]), prototypes([[1, 0], [0, 4]], [5, 1])]
     liar = prototypes([[-99, -99], [0, 0]], [1000, 0])
-    found = Prototypes.median([*honest, liar])
-    root = np.sqrt(2)
-    expected = np.median([[1, 0], [1, 1], [-1, -1]], 0)
-    np.testing.assert_allclose(found.means[0], expected, atol=root * 1e-6)
-    np.testing.assert_allclose(found.means[1], [0, 2])
+    found = Prototypes.geometric_median([*honest, liar])
+    np.testing.assert_allclose(found.means, [[1, 0], [0, 2]], atol=1e-4)
     assert found.counts.tolist() == [1008, 5]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_geometric_median_has_the_least_sum_of_distances(seed):
+    """Beside scipy's minimum, for means of norm 1; votes are at most those of the median client."""
+    draw = np.random.default_rng(seed)
+    rows = draw.normal(size=(5, 3)) + 1
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    counts = draw.integers(1, 50, 5)
+    own = [prototypes([row], [count]) for row, count in zip(rows, counts, strict=True)]
+    votes = np.minimum(counts, np.median(counts))
+
+    def total(point):
+        return votes @ np.linalg.norm(rows - point, axis=1)
+
+    least = minimize(total, rows.mean(0), method="Nelder-Mead", tol=1e-10).fun
+    assert total(Prototypes.geometric_median(own).means[0]) <= least * (1 + 1e-5)
 
 
 def test_nearest_neighbour_mixing_by_hand():
