@@ -96,7 +96,11 @@ def test_checks_are_a_fixture_for_pytest(check):
     check()
 
 
-NEEDS = {"fed-bn": {"model": normalised}, "tct": {"tct": {"bootstrap_rounds": 0}}}
+NEEDS = {
+    "fed-bn": {"model": normalised},
+    "tct": {"tct": {"bootstrap_rounds": 0}},
+    "one-exchange": {"validation_examples": 20},
+}
 
 
 @pytest.mark.slow
