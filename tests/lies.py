@@ -1,5 +1,6 @@
 """What liars make of real replies, drawn from a generator: see :mod:`tests.fuzz`."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -40,12 +41,10 @@ def in_array(change: Callable[[Draw, np.ndarray], Any]) -> Callable[..., Any]:
         record = pick(draw, reply.content.array_records.values(), {})
         if (name := pick(draw, record)) is None:
             return
-        try:
-            array = record[name].numpy()
-        except Exception:  # another lie damaged it
-            array = np.zeros(3, np.float32)
-        if max(array.shape, default=0) >= 2**30:  # without a byte, and too many to go through
-            array = np.zeros(3, np.float32)
+        array = np.zeros(3, np.float32)  # if another lie damaged it, or left 2**30 empty rows
+        with contextlib.suppress(Exception):
+            if max((read := record[name].numpy()).shape, default=0) < 2**30:
+                array = read
         with np.errstate(all="ignore"):
             new = change(draw, array)
         if isinstance(new, bytes):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Any, Self
 
 import numpy as np
@@ -83,9 +84,9 @@ class Prototypes:
             rows = np.stack([own.means[j] for own in clients if own.present[j]]).astype(np.float64)
             votes = np.array([own.counts[j] for own in clients if own.present[j]])
             norms = np.linalg.norm(rows, axis=1)
-            longest = _lower_median(norms)
+            longest = median_low(norms)
             rows *= np.minimum(1, longest / np.maximum(norms, 1e-300))[:, None]
-            means[j] = _nearest_to_all(rows, np.minimum(votes, _lower_median(votes)))
+            means[j] = _nearest_to_all(rows, np.minimum(votes, median_low(votes)))
         return cls(means, counts)
 
     def update_from(self, newer: Self) -> Self:
@@ -141,10 +142,6 @@ class Prototypes:
         means = np.zeros((num_classes, width), np.float32)
         means[present] = own
         return cls(means, counts)
-
-
-def _lower_median(values: NDArray[Any]) -> Any:
-    return np.sort(values)[(len(values) - 1) // 2]
 
 
 def _nearest_to_all(rows: NDArray[np.float64], votes: NDArray[Any]) -> NDArray[np.float64]:

@@ -26,7 +26,8 @@ class KeptSums(Mapping[int, T]):
         if (found := ArrayArchive(self._of(client)).newest()) is None:
             raise ValueError(
                 f"sums: those of client {client} are not in {self.folder} any more, or are "
-                "damaged; the model cannot be solved with them: take that client out as well"
+                "damaged, and so lost; the model cannot be solved with them: take that client out "
+                "as well"
             )
         return self.parse(found)
 
