@@ -221,7 +221,7 @@ def in_child(
         print(arguments, "failed:", f"more than {error.timeout:g} s")
         return None
     if done.returncode:
-        print(arguments, "failed:", (done.stderr.strip().splitlines() or ["killed"])[-1][:200])
+        print(arguments, "failed:", (done.stderr.strip().splitlines() or ["killed"])[-1][:2000])
         return None
     return {**arguments, **json.loads(done.stdout.splitlines()[-1])}
 

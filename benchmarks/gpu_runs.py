@@ -47,12 +47,12 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "TCT, Fashion-MNIST, 60,000 images, p = 100,000",
         "tct_fmnist",
-        {"tct.bootstrap-rounds": 12, "rounds": 43},
+        {"tct.bootstrap-rounds": 4, "rounds": 14},
     ),
     (
         "TCT, CIFAR-10 (JPEG subset), ResNet-18, p = 100,000",
         "tct_fmnist",
-        {"model": "resnet18", "norm": "group", "tct.bootstrap-rounds": 6, "rounds": 37},
+        {"model": "resnet18", "norm": "group", "tct.bootstrap-rounds": 4, "rounds": 14},
     ),
 ]
 

@@ -187,11 +187,12 @@ class FeatureStore(DiskStore):
             self.save("kernel", kernel=kernel.numpy())
         return kernel
 
-    def spectrum(self, kernel: Tensor) -> Spectrum:
-        """Return its eigenvalues and -vectors, found once."""
+    def spectrum(self, kernel: Tensor, device: torch.device | str) -> Spectrum:
+        """Return its eigenvalues and -vectors on the CPU, found once, on a device."""
         if saved := self.load("spectrum"):
             return Spectrum(**{name: torch.from_numpy(array) for name, array in saved.items()})
-        found = Spectrum.of(kernel)
+        there = Spectrum.of(kernel.to(device))
+        found = Spectrum(there.values.cpu(), there.vectors.cpu())
         self.save("spectrum", values=found.values.numpy(), vectors=found.vectors.numpy())
         return found
 

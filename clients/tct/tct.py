@@ -348,7 +348,7 @@ def _sum_steps(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift
     if task.num_steps > 1:
         matrix = store.kernel(rows)
         drift = -(matrix.double() @ own) - along
-        kernel = store.spectrum(matrix) if task.loss == "mse" else matrix
+        kernel = store.spectrum(matrix, rows.device) if task.loss == "mse" else matrix
     if isinstance(kernel, Spectrum):
         metrics["rate-times-lambda"] = kernel.rate(task.learning_rate)
     total = residual_sum(

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..support.memory import require_memory
+from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
 
 CHUNK_BYTES = 128 * 2**20  # rows in memory at a time, as float32
@@ -18,8 +18,9 @@ BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows, and at most as much of thei
 class FeatureRows:
     """Features Z of n examples, read or computed when they are needed.
 
-    `read` maps (start, stop) to rows (stop - start, p), float32 on the CPU; products are formed on
-    `device`. With `bias` a feature that is 1 is appended, and `shape` is (n, p + 1).
+    `read` maps (start, stop) to rows (stop - start, p) on the CPU. Products are formed on `device`,
+    where float16 is made float32. With `bias` a feature that is 1 is appended, and `shape` is
+    (n, p + 1).
     """
 
     def __init__(
@@ -42,8 +43,7 @@ class FeatureRows:
         """Wrap an array (n, p) of float16, float32 or float64, which may be mapped from a file."""
 
         def read(start: int, stop: int) -> Tensor:
-            rows = torch.from_numpy(array[start:stop])
-            return rows.float() if rows.dtype == torch.float16 else rows
+            return torch.from_numpy(array[start:stop])
 
         return cls(read, (array.shape[0], array.shape[1]), device=device, bias=bias)
 
@@ -59,6 +59,7 @@ class FeatureRows:
     def __getitem__(self, rows: slice) -> Tensor:
         start, stop, _ = rows.indices(self.shape[0])
         features = self._read(start, stop).to(self.device)
+        features = features.float() if features.dtype == torch.float16 else features
         ones = features.new_ones(len(features), int(self._bias))
         return torch.cat([features, ones], 1) if self._bias else features
 
@@ -83,10 +84,12 @@ class FeatureRows:
     def gram(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Z Z^T (n, n) on the CPU, formed in float32 or float64."""
         n, width = self.shape
-        itemsize = dtype.itemsize
-        size = max(1, min(n, BLOCK_BYTES // (2 * itemsize * width), math.isqrt(BLOCK_BYTES // 4)))
+        itemsize, block, here = dtype.itemsize, BLOCK_BYTES, self.device.type == "cpu"
+        if not here:  # all rows go there at once if they fit
+            block = max(block, available_memory(self.device) // 4)
+        size = max(1, min(n, block // (2 * itemsize * width), math.isqrt(block // 4)))
         require_memory(
-            itemsize * (n * n + size * (2 * width + size)),
+            itemsize * (n * n + size * (2 * width * here + size)),
             f"the kernel of {n} examples",
             cure="give the client fewer examples",
         )

@@ -5,8 +5,9 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -62,7 +63,8 @@ def jacobian(
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
     a that of the outputs of all modules without children. Parameters without a rule, of size p,
     make it ``w = 2 r + (2 + 2 C) a + 4 C p``; what a module keeps inside, as an LSTM does, comes on
-    top. If the sum does not fit, NotEnoughMemory is raised.
+    top. If the sum does not fit, NotEnoughMemory is raised. On a GPU all outputs are differentiated
+    at once, which takes up to C a more, and one by one if that does not fit.
 
     Parameters
     ----------
@@ -372,16 +374,7 @@ class _Plan:
         others = [own for own in self.layers if own.readout is None or not self.whole]
         points = [calls[layer.name][k][1] for layer in others for k in layer.calls]
         made = self._read_out(model, calls, keep=bool(points))
-        one = len(self.outputs) == 1
-        gradients = [] if one else [p.new_empty(len(self.outputs), *p.shape) for p in points]
-        for row, output in enumerate(self.outputs if points else ()):
-            last = row + 1 == len(self.outputs)
-            found = _gradients(totals[output], points, keep=not last)
-            if one:
-                gradients = [value.unsqueeze(0) for value in found]
-                break
-            for gradient, value in zip(gradients, found, strict=True):
-                gradient[row] = value
+        gradients = _gradients_of_each(totals, self.outputs, points) if points else []
         blocks: list[Block] = []
         of_call = iter(gradients)
         with torch.no_grad():
@@ -483,10 +476,32 @@ def _activation_bytes(model: nn.Module, example: Tensor) -> int:
     return total
 
 
-def _gradients(output: Tensor, points: Sequence[Tensor], *, keep: bool) -> tuple[Tensor, ...]:
-    """Differentiate one output; `keep` the graph for further ones."""
+def _gradients_of_each(
+    totals: Tensor, outputs: Sequence[int], points: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Differentiate each of the chosen outputs at points: (C, *shape); a GPU does all at once."""
+    if len(outputs) == 1:
+        return [value.unsqueeze(0) for value in _gradients(totals[outputs[0]], points, keep=False)]
+    if totals.device.type != "cpu":
+        each = nn.functional.one_hot(torch.tensor(outputs), len(totals)).to(totals)
+        with suppress(RuntimeError):  # as in `_as_they_are`, or too little memory
+            of_row = partial(_gradients, totals, points, keep=True)
+            return torch.func.vmap(of_row)(each)
+    gradients = [p.new_empty(len(outputs), *p.shape) for p in points]
+    for row, output in enumerate(outputs):
+        last = row + 1 == len(outputs)
+        found = _gradients(totals[output], points, keep=not last)
+        for gradient, value in zip(gradients, found, strict=True):
+            gradient[row] = value
+    return gradients
+
+
+def _gradients(
+    output: Tensor, points: Sequence[Tensor], weights: Tensor | None = None, *, keep: bool
+) -> tuple[Tensor, ...]:
+    """Differentiate one output, or a weighted sum of some; `keep` the graph for further ones."""
     return torch.autograd.grad(
-        output, points, retain_graph=keep, allow_unused=True, materialize_grads=True
+        output, points, weights, retain_graph=keep, allow_unused=True, materialize_grads=True
     )
 
 

@@ -339,7 +339,8 @@ class LinearBlock(FactoredBlock):
             out.copy_(here)
             return
         inputs, gradients = self.inputs.reshape(n, -1), self.gradients.reshape(n * outputs, width)
-        size = max(1, AT_WORK // (n * outputs))
+        room = AT_WORK if out.device.type == "cpu" else self._room
+        size = max(1, room // (n * outputs))
         for chosen, part in zip(indices.split(size), out.split(size, 2), strict=True):
             row, column = self.entries(chosen)
             left = inputs.index_select(1, column).unsqueeze(1)

@@ -73,6 +73,26 @@ def test_jacobians_are_kept_on_the_cpu():
     assert jacobian(model.to(NAME), x.to(NAME), chunk_size=4).device.type == "cpu"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gpu_differentiates_all_outputs_at_once_or_else_one_by_one(monkeypatch, fails):
+    """Also where an operation has no batching rule, or memory is short, which torch says alike."""
+    tried, batched = [], torch.func.vmap
+
+    def vmap(function):
+        tried.append(function)
+        if fails:
+            raise RuntimeError("too little memory")
+        return batched(function)
+
+    monkeypatch.setattr(torch.func, "vmap", vmap)
+    model, x = make("cnn")
+    here = jacobian(model, x).gram()
+    assert not tried
+    there = jacobian(model.to(NAME), x.to(NAME), chunk_size=4, device=NAME).gram()
+    assert tried
+    assert close(there, here)
+
+
 KINDS = [(kernel, "integral") for kernel in ("mean", "full", "unbuilt", "matrix")]
 
 
