@@ -29,6 +29,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -330,7 +331,7 @@ def pythons(interpreter: str, pfllib_folder: str) -> tuple[dict[str, str], dict[
             found[name] = environment_of(name, packages, python)
         except (OSError, subprocess.CalledProcessError) as error:
             said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-            missing[name] = " ".join(said)[:300]
+            missing[name] = re.sub(r"\S+://\S+", "...", " ".join(said))[:300]  # no addresses
     return found, missing
 
 
