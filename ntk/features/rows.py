@@ -84,12 +84,12 @@ class FeatureRows:
     def gram(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Z Z^T (n, n) on the CPU, formed in float32 or float64."""
         n, width = self.shape
-        itemsize, block, here = dtype.itemsize, BLOCK_BYTES, self.device.type == "cpu"
-        if not here:  # all rows go there at once if they fit
-            block = max(block, available_memory(self.device) // 4)
-        size = max(1, min(n, block // (2 * itemsize * width), math.isqrt(block // 4)))
+        itemsize, room, rows_here = dtype.itemsize, BLOCK_BYTES, 2
+        if self.device.type != "cpu":  # all rows go there at once if they fit
+            room, rows_here = max(room, available_memory(self.device) // 4), 0
+        size = max(1, min(n, room // (2 * itemsize * width), math.isqrt(room // 4)))
         require_memory(
-            itemsize * (n * n + size * (2 * width * here + size)),
+            itemsize * (n * n + size * (rows_here * width + size)),
             f"the kernel of {n} examples",
             cure="give the client fewer examples",
         )
