@@ -103,7 +103,6 @@ def main() -> None:
     for name, (kernel, f, y) in problems(arguments.data_dir, device).items():
         options = {"loss": "cross-entropy", "learning_rate": ETA, "steps": STEPS}
         exact = evolve(kernel.double(), f.double(), y.double(), tolerance=1e-8, **options).outputs
-        # SciPy computes on the CPU: checked there once
         other = by_scipy(kernel, f, y) if device == "cpu" and len(f) < 2000 else None
         if other is not None:
             checks[name] = error(other, exact)

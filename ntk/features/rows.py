@@ -41,11 +41,12 @@ class FeatureRows:
         cls, array: NDArray[Any], *, device: torch.device | str = "cpu", bias: bool = False
     ) -> "FeatureRows":
         """Wrap an array (n, p) of float16, float32 or float64, which may be mapped from a file."""
-
-        def read(start: int, stop: int) -> Tensor:
-            return torch.from_numpy(array[start:stop])
-
-        return cls(read, (array.shape[0], array.shape[1]), device=device, bias=bias)
+        return cls(
+            lambda start, stop: torch.from_numpy(array[start:stop]),
+            (array.shape[0], array.shape[1]),
+            device=device,
+            bias=bias,
+        )
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows' positions, the rows), at most 128 MiB of float32 at a time."""
