@@ -35,10 +35,10 @@ SMALL = {
 }  # fmt: skip
 
 
-def failed(reply: Message) -> Message:
+def failed(reply: Message, reason: str = "out of memory") -> Message:
     """Return an error in place of a reply, from the client."""
     instruction = Message(RecordDict(), reply_to=reply)  # back to the client, which answers it
-    error = Message(Error(0, "out of memory"), reply_to=instruction)
+    error = Message(Error(0, reason), reply_to=instruction)
     error.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
     return error
 

@@ -5,7 +5,9 @@ import functools
 import graphlib
 import importlib
 import importlib.util
+import os
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -204,6 +206,18 @@ def test_a_folder_named_fedntk_in_the_working_directory_is_not_taken_for_the_pac
     version, file = output_of(sys.executable, "-c", code, cwd=tmp_path).split()
     assert version == fedntk.__version__
     assert Path(file).resolve() == ROOT / "ntk" / "__init__.py"
+
+
+def test_a_checkout_in_the_working_directory_leaves_the_installed_rooms_in_sight(tmp_path):
+    """Its folder ``fedntk`` comes first, and has no rooms; a worker of Ray looks there, too."""
+    installed = tmp_path / "fedntk"
+    shutil.copytree(ROOT / "fedntk", installed)
+    (installed / "ntk.py").touch()
+    code = "import fedntk.ntk; print(fedntk.__file__, fedntk.ntk.__file__)"
+    home = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    # without site-packages, where the checkout itself is installed
+    first, room = output_of(sys.executable, "-S", "-c", code, cwd=ROOT, env=home).split()
+    assert (Path(first).parent, room) == (ROOT / "fedntk", str(installed / "ntk.py"))
 
 
 def test_every_folder_with_modules_is_installed():

@@ -37,6 +37,7 @@ Accepted = tuple[Pairs[T], Counter[str]]  # what was parsed; reasons why others 
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]  # new arrays and metrics, if any
 POLL = 1.0  # seconds between two looks for replies
+TRACEBACK = "Traceback (most recent call last)"
 
 
 class Exchanges(Declared, FedAvg):
@@ -332,7 +333,10 @@ class Exchanges(Declared, FedAvg):
         rejected.update({"error": len(errors)} if errors else {})
         self._identify(contents, sent)
         for message in errors:
-            self.last_refusal = f"{message.error.reason}"
+            reason = f"{message.error.reason}"
+            if TRACEBACK in reason:  # of a worker of Ray; its last line says what went wrong
+                reason = reason.removesuffix("'>").rstrip().splitlines()[-1]
+            self.last_refusal = reason
             if (node := sent.node_asked(message)) is not None:
                 self.forget_sent(self.registry.client(node))
                 if self._seeds is not None:

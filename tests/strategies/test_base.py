@@ -1,5 +1,7 @@
 """What the base does for every strategy, shown with FedAvg, the shortest of them."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord
@@ -181,6 +183,14 @@ def test_a_refused_reply_claims_no_partition(damage):
     assert strategy.train_metrics[1]["replies-accepted"] == 5
     assert strategy.registry.clients() == {0, 1, 2, 3, 4, 5}
     assert weights == run(changes={2: lost})[0]
+
+
+def test_of_a_traceback_in_place_of_a_reply_the_last_line_is_told():
+    """As Flower sends it if a worker of Ray cannot load the app."""
+    said = "RayTaskError:<'ray::run()\nTraceback (most recent call last):\n  File\nKeyError: 'w''>"
+    changes = dict.fromkeys(range(6), partial(failed, reason=said))
+    with pytest.raises(NoUsableReply, match=r"the last refused: KeyError: 'w'$"):
+        run(changes=changes)
 
 
 def test_an_exchange_within_a_round_is_checked_as_any_other():
