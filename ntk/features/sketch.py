@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..jacobian.blocks import Block
-from ..jacobian.factors import LinearBlock
+from ..jacobian.factors import FactoredBlock
 
 
 class CountSketch:
@@ -32,7 +32,7 @@ class CountSketch:
 class GradientSketch:
     """The sketch of one logit's gradients, from a Jacobian's blocks, one after another.
 
-    The gradient of a linear layer called once for an example is an outer product: its factors are
+    The gradient of a layer with few positions is a sum of few outer products: their factors are
     sketched. The position of a parameter among the network's `names` is in its sketches' seed.
     """
 
@@ -42,25 +42,31 @@ class GradientSketch:
 
     def add(self, block: Block, sums: Tensor) -> None:
         """Add the sketch of a block of one output to `sums` (n, p)."""
-        if isinstance(block, LinearBlock) and block.positions == 1:
-            inputs = block.inputs[:, 0]
+        if isinstance(block, FactoredBlock) and self._takes_factors(block):
+            inputs = block.patches()[:, 0]
             if block.bias is not None:
-                inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)
-            gradients = block.gradients.flatten(1)
-            sums += self._of_outer_product(block.weight, gradients, inputs)
+                inputs = torch.cat([inputs, inputs.new_ones(*inputs.shape[:2], 1)], 2)
+            sums += self._of_outer_products(block.weight, block.gradients[:, 0], inputs)
             return
         for name, tensor in block.dense().items():
             flat = tensor.flatten(1)
             self._sketch(name, flat.shape[1], 0).add(flat, sums)
 
-    def _of_outer_product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+    def _takes_factors(self, block: FactoredBlock) -> bool:
+        """Whether to sketch the factors at all positions is less work than the whole gradient."""
+        work = 2 * block.positions * self._width
+        return work <= block.dense_size and block.groups == 1 and not block.integers
+
+    def _of_outer_products(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+        """Sketch the sum over positions of outer products: (n, S, d), (n, S, d') -> (n, p)."""
         spectra = []
         for side, x in enumerate((left, right), start=1):
-            sums = x.new_zeros(len(x), self._width)
-            self._sketch(name, x.shape[1], side).add(x, sums)
-            spectra.append(torch.fft.rfft(sums))
-        product: Tensor = torch.fft.irfft(spectra[0] * spectra[1], n=self._width)
-        return product
+            sums = x.new_zeros(x.shape[0] * x.shape[1], self._width)
+            self._sketch(name, x.shape[2], side).add(x.flatten(0, 1), sums)
+            spectra.append(torch.fft.rfft(sums).unflatten(0, x.shape[:2]))
+        product = (spectra[0] * spectra[1]).sum(1)
+        found: Tensor = torch.fft.irfft(product, n=self._width)
+        return found
 
     def _sketch(self, name: str, size: int, side: int) -> CountSketch:
         key = (name, size, side)

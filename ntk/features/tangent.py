@@ -119,9 +119,15 @@ class TangentFeatures:
             cure="lower num_features or use fewer examples",
         )
         features = torch.empty(len(x), width, dtype=self.dtype)
-        with differentiate_in_chunks(
-            self.model, x, outputs=[self.output], chunk_size=self.chunk_size, more_bytes=4 * width
-        ) as (_, parts):
+        chunks = differentiate_in_chunks(
+            self.model,
+            x,
+            "factors" if self.method == "subsample" else "factored",
+            outputs=[self.output],
+            chunk_size=self.chunk_size,
+            more_bytes=4 * width,
+        )
+        with chunks as (_, parts):
             for start, part in parts:
                 rows = features[start : start + part.num_examples]
                 if self.method == "subsample":

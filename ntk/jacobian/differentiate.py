@@ -221,7 +221,7 @@ class _Objective:
 def differentiate_in_chunks(
     model: nn.Module,
     x: Tensor,
-    structure: Structure = "factored",
+    structure: Structure | Literal["factors"] = "factored",
     outputs: Sequence[int] | None = None,
     chunk_size: int | None = None,
     more_bytes: int = 0,
@@ -231,8 +231,9 @@ def differentiate_in_chunks(
     """Yield the Jacobian of an example without its numbers, and an iterator over those of chunks.
 
     Chunks are on the model's device, each with the position of its first example. Arguments are
-    those of :func:`jacobian`; `more_bytes` are extra bytes per example that the caller allocates.
-    With an `objective`, it is differentiated in place of the outputs.
+    those of :func:`jacobian`; with the structure ``"factors"`` also larger factors are kept.
+    `more_bytes` are extra bytes per example that the caller allocates. With an `objective`, it is
+    differentiated in place of the outputs.
     """
     if len(x) == 0:
         raise ValueError("jacobian: expected at least one example, got none")
@@ -244,7 +245,7 @@ def differentiate_in_chunks(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     outputs = outputs if objective is None else [0]
-    attention = separate_projections(model) if structure == "factored" else nullcontext()
+    attention = nullcontext() if structure == "dense" else separate_projections(model)
     with _evaluation_mode(model), ExitStack() as stack:
         key = _key(model, x, structure, outputs)  # before attention gets its projections
         for context in (no_fast_path(model), attention, torch.enable_grad(), full_float32()):
@@ -316,7 +317,7 @@ class _Plan:
 
     @classmethod
     def make(
-        cls, model: nn.Module, x: Tensor, structure: Structure, outputs: Sequence[int] | None
+        cls, model: nn.Module, x: Tensor, structure: str, outputs: Sequence[int] | None
     ) -> "_Plan":
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not parameters:
@@ -329,7 +330,8 @@ class _Plan:
         outputs = range(size) if outputs is None else outputs
         if not outputs or not all(0 <= c < size for c in outputs):
             raise ValueError(f"outputs: expected some of 0 ... {size - 1}, got {outputs}")
-        layers = _find_layers(model, x[:3]) if structure == "factored" else ()
+        layers = () if structure == "dense" else _find_layers(model, x[:3])
+        layers = tuple(replace(own, always_factored=structure == "factors") for own in layers)
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
         rest = tuple(name for name in parameters if name not in by_rule)
         rest_bytes = sum(parameters[name].nbytes for name in rest)
@@ -442,7 +444,7 @@ _LOCK = threading.Lock()
 
 
 def _key(
-    model: nn.Module, x: Tensor, structure: Structure, outputs: Sequence[int] | None
+    model: nn.Module, x: Tensor, structure: str, outputs: Sequence[int] | None
 ) -> Hashable | None:
     """Return what a plan may be kept for; None if it may not."""
     own = structure_of(model)

@@ -5,7 +5,7 @@ through calls of that layer; :mod:`.differentiate` makes sure of it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Layer:
 
     From the inputs (n, ...) of each call, and the gradients (n, C, ...) of each of the C outputs
     with respect to the layer's outputs, the rule makes columns of the Jacobian; factored if that
-    takes at most half the memory.
+    takes at most half the memory, or if `always_factored` and there is one call.
     """
 
     name: str  # in ``model.named_modules()``
@@ -36,6 +36,7 @@ class Layer:
     batch_axis: int  # of its inputs and outputs
     copied: bool  # whether the network writes over its inputs or outputs
     readout: str | None = None  # parameter that reads it out; "" for the layer of the outputs
+    always_factored: bool = field(default=False, compare=False)
 
 
 Rule = Callable[[Layer, Any, Calls], list[Block]]  # of the layer, its module and the calls
@@ -60,7 +61,7 @@ def read_out(layer: Layer, inputs: Tensor, slopes: Tensor, matrix: Tensor | None
     """Columns of a linear layer that is read out by `matrix`; as any other's if not smaller."""
     block = ReadoutBlock(str(layer.weight), layer.bias, str(layer.readout), matrix, inputs, slopes)
     small = 2 * (inputs.shape[1] + slopes.shape[1]) <= block.dense_size
-    return [block] if small else _smaller([block.expanded()])
+    return [block] if small else _smaller(layer, [block.expanded()])
 
 
 def linear(layer: Layer, _: nn.Linear, calls: Calls) -> list[Block]:
@@ -71,7 +72,7 @@ def linear(layer: Layer, _: nn.Linear, calls: Calls) -> list[Block]:
     )
     if layer.weight is None:
         return _biases(layer, [gradients], "linear")
-    return _smaller([LinearBlock(layer.weight, layer.bias, inputs, gradients)])
+    return _smaller(layer, [LinearBlock(layer.weight, layer.bias, inputs, gradients)])
 
 
 def _conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
@@ -81,6 +82,7 @@ def _conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     padding = module._reversed_padding_repeated_twice
     return _smaller(
+        layer,
         [
             ConvBlock(
                 layer.weight,
@@ -93,7 +95,7 @@ def _conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
                 channels_per_group=module.weight.shape[1],
             )
             for a, g in flat
-        ]
+        ],
     )
 
 
@@ -105,7 +107,7 @@ def _transposed_conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
     pairs = [_at_input_places(module, a, g) for a, g in calls]
     inputs, gradients = torch.cat([a for a, _ in pairs], 1), torch.cat([g for _, g in pairs], 2)
     shape = tuple(module.weight.shape)
-    return _smaller([TransposedConvBlock(layer.weight, None, inputs, gradients, shape)]) + biases
+    return _smaller(layer, [TransposedConvBlock(layer.weight, None, inputs, gradients, shape)]) + biases
 
 
 def _at_input_places(module: Any, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +130,7 @@ def _embedding(layer: Layer, module: nn.Embedding, calls: Calls) -> list[Block]:
         padding = (tokens == module.padding_idx)[:, None, :, None]
         gradients = gradients.masked_fill(padding, 0.0)
     weight = str(layer.weight)  # its only parameter
-    return _smaller([EmbeddingBlock(weight, None, tokens, gradients, module.num_embeddings)])
+    return _smaller(layer, [EmbeddingBlock(weight, None, tokens, gradients, module.num_embeddings)])
 
 
 def _normalise(module: Any, x: Tensor) -> Tensor:
@@ -174,10 +176,11 @@ def _biases(layer: Layer, gradients: Sequence[Tensor], kind: str) -> list[Block]
     return [DenseBlock(layer.bias, values, f"bias of {kind}, summed over positions")]
 
 
-def _smaller(calls: Sequence[FactoredBlock]) -> list[Block]:
+def _smaller(layer: Layer, calls: Sequence[FactoredBlock]) -> list[Block]:
     """Keep factors if there is one call and they are at most half as large; else make it dense."""
     block = calls[0]
-    if len(calls) == 1 and 2 * sum(a[0].numel() for a in block.arrays) <= block.dense_size:
+    small = 2 * sum(a[0].numel() for a in block.arrays) <= block.dense_size
+    if len(calls) == 1 and (small or layer.always_factored):
         return [block]
     tensors = [call.dense() for call in calls]
     path = f"{block.kind}, summed over positions"

@@ -39,27 +39,30 @@ def test_a_sketch_is_linear_in_the_gradient_and_the_same_in_any_chunks(name):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_outer_products_sketch_is_the_count_sketch_of_summed_buckets(bias):
-    """Of g a^T: bucket h(i) + h'(j) modulo p and sign s(i) s'(j) for the entry (i, j)."""
-    model, p = nn.Sequential(nn.Linear(30, 20, bias=bias), nn.Tanh(), nn.Linear(20, 1)).double(), 17
-    model[2].requires_grad_(False)
-    x = torch.randn(4, 30, generator=torch.Generator().manual_seed(0)).double()
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_the_outer_products_sketch_is_the_count_sketch_of_summed_buckets(kind, bias):
+    """Of sum_s g_s a_s^T: bucket h(i) + h'(j) modulo p and sign s(i) s'(j) for the entry (i, j)."""
+    p, shape = 17, (30,) if kind == "linear" else (3, 4, 4)
+    layer = nn.Linear(30, 20, bias=bias) if kind == "linear" else nn.Conv2d(3, 8, 3, bias=bias)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(1)).double()
+    x = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)).double()
+    model(x)
+    model[3].requires_grad_(False)
     found = entk_features(model, x, p, 3, method="sketch", dtype=torch.float64)
 
     whole = jacobian(model, x).dense()
-    matrix = whole["0.weight"][:, 0]  # (n, 20, 30)
+    weight = whole["0.weight"][:, 0]  # (n, d_out, d_in), or (n, d_out, channels, 3, 3)
+    matrix = weight if kind == "linear" else weight.movedim(2, -1).flatten(2)
     if bias:
         matrix = torch.cat([matrix, whole["0.bias"][:, 0, :, None]], 2)
-    expected = torch.zeros(4, p).double()
     (rows, signs), (columns, column_signs) = (
         (drawn.integers(p, size=size), drawn.integers(2, size=size, dtype=np.int8) * 2 - 1)
-        for side, size in ((1, 20), (2, 30 + bias))
+        for side, size in enumerate(matrix.shape[1:], start=1)
         for drawn in [np.random.default_rng((3, 0, side))]
     )
-    for i in range(20):
-        for j in range(30 + bias):
-            bucket, sign = (rows[i] + columns[j]) % p, int(signs[i]) * int(column_signs[j])
-            expected[:, bucket] += sign * matrix[:, i, j]
+    buckets = torch.from_numpy((rows[:, None] + columns) % p).flatten()
+    signed = matrix * torch.from_numpy(signs[:, None] * column_signs)
+    expected = torch.zeros(4, p).double().index_add_(1, buckets, signed.flatten(1))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
