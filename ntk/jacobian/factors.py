@@ -278,7 +278,7 @@ class FactoredBlock(Block):
             return
         _, outputs, positions, _ = self.gradients.shape
         entries = self.entries(indices)
-        # in 40ths of a nanosecond, measured: these entries, each by itself, and the whole weight's
+        # measured, in ns / 40: these entries, each by itself, and the whole weight's
         alone = outputs * len(indices) * (320 + 22 * positions)
         together = self.dense_size * (80 + positions)
         if entries and 0 < alone <= together and self.gradients.device.type == "cpu":
