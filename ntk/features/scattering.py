@@ -13,7 +13,7 @@ the last for each psi_2 of a coarser scale than psi_1's, at every 2^J-th pixel o
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -79,65 +79,84 @@ class Scattering(nn.Module):
 
         First the image's, then each finer scale's, those of its coarser second scales after them.
         """
-        at_once = max(1, PLANES_AT_ONCE // x.shape[1])
-        if x.device.type == "cpu" and len(x) > at_once:  # so that what is computed stays in caches
-            return torch.cat([self(part) for part in x.split(at_once)])
+        at_once = PLANES_AT_ONCE // x.shape[1] if x.device.type == "cpu" else len(x)
+        kernels, parts = self._kernels(), x.split(max(1, at_once))  # which stay in caches
+        return torch.cat([self._coefficients(part, kernels) for part in parts])
+
+    def _kernels(self) -> dict[tuple[int, int], Tensor]:
+        """Return, for (scale, at), what a spectrum of every 2^at-th pixel is multiplied by.
+
+        By wavelets of that scale; by the low-pass, if it is J.
+        """
+        return {
+            (scale, at): _to_multiply(periodise(own.float(), at) * 4**at, scale - at)
+            for scale, own in enumerate([*self.wavelets, self.low_pass])
+            for at in range(max(1, scale))
+        }
+
+    def _coefficients(self, x: Tensor, kernels: Mapping[tuple[int, int], Tensor]) -> Tensor:
         spectrum = torch.fft.fft2(pad(x.float(), self._margins, mode="reflect")).unsqueeze(2)
-        found = [self._smooth(spectrum, 0).real]
+        smooth = [kernels[self.scales, at] for at in range(self.scales)]
+        found = [self._smooth(spectrum, smooth[0]).real]
         for j in range(self.scales):
-            first = _modulus(_convolve(spectrum, self.wavelets[j], j))
+            first = _modulus(_convolve(spectrum, kernels[j, 0]))
             if j + 1 == self.scales:
-                found.append(self._smooth_pairs(first, j))
+                found.append(self._smooth_pairs(first, smooth[j]))
                 break
             spectra = torch.fft.fft2(first)
-            found.append(self._smooth(spectra, j).real)
+            found.append(self._smooth(spectra, smooth[j]).real)
             for coarser in range(j + 1, self.scales):
-                wavelets = periodise(self.wavelets[coarser], j) * 4**j
-                second = _modulus(_convolve(spectra.unsqueeze(3), wavelets, coarser - j))
-                found.append(self._smooth_pairs(second.flatten(2, 3), coarser))
+                second = _modulus(_convolve(spectra.unsqueeze(3), kernels[coarser, j]))
+                found.append(self._smooth_pairs(second.flatten(2, 3), smooth[coarser]))
         return torch.cat(found, 2)
 
-    def _smooth_pairs(self, signals: Tensor, scale: int) -> Tensor:
+    def _smooth_pairs(self, signals: Tensor, low_pass: Tensor) -> Tensor:
         """Smooth signals (n, channels, m, h, w), two at once as the parts of a complex one."""
         half = -(-signals.shape[2] // 2)
         pairs = torch.complex(signals[:, :, :half], signals[:, :, -half:])
-        smooth = self._smooth(torch.fft.fft2(pairs), scale)
+        smooth = self._smooth(torch.fft.fft2(pairs), low_pass)
         return torch.cat([smooth.real[:, :, : signals.shape[2] - half], smooth.imag], 2)
 
-    def _smooth(self, spectra: Tensor, scale: int) -> Tensor:
-        """Smooth what is sampled at every 2^scale-th pixel; keep every 2^J-th, without margins."""
-        low_pass = periodise(self.low_pass, scale) * 4**scale
+    def _smooth(self, spectra: Tensor, low_pass: Tensor) -> Tensor:
+        """Smooth, and keep every 2^J-th pixel of the image, without margins."""
         rows, columns = self.kept
-        smooth = _convolve(spectra, low_pass, self.scales - scale)
-        return smooth[..., 1 : 1 + rows, 1 : 1 + columns]
+        return _convolve(spectra, low_pass)[..., 1 : 1 + rows, 1 : 1 + columns]
 
 
-def _convolve(spectra: Tensor, kernels: Tensor, scale: int) -> Tensor:
+def _to_multiply(spectrum: Tensor, scale: int) -> Tensor:
+    """Return the folds (4^scale, ...) of a real spectrum, for :func:`_convolve`.
+
+    Each number stands there twice, for the real and the imaginary part of another's.
+    """
+    return torch.stack(_folds(spectrum / 4**scale, 2**scale)).repeat_interleave(2, -1)
+
+
+def _convolve(spectra: Tensor, kernels: Tensor) -> Tensor:
     """Return convolutions (complex), at every 2^scale-th pixel, from the transforms."""
-    kernels = kernels.to(spectra.dtype) / 4**scale
-    parts = [[part.contiguous() for part in _folds(x, scale)] for x in (spectra, kernels)]
-    products = parts[0][0] * parts[1][0]
-    for spectrum, kernel in zip(parts[0][1:], parts[1][1:], strict=True):
-        products.addcmul_(spectrum, kernel)
-    found: Tensor = torch.fft.ifft2(products)
+    folds = _folds(spectra, math.isqrt(len(kernels)))
+    parts = [torch.view_as_real(part.contiguous()).flatten(-2) for part in folds]
+    products = parts[0] * kernels[0]
+    for part, kernel in zip(parts[1:], kernels[1:], strict=True):
+        products.addcmul_(part, kernel)
+    found: Tensor = torch.fft.ifft2(torch.view_as_complex(products.unflatten(-1, (-1, 2))))
     return found
 
 
 def _modulus(signals: Tensor) -> Tensor:
-    """Return absolute values, in half the time of ``abs`` on a CPU."""
-    real, imaginary = torch.view_as_real(signals).unbind(-1)
-    return torch.addcmul(real * real, imaginary, imaginary).sqrt_()
+    """Return absolute values, in a quarter of the time of ``abs`` on a CPU; writes over them."""
+    squares = torch.view_as_real(signals).square_()
+    return (squares[..., 0] + squares[..., 1]).sqrt_()
 
 
 def periodise(spectrum: Tensor, scale: int) -> Tensor:
     """Return the transform of a signal (..., h, w) from which every 2^scale-th pixel is kept."""
-    kept: Tensor = functools.reduce(operator.add, _folds(spectrum, scale)) / 4**scale
+    kept: Tensor = functools.reduce(operator.add, _folds(spectrum, 2**scale)) / 4**scale
     return kept
 
 
-def _folds(spectrum: Tensor, scale: int) -> list[Tensor]:
-    """Return the parts of a spectrum (..., h, w) that are one if pixels are left out."""
-    return [part for rows in spectrum.chunk(2**scale, -2) for part in rows.chunk(2**scale, -1)]
+def _folds(spectrum: Tensor, step: int) -> list[Tensor]:
+    """Return the parts of a spectrum (..., h, w) that are one if only every step-th pixel stays."""
+    return [part for rows in spectrum.chunk(step, -2) for part in rows.chunk(step, -1)]
 
 
 def gaussian(
@@ -183,8 +202,8 @@ class LogStandardise(nn.Module):
     def forward(self, coefficients: Tensor) -> Tensor:
         """Return the features."""
         flat = coefficients.flatten(1)
-        size = flat.abs()
-        mean = size.mean(1, keepdim=True).clamp(min=1e-30)  # of an example that is 0
-        logs = flat.sign() * torch.log1p(size / mean)
-        logs = logs - logs.mean(1, keepdim=True)
-        return logs / logs.square().mean(1, keepdim=True).sqrt().clamp(min=1e-6)
+        logs = flat.abs()
+        mean = logs.mean(1, keepdim=True).clamp(min=1e-30)  # of an example that is 0
+        logs = logs.div_(mean).log1p_().copysign_(flat)
+        logs -= logs.mean(1, keepdim=True)
+        return logs.div_(logs.square().mean(1, keepdim=True).sqrt().clamp(min=1e-6))

@@ -106,8 +106,8 @@ def _transposed_conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
         return biases
     pairs = [_at_input_places(module, a, g) for a, g in calls]
     inputs, gradients = torch.cat([a for a, _ in pairs], 1), torch.cat([g for _, g in pairs], 2)
-    shape = tuple(module.weight.shape)
-    return _smaller(layer, [TransposedConvBlock(layer.weight, None, inputs, gradients, shape)]) + biases
+    block = TransposedConvBlock(layer.weight, None, inputs, gradients, tuple(module.weight.shape))
+    return _smaller(layer, [block]) + biases
 
 
 def _at_input_places(module: Any, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
