@@ -100,7 +100,7 @@ class FedntkEF(FedntkInterface, EFInterface):
 
 
 class DiagLaplaceInParts(DiagLaplace):
-    """A diagonal posterior whose predictions hold one layer's Jacobian of few examples at a time."""
+    """A diagonal posterior; predictions hold one layer's Jacobian of few examples at a time."""
 
     _key = ("all", "diag-in-parts")  # laplace-torch's own keeps its name
     at_a_time = 1
