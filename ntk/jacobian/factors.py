@@ -124,10 +124,9 @@ class FactoredBlock(Block):
         """Numbers of intermediate results that the block may hold."""
         return workspace(self.gradients.device) // self.gradients.element_size()
 
-    @property
-    def _at_once(self) -> int:
-        """Numbers of patches that are cut at a time."""
-        return AT_ONCE if self.gradients.device.type == "cpu" else self._room
+    def _at_a_time(self, on_cpu: int) -> int:
+        """Numbers that are worked on at a time: so many on a CPU, what there is room for on a GPU."""
+        return on_cpu if self.gradients.device.type == "cpu" else self._room
 
     @property
     def _patch_size(self) -> int:
@@ -258,7 +257,7 @@ class FactoredBlock(Block):
         """Gradients of the weight, shape (n, C, d_out, d_in)."""
         n, outputs, _, width = self.gradients.shape
         weights = self.gradients.new_empty(n, outputs, width, self.width_in)
-        for rows in self._chunks(self._patch_size, self._at_once):
+        for rows in self._chunks(self._patch_size, self._at_a_time(AT_ONCE)):
             groups = weights[rows].chunk(self.groups, dim=2)
             for of_group, (a, g) in zip(groups, self.rows(rows)._by_group(), strict=True):
                 for output in range(outputs):
@@ -282,7 +281,7 @@ class FactoredBlock(Block):
         alone = outputs * len(indices) * (320 + 22 * positions)
         together = self.dense_size * (80 + positions)
         if entries and 0 < alone <= together and self.gradients.device.type == "cpu":
-            for rows in self._chunks(self._patch_size, self._at_once):
+            for rows in self._chunks(self._patch_size, self._at_a_time(AT_ONCE)):
                 self.rows(rows)._write_entries(*entries, out[rows])
             return
         for rows in self._chunks(self._patch_size + self.dense_size):
@@ -345,8 +344,7 @@ class LinearBlock(FactoredBlock):
             out.copy_(here)
             return
         inputs, gradients = self.inputs.reshape(n, -1), self.gradients.reshape(n * outputs, width)
-        room = AT_WORK if out.device.type == "cpu" else self._room
-        size = max(1, room // (n * outputs))
+        size = max(1, self._at_a_time(AT_WORK) // (n * outputs))
         for chosen, part in zip(indices.split(size), out.split(size, 2), strict=True):
             row, column = self.entries(chosen)
             left = inputs.index_select(1, column).unsqueeze(1)
