@@ -125,7 +125,7 @@ class FactoredBlock(Block):
         return workspace(self.gradients.device) // self.gradients.element_size()
 
     def _at_a_time(self, on_cpu: int) -> int:
-        """Numbers that are worked on at a time: so many on a CPU, what there is room for on a GPU."""
+        """Numbers that are worked on at a time: so many on a CPU; on a GPU what fits."""
         return on_cpu if self.gradients.device.type == "cpu" else self._room
 
     @property
