@@ -167,7 +167,9 @@ class FeatureStore(DiskStore):
     def _normalise(self, name: str, raw: NDArray[Any], normalise: Normaliser, dtype: str) -> None:
         with self._fill(f"features-{name}", len(raw), dtype) as stored:
             for chunk, z in FeatureRows.of(raw).chunks():
-                stored[chunk] = _within(normalise(z), dtype)
+                made = normalise(z)
+                _require_range(made, dtype)
+                torch.from_numpy(stored[chunk]).copy_(made)
 
     def _fill(self, name: str, n: int, dtype: str) -> AbstractContextManager[NDArray[Any]]:
         what = f"{self.width} features of {n} examples"
@@ -241,8 +243,7 @@ class FeatureStore(DiskStore):
         return next(map(torch.from_numpy, self.load(name).values()), None)
 
 
-def _within(features: Tensor, dtype: str) -> NDArray[Any]:
-    largest = float(features.abs().max()) if features.numel() else 0.0
+def _require_range(features: Tensor, dtype: str) -> None:
+    largest = max(map(abs, map(float, features.aminmax()))) if features.numel() else 0.0
     if not largest <= float(np.finfo(dtype).max):
         raise OverflowError(f"a normalised feature of {largest:g} does not fit in {dtype}")
-    return features.numpy().astype(dtype)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..support.arrays import require_array, take_arrays
 
 CONSTANT = 1e-6  # a standard deviation under this share of the mean is float32's rounding
+AT_ONCE = 2**17  # numbers that stay in the processor's cache
 SMALLEST = 1e-30  # its inverse is a float32
 
 
@@ -38,9 +39,12 @@ class Moments:
     @classmethod
     def of(cls, features: Tensor) -> Self:
         """Return the moments of features (n, p) with n at least 1."""
-        z = features.double()
-        mean = z.mean(0)
-        return cls(len(z), mean.numpy(), (z - mean).square_().sum(0).numpy())
+        means, squares = [], []
+        for columns in features.split(max(1, AT_ONCE // len(features)), 1):
+            z = columns.double()
+            means.append(z.mean(0))
+            squares.append((z - means[-1]).square_().sum(0))
+        return cls(len(features), torch.cat(means).numpy(), torch.cat(squares).numpy())
 
     def __add__(self, other: "Moments") -> "Moments":
         count = self.count + other.count
@@ -103,4 +107,4 @@ class Normaliser:
     def __call__(self, features: Tensor) -> Tensor:
         """Normalise features (n, p), float32; returns a new tensor on their device."""
         mean = torch.from_numpy(self.mean).to(features.device)
-        return (features - mean) * torch.from_numpy(self.inv_std).to(features.device)
+        return (features - mean).mul_(torch.from_numpy(self.inv_std).to(features.device))

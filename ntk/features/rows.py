@@ -11,7 +11,8 @@ from torch import Tensor
 from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
 
-CHUNK_BYTES = 128 * 2**20  # rows in memory at a time, as float32
+CHUNK_BYTES = 16 * 2**20  # rows in memory at a time, as float32; larger ones leave the cache
+GPU_CHUNK_BYTES = 128 * 2**20  # the same on a GPU
 BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows, and at most as much of their inner products
 
 
@@ -49,9 +50,16 @@ class FeatureRows:
         )
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows' positions, the rows), at most 128 MiB of float32 at a time."""
-        for rows in self._slices(CHUNK_BYTES // (4 * self.shape[1])):
-            yield rows, self[rows]
+        """Yield (rows' positions, the rows), 16 MiB of float32 at a time, 128 on a GPU.
+
+        The rows are there until the next ones are asked for, which may take their place.
+        """
+        size = CHUNK_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES
+        room = None
+        for rows in self._slices(size // (4 * self.shape[1])):
+            found = self._as_float(self._read(rows.start, rows.stop), room)
+            room = found if room is None else room
+            yield rows, found
 
     def _slices(self, size: int) -> list[slice]:
         n, size = self.shape[0], max(1, size)
@@ -59,10 +67,19 @@ class FeatureRows:
 
     def __getitem__(self, rows: slice) -> Tensor:
         start, stop, _ = rows.indices(self.shape[0])
-        features = self._read(start, stop).to(self.device)
-        features = features.float() if features.dtype == torch.float16 else features
-        ones = features.new_ones(len(features), int(self._bias))
-        return torch.cat([features, ones], 1) if self._bias else features
+        return self._as_float(self._read(start, stop))
+
+    def _as_float(self, features: Tensor, room: Tensor | None = None) -> Tensor:
+        """Return rows on the device, with the bias; made in `room` if they have to be made."""
+        features = features.to(self.device)
+        dtype = torch.float32 if features.dtype == torch.float16 else features.dtype
+        if dtype == features.dtype and not self._bias:
+            return features
+        if room is None:
+            room = features.new_ones(len(features), self.shape[1], dtype=dtype)
+        made = room[: len(features)]
+        made[:, : features.shape[1]] = features
+        return made
 
     @full_float32()
     def __matmul__(self, weights: Tensor) -> Tensor:
