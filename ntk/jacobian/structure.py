@@ -7,6 +7,7 @@ that computes something else, for whatever reason, is examined anew.
 
 import weakref
 from collections.abc import Hashable, Mapping
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 PLAIN = (int, float, str, type(None), torch.dtype, torch.device, BuiltinFunctionType)
 SETTINGS = (int, float, str, tuple)
+SIZE = "_saved_size"  # of as_strided: it counts the examples
 COPY = "CloneBackward0"
 
 
@@ -46,6 +48,10 @@ def structure_of(model: nn.Module) -> Hashable | None:
             return (type(value), *map(found, parts))
         if isinstance(value, FunctionType) and value.__closure__ is None:
             return value.__code__
+        if isinstance(value, type):  # such as a kind of layer that a network was made with
+            return weakref.ref(value)
+        if isinstance(value, partial):
+            return (partial, *map(found, (value.func, value.args, value.keywords)))
         raise _UnknownError
 
     def settings(values: dict[str, Any]) -> Hashable:
@@ -89,7 +95,11 @@ def graph_of(outputs: Tensor, names: Mapping[nn.Parameter, str]) -> Hashable:
 def _settings_of(node: Any) -> Hashable:
     """Numbers, axes and flags that an operation was called with."""
     if (kind := node.name()) not in _SAVED:
-        saved = [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
+        saved = [
+            name
+            for name in dir(node)
+            if name.startswith("_saved_") and "_sym_" not in name and name != SIZE
+        ]
         _SAVED[kind] = [name for name in saved if isinstance(getattr(node, name), SETTINGS)]
     values = (getattr(node, name, None) for name in _SAVED[kind])
     return tuple(

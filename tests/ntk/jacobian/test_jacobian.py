@@ -324,6 +324,19 @@ def test_a_kept_plan_serves_at_other_weights_and_single_outputs_can_be_different
         assert close(some, found.dense()[name][:, :1])
 
 
+def test_a_residual_network_is_examined_once_whatever_the_number_of_images(kept_plans, monkeypatch):
+    """Torchvision's hold the class of their norms, or a partial of one; pooling knows sizes."""
+    examined, find = [], differentiate._find_layers
+    monkeypatch.setattr(differentiate, "_find_layers", lambda *a: examined.append(1) or find(*a))
+    pooled = nn.Sequential(nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(pooled, nn.Linear(4, 3)).to(memory_format=torch.channels_last)
+    model.kind, model.norm = nn.BatchNorm2d, functools.partial(nn.GroupNorm, 2)
+    for n in (5, 3):
+        images = torch.randn(n, 2, 6, 6).contiguous(memory_format=torch.channels_last)
+        jacobian(model, images, chunk_size=2)
+    assert len(examined) == len(kept_plans) == 1
+
+
 class Branches(nn.Module):
     """A network that computes something else if an attribute, a method or a weight changes."""
 
