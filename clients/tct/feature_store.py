@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap, Normaliser
 from fedntk.ntk.convex.local_steps import Spectrum
-from fedntk.ntk.features.rows import FeatureRows
+from fedntk.ntk.features.rows import CACHED_BYTES, FeatureRows
 
 from ..core.disk_store import DiskStore
 from ..core.weights import set_weights
@@ -165,11 +165,13 @@ class FeatureStore(DiskStore):
         return FeatureRows.of(features, device=device, bias=bias)
 
     def _normalise(self, name: str, raw: NDArray[Any], normalise: Normaliser, dtype: str) -> None:
+        size = max(1, CACHED_BYTES // (4 * self.width))
         with self._fill(f"features-{name}", len(raw), dtype) as stored:
-            for chunk, z in FeatureRows.of(raw).chunks():
-                made = normalise(z)
+            whole, filled = (torch.from_numpy(array).split(size) for array in (raw, stored))
+            for features, place in zip(whole, filled, strict=True):
+                made = normalise(features)
                 _require_range(made, dtype)
-                torch.from_numpy(stored[chunk]).copy_(made)
+                place.copy_(made)
 
     def _fill(self, name: str, n: int, dtype: str) -> AbstractContextManager[NDArray[Any]]:
         what = f"{self.width} features of {n} examples"

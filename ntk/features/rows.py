@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -11,8 +12,8 @@ from torch import Tensor
 from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
 
-CHUNK_BYTES = 16 * 2**20  # rows in memory at a time, as float32; larger ones leave the cache
-GPU_CHUNK_BYTES = 128 * 2**20  # the same on a GPU
+CHUNK_BYTES = 128 * 2**20  # rows in memory at a time, as float32
+CACHED_BYTES = 16 * 2**20  # the same of rows that a CPU has to copy, so that they stay in its cache
 BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows, and at most as much of their inner products
 
 
@@ -20,8 +21,8 @@ class FeatureRows:
     """Features Z of n examples, read or computed when they are needed.
 
     `read` maps (start, stop) to rows (stop - start, p) on the CPU. Products are formed on `device`,
-    where float16 is made float32. With `bias` a feature that is 1 is appended, and `shape` is
-    (n, p + 1).
+    where float16, which `half` announces, is made float32. With `bias` a feature that is 1 is
+    appended, and `shape` is (n, p + 1).
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class FeatureRows:
         *,
         device: torch.device | str = "cpu",
         bias: bool = False,
+        half: bool = False,
     ) -> None:
         self._read = read
         self._bias = bias
+        self._copied = bias or half
         self.device = torch.device(device)
         self.shape = (shape[0], shape[1] + bias)
 
@@ -47,15 +50,16 @@ class FeatureRows:
             (array.shape[0], array.shape[1]),
             device=device,
             bias=bias,
+            half=array.dtype == np.float16,
         )
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows' positions, the rows), 16 MiB of float32 at a time, 128 on a GPU.
+        """Yield (rows' positions, the rows), at most 128 MiB of float32 at a time.
 
         The rows are there until the next ones are asked for, which may take their place.
         """
-        size = CHUNK_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES
-        room = None
+        cached = self._copied and self.device.type == "cpu"
+        size, room = CACHED_BYTES if cached else CHUNK_BYTES, None
         for rows in self._slices(size // (4 * self.shape[1])):
             found = self._as_float(self._read(rows.start, rows.stop), room)
             room = found if room is None else room

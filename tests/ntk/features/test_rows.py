@@ -43,7 +43,8 @@ def test_products_are_those_of_the_whole_matrix(dtype, of, bias, monkeypatch):
     assert rows.shape == tuple(dense.shape)
     w, a = normal(dense.shape[1], 3, seed=1).float(), normal(N, 4, seed=2).float()
     for size in SIZES:
-        monkeypatch.setattr(module, "CHUNK_BYTES", size)
+        for chunk in ("CHUNK_BYTES", "CACHED_BYTES"):
+            monkeypatch.setattr(module, chunk, size)
         monkeypatch.setattr(module, "BLOCK_BYTES", 2 * size)
         found = [rows @ w, rows.transposed_matmul(a), rows.gram()]
         expected = [dense @ w.double(), dense.T @ a.double(), dense @ dense.T]
@@ -65,7 +66,7 @@ def test_products_are_formed_in_the_dtype_of_the_other_factor(dtype):
 @pytest.mark.parametrize("size", [1, 2, 5, 23, 1000])
 def test_rows_are_read_in_order_each_once_and_no_more_at_a_time_than_allowed(size, monkeypatch):
     """With the bias a row has 8 numbers, 32 bytes."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", 32 * size + 31)
+    monkeypatch.setattr(module, "CACHED_BYTES", 32 * size + 31)
     for use in (
         lambda r: r @ torch.zeros(8, 2),
         lambda r: r.transposed_matmul(torch.zeros(N, 2)),
