@@ -119,10 +119,11 @@ class TangentFeatures:
             cure="lower num_features or use fewer examples",
         )
         features = torch.empty(len(x), width, dtype=self.dtype)
+        alone = self.method == "subsample" and x.device.type == "cpu"  # few entries, each by itself
         chunks = differentiate_in_chunks(
             self.model,
             x,
-            "factors" if self.method == "subsample" else "factored",
+            "factors" if alone else "factored",
             outputs=[self.output],
             chunk_size=self.chunk_size,
             more_bytes=4 * width,
