@@ -16,7 +16,8 @@ its own. Each case runs in a process of its own, for two rounds more than are ti
 workers start; in the last, memory is sampled. Ways must give the same bits for the same clients.
 
 seconds      of a round by the server's clock: median, least and most
-cpu-seconds  of a round, the mean, over all processes but the one that only watches
+cpu-seconds  of a round, the mean, over all processes but the one that only watches, which sees the
+             end of a round up to 0.2 s late: short rounds need many
 memory-mb    the most that these use at a time; what processes share counts once
 server-...   those of the SuperLink and its ServerApp, which one machine has for all SuperNodes
 

@@ -140,11 +140,12 @@ RAY = [pytest.mark.slow, pytest.mark.ray, pytest.mark.xdist_group("ray")]
 def test_the_cost_of_a_round_is_measured(way, program):
     """Two clients, in each way the same bits; a process that has imported torch has 50 MB."""
     costs = program("round_costs")
-    row = costs.child(way, 2, 1)
-    assert 0 < row["least"] == row["seconds"] == row["most"]
+    rounds = 30 if way in ("ray", "cluster") else 1  # those that end within 0.2 s are read together
+    row = costs.child(way, 2, rounds)
+    assert 0 < row["least"] <= row["seconds"] <= row["most"]
     assert row["cpu-seconds"] > 0
     assert row["memory-mb"] > 50
-    assert row["model"] == costs.child("local", 2, 1)["model"]
+    assert row["model"] == costs.child("local", 2, rounds)["model"]
     if way == "supernodes":
         for key in ("cpu-seconds", "memory-mb"):
             assert 0 < row[f"server-{key}"] < row[key]
