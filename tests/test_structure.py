@@ -209,7 +209,7 @@ def test_a_folder_named_fedntk_in_the_working_directory_is_not_taken_for_the_pac
 
 
 def test_a_checkout_in_the_working_directory_leaves_the_installed_rooms_in_sight(tmp_path):
-    """Its folder ``fedntk`` comes first, and has no rooms; a worker of Ray looks there, too."""
+    """Its folder ``fedntk`` comes first and lacks the rooms; Ray's workers search it first."""
     installed = tmp_path / "fedntk"
     shutil.copytree(ROOT / "fedntk", installed)
     (installed / "ntk.py").touch()

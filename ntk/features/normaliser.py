@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..jacobian.blocks import AT_WORK
 from ..support.arrays import require_array, take_arrays
 
 CONSTANT = 1e-6  # a standard deviation under this share of the mean is float32's rounding
-AT_ONCE = 2**17  # numbers that stay in the processor's cache
 SMALLEST = 1e-30  # its inverse is a float32
 
 
@@ -40,7 +40,7 @@ class Moments:
     def of(cls, features: Tensor) -> Self:
         """Return the moments of features (n, p) with n at least 1."""
         means, squares = [], []
-        for columns in features.split(max(1, AT_ONCE // len(features)), 1):
+        for columns in features.split(max(1, AT_WORK // len(features)), 1):
             z = columns.double()
             means.append(z.mean(0))
             squares.append((z - means[-1]).square_().sum(0))

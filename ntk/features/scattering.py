@@ -80,7 +80,8 @@ class Scattering(nn.Module):
         First the image's, then each finer scale's, those of its coarser second scales after them.
         """
         at_once = PLANES_AT_ONCE // x.shape[1] if x.device.type == "cpu" else len(x)
-        kernels, parts = self._kernels(), x.split(max(1, at_once))  # which stay in caches
+        kernels = self._kernels()
+        parts = x.split(max(1, at_once))  # so that what is computed stays in caches
         return torch.cat([self._coefficients(part, kernels) for part in parts])
 
     def _kernels(self) -> dict[tuple[int, int], Tensor]:

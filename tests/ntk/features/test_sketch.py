@@ -41,7 +41,7 @@ def test_a_sketch_is_linear_in_the_gradient_and_the_same_in_any_chunks(name):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_the_outer_products_sketch_is_the_count_sketch_of_summed_buckets(kind, bias):
-    """Of sum_s g_s a_s^T: bucket h(i) + h'(j) modulo p and sign s(i) s'(j) for the entry (i, j)."""
+    """Entry (i, j) of sum_s g_s a_s^T has bucket h(i) + h'(j) modulo p and sign s(i) s'(j)."""
     p, shape = 17, (30,) if kind == "linear" else (3, 4, 4)
     layer = nn.Linear(30, 20, bias=bias) if kind == "linear" else nn.Conv2d(3, 8, 3, bias=bias)
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(1)).double()
