@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader
 
+from fedntk.ntk.support.arrays import require_unmasked
+
 from .model_probe import dtype_name, one_line
 from .randomness import seeded_generators
 
@@ -256,6 +258,7 @@ def _tensor(name: str, values: Any) -> Tensor:
             return values.detach()
         raise ValueError(f"{name}: expected one entry per example, got a single number")
     try:
+        require_unmasked(values)
         array: NDArray[Any] = np.asarray(values)
         if array.ndim == 0:
             raise TypeError("a single number")

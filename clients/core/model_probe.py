@@ -21,12 +21,22 @@ def check_dtypes(model: nn.Module, allowed: Collection[torch.dtype]) -> None:
 
 
 def cast_examples(x: Tensor, model: nn.Module) -> Tensor:
-    """Return examples of floating point in the dtype of the model's first such parameter."""
-    if x.is_floating_point():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                return x.to(parameter.dtype)
-    return x
+    """Return examples of floating point in the dtype of the model's first such parameter.
+
+    Refuse float64 examples whose differences, at some place of an example, float32 does not hold.
+    """
+    dtypes = [own.dtype for own in model.parameters() if own.is_floating_point()]
+    if not x.is_floating_point() or not dtypes:
+        return x
+    cast = x.to(dtypes[0])
+    if (x.dtype, cast.dtype) == (torch.float64, torch.float32) and len(x):
+        spread, lost = x.amax(0) - x.amin(0), (x - cast).abs().amax(0)
+        if bool((lost > spread / 2**10).logical_and(spread > 0).any()):
+            raise ValueError(
+                f"x: expected examples whose differences float32 can hold, got float64 of up to "
+                f"{float(x.abs().max()):g}; subtract their mean, or give the model model.double()"
+            )
+    return cast
 
 
 @torch.no_grad()

@@ -12,6 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..support.arrays import require_unmasked
+
+ORIENTATION = 0x0112  # EXIF's tag
+PLAIN_MODES = {  # of modes whose numbers are no shades of light
+    **dict.fromkeys(("P", "CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB"),
+    **{"1": "L", "La": "LA", "PA": "RGBA", "RGBa": "RGBA"},
+}
+
 
 @dataclass(frozen=True, eq=False)
 class InputTransform:
@@ -23,9 +31,10 @@ class InputTransform:
     ----------
     shape : tuple of int
         Shape of one raw example.
-    mean, std : float32, or float64 for tables
+    mean, std : float32 or float64
         Moments of the training examples, which broadcast over an example: per channel of images,
-        per column of tables.
+        per column of tables. Examples are standardised in their dtype, which is float32 only for
+        examples that are near 0 and of a dtype that float32 holds, and are no tables.
     columns : tuple of str
         Columns of a table, in order; a data frame is then read by them.
     alphabet : str
@@ -61,12 +70,19 @@ class InputTransform:
         column that is constant is only centred.
         """
         axes = {4: (0, 2, 3), 2: (0,)}.get(x.ndim)
-        mean, std = np.zeros(1), np.ones(1)
+        how: Any = {"axis": axes, "keepdims": True}
+        mean, std, precise = np.zeros(1), np.ones(1), x.ndim == 2
         if standardise:
-            how: Any = {"axis": axes, "keepdims": True, "dtype": np.float64}
-            mean, std = x.mean(**how)[0], x.std(**how)[0]
-        std = np.where(std > 0, std, 1.0)
-        dtype = _dtype_of(x.shape[1:])
+            low, high = x.min(**how)[0], x.max(**how)[0]
+            varies = ~_is_constant(low, high)
+            mean = np.where(varies, x.mean(**how, dtype=np.float64)[0], low)
+            std = np.where(varies, x.std(**how, dtype=np.float64)[0], 1.0)
+            near = (np.abs(mean) <= 16 * std) & (std > 1e-30) & (std < 1e30)
+            precise = precise or not near.all()
+        if not np.can_cast(x.dtype, np.float32):
+            precise = precise or standardise
+            _require_resolved(x, mean, std, standardise=standardise)
+        dtype = np.float64 if precise else np.float32
         return cls(x.shape[1:], mean.astype(dtype), std.astype(dtype), **more)
 
     def __call__(self, x: Any) -> Tensor:
@@ -107,9 +123,11 @@ class InputTransform:
         x = [x] if hasattr(x, "getbands") else x
         if isinstance(x, list | tuple) and x and hasattr(x[0], "getbands"):
             return stack_pictures(x)
+        require_unmasked(x)
         raw = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
-        if raw.dtype == bool or not np.issubdtype(raw.dtype, np.number) or np.iscomplexobj(raw):
-            raise ValueError(f"expected numbers, got {raw.dtype}")
+        if raw.dtype.kind not in "iuf":
+            cure = "; open pictures with PIL.Image.open" * (len(self.shape) == 3)
+            raise ValueError(f"expected numbers, got {raw.dtype}{cure}")
         last = (*self.shape[1:], *self.shape[:1])
         is_last = len(self.shape) == 3 and raw.shape[1:] in {last, last[:2]} - {self.shape}
         return channels_first(raw) if is_last else raw
@@ -170,22 +188,41 @@ class InputTransform:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             tuples = {name: tuple(content[name]) for name in ("shape", "columns", "classes")}
-            dtype = _dtype_of(tuples["shape"])
-            moments = {name: np.asarray(content[name], dtype) for name in ("mean", "std")}
+            moments = {name: np.asarray(content[name], np.float64) for name in ("mean", "std")}
+            values = np.concatenate([own.ravel() for own in moments.values()])
+            if len(tuples["shape"]) > 1 and (values == values.astype(np.float32)).all():
+                moments = {name: own.astype(np.float32) for name, own in moments.items()}
             return cls(**{**content, **tuples, **moments})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no inputs that can be read: {error!r}") from error
 
 
 def stack_pictures(pictures: Iterable[Any]) -> NDArray[Any]:
-    """Return pictures of PIL, all of one size and mode, as (n, channels, height, width)."""
-    plain = {"P": "RGB", "1": "L"}  # modes whose numbers are no shades
-    arrays = [np.asarray(own.convert(plain.get(own.mode, own.mode))) for own in pictures]
-    shapes = sorted({array.shape for array in arrays})
-    if len(shapes) > 1:
+    """Return pictures of PIL, all of one size and mode, as (n, channels, height, width).
+
+    They are turned as their EXIF data say. Modes whose numbers are no shades of light become RGB,
+    with an alpha channel if they have one, or grey.
+    """
+    arrays, kinds = [], set()
+    for i, picture in enumerate(pictures):
+        if not hasattr(picture, "getbands"):
+            raise ValueError(
+                f"expected pictures of PIL, got {type(picture).__name__} at position {i}; leave "
+                "out examples without a picture"
+            )
+        upright = picture
+        if picture.getexif().get(ORIENTATION, 1) != 1:
+            from PIL import ImageOps
+
+            upright = ImageOps.exif_transpose(picture)
+        upright = upright.convert(PLAIN_MODES.get(upright.mode, upright.mode))
+        arrays.append(np.asarray(upright))
+        kinds.add((arrays[-1].shape, upright.mode))
+    if len(kinds) > 1:
+        (first, mode), (second, other) = sorted(kinds)[:2]
         raise ValueError(
-            f"expected pictures of one size and mode, got shapes {shapes[0]} and {shapes[1]}; "
-            "resize or convert them first"
+            f"expected pictures of one size and mode, got shapes {first} ({mode}) and {second} "
+            f"({other}); resize or convert them first"
         )
     return channels_first(np.stack(arrays))
 
@@ -196,6 +233,36 @@ def channels_first(pictures: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(moved)
 
 
-def _dtype_of(shape: tuple[int, ...]) -> Any:
-    """Return the dtype of moments: columns of tables may be far from 0, such as dates."""
-    return np.float64 if len(shape) == 1 else np.float32
+def _is_constant(low: NDArray[Any], high: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether numbers from `low` to `high` are the same, or differ by float64's rounding only."""
+    if low.dtype.kind != "f":
+        return np.asarray(low == high)
+    low, high = low.astype(np.float64), high.astype(np.float64)
+    return np.asarray(high - low <= 8 * np.spacing(np.maximum(np.abs(low), np.abs(high))))
+
+
+def _require_resolved(
+    x: NDArray[Any], mean: NDArray[Any], std: NDArray[Any], *, standardise: bool
+) -> None:
+    """Refuse examples whose differences are lost by rounding, to float64 or after to float32.
+
+    10 bits must stay: in each column of a table, and in other examples on average.
+    """
+    low, high = x.min(0), x.max(0)
+    varies, rounded = ~_is_constant(low, high), (low != high).any()
+    low, high = low.astype(np.float64), high.astype(np.float64)
+    spread, largest = (high - low) * varies, np.maximum(np.abs(low), np.abs(high))
+    after = np.maximum(np.abs(low - mean), np.abs(high - mean))
+    if not (standardise and x.ndim == 2):
+        spread, largest, after = (own.mean(keepdims=True) for own in (spread, largest, after))
+        varies = varies.any(keepdims=True)
+    if standardise or x.dtype.kind == "f":
+        lost = (spread < after / 2**14) | (spread < largest / 2**43) | ~np.isfinite(std).all()
+    else:  # such as numbers of words
+        lost = np.maximum(-low, high).max(keepdims=True) > 2**24
+    if (lost & varies).any() or (rounded and not varies.any()):
+        raise ValueError(
+            f"expected examples whose differences float32 can hold, got {x.dtype} of about "
+            f"{largest.max():g} that differ by {spread.min():g}; subtract an offset first, such as "
+            "the first example, or scale them"
+        )

@@ -65,3 +65,12 @@ def require_array(
     if (low is not None and least < low) or (high is not None and most > high):
         words = f"at least {low:g}" if high is None else f"{low:g} ... {high:g}"
         raise BadReply("range", f"{name}: expected {words}, got {least} ... {most}")
+
+
+def require_unmasked(values: Any) -> None:
+    """Refuse a masked array that hides an entry: the number under the mask is no data."""
+    if np.ma.is_masked(values):
+        raise ValueError(
+            f"expected a value for each entry, got {np.ma.count_masked(values)} that are masked; "
+            "fill them, or leave these examples out"
+        )

@@ -66,7 +66,9 @@ def _part(rows: list[Row], position: dict[str, int]) -> Part:
     if position:
         texts = np.array([[position[letter] for letter in text] for text in x])
         return Part(texts, np.array([position[letter] for letter in y]), owners)
-    numbers, labels = np.array(x, np.float32), np.array(y)
+    numbers, labels = np.array(x, np.float64), np.array(y)
+    if np.abs(numbers).max() < 2**10:  # else float32 might not hold their differences
+        numbers = numbers.astype(np.float32)
     if labels.dtype.kind not in "iu":
         raise ValueError(f"got labels of {labels.dtype}")
     shape = (-1, 1, 28, 28) if numbers.shape[1:] == (784,) else numbers.shape
