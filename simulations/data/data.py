@@ -130,8 +130,7 @@ class Data:
 
 def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str = "") -> None:
     """Refuse examples that are not finite numbers (n, ...), or lack one label each of C classes."""
-    is_number = np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)
-    if not is_number or x.ndim < 2 or 0 in x.shape[1:]:
+    if x.dtype.kind not in "iuf" or x.ndim < 2 or 0 in x.shape[1:]:
         raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
     if not np.isfinite(x).all():
         raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")

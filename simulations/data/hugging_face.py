@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line
+from .files import split_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -22,15 +23,26 @@ def load_splits(name: str, subset: str = "") -> Any:
         )
     if not place.is_dir() and (place.exists() or name.startswith((".", "/", "~"))):
         raise ConfigError(f"dataset: no folder at {place.absolute()}")
+    if tables := [own for own in place.rglob("*.csv") if own.stem != "metadata"]:  # of pictures
+        raise ConfigError(
+            f"dataset: hf: would read the numbers of names such as 001 in {tables[0]}; use csv:"
+        )
     from datasets import load_dataset
 
     try:
-        return load_dataset(str(place), subset or None)
+        splits = load_dataset(str(place), subset or None)
     except Exception as error:
         raise ConfigError(
             f"dataset: {name!r} cannot be read: {first_line(error)}; for a folder with a folder "
             "of pictures for each class use folder:"
         ) from error
+    names = [own.name for own in place.iterdir()] if place.is_dir() else []
+    if odd := [name for name in names if split_of(name) not in ("", *splits)]:
+        raise ConfigError(
+            f"dataset: {odd[0]} of {place} is not read as a split, as it is by the names train, "
+            "test and validation; rename it, or use folder: or csv:"
+        )
+    return splits
 
 
 def class_column(split: "Dataset", name: str) -> str:
@@ -55,6 +67,24 @@ def image_column(split: "Dataset") -> str:
 
     images = (key for key, feature in split.features.items() if isinstance(feature, Image))
     return next(images, "")
+
+
+def plain_rows(split: "Dataset", picture: str, what: str) -> "Dataset":
+    """Return a set without the format in which rows are shown; the columns shown stay.
+
+    A transform cannot be left out, and is refused. Pictures that are kept as bytes are decoded.
+    """
+    from datasets import Image
+
+    if split.format["type"] == "custom":
+        raise ConfigError(
+            f"{what}: expected examples as they are stored, got a set with a transform; apply it "
+            "with dataset.map, or give pairs: [(row['image'], row['label']) for row in dataset]"
+        )
+    split = split.select_columns(split.format["columns"]).with_format(None)
+    if isinstance(split.features.get(picture), Image) and not split.features[picture].decode:
+        split = split.cast_column(picture, Image(mode=split.features[picture].mode))
+    return split
 
 
 def require_column(setting: str, given: str, columns: Iterable[str], whose: str) -> str:

@@ -1,7 +1,9 @@
 """A user's own examples, from objects or files, in the form that runs take."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,20 @@ from numpy.typing import NDArray
 
 from fedntk.clients import cache_dir
 from fedntk.ntk.predictors.inputs import stack_pictures
+from fedntk.ntk.support.arrays import require_unmasked
 
 from ..config.importing import import_named
 from ..config.settings import ConfigError
 from ..errors import first_line, naming
 from .data import NPZ, Data, Indices, check_examples
-from .hugging_face import image_column, load_splits, require_column
+from .files import named_splits, read_files
+from .hugging_face import image_column, load_splits, plain_rows, require_column
 from .parts import Part
 from .settings import DatasetSettings
 
-IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"}
+MANY_CLASSES = 20  # up to so many may be of any number of examples
+MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are likely no classes
+MOST_WORDS = 0.5  # the same of words
 logger = getLogger("flwr")
 
 
@@ -77,9 +83,10 @@ class OwnData:
         """Return the examples as arrays; ConfigError says what does not fit."""
         first, second = self.train, self.test
         if isinstance(first, Mapping):
+            first = {split: first[name] for split, name in named_splits(first).items()}
             if "train" not in first:
                 raise ConfigError(f"data: expected train among the splits, got {', '.join(first)}")
-            if unused := ", ".join(first.keys() - {"train", "test"}):
+            if unused := ", ".join(sorted(first.keys() - {"train", "test"})):
                 logger.warning(
                     "data: not used: %s; pass it as test=..., or to tune on examples of the "
                     "training set use validation-examples",
@@ -89,7 +96,10 @@ class OwnData:
         train = self._table(first, "train set")
         if len(train.classes) < 2:
             raise ConfigError(f"train set: expected two classes or more, got {len(train.classes)}")
-        test = None if second is None else self._match(train, self._table(second, "test set"))
+        test = None
+        if second is not None:
+            train, test = self._match(train, self._table(second, "test set"))
+        _require_classes(train, 0 if test is None else len(test.y))
         split, kept = self._split(train), None
         if test is None:
             kept = self._draw_test(train, split)
@@ -101,7 +111,10 @@ class OwnData:
         if classes == (*range(len(classes)),):
             classes = ()
         more = {"columns": train.columns, "classes": classes, "split": split}
-        return Data.of(train, test, len(train.classes), standardise=standardise, **more)
+        data = Data.of(train, test, len(train.classes), standardise=standardise, **more)
+        with naming("train set", ValueError):
+            _ = data.inputs  # refuses values whose differences are lost
+        return data
 
     def _table(self, data: Any, what: str) -> Part:
         """Read one set; its labels become 0 ... C - 1."""
@@ -112,6 +125,9 @@ class OwnData:
             )
         try:
             part = self._read(data, what)
+            y, owners = plain_values(part.y, what, "labels"), part.owners
+            if owners is not None:
+                owners = plain_values(owners, what, "owners")
         except ConfigError:
             raise
         except (TypeError, ValueError, LookupError) as error:
@@ -120,21 +136,24 @@ class OwnData:
                 f"of pairs, with examples of one shape, or dataset='csv:...' instead of data, got "
                 f"{type(data).__name__}: {error}"
             ) from error
-        y, classes = part.y, part.classes
-        if y.dtype.kind == "f" and (gaps := np.count_nonzero(np.isnan(y))):
-            raise ConfigError(f"{what}: {gaps} of {len(y)} labels are NaN; leave these rows out")
-        if y.dtype.kind == "f" and not (y % 1).any():  # whole, from a column that had gaps
-            y = y.astype(np.int64)
-        if y.dtype.kind not in ("iu" if classes else "iubUSO"):
+        classes = part.classes
+        if owners is not None:
+            _say_alike(np.unique(owners).tolist(), f"{what}: owners")
+        if y.dtype.kind not in ("iu" if classes else "iubU"):
             words = "" if classes else " or words"
             raise ConfigError(f"{what}: expected whole numbers{words} as labels, got {y.dtype}")
         if not classes:
-            kinds = f"{what}: expected labels of one kind, all words or all numbers"
-            with naming(kinds, TypeError):
-                names, y = np.unique(y, return_inverse=True)
+            names, y = np.unique(y, return_inverse=True)
             classes = tuple(names.tolist() if names.dtype.kind in "iu" else map(str, names))
+            _say_alike(classes, f"{what}: classes")
         check_examples(part.x, y, len(classes), f"{what}: ")
-        return part._replace(y=y.astype(np.int64), classes=classes)
+        if part.x.ndim == 4 and part.x.shape[3] in (1, 3, 4) and min(part.x.shape[1:3]) > 4:
+            sizes = " x ".join(map(str, part.x.shape[1:]))
+            message = f"{what}: expected pictures as (n, channels, height, width), got {sizes}"
+            if part.x.dtype == np.uint8:
+                raise ConfigError(f"{message}; give x.transpose(0, 3, 1, 2)")
+            logger.warning("%s; if channels are last, give x.transpose(0, 3, 1, 2)", message)
+        return part._replace(y=y.astype(np.int64), classes=classes, owners=owners)
 
     def _read(self, data: Any, what: str) -> Part:
         """Read one set in any of its forms, with labels as they are."""
@@ -144,10 +163,15 @@ class OwnData:
             return self._frame(data, what)
         if not hasattr(data, "column_names"):
             if not (isinstance(data, tuple | list) and len(data) == 2):
-                x, y = zip(*(data[i] for i in range(len(data))), strict=True)
-                data = np.stack([_array(own) for own in x]), y
-            return Part(_array(data[0]), _array(data[1]))
+                pairs = [data[i] for i in range(len(data))]
+                for i, pair in enumerate(pairs):
+                    if not isinstance(pair, tuple | list) or len(pair) != 2:
+                        shown = f"a {type(pair).__name__} of {len(pair)}" * hasattr(pair, "__len__")
+                        raise TypeError(f"example {i} is {shown or pair!r}, not a pair (x, y)")
+                data = [list(column) for column in zip(*pairs, strict=True)]
+            return Part(_array(data[0]), data[1])
         picture = self.image_column or image_column(data)
+        data = plain_rows(data, picture, what)
         self._require_columns(data.features, what)
         stacked = None
         if picture:
@@ -163,7 +187,7 @@ class OwnData:
 
     def _frame(self, frame: Any, what: str, x: NDArray[Any] | None = None) -> Part:
         """Read a data frame; of examples `x`, if given, it has only labels and owners."""
-        frame = frame.rename(columns=str)
+        frame = frame.rename(columns=str).infer_objects()
         if twice := ", ".join(frame.columns[frame.columns.duplicated()]):
             raise ConfigError(f"{what}: expected columns of different names, got twice {twice}")
         own = self._require_columns(frame.columns, what)
@@ -172,10 +196,12 @@ class OwnData:
         if x is not None:
             inputs = inputs[[]]
         odd = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
-        if words := ", ".join(odd[:10]):
+        if odd:
+            words = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in odd[:10])
             raise ConfigError(
                 f"{what}: expected numbers in all columns but the target, got others in {words}; "
-                "encode them first, such as with pandas.get_dummies, or leave them out"
+                "encode them first, such as words with pandas.get_dummies and lists with "
+                "numpy.stack, or leave them out; an empty cell stands for a missing number"
             )
         gaps = frame[[*dict.fromkeys(own), *inputs.columns]].isna().sum()
         if found := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
@@ -183,20 +209,28 @@ class OwnData:
                 f"{what}: expected a value in each row, got columns with gaps (rows): {found}; "
                 "fill them, or leave these rows out, as frame.dropna() does"
             )
-        owners = np.array(frame[self.client_column].tolist()) if self.client_column else None
+        owners = frame[self.client_column].to_numpy() if self.client_column else None
         y, columns = frame[self.target].to_numpy(), tuple(inputs.columns)
         return Part(inputs.to_numpy(dtype=np.float64) if x is None else x, y, owners, columns)
 
-    def _match(self, train: Part, test: Part) -> Part:
-        """Return a test set with the columns and the numbers of the classes of the training set."""
+    def _match(self, train: Part, test: Part) -> tuple[Part, Part]:
+        """Return both with the columns, and the numbers of the classes, of the training set.
+
+        Classes and owners that are words in one set and numbers in the other are words in both.
+        """
         if odd := ", ".join(sorted(set(train.columns) ^ set(test.columns))[:10]):
             raise ConfigError(f"test set: other columns than the train set: {odd}")
+        if isinstance(train.classes[0], str) != isinstance((*test.classes, "")[0], str):
+            train, test = (p._replace(classes=(*map(str, p.classes),)) for p in (train, test))
+        kinds = {own.owners.dtype.kind == "U" for own in (train, test) if own.owners is not None}
+        if len(kinds) > 1:
+            train, test = (p._replace(owners=np.array(p.owners, str)) for p in (train, test))
         if odd := ", ".join(sorted(map(str, set(test.classes) - set(train.classes)))[:10]):
             raise ConfigError(f"test set: no training example has the labels {odd}")
         order = [test.columns.index(name) for name in train.columns]
         numbers = np.array([train.classes.index(name) for name in test.classes])
         x = test.x[:, order] if order else test.x
-        return test._replace(x=x, y=numbers[test.y], columns=train.columns)
+        return train, test._replace(x=x, y=numbers[test.y], columns=train.columns)
 
     def _draw_test(self, train: Part, split: tuple[Indices, ...] | None) -> NDArray[np.bool_]:
         """Draw the test set: what no client has, or a share of each class, and not all of it."""
@@ -254,7 +288,93 @@ class OwnData:
 
 
 def _array(data: Any) -> NDArray[Any]:
+    """Return examples as one array; pictures of PIL have their channels first."""
+    if hasattr(data, "toarray"):
+        raise TypeError("a sparse matrix; give data.toarray()")
+    require_unmasked(data)
+    if isinstance(data, list | tuple) and data:
+        if any(hasattr(example, "getbands") for example in data):
+            return stack_pictures(data)
+        if hasattr(data[0], "__array__"):
+            return np.stack([_array(example) for example in data])
     return np.asarray(data.detach().cpu() if hasattr(data, "detach") else data)
+
+
+def plain_values(values: Any, what: str, name: str) -> NDArray[Any]:
+    """Return labels or owners (n,) of a set as whole numbers or words, where they are; refuse gaps.
+
+    They may have the shape (n, 1). Words and numbers are never mixed, and whole numbers of floating
+    point are integers.
+    """
+    import pandas as pd
+
+    if isinstance(values, list | tuple):
+        array: NDArray[Any] = np.empty(len(values), object)
+        array[:] = [_array(v).item() if getattr(v, "ndim", 1) == 0 else v for v in values]
+    else:
+        array = _array(values)
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    several = array.dtype == object and any(
+        isinstance(v, Sized) and not isinstance(v, str | bytes) for v in array
+    )
+    if array.ndim != 1 or several:
+        raise ConfigError(
+            f"{what}: expected one of the {name} for each example, got several; of one-hot rows, "
+            "give y.argmax(1)"
+        )
+    if gaps := np.count_nonzero(pd.isna(array)):
+        raise ConfigError(f"{what}: {gaps} of {len(array)} {name} are NaN; leave these rows out")
+    if array.dtype == object:
+        kinds = {str if isinstance(v, str | bytes) else int for v in array}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"{what}: expected {name} of one kind, all words or all numbers, got both"
+            )
+        array = np.array(array.tolist())
+        array = array.astype(str) if array.dtype == object else array  # dates, say
+    elif array.dtype.kind in "ST":
+        words = np.strings.decode(array, "utf-8") if array.dtype.kind == "S" else array
+        array = np.array(words.tolist())
+    if array.dtype.kind == "f" and (np.abs(array) < 2**53).all() and not (array % 1).any():
+        return array.astype(np.int64)
+    return array
+
+
+def _say_alike(names: Sequence[Any], what: str) -> None:
+    """Say which names differ only in case, blanks or the form of a number: likely mistakes."""
+    seen: dict[str, Any] = {}
+    for name in names:
+        key = " ".join(str(name).split()).casefold()
+        with suppress(ArithmeticError):  # 1, 1.0 and 01
+            key = str(Decimal(key).normalize(Context(prec=100)))
+        if seen.setdefault(key, name) != name:
+            logger.warning("data: %s %r and %r are taken for two", what, seen[key], name)
+
+
+def _require_classes(train: Part, num_test: int) -> None:
+    """Refuse labels of which nearly each example has its own."""
+    numbers, total = len(np.unique(train.y)), len(train.y) + num_test
+    words = isinstance(train.classes[0], str)
+    if numbers > MANY_CLASSES and numbers > total * (MOST_WORDS if words else MOST_NUMBERS):
+        cure = "name the column of classes as target"
+        if not words:
+            cure = "if these are classes, give them as words, such as 'c7' for 7; if amounts, bins"
+        raise ConfigError(
+            f"train set: expected classes as labels, got {numbers} different "
+            f"{'words' if words else 'numbers'} in {total} examples; {cure}"
+        )
+
+
+def _first_other(column: Any) -> str:
+    """Return the first value of a column that is no number, to be shown."""
+    import pandas as pd
+
+    if column.dtype.kind in "mM":
+        return str(column.dtype)
+    others = column[[not isinstance(v, int | float) for v in column]]
+    words = others[pd.to_numeric(others.astype(str), errors="coerce").isna()]
+    return " ".join(repr([*words, *others, *column][0]).split())[:30]
 
 
 # -------------------------------------------------------------------------- files
@@ -281,40 +401,8 @@ def read_own(settings: DatasetSettings) -> Data | None:
     elif kind == "npz":
         data = _read_npz(place, settings)
     else:
-        suffix = "" if kind == "folder" else f".{kind}"
-        parts = {part: place / f"{part}{suffix}" for part in ("train", "test")}
-        if parts["train"].exists():
-            data = {part: _read(kind, own) for part, own in parts.items() if own.exists()}
-        else:
-            data = _read(kind, place)
+        data = read_files(kind, place, settings.target, settings.client_column)
     return OwnData.of(data, settings).read(standardise=settings.standardise)
-
-
-def _read(kind: str, place: Path) -> Any:
-    """Read a table, or pictures in a folder for each class, whose name is their label."""
-    if kind == "folder":
-        paths = sorted(path for path in place.glob("*/**/*") if path.suffix.lower() in IMAGES)
-        if not paths:
-            raise ConfigError(
-                f"dataset: expected a folder of pictures for each class, got none in {place}"
-            )
-        labels = [path.relative_to(place).parts[0] for path in paths]
-        return stack_pictures(map(_open, paths)), np.array(labels)
-    if place.is_dir():
-        raise ConfigError(
-            f"dataset: expected a {kind} file, or a folder with train.{kind}, got the folder "
-            f"{place}; did you mean folder:{place}?"
-        )
-    import pandas as pd
-
-    return pd.read_csv(place) if kind == "csv" else pd.read_parquet(place)
-
-
-def _open(path: Path) -> Any:
-    from PIL import Image
-
-    with Image.open(path) as picture:
-        return picture.copy()
 
 
 def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:

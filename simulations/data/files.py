@@ -1,0 +1,234 @@
+"""Tables and pictures as they lie on disks: one schema for all files of a set, and its splits."""
+
+import os
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from logging import getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedntk.ntk.predictors.inputs import stack_pictures
+
+from ..config.settings import ConfigError
+from ..errors import first_line
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"}
+HIDDEN = {"__macosx", "@eadir", "thumbs.db", "desktop.ini", "$recycle.bin"}  # and what begins "."
+SPLITS = {
+    **dict.fromkeys(("train", "training", "trainset"), "train"),
+    **dict.fromkeys(("test", "testing", "testset"), "test"),
+    **dict.fromkeys(("val", "valid", "validation", "valset", "dev"), "validation"),
+}
+FILLERS = {"set", "data", "dataset", "split", "images", "pictures"}  # as in training_set
+MISSING = {"", "?", "na", "n/a", "nan", "null", "none", "<na>", "#n/a", "-", "."}  # numbers
+# a number that no leading zero, and no more digits than a float64 has, mark as a name
+NUMBER = re.compile(r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)")
+WITH_EXPONENT = re.compile(NUMBER.pattern + r"(e[+-]?\d+)?", re.IGNORECASE)
+logger = getLogger("flwr")
+
+
+def split_of(name: str) -> str:
+    """Return the split that a name means, in any case: train, test or validation; else empty."""
+    words = [word for word in re.findall(r"[a-z]+", name.lower()) if word not in FILLERS]
+    return SPLITS.get(words[0], "") if len(words) == 1 else ""
+
+
+def named_splits(names: Iterable[str]) -> dict[str, str]:
+    """Return the name of each split; what means none keeps its name."""
+    splits = defaultdict(list)
+    for name in names:
+        splits[split_of(name) or name].append(name)
+    if twice := [", ".join(own) for own in splits.values() if len(own) > 1]:
+        raise ConfigError(
+            f"dataset: expected one part for each of train, test and validation, got {twice[0]}; "
+            "join these, or rename one"
+        )
+    return {split: own[0] for split, own in splits.items()}
+
+
+def read_files(kind: str, place: Path, target: str, client_column: str) -> Any:
+    """Read a file, or a folder's parts by their splits; only train and test are read.
+
+    `kind` is csv, parquet, or folder, for pictures in a folder for each class. The columns of
+    labels and owners are read alike in all files: see :func:`read_tables`.
+    """
+    if kind == "folder":
+        places = _picture_splits(place)
+    elif place.is_dir():
+        packed = (own for own in _visible(place) if f".{kind}" in own.suffixes[-2:])
+        files = {own.name.split(".")[0]: own for own in packed}  # also of train.csv.gz
+        places = {split: files[name] for split, name in named_splits(files).items()}
+        if "train" not in places:
+            raise ConfigError(
+                f"dataset: expected a {kind} file, or a folder with train.{kind}, got the folder "
+                f"{place}; did you mean folder:{place}?"
+            )
+    else:
+        places = {"": place}
+    used = {split: own for split, own in places.items() if split in ("", "train", "test")}
+    if kind == "folder":
+        parts: Mapping[str, Any] = {split: _pictures(own) for split, own in used.items()}
+    else:
+        parts = read_tables(kind, used, target, client_column)
+    return parts[""] if "" in parts else {split: parts.get(split) for split in places}
+
+
+# ------------------------------------------------------------------------- tables
+
+
+def read_tables(
+    kind: str, paths: Mapping[str, Path], target: str, client_column: str = ""
+) -> "dict[str, pd.DataFrame]":
+    """Read the tables of one data set, csv or parquet, with one schema.
+
+    In csv files the labels and the owners are text as written, without blanks around it. They are
+    numbers only if all cells of all files are: 1 and 1.0 are then the same. Names such as 001 or
+    None stay as they are; an empty cell is a gap.
+    """
+    import pandas as pd
+
+    if kind == "parquet":
+        return {split: pd.read_parquet(path) for split, path in paths.items()}
+    text = {target: WITH_EXPONENT, client_column: NUMBER}  # 1e5 is a label 100000, or an owner
+    frames = {split: _read_csv(path, [*text]) for split, path in paths.items()}
+    for name, number in text.items():
+        having = [frame for frame in frames.values() if name in frame]
+        cells = {cell for frame in having for cell in frame[name].unique()}
+        values = {cell for cell in cells if cell.lower() not in MISSING}
+        numbers = bool(values) and all(map(number.fullmatch, values))
+        gaps = cells - values if numbers else cells & {"", "?"}
+        for frame in having:
+            column = frame[name].astype(object).mask(frame[name].isin(gaps), None)
+            frame[name] = pd.to_numeric(column) if numbers else column
+    return frames
+
+
+def _read_csv(path: Path, text: Sequence[str]) -> "pd.DataFrame":
+    import pandas as pd
+
+    options: Any = {"index_col": False, "skipinitialspace": True, "encoding": "utf-8-sig"}
+    cure = "read it yourself: dataset = '<file>.py:<function>', which returns pandas.read_csv"
+    try:
+        first = pd.read_csv(path, header=None, nrows=1, dtype=str, na_filter=False, **options)
+        names = [name.strip() or f"Unnamed: {i}" for i, name in enumerate(first.iloc[0])]
+        if twice := ", ".join(dict.fromkeys(n for n in names if names.count(n) > 1)):
+            raise ConfigError(f"{path}: expected columns of different names, got twice {twice}")
+        if other := [mark for mark in ";\t|" if mark in names[0] and text[0] not in names]:
+            raise ConfigError(
+                f"{path}: expected commas between columns, got {names[0]!r}; {cure}"
+                f"({path.name!r}, sep={other[0]!r}), with decimal=',' if numbers have commas"
+            )
+        here = [name for name in text if name in names]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            frame = pd.read_csv(
+                path,
+                header=0,
+                names=names,
+                low_memory=False,  # one type for a column, not one for each chunk
+                # a blank before it keeps the name NA from being read as a gap
+                converters={name: lambda cell: f" {cell.strip()}" for name in here},
+                **options,
+            )
+    except UnicodeError as error:
+        raise ConfigError(
+            f"{path}: expected text in UTF-8, got another encoding; save it as UTF-8, or {cure}"
+            f"({path.name!r}, encoding='latin-1' or the file's own)"
+        ) from error
+    except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
+        raise ConfigError(
+            f"{path}: expected as many cells in each row as there are names in the first line "
+            f"({first_line(error)}); write numbers with a point, and text with commas in quotes"
+        ) from error
+    frame[here] = frame[here].astype(object).apply(lambda column: column.str[1:])
+    empty = [c for c in frame if c.startswith("Unnamed: ") and frame[c].isna().all()]
+    return frame.drop(columns=empty)  # of a comma at the end of each line
+
+
+# ----------------------------------------------------------------------- pictures
+
+
+def _visible(place: Path) -> list[Path]:
+    """Return what a folder holds, without the entries that systems and editors hide."""
+    entries = sorted(place.iterdir()) if place.is_dir() else []
+    return [own for own in entries if own.name[0] != "." and own.name.lower() not in HIDDEN]
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in IMAGES and not path.is_dir()
+
+
+def _picture_splits(place: Path) -> dict[str, Path]:
+    """Return the folders of splits by name; if there are none, the folder itself.
+
+    A folder by the name of a split is a class only if it holds pictures, and stands among classes.
+    """
+    folders = {own.name: own for own in _visible(place) if own.is_dir()}
+    nested = {
+        name: {sub.name for sub in _visible(own) if sub.is_dir()}
+        for name, own in folders.items()
+        if not any(map(_is_picture, _visible(own)))
+    }
+    is_split = [bool(split_of(name)) for name in folders]
+    if any(is_split) and (all(is_split) or any(split_of(name) == "train" for name in nested)):
+        return {split: folders[name] for split, name in named_splits(folders).items()}
+    if len(nested) == len(folders) > 1 and len(common := set.intersection(*nested.values())) > 1:
+        raise ConfigError(
+            f"dataset: expected a folder for each class, got {', '.join(sorted(folders)[:5])}, "
+            f"which all hold {', '.join(sorted(common)[:5])}; name them train and test if they are "
+            "parts of the set, or put the pictures of a class into its folder itself"
+        )
+    return {"": place}
+
+
+def _pictures(place: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Read pictures (n, channels, height, width), labelled by their folders' names."""
+    classes = [own for own in _visible(place) if own.is_dir()]
+    found = {own.name: [*_files(own)] for own in classes}
+    paths = sorted(path for files in found.values() for path in files if _is_picture(path))
+    if not paths:
+        raise ConfigError(
+            f"dataset: expected a folder of pictures for each class, got none in {place}"
+        )
+    if empty := [name for name, files in found.items() if not any(map(_is_picture, files))]:
+        raise ConfigError(
+            f"dataset: expected pictures in each class, got none in {', '.join(empty)} of {place}; "
+            f"remove the folder, or convert its files to {', '.join(sorted(IMAGES))}"
+        )
+    beside = [own for own in _visible(place) if not own.is_dir()]
+    others = [own for own in chain(beside, *found.values()) if not _is_picture(own)]
+    others += filter(_is_picture, beside)
+    if others:
+        shown = ", ".join(str(own.relative_to(place)) for own in others[:5])
+        logger.warning("data: %d files of %s are not used: %s", len(others), place, shown)
+    labels = [path.relative_to(place).parts[0] for path in paths]
+    return stack_pictures(map(_open, paths)), np.array(labels)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, without hidden ones, and links to folders, unfollowed."""
+    for root, folders, _ in os.walk(folder):
+        entries = _visible(Path(root))
+        folders[:] = [own.name for own in entries if own.is_dir()]
+        yield from (own for own in entries if not own.is_dir() or own.is_symlink())
+
+
+def _open(path: Path) -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            return picture.copy()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ConfigError(
+            f"dataset: {path} cannot be read as a picture: {first_line(error)}; remove or repair it"
+        ) from error
