@@ -75,8 +75,9 @@ class InputTransform:
         if standardise:
             low, high = x.min(**how)[0], x.max(**how)[0]
             varies = ~_is_constant(low, high)
-            mean = np.where(varies, x.mean(**how, dtype=np.float64)[0], low)
-            std = np.where(varies, x.std(**how, dtype=np.float64)[0], 1.0)
+            with np.errstate(over="ignore", invalid="ignore"):  # which is refused below
+                mean = np.where(varies, x.mean(**how, dtype=np.float64)[0], low)
+                std = np.where(varies, x.std(**how, dtype=np.float64)[0], 1.0)
             near = (np.abs(mean) <= 16 * std) & (std > 1e-30) & (std < 1e30)
             precise = precise or not near.all()
         if not np.can_cast(x.dtype, np.float32):

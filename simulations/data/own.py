@@ -166,8 +166,9 @@ class OwnData:
                 pairs = [data[i] for i in range(len(data))]
                 for i, pair in enumerate(pairs):
                     if not isinstance(pair, tuple | list) or len(pair) != 2:
-                        shown = f"a {type(pair).__name__} of {len(pair)}" * hasattr(pair, "__len__")
-                        raise TypeError(f"example {i} is {shown or pair!r}, not a pair (x, y)")
+                        size = f" of {len(pair)}" if isinstance(pair, Sized) else ""
+                        shown = type(pair).__name__ + size
+                        raise TypeError(f"example {i} is a {shown}, not a pair (x, y)")
                 data = [list(column) for column in zip(*pairs, strict=True)]
             return Part(_array(data[0]), data[1])
         picture = self.image_column or image_column(data)

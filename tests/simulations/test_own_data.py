@@ -326,10 +326,7 @@ GAPS.loc[4, "height"] = np.nan
     ("data", "message"),
     [
         (make_frame(), "target: .* has the columns"),
-        (
-            OwnData(make_frame(), target="kind"),
-            r"got others in site \('site 0'\); encode",
-        ),
+        (OwnData(make_frame(), target="kind"), r"got others in site \('site 0'\); encode"),
         (OwnData((np.ones((4, 2)), np.ones(3, int))), r"one label each, got shapes \(4, 2\)"),
         (OwnData((np.ones((4, 2)) * np.nan, np.arange(4) % 2)), "expected finite numbers"),
         (OwnData((np.ones((4, 2)), np.arange(4) / 2)), "whole numbers or words as labels"),
