@@ -25,11 +25,11 @@ def cast_examples(x: Tensor, model: nn.Module) -> Tensor:
 
     Refuse float64 examples whose differences, at some place of an example, float32 does not hold.
     """
-    dtypes = [own.dtype for own in model.parameters() if own.is_floating_point()]
-    if not x.is_floating_point() or not dtypes:
+    dtype = next((own.dtype for own in model.parameters() if own.is_floating_point()), x.dtype)
+    if not x.is_floating_point():
         return x
-    cast = x.to(dtypes[0])
-    if (x.dtype, cast.dtype) == (torch.float64, torch.float32) and len(x):
+    cast = x.to(dtype)
+    if (x.dtype, dtype) == (torch.float64, torch.float32) and len(x):
         spread, lost = x.amax(0) - x.amin(0), (x - cast).abs().amax(0)
         if bool((lost > spread / 2**10).logical_and(spread > 0).any()):
             raise ValueError(

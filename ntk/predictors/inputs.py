@@ -256,7 +256,7 @@ def _require_resolved(
     after = np.maximum(np.abs(low - mean), np.abs(high - mean))
     if not (standardise and x.ndim == 2):
         spread, largest, after = (own.mean(keepdims=True) for own in (spread, largest, after))
-        varies = varies.any(keepdims=True)
+        varies = np.array([varies.any()])
     if standardise or x.dtype.kind == "f":
         lost = (spread < after / 2**14) | (spread < largest / 2**43) | ~np.isfinite(std).all()
     else:  # such as numbers of words

@@ -70,7 +70,8 @@ def require_array(
 def require_unmasked(values: Any) -> None:
     """Refuse a masked array that hides an entry: the number under the mask is no data."""
     if np.ma.is_masked(values):
+        masked = np.count_nonzero(np.ma.getmaskarray(values))
         raise ValueError(
-            f"expected a value for each entry, got {np.ma.count_masked(values)} that are masked; "
-            "fill them, or leave these examples out"
+            f"expected a value for each entry, got {masked} that are masked; fill them, or leave "
+            "these examples out"
         )

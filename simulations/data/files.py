@@ -130,7 +130,7 @@ def _read_csv(path: Path, text: Sequence[str]) -> "pd.DataFrame":
         here = [name for name in text if name in names]
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
-            frame = pd.read_csv(
+            frame: pd.DataFrame = pd.read_csv(
                 path,
                 header=0,
                 names=names,
@@ -168,20 +168,19 @@ def _is_picture(path: Path) -> bool:
 
 
 def _picture_splits(place: Path) -> dict[str, Path]:
-    """Return the folders of splits by name; if there are none, the folder itself.
-
-    A folder by the name of a split is a class only if it holds pictures, and stands among classes.
-    """
+    """Return the folders of splits by name; if there are none, the folder itself."""
     folders = {own.name: own for own in _visible(place) if own.is_dir()}
-    nested = {
-        name: {sub.name for sub in _visible(own) if sub.is_dir()}
-        for name, own in folders.items()
-        if not any(map(_is_picture, _visible(own)))
-    }
-    is_split = [bool(split_of(name)) for name in folders]
-    if any(is_split) and (all(is_split) or any(split_of(name) == "train" for name in nested)):
-        return {split: folders[name] for split, name in named_splits(folders).items()}
-    if len(nested) == len(folders) > 1 and len(common := set.intersection(*nested.values())) > 1:
+    if any(map(split_of, folders)):
+        splits = {split: folders[name] for split, name in named_splits(folders).items()}
+        if "train" not in splits:
+            raise ConfigError(
+                f"dataset: expected a folder train, got {', '.join(folders)} in {place}; a class "
+                "cannot have the name of a split, such as test"
+            )
+        return splits
+    inside = [{sub.name for sub in _visible(own) if sub.is_dir()} for own in folders.values()]
+    common = set.intersection(*inside) if len(inside) > 1 else set()
+    if len(common) > 1:  # cat and dog in each
         raise ConfigError(
             f"dataset: expected a folder for each class, got {', '.join(sorted(folders)[:5])}, "
             f"which all hold {', '.join(sorted(common)[:5])}; name them train and test if they are "
