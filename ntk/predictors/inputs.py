@@ -103,7 +103,7 @@ class InputTransform:
         scaled = (raw.astype(self.mean.dtype) - self.mean) / self.std
         top, mean, kind = raw.max(initial=0), self.mean.max(), raw.dtype.kind
         too_small = kind == "f" and 0 < top <= 1 < mean  # as torchvision's ToTensor makes them
-        too_large = kind == "u" and scaled.max(initial=0) > 100
+        too_large = kind in "iu" and scaled.max(initial=0) > 100
         known = len(self.shape) == 3 and self.mean.any()  # else not standardised
         if known and (too_small or too_large):
             warnings.warn(
@@ -155,6 +155,10 @@ class InputTransform:
         if all(isinstance(name, str) for name in self.classes):
             number |= {i: i for i in range(len(self.classes))}
         given = y.tolist() if hasattr(y, "tolist") else list(y)
+        if any(isinstance(own, list | tuple) for own in given):
+            raise ValueError(
+                "expected labels of shape (n,), got rows; give y.ravel() or .argmax(1)"
+            )
         if odd := ", ".join(sorted(map(repr, set(given) - number.keys()))[:5]):
             known = ", ".join(map(repr, self.classes[:20]))
             raise ValueError(f"expected the classes {known}, got {odd}")

@@ -150,7 +150,7 @@ def _read_csv(path: Path, text: Sequence[str]) -> "pd.DataFrame":
             f"({first_line(error)}); write numbers with a point, and text with commas in quotes"
         ) from error
     frame[here] = frame[here].astype(object).apply(lambda column: column.str[1:])
-    empty = [c for c in frame if c.startswith("Unnamed: ") and frame[c].isna().all()]
+    empty = [c for c in names if c.startswith("Unnamed: ") and frame[c].isna().all()]
     return frame.drop(columns=empty)  # of a comma at the end of each line
 
 

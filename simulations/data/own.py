@@ -7,6 +7,7 @@ from decimal import Context, Decimal
 from logging import getLogger
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,6 +211,13 @@ class OwnData:
                 f"{what}: expected a value in each row, got columns with gaps (rows): {found}; "
                 "fill them, or leave these rows out, as frame.dropna() does"
             )
+        for name in inputs.columns[[kind.kind in "iu" for kind in inputs.dtypes]]:
+            low, high = int(inputs[name].min()), int(inputs[name].max())
+            if low < high < low + max(-low, high) / 2**43:  # float64 would hardly tell them apart
+                raise ConfigError(
+                    f"{what}: expected numbers that float64 tells apart, got {low} ... {high} in "
+                    f"{name}; subtract an offset, or leave the column out"
+                )
         owners = frame[self.client_column].to_numpy() if self.client_column else None
         y, columns = frame[self.target].to_numpy(), tuple(inputs.columns)
         return Part(inputs.to_numpy(dtype=np.float64) if x is None else x, y, owners, columns)
@@ -346,7 +354,7 @@ def _say_alike(names: Sequence[Any], what: str) -> None:
     """Say which names differ only in case, blanks or the form of a number: likely mistakes."""
     seen: dict[str, Any] = {}
     for name in names:
-        key = " ".join(str(name).split()).casefold()
+        key = " ".join(normalize("NFKC", str(name)).split()).casefold()
         with suppress(ArithmeticError):  # 1, 1.0 and 01
             key = str(Decimal(key).normalize(Context(prec=100)))
         if seen.setdefault(key, name) != name:

@@ -91,6 +91,7 @@ HIDDEN = np.ma.array(Y, mask=np.arange(N) == 7)
         (frame(label=in_turn(1, "1", "A")), "labels of one kind"),
         (OwnData(frame(who=in_turn(1, "1")), client_column="who"), "owners of one kind"),
         (frame(label=pd.array([None, *Y[1:]], dtype="Int64")), r"gaps \(rows\): label \(1\)"),
+        (frame(a=10**18 + np.arange(N)), "numbers that float64 tells apart, got 10+ ... 10+29 in a"),
         (frame(a=in_turn(1, "2.5")), r"others in a \('2.5'\)"),
         (frame(a=in_turn([1.0, 2.0])), r"others in a \(\[1.0, 2.0\]\).* numpy.stack"),
         ((scipy.sparse.csr_array(X), Y), r"give data.toarray\(\)"),
@@ -248,5 +249,6 @@ def test_a_client_refuses_what_its_networks_dtype_would_lose():
     refused("1 that are masked", SGDClient, network, np.ma.array(X, mask=X[2, 2] == X), y,
             error=ValueError)  # fmt: skip
     refused("masked", SGDClient, network, X, HIDDEN, error=ValueError)
-    inputs = InputTransform.fit(X)
+    inputs = InputTransform.fit(X, classes=(0, 1, 2))
     refused("masked", inputs, np.ma.array(X, mask=X > 1), error=ValueError)
+    refused("expected labels", inputs.labels, np.eye(3)[Y], error=ValueError)
