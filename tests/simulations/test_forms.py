@@ -91,7 +91,7 @@ HIDDEN = np.ma.array(Y, mask=np.arange(N) == 7)
         (frame(label=in_turn(1, "1", "A")), "labels of one kind"),
         (OwnData(frame(who=in_turn(1, "1")), client_column="who"), "owners of one kind"),
         (frame(label=pd.array([None, *Y[1:]], dtype="Int64")), r"gaps \(rows\): label \(1\)"),
-        (frame(a=10**18 + np.arange(N)), "numbers that float64 tells apart, got 10+ ... 10+29 in a"),
+        (frame(a=10**18 + np.arange(N)), r"float64 tells apart, got 10+ \.\.\. 10+29 in a"),
         (frame(a=in_turn(1, "2.5")), r"others in a \('2.5'\)"),
         (frame(a=in_turn([1.0, 2.0])), r"others in a \(\[1.0, 2.0\]\).* numpy.stack"),
         ((scipy.sparse.csr_array(X), Y), r"give data.toarray\(\)"),
