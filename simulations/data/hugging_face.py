@@ -81,7 +81,9 @@ def plain_rows(split: "Dataset", picture: str, what: str) -> "Dataset":
             f"{what}: expected examples as they are stored, got a set with a transform; apply it "
             "with dataset.map, or give pairs: [(row['image'], row['label']) for row in dataset]"
         )
-    split = split.select_columns(split.format["columns"]).with_format(None)
+    if not split.format["output_all_columns"]:
+        split = split.select_columns(split.format["columns"])
+    split = split.with_format(None)
     if isinstance(split.features.get(picture), Image) and not split.features[picture].decode:
         split = split.cast_column(picture, Image(mode=split.features[picture].mode))
     return split

@@ -171,6 +171,9 @@ class OwnData:
                         shown = type(pair).__name__ + size
                         raise TypeError(f"example {i} is a {shown}, not a pair (x, y)")
                 data = [list(column) for column in zip(*pairs, strict=True)]
+            if hasattr(data[0], "to_numpy") and hasattr(data[0], "columns"):
+                labels = plain_values(data[1], what, "labels")
+                return self._frame(data[0].assign(**{self.target: labels}), what)
             return Part(_array(data[0]), data[1])
         picture = self.image_column or image_column(data)
         data = plain_rows(data, picture, what)

@@ -74,6 +74,14 @@ def test_labels_of_any_kind_are_the_same_classes(labels, classes):
 HIDDEN = np.ma.array(Y, mask=np.arange(N) == 7)
 
 
+def test_a_frame_beside_its_labels_keeps_its_columns():
+    """Whatever its index; a predictor then takes them in any order."""
+    table = frame().drop(columns="label").set_axis([3] * N)
+    own, whole = OwnData((table, pd.Series(Y))).read(), OwnData(frame()).read()
+    np.testing.assert_array_equal(own.x_train, whole.x_train)
+    assert torch.equal(own.inputs(table[["b", "a"]]), own.inputs(table.to_numpy()))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
