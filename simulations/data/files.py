@@ -5,7 +5,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, filterfalse
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ SPLITS = {
     **dict.fromkeys(("test", "testing", "testset"), "test"),
     **dict.fromkeys(("val", "valid", "validation", "valset", "dev"), "validation"),
 }
-FILLERS = {"set", "data", "dataset", "split", "images", "pictures"}  # as in training_set
+FILLERS = {"set", "data", "dataset", "split", "image", "images", "img", "imgs", "pictures"}
 MISSING = {"", "?", "na", "n/a", "nan", "null", "none", "<na>", "#n/a", "-", "."}  # numbers
 # a number that no leading zero, and no more digits than a float64 has, mark as a name
 NUMBER = re.compile(r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)")
@@ -61,25 +61,28 @@ def read_files(kind: str, place: Path, target: str, client_column: str) -> Any:
     `kind` is csv, parquet, or folder, for pictures in a folder for each class. The columns of
     labels and owners are read alike in all files: see :func:`read_tables`.
     """
+    places = {"": place}
+    entries = _visible(place)
     if kind == "folder":
-        places = _picture_splits(place)
-    elif place.is_dir():
-        packed = (own for own in _visible(place) if f".{kind}" in own.suffixes[-2:])
-        files = {own.name.split(".")[0]: own for own in packed}  # also of train.csv.gz
-        places = {split: files[name] for split, name in named_splits(files).items()}
+        parts = {own.name: own for own in entries if own.is_dir()}
+    else:  # train.csv, and train.csv.gz
+        parts = {own.name.split(".")[0]: own for own in entries if f".{kind}" in own.suffixes[-2:]}
+    if place.is_dir() and (kind != "folder" or any(map(split_of, parts))):
+        places = {split: parts[name] for split, name in named_splits(parts).items()}
         if "train" not in places:
+            cure = f"did you mean folder:{place}?"
+            if kind == "folder":
+                cure = "a class cannot have the name of a split, such as test"
             raise ConfigError(
-                f"dataset: expected a {kind} file, or a folder with train.{kind}, got the folder "
-                f"{place}; did you mean folder:{place}?"
+                f"dataset: expected a {kind} file, or a folder with train, got the folder {place} "
+                f"of {', '.join(parts) or 'none'}; {cure}"
             )
-    else:
-        places = {"": place}
     used = {split: own for split, own in places.items() if split in ("", "train", "test")}
     if kind == "folder":
-        parts: Mapping[str, Any] = {split: _pictures(own) for split, own in used.items()}
+        data: Mapping[str, Any] = {split: _pictures(own) for split, own in used.items()}
     else:
-        parts = read_tables(kind, used, target, client_column)
-    return parts[""] if "" in parts else {split: parts.get(split) for split in places}
+        data = read_tables(kind, used, target, client_column)
+    return data[""] if "" in data else {split: data.get(split) for split in places}
 
 
 # ------------------------------------------------------------------------- tables
@@ -167,48 +170,31 @@ def _is_picture(path: Path) -> bool:
     return path.suffix.lower() in IMAGES and not path.is_dir()
 
 
-def _picture_splits(place: Path) -> dict[str, Path]:
-    """Return the folders of splits by name; if there are none, the folder itself."""
-    folders = {own.name: own for own in _visible(place) if own.is_dir()}
-    if any(map(split_of, folders)):
-        splits = {split: folders[name] for split, name in named_splits(folders).items()}
-        if "train" not in splits:
-            raise ConfigError(
-                f"dataset: expected a folder train, got {', '.join(folders)} in {place}; a class "
-                "cannot have the name of a split, such as test"
-            )
-        return splits
-    inside = [{sub.name for sub in _visible(own) if sub.is_dir()} for own in folders.values()]
-    common = set.intersection(*inside) if len(inside) > 1 else set()
-    if len(common) > 1:  # cat and dog in each
-        raise ConfigError(
-            f"dataset: expected a folder for each class, got {', '.join(sorted(folders)[:5])}, "
-            f"which all hold {', '.join(sorted(common)[:5])}; name them train and test if they are "
-            "parts of the set, or put the pictures of a class into its folder itself"
-        )
-    return {"": place}
-
-
 def _pictures(place: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     """Read pictures (n, channels, height, width), labelled by their folders' names."""
     classes = [own for own in _visible(place) if own.is_dir()]
-    found = {own.name: [*_files(own)] for own in classes}
-    paths = sorted(path for files in found.values() for path in files if _is_picture(path))
+    files = {own.name: [*_files(own)] for own in classes}
+    paths = sorted(path for own in files.values() for path in own if _is_picture(path))
     if not paths:
         raise ConfigError(
             f"dataset: expected a folder of pictures for each class, got none in {place}"
         )
-    if empty := [name for name, files in found.items() if not any(map(_is_picture, files))]:
+    if empty := [name for name, own in files.items() if not any(map(_is_picture, own))]:
         raise ConfigError(
             f"dataset: expected pictures in each class, got none in {', '.join(empty)} of {place}; "
             f"remove the folder, or convert its files to {', '.join(sorted(IMAGES))}"
         )
-    beside = [own for own in _visible(place) if not own.is_dir()]
-    others = [own for own in chain(beside, *found.values()) if not _is_picture(own)]
-    others += filter(_is_picture, beside)
-    if others:
-        shown = ", ".join(str(own.relative_to(place)) for own in others[:5])
-        logger.warning("data: %d files of %s are not used: %s", len(others), place, shown)
+    inside = [{sub.name for sub in _visible(own) if sub.is_dir()} for own in classes]
+    if len(inside) > 1 and len(common := set.intersection(*inside)) > 1:  # cat and dog in each
+        raise ConfigError(
+            f"dataset: expected a folder for each class, got {', '.join(files)}, which all hold "
+            f"{', '.join(sorted(common)[:5])}; name them train and test if they are parts of the "
+            "set, or put the pictures of a class into its folder itself"
+        )
+    unused = {*filterfalse(Path.is_dir, _visible(place)), *chain(*files.values())} - {*paths}
+    if unused:
+        shown = ", ".join(str(own.relative_to(place)) for own in sorted(unused)[:5])
+        logger.warning("data: %d files of %s are not used: %s", len(unused), place, shown)
     labels = [path.relative_to(place).parts[0] for path in paths]
     return stack_pictures(map(_open, paths)), np.array(labels)
 

@@ -203,7 +203,7 @@ def test_a_class_may_have_folders_but_not_the_name_of_a_split(tmp_path):
     pictures(tmp_path / "a", "cat/day1", "cat/day2", "dog/day1")
     assert load(f"folder:{tmp_path}/a").classes == ("cat", "dog")
     pictures(tmp_path / "b", "test", "control")
-    refused("got control, test in .*; a class cannot have", load, f"folder:{tmp_path}/b")
+    refused("of control, test; a class cannot have", load, f"folder:{tmp_path}/b")
 
 
 def _beside(place: Path, kind: str) -> None:
@@ -259,7 +259,7 @@ def test_folders_that_may_be_splits_are_not_taken_for_classes(tmp_path, caplog):
         (tmp_path / "e" / name).write_text("{}")
     load(f"folder:{tmp_path}/e")
     assert "2 files of " in caplog.text
-    assert "e are not used: notes.txt, cat/0.json" in caplog.text
+    assert "e are not used: cat/0.json, notes.txt" in caplog.text
 
 
 def test_what_hugging_face_would_merge_is_refused(tmp_path):
