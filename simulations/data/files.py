@@ -105,13 +105,13 @@ def read_tables(
     frames = {split: _read_csv(path, [*text]) for split, path in paths.items()}
     for name, number in text.items():
         having = [frame for frame in frames.values() if name in frame]
-        cells = {cell for frame in having for cell in frame[name].unique()}
-        values = {cell for cell in cells if cell.lower() not in MISSING}
-        numbers = bool(values) and all(map(number.fullmatch, values))
-        gaps = cells - values if numbers else cells & {"", "?"}
+        cells = {cell: cell.strip() for frame in having for cell in frame[name].unique()}
+        values = [value for value in cells.values() if value.lower() not in MISSING]
+        names: dict[str, Any] = {own: own for own in cells.values() if own not in ("", "?")}
+        if values and all(map(number.fullmatch, values)):
+            names = dict(zip(values, pd.to_numeric(values).tolist(), strict=True))
         for frame in having:
-            column = frame[name].astype(object).mask(frame[name].isin(gaps), None)
-            frame[name] = pd.to_numeric(column) if numbers else column
+            frame[name] = frame[name].map({cell: names.get(v) for cell, v in cells.items()})
     return frames
 
 
@@ -130,7 +130,6 @@ def _read_csv(path: Path, text: Sequence[str]) -> "pd.DataFrame":
                 f"{path}: expected commas between columns, got {names[0]!r}; {cure}"
                 f"({path.name!r}, sep={other[0]!r}), with decimal=',' if numbers have commas"
             )
-        here = [name for name in text if name in names]
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
             frame: pd.DataFrame = pd.read_csv(
@@ -139,7 +138,7 @@ def _read_csv(path: Path, text: Sequence[str]) -> "pd.DataFrame":
                 names=names,
                 low_memory=False,  # one type for a column, not one for each chunk
                 # a blank before it keeps the name NA from being read as a gap
-                converters={name: lambda cell: f" {cell.strip()}" for name in here},
+                converters=dict.fromkeys({*text} & {*names}, " ".__add__),
                 **options,
             )
     except UnicodeError as error:
@@ -152,7 +151,6 @@ def _read_csv(path: Path, text: Sequence[str]) -> "pd.DataFrame":
             f"{path}: expected as many cells in each row as there are names in the first line "
             f"({first_line(error)}); write numbers with a point, and text with commas in quotes"
         ) from error
-    frame[here] = frame[here].astype(object).apply(lambda column: column.str[1:])
     empty = [c for c in names if c.startswith("Unnamed: ") and frame[c].isna().all()]
     return frame.drop(columns=empty)  # of a comma at the end of each line
 

@@ -253,7 +253,9 @@ def test_a_client_refuses_what_its_networks_dtype_would_lose():
     for x in (1e8 + X, torch.from_numpy(1e8 + X)):
         refused("differences float32 can hold", SGDClient, network, x, y, error=ValueError)
     SGDClient(torch.nn.Linear(4, 3).double(), 1e8 + X, y)
-    SGDClient(network, X, y)
+    noise = np.c_[X[:, :2], 1 + 1e-16 * RNG.random(N), np.full(N, 1e8 + 0.3)]
+    for x in (X, noise):  # rounding and constants are no differences
+        SGDClient(network, x, y)
     refused("1 that are masked", SGDClient, network, np.ma.array(X, mask=X[2, 2] == X), y,
             error=ValueError)  # fmt: skip
     refused("masked", SGDClient, network, X, HIDDEN, error=ValueError)
