@@ -42,12 +42,12 @@ def split_of(name: str) -> str:
     return SPLITS.get(words[0], "") if len(words) == 1 else ""
 
 
-def named_splits(names: Iterable[str]) -> dict[str, str]:
+def named_splits(names: Iterable[Any]) -> dict[str, Any]:
     """Return the name of each split; what means none keeps its name."""
-    splits = defaultdict(list)
+    splits = defaultdict[str, list[Any]](list)
     for name in names:
-        splits[split_of(name) or name].append(name)
-    if twice := [", ".join(own) for own in splits.values() if len(own) > 1]:
+        splits[split_of(str(name)) or str(name)].append(name)
+    if twice := [", ".join(map(str, own)) for own in splits.values() if len(own) > 1]:
         raise ConfigError(
             f"dataset: expected one part for each of train, test and validation, got {twice[0]}; "
             "join these, or rename one"
