@@ -134,6 +134,8 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         client, parameters, config = given(message, context)
+        if (require := getattr(client, "require_schema", None)) is not None:
+            require(_agreement_in(message))
         loss, num_examples, metrics = client.evaluate(parameters, config)
         return make_reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 

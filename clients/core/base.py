@@ -100,6 +100,11 @@ class ModelClient(Declared, NumPyClient):
         "projects each example before the model sees it; the model then takes its features",
         default=None,
     )
+    schema: str = argument(
+        "name or digest of what its examples look like: columns, classes, units; it refuses to "
+        "work for a strategy that states another",
+        default="",
+    )
     seed: Any = argument(
         "seeds what is drawn, together with the round: whole numbers such as (run's seed, "
         "partition); by default each client of fedntk.clients.client_app draws numbers of its own, "
@@ -189,6 +194,7 @@ class ModelClient(Declared, NumPyClient):
     def require_agreement(self, config: Mapping[str, Any]) -> None:
         """Refuse a training message for another client, loss or projection, or of unknown keys."""
         own, expected = type(self).__name__, Agreement.from_config(config)
+        self.require_schema(config)
         if expected is not None:
             self._require(expected, own)
         elif self.replies not in ("", WEIGHTS):
@@ -204,6 +210,16 @@ class ModelClient(Declared, NumPyClient):
                 f"train_config: unknown keys {', '.join(unknown)} for {own}; supported: "
                 f"{supported}. Set them where client or strategy is made, or add them to "
                 "config_keys of a client class of your own"
+            )
+
+    def require_schema(self, config: Mapping[str, Any]) -> None:
+        """Refuse a message of a strategy that states another schema of the examples."""
+        expected = Agreement.from_config(config)
+        if expected is not None and expected.schema not in ("", self.schema):
+            raise ValueError(
+                f"schema: {expected.strategy} expects examples of {expected.schema!r}, and this "
+                f"client's are of {self.schema or 'none'!r}; have both name the same columns, "
+                "classes and units, such as by one copy of the data set"
             )
 
     def _require(self, expected: Agreement, own: str) -> None:

@@ -16,6 +16,7 @@ class Agreement:
     replies: str  # such as "weights" or "Jacobians"
     loss: str = ""  # the clients' loss; empty if any will do
     projected: bool = False  # whether inputs are projected by a key server's seed
+    schema: str = ""  # which columns, classes and units examples have; empty if not stated
 
     def to_config(self) -> dict[str, str | bool]:
         """Return keys that begin with ``fedntk-`` and their values."""

@@ -1,8 +1,9 @@
 """What is done to raw examples before a model sees them: part of what was learned."""
 
+import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..support.arrays import require_unmasked
+from .schema import column_kinds, other_kinds, out_of_range
 
 ORIENTATION = 0x0112  # EXIF's tag
 PLAIN_MODES = {  # of modes whose numbers are no shades of light
@@ -37,6 +39,8 @@ class InputTransform:
         examples that are near 0 and of a dtype that float32 holds, and are no tables.
     columns : tuple of str
         Columns of a table, in order; a data frame is then read by them.
+    kinds : tuple of str
+        What each of these columns holds: ``"0 or 1"``, ``"whole"`` or ``"real"`` numbers.
     alphabet : str
         Characters of texts; empty for numbers.
     classes : tuple of str or int
@@ -57,12 +61,20 @@ class InputTransform:
     mean: NDArray[Any]
     std: NDArray[Any]
     columns: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
     alphabet: str = ""
     classes: tuple[str | int, ...] = ()
     project: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
-    def fit(cls, x: NDArray[Any], *, standardise: bool = True, **more: Any) -> Self:
+    def fit(
+        cls,
+        x: NDArray[Any],
+        *,
+        standardise: bool = True,
+        columns: tuple[str, ...] = (),
+        **more: Any,
+    ) -> Self:
         """Take the moments of training examples (n, ...); not standardised, they are 0 and 1.
 
         Images (n, channels, height, width) have moments for each channel, tables (n, columns) for
@@ -84,14 +96,16 @@ class InputTransform:
             precise = precise or standardise
             _require_resolved(x, mean, std, standardise=standardise)
         dtype = np.float64 if precise else np.float32
-        return cls(x.shape[1:], mean.astype(dtype), std.astype(dtype), **more)
+        names: Any = {"columns": columns, "kinds": column_kinds(x) if columns else ()}
+        return cls(x.shape[1:], mean.astype(dtype), std.astype(dtype), **names, **more)
 
-    def __call__(self, x: Any) -> Tensor:
+    def __call__(self, x: Any, *, check_ranges: bool = True) -> Tensor:
         """Return examples (n, ...) as a network takes them, float32.
 
         `x` is an array, a tensor, nested lists, a data frame with the columns, a sequence of texts,
         or a picture of PIL or a list of them. Arrays of pictures may also have their channels last,
-        or none if grey. ValueError if the examples are not of the kind that was trained on.
+        or none if grey. ValueError if the examples are not of the kind that was trained on. With
+        `check_ranges` a warning names what is far from the training examples.
         """
         raw = self._encode(x) if self.alphabet else self._numbers(x)
         if raw.shape[1:] != self.shape:
@@ -101,18 +115,83 @@ class InputTransform:
         if not np.isfinite(raw).all():
             raise ValueError("expected finite numbers, got NaN or infinity")
         scaled = (raw.astype(self.mean.dtype) - self.mean) / self.std
+        if check_ranges:
+            doubt = self._other_scale(raw, scaled) or "; ".join(self._other_columns(raw))
+            if doubt:
+                warnings.warn(doubt, stacklevel=2)
+        ready = torch.from_numpy(scaled.astype(np.float32, copy=False))
+        return ready if self.project is None else self.project(ready)
+
+    @property
+    def standardises(self) -> bool:
+        """Whether it knows moments of the training examples."""
+        return bool(self.mean.any() or (self.std != 1).any())
+
+    def _other_scale(self, raw: NDArray[Any], scaled: NDArray[Any]) -> str:
+        """Say whether pictures are 0 ... 1 and not 0 ... 255, or the other way round."""
         top, mean, kind = raw.max(initial=0), self.mean.max(), raw.dtype.kind
         too_small = kind == "f" and 0 < top <= 1 < mean  # as torchvision's ToTensor makes them
         too_large = kind in "iu" and scaled.max(initial=0) > 100
-        known = len(self.shape) == 3 and self.mean.any()  # else not standardised
-        if known and (too_small or too_large):
-            warnings.warn(
-                f"pictures have values up to {top:g}, but the training examples have the mean "
-                f"{mean:g}; pass all as they were in training: 0 ... 255, or 0 ... 1",
-                stacklevel=2,
+        if len(self.shape) != 3 or not self.standardises or not (too_small or too_large):
+            return ""
+        return (
+            f"pictures have values up to {top:g}, but the training examples have the mean "
+            f"{mean:g}; pass all as they were in training: 0 ... 255, or 0 ... 1"
+        )
+
+    def _other_columns(self, raw: NDArray[Any], num_train: int | None = None) -> list[str]:
+        """Describe the columns of a table, or all else, that are not as in training."""
+        if not len(raw) or self.alphabet or (num_train is None and not self.columns):
+            return []
+        doubts = other_kinds(raw, self.columns, self.kinds) if self.kinds else []
+        if self.standardises:
+            moments = self.mean, self.std, self.columns, self.kinds
+            doubts += out_of_range(raw, *moments, num_train)
+        return doubts
+
+    def require_alike(self, x: NDArray[Any], num_train: int) -> None:
+        """Refuse examples (n, ...) of another kind, unit or scale than the N pooled ones.
+
+        ValueError names each column that holds fractions where training had whole numbers, or
+        whose mean, spread or farthest value is far from the pooled moments.
+        """
+        raw = self._numbers(x)
+        doubts = [*filter(None, [self._other_scale(raw, (raw - self.mean) / self.std)])]
+        if doubts := doubts or self._other_columns(raw, num_train):
+            more = f"; and {len(doubts) - 5} more" * (len(doubts) > 5)
+            raise ValueError(
+                f"expected numbers as in training, in the same units: {'; '.join(doubts[:5])}{more}"
+                "; correct them, or, if they are right, leave this check out: check-ranges=false"
             )
-        ready = torch.from_numpy(scaled.astype(np.float32, copy=False))
-        return ready if self.project is None else self.project(ready)
+
+    def arrange_columns(self, x: NDArray[Any], names: Sequence[str]) -> NDArray[Any]:
+        """Return the columns of a table x (n, len(names)) in the order of training, by name.
+
+        ValueError if a name is missing, unknown or there twice, or if only one side has names.
+        """
+        if not self.columns and not len(names):
+            return x
+        expected = ", ".join(self.columns) or "no names"
+        if not self.columns or not len(names):
+            raise ValueError(
+                f"expected columns = {expected}, as in training, got "
+                f"{', '.join(names) or 'no names of the columns'}; name the columns of both"
+            )
+        if sorted(names) != sorted(self.columns) or x.shape[1:] != (len(names),):
+            missing, unknown = set(self.columns) - set(names), set(names) - set(self.columns)
+            raise ValueError(
+                f"expected the columns {expected}, each once, got {len(names)} names of an array "
+                f"of shape {x.shape}; missing: {', '.join(sorted(missing)) or 'none'}; unknown: "
+                f"{', '.join(sorted(unknown)) or 'none'}"
+            )
+        return x[:, [list(names).index(name) for name in self.columns]]
+
+    @property
+    def digest(self) -> str:
+        """What two machines must agree on: columns, kinds, classes, and moments to 3 digits."""
+        moments = [[f"{value:.2e}" for value in part.flat] for part in (self.mean, self.std)]
+        facts = (self.shape, self.columns, self.kinds, self.alphabet, self.classes, moments)
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def _numbers(self, x: Any) -> NDArray[Any]:
         if self.columns and hasattr(x, "columns"):
@@ -147,30 +226,31 @@ class InputTransform:
         return np.array([[position[letter] for letter in text] for text in x])
 
     def labels(self, y: Any) -> Tensor:
-        """Return labels 0 ... C - 1, int64 (n,), of `classes`; ValueError if one is unknown.
+        """Return labels 0 ... C - 1, int64 (n,), of names of `classes`; ValueError if unknown.
 
-        Numbers are labels already if the classes have words as names.
+        If classes have words as names, a number is none of them: whose numbering is it?
         """
         number: dict[Any, int] = {name: i for i, name in enumerate(self.classes)}
-        if all(isinstance(name, str) for name in self.classes):
-            number |= {i: i for i in range(len(self.classes))}
-        given = y.tolist() if hasattr(y, "tolist") else list(y)
-        if any(isinstance(own, list | tuple) for own in given):
+        labels = y.tolist() if hasattr(y, "tolist") else list(y)
+        if any(isinstance(label, list | tuple) for label in labels):
             raise ValueError(
                 "expected labels of shape (n,), got rows; give y.ravel() or .argmax(1)"
             )
-        if odd := ", ".join(sorted(map(repr, set(given) - number.keys()))[:5]):
+        labels = [str(label) if isinstance(label, bool) else label for label in labels]
+        if unknown := ", ".join(sorted(map(repr, set(labels) - number.keys()))[:5]):
             known = ", ".join(map(repr, self.classes[:20]))
-            raise ValueError(f"expected the classes {known}, got {odd}")
-        return torch.tensor([number[own] for own in given], dtype=torch.int64)
+            cure = ""
+            if not any(isinstance(label, str) for label in labels):
+                cure = "; give names, [classes[i] for i in labels], with classes in your numbering"
+            raise ValueError(f"expected the classes {known}, got {unknown}{cure}")
+        return torch.tensor([number[label] for label in labels], dtype=torch.int64)
 
     def describe(self) -> str:
         """Say in a few words what is done, for a run's summary."""
         if self.alphabet:
             return "texts as positions in an alphabet"
         each = {4: "channel", 2: "column"}.get(len(self.shape) + 1, "set")
-        scaled = self.mean.any() or (self.std != 1).any()
-        return f"standardised by {each}" if scaled else "as they are"
+        return f"standardised by {each}" if self.standardises else "as they are"
 
     def save(self, folder: str | Path) -> None:
         """Write ``inputs.json`` into a folder; ValueError if there is a secret projection."""
@@ -192,7 +272,8 @@ class InputTransform:
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            tuples = {name: tuple(content[name]) for name in ("shape", "columns", "classes")}
+            names = ("shape", "columns", "kinds", "classes")
+            tuples = {name: tuple(content.get(name, ())) for name in names}
             moments = {name: np.asarray(content[name], np.float64) for name in ("mean", "std")}
             values = np.concatenate([own.ravel() for own in moments.values()])
             if len(tuples["shape"]) > 1 and (values == values.astype(np.float32)).all():

@@ -1,5 +1,6 @@
 """Examples as a run takes them; nothing here depends on how they are split."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -80,6 +81,11 @@ class Data:
             alphabet=self.alphabet,
         )
 
+    @cached_property
+    def schema(self) -> str:
+        """What server and clients must agree on of the examples, as a digest."""
+        return self.inputs.digest
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one example."""
@@ -92,18 +98,36 @@ class Data:
 
     def train(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Return training examples as a network takes them, float32, with their labels."""
-        return self.inputs(self.x_train[indices]), torch.from_numpy(self.y_train[indices])
+        x = self.inputs(self.x_train[indices], check_ranges=False)
+        return x, torch.from_numpy(self.y_train[indices])
 
     def test(self, indices: Indices | slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return test examples, by default all, as :meth:`train` does."""
         y = np.ascontiguousarray(self.y_test[indices])
-        return self.inputs(self.x_test[indices]), torch.from_numpy(y)
+        return self.inputs(self.x_test[indices], check_ranges=False), torch.from_numpy(y)
 
-    def convert_examples(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
-        """Return raw examples of this kind as :meth:`train` does; ValueError if they are none."""
-        labels = self.inputs.labels(y)
+    def convert_examples(
+        self,
+        x: NDArray[Any],
+        y: NDArray[Any],
+        *,
+        columns: Sequence[str] = (),
+        classes: Sequence[str] = (),
+        check_ranges: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Return raw examples from elsewhere as :meth:`train` does; ValueError if they differ.
+
+        Columns are brought into this set's order by their names, labels are names of classes, or
+        positions in `classes`, and values must be of the kinds and in the range of this set's.
+        """
+        if len(classes):
+            check_examples(x, y, len(classes))
+            y = np.asarray(classes)[y]
+        x, labels = self.inputs.arrange_columns(x, columns), self.inputs.labels(y)
         self._require_kind(x, labels.numpy())
-        return self.inputs(x), labels
+        if check_ranges:
+            self.inputs.require_alike(x, len(self.y_train))
+        return self.inputs(x, check_ranges=False), labels
 
     def write(self) -> dict[str, Any]:
         """Write them into the cache, named by content; return the settings that follow."""

@@ -31,10 +31,13 @@ IDX_FILES = tuple(
 )
 
 
-def load_own(path: str, data: Data, max_examples: int) -> Own:
+def load_own(path: str, data: Data, max_examples: int, *, check_ranges: bool = True) -> Own:
     """Load a node's own examples, of the kind of the run's data set and prepared as these.
 
     `path` is an npz file, or a folder with one. It holds x and y, and may hold x_test and y_test.
+    A table also holds ``columns``, the names of x's columns. Labels are names of classes, or
+    numbers with these names in ``classes``. Numbers of another kind, unit or scale than the run's
+    are refused, unless `check_ranges` is False.
     """
     place = Path(path).expanduser()
     files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
@@ -48,8 +51,10 @@ def load_own(path: str, data: Data, max_examples: int) -> Own:
             "max-examples says how many a client may have"
         )
     test = found.get("x_test", x[:0]), found.get("y_test", y[:0])
+    names: Any = {key: found.get(key, np.zeros(0)).tolist() for key in ("columns", "classes")}
     with naming(f"data-path: {files[0]}", ValueError):
-        return Own(data.convert_examples(x, y), data.convert_examples(*test))
+        convert = partial(data.convert_examples, check_ranges=check_ranges, **names)
+        return Own(convert(x, y), convert(*test))
 
 
 def load_data(settings: DatasetSettings) -> Data:

@@ -35,8 +35,11 @@ def client_fn(context: Context) -> NumPyClient:
 
     ``data-path`` names a file of its own; else it has the part of the data set that
     ``partition-id`` stands for. A node without ``partition-id`` is known by its id.
+    ``check-ranges=false`` accepts a file whose numbers are of another scale than the run's.
     """
-    partition, path = (context.node_config.get(key) for key in ("partition-id", "data-path"))
+    node = context.node_config
+    partition, path = node.get("partition-id"), node.get("data-path")
+    checked = bool(node.get("check-ranges", True))
     if partition is None and path is None:
         raise ConfigError(
             "the node config names no examples: start the SuperNode with --node-config "
@@ -46,7 +49,9 @@ def client_fn(context: Context) -> NumPyClient:
     setup = _own_setup(context)
     torch.set_num_threads(setup.config.client_threads)
     number = context.node_id if partition is None else int(partition)
-    own = None if path is None else load_own(str(path), setup.data, setup.max_examples)
+    own = None
+    if path is not None:
+        own = load_own(str(path), setup.data, setup.max_examples, check_ranges=checked)
     if STATE not in context.state:
         context.state[STATE] = ConfigRecord()
     return make_client(setup, number, context.state.config_records[STATE], own)

@@ -249,6 +249,7 @@ class Method:
             "network": setup.network,
             "device": setup.device,
             "cache": setup.config.cache / PERSONAL,
+            "schema": setup.data.schema,
         }
         shared = {name: part for name, part in parts.items() if name in kind.options()}
         given = self._given(kind, setup.config, self.own(setup.config))

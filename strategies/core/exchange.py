@@ -120,6 +120,11 @@ class Exchanges(Declared, FedAvg):
         "other; a run that goes on after a restart keeps its name",
         default="",
     )
+    schema: str = argument(
+        "name or digest of what examples look like: columns, classes, units; clients with "
+        "another one refuse to train and to evaluate",
+        default="",
+    )
 
     client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
     replies: ClassVar[str] = "weights"  # what these reply with: see Agreement
@@ -165,7 +170,12 @@ class Exchanges(Declared, FedAvg):
             client=self.client,
             replies=self.replies,
             projected=self._seeds is not None,
+            schema=self._schema,
         )
+
+    @property
+    def _schema(self) -> str:
+        return self.schema or ("" if self._owner is None else self._owner._schema)
 
     # ----------------------------------------------------------------- sending
 

@@ -14,6 +14,7 @@ Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -169,7 +170,7 @@ class FedEnsemble(BaseStrategy):
     def agreement(self) -> Agreement:
         """Return what clients that evaluate the ensemble must agree with."""
         inner = self.members[0].agreement()
-        return Agreement("FedEnsemble", self.client, inner.replies, inner.loss, inner.projected)
+        return replace(inner, strategy="FedEnsemble", client=self.client)
 
     def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the network's own arrays: model 0's, of several models."""

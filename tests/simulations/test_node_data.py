@@ -1,0 +1,179 @@
+"""A node's own file has the run's columns, units, kinds and classes, or is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from numpy.typing import NDArray
+
+from fedntk.clients import SGDClient, client_app
+from fedntk.ntk.predictors.inputs import InputTransform
+from fedntk.simulations import OwnData
+from fedntk.simulations.config.settings import ConfigError
+from fedntk.simulations.data.data import Data
+from fedntk.simulations.data.load import load_own
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.strategies import SeededFedAvg
+
+NAMES = ("age", "glucose", "weight", "smoker")
+CLASSES = ("alive", "dead")
+
+
+def patients(seed: int, n: int = 200) -> NDArray[np.float64]:
+    """Whole years, mg/dl, kg, 0 or 1."""
+    rng = np.random.default_rng(seed)
+    age, smoker = rng.integers(20, 90, n), rng.random(n) < 0.05
+    return np.column_stack([age, rng.normal(100, 30, n), rng.normal(75, 15, n), smoker])
+
+
+def outcomes(x: NDArray[np.float64]) -> NDArray[np.str_]:
+    return np.array(CLASSES)[(x[:, 0] > 60).astype(int)]
+
+
+@pytest.fixture(scope="module")
+def pooled() -> Data:
+    x = patients(0, 1000)
+    return OwnData(pd.DataFrame(x, columns=list(NAMES)).assign(label=outcomes(x))).read()
+
+
+def load(data: Data, folder: Path, *, x: Any = None, check: bool = True, **arrays: Any) -> Any:
+    x = patients(1) if x is None else x
+    arrays = {"x": x, "y": outcomes(patients(1)), "columns": np.array(NAMES), **arrays}
+    np.savez(folder / "own.npz", **{k: v for k, v in arrays.items() if v is not None})
+    return load_own(str(folder / "own.npz"), data, 1000, check_ranges=check)
+
+
+def test_columns_are_ordered_by_their_names(pooled, tmp_path):
+    """The file's order plays no part: the client's tensors are equal to the bit."""
+    x, y = load(pooled, tmp_path).train
+    order = [2, 0, 3, 1]
+    shuffled = patients(1)[:, order], np.array(NAMES)[order]
+    x_too, y_too = load(pooled, tmp_path, x=shuffled[0], columns=shuffled[1]).train
+    assert torch.equal(x, x_too)
+    assert torch.equal(y, y_too)
+    expected = (patients(1) - pooled.x_train.mean(0)) / pooled.x_train.std(0)
+    np.testing.assert_allclose(x, expected, rtol=1e-6, atol=1e-6)
+
+
+def changed(column: int, how: Any) -> NDArray[np.float64]:
+    x = patients(1)
+    x[:, column] = how(x[:, column])
+    return x
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"columns": None}, "columns = age, glucose, weight, smoker, .* got no names of the col"),
+        ({"columns": np.array(["age", "sugar", "weight", "smoker"])}, "missing: glucose; unknown"),
+        ({"columns": np.array(["age", "age", "weight", "smoker"])}, "missing: glucose"),
+        ({"columns": np.array(NAMES[:3])}, r"shape \(200, 4\); missing: smoker"),
+        ({"x": patients(1)[:, :3], "columns": np.array(NAMES[:3])}, "missing: smoker"),
+        # other units: mmol/l, pounds, grams, months, standardised by the node
+        ({"x": changed(1, lambda c: c / 18)}, "glucose has mean 5.6"),
+        ({"x": changed(2, lambda c: 2.2046 * c)}, "weight has mean 16"),
+        ({"x": changed(2, lambda c: 1000 * c)}, "weight has mean 7.*e.04"),
+        ({"x": changed(0, lambda c: 12 * c)}, "age has mean"),
+        ({"x": changed(0, lambda c: (c - c.mean()) / c.std())}, "age has values such as -1"),
+        ({"x": changed(1, lambda c: (c - c.mean()) / c.std())}, "glucose has mean"),
+        # a code for gaps in one row, other codes, other kinds
+        ({"x": changed(1, lambda c: np.where(np.arange(200) == 7, -9999, c))}, "glucose has mean"),
+        ({"x": changed(3, lambda c: c + 1)}, "smoker has values such as 1, 2, and 0 and 1 in tr"),
+        ({"x": changed(3, lambda c: c - 0.05)}, "smoker has values such as -0.05"),
+        ({"x": changed(0, lambda c: c + 0.5)}, "age has values such as .*, and whole numbers"),
+        ({"x_test": patients(2)[:, ::-1], "y_test": outcomes(patients(2))}, "age has mean"),
+        # the hospital's own coding, in which 1 may stand for either
+        (
+            {"y": (patients(1)[:, 0] > 60).astype(int)},
+            "the classes 'alive', 'dead', got 0, 1; give",
+        ),
+        (
+            {"y": patients(1)[:, 0] > 60},
+            "expected the classes 'alive', 'dead', got 'False', 'True'",
+        ),
+        ({"y": np.full(200, "Dead")}, "expected the classes 'alive', 'dead', got 'Dead'"),
+    ],
+)
+def test_other_columns_units_kinds_and_classes_are_refused(pooled, tmp_path, arrays, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(pooled, tmp_path, **arrays)
+    assert str(caught.value).startswith("data-path: ")
+
+
+def test_a_node_of_another_kind_of_patients_is_accepted(pooled, tmp_path):
+    """Smokers only, of one age, all heavy: two deviations away, and columns that do not vary."""
+    x = patients(1)
+    x[:, 0], x[:, 3], x[:, 2] = 65, 1, x[:, 2] + 30
+    assert load(pooled, tmp_path, x=x, y=np.full(200, "dead")).train[0].shape == (200, 4)
+    x[:, 0] *= 12
+    with pytest.raises(ConfigError, match="check-ranges=false"):
+        load(pooled, tmp_path, x=x)
+    assert len(load(pooled, tmp_path, x=x, check=False).train[0]) == 200
+
+
+def test_a_numbering_of_classes_is_that_of_the_file(pooled, tmp_path):
+    """With classes = dead, alive the label 0 is dead."""
+    expected = load(pooled, tmp_path).train[1]
+    y = (outcomes(patients(1)) == "alive").astype(int)
+    assert torch.equal(
+        load(pooled, tmp_path, y=y, classes=np.array(CLASSES[::-1])).train[1], expected
+    )
+
+
+@pytest.mark.parametrize("change", [lambda x: x / 255, lambda x: x / 127.5 - 1, lambda x: x * 257])
+def test_pictures_on_another_scale_are_refused(tmp_path, change):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (40, 3, 8, 8)).astype(np.float64), np.arange(40) % 2
+    data = OwnData((x, y)).read()
+    assert len(load(data, tmp_path, x=x, y=y, columns=None).train[0]) == 40
+    with pytest.raises(ConfigError, match=r"pictures have values up to 1,|channel or column 0 has"):
+        load(data, tmp_path, x=change(x), y=y, columns=None)
+
+
+def test_a_predictor_warns_of_other_units(pooled):
+    frame = pd.DataFrame(patients(1), columns=list(NAMES))
+    pooled.inputs(frame)
+    with pytest.warns(UserWarning, match=r"weight has mean 16\d\.\d"):
+        pooled.inputs(frame.assign(weight=frame.weight * 2.2046))
+    with pytest.warns(UserWarning, match="smoker has values such as 1, 2"):
+        pooled.inputs(frame.assign(smoker=frame.smoker + 1))
+
+
+def test_the_schema_is_saved_with_the_model(pooled, tmp_path):
+    pooled.inputs.save(tmp_path)
+    loaded = InputTransform.load(tmp_path)
+    assert loaded is not None
+    assert loaded.kinds == ("whole", "real", "real", "0 or 1")
+    assert loaded.digest == pooled.inputs.digest
+
+
+def asked(kind: str, schema: str, stated: str) -> Any:
+    """Reply of a client with one schema to a strategy that states another."""
+    x, y = torch.eye(3), torch.arange(3)
+    of = client_app(lambda context: SGDClient(torch.nn.Linear(3, 3), x, y, schema=schema))
+    strategy = SeededFedAvg(schema=stated, min_available_nodes=2)
+    grid = LocalGrid(of, 2, {})
+    arrays = ArrayRecord(torch.nn.Linear(3, 3).state_dict())
+    configure = strategy.configure_train if kind == "train" else strategy.configure_evaluate
+    return list(grid.send_and_receive(configure(1, arrays, ConfigRecord(), grid)))
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_client_with_another_schema_refuses_to_work(kind):
+    for reply in asked(kind, "icu-2", "icu-3"):
+        assert "expects examples of 'icu-3', and this client's are of 'icu-2'" in reply.error.reason
+    assert not any(reply.has_error() for reply in asked(kind, "icu-3", "icu-3"))
+    assert not any(reply.has_error() for reply in asked(kind, "icu-2", ""))
+
+
+def test_a_schema_is_that_of_columns_whatever_the_order_of_rows():
+    x = patients(0)
+    frame = pd.DataFrame(x, columns=list(NAMES)).assign(label=outcomes(x))
+    swapped = frame[["glucose", "age", "weight", "smoker", "label"]]
+    sets = (OwnData(own, test=own) for own in (frame, swapped, frame.iloc[::-1]))
+    digests = [own.read().inputs.digest for own in sets]
+    assert digests[0] == digests[2] != digests[1]
