@@ -70,7 +70,7 @@ def out_of_range(
         odd &= np.array([kind != "0 or 1" for kind in kinds])
     pooled_mean, pooled_std = mean.reshape(-1), std.reshape(-1)
     doubts = []
-    for i in np.flatnonzero(odd):
+    for i in np.flatnonzero(odd).tolist():
         name = names[i] if names else "the set" if len(odd) == 1 else f"channel or column {i}"
         there = pooled_mean[i] + shift[i] * pooled_std[i]
         doubts.append(

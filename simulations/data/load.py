@@ -51,10 +51,11 @@ def load_own(path: str, data: Data, max_examples: int, *, check_ranges: bool = T
             "max-examples says how many a client may have"
         )
     test = found.get("x_test", x[:0]), found.get("y_test", y[:0])
-    names: Any = {key: found.get(key, np.zeros(0)).tolist() for key in ("columns", "classes")}
+    options: Any = {key: found.get(key, np.zeros(0)).tolist() for key in ("columns", "classes")}
+    options["check_ranges"] = check_ranges
     with naming(f"data-path: {files[0]}", ValueError):
-        convert = partial(data.convert_examples, check_ranges=check_ranges, **names)
-        return Own(convert(x, y), convert(*test))
+        train = data.convert_examples(x, y, **options)
+        return Own(train, data.convert_examples(*test, **options))
 
 
 def load_data(settings: DatasetSettings) -> Data:
