@@ -1,9 +1,12 @@
 """Every weighted mean of models: numpy arrays by name, all with the same names and shapes.
 
-Precision and order of operations are part of each method's results.
+Precision and order of operations are part of each method's results. What all models hold alike
+stays as it is, to the bit, whatever the shares: frozen arrays, masks, infinity and NaN, whole
+numbers of any size. Whole numbers that differ become the whole number nearest to their mean, halves
+the even one; booleans go by the larger share, and a tie is False.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,23 +19,22 @@ ROWS = 16  # mixtures formed at a time
 
 
 def weighted_mean(models: Sequence[Arrays], num_examples: Sequence[int]) -> NewArrays:
-    """FedAvg's mean, in the models' precision: Flower's, operation by operation and bit by bit."""
-    total = sum(num_examples)
-    shares = [count / total for count in num_examples]
-    mean = {name: array * shares[0] for name, array in models[0].items()}
-    for model, share in zip(models[1:], shares[1:], strict=True):
-        for name in mean:
-            mean[name] += model[name] * share
-    return mean
+    """FedAvg's mean, in the models' precision: Flower's bit by bit, where models differ."""
+    shares = [count / sum(num_examples) for count in num_examples]
+
+    def mean(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        mixed = np.asarray(arrays[0] * shares[0])
+        for array, share in zip(arrays[1:], shares[1:], strict=True):
+            mixed += array * share
+        return mixed
+
+    return _means(models, num_examples, mean)
 
 
 def weighted_sum(models: Sequence[Arrays], shares: Sequence[float]) -> NewArrays:
-    """Sum of models times their shares, in float64 and cast back; whole numbers are rounded."""
-    mixed: NewArrays = {}
-    for name, first in models[0].items():
-        exact = exact_sum([model[name] for model in models], shares)
-        mixed[name] = np.asarray(_round(exact, first.dtype)).astype(first.dtype)
-    return mixed
+    """Sum of models times shares that add up to 1, in float64 and cast back."""
+    mixed = _means(models, shares, lambda arrays: exact_sum(arrays, shares))
+    return {name: array.astype(models[0][name].dtype) for name, array in mixed.items()}
 
 
 def masked_mean(
@@ -47,37 +49,107 @@ def masked_mean(
     total = sum(shares)
     average = weighted_sum(models, [share / total for share in shares])
     for name in masks[0]:
+        if all_alike([model[name] for model in models]).all():
+            continue
         above = exact_sum([model[name] for model in models], shares)
         below = sum(mask[name] * share for mask, share in zip(masks, shares, strict=True))
         mean = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
-        average[name] = mean.astype(average[name].dtype)
+        common = np.zeros_like(average[name])  # the number of a model that has one
+        for model, mask in zip(models, masks, strict=True):
+            common = np.where(mask[name], model[name], common)
+        pairs = zip(models, masks, strict=True)
+        alike = all_alike([common, *(np.where(m[name], own[name], common) for own, m in pairs)])
+        average[name] = np.where(alike, common, mean.astype(common.dtype))
     return average
 
 
 def equal_mean(models: Sequence[Arrays]) -> NewArrays:
     """Mean of models that count alike, in float64."""
-    return {
-        name: np.mean([np.asarray(own[name], np.float64) for own in models], axis=0)
-        for name in models[0]
-    }
+
+    def mean(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        return np.asarray(np.mean([np.asarray(own, np.float64) for own in arrays], axis=0))
+
+    return _means(models, [1] * len(models), mean)
 
 
 def convex_combination(models: Sequence[Arrays], shares: Sequence[float]) -> NewArrays:
-    """Sum of models times shares that add up to 1, in float64, as a shift of the first model.
+    """Sum of models times shares that add up to 1, in float64, as a shift of the first model."""
 
-    Where all models agree the result is theirs, whatever the shares.
-    """
-    combined: NewArrays = {}
-    for name, first in models[0].items():
-        origin = first.astype(np.float64)
-        shift = sum(
-            share * (model[name].astype(np.float64) - origin)
-            for share, model in zip(shares, models, strict=True)
-        )
-        combined[name] = origin + shift
+    def mean(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        origin = arrays[0].astype(np.float64)
+        pairs = zip(shares, arrays, strict=True)
+        return np.asarray(origin + sum(s * (own.astype(np.float64) - origin) for s, own in pairs))
+
+    combined = _means(models, shares, mean)
+    for name in combined:
         if name.endswith("running_var"):  # rounding may leave a combination of zeros below 0
             combined[name] = np.maximum(combined[name], 0.0)
     return combined
+
+
+def _means(
+    models: Sequence[Arrays],
+    weights: Sequence[float],
+    mean: Callable[[Sequence[NDArray[Any]]], NDArray[Any]],
+) -> NewArrays:
+    """Return means by name: `mean` is that of floating-point arrays, which need not be alike."""
+    means: NewArrays = {}
+    for name, first in models[0].items():
+        arrays = [np.asarray(model[name]) for model in models]
+        alike = all_alike(arrays)
+        if alike.all():
+            means[name] = np.array(first)
+        elif arrays[0].dtype.kind in "iub":
+            means[name] = _integer_mean(arrays, weights)
+        else:
+            with np.errstate(invalid="ignore"):  # infinite numbers are put back
+                means[name] = put_back(mean(arrays), arrays[0], alike)
+    return means
+
+
+def all_alike(arrays: Sequence[NDArray[Any]]) -> NDArray[np.bool_]:
+    """Return whether all arrays, of one shape, hold the same bits at a coordinate."""
+    dtype = np.result_type(*arrays)  # models with bounded changes are in float64
+    bits = f"u{dtype.itemsize}" if dtype.itemsize <= 8 else f"V{dtype.itemsize}"
+    first, *others = (np.asarray(own).astype(dtype, copy=False).view(bits) for own in arrays)
+    alike = np.ones(first.shape, bool)
+    for own in others:
+        alike &= own == first
+        if not alike.any():
+            break
+    return alike
+
+
+def put_back(mean: NDArray[Any], first: NDArray[Any], alike: NDArray[np.bool_]) -> NDArray[Any]:
+    """Return a mean that has the first model's numbers, to the bit, where all models are alike."""
+    if alike.any():
+        np.copyto(mean, first, where=alike, casting="unsafe")
+    return mean
+
+
+def are_finite(after: Arrays, before: Arrays) -> bool:
+    """Whether all numbers are finite, or as they were: masks may hold infinity."""
+    return all(
+        bool((np.isfinite(own) | all_alike([own, before[name]])).all())
+        for name, own in after.items()
+    )
+
+
+def _integer_mean(arrays: Sequence[NDArray[Any]], weights: Sequence[float]) -> NDArray[Any]:
+    """Return the rounded mean of whole numbers or booleans.
+
+    It is exact for numbers that are less than 2^53 apart, whatever their size.
+    """
+    dtype, total = arrays[0].dtype, sum(weights)
+    if dtype.kind == "b":
+        return np.asarray(exact_sum(arrays, weights) > total / 2)
+    least = np.minimum.reduce(arrays)
+    origin = np.subtract(least, least % 2)  # even, so that halves are rounded to the even number
+    unsigned = f"u{dtype.itemsize}"  # differences wrap around in `dtype`, and not in this
+    above = [np.asarray(np.subtract(own, origin)).view(unsigned) for own in arrays]
+    shift = np.rint(np.minimum(exact_sum(above, weights) / total, 2.0**64 - 2048))
+    shift = np.minimum(shift.astype(np.uint64), np.maximum.reduce(above)).astype(unsigned)
+    return np.asarray(np.add(origin, np.asarray(shift).view(dtype)))
 
 
 def moving_mean(mean: Arrays | None, newest: Arrays, share: float) -> NewArrays:
@@ -89,16 +161,18 @@ def moving_mean(mean: Arrays | None, newest: Arrays, share: float) -> NewArrays:
     for name, array in newest.items():
         if mean is not None and array.dtype.kind == "f":
             before = mean[name].astype(np.float64)
-            moved[name] = before + share * (array - before)
+            with np.errstate(invalid="ignore"):  # infinite numbers are put back
+                after = np.asarray(before + share * (array - before))
+            moved[name] = put_back(after, before, all_alike([mean[name], array]))
         else:
             moved[name] = array
     return moved
 
 
 def mixtures(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[NewArrays]:
-    """Form K weighted sums of L models by weights (K, L), in float64; cast to the models' dtypes.
+    """Form K means of L models by weights (K, L), in float64; cast to the models' dtypes.
 
-    A few are formed at a time, to bound their memory.
+    Each row of weights adds up to 1. A few are formed at a time, to bound their memory.
     """
     for row in range(0, len(weights), ROWS):
         yield from _mix(weights[row : row + ROWS], models)
@@ -110,8 +184,17 @@ def _mix(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[New
         flat = [np.asarray(model[name]).reshape(-1) for model in models]
         rows = np.empty((len(weights), first.size), first.dtype)
         for start in range(0, first.size, COLUMNS):
-            part = np.stack([own[start : start + COLUMNS] for own in flat]).astype(np.float64)
-            rows[:, start : start + COLUMNS] = _round(weights @ part, first.dtype)
+            end = start + COLUMNS
+            parts = [own[start:end] for own in flat]
+            alike = all_alike(parts)
+            if alike.all():
+                rows[:, start:end] = parts[0]
+            elif first.dtype.kind in "iub":
+                rows[:, start:end] = [_integer_mean(parts, own) for own in weights]
+            else:
+                with np.errstate(invalid="ignore"):  # infinite numbers are put back
+                    mean = weights @ np.stack(parts).astype(np.float64)
+                rows[:, start:end] = np.where(alike, parts[0], mean)
         mixed[name] = rows.reshape(len(weights), *first.shape)
     for row in range(len(weights)):
         yield {name: np.array(array[row]) for name, array in mixed.items()}
@@ -121,7 +204,3 @@ def exact_sum(arrays: Sequence[NDArray[Any]], shares: Sequence[float]) -> Any:
     """Sum of arrays times their shares, in float64."""
     pairs = zip(arrays, shares, strict=True)
     return sum(np.asarray(array, np.float64) * share for array, share in pairs)
-
-
-def _round(exact: Any, dtype: np.dtype[Any]) -> Any:
-    return np.rint(exact) if dtype.kind in "iu" else exact

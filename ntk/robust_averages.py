@@ -28,7 +28,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from .averages import Arrays, NewArrays, exact_sum, moving_mean, weighted_mean
+from .averages import Arrays, NewArrays, all_alike, exact_sum, moving_mean, put_back, weighted_mean
 from .errors import BadReply
 from .payloads.screening import change_size
 
@@ -77,19 +77,29 @@ def robust_mean(
         models = [models[i] for i in scores.argsort()[:kept]]
     mean: NewArrays = {}
     for name in before:
-        rows = np.stack([np.asarray(own[name], np.float64) for own in models])
+        arrays = [np.asarray(own[name]) for own in models]
+        alike = all_alike(arrays)
+        if alike.all():
+            mean[name] = np.array(arrays[0])
+            continue
+        rows = np.stack(arrays).astype(np.float64)
         if defence == "nnm":
-            rows = np.stack([rows[own.argsort()[: count - liars]].mean(0) for own in near])
+            rows = np.stack([_mean_of_rows(rows[own.argsort()[: count - liars]]) for own in near])
         if defence == "median":
-            mean[name] = np.median(rows, 0)
+            mean[name] = np.asarray(np.median(rows, 0))
         elif defence in ("trimmed-mean", "nnm"):
-            mean[name] = np.sort(rows, 0)[liars : count - liars].mean(0)
+            mean[name] = _mean_of_rows(np.sort(rows, 0)[liars : count - liars])
         elif defence == "bulyan":
             order = np.abs(rows - np.median(rows, 0)).argsort(0)[: count - 4 * liars]
-            mean[name] = np.take_along_axis(rows, order, 0).mean(0)
+            mean[name] = _mean_of_rows(np.take_along_axis(rows, order, 0))
         else:
-            mean[name] = rows.mean(0)
+            mean[name] = _mean_of_rows(rows)
+        mean[name] = put_back(mean[name], arrays[0], alike)
     return mean
+
+
+def _mean_of_rows(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    return put_back(np.asarray(rows.mean(0)), rows[0], all_alike(list(rows)))
 
 
 def screen_by_loss(
@@ -106,9 +116,16 @@ def screen_by_loss(
     equal losses the farthest from the mean is set aside. ValueError for a negative loss.
     """
     count, total = len(models), sum(num_examples)
-    sums = {name: exact_sum([own[name] for own in models], num_examples) for name in models[0]}
+    alike = {name: all_alike([own[name] for own in models]) for name in models[0]}
+    changing = {n: [own[n] for own in models] for n in models[0] if not alike[n].all()}
+    sums = {name: exact_sum(arrays, num_examples) for name, arrays in changing.items()}
 
-    def loss_of(arrays: Arrays) -> float:
+    def loss_of(sums: Arrays, total: int) -> float:
+        arrays: NewArrays = {}
+        for name, first in models[0].items():
+            whole = alike[name].all()
+            mean = np.array(first) if whole else np.asarray(sums[name] / total)
+            arrays[name] = put_back(mean, first, alike[name])
         found = float(np.nan_to_num(loss(arrays), nan=np.inf, posinf=np.inf))
         if found < 0:
             raise ValueError(f"validation_loss: expected 0 or more, got {found:g}")
@@ -119,12 +136,11 @@ def screen_by_loss(
 
     mean = {name: s / total for name, s in sums.items()}
     sizes = [change_size(mean, own) for own in models]
-    losses, aside = [loss_of(mean)], list[int]()
+    losses, aside = [loss_of(sums, total)], list[int]()
     while len(aside) < min(liars, count - 1):
         trials = {}
         for k in (k for k in range(count) if k not in aside):
-            rest = sums_without(k)
-            trials[k] = loss_of({n: s / (total - num_examples[k]) for n, s in rest.items()})
+            trials[k] = loss_of(sums_without(k), total - num_examples[k])
         worst = min(trials, key=lambda k: (trials[k], -sizes[k]))
         sums, total = sums_without(worst), total - num_examples[worst]
         aside.append(worst)
@@ -141,7 +157,13 @@ def squared_distances(before: Arrays, models: Sequence[Arrays]) -> NDArray[np.fl
     """Return the squared Euclidean distances of models from each other (n, n)."""
     gram = np.zeros((len(models), len(models)))
     for name, origin in before.items():  # as changes, whose differences lose fewer digits
-        rows = [np.subtract(own[name], origin, dtype=np.float64).ravel() for own in models]
+        alike = all_alike([origin, *(own[name] for own in models)])
+        if alike.all():
+            continue
+        rows = []
+        for own in models:
+            change = np.zeros(origin.shape)
+            rows.append(np.subtract(own[name], origin, out=change, where=~alike).ravel())
         gram += np.stack(rows) @ np.stack(rows).T
     squares = np.diag(gram)
     distances: NDArray[np.float64] = np.maximum(squares[:, None] + squares - 2 * gram, 0)

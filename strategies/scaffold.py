@@ -27,6 +27,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
+from fedntk.ntk.averages import all_alike, are_finite, put_back
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads.screening import screen_changes
 from fedntk.ntk.robust_averages import DEFENCES, robust_mean
@@ -88,6 +89,9 @@ class SCAFFOLD(BaseStrategy):
         for client in sorted(self.controls):
             weight = self.examples[client] / total * (len(self.controls) / len(clients))
             control += np.multiply(self.controls[client], weight, dtype=np.float64)
+        if self.controls:
+            own = list(self.controls.values())
+            put_back(control, own[0] * (len(own) / len(clients)), all_alike(own))
         return control
 
     def prepare_round(self, server_round: int, nodes: list[int], grid: Grid) -> None:
@@ -142,8 +146,9 @@ class SCAFFOLD(BaseStrategy):
         if self.server_learning_rate != 1.0:
             for name, start in floating.items():
                 if any(controls[name].any() for _, (_, controls) in pairs):
-                    weights[name] = start + self.server_learning_rate * (weights[name] - start)
-        if not all(np.isfinite(weights[name]).all() for name in floating):
+                    step = self.server_learning_rate * (weights[name] - start)
+                    weights[name] = put_back(start + step, start, step == 0)
+        if not are_finite({name: weights[name] for name in floating}, model):
             logger.warning("the new weights are not finite: the model stays as it was")
             return None, metrics
         for reply, (_, controls) in pairs:

@@ -4,9 +4,7 @@ import math
 from collections.abc import Sequence
 from logging import getLogger
 
-import numpy as np
-
-from fedntk.ntk.averages import weighted_sum
+from fedntk.ntk.averages import are_finite, weighted_sum
 from fedntk.ntk.payloads.gossip_options import GossipOptions, mixing_row
 from fedntk.ntk.support.arrays import ArrayDict
 
@@ -51,7 +49,7 @@ class GossipClient(RelayClient, SGDClient):
         self.load_weights(weights)
         loss = self.descend(list(weights.values()), x, targets, config, adjust)
         trained = self.model_weights()
-        if not all(np.isfinite(array).all() for array in trained.values()):
+        if not are_finite(trained, weights):
             logger.warning("local training diverged: the weights stay as they were")
             trained = dict(weights)
         return trained, {"train-loss": loss} if math.isfinite(loss) else {}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
-from fedntk.ntk.averages import weighted_sum
+from fedntk.ntk.averages import are_finite, weighted_sum
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, trimmed_losses
 from fedntk.ntk.options import argument
@@ -152,7 +152,7 @@ class NTKDFLClient(RelayClient):
         )
         best = self._choose(candidates, own, others, message, offset)
         weights = average if best is None else candidates.weights_at(best)
-        if not all(np.isfinite(array).all() for array in weights.values()):
+        if not are_finite(weights, average):
             weights, best = average, None
         metrics: dict[str, Scalar] = {
             LOSS: loss_value(own.upload.outputs, own.upload.targets, self.loss),

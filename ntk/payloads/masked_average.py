@@ -7,8 +7,10 @@ For each number of the model w, client k with n_k examples and new weights w_k s
 is FedAvg's mean. The range R is 256 and the step s is 2^-20; in arrays of whole numbers, such as
 BatchNorm's counts of batches, they are 2^28 and 1. If nothing is clipped, the roundings of K
 clients move the mean by at most K s / (2 sum_k n_k), before it is rounded to the model's dtype.
-Sums over fewer than 2^35 examples fit in 64 bits; n_k is at most 2^24, with which q_k is exact in
-float64. Beside the q_k go n_k, how many numbers were clipped, and the training loss.
+What all clients leave as it was stays so, to the bit: its sum is 0. That holds for w, and not for
+numbers that all clients changed alike. Sums over fewer than 2^35 examples fit in 64 bits; n_k is at
+most 2^24, with which q_k is exact in float64. Beside the q_k go n_k, how many numbers were clipped,
+and the training loss.
 """
 
 from hashlib import blake2b
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..averages import all_alike, put_back
 from ..errors import BadReply
 from ..options import Declared, shared
 from ..support.arrays import Arrays
@@ -48,11 +51,13 @@ def average_words(
         new = own[name]
         if new.shape != old.shape or new.dtype != old.dtype:
             raise ValueError(f"weights: {name!r} has another shape or dtype than was received")
-        changed = new != old  # what stays may be infinite, such as a mask
+        changed = ~all_alike([new, old])  # what stays may be infinite, such as a mask
         if not np.isfinite(new[changed]).all():
             raise ValueError(f"weights: expected finite numbers in {name!r}; lower the step size")
+        wide = np.float64 if old.dtype.kind == "f" else np.int64  # whose differences wrap around
         steps = np.zeros(old.shape)
-        steps[changed] = (new[changed].astype(np.float64) - old[changed]) / _step(old)
+        if changed.any():
+            steps[changed] = (new[changed].astype(wide) - old[changed].astype(wide)) / _step(old)
         clipped += int((np.abs(steps) > LIMIT).sum())
         parts.append(np.rint(num_examples * steps.clip(-LIMIT, LIMIT)).ravel())
     told = 0 if loss is None else num_examples
@@ -79,7 +84,16 @@ def average_of(
     for name, old in model.items():
         own = numbers[start : start + old.size].reshape(old.shape)
         start += old.size
-        mean[name] = old + own * (_step(old) / examples)
+        if old.dtype.kind in "iu":  # as a shift of an even number: see fedntk.ntk.averages
+            odd = old % 2
+            shift = np.rint(own / examples + odd).astype(np.int64)
+            mean[name] = np.asarray(np.add(old - odd, shift.astype(old.dtype)))
+        elif own.any() and old.dtype.kind in "bf":
+            with np.errstate(invalid="ignore"):
+                new = np.asarray(old + own * (_step(old) / examples))
+            mean[name] = put_back(new, old, own == 0)
+        else:
+            mean[name] = np.array(old)
         if name.endswith("running_var"):  # rounding may leave a mean of zeros below 0
             mean[name] = np.maximum(mean[name], 0.0)
     loss = {"train-loss": losses * STEP / told} if told else {}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..averages import all_alike
 from ..errors import BadReply, NotEnoughMemory
 from ..support.memory import require_memory
 from .jacobian_upload import JacobianUpload
@@ -74,7 +75,11 @@ def change_size(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[
     for name, array in before.items():
         if array.dtype.kind == "f":
             dtype = np.result_type(after[name].dtype, np.float32)
-            change = np.subtract(after[name], array, dtype=dtype).ravel()
+            with np.errstate(invalid="ignore"):  # of infinite numbers
+                change = np.subtract(after[name], array, dtype=dtype)
+            if not np.isfinite(change).all():
+                change = np.where(all_alike([after[name], array]), 0, change)
+            change = change.ravel()
             total += float(np.dot(change, change))
     return math.sqrt(total)
 

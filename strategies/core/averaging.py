@@ -28,11 +28,14 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def cast_like(arrays: Arrays, expected: Arrays) -> ArrayRecord:
-    """Return the arrays under the expected names, in that order, in the expected dtypes."""
+    """Return the arrays under the expected names, in that order, in the expected dtypes.
+
+    Means that become whole numbers, or booleans, are rounded to the nearest, halves to the even.
+    """
     converted = {}
     for name, model in expected.items():
         array = np.asarray(arrays[name])
-        if np.issubdtype(model.dtype, np.integer):
+        if model.dtype.kind in "iub" and array.dtype.kind == "f":
             array = np.rint(array)
         converted[name] = Array(np.asarray(array, dtype=model.dtype))
     return ArrayRecord(converted)

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
+from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.features.centred_inputs import CENTRE, INPUT_SUMS
 from fedntk.ntk.payloads.screening import screen_sizes
 from fedntk.ntk.support.arrays import require_array
@@ -48,9 +49,9 @@ def centre_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> Ar
             "be used, and more than half must; start again when they are there, or leave "
             f"centre_inputs out; the last refused: {strategy.last_refusal or 'none came at all'}"
         )
-    means, counts = zip(*(own for _, own in pairs), strict=True)
+    means, counts = zip(*(({CENTRE: mean}, count) for _, (mean, count) in pairs), strict=True)
     logger.info("inputs are centred by the mean of %d examples", sum(counts))
-    mean = np.average(means, axis=0, weights=counts).astype(centre.dtype)
+    mean = weighted_mean(means, counts)[CENTRE].astype(centre.dtype)
     return ArrayRecord({**arrays, CENTRE: Array(mean)})
 
 

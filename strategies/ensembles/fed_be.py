@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor, loss_value, require_memory
-from fedntk.ntk.averages import convex_combination, weighted_mean
+from fedntk.ntk.averages import are_finite, convex_combination, weighted_mean
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.ntk.predictors.network import arrays_of, load_arrays
@@ -198,7 +198,7 @@ class FedBE(BaseStrategy):
         after = NetworkPredictor(student, device=device).predict(x)
         distilled = arrays_of(student)
         losses = [loss_value(outputs, labels, "cross-entropy") for outputs in (before, after)]
-        finite = all(np.isfinite(a).all() for a in [*distilled.values(), np.array(losses)])
+        finite = are_finite(distilled, named_arrays(mean)) and bool(np.isfinite(losses).all())
         metrics["distilled"] = int(finite)
         if not finite:
             logger.warning(

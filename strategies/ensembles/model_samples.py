@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import NetworkPredictor
+from fedntk.ntk.averages import all_alike, put_back
 from fedntk.ntk.predictors.network import load_arrays
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -39,11 +40,14 @@ def standard_deviation(
         if not np.issubdtype(first.dtype, np.floating):
             continue
         origin = first.astype(np.float64)
-        shifts = [model[name].astype(np.float64) - origin for model in models]
+        with np.errstate(invalid="ignore"):  # infinite numbers on which all agree
+            shifts = [model[name].astype(np.float64) - origin for model in models]
         pairs = list(zip(shares, shifts, strict=True))
         mean = sum(share * shift for share, shift in pairs)
         squares = sum(share * np.square(shift - mean) for share, shift in pairs)
-        found[name] = np.asarray(np.sqrt(squares), dtype=np.float64)
+        alike = all_alike([model[name] for model in models])
+        deviation = np.asarray(np.sqrt(squares), dtype=np.float64)
+        found[name] = put_back(deviation, np.zeros(first.shape), alike)
     return found
 
 
@@ -65,7 +69,8 @@ def gaussian_model(
         if name.endswith("running_var"):
             array = np.maximum(array, np.minimum.reduce([model[name] for model in models]))
         limits = np.finfo(centre.dtype)
-        drawn[name] = np.clip(array, float(limits.min), float(limits.max))
+        array = np.asarray(np.clip(array, float(limits.min), float(limits.max)))
+        drawn[name] = put_back(array, centre, deviation[name] == 0)
     return drawn
 
 

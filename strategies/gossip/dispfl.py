@@ -21,8 +21,7 @@ it is set; the mean model is over those that have a coordinate.
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from fedntk.ntk.averages import masked_mean
 from fedntk.ntk.payloads.gossip_options import DisPFLOptions
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
@@ -40,9 +39,5 @@ class DisPFL(DisPFLOptions, GossipStrategy):
 
     def mean_of(self, models: Sequence[Arrays]) -> ArrayDict:
         """Return the mean of each number over the models in which it is not zero."""
-        mean = {}
-        for name in models[0]:
-            each = np.stack([np.asarray(model[name], np.float64) for model in models])
-            holders = np.maximum(np.count_nonzero(each, axis=0), 1)
-            mean[name] = np.asarray(each.sum(axis=0) / holders)
-        return mean
+        masks = [{n: own[n] != 0 for n in own if own[n].dtype.kind == "f"} for own in models]
+        return masked_mean(models, masks, [1] * len(models))

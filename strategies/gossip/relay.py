@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.averages import equal_mean
+from fedntk.ntk.averages import all_alike, equal_mean, put_back
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, RelayOptions
 from fedntk.ntk.payloads.screening import screen_changes, screen_distances
@@ -337,7 +337,9 @@ def deviation(models: Sequence[Mapping[str, NDArray[Any]]]) -> float:
     mean, total, count = equal_mean(models), 0.0, 0
     for name, centre in mean.items():
         if models[0][name].dtype.kind == "f":
-            squares = sum((np.asarray(own[name], np.float64) - centre) ** 2 for own in models)
-            total += float(np.sqrt(squares).sum())
+            each = [np.asarray(own[name], np.float64) for own in models]
+            with np.errstate(invalid="ignore"):  # of infinite numbers, on which all agree
+                distances = np.asarray(np.sqrt(sum((own - centre) ** 2 for own in each)))
+            total += float(put_back(distances, np.zeros(centre.shape), all_alike(each)).sum())
             count += np.size(centre)
     return total / max(count, 1)

@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import Strategy
 import fedntk.strategies
 from fedntk.clients import SGDClient
 
+from . import federation
 from .federation import (
     DAMAGED_ARRAYS,
     DAMAGED_REPLIES,
@@ -252,3 +253,38 @@ def test_every_strategy_is_listed():
     bases = {f"{layer}Strategy" for layer in layers}
     names = {c.__name__ for c in classes if not inspect.isabstract(c)}
     assert names - bases == {type(make()).__name__ for make, _ in STRATEGIES.values()}
+
+
+@pytest.mark.parametrize(
+    "name", ["SeededFedAvg", "CheckedStrategy", "SCAFFOLD", "DFedAvg", "DisPFL", "FedBE", "NTKFL"]
+)
+def test_what_no_client_trains_stays_to_the_bit(name, monkeypatch):
+    """Also masks of infinity, with which training goes on, and whole numbers beyond 2^53."""
+    plain = federation.network
+    buffers = {
+        "table": torch.randn(100, generator=torch.Generator().manual_seed(0)),
+        "minus": torch.tensor([0.0, -torch.inf, -0.0, 0.1]),
+        "nan": torch.tensor([torch.nan]),
+        "hash": torch.tensor([2**53 + 1, 2**61 - 1, -(2**63)]),
+        "mask": torch.tensor([True, False]),
+        "rotary": torch.polar(torch.ones(5), torch.arange(5.0)),
+        "empty": torch.zeros(0, 3),
+    }
+
+    def network(seed=0):
+        model = plain(seed)
+        for key, buffer in buffers.items():
+            model.register_buffer(key, buffer.clone())
+        return model
+
+    monkeypatch.setattr(federation, "network", network)
+    make, clients = STRATEGIES[name]
+    strategy = make(min_available_nodes=FEWER, fraction_evaluate=1.0, min_evaluate_nodes=FEWER)
+    before = {key: a.numpy() for key, a in first_model(strategy).state_dict().items()}
+    after = start(strategy, Grid(clients, num_clients=FEWER), rounds=2)
+    assert [own["replies-accepted"] for own in strategy.train_metrics.values()] == [FEWER] * 2
+    for key in buffers:
+        copies = [own for full, own in after.items() if full == key or full.endswith(f".{key}")]
+        assert {own.tobytes() for own in copies} == {before[key].tobytes()}, key
+    trained = next(own for full, own in after.items() if full.endswith("3.weight"))
+    assert (trained != before["3.weight"]).any()
