@@ -194,7 +194,9 @@ def _mix(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[New
             else:
                 with np.errstate(invalid="ignore"):  # infinite numbers are put back
                     mean = weights @ np.stack(parts).astype(np.float64)
-                rows[:, start:end] = np.where(alike, parts[0], mean)
+                rows[:, start:end] = mean
+                if alike.any():
+                    rows[:, start:end][:, alike] = parts[0][alike]
         mixed[name] = rows.reshape(len(weights), *first.shape)
     for row in range(len(weights)):
         yield {name: np.array(array[row]) for name, array in mixed.items()}
