@@ -56,8 +56,9 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     under numbers; a client that returns NamedArrays of its own names its records itself.
 
     Functions registered with ``@app.train()``, ``@app.evaluate()`` or ``@app.query()`` replace
-    these: they are given Flower's message as it came, and return the reply. Metrics that all
-    clients report are averaged under their names; ``num-examples`` must be among them.
+    these: they are given Flower's message as it came, and return the reply. Each metric is averaged
+    over the clients that report it, weighted by their ``num-examples``, which must be among them;
+    one that is NaN or infinite is left out.
 
     Parameters
     ----------

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.network import Evaluation
 from fedntk.strategies import BaseStrategy
+from fedntk.strategies.core.replies import INCOMPLETE
 from fedntk.strategies.core.rounds import fault_of
 
 from ..config.config import Config
@@ -26,7 +27,7 @@ from .meter import peak_memory, reset_peak_memory
 logger = getLogger("flwr")
 
 # what strategies of all methods report of a round's replies
-OF_REPLIES = ("num-examples", "replies-accepted", "replies-rejected")
+OF_REPLIES = ("num-examples", "replies-accepted", "replies-rejected", INCOMPLETE)
 OTHERS = 32  # names that clients may choose over a run
 LONGEST = 64  # characters of such a name
 
@@ -50,7 +51,7 @@ class AdmittedMetrics:
             for name, value in metrics.items()
             if isinstance(value, int | float) and not self._refused(name)
         }
-        admitted = {name for name in sorted(scalars) if self._admits(name)}
+        admitted = {name for name in scalars if self._admits(name)}  # what most report, first
         if (left_out := scalars.keys() - admitted) and not self._warned:
             self._warned = True
             logger.warning(

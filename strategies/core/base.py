@@ -34,8 +34,8 @@ from .averaged_model import AveragedModel
 from .averaging import Learned, cast_like, named_arrays
 from .centred_inputs import centre_by_clients
 from .checkpoint import RunCheckpoints
-from .exchange import Accepted, Aggregate, Pairs, logger
-from .replies import Reply, accuracy_of, check_weights, kinds_of, screen_accuracies
+from .exchange import Accepted, Pairs, logger
+from .replies import INCOMPLETE, Aggregate, Reply, accuracy_of, check_weights, screen_accuracies
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
 from .saved_state import pack, unpack
@@ -462,25 +462,32 @@ class BaseStrategy(MaskOptions, Sampling):
     ) -> MetricRecord:
         """Aggregate the accepted replies' metrics, and count the replies.
 
-        Replies with other names of metrics than most are left out of the aggregation, by default
-        ``train_metrics_aggr_fn``: a mean weighted by examples. Lists with infinite numbers are too.
+        Lists with infinite numbers are left out of the aggregation, which is
+        ``train_metrics_aggr_fn`` by default: see :func:`~.replies.mean_metrics`.
         """
         metrics = MetricRecord()
         if replies:
-            finite = [
-                {name: own for name, own in reply.metrics.items() if np.isfinite(own).all()}
-                for reply in replies
-            ]
-            kinds = [kinds_of(metrics) for metrics in finite]
-            common, _ = Counter(kinds).most_common(1)[0]  # on a tie, the earliest reply's
             contents = [
                 RecordDict(
-                    {"metrics": MetricRecord({**own, self.weighted_by_key: reply.num_examples})}
+                    {
+                        "metrics": MetricRecord(
+                            {
+                                **{n: v for n, v in reply.metrics.items() if np.isfinite(v).all()},
+                                self.weighted_by_key: reply.num_examples,
+                            }
+                        )
+                    }
                 )
-                for reply, own, kind in zip(replies, finite, kinds, strict=True)
-                if kind == common
+                for reply in replies
             ]
             metrics = (aggregate or self.train_metrics_aggr_fn)(contents, self.weighted_by_key)
+        if incomplete := [reply for reply in replies if reply.left_out]:
+            metrics[INCOMPLETE] = len(incomplete)
+            names = sorted({name[:80] for reply in incomplete for name in reply.left_out})
+            logger.warning(
+                "metrics of %d clients are NaN or infinite, and left out: %s",
+                *(len(incomplete), str(names[:5])[:200]),
+            )
         metrics["num-examples"] = sum(reply.num_examples for reply in replies)
         metrics["replies-accepted"] = len(replies)
         metrics["replies-rejected"] = rejected.total()

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from logging import getLogger
 from typing import Any, ClassVar, TypeVar
 
@@ -23,7 +24,7 @@ from fedntk.ntk.robust_averages import Defence, least_models
 from fedntk.trust import SEALED_SEED
 
 from .registry import ClientRegistry, Exchange, SentParts
-from .replies import Reply, is_like
+from .replies import Reply, is_like, mean_metrics, of_most
 from .trust_protocols import SealedSeeds, SealsSeeds
 
 logger = getLogger("flwr")
@@ -34,7 +35,6 @@ Pairs = list[tuple[Reply, T]]
 Parse = Callable[[Reply], T]  # or BadReply
 Screen = Callable[[Sequence[T], float], Sequence[BadReply | None]]
 Accepted = tuple[Pairs[T], Counter[str]]  # what was parsed; reasons why others were rejected
-Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]  # new arrays and metrics, if any
 POLL = 1.0  # seconds between two looks for replies
 TRACEBACK = "Traceback (most recent call last)"
@@ -60,7 +60,9 @@ class Exchanges(Declared, FedAvg):
     arrayrecord_key: str = argument("name of the record of arrays", default="arrays")
     configrecord_key: str = argument("name of the configuration's record", default="config")
     train_metrics_aggr_fn: Any = argument(
-        "how metrics of training are aggregated: Flower's mean, weighted by examples, by default",
+        "how metrics of training are aggregated: by default, each is averaged over the clients "
+        "that report it, weighted by their examples; a function is given the replies that have "
+        "all metrics that most have",
         default=None,
     )
     evaluate_metrics_aggr_fn: Any = argument("the same, for evaluation", default=None)
@@ -135,7 +137,10 @@ class Exchanges(Declared, FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         flowers = FedAvg.__init__.__annotations__.keys() - {"return"}
+        rules = {n: getattr(self, n) for n in ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")}
         FedAvg.__init__(self, **{name: getattr(self, name) for name in flowers})
+        for name, rule in rules.items():
+            setattr(self, name, mean_metrics if rule is None else partial(of_most, rule))
         self.registry = ClientRegistry()
         self.sent = SentParts()
         self.global_arrays = ArrayRecord()

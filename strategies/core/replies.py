@@ -1,11 +1,12 @@
 """A client's reply, checked before any of it is used."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
@@ -20,6 +21,8 @@ MOST_NUMBERS = 10_000  # in the metrics of a reply
 LONGEST_NAME = 64  # characters of a metric's name
 COUNTS = ("replies-", "rejected-")  # begin the names under which the server counts replies
 LARGEST_WEIGHT = 1e12  # products of larger ones leave float32
+INCOMPLETE = "replies-incomplete"  # counts accepted replies of which a metric is left out
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 LARGEST_INTEGER = 2**53  # a mean in float64 is exact up to it
 
 
@@ -42,6 +45,8 @@ class Reply:
         The other metrics: finite numbers, and lists without NaN. Of more than 64, or of more than
         10,000 numbers in all, some are left out, as are names of more than 64 characters, names
         that are no Unicode text, and those under which the server counts replies.
+    left_out : list of str
+        Names of metrics that are NaN or infinite.
     """
 
     def __init__(
@@ -57,8 +62,6 @@ class Reply:
         metrics: dict[str, Any] = dict(record)
         for key, value in metrics.items():
             for number in value if isinstance(value, list) else [value]:
-                if math.isnan(number) or (math.isinf(number) and not isinstance(value, list)):
-                    raise BadReply("non-finite", f"metric {key[:80]!r} is {number}")
                 if isinstance(number, int) and abs(number) >= 2**63:
                     raise BadReply("metrics", f"metric {key[:80]!r} has more than 64 bits")
         examples = metrics.pop(num_examples_key, None)
@@ -67,13 +70,17 @@ class Reply:
             or not 1 <= examples <= max_examples
             or examples != int(examples)
         ):
+            alike = [n[:80] for n in metrics if _spelling(n) == _spelling(num_examples_key)]
             raise BadReply(
                 "num-examples",
                 f"expected a whole {num_examples_key!r} of 1 ... {max_examples}, "
-                f"got {str(examples)[:80]}",
+                f"got {str(examples)[:80]}{f' and {alike[0]!r}: rename it' if alike else ''}",
             )
         self.num_examples = int(examples)
         metrics.pop("partition-id", None)
+        self.left_out = [name for name, value in metrics.items() if not _is_number(value)]
+        for name in self.left_out:
+            del metrics[name]
         kept, room = set[str](), MOST_NUMBERS
         for name in sorted(metrics, key=lambda name: (name not in KNOWN_METRICS, name)):
             size = len(metrics[name]) if isinstance(metrics[name], list) else 1
@@ -112,6 +119,53 @@ class Reply:
 def kinds_of(metrics: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
     """Names of metrics, with the length of those that are lists, else -1: equal ones have means."""
     return frozenset((k, len(v) if isinstance(v, list) else -1) for k, v in metrics.items())
+
+
+def mean_metrics(contents: list[RecordDict], key: str) -> MetricRecord:
+    """Average each metric over the clients that report it, weighted by their own `key`.
+
+    Of numbers and lists of one name, most of which are alike, the others are left out. Of more than
+    64 names those count that most clients report, and come first.
+    """
+    groups: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
+    for content in contents:
+        own: dict[str, Any] = dict(next(iter(content.metric_records.values())))
+        for kind in kinds_of(own):
+            groups.setdefault(kind, []).append((own[kind[0]], own[key]))
+    mean = MetricRecord()
+    for (name, _), pairs in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
+        if name == key or name in mean or len(mean) == MOST_METRICS:
+            continue
+        values = np.array([value for value, _ in pairs], np.float64)
+        total = sum(weight for _, weight in pairs)
+        shares = [weight / total for _, weight in pairs]
+        summed = sum(value * share for value, share in zip(values, shares, strict=True))
+        mean[name] = np.clip(summed, values.min(0), values.max(0)).tolist()
+    return mean
+
+
+def of_most(aggregate: Aggregate, contents: list[RecordDict], key: str) -> MetricRecord:
+    """Call a user's function with the replies that have all metrics that most have, and only these.
+
+    On a tie, those of the earliest reply.
+    """
+    metrics: list[Any] = [dict(next(iter(own.metric_records.values()))) for own in contents]
+    most = Counter(map(kinds_of, metrics)).most_common(1)[0][0]
+    names = {name for name, _ in most}
+    records = [MetricRecord({n: own[n] for n in own if n in names}) for own in metrics
+               if most <= kinds_of(own)]  # fmt: skip
+    return aggregate([RecordDict({"metrics": record}) for record in records], key)
+
+
+def _spelling(name: str) -> str:
+    return name.replace("_", "-").lower()
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a metric is finite, or a list without NaN, in which infinity may have a meaning."""
+    if isinstance(value, list):
+        return not any(map(math.isnan, value))
+    return math.isfinite(value)
 
 
 def _can_be_kept(name: str) -> bool:

@@ -43,10 +43,10 @@ from fedntk.ntk.robust_averages import DEFENCES
 
 from ..core.averaging import Learned, differing, named_arrays
 from ..core.base import BaseStrategy
-from ..core.exchange import Aggregate, Aggregated, logger
+from ..core.exchange import Aggregated, logger
 from ..core.inner import CheckedStrategy, GridSubset
 from ..core.registry import Exchange
-from ..core.replies import check_weights, kinds_of, read_arrays
+from ..core.replies import Aggregate, check_weights, read_arrays
 from .strata import Schedule, Strata, permutations
 
 
@@ -378,11 +378,8 @@ class FedEnsemble(BaseStrategy):
                 combined[name] = rule(values)
             elif name not in of_clients and any(examples):
                 means[name] = float(np.average(values, weights=examples))
-        kinds = [kinds_of(content.metric_records["metrics"]) for content in self._reported]
-        if alike := Counter(kinds):
-            most = max(alike, key=lambda kind: (alike[kind], sorted(kind)))
-            contents = [c for c, kind in zip(self._reported, kinds, strict=True) if kind == most]
-            means |= self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        if self._reported:
+            means |= self.train_metrics_aggr_fn(self._reported, self.weighted_by_key)
         return MetricRecord({**means, **combined})
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedntk.clients import SGDClient
@@ -113,6 +113,72 @@ def test_clients_metrics_are_limited(added, kept):
     changes = dict.fromkeys(range(6), with_metrics(**added))
     (_, found, _), (_, plain, _) = run(changes=changes), run()
     assert found.train_metrics[1] == {**plain.train_metrics[1], **kept}
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def mean_of(values, weights):
+    pairs = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None]
+    return sum(v * w for v, w in pairs) / sum(w for _, w in pairs)
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+def test_each_metric_is_the_mean_over_the_clients_that_report_it(stage):
+    """Clients have 5 to 10 examples; what one leaves out, or has as NaN, costs it nothing else."""
+    reported = {
+        "auc": [0.6, NAN, 0.9, 0.3, INF, None],
+        "f1": [0.3, 0.5, None, None, None, None],  # fewer than half have it
+        "only": [None, None, None, 0.7, None, None],
+        "count": [1, 0.5, 2, 1.5, 3, 2],  # whole numbers among others
+        "shape": [[1.0], [1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [NAN, 0.0], [INF, 1.0]],
+        "equal": [0.1] * 6,
+        "never": [NAN, INF, -INF, NAN, NAN, [NAN]],
+    }
+    changes = {
+        k: with_metrics(**{name: values[k] for name, values in reported.items()}) for k in range(6)
+    }
+    options = {"min_evaluate_nodes": 6}
+    plain, strategy = (
+        run(options=options, changes=own, changed_kind=stage)[1] for own in ({}, changes)
+    )
+    found, usual = (dict(getattr(own, f"{stage}_metrics")[1]) for own in (strategy, plain))
+    assert found.pop("replies-incomplete") == 6  # "never"
+    weights = range(5, 11)
+    for name, left in {"auc": {1, 4}, "f1": (), "only": (), "count": ()}.items():
+        values = [None if k in left else v for k, v in enumerate(reported[name])]
+        assert found.pop(name) == pytest.approx(mean_of(values, weights), rel=1e-12)
+    assert found.pop("shape") == pytest.approx(
+        [mean_of(v, [6, 7, 8]) for v in ([1, 3, 5], [2, 4, 6])]
+    )
+    assert found.pop("equal") == 0.1
+    assert found == usual  # all replies, and their other metrics
+
+
+def test_names_that_few_report_do_not_squeeze_out_those_of_most():
+    flood = {f"a-{k}-{i}": 1.0 for k in range(3) for i in range(60)}
+    changes = {
+        k: with_metrics(zeal=1.0, **{n: 1.0 for n in flood if n.startswith(f"a-{k}-")})
+        for k in range(3)
+    } | {k: with_metrics(zeal=1.0) for k in range(3, 6)}
+    metrics = run(changes=changes)[1].train_metrics[1]
+    assert metrics["zeal"] == 1.0
+    assert len(metrics) <= 64 + 3
+
+
+def test_a_function_is_given_the_metrics_that_most_have():
+    """Not the reply without a loss; of the one with a metric more, what the others have."""
+    given = []
+
+    def aggregate(contents, key):
+        given.extend(dict(content["metrics"]) for content in contents)
+        return MetricRecord({"n": len(contents)})
+
+    changes = {1: with_metrics(train_loss=NAN), 4: with_metrics(bonus=1.0)}
+    strategy = run(options={**ALL, "train_metrics_aggr_fn": aggregate}, changes=changes)[1]
+    assert strategy.train_metrics[1]["n"] == 5
+    assert [own["num-examples"] for own in given] == [5, 7, 8, 9, 10]
+    assert {frozenset(own) for own in given} == {frozenset(["train-loss", "num-examples"])}
 
 
 # ---------------------------------------------------------------- nodes and sampling

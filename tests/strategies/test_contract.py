@@ -198,7 +198,7 @@ def test_damaged_replies_leave_the_result_of_the_run_without_those_clients(name)
 def test_damaged_replies_to_other_messages_do_not_end_the_run(name):
     """Four clients' answers are damaged, and one evaluation has an impossible accuracy."""
     make, clients = STRATEGIES[name]
-    kinds = ["error", "no content", "NaN metric", "infinite metric"]
+    kinds = ["error", "no content", "NaN num-examples", "infinite num-examples"]
     damage = {k: DAMAGED_REPLIES[kind][0] for k, kind in enumerate(kinds, 1)}
     damage[5] = with_metrics(accuracy=1.1)
     grid = Grid(clients, changes=damage, changed_kind="evaluate query")
@@ -211,7 +211,7 @@ def test_damaged_replies_to_other_messages_do_not_end_the_run(name):
     assert "train-loss" not in trained
     assert sorted(strategy.client_evaluations) == [0]
     counted = {k: v for k, v in evaluated.items() if "rejected" in k}
-    expected = {"error": 1, "metrics": 2, "non-finite": 2}
+    expected = {"error": 1, "metrics": 2, "num-examples": 2}
     assert counted == {"replies-rejected": 5} | {f"rejected-{k}": n for k, n in expected.items()}
 
 
