@@ -79,7 +79,8 @@ class SCAFFOLD(BaseStrategy):
         clients = self.registry.clients(without=self.held_out, departed=True)
         clients |= self.controls.keys()
         if self.defence not in ("none", "validation") and self.controls:
-            known, zero = sorted(self.controls), np.zeros(1)
+            known = sorted(self.controls)
+            zero = np.zeros_like(self.controls[known[0]])
             every = [{"c": self.controls[client]} for client in known]
             counts = [self.examples[client] for client in known]
             mean = robust_mean({"c": zero}, every, counts, self.defence, self.liars_expected)["c"]

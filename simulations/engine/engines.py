@@ -16,6 +16,8 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from fedntk.strategies.core.sampling import patience_with
+
 from ._flower import Run, become_server, own_copy, stamp
 from .meter import METER
 
@@ -36,6 +38,8 @@ class LocalGrid(Grid):
     are the same with any number, if the clients share nothing that they change. `on_answer` is
     called after each reply: kind of message, replies so far, messages in this exchange.
     """
+
+    patience = 0.0  # no node comes later
 
     def __init__(
         self,
@@ -164,6 +168,11 @@ class ForwardingGrid(Grid):
     def run(self) -> Run:
         """The run that messages belong to."""
         return self.grid.run
+
+    @property
+    def patience(self) -> float:
+        """Seconds without a new node after which no more will come."""
+        return patience_with(self.grid)
 
     def create_message(self, *args: Any, **options: Any) -> Message:
         """Make a message to a node."""

@@ -26,9 +26,10 @@ from fedntk.ntk.averages import Arrays
 from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads.screening import screen_changes
-from fedntk.ntk.robust_averages import robust_mean, screen_by_loss
+from fedntk.ntk.robust_averages import least_models, robust_mean, screen_by_loss
 from fedntk.ntk.support.files import claimed
 from fedntk.ntk.support.threads import warn_of_spinning
+from fedntk.trust.secure_sum import FEWEST
 
 from .averaged_model import AveragedModel
 from .averaging import Learned, cast_like, named_arrays
@@ -37,7 +38,7 @@ from .checkpoint import RunCheckpoints
 from .exchange import Accepted, Pairs, logger
 from .replies import INCOMPLETE, Aggregate, Reply, accuracy_of, check_weights, screen_accuracies
 from .rounds import EvaluateFn, ShouldStop, run_rounds
-from .sampling import Sampling
+from .sampling import Sampling, await_nodes, patience_with
 from .saved_state import pack, unpack
 from .trust_protocols import MaskOptions
 
@@ -237,6 +238,7 @@ class BaseStrategy(MaskOptions, Sampling):
         """
         if odd := options.keys() - inspect.signature(Strategy.start).parameters.keys():
             raise TypeError(f"start: unknown arguments {', '.join(sorted(odd))}")
+        self.require_nodes(grid)
         warn_of_spinning(torch.get_num_threads())
         self._timeout = timeout
         train_config = ConfigRecord(dict(train_config or {}))  # strategies write into it
@@ -260,6 +262,26 @@ class BaseStrategy(MaskOptions, Sampling):
                 evaluate_fn=evaluate_fn,
                 should_stop=should_stop,
             )
+
+    def require_nodes(self, grid: Grid) -> None:
+        """Refuse, before any work, what wants more nodes than the grid will ever have."""
+        if patience_with(grid) == float("inf"):
+            return
+        wanted = dict[str, int]()
+        if self.fraction_train:
+            wanted["min_train_nodes"] = self.min_train_nodes
+            fewest = {
+                "min_completed": self.min_completed,
+                f"defence = {self.defence}": least_models(self.defence, self.liars_expected),
+                "secure_aggregation": FEWEST * self.secure_aggregation,
+            }
+            held_out = sum(partition >= 0 for partition in set(self.held_out))
+            beside = f" beside {held_out} held out" if held_out else ""
+            wanted |= {f"{name}{beside}": n + held_out for name, n in fewest.items() if n > 1}
+        if self.fraction_evaluate:
+            wanted["min_evaluate_nodes"] = self.min_evaluate_nodes
+        if wanted:
+            await_nodes(grid, {"min_available_nodes": self.min_available_nodes} | wanted)
 
     def centre(self, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
         """Ask for the mean of the inputs, unless it is there or not to be taken off."""

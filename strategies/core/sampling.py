@@ -5,7 +5,8 @@ and clients are drawn by it, from a generator of (seed, round, stage).
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from flwr.app import MessageType
@@ -14,6 +15,46 @@ from flwr.serverapp import Grid
 from fedntk.ntk.options import option
 
 from .exchange import Exchanges, logger
+
+SETTLED = 10.0  # seconds in which Flower's simulation registers a node more, if one is to come
+SILENCE = 5.0  # seconds of waiting before the log says so
+
+
+class NotEnoughNodes(ValueError):  # noqa: N818
+    """Options that want more nodes than a grid will ever have."""
+
+
+def patience_with(grid: Any) -> float:
+    """Return the seconds without a new node after which a grid gets no more; infinity: it may.
+
+    A grid says so as ``patience``. The nodes of Flower's simulation are set before it starts.
+    """
+    simulated = type(grid).__name__ == "InMemoryGrid"
+    return float(getattr(grid, "patience", SETTLED if simulated else float("inf")))
+
+
+def await_nodes(grid: Grid, wanted: Mapping[str, int]) -> list[int]:
+    """Return the grid's nodes when there are as many as each option wants.
+
+    NotEnoughNodes if there never will be.
+    """
+    needed, patience, begun, seen = max(wanted.values()), patience_with(grid), time.monotonic(), -1
+    while len(nodes := sorted(grid.get_node_ids())) < needed:
+        names = ", ".join(f"{name} = {n}" for name, n in wanted.items() if n > len(nodes))
+        now = time.monotonic()
+        if len(nodes) > seen:
+            seen, last, told = len(nodes), now, False
+        if now - last >= patience:
+            raise NotEnoughNodes(
+                f"{names}: this grid has {len(nodes)} nodes, and no more will come; lower what "
+                f"wants more, or give the grid {needed}: num_clients of a LocalGrid, "
+                "num-supernodes of a simulation"
+            )
+        if not told and now - begun >= SILENCE:
+            logger.info("waiting for nodes: %d of %d are there (%s)", len(nodes), needed, names)
+            told = True
+        time.sleep(min(1.0, patience))
+    return nodes
 
 
 class Sampling(Exchanges):
@@ -68,10 +109,8 @@ class Sampling(Exchanges):
 
         `sent_alike`: in the first round it does not matter who is who, if all are sampled.
         """
-        self._grid, needed = grid, max(self.min_available_nodes, minimum)
-        while len(nodes := sorted(grid.get_node_ids())) < needed:
-            logger.info("waiting for nodes: %d of %d are there", len(nodes), needed)
-            time.sleep(1)
+        self._grid, options = grid, {"min_available_nodes": self.min_available_nodes}
+        nodes = await_nodes(grid, options | {f"clients to {stage}": minimum})
         wanted = max(int(fraction * len(nodes)), minimum)
         if new := self.registry.unknown(nodes):  # ask each once, or have it told with the reply
             everyone = wanted >= len(nodes) and not excluded
