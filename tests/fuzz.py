@@ -326,7 +326,7 @@ def run(
 ) -> tuple[LiarsGrid, dict[Any, Any]]:
     """Run a strategy; return the grid, and what must have the same bits."""
     strategy = FEDERATIONS[name].strategy(
-        min_available_nodes=num_clients, fraction_train=1.0, fraction_evaluate=1.0
+        min_available_nodes=num_clients, fraction_train=1.0, fraction_evaluate=1.0, min_completed=1
     )
     grid, end = LiarsGrid(name, num_clients, lies, lost), ""
     with bounded(grid):

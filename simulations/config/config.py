@@ -79,7 +79,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     evaluate_every: int = setting(
         1, "rounds from one evaluation to the next; the last round always has one", at_least=1
     )
-    min_completed: int = setting(1, "fewest valid replies that change the model", at_least=1)
+    min_completed: float = BaseStrategy.options()["min_completed"].field()
     over_selection: float = BaseStrategy.options()["over_selection"].field()
     round_deadline: float = BaseStrategy.options()["round_deadline"].field()
     lost_share: float = setting(
@@ -289,7 +289,7 @@ class Config(SplitSettings, frozen=True, eq=True):
                 self.monitor.startswith("client-") and not self.clients_per_evaluation
             ),
             f"min-completed: expected at most clients-per-round = {sampled}, got "
-            f"{self.min_completed}": self.min_completed > sampled,
+            f"{self.min_completed:g}": self.min_completed > sampled,
             f"attack: expected one of {', '.join(ATTACKS)}, got {self.attack!r}"
             f"{nearest(self.attack, ATTACKS)}": self.attack not in ATTACKS,
             f"attack = {self.attack} and liars = {self.liars}: set both, or neither": (

@@ -25,6 +25,7 @@ from ..methods.method import Setup
 from ..metrics import load_metrics, metrics_checksum
 from ..models import network_checksum
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
+from ._flower import outlive_workers
 from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints, OnRound
 from .engines import MeteredGrid
@@ -39,6 +40,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run what the run-config says; ``flwr run`` calls this."""
+    outlive_workers()
     try:
         config = Config.parse(context.run_config)
     except ConfigError as error:

@@ -88,7 +88,7 @@ class ClosedFormStrategy(FeatureStrategy):
         self.global_arrays, self.server_round = arrays, server_round
         if self.solved or self.fraction_train == 0.0:
             return []
-        minimum = max(self.min_train_nodes, self.min_completed)
+        minimum = self.fewest_sampled
         nodes = self.sample(grid, server_round, "train", 1.0, minimum, self.held_out)
         return self.messages(nodes, MessageType.TRAIN, arrays, config)
 

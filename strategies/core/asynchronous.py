@@ -88,6 +88,7 @@ class AsynchronousStrategy(BaseStrategy):
             return super().sample(grid, server_round, stage, *how, **named)
         if not self.registry.partitions:
             nodes = super().sample(grid, server_round, stage, *how, **named)
+            self.num_sampled = 0  # a reply may come in any round
         else:
             self._grid, nodes = grid, sorted(grid.get_node_ids())
             told = self._ask_partitions(self._new(nodes))

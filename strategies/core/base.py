@@ -271,7 +271,7 @@ class BaseStrategy(MaskOptions, Sampling):
         if self.fraction_train:
             wanted["min_train_nodes"] = self.min_train_nodes
             fewest = {
-                "min_completed": self.min_completed,
+                "min_completed": int(self.min_completed),
                 f"defence = {self.defence}": least_models(self.defence, self.liars_expected),
                 "secure_aggregation": FEWEST * self.secure_aggregation,
             }
@@ -345,10 +345,8 @@ class BaseStrategy(MaskOptions, Sampling):
         self.global_arrays, self.server_round = arrays, server_round
         if self.fraction_train == 0.0:
             return []
-        minimum = max(self.min_train_nodes, self.min_completed)
-        nodes = self.sample(
-            grid, server_round, "train", self.fraction_train, minimum, self.held_out
-        )
+        fraction, minimum = self.fraction_train, self.fewest_sampled
+        nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
         self.prepare_round(server_round, nodes, grid)
         return self.messages(nodes, MessageType.TRAIN, arrays, config)
 

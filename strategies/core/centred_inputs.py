@@ -38,7 +38,7 @@ def centre_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> Ar
             "wrap the network as CentredInputs(network, input_shape), also on the clients"
         )
     centre = arrays[CENTRE].numpy()
-    nodes = strategy.sample(grid, 0, STAGE, 1.0, strategy.min_completed, strategy.held_out)
+    nodes = strategy.sample(grid, 0, STAGE, 1.0, strategy.fewest_replies, strategy.held_out)
     pairs, rejected = strategy.exchange(
         nodes, STAGE, ArrayRecord(), lambda reply: _parse_mean(reply, centre)
     )

@@ -5,6 +5,7 @@ first to do so, and can be parsed. All others are dropped, logged and counted; n
 """
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -66,11 +67,12 @@ class Exchanges(Declared, FedAvg):
         default=None,
     )
     evaluate_metrics_aggr_fn: Any = argument("the same, for evaluation", default=None)
-    min_completed: int = option(
-        "fewer valid replies leave the model unchanged in a round; at least as many clients are "
-        "sampled",
-        default=1,
-        at_least=1,
+    min_completed: float = option(
+        "fewer valid replies leave the model unchanged in a round: a number, of which at least as "
+        "many clients are sampled, or below 1 a share of the clients sampled, rounded up; "
+        "asynchronous rounds know no share",
+        default=0.5,
+        above=0,
     )
     max_examples: int = option(
         "examples that a client may hold: a reply that claims more is dropped, as examples are the "
@@ -131,6 +133,7 @@ class Exchanges(Declared, FedAvg):
     client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
     replies: ClassVar[str] = "weights"  # what these reply with: see Agreement
     defences: ClassVar[tuple[str, ...]] = ("none",)  # values of `defence` that it can follow
+    num_sampled = 0  # clients whose replies the current round wants
     num_false = 0  # replies of the newest exchange that `defence` dropped
     tells_options: ClassVar[bool] = True  # whether options declared to_clients are sent to them
 
@@ -160,6 +163,11 @@ class Exchanges(Declared, FedAvg):
     def check(self) -> None:
         """Refuse a key server without the name of a run, and another method's defence."""
         super().check()
+        if self.min_completed >= 1 and self.min_completed != int(self.min_completed):
+            raise ValueError(
+                "min_completed: expected a whole number, or a share below 1, got "
+                f"{self.min_completed}"
+            )
         if self.defence not in self.defences:
             raise ValueError(
                 f"defence: expected {' or '.join(self.defences)} for {type(self).__name__}, got "
@@ -437,13 +445,24 @@ class Exchanges(Declared, FedAvg):
             reply.client = self.registry.client(reply.node)
         return sorted(pairs, key=lambda pair: (pair[0].client, pair[0].node))
 
+    @property
+    def fewest_replies(self) -> int:
+        """Number of valid replies without which no round changes the model."""
+        return max(int(self.min_completed), least_models(self.defence, self.liars_expected))
+
+    @property
+    def fewest_sampled(self) -> int:
+        """Number of clients that are sampled for training at least."""
+        return max(self.min_train_nodes, self.fewest_replies)
+
     def enough(self, completed: int) -> bool:
         """Whether this many valid replies may change the model; logs it if they may not.
 
         Those of the newest exchange that `defence` dropped as false count: it bears them.
         """
         completed += self.num_false
-        needed = max(self.min_completed, least_models(self.defence, self.liars_expected))
+        share = self.min_completed if self.min_completed < 1 else 0
+        needed = max(self.fewest_replies, math.ceil(share * self.num_sampled))
         if completed < needed:
             logger.warning(
                 "%d valid replies and at least %d are needed: the model stays as it was",

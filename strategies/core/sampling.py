@@ -89,6 +89,8 @@ class Sampling(Exchanges):
         """
         if self._owner is not None:
             self._grid = grid
+            if stage == MessageType.TRAIN:
+                self.num_sampled = len(list(grid.get_node_ids()))
             return sorted(grid.get_node_ids(), key=lambda node: (self.registry.client(node), node))
         candidates, size = self._candidates(grid, stage, fraction, minimum, excluded)
         generator = np.random.default_rng([self.seed, server_round, *stage.encode()])
@@ -126,6 +128,7 @@ class Sampling(Exchanges):
         )
         wanted = size = min(wanted, len(candidates))
         if stage == MessageType.TRAIN:
+            self.num_sampled = wanted
             size = min(round(self.over_selection * wanted), len(candidates))
             self._wanted = wanted if size > wanted else None
         logger.info("configure_%s: sampled %d of %d nodes", stage, size, len(nodes))

@@ -244,7 +244,7 @@ class FedEnsemble(BaseStrategy):
             grid,
             MessageType.TRAIN,
             self.fraction_train,
-            max(self.min_train_nodes, self.min_completed),
+            self.fewest_sampled,
             self.held_out,
             sent_alike=self.strata.count == 1,
         )
@@ -314,7 +314,7 @@ class FedEnsemble(BaseStrategy):
                 break
         self._drop_outliers(of_model, rejected)
         models = EnsembleArrays.from_arrays(self.global_arrays).models
-        states = [m.state_dict() for m in self.members] if self.min_completed > 1 else []
+        states = [m.state_dict() for m in self.members] if self.min_completed != 1 else []
         new: dict[int, dict[str, Array]] = {}
         reported: list[MetricRecord] = []
         self._reported = []

@@ -221,7 +221,7 @@ class TCT(ConvexStrategy):
         if self.fraction_train == 0.0 or self.phase is None:
             return []
         fraction = 1.0 if self.phase.asks_everyone else self.fraction_train
-        minimum = max(self.min_train_nodes, self.min_completed)
+        minimum = self.fewest_sampled
         nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
         return self.phase.messages(nodes, config, grid)
 

@@ -380,6 +380,7 @@ def run_damaged(
     odd: dict[int, Change] | None = None,
 ) -> dict[str, bytes]:
     """Weights after a round in which all but two clients send damaged arrays, which is seen."""
+    strategy.min_completed = 1
     damage = DAMAGED_ARRAYS | DAMAGED_REPLIES
     changes = {k: damage[kind][0] for k, kind in enumerate(kinds, 1)} | (odd or {})
     grid = Grid(clients, changes=changes, num_clients=len(kinds) + 2)

@@ -35,6 +35,7 @@ from fedntk.strategies import (
     Topology,
     WeightedFedAvg,
 )
+from fedntk.strategies.core.sampling import NotEnoughNodes
 from fedntk.strategies.gossip.relay import MODEL
 from fedntk.trust import ShufflingServer
 
@@ -89,9 +90,11 @@ def test_the_option_is_no_change_without_it_and_another_with_it():
 
 
 def test_too_few_replies_for_the_liars_expected_leave_the_model():
-    """Krum bears two liars among seven, and six clients reply."""
-    strategy = SeededFedAvg(defence="krum", liars_expected=2)
-    after = start(strategy, Grid(CASES["fedavg"][1]))
+    """Krum bears two liars among seven, and six clients reply; with six clients none ever do."""
+    strategy = SeededFedAvg(defence="krum", liars_expected=2, fraction_train=0.1)
+    with pytest.raises(NotEnoughNodes, match="defence = krum = 7: this grid has 6 nodes"):
+        start(strategy, Grid(CASES["fedavg"][1]))
+    after = start(strategy, Grid(CASES["fedavg"][1], num_clients=7, changes={6: lost}))
     assert told(strategy) == [6]
     assert distance(after, arrays_of(ArrayRecord(dict(network().state_dict())))) == 0
 
@@ -237,7 +240,7 @@ def test_a_minority_s_losses_do_not_choose_t():
 
 
 def test_too_few_to_judge_leave_the_model():
-    grid = Grid(many(NTKFLClient))
+    grid = Grid(many(NTKFLClient), num_clients=7, changes={6: lost})
     after = start(ntk_fl(liars_expected=3), grid)  # seven are needed
     assert distance(after, arrays_of(ArrayRecord(dict(network().state_dict())))) == 0
 
