@@ -4,7 +4,7 @@ Only a command that needs torch imports it, so that help comes at once.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from fedntk import __version__
 
-from .errors import ConfigError, command_line
+from .errors import ConfigError, RunFailed, command_line
 
 app = command_line(
     "fedntk",
@@ -111,6 +111,20 @@ def run_command(
     curve = [row[headline] for row in read_records(result.folder) if headline in row]
     reached = f"{100 * curve[-1]:.1f} %" if curve else f"no {headline} was measured"
     typer.echo(f"{reached} after round {result.summary['rounds']}: {result.folder}")
+    _require_replies([result.folder])
+
+
+def _require_replies(folders: Iterable[Path]) -> None:
+    """Fail, after the results are shown, if most clients of most rounds of a run failed."""
+    from .report.results import MOSTLY_FAILED, describe_replies, read_summary
+
+    summaries = {folder: read_summary(folder) for folder in folders}
+    if bad := [
+        f"{folder}: {describe_replies(own)}"
+        for folder, own in summaries.items()
+        if own["status"] == MOSTLY_FAILED
+    ]:
+        raise RunFailed("; ".join(bad))
 
 
 @app.command("compare")
@@ -162,6 +176,7 @@ def compare_command(
         **overrides,
     )
     _show(write_report(out))
+    _require_replies(path.parent for path in out.rglob("summary.json"))
 
 
 @app.command("tune")

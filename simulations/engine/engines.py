@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,7 +32,8 @@ _run_ids = itertools.count(1)
 class LocalGrid(Grid):
     """Virtual clients in this process: nodes 1 ... num_clients, with partitions from 0.
 
-    A client that raises becomes an error reply, as on any other grid. Torch's number of threads is
+    A client that raises becomes an error reply, as on any other grid; its traceback is logged once
+    for each kind and place of errors. Torch's number of threads is
     restored after each client. So many `workers` run at the same time, each in a thread if there
     are several: use the grid as a context manager then, so that the threads end with it. Replies
     are the same with any number, if the clients share nothing that they change. `on_answer` is
@@ -60,6 +61,7 @@ class LocalGrid(Grid):
             self.contexts[i + 1] = Context(run_id, i + 1, own, RecordDict(), dict(run_config))
         self._replies: dict[str, Message] = {}
         self._on_answer = on_answer
+        self._errors = Counter[Any]()  # clients' errors, by kind and place
         self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
         self._lock = threading.Lock()
 
@@ -67,6 +69,9 @@ class LocalGrid(Grid):
         return self
 
     def __exit__(self, *error: object) -> None:
+        for (kind, *_), count in self._errors.items():
+            if count > 1:
+                logger.warning("%s, shown above: %d times in all", kind.__name__, count)
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -146,8 +151,13 @@ class LocalGrid(Grid):
                 raise TypeError(f"the app returned {type(reply).__name__}, expected a Message")
             return reply
         except (Exception, SystemExit) as error:  # a client must not end the run
-            partition = context.node_config.get("partition-id", node)
-            logger.warning("client %s: %s", partition, traceback.format_exc())
+            frames = traceback.extract_tb(error.__traceback__)
+            place = (type(error), *((frame.filename, frame.lineno) for frame in frames))
+            with self._lock:
+                self._errors[place] += 1
+            if self._errors[place] == 1:  # each client may fail so, in each round
+                partition = context.node_config.get("partition-id", node)
+                logger.warning("client %s: %s", partition, traceback.format_exc())
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         finally:

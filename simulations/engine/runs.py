@@ -23,9 +23,11 @@ from ..methods.method import Method
 from ..metrics import metrics_checksum, metrics_of
 from ..models import name_model, network_checksum
 from ..report.results import (
+    MOSTLY_FAILED,
     Run,
     State,
     clear_run,
+    describe_replies,
     read_records,
     read_run,
     read_summary,
@@ -361,8 +363,14 @@ def _run(
                 clients = config.num_clients, config.run_config()
                 with LocalGrid(client_application, *clients, **options) as grid:
                     serve(grid, config, on_round, prepared)
-    shown.end("finished before" if state == "finished" else "done")
-    return read_run(folder)
+    run = read_run(folder)
+    state_word = "finished before" if state == "finished" else "done"
+    shown.end(", ".join(filter(None, [state_word, describe_replies(run.summary)])))
+    if run.summary["status"] == MOSTLY_FAILED:
+        logger.warning(
+            "%s: %s; the log of the clients says why", folder, describe_replies(run.summary)
+        )
+    return run
 
 
 def _records_before(config: Config, state: State) -> Sequence[Record]:

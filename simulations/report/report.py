@@ -30,7 +30,7 @@ from .figures import (
     styles,
     tuning_values,
 )
-from .results import Run, read_runs
+from .results import Run, describe_replies, read_runs
 from .statistics import Estimate, estimate, paired_differences, run_scores, summary_over_seeds
 
 logger = logging.getLogger("flwr")
@@ -278,6 +278,9 @@ def _warnings(runs: Sequence[Run], left_out: Sequence[Path]) -> list[str]:
         f"Left out, as not finished, not readable or there twice: "
         f"{', '.join(map(str, left_out))}.": bool(left_out),
     }
+    replies = {f"{own.summary['run']}, seed {own.summary['seed']}": own.summary for own in runs}
+    told = {name: describe_replies(own) for name, own in replies.items()}
+    found |= {f"{name}: {words}.": bool(words) for name, words in told.items()}
     return [text for text, holds in found.items() if holds]
 
 

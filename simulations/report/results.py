@@ -101,6 +101,8 @@ class Run:
 
 
 State = Literal["new", "interrupted", "finished"]
+MOSTLY_FAILED = "mostly-failed"  # all rounds were run, and in most of them most clients failed
+OVER = ("finished", MOSTLY_FAILED)  # statuses of runs with results
 
 
 def run_state(config: Config) -> State:
@@ -125,7 +127,7 @@ def run_state(config: Config) -> State:
         )
     if longer or not (folder / "summary.json").exists():
         return "interrupted"
-    return "finished" if read_summary(folder)["status"] == "finished" else "interrupted"
+    return "finished" if read_summary(folder)["status"] in OVER else "interrupted"
 
 
 def clear_run(folder: Path, *, checkpoints: bool) -> None:
@@ -162,8 +164,10 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
             described = {"round": own.round, "learned": own.learned}
             save_tensors(folder / f"{file}.safetensors", own.weights, described)
     measured = next(record for record in reversed(records) if "accuracy" in record)
+    replies = count_replies(records)
+    most_failed = 2 * replies["rounds-mostly-failed"] > replies["rounds-with-replies"]
     return {
-        "status": "finished",
+        "status": MOSTLY_FAILED if most_failed else "finished",
         **dict(zip(("run", "method", "seed"), names, strict=True)),
         "rounds": checkpoint.round,
         "accuracy": measured["accuracy"],
@@ -173,11 +177,34 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
         "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
         "to-target": {str(each): to_target(records, each, headline) for each in config.targets},
         "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
+        **replies,
         **{total: sum(record[total] for record in records) for total in TOTALS},
         "machine": machine(),
         **{name: r[name] for name in method.summarised for r in records if name in r},
         **more,
     }
+
+
+def count_replies(records: Iterable[Record]) -> dict[str, int]:
+    """Count the replies of training: those used, those that came or failed, and bad rounds."""
+    came = [(r["replies-accepted"], r["replies-rejected"]) for r in records
+            if r.get("replies-accepted", 0) + r.get("replies-rejected", 0)]  # fmt: skip
+    return {
+        "replies-used": int(sum(used for used, _ in came)),
+        "replies-asked": int(sum(map(sum, came))),
+        "rounds-with-replies": len(came),
+        "rounds-mostly-failed": sum(used < failed for used, failed in came),
+    }
+
+
+def describe_replies(summary: Mapping[str, Any]) -> str:
+    """Say how many replies a run used of how many, if some failed; else nothing."""
+    used, asked = summary.get("replies-used", 0), summary.get("replies-asked", 0)
+    if used == asked:
+        return ""
+    bad, rounds = summary["rounds-mostly-failed"], summary["rounds-with-replies"]
+    words = f"{used} of {asked} replies were used"
+    return f"{words}; most clients failed in {bad} of {rounds} rounds" if bad else words
 
 
 def _write_table(path: Path, kinds: dict[str, str], rows: Iterable[Sequence[Any]]) -> None:
@@ -229,7 +256,7 @@ def read_run(folder: str | Path) -> Run:
     if not (folder / "summary.json").exists():
         raise FileNotFoundError(f"no finished run in {folder}: summary.json is missing")
     summary = read_summary(folder)
-    if summary["status"] != "finished":
+    if summary["status"] not in OVER:
         raise RunFailed(summary["error"] if summary["status"] == "failed" else "interrupted")
     tables = {}
     for name in ("rounds", "clients"):

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from importlib import metadata
+from logging import getLogger
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from fedntk.simulations import Config, read_runs, run
 from fedntk.simulations.cli import app
+from fedntk.simulations.report.results import read_run
 
 from ..conftest import ROOT
 from .outcomes import bits
@@ -58,6 +60,61 @@ def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tm
     assert "rounds.parquet is damaged: " in fedntk("report", folder, fails=1)
     (folder / "config.toml").write_text("")
     assert "config.toml" in fedntk(*resume, fails=2)
+
+
+FAILING = """
+from torch import nn
+import torch
+class Net(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer = nn.Linear(64, classes)
+    def forward(self, x):
+        if self.training and SHARE > float(torch.rand(())):
+            raise RuntimeError(f"out of luck {float(torch.rand(())):.3f}")
+        return self.layer(x.flatten(1))
+def build(shape, classes):
+    return Net(classes)
+"""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.95, 1.0])
+def test_a_run_in_which_most_clients_failed_does_not_end_as_if_it_had_not(share, tmp_path, caplog):
+    """The results are there; the command fails, and says how many replies were used of how many.
+
+    Of the one traceback that all clients have, the log has one.
+    """
+    (tmp_path / "net.py").write_text(FAILING.replace("SHARE", str(share)))
+    own = {"rounds": 6, "num-clients": 10, "clients-per-round": 10, "local-epochs": 1}
+    own |= {"batch-size": 10_000, "model": f"{tmp_path}/net.py:build", "min-completed": 1}
+    command = "run", CONF / "fedavg_digits.toml", "--out", tmp_path / "run", *settings(**own)
+    logger = getLogger("flwr")
+    logger.propagate, before = True, logger.propagate
+    try:
+        done = CliRunner().invoke(app, [str(part) for part in (*command, "--quiet")])
+    finally:
+        logger.propagate = before
+    said = done.output.splitlines()[-1]
+    assert (done.exit_code, said.startswith("fedntk: ")) == (int(share > 0), share > 0)
+    if share == 1:
+        assert "in 3 rounds no client's reply could be used" in said
+    assert sum("Traceback" in own.getMessage() for own in caplog.records) == (share > 0)
+    if share == 1:
+        return
+    summary = read_run(tmp_path / "run").summary
+    used, asked = summary["replies-used"], summary["replies-asked"]
+    assert asked == 60
+    if not share:
+        assert (summary["status"], used) == ("finished", 60)
+        return
+    assert summary["status"] == "mostly-failed"
+    assert 0 < used < 30
+    words = f"{used} of 60 replies were used; most clients failed in "
+    assert words in said
+    again = CliRunner().invoke(app, [str(part) for part in command])  # nothing is run
+    assert (again.exit_code, words in again.output) == (1, True)
+    fedntk("report", tmp_path / "run")
+    assert words in (tmp_path / "run" / "report" / "report.md").read_text()
 
 
 def test_compare_and_report(tmp_path):

@@ -264,6 +264,57 @@ def test_a_cluster_of_two_nodes_gives_the_bits_of_one_machine(tmp_path):
     pd.testing.assert_frame_equal(measured(both), measured(one))
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
+def test_a_worker_of_ray_that_dies_costs_a_reply_and_no_later_one(tmp_path):
+    """Flower's pool alone goes on with the dead one, and loses most replies of each round."""
+    killed = []
+
+    def kill(record):
+        if record["round"] == 2:
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    home = process.environ().get("FLWR_HOME", "")
+                    if home.startswith(str(tmp_path)) and "ray::ClientApp" in process.cmdline()[0]:
+                        process.kill()
+                        killed.append(process.pid)
+                        return
+
+    config = FEDAVG.replace(num_clients=20, clients_per_round=20, rounds=6)
+    result = run(config, out=tmp_path, engine="ray", progress=False, on_round=kill)
+    assert len(killed) == 1
+    accepted = result.curve("replies-accepted")
+    assert accepted.sum() >= 6 * 20 - 2  # the killed one's, and one sent to it before that is seen
+    assert accepted[4:].tolist() == [20] * 3
+    assert result.summary["status"] == "finished"
+    assert result.summary["replies-asked"] == 6 * 20
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray's open files
+def test_a_run_outlives_a_machine_of_its_cluster(tmp_path):
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        node = cluster.add_node(num_cpus=1)
+
+        def remove(record):
+            if record["round"] == 2:
+                cluster.remove_node(node, allow_graceful=False)
+
+        config = FEDAVG.replace(num_clients=10, clients_per_round=10, rounds=8)
+        options = {"engine": "ray", "ray_address": cluster.address, "progress": False}
+        result = run(config, out=tmp_path, on_round=remove, **options)
+    finally:
+        cluster.shutdown()
+    accepted = result.curve("replies-accepted")
+    assert accepted[-4:].tolist() == [10] * 4
+    assert accepted.sum() >= 8 * 10 - 4
+    assert result.summary["replies-used"] == accepted.sum()
+
+
 def processes_of(folder: Path) -> list[str]:
     """Command lines of running processes whose Flower home, which all inherit, is in `folder`."""
     found = []

@@ -10,8 +10,12 @@ from flwr.serverapp.strategy import Strategy
 from fedntk.clients import SGDClient
 from fedntk.ntk import BadReply
 from fedntk.ntk.support.files import claimed
+from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
+from fedntk.simulations.engine.losses import LossyGrid
 from fedntk.strategies import NoUsableReply, SeededFedAvg
+from fedntk.strategies.core import sampling
 from fedntk.strategies.core.replies import screen_accuracies
+from fedntk.strategies.core.sampling import NotEnoughNodes
 
 from .federation import (
     DAMAGED_REPLIES,
@@ -52,7 +56,8 @@ def run(rounds=1, options=ALL, *, ask=False, **of_grid):
 def test_damaged_replies_are_dropped_and_counted_under_their_reasons():
     weights = run_damaged(SeededFedAvg(**ALL), CLIENTS, KINDS)
     silent = dict.fromkeys(range(1, len(KINDS) + 1), lost)
-    assert weights == run(changes=silent, num_clients=len(KINDS) + 2)[0]
+    options = ALL | {"min_completed": 1}
+    assert weights == run(options=options, changes=silent, num_clients=len(KINDS) + 2)[0]
 
 
 def test_odd_replies_with_good_arrays_are_used():
@@ -196,6 +201,79 @@ def test_the_same_clients_are_sampled_by_fraction_or_by_number_whatever_their_no
     assert first == sampled({"seed": 3} | by_number, node_ids=IDS, order=1) != sampled(by_number)
     assert (len(first[1]), len(first[2])) == (3, 3)
     assert first[1] != first[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_available_nodes": 7}, "min_available_nodes = 7"),
+        ({"min_train_nodes": 7}, "min_train_nodes = 7"),
+        ({"min_completed": 7}, "min_completed = 7"),
+        ({"min_completed": 5, "held_out": [0, 1]}, "min_completed beside 2 held out = 7"),
+        ({"defence": "krum", "liars_expected": 2}, "defence = krum = 7"),
+        ({"fraction_evaluate": 0.1, "min_evaluate_nodes": 7}, "min_evaluate_nodes = 7"),
+        ({"min_available_nodes": 9, "min_train_nodes": 8}, "min_available_nodes = 9, min_train"),
+    ],
+)
+@pytest.mark.parametrize("kind", [LocalGrid, MeteredGrid, LossyGrid])
+def test_more_nodes_than_there_will_ever_be_are_refused_before_any_work(options, message, kind):
+    """Also behind grids that meter or lose messages."""
+    grid = Grid(CLIENTS)
+    strategy = SeededFedAvg(**ALL | options)
+    around = {LocalGrid: lambda: grid, MeteredGrid: lambda: MeteredGrid(grid)}
+    shown = around.get(kind, lambda: LossyGrid(grid, strategy, 0, 0.1, 0.0))()
+    with pytest.raises(
+        NotEnoughNodes, match=f"^{message}.*: this grid has 6 nodes.* give the grid"
+    ):
+        start(strategy, shown)
+    assert not grid.exchanges
+
+
+def test_sums_under_masks_need_three_clients_and_what_is_not_done_needs_none():
+    with pytest.raises(NotEnoughNodes, match="secure_aggregation = 3: this grid has 2 nodes"):
+        start(SeededFedAvg(secure_aggregation=True, **ALL), Grid(CLIENTS, num_clients=2))
+    strategy = SeededFedAvg(**ALL, min_evaluate_nodes=50, over_selection=3, liars_expected=9)
+    start(strategy, Grid(CLIENTS))
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+
+
+def test_where_nodes_may_come_the_log_says_once_what_is_waited_for(monkeypatch, caplog):
+    """After five seconds, and again when the number changes; the last node comes after 90."""
+    now = [0.0]
+
+    class Growing(Grid):
+        patience = float("inf")
+
+        def get_node_ids(self):
+            return sorted(self.contexts)[: 4 + (now[0] > 40) + (now[0] > 90)]
+
+    monkeypatch.setattr(sampling.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sampling.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(sampling.logger, "propagate", True)
+    with caplog.at_level("INFO"):
+        start(SeededFedAvg(min_available_nodes=6, **ALL), Growing(CLIENTS))
+    said = [r.getMessage() for r in caplog.records if "waiting for" in r.getMessage()]
+    assert said == [
+        f"waiting for nodes: {n} of 6 are there (min_available_nodes = 6)" for n in (4, 5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("least", "lost_clients", "changes"),
+    [(0.5, 3, True), (0.5, 4, False), (1, 5, True), (5, 2, False), (0.9, 1, False), (0.8, 1, True)],
+)
+def test_a_round_changes_the_model_if_half_of_the_replies_came(least, lost_clients, changes):
+    """By default; of six clients, with another share, or a number."""
+    options = ALL | ({} if least == 0.5 else {"min_completed": least})
+    weights, strategy, _ = run(options=options, changes=dict.fromkeys(range(lost_clients), lost))
+    assert strategy.train_metrics[1]["replies-accepted"] == 6 - lost_clients
+    assert (weights != bits(arrays_of(ArrayRecord(dict(network().state_dict()))))) == changes
+
+
+@pytest.mark.parametrize("least", [0, -1, 1.5, 2.5])
+def test_a_number_of_replies_is_whole_or_a_share(least):
+    with pytest.raises(ValueError, match="min_completed: expected "):
+        SeededFedAvg(min_completed=least)
 
 
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():

@@ -96,7 +96,7 @@ def test_algorithm_1_by_hand(option):
 def test_clients_not_heard_of_count_with_zero_and_those_held_out_not():
     """c = (|S| / N) mean over S of (c_i+ - 0); at w = 0 these are a (a w - 1) = -a."""
     for options, silent, control in (({}, (1, 2), -1 / 3), ({"held_out": [2]}, (), -3 / 2)):
-        strategy = SCAFFOLD(**options, **ALL)
+        strategy = SCAFFOLD(min_completed=1, **options, **ALL)
         changes = dict.fromkeys(silent, lost)
         descend(strategy, scalar(), 1, num_clients=3, changes=changes)
         assert strategy.control() == pytest.approx([control])
