@@ -3,14 +3,19 @@
 import signal
 import sys
 import sysconfig
+import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup, TyperOption
+
+logger = getLogger("flwr")
 
 
 class ConfigError(ValueError):
@@ -23,6 +28,39 @@ class RunFailed(RuntimeError):  # noqa: N818
 
 class Stopped(RunFailed):
     """Raised by a caller's `on_round` to end a run, which may go on later."""
+
+
+class Tracebacks:
+    """Logs the tracebacks of clients, each once a run: all clients may fail alike in each round.
+
+    Errors of one kind and place, whatever they say, have one traceback.
+    """
+
+    def __init__(self) -> None:
+        self._counts = Counter[Any]()  # by run, kind and place
+        self._lock = threading.Lock()
+
+    def log(self, context: Any, error: BaseException) -> None:
+        """Log the error of the client that Flower's context is of, unless its like was logged."""
+        frames = traceback.extract_tb(error.__traceback__)
+        places = tuple((frame.filename, frame.lineno) for frame in frames)
+        key = context.run_id, type(error).__name__, places
+        with self._lock:
+            self._counts[key] += 1
+            is_first = self._counts[key] == 1
+        if is_first:
+            client = context.node_config.get("partition-id", context.node_id)
+            text = "".join(traceback.format_exception(error))
+            logger.warning("client %s: %s", client, text)
+
+    def end(self, run_id: int) -> None:
+        """Log how often each error of a run came, and forget them."""
+        for key in [key for key in self._counts if key[0] == run_id]:
+            if (count := self._counts.pop(key)) > 1:
+                logger.warning("%s, whose traceback is above, came %d times", key[1], count)
+
+
+TRACEBACKS = Tracebacks()
 
 
 @contextmanager

@@ -2,11 +2,9 @@
 
 import copy
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from logging import getLogger
 from typing import Any
 
 import torch
@@ -19,14 +17,13 @@ from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.kept_examples import KeptExamples
 from ..data.load import load_own
-from ..errors import first_line
+from ..errors import TRACEBACKS, first_line
 from ..methods.method import PERSONAL, Setup
 from .building import load_setup, make_client
 from .engines import CLIENT_APP_RAISED_EXCEPTION
 from .meter import meter
 
 Function = Callable[[Message, Context], Message]
-logger = getLogger("flwr")
 STATE = "fedntk.client"  # name of the record that a client keeps
 
 
@@ -81,8 +78,7 @@ def _say_where(message: Message, context: Context, call_next: Function) -> Messa
     try:
         return call_next(message, context)
     except Exception as error:  # a client must not end the run
-        client = context.node_config.get("partition-id", context.node_id)
-        logger.warning("client %s: %s", client, traceback.format_exc())
+        TRACEBACKS.log(context, error)
         return Message(Error(CLIENT_APP_RAISED_EXCEPTION, first_line(error)), reply_to=message)
 
 

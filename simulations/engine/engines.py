@@ -3,8 +3,7 @@
 import itertools
 import threading
 import time
-import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from flwr.serverapp import Grid
 
 from fedntk.strategies.core.sampling import patience_with
 
+from ..errors import TRACEBACKS
 from ._flower import Run, become_server, own_copy, stamp
 from .meter import METER
 
@@ -61,7 +61,6 @@ class LocalGrid(Grid):
             self.contexts[i + 1] = Context(run_id, i + 1, own, RecordDict(), dict(run_config))
         self._replies: dict[str, Message] = {}
         self._on_answer = on_answer
-        self._errors = Counter[Any]()  # clients' errors, by kind and place
         self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
         self._lock = threading.Lock()
 
@@ -69,9 +68,7 @@ class LocalGrid(Grid):
         return self
 
     def __exit__(self, *error: object) -> None:
-        for (kind, *_), count in self._errors.items():
-            if count > 1:
-                logger.warning("%s, shown above: %d times in all", kind.__name__, count)
+        TRACEBACKS.end(self._run.run_id)
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -151,13 +148,7 @@ class LocalGrid(Grid):
                 raise TypeError(f"the app returned {type(reply).__name__}, expected a Message")
             return reply
         except (Exception, SystemExit) as error:  # a client must not end the run
-            frames = traceback.extract_tb(error.__traceback__)
-            place = (type(error), *((frame.filename, frame.lineno) for frame in frames))
-            with self._lock:
-                self._errors[place] += 1
-            if self._errors[place] == 1:  # each client may fail so, in each round
-                partition = context.node_config.get("partition-id", node)
-                logger.warning("client %s: %s", partition, traceback.format_exc())
+            TRACEBACKS.log(context, error)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         finally:

@@ -64,27 +64,26 @@ def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tm
 
 FAILING = """
 from torch import nn
-import torch
 class Net(nn.Module):
     def __init__(self, classes):
         super().__init__()
         self.layer = nn.Linear(64, classes)
     def forward(self, x):
-        if self.training and SHARE > float(torch.rand(())):
-            raise RuntimeError(f"out of luck {float(torch.rand(())):.3f}")
+        if self.training and WHEN:
+            raise RuntimeError(f"no luck with {len(x)} examples")
         return self.layer(x.flatten(1))
 def build(shape, classes):
     return Net(classes)
 """
 
 
-@pytest.mark.parametrize("share", [0.0, 0.95, 1.0])
-def test_a_run_in_which_most_clients_failed_does_not_end_as_if_it_had_not(share, tmp_path, caplog):
+@pytest.mark.parametrize("when", ["False", "2 < len(x) < 33", "True"])
+def test_a_run_in_which_most_clients_failed_does_not_end_as_if_it_had_not(when, tmp_path, caplog):
     """The results are there; the command fails, and says how many replies were used of how many.
 
     Of the one traceback that all clients have, the log has one.
     """
-    (tmp_path / "net.py").write_text(FAILING.replace("SHARE", str(share)))
+    (tmp_path / "net.py").write_text(FAILING.replace("WHEN", when))
     own = {"rounds": 6, "num-clients": 10, "clients-per-round": 10, "local-epochs": 1}
     own |= {"batch-size": 10_000, "model": f"{tmp_path}/net.py:build", "min-completed": 1}
     command = "run", CONF / "fedavg_digits.toml", "--out", tmp_path / "run", *settings(**own)
@@ -95,16 +94,17 @@ def test_a_run_in_which_most_clients_failed_does_not_end_as_if_it_had_not(share,
     finally:
         logger.propagate = before
     said = done.output.splitlines()[-1]
-    assert (done.exit_code, said.startswith("fedntk: ")) == (int(share > 0), share > 0)
-    if share == 1:
+    fails = when != "False"
+    assert (done.exit_code, said.startswith("fedntk: ")) == (int(fails), fails)
+    if when == "True":
         assert "in 3 rounds no client's reply could be used" in said
-    assert sum("Traceback" in own.getMessage() for own in caplog.records) == (share > 0)
-    if share == 1:
+    assert sum("Traceback" in own.getMessage() for own in caplog.records) == fails
+    if when == "True":
         return
     summary = read_run(tmp_path / "run").summary
     used, asked = summary["replies-used"], summary["replies-asked"]
     assert asked == 60
-    if not share:
+    if not fails:
         assert (summary["status"], used) == ("finished", 60)
         return
     assert summary["status"] == "mostly-failed"
