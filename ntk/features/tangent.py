@@ -128,7 +128,7 @@ class TangentFeatures:
             chunk_size=self.chunk_size,
             more_bytes=4 * width,
         )
-        with chunks as (_, parts):
+        with chunks as parts:
             for start, part in parts:
                 rows = features[start : start + part.num_examples]
                 if self.method == "subsample":

@@ -4,7 +4,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,8 +18,10 @@ from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
 from .attention import no_fast_path, separate_projections
 from .blocks import Block, DenseBlock
+from .one_example import check_function_of_one_example
 from .operator import Jacobian
 from .readout import ELEMENTWISE
+from .rows import draw_weights, keeps_rows, rows_of_examples
 from .rules import Layer, any_axis, linear, read_out, rule_for
 from .structure import COPY, graph_of, structure_of
 
@@ -33,6 +35,13 @@ MAX_CHUNK = 1024
 MAX_PLANS = 64
 MAX_GRAPHS = 16
 Calls = list[tuple[Tensor, Tensor]]
+AS_IT_IS = "differentiated as it is"
+BUT_RULE = ", since its layer's rule does not hold"
+HOOKED = (
+    "jacobian: expected that a backward pass gives the network's derivatives, got others; remove "
+    "hooks that change gradients, of modules (register_full_backward_hook), parameters and tensors "
+    "(register_hook)"
+)
 INPUT_OF = {"AddmmBackward0": 1, "MmBackward0": 0}  # place of a linear layer's input
 
 
@@ -98,8 +107,8 @@ def jacobian(
     """
     if structure not in ("factored", "dense"):
         raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
-    with differentiate_in_chunks(model, x, structure, outputs, chunk_size) as (row, parts):
-        return _collect(x, row, parts, device)
+    with differentiate_in_chunks(model, x, structure, outputs, chunk_size) as parts:
+        return _collect(x, parts, device)
 
 
 def example_gradients(
@@ -132,8 +141,8 @@ def example_gradients(
     found = differentiate_in_chunks(
         model, x, chunk_size=chunk_size, objective=_Objective(loss, targets)
     )
-    with found as (row, parts):
-        return _collect(x, row, parts)
+    with found as parts:
+        return _collect(x, parts)
 
 
 def gradient_norms(
@@ -158,32 +167,29 @@ def gradient_norms(
         chunk_bytes=LARGE_CHUNK_BYTES,
         objective=_Objective(loss, targets),
     )
-    with found as (_, parts):
+    with found as parts:
         for start, part in parts:
             squares[start : start + part.num_examples] = part.squared_norms()
     return squares.sqrt()
 
 
 def _collect(
-    x: Tensor,
-    row: Jacobian,
-    parts: Iterator[tuple[int, Jacobian]],
-    device: torch.device | str = "cpu",
+    x: Tensor, parts: Iterator[tuple[int, Jacobian]], device: torch.device | str = "cpu"
 ) -> Jacobian:
-    n = len(x)
-    require_memory(
-        n * row.nbytes,
-        f"the Jacobian of {n} examples x {row.num_outputs} outputs "
-        f"({row.nbytes / 1e6:.1f} MB an example)",
-        device=device,
-        cure="use fewer examples at a time",
-    )
-    _, first = next(parts)
-    if first.num_examples == n and first.device == torch.device(device):
-        return first.mapped(lambda array: _own(array, x))
-    result = first.empty(n, device=device)
-    result.fill(0, first)
+    n, result = len(x), Jacobian(())
     for start, part in parts:
+        if start == 0:  # it may come again, in another form
+            each = part.nbytes // part.num_examples
+            require_memory(
+                n * each,
+                f"the Jacobian of {n} examples x {part.num_outputs} outputs "
+                f"({each / 1e6:.1f} MB an example)",
+                device=device,
+                cure="use fewer examples at a time",
+            )
+            if part.num_examples == n and part.device == torch.device(device):
+                return part.mapped(lambda array: _own(array, x))
+            result = part.empty(n, device=device)
         result.fill(start, part)
     return result
 
@@ -227,11 +233,12 @@ def differentiate_in_chunks(
     more_bytes: int = 0,
     chunk_bytes: int = CHUNK_BYTES,
     objective: _Objective | None = None,
-) -> Iterator[tuple[Jacobian, Iterator[tuple[int, Jacobian]]]]:
-    """Yield the Jacobian of an example without its numbers, and an iterator over those of chunks.
+) -> Iterator[Iterator[tuple[int, Jacobian]]]:
+    """Yield an iterator over the Jacobians of chunks, each with the position of its first example.
 
-    Chunks are on the model's device, each with the position of its first example. Arguments are
-    those of :func:`jacobian`; with the structure ``"factors"`` also larger factors are kept.
+    They are on the model's device. If a later chunk shows that a layer's rows are not examples, the
+    iterator begins again at 0, without that layer's rule: only the last chunks from 0 on count.
+    Arguments are those of :func:`jacobian`; the structure ``"factors"`` keeps larger factors, too.
     `more_bytes` are extra bytes per example that the caller allocates. With an `objective`, it is
     differentiated in place of the outputs.
     """
@@ -247,36 +254,57 @@ def differentiate_in_chunks(
     outputs = outputs if objective is None else [0]
     attention = nullcontext() if structure == "dense" else separate_projections(model)
     with _evaluation_mode(model), ExitStack() as stack:
-        key = _key(model, x, structure, outputs)  # before attention gets its projections
-        for context in (no_fast_path(model), attention, torch.enable_grad(), full_float32()):
+        form = structure_of(model)  # before attention gets its projections
+        chosen = None if outputs is None else tuple(outputs)
+        key = form and (form, x.shape[1:], x.dtype, x.device, structure, chosen)
+        for context in (no_fast_path(model), torch.enable_grad(), full_float32()):
             stack.enter_context(context)
+        check_function_of_one_example(model, x, form)
+        stack.enter_context(attention)
         plan = _PLANS.get(key) or _Plan.make(model, x, structure, outputs)
-        work = 2 * plan.row.nbytes + plan.workspace + more_bytes
-        large, room = min(FEW * work, LARGE_CHUNK_BYTES), available_memory(x.device)
-        if x.device.type != "cpu" and room > 2 * GPU_CHUNK_BYTES:
-            chunk_bytes = GPU_CHUNK_BYTES
-        elif chunk_bytes < large <= room:
-            chunk_bytes = large
-        size = chunk_size or max(1, min(MAX_CHUNK, chunk_bytes // work))
-        require_memory(
-            min(size, len(x)) * work,
-            f"differentiating {min(size, len(x))} examples at a time",
-            device=x.device,
-            cure="lower chunk_size",
-        )
 
-        def part(start: int) -> Jacobian:
-            own = None if objective is None else objective.rows(start, start + size)
-            return plan.differentiate(model, x[start : start + size], own)
+        def parts() -> Iterator[tuple[int, Jacobian]]:
+            nonlocal plan
+            start, is_new = 0, False
+            while start < len(x):
+                if start == 0:
+                    size = chunk_size or _chunk_size(plan, x, more_bytes, chunk_bytes)
+                    require_memory(
+                        min(size, len(x)) * (plan.bytes_of_example + more_bytes),
+                        f"differentiating {min(size, len(x))} examples at a time",
+                        device=x.device,
+                        cure="lower chunk_size",
+                    )
+                rows = None if objective is None else objective.rows(start, start + size)
+                try:
+                    part = plan.differentiate(model, x[start : start + size], rows)
+                except _RowsError as error:
+                    start, without = 0, plan.without | error.parameters
+                    plan = _Plan.make(model, x, structure, outputs, without)
+                    continue
+                except _OtherGraphError:
+                    if start or is_new:
+                        raise
+                    plan, is_new = _Plan.make(model, x, structure, outputs), True
+                    continue
+                if start == 0:
+                    _keep(key, plan)
+                yield start, part
+                start += size
 
-        try:
-            made = [part(0)]
-        except _OtherGraphError:
-            plan = _Plan.make(model, x, structure, outputs)
-            made = [part(0)]
-        _keep(key, plan)
-        starts = range(0, len(x), size)
-        yield plan.row, ((start, made.pop() if made else part(start)) for start in starts)
+        chunks = parts()
+        first = next(chunks)
+        yield itertools.chain([first], chunks)
+
+
+def _chunk_size(plan: "_Plan", x: Tensor, more_bytes: int, chunk_bytes: int) -> int:
+    work = plan.bytes_of_example + more_bytes
+    large, room = min(FEW * work, LARGE_CHUNK_BYTES), available_memory(x.device)
+    if x.device.type != "cpu" and room > 2 * GPU_CHUNK_BYTES:
+        chunk_bytes = GPU_CHUNK_BYTES
+    elif chunk_bytes < large <= room:
+        chunk_bytes = large
+    return max(1, min(MAX_CHUNK, chunk_bytes // work))
 
 
 @contextmanager
@@ -296,8 +324,25 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def _has_gradient_hooks(model: nn.Module) -> bool:
+    of_all = torch.nn.modules.module
+    return bool(
+        of_all._global_backward_hooks
+        or of_all._global_backward_pre_hooks
+        or any(module._backward_hooks or module._backward_pre_hooks for module in model.modules())
+        or any(parameter._backward_hooks for parameter in model.parameters())
+    )
+
+
 class _OtherGraphError(ValueError):
     """The network computes something else than it did when its layers were examined."""
+
+
+class _RowsError(Exception):
+    """In a chunk, the rows of a layer are not the examples: its rule does not hold."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.parameters = {name for name in (layer.weight, layer.bias) if name}
 
 
 @dataclass(frozen=True)
@@ -312,25 +357,29 @@ class _Plan:
     layers: tuple[Layer, ...]
     rest: tuple[str, ...]  # names
     workspace: int  # bytes that an example takes on the way, the blocks themselves not counted
+    without: frozenset[str]  # names of parameters in `rest` that no rule may serve
     graphs: set[Hashable] = field(default_factory=set, compare=False)  # that the layers hold for
     row: Jacobian = field(init=False, compare=False)  # of an example, without numbers
 
     @classmethod
     def make(
-        cls, model: nn.Module, x: Tensor, structure: str, outputs: Sequence[int] | None
+        cls,
+        model: nn.Module,
+        x: Tensor,
+        structure: str,
+        outputs: Sequence[int] | None,
+        without: Collection[str] = (),
     ) -> "_Plan":
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError("jacobian: expected a model with trainable parameters, got none")
         with torch.no_grad():
             shape = tuple(model(x[:1]).shape)
-        if shape[:1] != (1,):
-            raise ValueError(f"jacobian: expected outputs of shape (n, ...), got {shape} for n = 1")
         size = math.prod(shape)
         outputs = range(size) if outputs is None else outputs
         if not outputs or not all(0 <= c < size for c in outputs):
             raise ValueError(f"outputs: expected some of 0 ... {size - 1}, got {outputs}")
-        layers = () if structure == "dense" else _find_layers(model, x[:3])
+        layers = () if structure == "dense" else _find_layers(model, x[:3], without)
         layers = tuple(replace(own, always_factored=structure == "factors") for own in layers)
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
         rest = tuple(name for name in parameters if name not in by_rule)
@@ -344,15 +393,49 @@ class _Plan:
         workspace = (2 + passes * len(outputs)) * _activation_bytes(model, x[:1])
         workspace += 4 * len(outputs) * rest_bytes
         whole = size > 1 and len(shape) == 2 and list(outputs) == list(range(size))
-        plan = cls(tuple(outputs), whole, layers, rest, workspace)
-        object.__setattr__(plan, "row", plan.differentiate(model, x[:1], None).to("meta"))
+        plan = cls(tuple(outputs), whole, layers, rest, workspace, frozenset(without))
+        row = plan.differentiate(model, x[:1], None)
+        if not plan._agrees(model, x[:1], None, row):
+            if not layers:
+                raise ValueError(HOOKED)
+            return cls.make(model, x, structure, outputs, parameters)
+        object.__setattr__(plan, "row", row.to("meta"))
         return plan
+
+    @property
+    def bytes_of_example(self) -> int:
+        """Bytes that an example takes while it is differentiated."""
+        return 2 * self.row.nbytes + self.workspace
 
     def differentiate(self, model: nn.Module, x: Tensor, objective: _Objective | None) -> Jacobian:
         """Jacobian of a chunk of examples, on its device."""
         blocks = self._by_rule(model, x, objective) if self.layers else []
         rest = self._as_they_are(model, x, objective) if self.rest else []
-        return Jacobian((*blocks, *rest))
+        made = Jacobian((*blocks, *rest))
+        if _has_gradient_hooks(model) and not self._agrees(model, x, objective, made):
+            raise ValueError(HOOKED)
+        return made
+
+    def _agrees(
+        self, model: nn.Module, x: Tensor, objective: _Objective | None, found: Jacobian
+    ) -> bool:
+        """Whether one backward pass gives J^T R of random weights R: hooks may change gradients."""
+        names = [name for block in found.blocks for name in block.names]
+        values = model(x.clone())
+        values = (values if objective is None else objective(values)).reshape(len(x), -1)
+        weights = draw_weights(len(x) * len(self.outputs), values).view(len(x), -1)
+        chosen = (values[:, list(self.outputs)] * weights).sum()
+        if not chosen.requires_grad:
+            return True
+        gradients = _gradients(chosen, [model.get_parameter(name) for name in names], keep=False)
+        expected = {n: g.to_dense() for n, g in zip(names, gradients, strict=True)}
+        total = sum(float(g.norm()) for g in expected.values())
+        share = max(1e-3, 16 * torch.finfo(values.dtype).eps)
+        product = found.vjp(weights)
+        return not math.isfinite(total) or all(
+            float((product[name] - g).norm()) <= share * (float(g.norm()) + 0.01 * total)
+            for name, g in expected.items()
+        )
 
     def _by_rule(self, model: nn.Module, x: Tensor, objective: _Objective | None) -> list[Block]:
         modules = [(layer, model.get_submodule(layer.name)) for layer in self.layers]
@@ -360,12 +443,13 @@ class _Plan:
         captured = [(own.name, module, own.copied) for own, module in modules]
         with _capture(captured, seen) as calls:
             values = model(x)
-            totals = (values if objective is None else objective(values)).sum(0).flatten()
+            values = values if objective is None else objective(values)
+            totals = values.sum(0).flatten()
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         in_place = {own.name for own in self.layers if not own.copied} & _written_over(seen)
         graph = (graph_of(totals, names), *map(len, calls.values()), *sorted(in_place))
         if graph not in self.graphs:
-            if self.graphs and _find_layers(model, x[:3]) != self.layers:
+            if self.graphs and _find_layers(model, x[:3], self.without) != self.layers:
                 raise _OtherGraphError(
                     "jacobian: the network computes something else for some examples than for "
                     "others; use structure='dense'"
@@ -374,20 +458,17 @@ class _Plan:
                 self.graphs.pop()
             self.graphs.add(graph)
         others = [own for own in self.layers if own.readout is None or not self.whole]
-        points = [calls[layer.name][k][1] for layer in others for k in layer.calls]
+        points = [(layer, *calls[layer.name][k]) for layer in others for k in layer.calls]
         made = self._read_out(model, calls, keep=bool(points))
-        gradients = _gradients_of_each(totals, self.outputs, points) if points else []
+        pairs = iter(_pairs(values, totals, self.outputs, points))
         blocks: list[Block] = []
-        of_call = iter(gradients)
         with torch.no_grad():
             for layer, module in modules:
                 if layer.name in made:
                     blocks += made[layer.name]
-                    continue
-                axis = layer.batch_axis
-                inputs = [calls[layer.name][k][0].detach().movedim(axis, 0) for k in layer.calls]
-                pairs = [(own, next(of_call).movedim(axis + 1, 0)) for own in inputs]
-                blocks += layer.rule(layer, module, pairs)
+                else:
+                    of_layer = list(itertools.islice(pairs, len(layer.calls)))
+                    blocks += layer.rule(layer, module, of_layer)
         return blocks
 
     def _read_out(
@@ -425,8 +506,8 @@ class _Plan:
         except RuntimeError:  # some operations, an LSTM's among them, have no batching rule
             rows = [_one_by_one(outputs, rest, *pair) for pair in zip(x, targets, strict=True)]
             tensors = {name: torch.stack([row[name] for row in rows]) for name in rest}
-        path = "differentiated as it is"
-        return [DenseBlock(name, tensors[name].detach(), path) for name in rest]
+        paths = {name: AS_IT_IS + (BUT_RULE if name in self.without else "") for name in rest}
+        return [DenseBlock(name, tensors[name].detach(), path) for name, path in paths.items()]
 
 
 def _one_by_one(
@@ -441,15 +522,6 @@ def _one_by_one(
 
 _PLANS: dict[Hashable, _Plan] = {}
 _LOCK = threading.Lock()
-
-
-def _key(
-    model: nn.Module, x: Tensor, structure: str, outputs: Sequence[int] | None
-) -> Hashable | None:
-    """Return what a plan may be kept for; None if it may not."""
-    own = structure_of(model)
-    chosen = None if outputs is None else tuple(outputs)
-    return own and (own, x.shape[1:], x.dtype, x.device, structure, chosen)
 
 
 def _keep(key: Hashable | None, plan: _Plan) -> None:
@@ -476,6 +548,43 @@ def _activation_bytes(model: nn.Module, example: Tensor) -> int:
     with torch.no_grad(), _hooks((module, hook) for module in leaves):
         model(example)
     return total
+
+
+def _pairs(
+    values: Tensor,
+    totals: Tensor,
+    outputs: Sequence[int],
+    points: Sequence[tuple[Layer, Tensor, Tensor]],
+) -> Calls:
+    """Return inputs (n, ...) and gradients (n, C, ...) of calls of layers; row i is of example i.
+
+    `values` (n, ...) are differentiated, and `totals` (C,) are their sums over examples.
+    """
+    n, made, pairs = len(values), [z for *_, z in points], Calls()
+    for layer, _, z in points:
+        if z.shape[layer.batch_axis] != n:
+            raise _RowsError(layer)
+    first = all(layer.batch_axis == 0 for layer, *_ in points)
+    in_order = n == 1 or (first and keeps_rows(values, made))
+    of_examples, of_outputs = draw_weights(n, totals), draw_weights(len(outputs), totals)
+    if not in_order:
+        marks = torch.zeros_like(totals)
+        marks[list(outputs)] = of_outputs
+        marks = (of_examples[:, None] * marks).view(values.shape)
+        marked = _gradients(values, made, marks, keep=True)
+    gradients = _gradients_of_each(totals, outputs, made) if made else []
+    for k, (layer, a, _) in enumerate(points):
+        axis = layer.batch_axis
+        inputs, gradient = a.detach().movedim(axis, 0), gradients[k].movedim(axis + 1, 0)
+        if not in_order:
+            plain = torch.einsum("nc...,c->n...", gradient, of_outputs)
+            rows = rows_of_examples(plain, marked[k].movedim(axis, 0), of_examples)
+            if rows is None:
+                raise _RowsError(layer)
+            if not torch.equal(rows, torch.arange(n, device=rows.device)):
+                inputs, gradient = inputs[rows], gradient[rows]
+        pairs.append((inputs, gradient))
+    return pairs
 
 
 def _gradients_of_each(
@@ -507,18 +616,20 @@ def _gradients(
     )
 
 
-def _find_layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
+def _find_layers(model: nn.Module, x: Tensor, without: Collection[str] = ()) -> tuple[Layer, ...]:
     """Find the layers that a rule may serve, by running 2 and then 3 examples.
 
-    One axis of a layer's inputs and outputs must follow the number of examples, an example's
-    outputs must depend only on its own entries, and every use of a parameter must be by a call of
-    its layer.
+    One axis of a layer's inputs and outputs must follow the number of examples, each of its rows
+    must act on one example, and every use of a parameter must be by a call of its layer. Layers of
+    the parameters `without` are left out.
     """
     names = {p: n for n, p in model.named_parameters() if p.requires_grad}
     candidates = [
         (name, module)
         for name, module in model.named_modules()
-        if rule_for(module) and any(p in names for p in module._parameters.values())
+        if rule_for(module)
+        and any(p in names for p in module._parameters.values())
+        and not any(names.get(p) in without for p in module._parameters.values())
     ]
     two, three = (x[torch.arange(n, device=x.device) % len(x)] for n in (2, 3))
     seen: Seen = []
@@ -600,9 +711,10 @@ def _find_batch_axis(few: Calls, more: Calls) -> int | None:
 def _find_reached_calls(
     outputs: Tensor, x: Tensor, calls: Mapping[str, Calls], axes: Mapping[str, int | None]
 ) -> dict[str, tuple[int, ...]]:
-    """Find each layer's calls that reach the outputs, if examples keep to their own entries.
+    """Find each layer's calls that reach the outputs, if each row acts on one example.
 
-    A layer where an example's outputs depend on another example (batch statistics) is left out.
+    A layer with a row that acts on two, or two rows that act on one (batch statistics), is left
+    out. None is found if an example's outputs depend on another example.
     """
     network = "the examples"
     points = [
@@ -611,19 +723,20 @@ def _find_reached_calls(
         for k, (_, made) in enumerate(of_layer)
         if made.requires_grad
     ]
+    n = len(outputs)
+    acts = {(name, k): torch.zeros(n, n, dtype=torch.bool) for name, k, _ in points}  # output, row
     reached: dict[str, set[int]] = {}
-    mixed = set()
     weights = torch.arange(1, outputs.shape[1] + 1).to(outputs)
     for i, output in enumerate(outputs):
         found = torch.autograd.grad(
             output @ weights, [made for *_, made in points], retain_graph=True, allow_unused=True
         )
-        of_others = [r for r in range(len(outputs)) if r != i]
         for (name, k, _), gradient in zip(points, found, strict=True):
             if gradient is not None:
                 reached.setdefault(name, set()).add(k)
-                if gradient.movedim(axes.get(name) or 0, 0)[of_others].any():
-                    mixed.add(name)
+                rows = gradient.movedim(axes.get(name) or 0, 0).reshape(n, -1)
+                acts[name, k][i] = (rows != 0).any(1).cpu()
+    mixed = {name for (name, _), a in acts.items() if max(a.sum(0).max(), a.sum(1).max()) > 1}
     if network in mixed:
         return {}
     return {name: tuple(sorted(ks)) for name, ks in reached.items() if name not in mixed}
@@ -657,24 +770,29 @@ def _written_over(seen: Seen) -> set[str]:
 def _capture(
     modules: Iterable[tuple[str, nn.Module, bool]], seen: Seen | None = None
 ) -> Iterator[dict[str, Calls]]:
-    """Record (input, output) of each call of the named modules, of copies where asked for."""
+    """Record (input, output) of each call of the named layers, of copies where asked for."""
     modules = list(modules)
     calls: dict[str, Calls] = {name: [] for name, *_ in modules}
 
-    def record(name: str, copied: bool) -> Callable[..., Tensor]:
-        def hook(
-            _: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
-        ) -> Tensor:
-            given = next(iter((*args, *named.values())))
+    def record(name: str, forward: Callable[..., Tensor], copied: bool) -> Callable[..., Tensor]:
+        def recorded(*args: Tensor, **named: Any) -> Tensor:
+            output = forward(*args, **named)
+            given = args[0] if args else named.get("input", named.get("x"))
             if seen is not None:
                 seen.extend((name, tensor, tensor._version) for tensor in (given, output))
             calls[name].append((given.clone() if copied else given, output))
             return output.clone() if copied else output
 
-        return hook
+        return recorded
 
-    with _hooks((module, record(name, copied)) for name, module, copied in modules):
+    layers: list[Any] = [module for _, module, _ in modules]
+    try:  # not by hooks: those of others may change what the layer returns
+        for (name, _, copied), layer in zip(modules, layers, strict=True):
+            layer.forward = record(name, layer.forward, copied)
         yield calls
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
 
 
 @contextmanager

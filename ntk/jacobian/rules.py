@@ -45,11 +45,18 @@ Rule = Callable[[Layer, Any, Calls], list[Block]]  # of the layer, its module an
 def rule_for(module: nn.Module) -> Rule | None:
     """Return the rule that serves `module`, None if it has to be differentiated as it is."""
     for kinds, applies, rule in _RULES:
-        if any(type(module).forward is kind.forward for kind in kinds):
+        if any(_computes_as(module, kind) for kind in kinds):
             own = module._parameters  # a parametrised weight is no parameter of the layer's own
             named = set(own) <= {"weight", "bias"} and own.get("weight") is not None
             return rule if named and applies(module) else None
     return None
+
+
+def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether nothing that computes the outputs of torch's layer was replaced."""
+    names = [name for name in ("forward", "_conv_forward", "weight", "bias") if hasattr(kind, name)]
+    same = all(getattr(type(module), name, None) is getattr(kind, name) for name in names)
+    return same and not any(name in vars(module) for name in names)
 
 
 def any_axis(module: nn.Module) -> bool:

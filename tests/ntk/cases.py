@@ -306,7 +306,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch-norm": (lambda: _normed(nn.BatchNorm2d(4)), (2, 6, 6)),
     "group-norm": (lambda: _normed(nn.GroupNorm(2, 4)), (2, 6, 6)),
     "layer-norm": (lambda: _mlp(nn.LayerNorm(7), nn.GELU()), (5,)),
-    "batch-statistics": (lambda: _normed(nn.BatchNorm2d(4, track_running_stats=False)), (2, 6, 6)),
     "dropout": (lambda: _mlp(nn.Dropout(0.5), nn.ReLU()), (5,)),
 }
 

@@ -246,8 +246,7 @@ PATHS = {
     ("tied-weights", "first.weight"): "differentiated as it is",
     ("functional-use", "layer.weight"): "differentiated as it is",
     ("folded-positions", "layer.weight"): "differentiated as it is",
-    ("shuffled", "layer.weight"): "differentiated as it is",
-    ("batch-statistics", "4.weight"): "differentiated as it is",
+    ("shuffled", "layer.weight"): "linear, 1 position, features first",
     ("lstm", "lstm.weight_ih_l0"): "differentiated as it is",
     ("attention", "attention.in_proj_weight"): "linear, summed over positions",
     ("cross-attention", "attention.in_proj_weight"): "linear, summed over positions",
@@ -362,7 +361,7 @@ def _mix(_: nn.Module, h: Tensor) -> Tensor:
 CHANGES: dict[str, Callable[[Branches], object]] = {
     "activation": lambda m: setattr(m, "activation", lambda h: h @ m.layer.weight),
     "function": lambda m: setattr(m, "activation", torch.sin),
-    "axis": lambda m: setattr(m, "axis", 0),
+    "axis": lambda m: setattr(m, "axis", ()),
     "hook": lambda m: m.layer.register_forward_hook(lambda f, args, z: z + args[0] @ f.weight),
     "tied": lambda m: setattr(m.other, "weight", m.layer.weight),
     "frozen": lambda m: m.layer.bias.requires_grad_(requires_grad=False),
@@ -397,14 +396,14 @@ def test_a_network_that_changes_between_chunks_is_refused_or_examined_anew():
     """Four chunks: by the examples, a layer is read by a function besides or called again."""
 
     def use(layer: nn.Linear, x: Tensor) -> Tensor:
-        return layer(x) @ layer.weight if x.mean() > 0 else layer(x)
+        return nn.functional.linear(x, layer.weight, layer.bias) if x.mean() > 0 else layer(x)
 
     model = LayerAndHead(5, 5, use).double()
     x = normal(4, 5, seed=1)
     x[:3] = -x[:3].abs()
     x[3] = x[3].abs()
     refused("computes something else for some examples", jacobian, model, x, chunk_size=1)
-    model.use = lambda layer, x: torch.tanh(layer(x)) if x.mean() > 0 else layer(x)
+    model.use = lambda layer, x: torch.relu((layer(x).relu() if x.mean() > 0 else layer(x)))
     found = jacobian(model, x, chunk_size=1).dense()
     for name, tensor in jacobian(model, x, structure="dense").dense().items():
         assert close(found[name], tensor), name

@@ -1,0 +1,199 @@
+"""Whether a network is a function of one example, which all Jacobians, features and sums assume."""
+
+import copy
+import random
+import threading
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from .structure import structure_of
+
+MOST = 16  # examples that are looked at
+REPEATS = 20  # of a network that draws random numbers
+NOISE, EXACT = 2e-6, 1e-9  # relative; a difference above NOISE is looked at again in float64
+ALIKE = 1e-5  # of what goes into modules and comes out
+CLEAR = 1e-3  # the same of a network that float64 does not serve
+MAX_KEPT = 256
+AGAIN, BESIDE, FEWER = "it runs again", "other examples are beside it", "fewer are beside it"
+CURES = {
+    AGAIN: "random numbers and counters must not act in evaluation mode (dropout: "
+    "training=self.training)",
+    BESIDE: "statistics must be of an example's own numbers (GroupNorm, LayerNorm) or kept ones "
+    "(BatchNorm with track_running_stats)",
+    FEWER: "the number of examples must not count",
+}
+Network = Callable[[Tensor], Tensor]
+_KEPT: dict[Hashable, None] = {}
+_LOCK = threading.Lock()
+
+
+class _Difference(NamedTuple):
+    """Two batches with the same examples in some rows, of which outputs differ."""
+
+    when: str
+    first: Tensor
+    second: Tensor
+    rows: slice
+    size: float  # relative
+
+
+@torch.no_grad()
+def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = None) -> None:
+    """Refuse a network if f(x) does not repeat, or depends on other examples or on how many.
+
+    Up to 16 of the examples `x` (n, ...), on the model's device, go through the model in evaluation
+    mode, once for each form of network and example. `form` is :func:`.structure_of` the model, if
+    that is known. Parameters that are zero, which may hide something, get other values for it.
+    """
+    chosen = x[torch.linspace(0, len(x) - 1, min(len(x), MOST)).long().to(x.device)]
+    form = form or structure_of(model)
+    alike = bool((chosen == chosen[:1]).all())  # they show nothing of neighbours
+    key = form and (form, x.shape[1:], x.dtype, x.device, alike)
+    if key in _KEPT:
+        return
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        network = _without_zeros(model)
+        found = _difference(network, chosen)
+        if found and not _is_confirmed(model, chosen, found):
+            found = None
+        if found:
+            raise ValueError(
+                "model: expected that the outputs of an example depend only on the example, got "
+                f"others from {_source(model, network, found)} when {found.when}; "
+                f"{CURES[found.when]}"
+            )
+    finally:
+        for module in training:
+            module.training = True
+    if key:
+        with _LOCK:
+            while len(_KEPT) >= MAX_KEPT:
+                del _KEPT[next(iter(_KEPT))]
+            _KEPT[key] = None
+
+
+def _without_zeros(model: nn.Module) -> Network:
+    """Return the model as a function that copies its examples and has no parameter that is zero."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return lambda x: model(x.clone())
+    changed = {
+        name: (0.1 * torch.arange(1.0, p.numel() + 1, device=p.device).sin()).view(p.shape).to(p)
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and not p.any()
+    }
+    return lambda x: functional_call(model, changed, (x.clone(),))
+
+
+def _difference(network: Network, chosen: Tensor, noise: float = NOISE) -> _Difference | None:
+    """Return the first two batches that show that the network is no function of one example."""
+    before, n = _random_states(), len(chosen)
+    outputs, half = network(chosen), n // 2
+    if outputs.shape[:1] != (n,):
+        one = network(chosen[:1])
+        shape, n = (one.shape, 1) if one.shape[:1] != (1,) else (outputs.shape, n)
+        raise ValueError(
+            f"jacobian: expected outputs of shape (n, ...), got {tuple(shape)} for n = {n}"
+        )
+    repeats = 1 if _random_states() == before else REPEATS
+    pairs = [(AGAIN, chosen, slice(None))] * repeats
+    pairs += [
+        (BESIDE, torch.cat([chosen[:half], chosen[:1].expand_as(chosen[half:])]), slice(0, half)),
+        (BESIDE, torch.cat([chosen[-1:].expand_as(chosen[:half]), chosen[half:]]), slice(half, n)),
+        (FEWER, chosen[:2] if n > 2 else chosen.repeat_interleave(2, 0), slice(0, 1)),
+        (FEWER, chosen[:1], slice(0, 1)),
+    ]
+    for when, batch, rows in pairs:
+        others = network(batch)
+        size = _distance(outputs[rows], others[rows])
+        if size > (EXACT if outputs.dtype == torch.float64 else noise):
+            return _Difference(when, chosen, batch, rows, size)
+    return None
+
+
+def _is_confirmed(model: nn.Module, chosen: Tensor, found: _Difference) -> bool:
+    """Whether a difference is more than rounding, which is far smaller in float64."""
+    if found.size > 0.1:
+        return True
+    try:
+        network = _without_zeros(copy.deepcopy(model).double())
+        wide = chosen.double() if chosen.is_floating_point() else chosen
+        again = _difference(network, wide, found.size / 10)
+    except (RuntimeError, TypeError):
+        return found.size > CLEAR
+    return again is not None and again.size > found.size / 10
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest number; infinite if forms or NaN differ."""
+    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (a, b))
+    return float((a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(torch.double).tiny))
+
+
+def _random_states() -> tuple[Any, ...]:
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = [torch.get_rng_state(), *of_gpus]
+    legacy = np.random.get_state()  # noqa: NPY002
+    return (random.getstate(), str(legacy), *(state.numpy().tobytes() for state in states))
+
+
+def _source(model: nn.Module, network: Network, found: _Difference) -> str:
+    """Name the first module that makes different outputs of the same inputs."""
+    source, calls = "", (_calls(model, network, batch) for batch in (found.first, found.second))
+    for (name, *first), (_, *second) in zip(*calls, strict=False):
+        same = [
+            all(
+                _distance(_rows_in(a, found.first, found), _rows_in(b, found.second, found)) < ALIKE
+                for a, b in zip(*tensors, strict=False)
+            )
+            for tensors in zip(first, second, strict=True)
+        ]
+        if same == [True, False]:
+            source = name
+            break
+    kind = type(model.get_submodule(source)).__name__
+    return f"{source!r} ({kind})" if source else f"the network's forward ({kind})"
+
+
+def _rows_in(tensor: Tensor, batch: Tensor, found: _Difference) -> Tensor:
+    """Return the rows of the examples that both batches have; nothing of what has no such rows."""
+    for axis in range(min(2, tensor.ndim)):
+        if tensor.shape[axis] == len(batch):
+            return tensor.movedim(axis, 0)[found.rows]
+    return tensor if found.when == AGAIN else tensor.new_empty(0)
+
+
+def _calls(
+    model: nn.Module, network: Network, batch: Tensor
+) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """Return name, inputs and outputs of all calls of modules, in the order in which they end."""
+    calls, open_calls = [], []
+
+    def tensors(values: Any) -> list[Tensor]:
+        return [leaf.clone() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+    def enter(_: nn.Module, args: Any, named: Any) -> None:
+        open_calls.append(tensors((args, named)))
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+
+            def leave(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
+                calls.append((name, open_calls.pop(), tensors(output)))
+
+            stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(leave))
+        network(batch)
+    return calls
