@@ -22,6 +22,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from ..jacobian.one_example import check_function_of_one_example
 from .buckets import BucketFeatures
 from .fourier import BANDWIDTH, FourierFeatures
 from .frequencies import ScatteringFrequencies
@@ -202,7 +203,13 @@ class FeatureMap:
             cosines = FourierFeatures(head.in_features, self.num_features, self.seed)
             cosines.to(device)
 
+        is_checked = False
+
         def features(x: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal is_checked
+            if not is_checked:
+                check_function_of_one_example(network, x.to(device))
+                is_checked = len(x) > 1
             with torch.no_grad():
                 with record_input(head, len(x)) as seen:
                     outputs = network.eval()(x.to(device)).cpu()

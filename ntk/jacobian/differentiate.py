@@ -236,8 +236,8 @@ def differentiate_in_chunks(
 ) -> Iterator[Iterator[tuple[int, Jacobian]]]:
     """Yield an iterator over the Jacobians of chunks, each with the position of its first example.
 
-    They are on the model's device. If a later chunk shows that a layer's rows are not examples, the
-    iterator begins again at 0, without that layer's rule: only the last chunks from 0 on count.
+    They are on the model's device. If a later chunk shows that a layer's rule does not hold, the
+    iterator begins again at 0, without that rule: only the last chunks from 0 on count.
     Arguments are those of :func:`jacobian`; the structure ``"factors"`` keeps larger factors, too.
     `more_bytes` are extra bytes per example that the caller allocates. With an `objective`, it is
     differentiated in place of the outputs.
@@ -265,7 +265,7 @@ def differentiate_in_chunks(
 
         def parts() -> Iterator[tuple[int, Jacobian]]:
             nonlocal plan
-            start, is_new = 0, False
+            start, is_new, every = 0, False, dict(model.named_parameters()).keys()
             while start < len(x):
                 if start == 0:
                     size = chunk_size or _chunk_size(plan, x, more_bytes, chunk_bytes)
@@ -278,14 +278,12 @@ def differentiate_in_chunks(
                 rows = None if objective is None else objective.rows(start, start + size)
                 try:
                     part = plan.differentiate(model, x[start : start + size], rows)
-                except _RowsError as error:
-                    start, without = 0, plan.without | error.parameters
-                    plan = _Plan.make(model, x, structure, outputs, without)
-                    continue
-                except _OtherGraphError:
-                    if start or is_new:
-                        raise
-                    plan, is_new = _Plan.make(model, x, structure, outputs), True
+                except _RuleError as error:
+                    # of another graph than that of a kept plan, layers are found again, once
+                    again = start == 0 and not error.parameters and not is_new
+                    without = set() if again else plan.without | (error.parameters or every)
+                    plan, start = _Plan.make(model, x, structure, outputs, without), 0
+                    is_new = True
                     continue
                 if start == 0:
                     _keep(key, plan)
@@ -334,15 +332,12 @@ def _has_gradient_hooks(model: nn.Module) -> bool:
     )
 
 
-class _OtherGraphError(ValueError):
-    """The network computes something else than it did when its layers were examined."""
+class _RuleError(Exception):
+    """In a chunk, rows of a layer are not the examples, or all layers are in another graph."""
 
-
-class _RowsError(Exception):
-    """In a chunk, the rows of a layer are not the examples: its rule does not hold."""
-
-    def __init__(self, layer: Layer) -> None:
-        self.parameters = {name for name in (layer.weight, layer.bias) if name}
+    def __init__(self, layer: Layer | None = None) -> None:
+        names = (layer.weight, layer.bias) if layer else ()
+        self.parameters = {name for name in names if name}
 
 
 @dataclass(frozen=True)
@@ -394,11 +389,15 @@ class _Plan:
         workspace += 4 * len(outputs) * rest_bytes
         whole = size > 1 and len(shape) == 2 and list(outputs) == list(range(size))
         plan = cls(tuple(outputs), whole, layers, rest, workspace, frozenset(without))
-        row = plan.differentiate(model, x[:1], None)
-        if not plan._agrees(model, x[:1], None, row):
-            if not layers:
-                raise ValueError(HOOKED)
-            return cls.make(model, x, structure, outputs, parameters)
+        try:
+            row = plan.differentiate(model, x[:1], None)
+            wrong = set() if plan._agrees(model, x[:1], None, row) else parameters.keys()
+        except _RuleError as error:
+            wrong = error.parameters
+        if wrong and not layers:
+            raise ValueError(HOOKED)
+        if wrong:
+            return cls.make(model, x, structure, outputs, plan.without | wrong)
         object.__setattr__(plan, "row", row.to("meta"))
         return plan
 
@@ -450,10 +449,7 @@ class _Plan:
         graph = (graph_of(totals, names), *map(len, calls.values()), *sorted(in_place))
         if graph not in self.graphs:
             if self.graphs and _find_layers(model, x[:3], self.without) != self.layers:
-                raise _OtherGraphError(
-                    "jacobian: the network computes something else for some examples than for "
-                    "others; use structure='dense'"
-                )
+                raise _RuleError
             if len(self.graphs) == MAX_GRAPHS:
                 self.graphs.pop()
             self.graphs.add(graph)
@@ -563,11 +559,11 @@ def _pairs(
     n, made, pairs = len(values), [z for *_, z in points], Calls()
     for layer, _, z in points:
         if z.shape[layer.batch_axis] != n:
-            raise _RowsError(layer)
+            raise _RuleError(layer)
     first = all(layer.batch_axis == 0 for layer, *_ in points)
-    in_order = n == 1 or (first and keeps_rows(values, made))
-    of_examples, of_outputs = draw_weights(n, totals), draw_weights(len(outputs), totals)
+    in_order = n == 1 or not made or (first and keeps_rows(values, made))
     if not in_order:
+        of_examples, of_outputs = draw_weights(n, totals), draw_weights(len(outputs), totals)
         marks = torch.zeros_like(totals)
         marks[list(outputs)] = of_outputs
         marks = (of_examples[:, None] * marks).view(values.shape)
@@ -580,7 +576,7 @@ def _pairs(
             plain = torch.einsum("nc...,c->n...", gradient, of_outputs)
             rows = rows_of_examples(plain, marked[k].movedim(axis, 0), of_examples)
             if rows is None:
-                raise _RowsError(layer)
+                raise _RuleError(layer)
             if not torch.equal(rows, torch.arange(n, device=rows.device)):
                 inputs, gradient = inputs[rows], gradient[rows]
         pairs.append((inputs, gradient))
@@ -726,6 +722,8 @@ def _find_reached_calls(
     n = len(outputs)
     acts = {(name, k): torch.zeros(n, n, dtype=torch.bool) for name, k, _ in points}  # output, row
     reached: dict[str, set[int]] = {}
+    if not points:
+        return {}
     weights = torch.arange(1, outputs.shape[1] + 1).to(outputs)
     for i, output in enumerate(outputs):
         found = torch.autograd.grad(

@@ -52,17 +52,20 @@ def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = 
     mode, once for each form of network and example. `form` is :func:`.structure_of` the model, if
     that is known. Parameters that are zero, which may hide something, get other values for it.
     """
-    chosen = x[torch.linspace(0, len(x) - 1, min(len(x), MOST)).long().to(x.device)]
     form = form or structure_of(model)
-    alike = bool((chosen == chosen[:1]).all())  # they show nothing of neighbours
-    key = form and (form, x.shape[1:], x.dtype, x.device, alike)
+    key = form and (form, x.shape[1:], x.dtype, x.device)
     if key in _KEPT:
         return
+    chosen = x[torch.linspace(0, len(x) - 1, min(len(x), MOST)).long().to(x.device)]
+    if key and not bool((chosen != chosen[:1]).any()):  # they show nothing of neighbours
+        key = (*key, "alike")
+        if key in _KEPT:
+            return
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         network = _without_zeros(model)
-        found = _difference(network, chosen)
+        found = _difference(model, network, chosen)
         if found and not _is_confirmed(model, chosen, found):
             found = None
         if found:
@@ -93,28 +96,38 @@ def _without_zeros(model: nn.Module) -> Network:
     return lambda x: functional_call(model, changed, (x.clone(),))
 
 
-def _difference(network: Network, chosen: Tensor, noise: float = NOISE) -> _Difference | None:
+def _difference(
+    model: nn.Module, network: Network, chosen: Tensor, noise: float | None = None
+) -> _Difference | None:
     """Return the first two batches that show that the network is no function of one example."""
-    before, n = _random_states(), len(chosen)
+    before, n = _states(model), len(chosen)
     outputs, half = network(chosen), n // 2
     if outputs.shape[:1] != (n,):
         one = network(chosen[:1])
         shape, n = (one.shape, 1) if one.shape[:1] != (1,) else (outputs.shape, n)
         raise ValueError(
-            f"jacobian: expected outputs of shape (n, ...), got {tuple(shape)} for n = {n}"
+            f"model: expected outputs of shape (n, ...), got {tuple(shape)} for n = {n}"
         )
-    repeats = 1 if _random_states() == before else REPEATS
+    repeats = 1 if _states(model) == before else REPEATS
+    first, last = chosen[:1].expand_as(chosen[half:]), chosen[-1:].expand_as(chosen[:half])
     pairs = [(AGAIN, chosen, slice(None))] * repeats
     pairs += [
-        (BESIDE, torch.cat([chosen[:half], chosen[:1].expand_as(chosen[half:])]), slice(0, half)),
-        (BESIDE, torch.cat([chosen[-1:].expand_as(chosen[:half]), chosen[half:]]), slice(half, n)),
+        (BESIDE, torch.cat([chosen[:half], first]), slice(0, half)),
+        (BESIDE, torch.cat([last, chosen[half:]]), slice(half, n)),
         (FEWER, chosen[:2] if n > 2 else chosen.repeat_interleave(2, 0), slice(0, 1)),
-        (FEWER, chosen[:1], slice(0, 1)),
+        *((FEWER, chosen[i : i + 1], slice(i, i + 1)) for i in range(n)),
     ]
     for when, batch, rows in pairs:
-        others = network(batch)
-        size = _distance(outputs[rows], others[rows])
-        if size > (EXACT if outputs.dtype == torch.float64 else noise):
+        try:
+            others = network(batch)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"model: expected that it takes any number of examples, as each is served by "
+                f"itself; it takes {n} and fails for {len(batch)}: {error}"
+            ) from error
+        others = others[:1] if when == FEWER else others[rows]
+        size = _distance(outputs[rows], others)
+        if size > (noise or (EXACT if outputs.dtype == torch.float64 else NOISE)):
             return _Difference(when, chosen, batch, rows, size)
     return None
 
@@ -124,12 +137,12 @@ def _is_confirmed(model: nn.Module, chosen: Tensor, found: _Difference) -> bool:
     if found.size > 0.1:
         return True
     try:
-        network = _without_zeros(copy.deepcopy(model).double())
-        wide = chosen.double() if chosen.is_floating_point() else chosen
-        again = _difference(network, wide, found.size / 10)
+        wide = copy.deepcopy(model).double()
+        examples = chosen.double() if chosen.is_floating_point() else chosen
+        noise = max(EXACT, found.size / 10)
+        return _difference(wide, _without_zeros(wide), examples, noise) is not None
     except (RuntimeError, TypeError):
         return found.size > CLEAR
-    return again is not None and again.size > found.size / 10
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -142,11 +155,15 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(torch.double).tiny))
 
 
-def _random_states() -> tuple[Any, ...]:
+def _states(model: nn.Module) -> tuple[Any, ...]:
+    """Return what a forward pass changes if it draws random numbers or counts calls."""
     of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    states = [torch.get_rng_state(), *of_gpus]
+    drawn = [state.numpy().tobytes() for state in (torch.get_rng_state(), *of_gpus)]
     legacy = np.random.get_state()  # noqa: NPY002
-    return (random.getstate(), str(legacy), *(state.numpy().tobytes() for state in states))
+    modules, kinds = list(model.modules()), (int, float)
+    counts = [v for module in modules for v in vars(module).values() if isinstance(v, kinds)]
+    buffers = [buffer._version for buffer in model.buffers()]
+    return (random.getstate(), str(legacy), *drawn, *counts, *buffers)
 
 
 def _source(model: nn.Module, network: Network, found: _Difference) -> str:
@@ -171,7 +188,8 @@ def _rows_in(tensor: Tensor, batch: Tensor, found: _Difference) -> Tensor:
     """Return the rows of the examples that both batches have; nothing of what has no such rows."""
     for axis in range(min(2, tensor.ndim)):
         if tensor.shape[axis] == len(batch):
-            return tensor.movedim(axis, 0)[found.rows]
+            rows = tensor.movedim(axis, 0)
+            return rows[:1] if found.when == FEWER and batch is found.second else rows[found.rows]
     return tensor if found.when == AGAIN else tensor.new_empty(0)
 
 

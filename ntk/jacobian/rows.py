@@ -42,10 +42,6 @@ AXES = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
 def keeps_rows(outputs: Tensor, points: Sequence[Tensor]) -> bool:
     """Whether the graph shows that row i of each point (n, ...) acts only on row i of `outputs`."""
     n = len(outputs)
-    if any(len(point) != n for point in points):
-        return False
-    if n == 1:
-        return True
     reaching = {point.grad_fn for point in points}
     for node in _inputs_first(outputs.grad_fn):
         places = [k for k, (parent, _) in enumerate(node.next_functions) if parent in reaching]

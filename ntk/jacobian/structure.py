@@ -35,6 +35,8 @@ def structure_of(model: nn.Module) -> Hashable | None:
     def found(value: Any) -> Hashable:
         if isinstance(value, PLAIN):
             return type(value), value
+        if isinstance(value, torch.jit.ScriptModule):
+            raise _UnknownError
         if isinstance(value, (Tensor, nn.Module)):
             if id(value) in places:
                 return places[id(value)]

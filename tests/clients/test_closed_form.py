@@ -7,6 +7,7 @@ from torch import nn
 
 from fedntk.clients import ClosedFormClient, get_weights
 from fedntk.ntk import FeatureMap
+from fedntk.ntk.features import feature_map
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
 
@@ -21,8 +22,9 @@ def client(**options):
     return ClosedFormClient(network(), *examples(3), **options)
 
 
-def test_sums_are_of_the_received_weights_in_chunks():
+def test_sums_are_of_the_received_weights_in_chunks(monkeypatch):
     """Products in float64, of float32 features: 1e-6 for those of other chunks."""
+    monkeypatch.setattr(feature_map, "check_function_of_one_example", lambda *_: None)
     _, y = examples(3)
     with torch.no_grad():
         z = network(1).eval()[:3](examples(3)[0]).double().numpy()

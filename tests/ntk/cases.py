@@ -318,3 +318,18 @@ def make(name: str, num_examples: int = 6) -> tuple[nn.Module, Tensor]:
         model = build().double()
         x = torch.randn(num_examples, *shape, dtype=torch.float64)
     return model, x
+
+
+def one_by_one(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The definition of the Jacobian: a backward pass for each example, by itself, and output."""
+    parameters = {n: p for n, p in model.eval().named_parameters() if p.requires_grad}
+    rows = [
+        torch.autograd.grad(
+            f, list(parameters.values()), retain_graph=True, materialize_grads=True,
+            allow_unused=True,
+        )
+        for example in x
+        for f in model(example[None]).flatten()
+    ]  # fmt: skip
+    stacked = zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True)
+    return {name: tensor.unflatten(0, (len(x), -1)) for name, tensor in stacked}
