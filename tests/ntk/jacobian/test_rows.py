@@ -41,8 +41,9 @@ class Two(nn.Module):
     def __init__(self, use: Callable[["Two", Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.second, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.table, self.lstm = nn.Embedding(10, 5, padding_idx=0), nn.LSTM(5, 6, batch_first=True)
-        self.use = use
+        self.table, self.use = nn.Embedding(10, 5, padding_idx=0), use
+        if use is packed:  # no plan of a network with an LSTM is kept
+            self.lstm = nn.LSTM(5, 6, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.use(self, x)
