@@ -22,7 +22,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from ..jacobian.one_example import check_function_of_one_example
+from ..jacobian.one_example import check_once
 from .buckets import BucketFeatures
 from .fourier import BANDWIDTH, FourierFeatures
 from .frequencies import ScatteringFrequencies
@@ -155,7 +155,7 @@ class FeatureMap:
             both = self.extractor_with_outputs(network)
             return lambda x: both(x)[0]
         width, convexified = self.width(network), self.convexify(network)
-        device = next(convexified.parameters()).device
+        device, check = next(convexified.parameters()).device, check_once(convexified)
         extract = TangentFeatures(
             convexified,
             width,
@@ -167,6 +167,7 @@ class FeatureMap:
         def features(x: Tensor) -> Tensor:
             fault, x = "", x.to(device)
             try:
+                check(x)
                 x = _channels_last(convexified, x)
                 with torch.no_grad():
                     shape = tuple(convexified.eval()(x[:1]).shape)
@@ -203,13 +204,10 @@ class FeatureMap:
             cosines = FourierFeatures(head.in_features, self.num_features, self.seed)
             cosines.to(device)
 
-        is_checked = False
+        check = check_once(network)
 
         def features(x: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal is_checked
-            if not is_checked:
-                check_function_of_one_example(network, x.to(device))
-                is_checked = len(x) > 1
+            check(x.to(device))
             with torch.no_grad():
                 with record_input(head, len(x)) as seen:
                     outputs = network.eval()(x.to(device)).cpu()

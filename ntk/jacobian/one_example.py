@@ -3,22 +3,20 @@
 import copy
 import random
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from .structure import structure_of
 
 MOST = 16  # examples that are looked at
-REPEATS = 20  # of a network that draws random numbers
+REPEATS = 50  # of a network that draws random numbers
 NOISE, EXACT = 2e-6, 1e-9  # relative; a difference above NOISE is looked at again in float64
-ALIKE = 1e-5  # of what goes into modules and comes out
 CLEAR = 1e-3  # the same of a network that float64 does not serve
 MAX_KEPT = 256
 AGAIN, BESIDE, FEWER = "it runs again", "other examples are beside it", "fewer are beside it"
@@ -29,7 +27,6 @@ CURES = {
     "(BatchNorm with track_running_stats)",
     FEWER: "the number of examples must not count",
 }
-Network = Callable[[Tensor], Tensor]
 _KEPT: dict[Hashable, None] = {}
 _LOCK = threading.Lock()
 
@@ -64,16 +61,14 @@ def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = 
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        network = _without_zeros(model)
-        found = _difference(model, network, chosen)
-        if found and not _is_confirmed(model, chosen, found):
-            found = None
-        if found:
-            raise ValueError(
-                "model: expected that the outputs of an example depend only on the example, got "
-                f"others from {_source(model, network, found)} when {found.when}; "
-                f"{CURES[found.when]}"
-            )
+        with _without_zeros(model):
+            found = _difference(model, chosen)
+            if found and _is_confirmed(model, chosen, found):
+                raise ValueError(
+                    "model: expected that the outputs of an example depend only on the example, "
+                    f"got others from {_source(model, found)} when {found.when}; "
+                    f"{CURES[found.when]}"
+                )
     finally:
         for module in training:
             module.training = True
@@ -84,26 +79,40 @@ def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = 
             _KEPT[key] = None
 
 
-def _without_zeros(model: nn.Module) -> Network:
-    """Return the model as a function that copies its examples and has no parameter that is zero."""
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        return lambda x: model(x.clone())
-    changed = {
-        name: (0.1 * torch.arange(1.0, p.numel() + 1, device=p.device).sin()).view(p.shape).to(p)
-        for name, p in model.named_parameters()
-        if p.is_floating_point() and not p.any()
-    }
-    return lambda x: functional_call(model, changed, (x.clone(),))
+def check_once(model: nn.Module) -> Callable[[Tensor], None]:
+    """Return :func:`check_function_of_one_example` of a model that does not change any more."""
+    is_checked = False
+
+    def check(x: Tensor) -> None:
+        nonlocal is_checked
+        if not is_checked:
+            check_function_of_one_example(model, x)
+            is_checked = len(x) > 1
+
+    return check
 
 
-def _difference(
-    model: nn.Module, network: Network, chosen: Tensor, noise: float | None = None
-) -> _Difference | None:
+@contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Give other values to parameters that are zero, and may hide what the network computes."""
+    zeros = [p for p in model.parameters() if p.is_floating_point() and not p.any()]
+    before = [p.data for p in zeros]
+    try:
+        for p in zeros:
+            values = 0.1 * torch.arange(1.0, p.numel() + 1, device=p.device).sin()
+            p.data = values.view(p.shape).to(p)
+        yield
+    finally:
+        for p, data in zip(zeros, before, strict=True):
+            p.data = data
+
+
+def _difference(model: nn.Module, chosen: Tensor, noise: float | None = None) -> _Difference | None:
     """Return the first two batches that show that the network is no function of one example."""
     before, n = _states(model), len(chosen)
-    outputs, half = network(chosen), n // 2
+    outputs, half = model(chosen.clone()), n // 2
     if outputs.shape[:1] != (n,):
-        one = network(chosen[:1])
+        one = model(chosen[:1].clone())
         shape, n = (one.shape, 1) if one.shape[:1] != (1,) else (outputs.shape, n)
         raise ValueError(
             f"model: expected outputs of shape (n, ...), got {tuple(shape)} for n = {n}"
@@ -119,16 +128,21 @@ def _difference(
     ]
     for when, batch, rows in pairs:
         try:
-            others = network(batch)
+            others = model(batch.clone())
         except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(
                 f"model: expected that it takes any number of examples, as each is served by "
                 f"itself; it takes {n} and fails for {len(batch)}: {error}"
             ) from error
         others = others[:1] if when == FEWER else others[rows]
-        size = _distance(outputs[rows], others)
-        if size > (noise or (EXACT if outputs.dtype == torch.float64 else NOISE)):
-            return _Difference(when, chosen, batch, rows, size)
+        if not _are_alike(outputs[rows], others, noise):
+            return _Difference(
+                when if repeats == 1 else AGAIN,
+                chosen,
+                batch,
+                rows,
+                _distance(outputs[rows], others),
+            )
     return None
 
 
@@ -140,7 +154,7 @@ def _is_confirmed(model: nn.Module, chosen: Tensor, found: _Difference) -> bool:
         wide = copy.deepcopy(model).double()
         examples = chosen.double() if chosen.is_floating_point() else chosen
         noise = max(EXACT, found.size / 10)
-        return _difference(wide, _without_zeros(wide), examples, noise) is not None
+        return _difference(wide, examples, noise) is not None
     except (RuntimeError, TypeError):
         return found.size > CLEAR
 
@@ -155,6 +169,10 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(torch.double).tiny))
 
 
+def _are_alike(a: Tensor, b: Tensor, noise: float | None = None) -> bool:
+    return _distance(a, b) <= (noise or (EXACT if a.dtype == torch.float64 else NOISE))
+
+
 def _states(model: nn.Module) -> tuple[Any, ...]:
     """Return what a forward pass changes if it draws random numbers or counts calls."""
     of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -166,20 +184,21 @@ def _states(model: nn.Module) -> tuple[Any, ...]:
     return (random.getstate(), str(legacy), *drawn, *counts, *buffers)
 
 
-def _source(model: nn.Module, network: Network, found: _Difference) -> str:
+def _source(model: nn.Module, found: _Difference) -> str:
     """Name the first module that makes different outputs of the same inputs."""
-    source, calls = "", (_calls(model, network, batch) for batch in (found.first, found.second))
-    for (name, *first), (_, *second) in zip(*calls, strict=False):
-        same = [
-            all(
-                _distance(_rows_in(a, found.first, found), _rows_in(b, found.second, found)) < ALIKE
-                for a, b in zip(*tensors, strict=False)
-            )
-            for tensors in zip(first, second, strict=True)
-        ]
-        if same == [True, False]:
-            source = name
-            break
+    source = ""
+    for _ in range(REPEATS if found.when == AGAIN else 1):
+        calls = (_calls(model, batch) for batch in (found.first, found.second))
+        for (name, *first), (_, *second) in zip(*calls, strict=False):
+            same = [
+                all(
+                    _are_alike(_rows_in(a, found.first, found), _rows_in(b, found.second, found))
+                    for a, b in zip(*tensors, strict=False)
+                )
+                for tensors in zip(first, second, strict=True)
+            ]
+            if same == [True, False] and not source:
+                source = name
     kind = type(model.get_submodule(source)).__name__
     return f"{source!r} ({kind})" if source else f"the network's forward ({kind})"
 
@@ -193,9 +212,7 @@ def _rows_in(tensor: Tensor, batch: Tensor, found: _Difference) -> Tensor:
     return tensor if found.when == AGAIN else tensor.new_empty(0)
 
 
-def _calls(
-    model: nn.Module, network: Network, batch: Tensor
-) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+def _calls(model: nn.Module, batch: Tensor) -> list[tuple[str, list[Tensor], list[Tensor]]]:
     """Return name, inputs and outputs of all calls of modules, in the order in which they end."""
     calls, open_calls = [], []
 
@@ -213,5 +230,5 @@ def _calls(
 
             stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
             stack.enter_context(module.register_forward_hook(leave))
-        network(batch)
+        model(batch.clone())
     return calls
