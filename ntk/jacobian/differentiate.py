@@ -265,7 +265,7 @@ def differentiate_in_chunks(
 
         def parts() -> Iterator[tuple[int, Jacobian]]:
             nonlocal plan
-            start, is_new, every = 0, False, dict(model.named_parameters()).keys()
+            start, is_new, hooked = 0, False, _has_gradient_hooks(model)
             while start < len(x):
                 if start == 0:
                     size = chunk_size or _chunk_size(plan, x, more_bytes, chunk_bytes)
@@ -275,16 +275,20 @@ def differentiate_in_chunks(
                         device=x.device,
                         cure="lower chunk_size",
                     )
+                chunk = x[start : start + size]
                 rows = None if objective is None else objective.rows(start, start + size)
                 try:
-                    part = plan.differentiate(model, x[start : start + size], rows)
+                    part = plan.differentiate(model, chunk, rows)
                 except _RuleError as error:
                     # of another graph than that of a kept plan, layers are found again, once
                     again = start == 0 and not error.parameters and not is_new
-                    without = set() if again else plan.without | (error.parameters or every)
+                    every = dict(model.named_parameters())
+                    without = set() if again else plan.without | (error.parameters or every.keys())
                     plan, start = _Plan.make(model, x, structure, outputs, without), 0
                     is_new = True
                     continue
+                if hooked and not plan.agrees(model, chunk, rows, part):
+                    raise ValueError(HOOKED)
                 if start == 0:
                     _keep(key, plan)
                 yield start, part
@@ -391,7 +395,7 @@ class _Plan:
         plan = cls(tuple(outputs), whole, layers, rest, workspace, frozenset(without))
         try:
             row = plan.differentiate(model, x[:1], None)
-            wrong = set() if plan._agrees(model, x[:1], None, row) else parameters.keys()
+            wrong = set() if plan.agrees(model, x[:1], None, row) else parameters.keys()
         except _RuleError as error:
             wrong = error.parameters
         if wrong and not layers:
@@ -410,12 +414,9 @@ class _Plan:
         """Jacobian of a chunk of examples, on its device."""
         blocks = self._by_rule(model, x, objective) if self.layers else []
         rest = self._as_they_are(model, x, objective) if self.rest else []
-        made = Jacobian((*blocks, *rest))
-        if _has_gradient_hooks(model) and not self._agrees(model, x, objective, made):
-            raise ValueError(HOOKED)
-        return made
+        return Jacobian((*blocks, *rest))
 
-    def _agrees(
+    def agrees(
         self, model: nn.Module, x: Tensor, objective: _Objective | None, found: Jacobian
     ) -> bool:
         """Whether one backward pass gives J^T R of random weights R: hooks may change gradients."""

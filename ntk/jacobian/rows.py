@@ -43,34 +43,34 @@ def keeps_rows(outputs: Tensor, points: Sequence[Tensor]) -> bool:
     """Whether the graph shows that row i of each point (n, ...) acts only on row i of `outputs`."""
     n = len(outputs)
     reaching = {point.grad_fn for point in points}
-    for node in _inputs_first(outputs.grad_fn):
-        places = [k for k, (parent, _) in enumerate(node.next_functions) if parent in reaching]
-        if places and not all(_keeps(node, place, n) for place in places):
+    for node, inputs in _inputs_first(outputs.grad_fn):
+        places = [k for k, (parent, _) in enumerate(inputs) if parent in reaching]
+        if places and not all(_keeps(node, k, *inputs[k], n) for k in places):
             return False
         if places:
             reaching.add(node)
     return True
 
 
-def _inputs_first(root: Any) -> Iterator[Any]:
-    """Yield the nodes of a graph, each after those that it reads."""
-    seen, stack = {None}, [(root, False)]
+def _inputs_first(root: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the nodes of a graph that read others, with those, each after those that it reads."""
+    seen, stack = {None}, [(root, None)]
     while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            yield node
+        node, inputs = stack.pop()
+        if inputs is not None:
+            yield node, inputs
         elif node not in seen:
             seen.add(node)
-            stack.append((node, True))
-            stack += [(parent, False) for parent, _ in node.next_functions]
+            if inputs := node.next_functions:
+                stack.append((node, inputs))
+                stack += [(parent, None) for parent, _ in inputs]
 
 
-def _keeps(node: Any, place: int, n: int) -> bool:
-    """Whether an operation leaves the n parts of the input at a place where they are."""
+def _keeps(node: Any, place: int, parent: Any, output: int, n: int) -> bool:
+    """Whether an operation leaves the n parts of an output of another where they are."""
     kind = node.name().rpartition("Backward")[0]
     if kind in RESHAPES:
         return True
-    parent, output = node.next_functions[place]
     given, made = parent._input_metadata[output].shape, node._input_metadata[0].shape
     if not len(given) or not len(made) or given[0] != made[0] or given[0] % n:
         return False
