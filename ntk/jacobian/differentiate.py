@@ -56,8 +56,10 @@ def jacobian(
 ) -> Jacobian:
     """Jacobian of the model's outputs with respect to its trainable parameters, at its weights.
 
-    The model runs in evaluation mode: dropout is off and BatchNorm uses its running statistics,
-    so that an example's row depends only on that example.
+    The model runs in evaluation mode: dropout is off and BatchNorm uses its running statistics.
+    A model in which an example's outputs still do not repeat, or depend on other examples, is
+    refused (:func:`~.one_example.check_function_of_one_example`). It may reorder its examples if it
+    puts them back.
 
     ``structure="factored"`` has a rule for linear layers (over any number of positions, called any
     number of times), convolutions and transposed ones, embeddings, the projections of multi-head
@@ -66,7 +68,10 @@ def jacobian(
     differentiated as they are, by ``torch.func``. The result is exact in either case;
     :meth:`Jacobian.describe` says which path each parameter took. What was found about a network is
     kept for further calls with networks of the same structure, and compared with the graph of each
-    call.
+    call. Where that does not show that row i of a layer is example i, one more backward pass a
+    chunk finds the rows (:mod:`.rows`); if they are no examples, the layer is differentiated as it
+    is. Forward hooks and parametrisations are part of the network. Hooks that change gradients are
+    not, unless they do it for each example by itself: ValueError.
 
     Peak memory is about ``n r`` bytes on `device` for the result and ``b w`` on the model's device
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
@@ -776,7 +781,7 @@ def _capture(
     def record(name: str, forward: Callable[..., Tensor], copied: bool) -> Callable[..., Tensor]:
         def recorded(*args: Tensor, **named: Any) -> Tensor:
             output = forward(*args, **named)
-            given = args[0] if args else named.get("input", named.get("x"))
+            given = args[0] if args else named["x" if "x" in named else "input"]
             if seen is not None:
                 seen.extend((name, tensor, tensor._version) for tensor in (given, output))
             calls[name].append((given.clone() if copied else given, output))

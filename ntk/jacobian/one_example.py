@@ -55,7 +55,7 @@ def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = 
         return
     chosen = x[torch.linspace(0, len(x) - 1, min(len(x), MOST)).long().to(x.device)]
     if key and not bool((chosen != chosen[:1]).any()):  # they show nothing of neighbours
-        key = (*key, "alike")
+        key = (key, "alike")
         if key in _KEPT:
             return
     training = [module for module in model.modules() if module.training]

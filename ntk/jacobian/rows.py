@@ -45,7 +45,7 @@ def keeps_rows(outputs: Tensor, points: Sequence[Tensor]) -> bool:
     reaching = {point.grad_fn for point in points}
     for node, inputs in _inputs_first(outputs.grad_fn):
         places = [k for k, (parent, _) in enumerate(inputs) if parent in reaching]
-        if places and not all(_keeps(node, k, *inputs[k], n) for k in places):
+        if not all(_keeps(node, k, inputs[k], n) for k in places):
             return False
         if places:
             reaching.add(node)
@@ -66,11 +66,12 @@ def _inputs_first(root: Any) -> Iterator[tuple[Any, Any]]:
                 stack += [(parent, None) for parent, _ in inputs]
 
 
-def _keeps(node: Any, place: int, parent: Any, output: int, n: int) -> bool:
-    """Whether an operation leaves the n parts of an output of another where they are."""
+def _keeps(node: Any, place: int, source: tuple[Any, int], n: int) -> bool:
+    """Whether an operation leaves the n parts of its input, an output of another, in place."""
     kind = node.name().rpartition("Backward")[0]
     if kind in RESHAPES:
         return True
+    parent, output = source
     given, made = parent._input_metadata[output].shape, node._input_metadata[0].shape
     if not len(given) or not len(made) or given[0] != made[0] or given[0] % n:
         return False
