@@ -313,8 +313,8 @@ class ModelClient(Declared, NumPyClient):
     def outputs(self, x: Tensor) -> Tensor:
         """f(x) in evaluation mode, on the CPU: shape (n, C)."""
         self.model.eval()
-        chunks = x.split(self.batch_size_eval)
-        return torch.cat([self.model(chunk.to(self.device)).cpu() for chunk in chunks])
+        chunks = x.split(self.batch_size_eval)  # copied: a network may write into its input
+        return torch.cat([self.model(c.to(self.device, copy=True)).cpu() for c in chunks])
 
     def candidate_losses(
         self,

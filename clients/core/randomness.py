@@ -70,7 +70,7 @@ def _draws(model: nn.Module, x: Tensor, devices: list[torch.device]) -> bool:
     with GLOBAL_STATE, torch.random.fork_rng(devices=devices):
         before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
         try:
-            model.train()(x)
+            model.train()(x.clone())  # it may write into its input
         finally:
             model.train(training)
         after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

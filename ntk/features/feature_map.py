@@ -170,7 +170,7 @@ class FeatureMap:
                 check(x)
                 x = _channels_last(convexified, x)
                 with torch.no_grad():
-                    shape = tuple(convexified.eval()(x[:1]).shape)
+                    shape = tuple(convexified.eval()(x[:1].clone()).shape)
                 if shape != (1, 1):
                     fault = f"gives {shape} for an example, expected (1, 1)"
             except RuntimeError as error:
@@ -210,9 +210,9 @@ class FeatureMap:
             check(x.to(device))
             with torch.no_grad():
                 with record_input(head, len(x)) as seen:
-                    outputs = network.eval()(x.to(device)).cpu()
+                    outputs = network.eval()(x.to(device, copy=True)).cpu()
                 found = cosines(seen[0])
-            return found.to("cpu", torch.float32, copy=True), outputs  # it may be x itself
+            return found.to("cpu", torch.float32), outputs
 
         return features
 
@@ -230,7 +230,8 @@ class FeatureMap:
 def record_input(head: nn.Linear, num_examples: int) -> Iterator[list[Tensor]]:
     """Yield a list that a forward pass fills with the layer's one input, (`num_examples`, p)."""
     seen: list[Tensor] = []
-    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    # of a copy, which no later operation of the network changes
+    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
     try:
         yield seen
     finally:
@@ -355,7 +356,7 @@ def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     try:
         with torch.no_grad():
-            network.eval()(moved[:1])
+            network.eval()(moved[:1].clone())
     except RuntimeError:  # it views its activations in their usual order
         network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         return x

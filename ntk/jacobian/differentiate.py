@@ -219,7 +219,7 @@ class _Objective:
         return replace(self, targets=self.targets[start:stop])
 
     def __call__(self, outputs: Tensor) -> Tensor:
-        losses = self.loss(outputs, self.targets)
+        losses = self.loss(outputs.clone(), self.targets.clone())  # it may write into them
         if losses.shape != (len(outputs),):
             raise ValueError(
                 f"loss: expected one of each of {len(outputs)} examples, shape "
@@ -378,7 +378,7 @@ class _Plan:
         if not parameters:
             raise ValueError("jacobian: expected a model with trainable parameters, got none")
         with torch.no_grad():
-            shape = tuple(model(x[:1]).shape)
+            shape = tuple(model(x[:1].clone()).shape)
         size = math.prod(shape)
         outputs = range(size) if outputs is None else outputs
         if not outputs or not all(0 <= c < size for c in outputs):
@@ -394,7 +394,7 @@ class _Plan:
             cure="use a smaller network, or layers that fedntk.ntk keeps in factors",
         )
         passes = 2 if rest else 1  # by rule; by torch.func
-        workspace = (2 + passes * len(outputs)) * _activation_bytes(model, x[:1])
+        workspace = (2 + passes * len(outputs)) * _activation_bytes(model, x[:1].clone())
         workspace += 4 * len(outputs) * rest_bytes
         whole = size > 1 and len(shape) == 2 and list(outputs) == list(range(size))
         plan = cls(tuple(outputs), whole, layers, rest, workspace, frozenset(without))
@@ -447,7 +447,7 @@ class _Plan:
         seen: Seen = []
         captured = [(own.name, module, own.copied) for own, module in modules]
         with _capture(captured, seen) as calls:
-            values = model(x)
+            values = model(x.clone())  # it may write into its input
             values = values if objective is None else objective(values)
             totals = values.sum(0).flatten()
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -493,7 +493,7 @@ class _Plan:
         self, model: nn.Module, x: Tensor, objective: _Objective | None
     ) -> list[Block]:
         def outputs(parameters: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
-            given = (example.unsqueeze(0),)
+            given = (example.unsqueeze(0).clone(),)
             result: Tensor = torch.func.functional_call(model, parameters, given)
             if objective is not None:
                 result = replace(objective, targets=target.unsqueeze(0))(result)
@@ -636,10 +636,10 @@ def _find_layers(model: nn.Module, x: Tensor, without: Collection[str] = ()) -> 
     two, three = (x[torch.arange(n, device=x.device) % len(x)] for n in (2, 3))
     seen: Seen = []
     with _capture([(*named, False) for named in candidates], seen), torch.no_grad():
-        model(two)
+        model(two.clone())
     written = _written_over(seen)
     with _capture([(*named, True) for named in candidates]) as few, torch.no_grad():
-        model(two)
+        model(two.clone())
     with _capture([(*named, True) for named in candidates]) as calls, torch.enable_grad():
         three = three.requires_grad_() if three.is_floating_point() else three
         outputs = model(three.clone())

@@ -105,7 +105,7 @@ class Predictor(nn.Module, ABC):
     def _compare(self, outputs: Tensor, y: Tensor) -> Evaluation:
         targets = one_hot(y, outputs.shape[1])
         hits = outputs.argmax(1) == targets.argmax(1)
-        found = {name: measure(outputs, y) for name, measure in self.metrics.items()}
+        found = {n: measure(outputs.clone(), y.clone()) for n, measure in self.metrics.items()}
         more = {name: value for name, value in found.items() if value is not None}
         return Evaluation(self.loss_of(outputs, targets), float(hits.double().mean()), more)
 
@@ -150,14 +150,14 @@ class NetworkPredictor(Predictor):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's outputs (n, C), on its device and with gradients."""
-        outputs: Tensor = self.network(self.prepare(x).to(self.device))
+        outputs: Tensor = self.network(self.prepare(x).to(self.device, copy=True))
         return outputs
 
     @torch.no_grad()
     def predict(self, x: Any) -> Tensor:  # noqa: D102
         self.network.eval()
-        chunks = self.prepare(x).split(BATCH_SIZE)
-        return torch.cat([self.network(chunk.to(self.device)).cpu() for chunk in chunks])
+        chunks = self.prepare(x).split(BATCH_SIZE)  # copied: a network may write into its input
+        return torch.cat([self.network(c.to(self.device, copy=True)).cpu() for c in chunks])
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:  # noqa: D102
         return loss_value(outputs, targets, self.loss)

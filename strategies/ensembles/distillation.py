@@ -71,7 +71,8 @@ class Distillation(Declared):
         self.examples = self.examples.detach()
         try:
             with _own_state(self.device), torch.no_grad():
-                outputs = copy.deepcopy(self.network).train()(self.examples[:2].to(self.device))
+                two = self.examples[:2].to(self.device, copy=True)  # it may write into them
+                outputs = copy.deepcopy(self.network).train()(two)
         except Exception as error:
             raise ValueError(
                 f"examples: the network does not take two of them, of shape "

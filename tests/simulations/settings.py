@@ -91,3 +91,12 @@ def default_run_config() -> dict[str, Any]:
     for method in own_methods().values():
         values |= method.settings().values()
     return values
+
+
+def tiny(method: str) -> Config:
+    """Return settings for a few rows of the caller's own, which clients have as they are."""
+    changes = ("projection", "sampling_rate", "model", "min_partition_size", "centre_inputs")
+    own = {name: value for name, value in SETTINGS[method].items() if name not in changes}
+    common = {"num_clients": 6, "clients_per_round": 6, "rounds": 2, "standardise": False}
+    validated = {"validation_examples": 20} if method == "one-exchange" else {}
+    return Config(method=method, **{**common, **validated, **own})

@@ -267,6 +267,17 @@ def test_the_server_distils_from_the_mean_towards_the_ensemble():
     assert strategy.train_metrics[2]["distilled"] == 0
 
 
+def test_a_network_that_writes_over_its_input_leaves_the_servers_examples():
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.sub_(1))
+
+    x = torch.randn(4, 4)
+    before, options = x.clone(), Distillation(Shifted(4, 3), x, epochs=2)
+    distil(copy.deepcopy(options.network), torch.full((4, 3), 1 / 3), options, seed=0)
+    assert torch.equal(x, before)
+
+
 def test_another_network_or_state_than_the_distillations_is_refused_before_the_first_round():
     strategy = FedBE(distill=Distillation(nn.Linear(4, 3), server_examples()), **OPTIONS)
     grid = Grid(CLIENTS)
