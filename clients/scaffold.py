@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import options
+from fedntk.ntk.support.shared_arrays import first_names
 
 from .core.named_arrays import NamedArrays, records_of
 from .core.randomness import own_randomness
@@ -86,8 +87,9 @@ class SCAFFOLDClient(SGDClient):
             control = corrected.mean_gradients()
         else:
             control = self._gradient(weights, x, targets, config)
+        first = first_names(self.model)
         controls = {
-            key: control.get(key, torch.zeros_like(tensor)).cpu().numpy()
+            key: control.get(first[key], torch.zeros_like(tensor)).cpu().numpy()
             for key, tensor in self._floating().items()
         }
         reply = NamedArrays({others[0]: trained, "controls": controls})

@@ -3,6 +3,7 @@
 from torch import nn
 
 from .features.feature_map import FeatureMap
+from .support.shared_arrays import require_whole
 
 
 def batch_norm_arrays(network: nn.Module) -> tuple[str, ...]:
@@ -13,14 +14,19 @@ def batch_norm_arrays(network: nn.Module) -> tuple[str, ...]:
     """
     layers = tuple(
         f"{name}." if name else ""
-        for name, module in network.named_modules()
+        for name, module in network.named_modules(remove_duplicate=False)
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
     )
-    return tuple(name for name in network.state_dict() if name.startswith(layers))
+    arrays = tuple(name for name in network.state_dict() if name.startswith(layers))
+    require_whole(network, arrays, "belong to BatchNorm")
+    return arrays
 
 
 def head_arrays(network: nn.Module, head: str = "") -> tuple[str, ...]:
     """Return the names of the arrays of `head`, by default a network's last ``nn.Linear``."""
-    name, _ = FeatureMap("last-layer", head=head).last_layer(network)
-    prefix = f"{name}." if name else ""
-    return tuple(array for array in network.state_dict() if array.startswith(prefix))
+    _, layer = FeatureMap("last-layer", head=head).last_layer(network)
+    modules = network.named_modules(remove_duplicate=False)
+    prefixes = tuple(f"{name}." if name else "" for name, module in modules if module is layer)
+    arrays = tuple(array for array in network.state_dict() if array.startswith(prefixes))
+    require_whole(network, arrays, "belong to the last layer")
+    return arrays

@@ -26,6 +26,7 @@ from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.ntk.features.scattering import LogStandardise, Scattering
 from fedntk.ntk.first_weights import draw_weights
+from fedntk.ntk.support.shared_arrays import first_names, require_separate
 
 from .config.config import Config
 from .config.importing import import_named, is_of_one_process, place_of, source_of
@@ -226,6 +227,8 @@ def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) 
     place, digest = place_of(model), hashlib.sha256()
     home, _, name = place.rpartition(":")
     if isinstance(model, nn.Module):
+        with naming(f"model = {place}", ValueError):
+            require_separate(model)  # copies of it would not share memory
         digest.update(repr(model).encode())
         for key, tensor in model.state_dict().items():
             digest.update(key.encode() + tensor.detach().cpu().numpy().tobytes())
@@ -273,6 +276,8 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"model = {config.model}: fails for examples of shape {input_shape}{centred}: "
             f"{first_line(error)}"
         ) from error
+    with naming(f"model = {config.model}", ValueError):
+        require_separate(model)
     if config.init != "default":
         arrays = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
         generator = np.random.default_rng([config.seed, *b"first weights"])
@@ -302,7 +307,7 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
     """Load a network's weights from a file that may hold others; `centred`: wrapped later."""
     with naming(f"weights = {path}: cannot be read", OSError, SafetensorError):
         tensors = load_file(path)
-    state = model.state_dict()
+    state, first = model.state_dict(), first_names(model)
     if CENTRE in tensors and CENTRE not in state:
         if not centred:
             raise ConfigError(
@@ -310,9 +315,13 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
                 "centre-inputs = true, or give weights of a run without it"
             )
         tensors = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
+    for name, own in first.items():  # a file may hold an array under one of its names
+        if own not in tensors and name in tensors:
+            tensors[own] = tensors[name]
+    tensors = {name: tensors[own] for name, own in first.items() if own in tensors}
     if odd := [k for k, t in state.items() if k not in tensors or tensors[k].shape != t.shape]:
         raise ConfigError(f"weights = {path}: not of this network, which has also {odd[:5]}")
-    model.load_state_dict({name: tensors[name] for name in state})
+    model.load_state_dict(tensors)
 
 
 def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedntk.ntk import CentredInputs, Loss, NetworkPredictor, Predictor, loss_value, one_hot
 from fedntk.ntk.options import Declared, argument, option
 from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.support.shared_arrays import require_separate
 from fedntk.trust import SEALED_SEED
 
 from .adapter import CLIENT_ID
@@ -126,6 +127,7 @@ class ModelClient(Declared, NumPyClient):
             test = labelled_examples(self.x_test, self.y_test, columns=self.columns, name="x_test")
             self._testing = test
             self._probe(test)
+        require_separate(self.model)
         del self.x, self.y, self.x_test, self.y_test  # kept once, as read
 
     def check(self) -> None:

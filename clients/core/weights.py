@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedntk.ntk.support.shared_arrays import first_names
+
 Scalar = bool | bytes | float | int | str  # what a message's configuration holds
 Parameters = list[NDArray[Any]]  # the arrays of a message, or of a reply
 Config = dict[str, Scalar]  # a message's configuration
@@ -20,8 +22,11 @@ def get_weights(model: nn.Module) -> list[NDArray[Any]]:
 
 
 def set_weights(model: nn.Module, arrays: Sequence[NDArray[Any]]) -> None:
-    """Load what :func:`get_weights` returned, cast to the model's own dtypes."""
-    state = model.state_dict()
+    """Load what :func:`get_weights` returned, cast to the model's own dtypes.
+
+    Of an array with several names, such as tied weights, what comes under the first name counts.
+    """
+    state, first = model.state_dict(), first_names(model)
     if len(arrays) != len(state):
         raise ValueError(f"weights: the model has {len(state)} arrays, got {len(arrays)}")
     for (name, tensor), array in zip(state.items(), arrays, strict=True):
@@ -29,4 +34,5 @@ def set_weights(model: nn.Module, arrays: Sequence[NDArray[Any]]) -> None:
             raise ValueError(
                 f"weights: {name} has the shape {tuple(tensor.shape)}, got {array.shape}"
             )
-        tensor.copy_(torch.from_numpy(array.copy()))
+        if first[name] == name:
+            tensor.copy_(torch.from_numpy(array.copy()))

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedntk.ntk.payloads.gossip_options import ALL
 from fedntk.ntk.support.arrays import ArrayDict
+from fedntk.ntk.support.shared_arrays import unify
 
 from .gossip import GossipClient
 from .relay import HEARD, RESTARTED, Answer, Message
@@ -38,6 +39,7 @@ class DPSGDClient(GossipClient):
             new = _add_step(own, trained, average)
             statistics = self.mix(trained, others, message)
             new |= {name: statistics[name] for name, _ in self.model.named_buffers() if name in new}
+            new = unify(self.model, new)
         self.keep(new, message.config)
         metrics |= {RESTARTED: int(lost), HEARD: len(others)}
         return {ALL: self.parcel(new)}, metrics

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fedntk.ntk.averages import masked_mean
 from fedntk.ntk.payloads.gossip_options import ALL, DisPFLOptions
 from fedntk.ntk.support.arrays import ArrayDict, require_array, take_arrays
+from fedntk.ntk.support.shared_arrays import unify
 
 from ..core.randomness import round_seed
 from ..core.sgd_steps import Adjust, Gradients, gradients_of
@@ -98,6 +99,7 @@ class DisPFLClient(GossipClient):
         begun = _apply_masks(
             masked_mean([p.weights for p in parcels], [p.masks for p in parcels], shares), mask
         )
+        begun = unify(self.model, begun)
         self.keep_before(begun, message.config)
         trained, metrics = self.train_from(begun, message, self._mask_gradients(mask))
         following = self._search(trained, mask, message)

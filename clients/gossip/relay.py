@@ -19,6 +19,7 @@ from fedntk.ntk.options import argument, state
 from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, RelayOptions
 from fedntk.ntk.payloads.screening import OUTLIER_FACTOR, screen_changes
 from fedntk.ntk.support.arrays import ArrayDict, Arrays, require_array, take_arrays
+from fedntk.ntk.support.shared_arrays import unify
 from fedntk.trust import ParcelKeys
 
 from ..core.base import ModelClient
@@ -207,7 +208,7 @@ class RelayClient(ModelClient):
         if self.options_kind.from_config(config).same_weights:
             return weights
         generator = np.random.default_rng([*self.seed, *b"first-weights"])
-        return draw_weights(weights, "he", generator)
+        return unify(self.model, draw_weights(weights, "he", generator))
 
     def _load_kept(self, server_round: int, config: Mapping[str, Any]) -> ArrayDict:
         return self._of_network(self.store(config).load(server_round) or {})

@@ -11,6 +11,7 @@ from typing import Any
 from fedntk.ntk import Predictor
 from fedntk.ntk.options import argument
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
+from fedntk.ntk.support.shared_arrays import require_whole
 
 from ..core.named_arrays import NamedArrays, records_of
 from ..core.weights import Config, Evaluation, Fit, Parameters
@@ -92,6 +93,7 @@ class PersonalisedClient(SGDClient):
         personal = [name for name in expected if name not in shared]
         if odd := sorted(shared.keys() - expected.keys()):
             raise ValueError(f"arrays: the network has none of the names {odd[:5]}")
+        require_whole(self.model, shared, "be shared")
         kept = self.kept(config) if personal else {}
         own = kept or first
         if any(name not in own for name in personal):

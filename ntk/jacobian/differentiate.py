@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
+from ..support.shared_arrays import other_names
 from .attention import no_fast_path, separate_projections
 from .blocks import Block, DenseBlock
 from .one_example import check_function_of_one_example
@@ -260,6 +261,7 @@ def differentiate_in_chunks(
     attention = nullcontext() if structure == "dense" else separate_projections(model)
     with _evaluation_mode(model), ExitStack() as stack:
         form = structure_of(model)  # before attention gets its projections
+        shared = other_names(model)
         chosen = None if outputs is None else tuple(outputs)
         key = form and (form, x.shape[1:], x.dtype, x.device, structure, chosen)
         for context in (no_fast_path(model), torch.enable_grad(), full_float32()):
@@ -296,7 +298,7 @@ def differentiate_in_chunks(
                     raise ValueError(HOOKED)
                 if start == 0:
                     _keep(key, plan)
-                yield start, part
+                yield start, replace(part, shared=shared)
                 start += size
 
         chunks = parts()

@@ -12,7 +12,7 @@ revealing: for a first layer with a bias, ``a`` is the client's input itself, in
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,15 @@ from ..support.precision import full_float32
 from .blocks import Block, DenseBlock, tile_size, tiles, workspace
 from .readout import ReadoutBlock
 
+SHARED = "shared"  # kind of a layout's entry that is no block
+
 
 @dataclass(frozen=True, eq=False)
 class Jacobian:
     """Jacobian of n examples by C outputs over the trainable parameters, in blocks of columns."""
 
     blocks: tuple[Block, ...]
+    shared: Mapping[str, str] = field(default_factory=dict)  # further name -> the one in a block
 
     @property
     def num_examples(self) -> int:
@@ -64,7 +67,8 @@ class Jacobian:
     @property
     def layout(self) -> str:
         """Parameters that are held, and in what form, as JSON."""
-        return json.dumps([block.layout for block in self.blocks])
+        shared = [{"kind": SHARED, "name": n, "of": first} for n, first in self.shared.items()]
+        return json.dumps([*(block.layout for block in self.blocks), *shared])
 
     @full_float32()
     def gram(self, other: "Jacobian | None" = None) -> Tensor:
@@ -121,8 +125,9 @@ class Jacobian:
 
     @full_float32()
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:
-        """``J^T R`` of R (n, C): each parameter's update in eq. (9b)."""
-        return {name: t for block in self.blocks for name, t in block.vjp(residual).items()}
+        """``J^T R`` of R (n, C): each parameter's update in eq. (9b), under all of its names."""
+        update = {name: t for block in self.blocks for name, t in block.vjp(residual).items()}
+        return update | {name: update[first] for name, first in self.shared.items()}
 
     @full_float32()
     def jvp(self, update: Mapping[str, Tensor]) -> Tensor:
@@ -142,7 +147,7 @@ class Jacobian:
             *shared, own = block.arrays
             sums = torch.bmm(weights.transpose(1, 2), own.reshape(*own.shape[:2], -1))
             blocks.append(block.with_arrays([*shared, sums.view(*sums.shape[:2], *own.shape[2:])]))
-        return Jacobian(tuple(blocks))
+        return replace(self, blocks=tuple(blocks))
 
     def normal_product(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``J^T J u``, summed over examples and outputs, for an update u of all parameters held."""
@@ -195,11 +200,11 @@ class Jacobian:
             device=self.device,
             cure="keep it factored, or use fewer examples at a time",
         )
-        return Jacobian(tuple(DenseBlock(name, t) for name, t in self.dense().items()))
+        return replace(self, blocks=tuple(DenseBlock(name, t) for name, t in self.dense().items()))
 
     def expanded(self) -> "Jacobian":
         """Return the same Jacobian in a form that needs no weights of the network beside it."""
-        return Jacobian(tuple(block.expanded() for block in self.blocks))
+        return replace(self, blocks=tuple(block.expanded() for block in self.blocks))
 
     def to(self, device: torch.device | str) -> "Jacobian":
         """Return the Jacobian with its tensors on `device`."""
@@ -207,7 +212,8 @@ class Jacobian:
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Jacobian":
         """Return the Jacobian with each of its tensors changed."""
-        return Jacobian(tuple(b.with_arrays([change(a) for a in b.arrays]) for b in self.blocks))
+        blocks = tuple(b.with_arrays([change(a) for a in b.arrays]) for b in self.blocks)
+        return replace(self, blocks=blocks)
 
     def describe(self) -> str:
         """Return a table of each layer's path, and of its size per example.

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import BadReply
 from ..jacobian.blocks import Block, DenseBlock
 from ..jacobian.factors import ConvBlock, EmbeddingBlock, LinearBlock, TransposedConvBlock
-from ..jacobian.operator import Jacobian
+from ..jacobian.operator import SHARED, Jacobian
 from ..jacobian.readout import ReadoutBlock
 from ..support.arrays import require_array
 
@@ -70,23 +70,33 @@ def jacobian_of(
     Shapes and dtypes are checked, numbers are not.
     """
     left = iter(tensors)
-    empty = _parse_layout(layout, parameters, weights)
+    empty, shared = _parse_layout(layout, parameters, weights)
     if len(tensors) != (count := sum(len(block.arrays) for block in empty)):
         raise BadReply("shape", f"expected {count} arrays after the layout, got {len(tensors)}")
     blocks = [block.with_arrays([next(left) for _ in block.arrays]) for block in empty]
     _check_shapes(blocks, parameters)
-    return Jacobian(tuple(blocks))
+    return Jacobian(tuple(blocks), shared)
 
 
 def _parse_layout(
     raw: NDArray[Any], parameters: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor]
-) -> list[Block]:
-    """Blocks without content, for a layout of names that all belong to the model."""
+) -> tuple[list[Block], dict[str, str]]:
+    """Blocks without content, and further names, of a layout whose names are all the model's."""
     if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > MAX_LAYOUT_BYTES:
         raise BadReply("layout", "expected the layout as at most 1 MB of uint8")
     try:
-        blocks = [_parse_block(entry, parameters, weights) for entry in json.loads(raw.tobytes())]
-    except (ValueError, TypeError, RecursionError) as error:  # BadReply is a ValueError
+        entries = json.loads(raw.tobytes())
+        further = [entry for entry in entries if entry.get("kind") == SHARED]
+        own = (entry for entry in entries if entry not in further)
+        blocks = [_parse_block(entry, parameters, weights) for entry in own]
+        shared = {str(entry["name"]): str(entry["of"]) for entry in further}
+    except (
+        AttributeError,
+        KeyError,
+        ValueError,
+        TypeError,
+        RecursionError,
+    ) as error:  # BadReply is a ValueError
         raise BadReply("layout", f"expected a JSON list of blocks ({error})") from None
     names = Counter(name for block in blocks for name in block.names)
     if not names:
@@ -96,7 +106,11 @@ def _parse_layout(
             raise BadReply("layout", f"the model has no parameter {name[:200]!r}")
         if count > 1:
             raise BadReply("layout", f"parameter {name!r} comes {count} times")
-    return blocks
+    for name, first in shared.items():
+        shape = parameters.get(name)
+        if name in names or first not in names or shape is None or shape != parameters[first]:
+            raise BadReply("layout", f"{name[:200]!r} cannot be {first[:200]!r} by another name")
+    return blocks, shared
 
 
 def _parse_block(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..losses import Loss, check_loss, loss_value, one_hot
 from ..support.arrays import ArrayDict, Arrays
+from ..support.shared_arrays import unify
 from .inputs import InputTransform
 
 BATCH_SIZE = 1024  # examples in a forward pass
@@ -203,8 +204,8 @@ def arrays_of(network: nn.Module) -> ArrayDict:
 
 def load_arrays(network: nn.Module, arrays: Arrays) -> None:
     """Set a network's state from named arrays, which may be read-only and hold more."""
-    state = {name: torch.from_numpy(np.array(arrays[name])) for name in network.state_dict()}
-    network.load_state_dict(state)
+    own = unify(network, arrays)
+    network.load_state_dict({name: torch.from_numpy(np.array(a)) for name, a in own.items()})
 
 
 def require_same_network(

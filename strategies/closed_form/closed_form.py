@@ -19,6 +19,7 @@ from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.sum_task import SumTask
+from fedntk.ntk.support.shared_arrays import require_whole
 
 from ..core.averaging import cast_like
 from ..core.base import BaseStrategy
@@ -53,6 +54,7 @@ class ClosedFormStrategy(FeatureStrategy):
         name, last = self.feature_map.last_layer(self.network)
         prefix = f"{name}." if name else ""
         self.weight, self.bias = f"{prefix}weight", "" if last.bias is None else f"{prefix}bias"
+        require_whole(self.network, (self.weight, self.bias), "be computed")
 
     @abstractmethod
     def last_layer(self, sums: Sequence[Any]) -> Layer:

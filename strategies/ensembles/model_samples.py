@@ -58,13 +58,19 @@ def gaussian_model(
 
     Whole numbers, such as BatchNorm's counters, are the mean's. A running variance is at least the
     smallest of the clients': it stays a variance, and no layer divides by next to nothing. Numbers
-    that would leave their dtype's range stay at its end.
+    that would leave their dtype's range stay at its end. An array that clients move under several
+    names, such as tied weights, is drawn once.
     """
     drawn: dict[str, NDArray[Any]] = {}
     for name, centre in mean.items():
         if name not in deviation:
             drawn[name] = centre
             continue
+        if deviation[name].any():
+            alike = (n for n in drawn if all(np.array_equal(m[n], m[name]) for m in models))
+            if (first := next(alike, None)) is not None:
+                drawn[name] = drawn[first]
+                continue
         array = centre + deviation[name] * generator.standard_normal(centre.shape)
         if name.endswith("running_var"):
             array = np.maximum(array, np.minimum.reduce([model[name] for model in models]))
