@@ -118,6 +118,7 @@ class ModelClient(Declared, NumPyClient):
         self._has_seed = self.seed is not None
         self.seed: tuple[int, ...] = _check_seed(self.seed)
         check_dtypes(self.model, self.dtypes)
+        require_separate(self.model)  # a move to another device would part them
         self.model.to(self.device)
         self.device = torch.device(self.device)
         self._training = labelled_examples(self.x, self.y, columns=self.columns)
@@ -127,7 +128,6 @@ class ModelClient(Declared, NumPyClient):
             test = labelled_examples(self.x_test, self.y_test, columns=self.columns, name="x_test")
             self._testing = test
             self._probe(test)
-        require_separate(self.model)
         del self.x, self.y, self.x_test, self.y_test  # kept once, as read
 
     def check(self) -> None:

@@ -43,9 +43,10 @@ class Candidates:
         stacked = {}
         for name, array in weights.items():
             stacked[name] = np.repeat(array[None], len(updates), axis=0)
+            first = jacobian.shared.get(name, name)
             for row, update in enumerate(updates):
-                if name in update:  # buffers are not
-                    stacked[name][row] += update[name].cpu().numpy().astype(array.dtype)
+                if first in update:  # buffers are not
+                    stacked[name][row] += update[first].cpu().numpy().astype(array.dtype)
         return cls(stacked, losses, evolution)
 
     def __len__(self) -> int:

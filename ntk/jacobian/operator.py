@@ -125,9 +125,8 @@ class Jacobian:
 
     @full_float32()
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:
-        """``J^T R`` of R (n, C): each parameter's update in eq. (9b), under all of its names."""
-        update = {name: t for block in self.blocks for name, t in block.vjp(residual).items()}
-        return update | {name: update[first] for name, first in self.shared.items()}
+        """``J^T R`` of R (n, C): each parameter's update in eq. (9b)."""
+        return {name: t for block in self.blocks for name, t in block.vjp(residual).items()}
 
     @full_float32()
     def jvp(self, update: Mapping[str, Tensor]) -> Tensor:

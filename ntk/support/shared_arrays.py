@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .arrays import ArrayDict, Arrays
 
@@ -48,7 +49,7 @@ def require_separate(network: nn.Module) -> None:
     """Refuse different parameters or buffers that share memory."""
     of_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
-        if tensor.device.type == "meta" or not tensor.numel():
+        if is_lazy(tensor) or tensor.device.type == "meta" or not tensor.numel():
             continue
         others = of_storage.setdefault(tensor.untyped_storage().data_ptr(), [])
         for other, held in others:

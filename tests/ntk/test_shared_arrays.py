@@ -11,6 +11,8 @@ from torch import nn
 from fedntk.clients import NTKFLClient, PersonalisedClient, SGDClient, get_weights, set_weights
 from fedntk.clients.core.named_arrays import NamedArrays
 from fedntk.ntk import BadReply, NetworkPredictor, jacobian
+from fedntk.ntk.evolution.candidates import Candidates
+from fedntk.ntk.evolution.gradient_flow import GradientFlow
 from fedntk.ntk.parts import batch_norm_arrays, head_arrays
 from fedntk.ntk.payloads.jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 from fedntk.ntk.support.shared_arrays import first_names, require_separate
@@ -43,20 +45,25 @@ def test_the_first_name_of_an_array_is_that_of_its_parameter():
 
 
 def test_an_update_has_the_sum_of_all_uses_under_all_names():
-    """Against the two gradients of an untied copy, by autograd in float64; sent and read again."""
+    """Sent and read again, at two t; against an untied copy, by autograd in float64."""
     network = Tied().double()
-    residual = torch.randn(8, 6, dtype=torch.float64)
     rows = jacobian(network, TOKENS)
     shapes = {name: tuple(t.shape) for name, t in network.state_dict().items()}
     read = jacobian_from_arrays(jacobian_to_arrays(rows), parameters=shapes)
-    update = read.to_dense().expanded().vjp(residual)
+    weights = {name: t.detach().numpy() for name, t in network.state_dict().items()}
+    outputs, targets = network(TOKENS).detach(), torch.eye(6, dtype=torch.float64)[TOKENS[:, 0]]
+    flow = GradientFlow(learning_rate=0.1, steps=(1, 5), kernel="full")
+    candidates = Candidates.of(weights, read.to_dense().expanded(), outputs, targets, flow)
     untied = copy.deepcopy(network)
     untied.head.weight = nn.Parameter(untied.embedding.weight.detach().clone())
-    (untied(TOKENS) * residual).sum().backward()
-    total = untied.embedding.weight.grad + untied.head.weight.grad
-    assert update.keys() == shapes.keys()
-    for name in ("embedding.weight", "head.weight"):
-        torch.testing.assert_close(update[name], total, rtol=1e-12, atol=1e-12)
+    for k, residual in enumerate(candidates.evolution.residuals):
+        untied.zero_grad()
+        (untied(TOKENS) * residual).sum().backward()
+        total = (untied.embedding.weight.grad + untied.head.weight.grad).numpy()
+        for name in ("embedding.weight", "head.weight"):
+            moved = candidates.weights_at(k)[name] - weights[name]
+            np.testing.assert_allclose(moved, total, rtol=1e-10, atol=1e-12)
+            assert abs(moved).max() > 1e-3
 
 
 @pytest.mark.parametrize(
