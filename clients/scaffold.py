@@ -24,7 +24,7 @@ from fedntk.ntk.support.shared_arrays import first_names
 
 from .core.named_arrays import NamedArrays, records_of
 from .core.randomness import own_randomness
-from .core.sgd_steps import Gradients
+from .core.sgd_steps import Gradients, held_gradients
 from .core.weights import Config, Fit, Parameters, set_weights
 from .sgd import SGDClient
 
@@ -123,7 +123,7 @@ class SCAFFOLDClient(SGDClient):
             for batch in self._batches(torch.arange(len(x))):
                 loss = self._batch_loss(x, targets, batch)
                 (loss * (len(batch) / len(x))).backward()
-        own = {n: p.grad for n, p in trainable.items() if p.grad is not None}
+        own = held_gradients(trainable)
         return _decay(_all(own, trainable), trainable, self.weight_decay)
 
 

@@ -21,6 +21,7 @@ from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.options import option
 
 from .core.base import WEIGHTS, ModelClient
+from .core.model_probe import training_outputs
 from .core.randomness import own_randomness, round_seed
 from .core.sgd_steps import Adjust, Gradients, SGDSteps, gradients_of, proximal_term
 from .core.weights import Config, Fit, Parameters, get_weights, set_weights
@@ -182,7 +183,8 @@ class SGDClient(ModelClient):
         return log_class_prior(self.targets).to(self.device)
 
     def _batch_loss(self, x: Tensor, targets: Tensor, batch: Tensor) -> Tensor:
-        outputs = self.model(x.index_select(0, batch).to(self.device))
+        own_x = x.index_select(0, batch).to(self.device)
+        outputs = training_outputs(self.model, own_x, self._num_outputs)
         if self.class_prior:
             outputs = outputs + self._class_offset
         own = targets.index_select(0, batch).to(self.device)

@@ -267,7 +267,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             torch.manual_seed(config.seed)
             model = _by_name(config, input_shape, num_classes)
             probe = torch.full((1, *input_shape), -1.5 * config.centre_inputs)
-            shape = tuple(model.eval()(probe).shape)
+            outputs = model.eval()(probe)
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's factory or network raises
@@ -278,6 +278,12 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         ) from error
     with naming(f"model = {config.model}", ValueError):
         require_separate(model)
+    if not isinstance(outputs, Tensor):
+        raise ConfigError(
+            f"model = {config.model}: expected one tensor of scores (n, C), got a "
+            f"{type(outputs).__name__}; wrap it in a network whose forward returns only the scores"
+        )
+    shape = tuple(outputs.shape)
     if config.init != "default":
         arrays = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
         generator = np.random.default_rng([config.seed, *b"first weights"])

@@ -4,7 +4,8 @@ The result is the same for all: every example once, in the order of the dataset,
 Methods need a quantity for each example.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,10 @@ IMAGE_NAMES = (
 )  # fmt: skip
 LABEL_NAMES = ("label", "labels", "target", "targets", "y")
 CURE = "give the dataset a transform to tensors of floating point, all of one shape"
+ONCE = (
+    "every example must come out of the dataset and of collate_fn once; leave out what is missing "
+    "or damaged before, with torch.utils.data.Subset"
+)
 
 
 class LabelledExamples:
@@ -74,6 +79,7 @@ class _FromDataset(LabelledExamples):
             raise ValueError(f"{name}: expected at least one example, got an empty dataset")
         self.name, self.dataset, self.positions = name, dataset, positions
         self.collate, self.batch_size, self.columns = collate, batch_size, columns
+        self._first: list[tuple[Any, Any]] | None = None  # arrays of an item, and copies
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -92,21 +98,42 @@ class _FromDataset(LabelledExamples):
             items = self.dataset.__getitems__(positions)
         else:
             items = [self.dataset[position] for position in positions]
+        self._require_unchanged(items[0] if items else None)
+        own_collate = self.collate is not torch_data.default_collate
+        cure = ONCE if own_collate or any(item is None for item in items) else CURE
         try:
-            batch = self.collate(items)
-        except (TypeError, RuntimeError) as error:
+            # of a copy, since a user's function may write over what it is given
+            batch = self.collate(copy.deepcopy(items) if own_collate else items)
+        except Exception as error:  # whatever a user's function raises
             raise ValueError(
-                f"{self.name}: its examples cannot be put into a batch ({one_line(error)}); {CURE}"
+                f"{self.name}: its examples cannot be put into a batch, from {positions[0]} on "
+                f"({type(error).__name__}: {one_line(error)}); {cure}"
             ) from error
+        if batch is None or (isinstance(batch, Sized) and len(batch) == 0):
+            raise ValueError(f"{self.name}: expected a batch, got {batch!r} of collate_fn; {cure}")
         example, label = _columns(self.name, batch, self.columns)
         x = _batch_tensor(self.name, example, "examples", CURE)
         y = _batch_tensor(self.name, label, "labels", "number the classes from 0")
         if not len(x) == len(y) == len(positions):
             raise ValueError(
                 f"{self.name}: expected {len(positions)} examples and labels in a batch, got "
-                f"{len(x)} and {len(y)}; every example must come out of collate_fn once"
+                f"{len(x)} and {len(y)}; {ONCE}"
             )
         return x, y
+
+    def _require_unchanged(self, item: Any) -> None:
+        """Refuse a dataset that changes what it returned: each reading would change it again."""
+        if self._first is None:
+            parts = item.values() if isinstance(item, Mapping) else item
+            parts = parts if isinstance(item, Mapping | tuple | list) else [item]
+            arrays = [part for part in parts if isinstance(part, Tensor | np.ndarray)]
+            self._first = [(a, a.clone() if isinstance(a, Tensor) else a.copy()) for a in arrays]
+        if not all(_equal(array, before) for array, before in self._first):
+            raise ValueError(
+                f"{self.name}: expected a dataset that returns the same example each time, got one "
+                "that changes in place what it returned before, such as by a transform with "
+                "inplace=True; have it return a new tensor"
+            )
 
 
 def labelled_examples(
@@ -152,6 +179,10 @@ def labelled_examples(
         return _from_loader(name, x, columns)
     _require_map_style(name, x)
     return _FromDataset(name, x, range(len(x)), torch_data.default_collate, BATCH_SIZE, columns)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else np.array_equal(one, other)
 
 
 def _is_array(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """What a client finds out about its model before it answers: dtypes, and what one example gives."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,34 @@ def num_outputs(model: nn.Module, example: Tensor, *, fewest: int = 2) -> int:
             "scores per example"
         )
     return found[1]
+
+
+def training_pass(model: nn.Module, x: Tensor) -> Any:
+    """Return what a model in training mode makes of x; refuse one example under BatchNorm."""
+    try:
+        return model(x)
+    except ValueError as error:
+        if len(x) > 1 or "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            "x: expected batches of at least 2 examples, since the model has BatchNorm, got one "
+            "of 1; give the client more examples, a batch_size and a sampling_rate that leave at "
+            "least 2 a step, or use GroupNorm"
+        ) from error
+
+
+def training_outputs(model: nn.Module, x: Tensor, num_outputs: int) -> Tensor:
+    """Return f(x) (n, C) in training mode; refuse other outputs than those of evaluation."""
+    outputs = training_pass(model, x)
+    if isinstance(outputs, Tensor) and outputs.shape == (len(x), num_outputs):
+        return outputs
+    shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+    raise ValueError(
+        f"model: expected one tensor of scores ({len(x)}, {num_outputs}) in training mode, as in "
+        f"evaluation mode, got a {type(outputs).__name__}{shape}; switch auxiliary outputs off "
+        "(such as by aux_logits=False), or wrap the model in one whose forward returns only the "
+        "scores"
+    )
 
 
 def _cure(example: Tensor) -> str:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .model_probe import training_pass
+
 # torch has one global state, from which dropout draws, and so have NumPy and Python, from which
 # transforms draw; threads that draw take turns
 GLOBAL_STATE = threading.RLock()
@@ -70,7 +72,7 @@ def _draws(model: nn.Module, x: Tensor, devices: list[torch.device]) -> bool:
     with GLOBAL_STATE, torch.random.fork_rng(devices=devices):
         before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
         try:
-            model.train()(x.clone())  # it may write into its input
+            training_pass(model.train(), x.clone())  # which it may write over
         finally:
             model.train(training)
         after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

@@ -4,7 +4,8 @@ A first optimizer of torch's imports its compiler: 0.6 s in each of the processe
 starts, one for each message to a client. An optimizer's bookkeeping also takes a tenth of a small
 network's step.
 
-Gradients go by the name of their parameter. A parameter that the loss does not know has none.
+Gradients go by the name of their parameter. A parameter that the loss does not know has none. They
+are dense, also those of sparse embeddings.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,13 @@ def gradients_of(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> Gradie
     for parameter in parameters.values():
         parameter.grad = None
     loss.backward()
-    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return held_gradients(parameters)
+
+
+def held_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
+    """Return the gradients that parameters hold."""
+    held = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return {name: g.to_dense() if g.is_sparse else g for name, g in held.items()}
 
 
 class SGDSteps:

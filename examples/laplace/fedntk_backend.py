@@ -46,8 +46,9 @@ class FedntkInterface(CurvatureInterface):
     def _rows(self, jac: Jacobian) -> Tensor:
         """Return the dense Jacobian (n, C, P), made without a second copy of it."""
         dense, end = jac.dense(), 0
-        rows = torch.empty(jac.num_examples, jac.num_outputs, self._size())
-        for own in (dense.pop(n).flatten(2) for n in self.params_dict):
+        shape = jac.num_examples, jac.num_outputs
+        rows = torch.empty(*shape, self._size(), dtype=jac.dtype)
+        for own in (dense.pop(n).reshape(*shape, -1) for n in self.params_dict):
             rows[..., end : (end := end + own.shape[2])] = own
         return rows.to(self.params[0].device)
 
@@ -58,7 +59,7 @@ class FedntkInterface(CurvatureInterface):
         return rows if self.subnetwork_indices is None else rows[..., self.subnetwork_indices]
 
     def _sum_of_diagonals(self, parts: Iterator[Jacobian]) -> Tensor:
-        total = torch.zeros(self._size())
+        total = torch.zeros(self._size(), dtype=self.params[0].dtype)
         for part in parts:
             diagonal = part.normal_diagonal()
             total += torch.cat([diagonal[n].flatten() for n in self.params_dict])
@@ -121,9 +122,9 @@ class DiagLaplaceInParts(DiagLaplace):
 
     def _variances(self, x: Tensor, of_parameters: Mapping[str, Tensor]) -> Tensor:
         """Covariances of the outputs (n, C, C), added up layer by layer."""
-        found = x.new_zeros(())
+        found = torch.zeros((), device=x.device)
         for block in jacobian(self.model, x).blocks:
             for name, rows in block.dense().items():
-                flat = rows.flatten(2).to(x)
+                flat = rows.reshape(*rows.shape[:2], -1).to(self.backend.params[0])
                 found = found + torch.bmm(flat * of_parameters[name], flat.transpose(1, 2))
         return found

@@ -511,7 +511,9 @@ class _Plan:
             rows = [_one_by_one(outputs, rest, *pair) for pair in zip(x, targets, strict=True)]
             tensors = {name: torch.stack([row[name] for row in rows]) for name in rest}
         paths = {name: AS_IT_IS + (BUT_RULE if name in self.without else "") for name in rest}
-        return [DenseBlock(name, tensors[name].detach(), path) for name, path in paths.items()]
+        made = {name: tensors[name].detach() for name in rest}
+        made = {n: t.to_dense() if t.is_sparse else t for n, t in made.items()}
+        return [DenseBlock(name, made[name], path) for name, path in paths.items()]
 
 
 def _one_by_one(

@@ -207,9 +207,5 @@ _RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[Any], bool], Rule], .
     (_TRANSPOSED, lambda _: True, _transposed_conv),
     (_BATCH_NORMS, lambda m: m.running_mean is not None, _elementwise),
     ((nn.GroupNorm, nn.LayerNorm, nn.RMSNorm), lambda _: True, _elementwise),
-    (
-        (nn.Embedding,),
-        lambda m: m.max_norm is None and not (m.scale_grad_by_freq or m.sparse),
-        _embedding,
-    ),
+    ((nn.Embedding,), lambda m: m.max_norm is None and not m.scale_grad_by_freq, _embedding),
 )

@@ -78,6 +78,11 @@ class Distillation(Declared):
                 f"examples: the network does not take two of them, of shape "
                 f"{tuple(self.examples.shape[1:])}: {str(error).splitlines()[0]}"
             ) from error
+        if not isinstance(outputs, Tensor):
+            raise ValueError(
+                "network: expected one tensor of scores in training mode, got a "
+                f"{type(outputs).__name__}; wrap it in one whose forward returns only the scores"
+            )
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ValueError(
                 f"network: expected outputs of shape (n, C) with C >= 2, got {tuple(outputs.shape)}"

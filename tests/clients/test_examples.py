@@ -237,3 +237,30 @@ def test_what_cannot_be_taken_is_refused_in_one_line(given, message):
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         use()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [tuple, dict, np.asarray])
+def test_a_dataset_that_writes_over_what_it_keeps_is_refused(kind):
+    """Each reading would centre its examples once more; a transform that copies is taken."""
+
+    class Centred(data.Dataset):
+        def __init__(self, *, in_place):
+            x = torch.arange(24.0).reshape(6, 4)
+            self.x, self.in_place = x.numpy() if kind is np.asarray else x, in_place
+
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, i):
+            x = self.x[i]
+            if self.in_place:
+                x -= 1
+            pair = (x if self.in_place else x - 1), i % 3
+            return dict(zip(("x", "y"), pair, strict=True)) if kind is dict else pair
+
+    made = SGDClient(nn.Linear(4, 3), Centred(in_place=False))
+    for _ in range(2):
+        assert made.training_examples({})[0][0].tolist() == [-1.0, 0.0, 1.0, 2.0]
+    client = SGDClient(nn.Linear(4, 3), Centred(in_place=True))  # has read the first one
+    with pytest.raises(ValueError, match=r"x: expected a dataset .* changes in place"):
+        client.fit(client.get_parameters({}), {})

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from fedntk.simulations import Config, ConfigError, load_predictor, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.building import load_setup, make_strategy
-from fedntk.simulations.models import build_model
+from fedntk.simulations.models import build_model, name_model
 from fedntk.simulations.report.results import load_model
 
 from ..conftest import ROOT
@@ -204,3 +204,16 @@ def test_afl_is_least_squares_on_its_features_by_the_running_statistics(tmp_path
         z @ learned["body.fc.weight"].double().T, z @ linear, rtol=0, atol=1e-4
     )
     assert float((batch - z).norm() / z.norm()) > 0.1  # the running statistics matter
+
+
+class Named(nn.Linear):
+    """Returns its scores by name."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": super().forward(x)}
+
+
+def test_a_network_that_returns_no_tensor_is_refused_by_name():
+    config = Config(model=name_model(Named(6, 3)))
+    with pytest.raises(ConfigError, match=r"one tensor of scores \(n, C\), got a dict; wrap it"):
+        build_model(config, (6,), 3)

@@ -267,6 +267,16 @@ def test_the_server_distils_from_the_mean_towards_the_ensemble():
     assert strategy.train_metrics[2]["distilled"] == 0
 
 
+def test_a_network_of_several_outputs_in_training_is_refused():
+    class Auxiliary(nn.Linear):
+        def forward(self, x):
+            scores = super().forward(x)
+            return (scores, scores) if self.training else scores
+
+    with pytest.raises(ValueError, match="one tensor of scores in training mode, got a tuple"):
+        Distillation(Auxiliary(4, 3), torch.randn(4, 4))
+
+
 def test_a_network_that_writes_over_its_input_leaves_the_servers_examples():
     class Shifted(nn.Linear):
         def forward(self, x):
