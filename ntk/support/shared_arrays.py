@@ -3,6 +3,7 @@
 All names of an array move together: its first one counts, and the others have the same numbers.
 """
 
+from collections import defaultdict
 from collections.abc import Collection
 
 import torch
@@ -17,7 +18,7 @@ def first_names(network: nn.Module) -> dict[str, str]:
 
     The first name of a parameter is that in ``network.named_parameters()``.
     """
-    first = {parameter: name for name, parameter in network.named_parameters()}
+    first: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
     state: dict[str, Tensor] = network.state_dict(keep_vars=True)
     return {name: first.setdefault(tensor, name) for name, tensor in state.items()}
 
@@ -47,37 +48,24 @@ def require_whole(network: nn.Module, names: Collection[str], use: str) -> None:
 
 def require_separate(network: nn.Module) -> None:
     """Refuse different parameters or buffers that share memory."""
-    of_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    of_storage = defaultdict[int, dict[Tensor, str]](dict)
     for name, tensor in network.state_dict(keep_vars=True).items():
-        if is_lazy(tensor) or tensor.device.type == "meta" or not tensor.numel():
+        if not is_lazy(tensor) and tensor.device.type != "meta" and tensor.numel():
+            of_storage[tensor.untyped_storage().data_ptr()].setdefault(tensor, name)
+    for names in of_storage.values():
+        if len(names) == 1:
             continue
-        others = of_storage.setdefault(tensor.untyped_storage().data_ptr(), [])
-        for other, held in others:
-            if held is not tensor and _overlap(held, tensor):
+        taken = torch.zeros(next(iter(names)).untyped_storage().nbytes(), dtype=torch.bool)
+        for tensor, name in names.items():
+            size = tensor.element_size()
+            strides = [size * step for step in tensor.stride()]
+            place = taken.as_strided(tensor.shape, strides, size * tensor.storage_offset())
+            if place.any():
+                others = ", ".join(other for other in names.values() if other != name)
                 raise ValueError(
-                    f"model: expected parameters and buffers with memory of their own, but {other} "
-                    f"and {name} share theirs and are two tensors, each with a part of the "
-                    "gradient; register one nn.Parameter under both names, or only one of them, "
-                    "and compute the other from it in forward"
+                    "model: expected parameters and buffers with memory of their own, but "
+                    f"{name} shares memory with {others}, so that each has a part of the gradient; "
+                    "register one nn.Parameter under both names, or only one of them, and compute "
+                    "the other from it in forward"
                 )
-        others.append((name, tensor))
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have a number in common."""
-    parts = []
-    for tensor in (one, other):
-        size, start = tensor.element_size(), tensor.storage_offset()
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        stop = start + 1 + sum((length - 1) * step for length, step in steps)
-        parts.append((tensor, size, start, stop))
-    (_, a, start, stop), (_, b, begin, end) = parts
-    if a * stop <= b * begin or b * end <= a * start:
-        return False
-    if one.is_contiguous() and other.is_contiguous():
-        return True
-    first, second = (
-        torch.arange(stop).as_strided(t.shape, t.stride(), start).flatten() * size
-        for t, size, start, stop in parts
-    )
-    return bool(torch.isin(first, second).any())
+            place.fill_(True)
