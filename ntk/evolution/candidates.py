@@ -41,9 +41,10 @@ class Candidates:
         updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
         losses = tuple(loss_value(f, targets, flow.loss) for f in evolution.outputs)
         stacked = {}
-        for name, array in weights.items():
-            stacked[name] = np.repeat(array[None], len(updates), axis=0)
+        for name in weights:
             first = jacobian.shared.get(name, name)
+            array = weights[first]
+            stacked[name] = np.repeat(array[None], len(updates), axis=0)
             for row, update in enumerate(updates):
                 if first in update:  # buffers are not
                     stacked[name][row] += update[first].cpu().numpy().astype(array.dtype)

@@ -86,17 +86,12 @@ def _parse_layout(
         raise BadReply("layout", "expected the layout as at most 1 MB of uint8")
     try:
         entries = json.loads(raw.tobytes())
-        further = [entry for entry in entries if entry.get("kind") == SHARED]
-        own = (entry for entry in entries if entry not in further)
+        own = [entry for entry in entries if entry.get("kind") != SHARED]
         blocks = [_parse_block(entry, parameters, weights) for entry in own]
+        further = (entry for entry in entries if entry.get("kind") == SHARED)
         shared = {str(entry["name"]): str(entry["of"]) for entry in further}
-    except (
-        AttributeError,
-        KeyError,
-        ValueError,
-        TypeError,
-        RecursionError,
-    ) as error:  # BadReply is a ValueError
+    # BadReply is a ValueError
+    except (AttributeError, LookupError, ValueError, TypeError, RecursionError) as error:
         raise BadReply("layout", f"expected a JSON list of blocks ({error})") from None
     names = Counter(name for block in blocks for name in block.names)
     if not names:
