@@ -105,6 +105,7 @@ def run_command(
         workers=workers,
         progress=not quiet,
         again=again,
+        resume=resume is not None,
         writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
     )
     headline = result.summary["headline"]

@@ -6,7 +6,6 @@ setting ``metrics`` names them: ``f1-macro``, ``mymetrics.py:f`` or ``my_module:
 ``name=mymetrics.py:f`` to record it under another name.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config.importing import import_named, place_of, source_of, with_whole_path
+from .config.importing import ID, import_named, name_object, object_named, with_whole_path
 from .config.settings import ConfigError, key_of, nearest
 from .errors import first_line
 
@@ -51,7 +50,6 @@ BUILT_IN: dict[str, Metric] = {"f1-macro": f1_macro, "balanced-accuracy": balanc
 MEASURED = ("round", "accuracy", "loss", "model-updated")
 MEASURED_PREFIXES = ("client-", "bytes-", "evaluation-bytes-", "seconds", "peak-memory")
 REPORTED = ("train-loss", "num-examples", "replies-", "rejected-", "model-", "mutual-information")
-_given: dict[tuple[str, str], Metric] = {}  # name and place -> object that came in a dict
 
 
 def metrics_of(setting: str) -> dict[str, str]:
@@ -63,15 +61,15 @@ def metrics_of(setting: str) -> dict[str, str]:
 def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -> str:
     """Return what the setting ``metrics`` holds, given that or a dict of name to metric.
 
-    Objects are found again by their names, in this process. ConfigError if one is unknown, or a
-    name is `taken`.
+    Objects get names that no other call has, by which this process finds them again. ConfigError
+    if one is unknown, or a name is `taken`.
     """
     if not isinstance(given, Mapping):
         several = isinstance(given, Iterable) and not isinstance(given, str)
         given = metrics_of(",".join(map(str, given if several else [given])))
     items = []
     for name, metric in given.items():
-        place = with_whole_path(metric) if isinstance(metric, str) else place_of(metric)
+        place = with_whole_path(metric) if isinstance(metric, str) else name_object(metric)
         recorded = name in (*MEASURED, *taken) or name.startswith((*MEASURED_PREFIXES, *REPORTED))
         if recorded or {*name} & {*",="}:
             raise ConfigError(f"metrics: expected another name, such as my-{name}, got {name!r}")
@@ -81,8 +79,6 @@ def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -
                 "<module>:<function>, or in Python a dict of names and functions, "
                 f"got {place!r}{nearest(place, BUILT_IN)}"
             )
-        if not isinstance(metric, str):
-            _given[name, place] = metric
         items.append(place if name == _name(place) else f"{name}={place}")
     return ",".join(items)
 
@@ -92,16 +88,10 @@ def load_metrics(setting: str) -> dict[str, Metric]:
     return {name: _guard(name, metric) for name, metric in _find(setting).items()}
 
 
-def metrics_checksum(setting: str) -> str:
-    """Return a checksum of the code of a setting's metrics."""
-    sources = [name + source_of(metric) for name, metric in _find(setting).items()]
-    return hashlib.sha256("\0".join(sources).encode()).hexdigest()
-
-
 def _find(setting: str) -> dict[str, Metric]:
     found = {}
     for name, place in metrics_of(setting).items():
-        metric = _given.get((name, place)) or BUILT_IN.get(place) or import_named("metrics", place)
+        metric = object_named(place) or BUILT_IN.get(place) or import_named("metrics", place)
         if not callable(metric):
             raise ConfigError(f"metrics = {place}: expected a function, got {metric!r}")
         if hasattr(metric, "reset"):
@@ -111,7 +101,7 @@ def _find(setting: str) -> dict[str, Metric]:
 
 
 def _name(place: str) -> str:
-    return key_of(place.rpartition(":")[2])
+    return key_of(ID.sub("", place).rpartition(":")[2])
 
 
 def _guard(name: str, metric: Metric) -> Metric:

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -29,12 +28,11 @@ from fedntk.ntk.first_weights import draw_weights
 from fedntk.ntk.support.shared_arrays import first_names, require_separate
 
 from .config.config import Config
-from .config.importing import import_named, is_of_one_process, place_of, source_of
+from .config.importing import import_named, name_object, object_named
 from .config.settings import ConfigError, nearest
 from .errors import first_line, naming
 
 InputShape = tuple[int, ...]
-_given: dict[str, Any] = {}  # name -> model that was passed as an object
 
 
 def mlp(input_shape: InputShape, num_classes: int, width: int = 100) -> nn.Module:
@@ -224,30 +222,38 @@ def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) 
             "model: expected a torch.nn.Module, a function of (input_shape, num_classes), or a "
             f"name, got {type(model).__name__}"
         )
-    place, digest = place_of(model), hashlib.sha256()
-    home, _, name = place.rpartition(":")
     if isinstance(model, nn.Module):
-        with naming(f"model = {place}", ValueError):
+        with naming(f"model = {type(model).__name__}", ValueError):
             require_separate(model)  # copies of it would not share memory
-        digest.update(repr(model).encode())
-        for key, tensor in model.state_dict().items():
-            digest.update(key.encode() + tensor.detach().cpu().numpy().tobytes())
-    elif not is_of_one_process(place) and getattr(sys.modules.get(home), name, None) is model:
-        return place
-    else:
-        digest.update(source_of(model).encode())
-    given = f"{place.removesuffix('()')}()-{digest.hexdigest()[:6]}"
-    _given[given] = model
-    return given
+    return name_object(model)
 
 
 def network_checksum(network: nn.Module) -> str:
-    """Return a checksum of an architecture: layers, shapes, and the source of a user's classes."""
+    """Return a checksum of what a network shows of itself: layers and shapes."""
     digest = hashlib.sha256(repr(network).encode())
     digest.update(repr([(k, tuple(t.shape)) for k, t in network.state_dict().items()]).encode())
-    for kind in {type(module): None for module in network.modules()}:
-        digest.update(source_of(kind).encode())
     return digest.hexdigest()
+
+
+def sample_outputs(network: nn.Module, input_shape: InputShape) -> list[float]:
+    """Return some outputs, and the norm of all, for a fixed example at fixed weights.
+
+    Networks that differ in what they do not show, such as an activation, differ here.
+    """
+    probe, generator = copy.deepcopy(network).cpu().eval(), np.random.default_rng(0)
+    trained = {name for name, _ in probe.named_parameters()}
+    with torch.no_grad():
+        for name, tensor in probe.state_dict().items():
+            if tensor.is_floating_point():  # buffers may be variances
+                low, width = (-1, tensor[:1].numel() ** 0.5) if name in trained else (0.5, 1)
+                drawn = generator.uniform(low, 1, tuple(tensor.shape)) / width
+                tensor.copy_(torch.from_numpy(drawn))
+        example = torch.from_numpy(generator.normal(size=(1, *input_shape)).astype(np.float32))
+        try:
+            outputs = probe(example)
+        except Exception:
+            outputs = probe(torch.zeros_like(example))
+    return [*map(float, outputs.flatten()[:8]), float(outputs.norm())]
 
 
 def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
@@ -344,7 +350,7 @@ def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Mo
     }
     if config.model in known:
         return known[config.model](input_shape, num_classes)
-    given = _given.get(config.model)
+    given = object_named(config.model)
     if isinstance(given, nn.Module):
         return copy.deepcopy(given)
     if given is None and "()" in config.model:

@@ -38,6 +38,7 @@ INCIDENTAL = frozenset(
         *("ray-address", "client-cpus", "client-gpus"),
     }
 )
+OBJECTS = ("method", "model", "metrics")  # settings that may name what was passed in Python
 # key of Flower's run-config that holds the settings of other packages' methods, as JSON: the
 # app's pyproject.toml has to list all keys
 PLUGGED_IN = "plugged-in"

@@ -1,12 +1,21 @@
-"""Objects that users name in settings: ``mymethod.py:FedAvgM``, or ``package.module:FedAvgM``."""
+"""Objects that users name in settings: ``mymethod.py:FedAvgM``, or ``package.module:FedAvgM``.
 
-import dis
+Whether such an object is the one of an earlier run is decided here. One that a text names is the
+same as long as its source files are (:func:`source_checksum`). One that was passed in Python may
+hold anything, so it counts as another in each call: its name ends with ``#`` and a random id.
+"""
+
+import ast
 import functools
+import hashlib
 import importlib
-import inspect
+import itertools
 import os
 import re
+import site
 import sys
+import sysconfig
+import uuid
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +24,15 @@ from ..errors import ConfigError, first_line
 from .settings import nearest
 
 SEARCHED = "FEDNTK_PATH"  # environment variable: folders where Flower's processes find modules
-LIBRARIES = {"builtins", "fedntk", "functools", "torch", "torchmetrics", "torchvision"}
+ID = re.compile(r"#([0-9a-f]{12})(?=,|$)")  # ends the name of an object that was passed in Python
+LARGE = {"fedntk", "numpy", "sklearn", "torch", "torchmetrics", "torchvision"}  # not read
+LIBRARIES = tuple(
+    f"{path}{os.sep}"
+    for path in (*map(sysconfig.get_path, ("stdlib", "purelib")), *site.getsitepackages())
+)
+_objects: dict[str, Any] = {}  # id -> object that was passed in this process
+_loaded: dict[str, dict[str, str]] = {}  # module -> checksums of its source files when imported
+_seen: dict[str, str] = {}  # file -> its checksum when a module that imports it was last imported
 
 
 def search_path() -> str:
@@ -24,25 +41,74 @@ def search_path() -> str:
 
 
 def with_whole_path(named: str) -> str:
-    """Return a name with the whole path of its file, if it names one."""
+    """Return a name with the whole path of its file, if it names one; with an id, of ``__main__``.
+
+    What a notebook or a script defines has no source that could be compared.
+    """
     home, _, name = named.rpartition(":")
+    if home == "__main__" and not ID.search(named):
+        return f"{named}#{_new_id()}"
     return f"{Path(home).expanduser().absolute()}:{name}" if home.endswith(".py") else named
+
+
+def name_object(thing: Any, place: str = "") -> str:
+    """Return a name for an object that was passed in Python, which no earlier call has given it.
+
+    Before the id it has the place where other processes can import the object, or ``()``.
+    """
+    place = place or place_of(thing)
+    if not is_of_one_process(place) and "," not in place:
+        home, _, name = place.rpartition(":")
+        same = functools.reduce(_part, name.split("."), sys.modules.get(home)) is thing
+        place += "" if same or not callable(thing) else "()"
+    name = f"{place}#{_new_id()}"
+    _objects[ID.findall(name)[0]] = thing
+    return name
+
+
+def object_named(named: str) -> Any:
+    """Return the object of a name, if it was passed in this process; else None."""
+    return _objects.get((ID.findall(named) or [""])[0])
+
+
+def renew_names(named: str, before: str = "") -> str:
+    """Return a setting in which passed objects have new names, or those of an earlier setting.
+
+    The earlier one is taken if it differs only in the ids.
+    """
+    same = before and ID.sub("", before) == ID.sub("", named)
+    renewed = before if same else ID.sub(lambda _: f"#{_new_id()}", named)
+    for old, new in zip(ID.findall(named), ID.findall(renewed), strict=True):
+        if old in _objects:
+            _objects[new] = _objects[old]
+    return renewed
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _part(whole: Any, name: str) -> Any:
+    return getattr(whole, name, None)
 
 
 def import_named(key: str, named: str) -> Any:
     """Return what a setting names; ConfigError if it is not there.
 
-    Modules are also looked for in the working directory, and beside the file. A file that has
-    changed since it was loaded is loaded again.
+    Modules are also looked for in the working directory, and beside the file. A module is loaded
+    again if its source, or that of a module that it imports, has changed since.
     """
-    home, _, name = named.rpartition(":")
+    home, _, name = ID.sub("", named).rpartition(":")
     path, is_file = Path(home), home.endswith(".py")
     folders = [*os.environ.get(SEARCHED, search_path()).split(os.pathsep), str(path.parent)]
     sys.path += [folder for folder in folders if folder not in sys.path]
     if is_file and not path.is_file():
         raise ConfigError(f"{key} = {named}: there is no file {home}")
     try:
+        sources = _forget_changed(home)
         module = _load(path) if is_file else importlib.import_module(home)
+        _loaded[home] = sources
+        _seen.update(sources)
     except (Exception, SystemExit) as error:  # whatever a user's code raises
         raise ConfigError(f"{key} = {named}: cannot be imported: {first_line(error)}") from error
     try:
@@ -77,43 +143,87 @@ def require_importable(key: str, named: str, *, what: str = "it", same: bool = T
     )
 
 
-def source_of(thing: Any, *users: Any) -> str:
-    """Return the source of a user's function, or of an object's class, and plain values in use.
+def source_checksum(*named: str) -> str:
+    """SHA-256 of the source files of what settings name, and of all modules that these import.
 
-    So it changes with an edit, with the settings of an object and with a constant or a function
-    that a function uses; `users` are the functions that use it. Libraries' code is left out.
+    Installed libraries are left out, except the package of what is named. It is empty if no text
+    names a file or a module; a passed object has an id in its place.
     """
-    kind, code = thing if hasattr(thing, "__qualname__") else type(thing), None
-    held: dict[str, Any] = {} if kind is thing else {**getattr(thing, "__dict__", {})}
-    if isinstance(thing, functools.partial):
-        held |= {"": thing.func, **thing.keywords, **{f"{i}": a for i, a in enumerate(thing.args)}}
-    text = ""
-    if str(kind.__module__).partition(".")[0] not in LIBRARIES:
-        code = getattr(thing, "__code__", None)
-        try:
-            text = inspect.getsource(kind)
-        except (OSError, TypeError):  # of a shell, or not in Python
-            text = repr(code and (code.co_code, code.co_names))
-    if code is not None:
-        used = [own.argval for own in dis.get_instructions(code) if own.opname == "LOAD_GLOBAL"]
-        held |= {name: thing.__globals__.get(name) for name in used}
-        held |= inspect.getclosurevars(thing).nonlocals
-    for name, own in sorted(held.items(), key=str):
-        if isinstance(own, bool | int | float | str) and name[:1] != "_":
-            text += f"{name} = {own!r}"
-        elif inspect.isfunction(own) and own not in users:
-            text += source_of(own, thing, *users)
-    return text
+    homes = [place.rpartition(":")[0] for place in named if not ID.search(place)]
+    sources = [[*own.values()] for home in filter(None, homes) if (own := _sources(home))]
+    return hashlib.sha256(repr(sources).encode()).hexdigest() if sources else ""
+
+
+def _sources(home: str) -> dict[str, str]:
+    """Return file -> checksum of a module and, by their imports, of all that users may edit."""
+    is_file, folder = home.endswith(".py"), str(Path(home).parent)
+    folders = [*os.environ.get(SEARCHED, search_path()).split(os.pathsep), folder]
+    package = "" if is_file else home.partition(".")[0]
+    left: list[tuple[str, Path | None]] = [("", Path(home)) if is_file else (home, None)]
+    modules: set[str] = set()
+    found: dict[str, str] = {}
+    while left:
+        name, path = left.pop()
+        wanted = [name]
+        if path is not None and path.is_file():
+            found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+            state = path.stat()
+            wanted = _imports(name, path, state.st_mtime_ns, state.st_ctime_ns, state.st_size)
+        for parts in (each.split(".") for each in wanted):
+            for module in itertools.accumulate(parts, "{}.{}".format):  # and its packages
+                if module in modules or parts[0] in ("", *LARGE):
+                    continue
+                modules.add(module)
+                file = _file_of(module, folders)
+                if file and (parts[0] == package or not str(file).startswith(LIBRARIES)):
+                    left.append((module, file))
+    return found
+
+
+def _file_of(module: str, folders: list[str]) -> Path | None:
+    """Return the file of a module that is loaded, or in one of the folders."""
+    if file := getattr(sys.modules.get(module), "__file__", None):
+        return Path(file)
+    places = [Path(folder, *module.split(".")) for folder in folders]
+    files = (own for place in places for own in (place / "__init__.py", place.with_suffix(".py")))
+    return next(filter(Path.is_file, files), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _imports(name: str, path: Path, *_state: int) -> list[str]:
+    """Return the modules, and what may be modules, that a file imports in any place."""
+    found: list[str] = []
+    tree = ast.parse(path.read_bytes() if path.suffix == ".py" else b"")
+    above = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            home = above[: len(above) - node.level + 1] if node.level else []
+            parts = [*home, *filter(None, [node.module])]
+            found += [".".join([*parts, alias.name]) for alias in node.names]
+    return found
+
+
+def _forget_changed(home: str) -> dict[str, str]:
+    """Remove a module and those that it imports, if one has changed since; return its sources."""
+    sources = _sources(home)
+    changed = any(_seen.get(file, digest) != digest for file, digest in sources.items())
+    if changed or _loaded.get(home, sources) != sources:
+        for name, module in [*sys.modules.items()]:
+            if name != "__main__" and getattr(module, "__file__", None) in sources:
+                del sys.modules[name]
+        importlib.invalidate_caches()
+    return sources
 
 
 def _load(path: Path) -> ModuleType:
-    """Load a file as a module whose name is its path, unless it is loaded and unchanged."""
-    name, changed = str(path), path.stat().st_mtime_ns
-    loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__changed__ == changed:
-        return loaded
+    """Load a file as a module whose name is its path, unless it is loaded."""
+    name = str(path)
+    if name in sys.modules:
+        return sys.modules[name]
     module = ModuleType(name)
-    vars(module).update(__file__=name, __changed__=changed)
+    module.__file__ = name
     sys.modules[name] = module  # where dataclasses look for it
     try:
         exec(compile(path.read_bytes(), name, "exec"), vars(module))  # noqa: S102

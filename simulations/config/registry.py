@@ -25,7 +25,15 @@ from typing import Any
 from fedntk.ntk.options import nearest
 
 from ..errors import ConfigError, first_line
-from .importing import import_named, place_of, require_importable, with_whole_path
+from .importing import (
+    ID,
+    import_named,
+    name_object,
+    object_named,
+    place_of,
+    require_importable,
+    with_whole_path,
+)
 
 HOME = "fedntk.simulations.methods"
 logger = getLogger("flwr")
@@ -65,7 +73,6 @@ def all_methods() -> Mapping[str, Any]:
     return MappingProxyType(methods)
 
 
-_given: dict[str, Any] = {}  # what the setting holds -> method that came as an object
 _own: dict[str, Any] = {}  # name -> the newest method that is not installed
 
 
@@ -77,8 +84,8 @@ def known_methods() -> Mapping[str, Any]:
 def find_method(given: Any) -> tuple[str, Any]:
     """Return what the setting ``method`` holds, and the method; ConfigError if there is none.
 
-    `given` is a text, a Method or the class of a strategy. An object is found again by its text, in
-    this process.
+    `given` is a text, a Method or the class of a strategy. An object gets a name that no other call
+    has, by which this process finds it again.
     """
     if isinstance(given, type):
         given = _make(given)
@@ -87,10 +94,10 @@ def find_method(given: Any) -> tuple[str, Any]:
         if given not in all_methods().values():
             strategy, client = given.strategy_class, given.client_class
             other = "" if client is named_client(strategy) else f",{client.__qualname__}"
-            place = place_of(strategy) + other
+            place = name_object(given, place_of(strategy) + other)
     else:
         place = with_whole_path(str(given))
-        method = all_methods().get(place) or _given.get(place) or import_method(place)
+        method = all_methods().get(place) or object_named(place) or import_method(place)
     if place not in all_methods():
         common = importlib.import_module(f"{__package__}.config").Config.options()
         if method.name in all_methods() or method.name.replace("-", "_") in common:
@@ -98,15 +105,13 @@ def find_method(given: Any) -> tuple[str, Any]:
                 f"method = {place}: {method.name!r} is a method or a setting already; rename the "
                 "class, or give name='...' to Method"
             )
-        if method is given:
-            _given[place] = method
         _own[method.name] = method
     return place, method
 
 
 def import_method(place: str) -> Any:
     """Import the method that the setting names; ConfigError if there is none."""
-    home, colon, names = place.rpartition(":")
+    home, colon, names = ID.sub("", place).rpartition(":")
     if not colon:
         raise ConfigError(
             f"method: expected one of {', '.join(all_methods())}, or <file>.py:<strategy>, got "

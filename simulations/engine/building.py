@@ -16,16 +16,19 @@ from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.predictors.network import Predictor
 from fedntk.strategies import BaseStrategy
-from fedntk.strategies.core.array_archive import load_tensors
+from fedntk.strategies.core.array_archive import checksum, load_tensors
 
 from ..attacks import ATTACKS
 from ..config.config import Config
+from ..config.importing import ID, place_of, source_checksum
+from ..config.registry import all_methods
 from ..config.settings import ConfigError
 from ..data.kept_examples import Own
 from ..data.load import load_data
 from ..deploy.simulated_trust import key_server, projected, run_name, sealed_projection
 from ..methods.method import Method, Setup
-from ..models import build_model, name_model, network_checksum
+from ..metrics import metrics_of
+from ..models import build_model, name_model, network_checksum, sample_outputs
 from ..report.results import read_summary, require_same
 from ._flower import log_from
 from .checkpoints import Checkpoint, Checkpoints
@@ -37,6 +40,38 @@ def load_setup(config: Config) -> Setup:
     setup = Setup(config, build_model(config, data.input_shape, data.num_classes), loaded=data)
     _ = setup.split
     return setup
+
+
+def code_checksums(config: Config) -> dict[str, str]:
+    """Return checksums of the source files that the settings name: see SOURCES."""
+    method, metrics = config.chosen_method, metrics_of(config.metrics).values()
+    parts = type(method), method.strategy_class, method.client_class, *method.parts
+    installed = [place_of(part) for part in parts if method in all_methods().values()]
+    return {
+        "model-code": source_checksum(config.model),
+        "metrics-code": source_checksum(*metrics),
+        "method-code": source_checksum(config.method, *installed),
+    }
+
+
+def source_of(setup: Setup) -> dict[str, Any]:
+    """Return what the results of a run depend on besides its settings: see SOURCES."""
+    config, network = setup.config, setup.network
+    drawn = ":" in config.model and not ID.search(config.model)  # by a user's code, or from files
+    state = network.state_dict() if drawn or config.weights else {}
+    return {
+        "data": setup.data.checksum,
+        "split": setup.split.checksum,
+        "network": network_checksum(network),
+        "sample-outputs": sample_outputs(network, network_inputs(config, setup.data.input_shape)),
+        "first-weights": checksum(*(t.cpu().numpy() for t in state.values())) if state else "",
+        **code_checksums(config),
+    }
+
+
+def network_inputs(config: Config, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an example as the network takes it."""
+    return (config.projection,) if config.projection else input_shape
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -159,7 +194,13 @@ def load_predictor(
         inputs = replace(inputs, project=partial(projected, config))
     setup = Setup(config, build_model(config, inputs.shape, len(inputs.classes)))
     if (folder / "summary.json").exists():
-        now = {"network": network_checksum(setup.network)}
+        shape = network_inputs(config, inputs.shape)
+        now: dict[str, Any] = {
+            "network": network_checksum(setup.network),
+            "sample-outputs": sample_outputs(setup.network, shape),
+        }
+        if model is None:
+            now["model-code"] = source_checksum(config.model)
         require_same(read_summary(folder), now, folder)
     if client is None:
         arrays, described = load_tensors(folder / f"{which}.safetensors")

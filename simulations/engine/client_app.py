@@ -61,7 +61,8 @@ def _own_setup(context: Context) -> Setup:
     """
     run = context.run_id, dict(context.run_config)
     if getattr(_thread, "run", None) != run:
-        template = _template(Config.parse(context.run_config))  # one client is made at a time
+        # one client is made at a time
+        template = _template(context.run_id, Config.parse(context.run_config))
         network = copy.deepcopy(template.network)
         _thread.setup = replace(template, network=network, kept=KeptExamples())
         _thread.run = run
@@ -70,7 +71,12 @@ def _own_setup(context: Context) -> Setup:
 
 
 _thread = threading.local()
-_template = lru_cache(maxsize=1)(load_setup)
+
+
+@lru_cache(maxsize=1)
+def _template(_run_id: int, config: Config) -> Setup:
+    """Make it once a run: what the settings name may change between runs."""
+    return load_setup(config)
 
 
 def _say_where(message: Message, context: Context, call_next: Function) -> Message:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import ERROR, WARNING, getLogger
 from pathlib import Path
@@ -13,15 +14,16 @@ import torch
 from fedntk.ntk.support.files import claimed
 
 from ..config import importing
-from ..config.config import Config
+from ..config.config import OBJECTS, Config
+from ..config.importing import ID, renew_names
 from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..data.own import OwnData
 from ..errors import RunFailed, first_line, naming
 from ..methods.method import Method
-from ..metrics import metrics_checksum, metrics_of
-from ..models import name_model, network_checksum
+from ..metrics import metrics_of
+from ..models import name_model
 from ..report.results import (
     MOSTLY_FAILED,
     Run,
@@ -35,7 +37,7 @@ from ..report.results import (
     run_state,
 )
 from ._flower import log_from
-from .building import load_setup
+from .building import code_checksums, load_setup, source_of
 from .checkpoints import Checkpoints, OnRound, Record
 from .client_app import app as client_application
 from .engines import LocalGrid
@@ -61,6 +63,7 @@ def run(
     workers: int = 1,
     progress: bool = True,
     again: bool = False,
+    resume: bool = False,
     writers: Sequence[str] = (),
     on_round: OnRound | None = None,
     data: Any = None,
@@ -70,7 +73,8 @@ def run(
     """Run a configuration and read its results back.
 
     A finished run is not run again, and one that was interrupted goes on from its newest
-    checkpoint, with the same bits as if nothing had happened.
+    checkpoint, with the same bits as if nothing had happened. A network, a metric or a method that
+    was passed as an object may hold anything: it counts as another in each call, unless `resume`.
 
     Parameters
     ----------
@@ -87,6 +91,9 @@ def run(
         Whether to show round, clients, accuracy and the time left.
     again : bool
         Whether to remove what is in the folder and run anew.
+    resume : bool
+        Whether network, metrics and method, if they are objects, are those of the run in the folder
+        `out`, which is then returned, or goes on.
     writers : sequence of {"tensorboard", "mlflow"}
         Destinations of each round's metrics besides the run's folder.
     on_round : callable, optional
@@ -119,8 +126,11 @@ def run(
     """
     _check(engine, workers, writers)
     config = read_config(config, overrides, data=data, model=model)
+    config = with_names_of_before(config) if resume else config
     prepared = _prepare(config, engine, again=again)
     or_else = f", or: fedntk run --resume {shlex.quote(str(config.folder))}"
+    if any(ID.search(getattr(config, name)) for name in OBJECTS):
+        or_else = f", out={str(config.folder)!r} and resume=True"
     with show_progress(config.rounds, enabled=progress, or_else=or_else) as shown:
         return _run(config, prepared, engine, workers, writers, shown, on_round, again=again)
 
@@ -134,6 +144,7 @@ def compare(
     workers: int = 1,
     progress: bool = True,
     again: bool = False,
+    resume: bool = False,
     writers: Sequence[str] = (),
     data: Any = None,
     model: Any = None,
@@ -155,7 +166,7 @@ def compare(
         Seeds of split, first weights and sampling, for all configurations.
     out : path
         Folder of the comparison; runs land in ``<out>/<name>/seed-<seed>``.
-    engine, workers, progress, again, writers, data, model
+    engine, workers, progress, again, resume, writers, data, model
         As in :func:`run`.
     **overrides
         Settings (snake_case) that win over all of `configs`.
@@ -171,6 +182,7 @@ def compare(
     """
     _check(engine, workers, writers)
     planned = _plan(configs, seeds, Path(out), overrides, data=data, model=model)
+    planned = [with_names_of_before(config) for config in planned] if resume else planned
     prepared = []
     for config in planned:
         with naming(config.name):
@@ -264,9 +276,22 @@ def read_config(
             raise ConfigError(
                 f"{name}: the data say {own[name]}, got {overrides[name]}; leave one of the two out"
             )
+    names = {name: renew_names(getattr(config, name)) for name in OBJECTS}
     if model is not None:
-        own["model"] = name_model(model)
-    return config.replace(**own) if own else config
+        names["model"] = name_model(model)
+    return config.replace(**names, **own)
+
+
+def with_names_of_before(config: Config) -> Config:
+    """Return a configuration in which passed objects have their names in the run of its folder."""
+    path = config.folder / "config.toml"
+    if not config.out and any(ID.search(getattr(config, name)) for name in OBJECTS):
+        raise ConfigError("resume: expected out, the folder of the run, got none")
+    if not path.exists():
+        return config
+    before = tomllib.loads(path.read_text(encoding="utf-8"))
+    names = {n: renew_names(getattr(config, n), str(before.get(n, ""))) for n in OBJECTS}
+    return config.replace(**names)
 
 
 def read_seeds(given: Iterable[int] | str) -> list[int]:
@@ -364,8 +389,10 @@ def _run(
                 with LocalGrid(client_application, *clients, **options) as grid:
                     serve(grid, config, on_round, prepared)
     run = read_run(folder)
-    state_word = "finished before" if state == "finished" else "done"
-    shown.end(", ".join(filter(None, [state_word, describe_replies(run.summary)])))
+    ending = "done"
+    if state == "finished":
+        ending = f"finished before: read from {folder}; again=True (--again) runs it anew"
+    shown.end(", ".join(filter(None, [ending, describe_replies(run.summary)])))
     if run.summary["status"] == MOSTLY_FAILED:
         logger.warning(
             "%s: %s; the log of the clients says why", folder, describe_replies(run.summary)
@@ -381,11 +408,9 @@ def _records_before(config: Config, state: State) -> Sequence[Record]:
         return [] if checkpoint is None else checkpoint.records
     if state == "new":
         return []
-    now = {}
+    now: dict[str, Any] = code_checksums(config)
     with contextlib.suppress(ConfigError):  # results can be read without what they depend on
-        now["metrics-code"] = metrics_checksum(config.metrics)
-    with contextlib.suppress(ConfigError):
         now["data"] = load_data(config).checksum
-        now["network"] = network_checksum(load_setup(config).network)
+        now |= source_of(load_setup(config))
     require_same(read_summary(config.folder), now, config.folder)
     return read_records(config.folder)

@@ -22,11 +22,10 @@ from ..data.kept_examples import KeptExamples
 from ..deploy.simulated_trust import projected
 from ..errors import Stopped, first_line
 from ..methods.method import Setup
-from ..metrics import load_metrics, metrics_checksum
-from ..models import network_checksum
+from ..metrics import load_metrics
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
 from ._flower import outlive_workers
-from .building import load_setup, make_client, make_strategy
+from .building import load_setup, make_client, make_strategy, source_of
 from .checkpoints import Checkpoints, OnRound
 from .engines import MeteredGrid
 from .lies import LyingGrid
@@ -104,10 +103,7 @@ def _serve(
     checkpoint = checkpoints.newest() if resume else None
     setup, strategy = prepared or prepare(config)
     source = {  # what the bits of a run depend on besides its configuration
-        "data": setup.data.checksum,
-        "split": setup.split.checksum,
-        "network": network_checksum(setup.network),
-        "metrics-code": metrics_checksum(config.metrics),
+        **source_of(setup),
         "device": setup.device,
         "threads": f"{torch.get_num_threads()} on the server, {config.client_threads} in a client",
     }

@@ -86,7 +86,7 @@ def _run_trial(
 
         try:
             with log_from(ERROR):  # it would say how to go on with the run, not with the search
-                run(config, progress=False, on_round=end_if_bad)
+                run(config, progress=False, resume=True, on_round=end_if_bad)
         except Stopped:
             return PRUNED
         except (RunFailed, ConfigError) as error:

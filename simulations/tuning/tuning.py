@@ -15,9 +15,11 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from fedntk.ntk.support.files import claimed
 
-from ..config.config import INCIDENTAL, Config
+from ..config.config import INCIDENTAL, OBJECTS, Config
+from ..config.importing import ID
 from ..config.registry import find_method
 from ..config.settings import ConfigError, Value
+from ..engine.building import code_checksums
 from ..engine.progress import progress as show_progress
 from ..engine.runs import Runnable, failing_as_run, read_config, read_seeds, require_importable
 from ..engine.server_app import prepare
@@ -30,6 +32,7 @@ FIXED = INCIDENTAL | {
     *("seed", "name", "dataset", "test-examples", "test-examples-per-domain", "evaluate-on"),
     *("validation-examples", "validation-clients", "private-test", "local-test-fraction"),
 }
+SOURCE = "source of "  # before what names files, in the description of a search
 logger = getLogger("flwr")
 
 
@@ -69,6 +72,7 @@ def tune(
     out: str | Path = "runs/tune",
     progress: bool = True,
     again: bool = False,
+    resume: bool = False,
     data: Any = None,
     model: Any = None,
     **overrides: Any,
@@ -105,7 +109,7 @@ def tune(
         Folder of the search; `again` removes the search that is in it.
     progress : bool
         Whether to show rounds, trials, the best value and the time left.
-    data, model
+    resume, data, model
         As in :func:`~fedntk.simulations.run`.
 
     Raises
@@ -143,14 +147,14 @@ def tune(
     if parallel > 1:
         require_importable(base)
     combinations = _combinations(base, space, each_once=not grid)
-    checksum, rounds = _prepare(base, combinations, each)
+    checksums, rounds = _prepare(base, combinations, each)
     folder = Path(out).expanduser().absolute()
     described = {
         **{key: value for key, value in base.values().items() if key not in INCIDENTAL},
         **{key: list(_ends(values)) if grid else str(values) for key, values in space.items()},
         **{"seeds": each, "metric": metric, "last": last, "prune": prune},
         "drawn": "all" if grid else f"{sampler}, seed {sampler_seed}",
-        "data": checksum,
+        **checksums,
     }
     with failing_as_run(), claimed(folder, "tune"):
         if again:
@@ -158,7 +162,8 @@ def tune(
                 (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / "trials", ignore_errors=True)
         with open_study(folder, metric, prune, rounds) as study:
-            _require_same_search(study, described, list(space) if grid else [], folder)
+            grown = list(space) if grid else []
+            _require_same_search(study, described, grown, folder, resume=resume)
             for combination in combinations if grid else []:
                 study.enqueue_trial(combination, {"values": combination}, skip_if_exists=True)
             drawn = {} if grid else space, sampler, sampler_seed
@@ -233,10 +238,13 @@ def _check_metric(base: Config, metric: str) -> None:
 
 def _prepare(
     base: Config, combinations: Sequence[dict[str, Value]], seeds: Sequence[int]
-) -> tuple[str, int]:
-    """Prepare a run of each combination and seed; return the data's checksum and most rounds."""
+) -> tuple[dict[str, str], int]:
+    """Prepare a run of each combination and seed; return their sources' checksums, and most rounds.
+
+    A grid that grows may name more sources, but must not change one.
+    """
     tried: list[dict[str, Value]] = [{**values, "seed": seeds[0]} for values in combinations]
-    rounds = []
+    rounds, checksums = [], dict[str, str]()
     for values in [*tried, *({**combinations[0], "seed": seed} for seed in seeds[1:])]:
         try:
             config = base.replace(**values)
@@ -244,28 +252,44 @@ def _prepare(
                 raise ConfigError("rounds: expected at least 1, got 0")
             with failing_as_run():
                 setup, _ = prepare(config)
+                checksums["data"] = setup.data.checksum[:12]
+                for name, digest in code_checksums(config).items():
+                    named = config.values()[name.removesuffix("-code")]
+                    checksums |= {f"{SOURCE}{ID.sub('', str(named))}": digest} if digest else {}
         except (ConfigError, RunFailed) as error:
             listed = ", ".join(f"{key} = {value}" for key, value in values.items())
             raise type(error)(f"{error} (with {listed})") from error
         rounds.append(config.rounds)
-    return setup.data.checksum[:12], max(rounds)
+    return checksums, max(rounds)
 
 
 def _require_same_search(
-    study: optuna.Study, described: dict[str, Any], grid: Sequence[str], folder: Path
+    study: optuna.Study,
+    described: dict[str, Any],
+    grid: Sequence[str],
+    folder: Path,
+    *,
+    resume: bool,
 ) -> None:
-    """Store what is searched, or refuse another search than before; a grid may have grown."""
+    """Store what is searched, or refuse another search than before; a grid may have grown.
+
+    To `resume` is to say that passed objects are the same.
+    """
     before = study.user_attrs.get("described", described)
     differing = []
     for key in {**before, **described}:
         old, new = before.get(key), described.get(key)
         grown = key in grid and isinstance(old, list) and {*old} <= {*described[key]}
+        grown |= key.startswith(SOURCE) and old is None
+        if resume and key in OBJECTS and isinstance(old, str):
+            old, new = (ID.sub("", name) for name in (old, new))
         if old != new and not grown:
             differing.append(f"{key} = {old!r} (now {new!r})")
     if differing:
         raise ConfigError(
             f"{folder} holds another search: {', '.join(differing)}; choose another folder with "
-            "out, or replace that search with again=True (--again)"
+            "out, or replace that search with again=True (--again); an object counts as another in "
+            "each call: if it is the same, resume=True"
         )
     study.set_user_attr("described", described)
 
