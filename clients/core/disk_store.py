@@ -45,6 +45,12 @@ def client_folder(cache: Path, run: str, client: object) -> Path:
     return cache / f"client-{client}" / f"run-{run}"
 
 
+def make_private(folder: Path) -> None:
+    """Make a client's folder, and that of one run in it, for their owner only."""
+    for part in (folder.parent, folder):
+        part.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def remove_stale(folder: Path) -> None:
     """Remove a client's folders of other runs that nobody has used for a day."""
     for other in folder.parent.glob("run-*/"):
@@ -88,7 +94,7 @@ class DiskStore:
         found, expected = folder / "key.json", json.dumps(key).encode()
         if not found.exists() or found.read_bytes() != expected:
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            make_private(folder)
             found.write_bytes(expected)
         os.utime(found)  # when the folder was last used
 

@@ -19,7 +19,7 @@ from fedntk.trust import ParcelKeys
 from fedntk.trust.secure_sum import FEWEST
 
 from .adapter import CLIENT_ID
-from .disk_store import cache_dir, client_folder, remove_stale
+from .disk_store import cache_dir, client_folder, make_private, remove_stale
 from .secure_sum import SecureSum, load_or_draw_key
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -68,7 +68,7 @@ class Masking(Declared):
         folder = client_folder(cache, task.run_key, self._name(config) + ending)
         if not folder.exists():
             remove_stale(folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private(folder)
         return folder
 
     def _name(self, config: Mapping[str, Any]) -> str:

@@ -1,8 +1,11 @@
 """Examples as a run takes them; nothing here depends on how they are split."""
 
+import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -10,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedntk.clients import cache_dir
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import checksum
@@ -25,6 +27,11 @@ NPZ = (
     *("x_train", "y_train", "clients_train", "x_test", "y_test", "clients_test"),
     *("columns", "classes", "split", "split_sizes"),
 )
+
+
+PASSED = "passed"  # begins the name of examples that were passed as an object
+MOST_KEPT = 4
+_kept: "OrderedDict[str, Data]" = OrderedDict()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +100,10 @@ class Data:
 
     @cached_property
     def checksum(self) -> str:
-        """SHA-256 of all examples and labels."""
-        return checksum(self.x_train, self.y_train, self.x_test, self.y_test)
+        """SHA-256 of all examples and labels, and of the names of columns and classes."""
+        arrays = self.x_train, self.y_train, self.x_test, self.y_test
+        names = [*self.columns, *map(repr, self.classes), self.alphabet]
+        return checksum(*arrays, *[np.array(names)] * any(names))
 
     def train(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Return training examples as a network takes them, float32, with their labels."""
@@ -129,27 +138,43 @@ class Data:
             self.inputs.require_alike(x, len(self.y_train))
         return self.inputs(x, check_ranges=False), labels
 
-    def write(self) -> dict[str, Any]:
-        """Write them into the cache, named by content; return the settings that follow."""
-        split, sizes, settings = None, None, dict[str, Any]()
+    def keep(self) -> dict[str, Any]:
+        """Keep a copy in memory, named by content; return the settings that follow."""
+        settings: dict[str, Any] = {}
         if self.split is not None:
-            split, sizes = np.concatenate(self.split), np.array([len(own) for own in self.split])
-            settings = {"partition": "given", "num_clients": len(sizes)}
+            settings = {"partition": "given", "num_clients": len(self.split)}
         elif self.natural_ids is not None:
             settings = {"partition": "natural", "num_clients": len(np.unique(self.natural_ids))}
+        arrays = self._arrays()
+        name = f"{PASSED}:{checksum(np.array(list(arrays)), *arrays.values())[:16]}"
+        _kept.pop(name, None)
+        _kept[name] = copy.deepcopy(self)
+        while len(_kept) > MOST_KEPT:
+            _kept.popitem(last=False)
+        return {"dataset": name, **settings}
+
+    def write(self, path: Path) -> None:
+        """Write them into a file that only its owner can read."""
+        with whole(path) as file:
+            Path(file.name).chmod(0o600)
+            np.savez(file, allow_pickle=False, **self._arrays())
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        split, sizes = None, None
+        if self.split is not None:
+            split, sizes = np.concatenate(self.split), np.array([len(own) for own in self.split])
         parts = (
             *(self.x_train, self.y_train, self.natural_ids),
             *(self.x_test, self.y_test, self.natural_ids_test),
         )
         texts = np.array(self.columns, str), np.array(self.classes or np.array((), str))
         every = zip(NPZ, (*parts, *texts, split, sizes), strict=True)
-        arrays = {name: array for name, array in every if array is not None}
-        digest = checksum(np.array(list(arrays)), *arrays.values())
-        path = cache_dir() / "data" / f"own-{digest[:16]}.npz"
-        if not path.exists():
-            with whole(path) as file:
-                np.savez(file, allow_pickle=False, **arrays)
-        return {"dataset": f"npz:{path}", **settings}
+        return {name: array for name, array in every if array is not None}
+
+
+def data_kept(name: str) -> Data | None:
+    """Return examples that were passed in this process, by the name that :meth:`Data.keep` gave."""
+    return _kept.get(name)
 
 
 def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str = "") -> None:

@@ -1,5 +1,6 @@
 """Image sets in Hugging Face's form, from the hub or a folder of their files."""
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,12 @@ def load_splits(name: str, subset: str = "") -> Any:
     from datasets import load_dataset
 
     try:
-        splits = load_dataset(str(place), subset or None)
+        if not place.is_dir():
+            splits = load_dataset(str(place), subset or None)
+        else:
+            with tempfile.TemporaryDirectory(prefix="fedntk-") as cache:  # users' files stay theirs
+                options = {"cache_dir": cache, "keep_in_memory": True}
+                splits = load_dataset(str(place), subset or None, **options)
     except Exception as error:
         raise ConfigError(
             f"dataset: {name!r} cannot be read: {first_line(error)}; for a folder with a folder "

@@ -2,6 +2,7 @@
 
 import gzip
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from fedntk.ntk.predictors.inputs import channels_first
 
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line, naming
-from .data import Data
+from .data import PASSED, Data, data_kept
 from .digit_domains import digit_domains
 from .digits_five import digits_five
 from .femnist import femnist
@@ -26,6 +27,7 @@ from .parts import Domain, Part
 from .settings import DatasetSettings
 from .two_patch import TwoPatchOptions, draw_two_patch
 
+PASSED_FILE = "passed.npz"  # in a run's folder, while processes of Ray's need it
 IDX_FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
@@ -62,9 +64,18 @@ def load_data(settings: DatasetSettings) -> Data:
     """Load the data set that `settings` name; later calls in a process share it."""
     kind, _, rest = settings.dataset.partition(":")
     place = Path(kind if kind.endswith(".py") else rest).expanduser()
-    files = place.rglob("*") if rest and place.is_dir() else [place]
-    modified = sum(file.stat().st_mtime_ns for file in files if file.is_file())
+    files = sorted(place.rglob("*")) if rest and place.is_dir() else [place]
+    states = [(str(file), file.stat()) for file in files if file.is_file()]
+    modified = tuple((name, s.st_mtime_ns, s.st_ctime_ns, s.st_size) for name, s in states)
     options = {name: getattr(settings, name) for name in DatasetSettings.options()}
+    if kind == PASSED and data_kept(settings.dataset) is None:  # in another process
+        file = getattr(settings, "folder", place) / PASSED_FILE
+        if not file.exists():
+            raise ConfigError(
+                f"dataset = {settings.dataset}: examples that were passed to a run in another "
+                "process, or long ago, and are not kept; pass them again as data=..."
+            )
+        options["dataset"] = f"npz:{file}"
     options["data_dir"] = settings.data_dir or str(cache_dir() / "data")
     try:
         return _load(DatasetSettings(**options), modified)
@@ -76,8 +87,16 @@ def load_data(settings: DatasetSettings) -> Data:
         ) from error
 
 
+def forget_loaded(dataset: str) -> None:
+    """Load a data set anew if it is a user's function, which may return another than before."""
+    if ".py:" in dataset:
+        _load.cache_clear()
+
+
 @lru_cache(maxsize=2)
-def _load(settings: DatasetSettings, _modified: int) -> Data:
+def _load(settings: DatasetSettings, _modified: object) -> Data:
+    if (passed := data_kept(settings.dataset)) is not None:
+        return replace(passed, standardise=settings.standardise)
     name, _, rest = settings.dataset.partition(":")
     folder = Path(settings.data_dir).expanduser()
     per_domain = settings.examples_per_domain, settings.test_examples_per_domain

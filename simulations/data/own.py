@@ -12,7 +12,6 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
-from fedntk.clients import cache_dir
 from fedntk.ntk.predictors.inputs import stack_pictures
 from fedntk.ntk.support.arrays import require_unmasked
 
@@ -408,8 +407,7 @@ def read_own(settings: DatasetSettings) -> Data | None:
     elif kind not in ("csv", "parquet", "folder", "npz"):
         return None
     elif not place.exists():
-        cure = "; pass data=... again" if place.parent == cache_dir() / "data" else ""
-        raise ConfigError(f"dataset: no file or folder at {place.absolute()}{cure}")
+        raise ConfigError(f"dataset: no file or folder at {place.absolute()}")
     elif kind == "npz":
         data = _read_npz(place, settings)
     else:

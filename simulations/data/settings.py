@@ -48,6 +48,11 @@ class DatasetSettings(Settings, frozen=True, eq=True):
     )
     test_examples_per_domain: int = setting(0, "the same for the test set", at_least=0)
 
+    @property
+    def may_be_private(self) -> bool:
+        """Whether examples are a user's: what is known of them stays in the run's folder."""
+        return ":" in self.dataset and not self.dataset.startswith("two-patch:")
+
 
 class SplitSettings(DatasetSettings, frozen=True, eq=True):
     """Which client has which of them."""

@@ -18,7 +18,8 @@ from ..config.config import OBJECTS, Config
 from ..config.importing import ID, renew_names
 from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
-from ..data.load import load_data
+from ..data.data import PASSED
+from ..data.load import PASSED_FILE, forget_loaded, load_data
 from ..data.own import OwnData
 from ..errors import RunFailed, first_line, naming
 from ..methods.method import Method
@@ -45,7 +46,7 @@ from .flwr_run import flwr_run
 from .processes import end_with
 from .progress import Progress
 from .progress import progress as show_progress
-from .server_app import Prepared, prepare, serve
+from .server_app import Prepared, prepare, private, serve
 from .writers import check_writers, writing
 
 if TYPE_CHECKING:  # slow to import
@@ -126,7 +127,10 @@ def run(
     """
     _check(engine, workers, writers)
     config = read_config(config, overrides, data=data, model=model)
-    config = with_names_of_before(config) if resume else config
+    if resume:
+        config = with_names_of_before(config)
+    else:
+        forget_loaded(config.dataset)
     prepared = _prepare(config, engine, again=again)
     or_else = f", or: fedntk run --resume {shlex.quote(str(config.folder))}"
     if any(ID.search(getattr(config, name)) for name in OBJECTS):
@@ -182,7 +186,10 @@ def compare(
     """
     _check(engine, workers, writers)
     planned = _plan(configs, seeds, Path(out), overrides, data=data, model=model)
-    planned = [with_names_of_before(config) for config in planned] if resume else planned
+    if resume:
+        planned = [with_names_of_before(config) for config in planned]
+    for config in planned:
+        forget_loaded(config.dataset)
     prepared = []
     for config in planned:
         with naming(config.name):
@@ -270,7 +277,7 @@ def read_config(
         config = Config.load(config, **overrides)
     else:
         config = Config.parse({"method": config, **overrides})
-    own = {} if data is None else OwnData.of(data, config).read().write()
+    own = {} if data is None else OwnData.of(data, config).read().keep()
     for name in own.keys() & overrides.keys():
         if own[name] != overrides[name]:
             raise ConfigError(
@@ -361,7 +368,8 @@ def _run(
 ) -> Run:
     folder = config.folder
     # the display and the results say what is not logged
-    with failing_as_run(), claimed(folder, "run"), log_from(WARNING):
+    with private(config), failing_as_run(), claimed(folder, "run"), log_from(WARNING):
+        (folder / PASSED_FILE).unlink(missing_ok=True)  # of a run that was killed
         if (folder / "flwr").exists():  # what a killed run on Ray left at work
             end_with("FLWR_HOME", folder / "flwr")
         state: State = "new" if again else run_state(config)
@@ -382,7 +390,12 @@ def _run(
             if state == "new":
                 clear_run(folder, checkpoints=True)
             if state != "finished" and engine == "ray":
-                flwr_run(config, on_round)
+                if config.dataset.startswith(f"{PASSED}:"):
+                    load_data(config).write(folder / PASSED_FILE)
+                try:
+                    flwr_run(config, on_round)
+                finally:
+                    (folder / PASSED_FILE).unlink(missing_ok=True)
             elif state != "finished":
                 options: Any = {"workers": workers, "on_answer": shown.on_answer}
                 clients = config.num_clients, config.run_config()

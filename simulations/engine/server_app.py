@@ -1,7 +1,9 @@
 """The server half of the Flower app: checks, runs and records the configured method."""
 
 import contextlib
+import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from logging import getLogger
 
@@ -60,6 +62,18 @@ def prepare(config: Config) -> Prepared:
     return setup, make_strategy(setup)
 
 
+@contextlib.contextmanager
+def private(config: Config) -> Iterator[None]:
+    """Write files that only their owner can read, if the examples may be private."""
+    before = os.umask(0o077)
+    if not config.may_be_private:
+        os.umask(before)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def serve(
     grid: Grid, config: Config, on_round: OnRound | None = None, prepared: Prepared | None = None
 ) -> None:
@@ -75,7 +89,7 @@ def serve(
         logger.info("finished before; results are in %s", folder)
         return
     threads = torch.get_num_threads()
-    with claimed(folder, "server"):
+    with private(config), claimed(folder, "server"):
         try:
             torch.set_num_threads(config.server_threads or threads)
             warn_of_spinning(torch.get_num_threads())

@@ -303,7 +303,7 @@ SOURCES = {
     "split": "split of the data set",
     "network": "network",
     "sample-outputs": "network",
-    "first-weights": "first weights",
+    "first-weights": "network at the start",
     "model-code": "code of the model",
     "metrics-code": "code of the metrics",
     "method-code": "code of the method",

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ..config.config import Config
 from ..config.settings import ConfigError
+from ..data.data import Data, data_kept
 from ..engine._flower import log_from
 from ..engine.processes import PATIENCE
 from ..engine.runs import run
@@ -45,7 +46,8 @@ def run_trials(
         while True:
             while len(busy) < parallel and (begun := next(trials, None)) is not None:
                 trial, configs = begun
-                connection, process = idle.pop() if idle else _start_worker(parallel)
+                passed = data_kept(configs[0].dataset)
+                connection, process = idle.pop() if idle else _start_worker(parallel, passed)
                 busy[connection] = process, trial
                 connection.send(configs)
             if not busy:
@@ -94,11 +96,14 @@ def _run_trial(
     return FINISHED
 
 
-def _start_worker(parallel: int) -> Worker:
-    """Start a process that runs one trial at a time, and asks after each round whether to go on."""
+def _start_worker(parallel: int, passed: Data | None) -> Worker:
+    """Start a process that runs one trial at a time, and asks after each round whether to go on.
+
+    It is given the examples that were passed in this process, through a pipe.
+    """
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs,), daemon=True)
+    process = context.Process(target=_work, args=(theirs, passed), daemon=True)
     unset = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // parallel, 1)))
     try:
@@ -110,8 +115,10 @@ def _start_worker(parallel: int) -> Worker:
     return ours, process
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, passed: Data | None) -> None:
     """Run the trials that come through a connection, until it is closed."""
+    if passed is not None:
+        passed.keep()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
     getLogger("flwr").disabled = True  # the main process says what went wrong
 

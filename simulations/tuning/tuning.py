@@ -19,6 +19,7 @@ from ..config.config import INCIDENTAL, OBJECTS, Config
 from ..config.importing import ID
 from ..config.registry import find_method
 from ..config.settings import ConfigError, Value
+from ..data.load import forget_loaded
 from ..engine.building import code_checksums
 from ..engine.progress import progress as show_progress
 from ..engine.runs import Runnable, failing_as_run, read_config, read_seeds, require_importable
@@ -131,6 +132,7 @@ def tune(
     """
     base = read_config(config, overrides, data=data, model=model)
     base = base.replace(evaluate_on="validation", out="")
+    forget_loaded(base.dataset)
     if bool(grid) == bool(random):
         raise ConfigError("expected the settings to search as grid or as random, and not as both")
     for name, value, known in (("sampler", sampler, Sampler), ("prune", prune, Pruner)):

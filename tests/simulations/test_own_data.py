@@ -358,12 +358,12 @@ def test_labels_that_do_not_begin_at_0_are_as_many_classes():
     assert (own.num_classes, own.classes) == (3, (1, 2, 3))
     assert sorted(set(own.y_train)) == [0, 1, 2]
     # these numbers are names; those that stand for other names are not
-    inputs = load_data(small(**own.write(), num_clients=2)).inputs
+    inputs = load_data(small(**own.keep(), num_clients=2)).inputs
     assert inputs.labels([3, 1]).tolist() == [2, 0]
     digits = datasets.ClassLabel(names=["1", "10", "2"])
     features = datasets.Features({"x": datasets.Value("float32"), "label": digits})
     table = datasets.Dataset.from_dict({"x": np.arange(9.0), "label": [0, 1, 2] * 3}, features)
-    inputs = load_data(small(**OwnData(table).read().write(), num_clients=2)).inputs
+    inputs = load_data(small(**OwnData(table).read().keep(), num_clients=2)).inputs
     assert inputs.labels(["10", "2"]).tolist() == [1, 2]
     with pytest.raises(ValueError, match="expected the classes '1', '10', '2', got 1, 2; give na"):
         inputs.labels([1, 2])
@@ -396,13 +396,14 @@ def test_a_network_that_was_edited_is_not_taken_for_the_runs(tmp_path):
         return nn.Sequential(nn.Linear(*shape, 4), nn.Tanh(), nn.Linear(4, classes))
 
     finished = run(small(rounds=0, target="kind"), model=build, **options)
-    assert run(small(rounds=0, target="kind"), model=build, **options).summary == finished.summary
+    again = run(small(rounds=0, target="kind"), model=build, resume=True, **options)
+    assert again.summary == finished.summary
 
     def build(shape, classes):
         return nn.Sequential(nn.Linear(*shape, 4), nn.ReLU(), nn.Linear(4, classes))
 
-    refused("the network has changed since|holds a run with other settings",
-            run, small(rounds=0, target="kind"), model=build, **options)  # fmt: skip
+    for resume, message in ((True, "the network has changed since"), (False, "resume=True")):
+        refused(message, run, small(rounds=0, target="kind"), model=build, resume=resume, **options)
     for client in (None, 1):
         own = {"client": client, "model": build}
         refused("the network has changed since", load_predictor, finished.folder, **own)

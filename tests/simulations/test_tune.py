@@ -224,8 +224,10 @@ def test_processes_that_are_killed_or_interrupted(tmp_path, monkeypatch):
             search(tmp_path / "a", config, seeds=[0, 1], parallel=2, **OBJECTS)
     assert not workers()
     assert b"its process ended with exit code -9" in (tmp_path / "a" / "search.db").read_bytes()
+    refused("model = .*resume=True", search, tmp_path / "a", config, seeds=[0, 1], **OBJECTS)
     again, straight = (
-        search(tmp_path / name, config, seeds=[0, 1], **OBJECTS).trials for name in "ab"
+        search(tmp_path / name, config, seeds=[0, 1], resume=True, **OBJECTS).trials
+        for name in "ab"
     )
     assert lines(again) == lines(straight)
 
@@ -235,8 +237,8 @@ def test_a_search_takes_data_and_a_network_as_objects(tmp_path):
     config = SMALL.replace(train_examples=0, validation_examples=20)
     grid = {"learning-rate": [1e-6, 0.3]}
     found = search(tmp_path / "a", config, grid=grid, **OBJECTS)
-    assert (found.best.learning_rate, found.best.dataset[:4]) == (0.3, "npz:")
-    assert found.best.model.endswith(":three_classes")
+    assert (found.best.learning_rate, found.best.dataset[:7]) == (0.3, "passed:")
+    assert ":three_classes#" in found.best.model
     refused("model = .*other processes", search, tmp_path, config, data=EYE, model=nn.Linear(4, 3),
             parallel=2)  # fmt: skip
 
