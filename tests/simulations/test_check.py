@@ -5,9 +5,10 @@ import pytest
 from flwr.app import Array, ArrayRecord
 from typer.testing import CliRunner
 
+from fedntk.clients import SGDClient
 from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.options import state
-from fedntk.simulations import ConfigError, check_method, make_fixture
+from fedntk.simulations import ConfigError, Method, check_method, make_fixture
 from fedntk.simulations.cli import app
 from fedntk.simulations.methods import own_methods
 from fedntk.strategies import SeededFedAvg
@@ -40,6 +41,61 @@ class Forgetful(ServerMomentum):
         found = super().aggregate_train(server_round, replies)
         self.kept, self.step = self.step, {}
         return found
+
+
+class Late(SeededFedAvg):
+    """Keeps what it uses from round 5 on in some place, as an object of its own."""
+
+    place = "attribute"
+    lists = []  # noqa: RUF012 - of all objects
+
+    def aggregate_train(self, server_round, replies):
+        found = super().aggregate_train(server_round, replies)
+        if self.place == "attribute":
+            self._seen = [*vars(self).get("_seen", []), {"round": np.float64(server_round)}]
+        elif self.place == "object":
+            self.helper = vars(self).get("helper") or Helper()
+            self.helper.seen[server_round] = found[0]
+        elif self.place == "previous":  # is the same again after any further round
+            self.before = server_round, named_arrays(found[0])
+        elif self.place == "generator":
+            self.generator = vars(self).get("generator") or np.random.default_rng(0)
+            self.generator.random()
+        elif self.place == "class":
+            type(self).lists.append(server_round)
+        elif self.place == "module":
+            MODULE["last"] = MODULE.get("last", 0) + 1
+        elif self.place == "declared badly":
+            self.pairs = {**self.pairs, server_round: (1, 2)}
+        if server_round >= 5:
+            raise AssertionError("never in a check of 3 rounds")
+        return found
+
+    pairs: dict[int, tuple[int, int]] = state(dict)
+
+
+MODULE: dict[str, int] = {}
+
+
+class Helper:
+    def __init__(self):
+        self.seen = {}
+
+
+class Cached(SeededFedAvg):
+    """Makes something anew, and says so."""
+
+    cached: float = state(float, saved=False)
+
+    def aggregate_train(self, server_round, replies):
+        self.cached = server_round
+        return super().aggregate_train(server_round, replies)
+
+
+class Unseeded(SGDClient):
+    def fit(self, parameters, config):
+        arrays, *more = super().fit(parameters, config)
+        return [array + np.random.standard_normal() for array in arrays], *more  # noqa: NPY002
 
 
 class AsTheyCome(SeededFedAvg):
@@ -87,6 +143,26 @@ def test_each_fault_is_found_by_its_own_check(method, failed, cure):
     found = check_method(method, rounds=2)
     assert found[~found.passed]["check"].tolist() == [failed]
     assert cure in "".join(found["what to do"])
+
+
+@pytest.mark.parametrize(
+    "place", ["attribute", "object", "previous", "generator", "class", "module", "declared badly"]
+)
+def test_state_that_matters_only_in_later_rounds_is_found(place):
+    found = check_method(type("Late", (Late,), {"place": place, "__module__": __name__}))
+    assert found[~found.passed]["check"].tolist() == ["a resumed run gives the same bits"]
+    assert "name: type = state(" in "".join(found["what to do"])
+
+
+def test_what_is_made_anew_is_no_fault_if_it_is_declared():
+    assert check_method(Cached).passed.all()
+
+
+def test_an_unseeded_client_is_one_fault_with_its_cure():
+    found = check_method(Method(SeededFedAvg, Unseeded, name="unseeded"))
+    assert found[~found.passed]["check"].tolist() == ["one seed gives the same bits"]
+    assert "in clients (seed, round, partition)" in "".join(found["what to do"])
+    assert (found["what to do"] == "not judged before one seed gives the same bits").sum() == 2
 
 
 check = make_fixture("tct", tct={"bootstrap_rounds": 1, "num_features": 50, "local_steps": 10})

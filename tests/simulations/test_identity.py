@@ -199,7 +199,7 @@ def examples():
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Write a file, the modules that it imports only when it is used, and examples that it reads."""
+    """Write a file, modules that it imports when it is used, and examples that it reads."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "pack").mkdir()
