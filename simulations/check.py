@@ -4,7 +4,9 @@ They run the method on the local grid: seven clients with a few of scikit-learn'
 """
 
 import contextlib
+import dataclasses
 import inspect
+import itertools
 import re
 import sys
 import tempfile
@@ -20,7 +22,7 @@ import pandas as pd
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
-from fedntk.ntk.options import key_of
+from fedntk.ntk.options import STATE, key_of
 from fedntk.strategies.core.averaging import named_arrays
 
 from .config.config import Config
@@ -73,12 +75,9 @@ def _held_by(strategy: Any) -> dict[str, Any]:
     """Return name -> value of what a strategy holds besides what fedntk's classes know."""
     kinds = [kind for kind in type(strategy).__mro__ if kind.__module__.startswith("fedntk.")]
     sources = "".join(map(inspect.getsource, kinds))
-    known = {
-        *re.findall(r"self\.(\w+)", sources),
-        *re.findall(r"^    (\w+):", sources, re.MULTILINE),
-    }
-    held = vars(strategy).items()
-    return {name: _plain(value, {}) for name, value in held if name not in known}
+    known = itertools.chain(*re.findall(r"self\.(\w+)|^    (\w+):", sources, re.MULTILINE))
+    remade = [own.name for own in dataclasses.fields(strategy) if own.metadata.get(STATE) is False]
+    return {n: _plain(vars(strategy)[n], {}) for n in vars(strategy).keys() - {*known, *remade}}
 
 
 def _shared_by(*kinds: type) -> dict[str, Any]:
@@ -242,18 +241,17 @@ class Contract:
 
         What it can make anew is declared as state(..., saved=False).
         """
+        if self._varying:
+            raise NotJudged(NOT_JUDGED)
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.suppress(ConnectionError):
                 self._run(Path(folder), ends_before=self.config.rounds)
-            before = self.held
-            odd = [] if self._varying else self._differing(checkpoint=Path(folder))
-            lost = [
-                name for name in {**before, **self.held} if before.get(name) != self.held.get(name)
-            ]
-        if self._varying:
-            raise NotJudged(NOT_JUDGED)
-        if names := [*odd, *lost, *self.shared]:
-            raise ValueError(f"in round {self.config.rounds} differ: {', '.join(names)}")
+            before = self.held or {}
+            differing = self._differing(checkpoint=Path(folder))
+        now = self.held or {}
+        differing += [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if differing := [*differing, *self.shared]:
+            raise ValueError(f"in round {self.config.rounds} differ: {', '.join(differing)}")
 
     def no_reply_of_a_client_ends_a_run(self) -> None:
         """Use only what accept_weights or accepted returns; a bad reply is a BadReply of parse."""
