@@ -6,7 +6,7 @@ to the outputs is ``-output_scale(...) * residual(...)``. Outputs f (logits for 
 one-hot or soft targets Y are (n, C).
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,28 @@ def check_loss(loss: str) -> Loss:
     if loss not in get_args(Loss):
         raise ValueError(f"loss: expected one of {', '.join(get_args(Loss))}, got {loss!r}")
     return loss  # type: ignore[return-value]
+
+
+def require_scores(outputs: Tensor, loss: Loss) -> None:
+    """Refuse a network for cross-entropy, which takes scores, that ends in probabilities.
+
+    Its `outputs` (n, C) are of a few examples, with their graph.
+    """
+    node: Any = outputs.grad_fn
+    while node is not None and node.name().startswith(("View", "UnsafeView", "Squeeze")):
+        node = node.next_functions[0][0]
+    name = "" if node is None else node.name()
+    values = outputs.detach()
+    total = (values if bool((values >= 0).all()) else values.exp()).sum(1)
+    by_hand = name.startswith(("Div", "Exp", "Mul", "Sub", "Log"))
+    by_hand = by_hand and torch.allclose(total, torch.ones_like(total), atol=1e-4)
+    named = name.startswith(("Softmax", "LogSoftmax", "Sigmoid", "LogSigmoid"))
+    if loss == "cross-entropy" and (named or by_hand):
+        raise ValueError(
+            "model: expected scores, of which the loss cross-entropy makes probabilities, got "
+            "probabilities, or their logarithms; leave out the softmax, log-softmax or sigmoid at "
+            "its end"
+        )
 
 
 def residual(outputs: Tensor, targets: Tensor, loss: Loss) -> Tensor:

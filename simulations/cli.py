@@ -56,7 +56,7 @@ def options(
 @app.command("run")
 def run_command(
     conf: Annotated[
-        Path | None, Argument(help="A TOML file, such as simulations/conf/ntk_fl_digits.toml")
+        Path | None, Argument(help="A TOML file, of yours or fedntk's, or a method, such as fedavg")
     ] = None,
     *,
     resume: Annotated[
@@ -75,13 +75,14 @@ def run_command(
     """Run one configuration.
 
     Without CONF, all settings are defaults or given with --set. A finished run is not run again; an
-    interrupted one continues from its newest checkpoint.
+    interrupted one continues from its newest checkpoint. Files that come with fedntk are found by
+    their names: ntk_fl_digits.toml is simulations/conf/ntk_fl_digits.toml of the repository.
 
     [b]Examples[/]
 
-      fedntk run simulations/conf/ntk_fl_digits.toml
+      fedntk run ntk_fl_digits.toml
 
-      fedntk run simulations/conf/fedavg_digits.toml --set rounds=40 --out runs/a
+      fedntk run fedavg_digits.toml --set rounds=40 --out runs/a
 
       fedntk run --resume runs/a --set rounds=100
 
@@ -149,7 +150,7 @@ def compare_command(
 
     [b]Examples[/]
 
-      fedntk compare simulations/conf/*_digits.toml --seeds 0,1,2 --out runs/digits
+      fedntk compare ntk_fl_digits.toml fedavg_digits.toml --seeds 0,1,2 --out runs/digits
 
       fedntk compare a.toml b.toml --set rounds=10 --engine ray
     """

@@ -88,7 +88,7 @@ def first_line(error: BaseException) -> str:
 
 def with_extra_named(error: ModuleNotFoundError) -> ModuleNotFoundError:
     """Return the error with the extra that brings the missing module; fedntk's own errors stay."""
-    if (error.name or "").partition(".")[0] == "fedntk":
+    if (error.name or "").partition(".")[0] == "fedntk" or "pip install" in str(error):
         return error
     return ModuleNotFoundError(
         f"the simulations need {error.name}, which is not installed; install the extra with "

@@ -25,6 +25,7 @@ from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.ntk.features.scattering import LogStandardise, Scattering
 from fedntk.ntk.first_weights import draw_weights
+from fedntk.ntk.losses import require_scores
 from fedntk.ntk.support.shared_arrays import first_names, require_separate
 
 from .config.config import Config
@@ -273,7 +274,8 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             torch.manual_seed(config.seed)
             model = _by_name(config, input_shape, num_classes)
             probe = torch.full((1, *input_shape), -1.5 * config.centre_inputs)
-            outputs = model.eval()(probe)
+            with torch.enable_grad():
+                outputs = model.eval()(probe)
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's factory or network raises
@@ -303,6 +305,8 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
             f"class, got {('n', *shape[1:])}"
         )
+    with naming(f"model = {config.model}", ValueError):
+        require_scores(outputs, config.loss)
     if config.random_features:
         expansions: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
             "fourier": partial(with_fourier_features, bandwidth=config.bandwidth),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.features.centred_inputs import INPUT_SUMS
 from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.payloads.masked_average import AverageTask
 from fedntk.ntk.payloads.npy import from_npy, to_npy
 
 from .named_arrays import NamedArrays
@@ -128,6 +129,12 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         client, parameters, config = given(message, context)
+        task = AverageTask.of_message(config, "masked_step")
+        if task is not None and task.masked_step != "masked":  # which the mod answers
+            raise ValueError(
+                "the strategy has secure_aggregation, and this app does not mask: make it with "
+                "client_app(client_fn, mods=[MaskedWeights()])"
+            )
         if (require := getattr(client, "require_agreement", None)) is not None:
             require(_agreement_in(message))
         return _reply_with_arrays(message, context, parameters, client.fit(parameters, config))

@@ -150,7 +150,7 @@ class ModelClient(Declared, NumPyClient):
         x = cast_examples(x, self.model)
         probe = x if self.projection is None else self.projection.probe(x)
         fewest = 1 if self.loss == "mse" else 2  # a single score of one class has no cross-entropy
-        self._num_outputs = num_outputs(self.model, probe.to(self.device), fewest=fewest)
+        self._num_outputs = num_outputs(self.model, probe.to(self.device), self.loss, fewest=fewest)
         if examples.may_change:
             class_numbers(labels, self._num_outputs, name=examples.name)
         else:

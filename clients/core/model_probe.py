@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedntk.ntk.losses import Loss, require_scores
+
 
 def check_dtypes(model: nn.Module, allowed: Collection[torch.dtype]) -> None:
     """Refuse a model with parameters or buffers of a floating-point dtype that cannot travel."""
@@ -40,8 +42,7 @@ def cast_examples(x: Tensor, model: nn.Module) -> Tensor:
     return cast
 
 
-@torch.no_grad()
-def num_outputs(model: nn.Module, example: Tensor, *, fewest: int = 2) -> int:
+def num_outputs(model: nn.Module, example: Tensor, loss: Loss, *, fewest: int = 2) -> int:
     """Return the number of classes C, at least `fewest`; leave the model in evaluation mode.
 
     `example` (1, ...) is on the model's device. The model is given it twice, as a single one can be
@@ -74,6 +75,7 @@ def num_outputs(model: nn.Module, example: Tensor, *, fewest: int = 2) -> int:
             f"{dtype_name(outputs.dtype)} of shape {found}; have its forward return one row of "
             "scores per example"
         )
+    require_scores(outputs, loss)
     return found[1]
 
 

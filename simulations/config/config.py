@@ -38,6 +38,7 @@ INCIDENTAL = frozenset(
         *("ray-address", "client-cpus", "client-gpus"),
     }
 )
+CONF = Path(__file__).parents[1] / "conf"  # files that come with fedntk
 OBJECTS = ("method", "model", "metrics")  # settings that may name what was passed in Python
 # key of Flower's run-config that holds the settings of other packages' methods, as JSON: the
 # app's pyproject.toml has to list all keys
@@ -396,13 +397,20 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Self:
-        """Read a TOML file; `overrides` (snake_case) win over it."""
+        """Read a TOML file, or one that comes with fedntk; `overrides` (snake_case) win over it.
+
+        The latter is found by its name, ``ntk_fl_digits.toml``, with ``simulations/conf`` before it
+        or without. The name of a method is its defaults.
+        """
+        file = Path(path)
+        if not file.exists() and str(file.parent) in (".", "simulations/conf"):
+            file = own if (own := CONF / file.name).exists() else file
+        if not file.exists() and file.suffix != ".toml":
+            return cls.parse({"method": str(path), **overrides})
         try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (FileNotFoundError, IsADirectoryError) as error:
-            is_name = Path(path).suffix != ".toml" and not Path(path).is_dir()
-            cure = f"; a method has no file: --set method={path}" * is_name
-            raise ConfigError(f"no configuration at {path}: {error.strerror}{cure}") from None
+            raise ConfigError(f"no configuration at {path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             cure = f"; did you mean {path}:<class>?" * (Path(path).suffix == ".py")
             raise ConfigError(f"{path} is no TOML: {error}{cure}") from None

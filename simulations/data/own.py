@@ -1,5 +1,6 @@
 """A user's own examples, from objects or files, in the form that runs take."""
 
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from .settings import DatasetSettings
 MANY_CLASSES = 20  # up to so many may be of any number of examples
 MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are likely no classes
 MOST_WORDS = 0.5  # the same of words
+DATE = r"(\d{4}[-./]\d{1,2}[-./]\d{1,2}|\d{1,2}[-./]\d{1,2}[-./]\d{2,4})([T ].*)?"
 logger = getLogger("flwr")
 
 
@@ -200,6 +202,12 @@ class OwnData:
         if x is not None:
             inputs = inputs[[]]
         odd = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
+        if dates := ", ".join(name for name in odd if _holds_dates(inputs[name])):
+            raise ConfigError(
+                f"{what}: expected numbers in all columns but the target, got dates in {dates}; "
+                "make numbers of them, such as (column - column.min()).dt.days after "
+                "pandas.to_datetime, or leave them out"
+            )
         if odd:
             words = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in odd[:10])
             raise ConfigError(
@@ -296,6 +304,14 @@ class OwnData:
                     f"{', '.join(map(str, wrong[:5]))}"
                 )
         return clients
+
+
+def _holds_dates(column: Any) -> bool:
+    """Whether a column has dates or times, or texts of this form."""
+    if column.dtype.kind in "mM":
+        return True
+    texts = column.dropna().astype(str)
+    return len(texts) > 0 and bool(texts.str.fullmatch(DATE).all())
 
 
 def _array(data: Any) -> NDArray[Any]:
@@ -435,11 +451,19 @@ def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
 
 def read_arrays(key: str, path: Path, *names: str) -> dict[str, NDArray[Any]]:
     """Read the arrays of an npz file, which has at least those that are named."""
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise ConfigError(
+            f"{key}: expected an npz file of {' and '.join(names)}, as numpy.savez writes it, got "
+            f"{path}"
+        )
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             found = dict(file)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {first_line(error)}") from None
+        said = first_line(error)
+        if "allow_pickle" in said:
+            said = "expected arrays of numbers or texts, got Python objects, as of dtype object"
+        raise ConfigError(f"{key}: {path} cannot be read: {said}") from None
     if missing := [name for name in names if name not in found]:
         raise ConfigError(
             f"{key}: {path} must hold {' and '.join(names)}; it lacks {', '.join(missing)} and "

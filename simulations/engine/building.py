@@ -186,8 +186,13 @@ def load_predictor(
     """
     folder = Path(folder)
     inputs = InputTransform.load(folder)
-    if inputs is None:
-        raise FileNotFoundError(f"{folder}: no run that tells what it did to its examples")
+    if inputs is None or not (folder / "config.toml").exists():
+        runs = [str(path.parent) for path in sorted(folder.rglob("inputs.json"))]
+        cure = f"; name one of the runs in it, such as {runs[0]}" if runs else ""
+        if inputs is not None:
+            cure = "; a predictor that was saved is read by load of its class, such as "
+            cure += f"NetworkPredictor.load({str(folder)!r}, network)"
+        raise FileNotFoundError(f"expected the folder of a run, got {folder}{cure}")
     own_model = {} if model is None else {"model": name_model(model)}
     config = Config.of_run(folder, weights="", **own_model).replace(out=str(folder))
     if config.projection:

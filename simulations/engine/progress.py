@@ -1,6 +1,7 @@
 """Progress of runs: a bar in a terminal and in Jupyter, lines in a log."""
 
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -151,6 +152,16 @@ def _log_above() -> Iterator[None]:
         for handler, stream in before:
             if stream is not None:
                 handler.setStream(stream)
+
+
+def silence_bars() -> None:
+    """Have the libraries that load data show no bars of their own, loaded or not."""
+    for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    for name in ("datasets", "huggingface_hub.utils"):
+        if name in sys.modules:
+            sys.modules[name].disable_progress_bars()
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ from .client_app import app as client_application
 from .engines import LocalGrid
 from .flwr_run import flwr_run
 from .processes import end_with
-from .progress import Progress
+from .progress import Progress, silence_bars
 from .progress import progress as show_progress
 from .server_app import Prepared, prepare, private, serve
 from .writers import check_writers, writing
@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # slow to import
     from ..report.comparison import Results
 
 Engine = Literal["local", "ray"]
-Runnable = Config | str | Path | Method
+Runnable = Config | Mapping[str, Any] | str | Path | Method
 logger = getLogger("flwr")
 
 
@@ -79,7 +79,7 @@ def run(
 
     Parameters
     ----------
-    config : Config, path of a TOML file, name of a method, or Method
+    config : Config, dict of settings, path of a TOML file, name of a method, or Method
         Settings of the run.
     engine : {"local", "ray"}
         ``"local"``: virtual clients in this process, no Ray. ``"ray"``: ``flwr run`` as a
@@ -125,7 +125,7 @@ def run(
     >>> list(result.curve().index)
     [0, 1]
     """
-    _check(engine, workers, writers)
+    _check(engine, workers, writers, progress=progress)
     config = read_config(config, overrides, data=data, model=model)
     if resume:
         config = with_names_of_before(config)
@@ -184,7 +184,7 @@ def compare(
     >>> table.groupby(["run", "seed"], sort=False).size().index.tolist()
     [('wide', 0), ('wide', 1), ('narrow', 0), ('narrow', 1)]
     """
-    _check(engine, workers, writers)
+    _check(engine, workers, writers, progress=progress)
     planned = _plan(configs, seeds, Path(out), overrides, data=data, model=model)
     if resume:
         planned = [with_names_of_before(config) for config in planned]
@@ -214,7 +214,9 @@ def compare(
     return load_results([config.folder for config in planned])
 
 
-def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
+def _check(engine: str, workers: int, writers: Sequence[str], *, progress: bool) -> None:
+    if not progress:
+        silence_bars()
     if engine not in get_args(Engine):
         raise ConfigError(f"engine: expected one of {', '.join(get_args(Engine))}, got {engine!r}")
     if workers < 1:
@@ -275,8 +277,15 @@ def read_config(
         config = config.replace(**overrides)
     elif isinstance(config, Path):
         config = Config.load(config, **overrides)
-    else:
+    elif isinstance(config, Mapping):
+        config = Config.parse({**config, **overrides})
+    elif isinstance(config, str | type | Method):
         config = Config.parse({"method": config, **overrides})
+    else:
+        raise ConfigError(
+            "config: expected a Config, a dict of settings, a TOML file, or a method, its name or "
+            f"its strategy's class, got {config!r}"
+        )
     own = {} if data is None else OwnData.of(data, config).read().keep()
     for name in own.keys() & overrides.keys():
         if own[name] != overrides[name]:

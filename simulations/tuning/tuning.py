@@ -22,6 +22,7 @@ from ..config.settings import ConfigError, Value
 from ..data.load import forget_loaded
 from ..engine.building import code_checksums
 from ..engine.progress import progress as show_progress
+from ..engine.progress import silence_bars
 from ..engine.runs import Runnable, failing_as_run, read_config, read_seeds, require_importable
 from ..engine.server_app import prepare
 from ..errors import RunFailed
@@ -130,6 +131,8 @@ def tune(
     >>> found.best.learning_rate
     0.3
     """
+    if not progress:
+        silence_bars()
     base = read_config(config, overrides, data=data, model=model)
     base = base.replace(evaluate_on="validation", out="")
     forget_loaded(base.dataset)

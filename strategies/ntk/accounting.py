@@ -30,7 +30,13 @@ def epsilon_after(
     """
     if uploads == 0:
         return 0.0
-    from opacus.accountants.analysis import rdp  # imports much
+    try:
+        from opacus.accountants.analysis import rdp  # imports much
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "epsilon needs opacus, which is not installed: pip install 'fedntk[privacy]'",
+            name=error.name,
+        ) from error
 
     renyi = rdp.compute_rdp(
         q=1.0, noise_multiplier=noise_multiplier / 2, steps=uploads, orders=ORDERS

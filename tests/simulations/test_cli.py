@@ -140,7 +140,7 @@ def test_compare_and_report(tmp_path):
         (["run", "nowhere.toml"], "no configuration at nowhere.toml"),
         (["run", "."], "no configuration at .: Is a directory\n"),
         (["check", __file__], "test_cli.py:<class>?"),
-        (["run", "ntk-fl"], "a method has no file: --set method=ntk-fl"),
+        (["run", "ntk-fll"], "did you mean 'ntk-fl'"),
         (["run", "--set", "alpa=1"], "unknown key 'alpa'; did you mean 'alpha'?"),
         (["run", "--set", "alpha"], "--set: expected KEY=VALUE, got 'alpha'"),
         (["run", "--resume", "nowhere"], "no run in nowhere: config.toml is missing"),
