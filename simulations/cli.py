@@ -155,12 +155,15 @@ def compare_command(
       fedntk compare a.toml b.toml --set rounds=10 --engine ray
     """
     from . import Config, compare, write_report
+    from .config.config import CONF
 
     if folders := [conf for conf in confs if conf.is_dir()]:
         raise ConfigError(
             f"expected TOML files, got the folder {folders[0]}; name its files, such as "
             f"{folders[0]}/*.toml, or show finished runs with fedntk report {folders[0]}"
         )
+    every = [sorted(CONF.glob(c.name)) if "*" in c.name else [c] for c in confs]  # fedntk's own
+    confs = [conf for found in every for conf in found]
     overrides = _parse_settings(settings, *confs)
     named = [(conf.stem, Config.load(conf)) for conf in confs]
     configs = {config.name or stem: config for stem, config in named}
