@@ -35,7 +35,7 @@ from .errors import ConfigError, first_line
 from .models import name_model
 
 Change = Callable[[Message], list[Message]]
-DATA = int | float | str | list | dict | set | np.ndarray | torch.Tensor
+DATA = (int, float, str, list, dict, set, np.ndarray, torch.Tensor)
 NOT_JUDGED = "not judged before one seed gives the same bits"
 SMALL = {
     "num_clients": 7, "clients_per_round": 6, "clients_per_evaluation": 3, "rounds": 3,
@@ -141,7 +141,7 @@ class _Grid(LocalGrid):
     change: Change | None = None
     order: int | None = None
     ends_before = 0
-    looks_at: Callable[[int], None] = staticmethod(lambda server_round: None)
+    looks_at: Callable[[Any], None] = staticmethod(lambda server_round: None)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -170,6 +170,7 @@ class Contract:
     def __init__(self, config: Config) -> None:
         self.config, self.setup = config, load_setup(config)
         self.first = ArrayRecord(dict(self.setup.network.state_dict()))
+        self.held: dict[str, Any] | None = None  # by the strategy when the last round began
         method = config.chosen_method
         before = _shared_by(method.strategy_class, method.client_class)
         self.after, self.straight = self._run()
@@ -182,11 +183,11 @@ class Contract:
         grid = _Grid(app, self.config.num_clients, self.config.run_config())
         vars(grid).update(how)
 
-        def look(server_round: int) -> None:
+        def look(server_round: Any) -> None:
             if server_round == last and self.held is None:
                 self.held = _held_by(strategy)
 
-        self.held: dict[str, Any] | None = None  # when the last round began
+        self.held = None
         grid.looks_at = look
         result = strategy.start(MeteredGrid(grid), self.first, last, checkpoint=checkpoint)
         bits: dict[str, Any] = {n: a.tobytes() for n, a in named_arrays(result.arrays).items()}

@@ -287,7 +287,7 @@ def _require_same_search(
         grown = key in grid and isinstance(old, list) and {*old} <= {*described[key]}
         grown |= key.startswith(SOURCE) and old is None
         if resume and key in OBJECTS and isinstance(old, str):
-            old, new = (ID.sub("", name) for name in (old, new))
+            old, new = (ID.sub("", str(name)) for name in (old, new))
         if old != new and not grown:
             differing.append(f"{key} = {old!r} (now {new!r})")
     if differing:
