@@ -72,7 +72,7 @@ def pretended(monkeypatch):
     """Names of runs that only write records: the loss is the distance from the rate 0.1."""
     ran = []
 
-    def pretend(config, *, progress, on_round):
+    def pretend(config, *, progress, resume, on_round):
         assert config.evaluate_on == "validation"
         ran.append(name_of(config))
         config.folder.mkdir(parents=True)
