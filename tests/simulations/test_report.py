@@ -272,6 +272,12 @@ def test_the_page_in_a_browser(chrome, runs, tmp_path):
                 chrome.execute_script(style, "#curves .xtick text", "fill")]  # fmt: skip
         assert text[0] == text[1]
         check_sorting(chrome)
+        if width == 1280:  # figures and counts of seeds at their longest
+            cut = """for (const cell of document.querySelectorAll("td:not(:first-child):not(.words)"))
+                cell.textContent = "1,234.5 (11\\u00a0of\\u00a012)";
+                return [...document.querySelectorAll(".scroll")]
+                .filter(each => each.scrollWidth > each.clientWidth).length"""
+            assert chrome.execute_script(cut) == 0
         check_hover(chrome, {each.summary["run"] for each in named})
     assert len(backgrounds) == 2
     assert chrome.get_log("browser") == []
