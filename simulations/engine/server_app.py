@@ -65,13 +65,12 @@ def prepare(config: Config) -> Prepared:
 @contextlib.contextmanager
 def private(config: Config) -> Iterator[None]:
     """Write files that only their owner can read, if the examples may be private."""
-    before = os.umask(0o077)
-    if not config.may_be_private:
-        os.umask(before)
+    before = os.umask(0o077) if config.may_be_private else None
     try:
         yield
     finally:
-        os.umask(before)
+        if before is not None:
+            os.umask(before)
 
 
 def serve(

@@ -6,6 +6,7 @@ import stat
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -371,6 +372,15 @@ def test_rows_that_were_passed_are_in_no_file(tmp_path, monkeypatch, own):
     refused(
         "other settings: dataset = 'passed:", run, method, data=other, out=found.folder, **options
     )
+
+
+def test_a_folder_in_hugging_faces_form_leaves_no_copy(tmp_path):
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    before = sorted(cache.rglob("*"))
+    marked().to_parquet(tmp_path / "train.parquet")
+    data = load_data(Config(dataset=f"hf:{tmp_path}", num_clients=2))
+    assert data.x_train[0, 1] == pytest.approx(MARK)
+    assert sorted(cache.rglob("*")) == before
 
 
 def test_passed_examples_are_those_of_the_call(tmp_path):

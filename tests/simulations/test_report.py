@@ -273,8 +273,8 @@ def test_the_page_in_a_browser(chrome, runs, tmp_path):
         assert text[0] == text[1]
         check_sorting(chrome)
         if width == 1280:  # figures and counts of seeds at their longest
-            cut = """for (const cell of document.querySelectorAll("td:not(:first-child):not(.words)"))
-                cell.textContent = "1,234.5 (11\\u00a0of\\u00a012)";
+            cut = """const cells = document.querySelectorAll("td:not(:first-child):not(.words)");
+                for (const cell of cells) cell.textContent = "1,234.5 (11\\u00a0of\\u00a012)";
                 return [...document.querySelectorAll(".scroll")]
                 .filter(each => each.scrollWidth > each.clientWidth).length"""
             assert chrome.execute_script(cut) == 0
