@@ -14,6 +14,7 @@ example are its features, and those of few hold them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from logging import getLogger
 from typing import Any, Literal, NamedTuple
 
@@ -116,8 +117,8 @@ class TCTClient(SumsClient, SGDClient):
             sent = getattr(parameters, "records", {})
             return _reply(self.answer_sum(task.step, task, sent, config), len(self.inputs), {})
         if task.step == "counts":
-            counts = self.targets.sum(0).numpy().astype(np.int64)
-            return _reply({"counts": counts}, len(self.inputs), _loss_at_zero(task, self.targets))
+            counts = {"counts": _counts(self.targets)}
+            return _reply(counts, len(self.inputs), _loss_at_zero(task, self.targets))
         needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
         records = records_of(parameters, *needed, strategy=self.strategy)
         store = self._store(task, records, config)
@@ -131,8 +132,10 @@ class TCTClient(SumsClient, SGDClient):
             return _reply(arrays, len(x), _loss_at_zero(task, work.targets))
         changed = self._note_examples(task, store, digests, config)
         if task.step == "moments":
-            moments = Moments.join(map(Moments.of, store.raw("train", x))).to_arrays()
-            result = _reply(moments, len(x), _loss_at_zero(task, work.targets))
+            moments = Moments.join(map(Moments.of, store.raw("train", x)))
+            counts = _counts(work.targets) if task.bias else moments.class_counts
+            arrays = replace(moments, class_counts=counts).to_arrays()
+            result = _reply(arrays, len(x), _loss_at_zero(task, work.targets))
         else:
             result = self._linear(work)
         if "lost-state" not in result[2]:
@@ -299,6 +302,10 @@ class _Work(NamedTuple):
     x: Tensor  # projected, (n, ...)
     targets: Tensor  # one-hot, (n, C)
     config: Mapping[str, Any]
+
+
+def _counts(targets: Tensor) -> NDArray[np.int64]:
+    return targets.sum(0).numpy().astype(np.int64)
 
 
 def _features(work: _Work) -> Arrays:

@@ -22,7 +22,9 @@ For cross-entropy R = Y - softmax(Z W), and the M steps are taken on Z W (n x C)
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..losses import Loss, check_loss, residual
@@ -65,6 +67,18 @@ def convex_loss(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
 def centred_targets(targets: Tensor, loss: Loss) -> Tensor:
     """Return one-hot targets (n, C), minus 1/C for least squares."""
     return targets - 1 / targets.shape[1] if loss == "mse" else targets
+
+
+def best_bias(counts: NDArray[np.int64], loss: Loss) -> NDArray[np.float32]:
+    """Return the bias (C,) with the least loss beside features of mean 0, before these count.
+
+    Beyond Yu et al. 2022, where b starts at 0. Of least squares it is the classes' shares minus
+    1/C, and stays best for every W. Of cross-entropy it is the logarithm of the shares, with one
+    example more of each class. `counts` holds the classes' examples over all clients.
+    """
+    if loss == "mse":
+        return (counts / counts.sum() - 1 / len(counts)).astype(np.float32)
+    return np.log((counts + 1) / (counts + 1).mean()).astype(np.float32)
 
 
 def geometric_sums(rate: Tensor, local_steps: int) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,8 @@ class NormalEquations:
     cross: Tensor  # Z^T Y, float64 (q, C)
     squared_targets: float  # ||Y||^2
     total: float  # weight of all examples; their number if they count alike
+    squared_weights: float  # sum of the examples' squared weights; their number if they count alike
+    free: int = 0  # last features that the ridge does not count
 
     @classmethod
     def of(
@@ -49,10 +51,11 @@ class NormalEquations:
         *,
         bias: bool = False,
         centred: bool = True,
+        free_bias: bool = False,
     ) -> Self:
         """Normalise, centre labels (one-hot minus 1/C) and append a feature that is 1, by the sums.
 
-        Centring moves all classes' scores alike.
+        Centring moves all classes' scores alike. The ridge does not count a `free_bias`.
         """
         width, num_classes = statistics.width, len(statistics.counts)
         require_memory(16 * width**2, f"normal equations of {width} features", cure=FEWER)
@@ -73,7 +76,9 @@ class NormalEquations:
             matrix = np.block([[matrix, ones[:, None]], [ones[None], np.full((1, 1), total)]])
             cross = np.concatenate([cross, (per_class - total * mean_target)[None]])
         squared = total * (1 - mean_target)
-        return cls(torch.from_numpy(matrix), torch.from_numpy(cross), squared, total)
+        squared_weights = float(per_class @ statistics.weights)
+        gram, right, free = torch.from_numpy(matrix), torch.from_numpy(cross), int(free_bias)
+        return cls(gram, right, squared, total, squared_weights, bias * free)
 
     def plus(self, other: Self, weight: float) -> Self:
         """Add another group's equations, each of its examples counted `weight` times."""
@@ -82,18 +87,23 @@ class NormalEquations:
             self.cross + weight * other.cross,
             self.squared_targets + weight * other.squared_targets,
             self.total + weight * other.total,
+            self.squared_weights + weight * other.squared_weights,  # these are no rarer examples
+            self.free,
         )
 
     def solve(self, ridge: float) -> Tensor:
         """Return W (q, C), the minimum of ||Z W - Y||^2 + rho ||W||^2, float64.
 
         rho is `ridge` times the examples' mean squared norm, the mean of the diagonal of Z Z^T, as
-        in :func:`~fedntk.ntk.ridge_regression`.
+        in :func:`~fedntk.ntk.ridge_regression`. With weights w it is sum w^2 / sum w times as much
+        (Kish 1965): the noise of Z^T W Y has that many times the variance of the same sum of
+        examples that count alike.
         """
         size = len(self.gram)
         require_memory(16 * size**2, f"solving for {size} features", cure=FEWER)
-        scale = float(self.gram.diagonal().sum()) / self.total
-        return solve_ridge(self.gram.clone(), self.cross, ridge, scale)
+        counted = self.gram.diagonal()[: size - self.free]
+        scale = float(counted.sum()) / self.total * (self.squared_weights / self.total)
+        return solve_ridge(self.gram.clone(), self.cross, ridge, scale, free=self.free)
 
     def least_norm(self) -> Tensor:
         """Return the least-squares solution of least norm W (q, C), float64: a ridge of 0.

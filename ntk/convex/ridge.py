@@ -29,11 +29,16 @@ def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
     return solve_ridge(system, targets.double(), ridge, float(system.diagonal().mean()))
 
 
-def solve_ridge(system: Tensor, right: Tensor, ridge: float, scale: float) -> Tensor:
-    """Solve (S + rho I) X = B in float64, rho = ridge times scale; S is overwritten."""
+def solve_ridge(
+    system: Tensor, right: Tensor, ridge: float, scale: float, *, free: int = 0
+) -> Tensor:
+    """Solve (S + rho I) X = B in float64, rho = ridge times scale; S is overwritten.
+
+    The last `free` rows of X, such as a bias, are not counted by the ridge.
+    """
     if not ridge > 0:  # also NaN
         raise ValueError(f"ridge: expected more than 0, got {ridge}")
-    system.diagonal().add_(ridge * (scale or 1.0))
+    system.diagonal()[: len(system) - free].add_(ridge * (scale or 1.0))
     factor, failed = torch.linalg.cholesky_ex(system)
     if int(failed) or not bool(torch.isfinite(factor.diagonal()).all()):
         raise ValueError(f"ridge = {ridge:g} is too small for these features; raise it")
@@ -72,9 +77,10 @@ def pooled_ridge(
 ) -> tuple[NDArray[np.float32], Normaliser]:
     """Normalise the pooled features and solve the ridge regression on centred labels, in the dual.
 
-    Without `normalise` features are used as they are; with `bias` a feature that is 1 is appended.
-    Products are formed on `device`. The linear model is float32, (p, C) or (p + 1, C); its
-    features' normaliser comes with it. ArithmeticError if the solution is not finite.
+    Without `normalise` features are used as they are. With `bias` the model has one, which the
+    ridge does not count. Products are formed on `device`. The linear model is float32, (p, C) or
+    (p + 1, C); its features' normaliser comes with it. ArithmeticError if the solution is not
+    finite.
     """
     bounds = np.cumsum([0, *(len(upload.labels) for upload in uploads)]).tolist()
     n, width = bounds[-1], len(uploads[0].scale)
@@ -93,13 +99,17 @@ def pooled_ridge(
     if normalise:
         chunks = FeatureRows(raw, (n, width)).chunks()
         normaliser = Normaliser.of(Moments.join(Moments.of(z) for _, z in chunks))
-    rows = FeatureRows(
-        lambda start, stop: normaliser(raw(start, stop)), (n, width), device=device, bias=bias
-    )
+    rows = FeatureRows(lambda start, stop: normaliser(raw(start, stop)), (n, width), device=device)
     labels = np.concatenate([upload.labels.astype(np.int64) for upload in uploads])
-    targets = one_hot(torch.from_numpy(labels), num_outputs) - 1 / num_outputs
+    targets = one_hot(torch.from_numpy(labels), num_outputs).double() - 1 / num_outputs
     kernel = rows.gram(torch.float64)  # else its rounding would bound the ridge from below
-    linear = rows.transposed_matmul(ridge_regression(kernel, targets, ridge).float())
+    scale, means, constant = float(kernel.diagonal().mean()), kernel.mean(0), targets.mean(0) * bias
+    if bias:  # features and targets of mean 0 give W, and the bias is what then remains
+        kernel -= means + means[:, None] - means.mean()
+    coefficients = solve_ridge(kernel, targets - constant, ridge, scale)
+    linear = rows.transposed_matmul(coefficients.float())
+    if bias:
+        linear = torch.cat([linear, (constant - means @ coefficients)[None].float()])
     if not bool(torch.isfinite(linear).all()):
         raise ArithmeticError("the solution is not finite")
     return linear.numpy(), normaliser

@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..jacobian.blocks import AT_WORK
-from ..support.arrays import require_array, take_arrays
+from ..support.arrays import require_array, require_counts, take_arrays
 
 CONSTANT = 1e-6  # a standard deviation under this share of the mean is float32's rounding
 SMALLEST = 1e-30  # its inverse is a float32
@@ -29,12 +29,14 @@ SMALLEST = 1e-30  # its inverse is a float32
 class Moments:
     """Count n, means (p,) and sums of squared deviations (p,) of a group's features, float64.
 
-    `sum_sq_dev` is the sum over the examples of (z - mean)^2.
+    `sum_sq_dev` is the sum over the examples of (z - mean)^2. `class_counts` are the examples of
+    each class, int64 (C,), if they are counted.
     """
 
     count: int
     mean: NDArray[np.float64]
     sum_sq_dev: NDArray[np.float64]
+    class_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
     def of(cls, features: Tensor) -> Self:
@@ -53,6 +55,7 @@ class Moments:
             count,
             self.mean + delta * (other.count / count),
             self.sum_sq_dev + other.sum_sq_dev + delta**2 * (self.count * other.count / count),
+            self.class_counts + other.class_counts,
         )
 
     @property
@@ -67,17 +70,26 @@ class Moments:
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return all but the count, which travels as the number of examples."""
-        return {"mean": self.mean, "sum-sq-dev": self.sum_sq_dev}
+        arrays: dict[str, NDArray[Any]] = {"mean": self.mean, "sum-sq-dev": self.sum_sq_dev}
+        return {**arrays, "counts": self.class_counts} if len(self.class_counts) else arrays
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], count: int, width: int) -> Self:
-        """Check what a client sent: float64 in float32's range, deviations at least 0."""
-        mean, sum_sq_dev = take_arrays(arrays, "mean", "sum-sq-dev")
+    def from_arrays(
+        cls, arrays: Mapping[str, NDArray[Any]], count: int, width: int, num_classes: int = 0
+    ) -> Self:
+        """Check what a client sent: float64 in float32's range, deviations at least 0.
+
+        Of `num_classes` classes, if there are any, the counts must add up to `count`.
+        """
+        names = ("mean", "sum-sq-dev", *["counts"] * (num_classes > 0))
+        mean, sum_sq_dev, *counts = take_arrays(arrays, *names)
         largest = float(np.finfo(np.float32).max)
         expected: dict[str, Any] = {"shape": (width,), "dtype": np.float64}
         require_array("mean", mean, low=-largest, high=largest, **expected)
         require_array("sum_sq_dev", sum_sq_dev, low=0, high=count * largest**2, **expected)
-        return cls(count, mean, sum_sq_dev)
+        for of_classes in counts:
+            require_counts(of_classes, num_classes, count)
+        return cls(count, mean, sum_sq_dev, *counts)
 
 
 @dataclass(frozen=True, eq=False)

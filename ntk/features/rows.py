@@ -22,7 +22,7 @@ class FeatureRows:
 
     `read` maps (start, stop) to rows (stop - start, p) on the CPU. Products are formed on `device`,
     where float16, which `half` announces, is made float32. With `bias` a feature that is 1 is
-    appended, and `shape` is (n, p + 1).
+    appended, and `shape` is (n, p + 1); products do without a copy of the rows.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FeatureRows:
     ) -> None:
         self._read = read
         self._bias = bias
-        self._copied = bias or half
+        self._copied = half
         self.device = torch.device(device)
         self.shape = (shape[0], shape[1] + bias)
 
@@ -54,14 +54,14 @@ class FeatureRows:
         )
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows' positions, the rows), at most 128 MiB of float32 at a time.
+        """Yield (rows' positions, the rows without a bias), at most 128 MiB of float32 at a time.
 
         The rows are there until the next ones are asked for, which may take their place.
         """
         cached = self._copied and self.device.type == "cpu"
         size, room = CACHED_BYTES if cached else CHUNK_BYTES, None
         for rows in self._slices(size // (4 * self.shape[1])):
-            found = self._as_float(self._read(rows.start, rows.stop), room)
+            found = self._floats(rows, room)
             room = found if room is None else room
             yield rows, found
 
@@ -70,37 +70,34 @@ class FeatureRows:
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
     def __getitem__(self, rows: slice) -> Tensor:
-        start, stop, _ = rows.indices(self.shape[0])
-        return self._as_float(self._read(start, stop))
+        features = self._floats(rows)
+        return torch.nn.functional.pad(features, (0, 1), value=1.0) if self._bias else features
 
-    def _as_float(self, features: Tensor, room: Tensor | None = None) -> Tensor:
-        """Return rows on the device, with the bias; made in `room` if they have to be made."""
-        features = features.to(self.device)
-        dtype = torch.float32 if features.dtype == torch.float16 else features.dtype
-        if dtype == features.dtype and not self._bias:
+    def _floats(self, rows: slice, room: Tensor | None = None) -> Tensor:
+        """Return rows without a bias, on the device; made in `room` if they have to be made."""
+        start, stop, _ = rows.indices(self.shape[0])
+        features = self._read(start, stop).to(self.device)
+        if features.dtype != torch.float16:
             return features
-        if room is None:
-            room = features.new_ones(len(features), self.shape[1], dtype=dtype)
-        made = room[: len(features)]
-        made[:, : features.shape[1]] = features
-        return made
+        return features.float() if room is None else room[: len(features)].copy_(features)
 
     @full_float32()
     def __matmul__(self, weights: Tensor) -> Tensor:
         """Z W (n, C) of weights (p, C), in their dtype and on the CPU."""
-        on_device = weights.to(self.device)
-        products = [(z.to(on_device) @ on_device).cpu() for _, z in self.chunks()]
+        width = self.shape[1] - self._bias
+        on_device, bias = weights[:width].to(self.device), weights[width:].sum(0)  # 0 without one
+        products = [(z.to(on_device) @ on_device).cpu() + bias for _, z in self.chunks()]
         return torch.cat([torch.zeros(0, weights.shape[1], dtype=weights.dtype), *products])
 
     @full_float32()
     def transposed_matmul(self, coefficients: Tensor) -> Tensor:
         """Z^T A (p, C) of coefficients A (n, C), in their dtype and on the CPU."""
-        result = torch.zeros(
-            self.shape[1], coefficients.shape[1], dtype=coefficients.dtype, device=self.device
-        )
+        width, num_columns = self.shape[1] - self._bias, coefficients.shape[1]
+        result = torch.zeros(width, num_columns, dtype=coefficients.dtype, device=self.device)
         for rows, z in self.chunks():
             result.addmm_(z.to(result).T, coefficients[rows].to(self.device))
-        return result.cpu()
+        sums = coefficients.sum(0, keepdim=True)[: int(self._bias)]
+        return torch.cat([result.cpu(), sums])
 
     @full_float32()
     def gram(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -118,10 +115,10 @@ class FeatureRows:
         kernel = torch.empty(n, n, dtype=dtype)
         slices = self._slices(size)
         for i, left in enumerate(slices):
-            a = self[left].to(dtype)
+            a = self._floats(left).to(dtype)
             kernel[left, left] = (a @ a.T).cpu()
             for right in slices[:i]:
-                block = (a @ self[right].to(dtype).T).cpu()
+                block = (a @ self._floats(right).to(dtype).T).cpu()
                 kernel[left, right] = block
                 kernel[right, left] = block.T
-        return kernel
+        return kernel.add_(1.0) if self._bias else kernel

@@ -38,7 +38,9 @@ class ConvexOptions(Declared):
     )
     head: str = shared("name of the last linear layer; the last nn.Linear by default", default="")
     bias: bool = shared(
-        "whether the linear model has a bias (algorithm 2's b; eq. (1) has none)", default=False
+        "whether the linear model has a bias (algorithm 2's b; eq. (1) has none). With normalise "
+        "it starts at the classes' shares, else at 0; the ridge does not count it",
+        default=True,
     )
     loss: Loss = shared(
         "loss of stage 2; cross-entropy: TCT-CE (Table 11). Targets of least squares are one-hot "

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import BadReply
 from ..features.fixed_point import FixedPoint
-from ..support.arrays import ArrayDict, Arrays, require_array, take_arrays
+from ..support.arrays import ArrayDict, Arrays, require_array, require_counts, take_arrays
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 
@@ -298,18 +298,6 @@ class FeatureStatistics:
         sums = gram.astype(dtype, copy=False), class_sums.astype(dtype).reshape(shape)
         arrays = dict(zip(cls.NAMES, (*sums, counts.astype(np.int64)), strict=True))
         return cls.from_arrays(arrays, expected, num_examples)
-
-
-def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | None = None) -> int:
-    """Raise BadReply unless these are the examples of each class, int64 (C,); return their sum.
-
-    It must be `num_examples` if that is given.
-    """
-    require_array("counts", counts, shape=(num_classes,), dtype=np.int64, low=0)
-    total: int = sum(counts.tolist())
-    if num_examples not in (None, total):
-        raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
-    return total
 
 
 def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadReply
-from ..support.arrays import require_array, take_arrays
-from .feature_statistics import require_counts
+from ..support.arrays import require_array, require_counts, take_arrays
 
 # names of global prototypes among a network's arrays, none of which has a hyphen in its name
 GLOBAL_PROTOTYPES = ("global-prototypes.means", "global-prototypes.counts")

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..features.fixed_point import FixedPoint
-from ..support.arrays import ArrayDict, Arrays, take_arrays
+from ..support.arrays import ArrayDict, Arrays, require_counts, take_arrays
 from ..support.memory import require_memory
-from .feature_statistics import FEWER, FeatureStatistics, SumFormat, require_counts
+from .feature_statistics import FEWER, FeatureStatistics, SumFormat
 
 HELD_OUT = "held-out-"  # begins the names of arrays
 

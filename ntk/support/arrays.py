@@ -75,3 +75,15 @@ def require_unmasked(values: Any) -> None:
             f"expected a value for each entry, got {masked} that are masked; fill them, or leave "
             "these examples out"
         )
+
+
+def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | None = None) -> int:
+    """Raise BadReply unless these are the examples of each class, int64 (C,); return their sum.
+
+    It must be `num_examples` if that is given.
+    """
+    require_array("counts", counts, shape=(num_classes,), dtype=np.int64, low=0)
+    total: int = sum(counts.tolist())
+    if num_examples not in (None, total):
+        raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
+    return total

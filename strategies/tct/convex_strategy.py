@@ -110,7 +110,7 @@ class ConvexStrategy(ConvexOptions, SumsStrategy):
         if normaliser is None:
             identity = Normaliser.identity(self.width)
             normaliser = normaliser_of(sums) if self.normalise else identity
-        return normaliser, NormalEquations.of(sums, normaliser, bias=self.bias)
+        return normaliser, NormalEquations.of(sums, normaliser, bias=self.bias, free_bias=True)
 
     def task_message(
         self,

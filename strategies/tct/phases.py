@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 
 from fedntk.ntk import BadReply, Moments, Normaliser, UploadLimits, available_memory
+from fedntk.ntk.convex.local_steps import best_bias
 from fedntk.ntk.convex.ridge import pooled_ridge
 from fedntk.ntk.payloads.convex_task import MessageTask, Step
 from fedntk.ntk.payloads.feature_upload import FeatureUpload
@@ -116,24 +117,31 @@ class BootstrapRounds(Phase):
 
 
 class Convexify(Phase):
-    """One exchange of the features' moments, for mean 0 and variance 1 (section 4.3)."""
+    """One exchange of the features' moments, for mean 0 and variance 1 (section 4.3).
+
+    The classes' counts come with them if there is a bias, which starts by these.
+    """
 
     step = "moments"
     asks_everyone = True
 
     def aggregate(self, replies: Iterable[Message]) -> Result:
-        """Join the moments to the normaliser."""
+        """Join the moments to the normaliser, and start the bias."""
+        tct, num_classes = self.tct, self.tct.bias * self.tct.shape[1]
 
         def parse(reply: Reply) -> Moments:
-            return Moments.from_arrays(reply.arrays(), reply.num_examples, self.tct.width)
+            return Moments.from_arrays(reply.arrays(), reply.num_examples, tct.width, num_classes)
 
         pairs, metrics = self.gather(replies, parse, screen_own_sizes)
         if not pairs:
             return None, metrics
-        self.tct.control.know({reply.client: reply.num_examples for reply, _ in pairs})
-        normaliser = Normaliser.of(Moments.join(moments for _, moments in pairs))
+        tct.control.know({reply.client: reply.num_examples for reply, _ in pairs})
+        joint = Moments.join(moments for _, moments in pairs)
+        normaliser, linear = Normaliser.of(joint), np.zeros(tct.shape, np.float32)
         metrics["features-constant"] = int((normaliser.inv_std == 0).sum())
-        return self.tct.arrays_of(normaliser), metrics
+        if tct.bias:
+            linear[-1] = best_bias(joint.class_counts, tct.loss)
+        return tct.arrays_of(normaliser, linear), metrics
 
 
 class ConvexRounds(Phase):

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.convex.pooled_statistics import class_weights
 from fedntk.ntk.payloads.convex_task import Step
-from fedntk.ntk.payloads.feature_statistics import require_counts
-from fedntk.ntk.support.arrays import ArrayDict
+from fedntk.ntk.support.arrays import ArrayDict, require_counts
 
 from ..core.averaging import record_of
 from ..core.exchange import logger, result_of

@@ -21,7 +21,7 @@ from ..strategies.federation import network
 from ..strategies.tct_problem import distance
 
 MAP = FeatureMap(num_features=20)
-MOMENTS = ConvexTask(step="moments", network_key="k", num_features=20)
+MOMENTS = ConvexTask(step="moments", network_key="k", num_features=20, bias=False)
 FEATURES = dataclasses.replace(MOMENTS, step="features")
 MEAN, SCALE = "tct.mean", "tct.scale"
 
@@ -50,7 +50,7 @@ def folder(who):
 def linear_task(**changes):
     values = {
         "step": "linear", "network_key": "k", "num_features": 20, "learning_rate": 0.05,
-        "local_steps": 30, "control": "sent",
+        "local_steps": 30, "control": "sent", "bias": False,
     } | changes  # fmt: skip
     return ConvexTask(**values)
 
@@ -89,6 +89,10 @@ def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch)
         assert (np.abs(sum_sq_dev - expected.sum_sq_dev) <= 11 * 4e-6 * largest**2).all()
         assert count == 11
         assert metrics["train-loss"] == pytest.approx(1 / 3)  # ||e_y - 1/3||^2 / 2
+        (*_, counts), *_ = step(
+            client(tmp_path / name), dataclasses.replace(MOMENTS, bias=True), message("network")
+        )
+        assert counts.tolist() == [4, 4, 3]
         monkeypatch.setattr(feature_store, "CHUNK_BYTES", 3 * 20 * 4)
 
 

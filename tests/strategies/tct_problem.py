@@ -65,29 +65,45 @@ def normalised(z: Tensor, by: Tensor, weights: Tensor | None = None) -> Tensor:
     return (z - mean) / std
 
 
+def with_ones(z: Tensor) -> Tensor:
+    return torch.cat([z, torch.ones(len(z), 1).double()], 1)
+
+
 def features(partitions: int = 6, *, normalise: bool = True) -> list[tuple[Tensor, Tensor]]:
-    """Z_k and centred Y_k of each client, normalised over all of them at once."""
+    """Z_k, the bias's 1 last, and centred Y_k of each client, normalised over all at once."""
     by, found = rows(pooled(range(partitions))[0]), []
     for x, y in map(examples, range(partitions)):
-        found.append((normalised(rows(x), by) if normalise else rows(x), targets(y)))
+        z = normalised(rows(x), by) if normalise else rows(x)
+        found.append((with_ones(z), targets(y)))
     return found
+
+
+def first(partitions: int = 6, *, normalise: bool = True) -> Tensor:
+    """The model that stage 2 begins with: the bias is the classes' shares minus 1/C."""
+    theta = torch.zeros(13, 3).double()
+    theta[12] = targets(pooled(range(partitions))[1]).mean(0) * normalise
+    return theta
 
 
 def solved(
     ridge: float = 1e-2,
     *,
-    bias: bool = False,
+    bias: bool = True,
     normalise: bool = True,
     weights: Tensor | None = None,
     data: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Weighted ridge regression on all clients' rows; the ridge is over the mean of |z_i|^2."""
+    """Weighted ridge regression on all clients' rows; the ridge is over the mean of |z_i|^2.
+
+    It leaves the bias out, and grows with the weights' own mean by weight.
+    """
     x, y = data or pooled()
     w = torch.ones(len(y)).double() if weights is None else weights
     z = normalised(rows(x), rows(x), w) if normalise else rows(x)
-    z = torch.cat([z, torch.ones(len(z), 1).double()], 1) if bias else z
+    rho = ridge * (w @ z.square().sum(1) / w.sum()) * (w @ w / w.sum())
+    z = with_ones(z) if bias else z
     gram = z.T @ (w[:, None] * z)
-    gram += ridge * gram.trace() / w.sum() * torch.eye(len(gram)).double()
+    gram[:12, :12] += rho * torch.eye(12).double()
     return torch.linalg.solve(gram, z.T @ (w[:, None] * targets(y)))
 
 
@@ -98,7 +114,7 @@ def errors(
     weights, found = of_class[fit[1]], {}
     z = normalised(rows(others[0]), rows(fit[0]), weights)
     for ridge in RIDGES:
-        misses = z @ solved(ridge, weights=weights, data=fit) - targets(others[1])
+        misses = with_ones(z) @ solved(ridge, weights=weights, data=fit) - targets(others[1])
         found[ridge] = float((of_class[others[1], None] * misses.square()).sum())
     return found
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.ntk import Normaliser, NotEnoughMemory, one_hot, ridge_regression
+from fedntk.ntk import Normaliser, NotEnoughMemory, one_hot
 from fedntk.ntk.convex import pooled_statistics
 from fedntk.ntk.convex.pooled_statistics import (
     NormalEquations,
@@ -53,7 +53,7 @@ def solution(found: FeatureStatistics, ridge: float = 1e-2, **options: bool) -> 
     return NormalEquations.of(found, normaliser, **options).solve(ridge).numpy()
 
 
-def by_rows(z: torch.Tensor, ridge: float, bias: bool, weights: torch.Tensor) -> np.ndarray:
+def by_rows(z: torch.Tensor, ridge: float, bias: str, weights: torch.Tensor) -> np.ndarray:
     """Weighted least squares on the normalised rows themselves, in float64."""
     z, total = z.double(), weights.sum()
     mean = (weights[:, None] * z).sum(0) / total
@@ -63,13 +63,14 @@ def by_rows(z: torch.Tensor, ridge: float, bias: bool, weights: torch.Tensor) ->
     z = torch.cat([z, torch.ones(len(z), 1).double()], 1) if bias else z
     y = one_hot(LABELS, C).double() - 1 / C
     gram = z.T @ (weights[:, None] * z)
-    rho = ridge * gram.trace() / total
-    return torch.linalg.solve(
-        gram + rho * torch.eye(len(gram)).double(), z.T @ (weights[:, None] * y)
-    ).numpy()
+    counted = torch.ones(len(gram)).double()
+    counted[P:] = bias != "free"
+    rho = ridge * (counted @ gram.diagonal()) / total * (weights @ weights) / total
+    cross = z.T @ (weights[:, None] * y)
+    return torch.linalg.solve(gram + torch.diag(rho * counted), cross).numpy()
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", ["", "counted", "free"])
 @pytest.mark.parametrize(("ridge", "balanced"), [(1e-6, False), (1e-2, True), (1.0, False)])
 def test_the_solution_is_that_of_the_rows(ridge, bias, balanced):
     """Mean and inverse deviation are rounded to float32: 2^-24 of each, and means are as large.
@@ -84,7 +85,7 @@ def test_the_solution_is_that_of_the_rows(ridge, bias, balanced):
         np.testing.assert_allclose(weights * counts, [20, 20, 20, 0])
         assert weights[3] == 1  # nobody's
     sums = statistics(features(), weights=weights if balanced else None)
-    found = solution(sums, ridge, bias=bias)
+    found = solution(sums, ridge, bias=bool(bias), free_bias=bias == "free")
     expected = by_rows(features(), ridge, bias, torch.from_numpy(weights)[LABELS])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
@@ -100,19 +101,25 @@ def test_the_solution_is_the_duals(bias, normalise):
     upload = FeatureUpload.of(features(), one_hot(LABELS, C))
     sums = statistics(upload.rows(0, N))
     own = normaliser_of(sums) if normalise else Normaliser.identity(P)
-    found = NormalEquations.of(sums, own, bias=bias).solve(1e-2)
+    found = NormalEquations.of(sums, own, bias=bias, free_bias=True).solve(1e-2)
 
     z = (upload.rows(0, N).double() - torch.from_numpy(own.mean)) * torch.from_numpy(own.inv_std)
-    z = torch.cat([z, torch.ones(N, 1).double()], 1) if bias else z
-    dual = ridge_regression(z @ z.T, one_hot(LABELS, C).double() - 1 / C, 1e-2)
-    torch.testing.assert_close(found, z.T @ dual, rtol=0, atol=1e-10 * float(found.abs().max()))
+    rho, ones = 1e-2 * z.square().sum() / N, torch.ones(N, int(bias)).double()
+    # rho A = Y - Z W - b with W = Z^T A; A adds up to 0 if there is b
+    system = torch.cat([z @ z.T + rho * torch.eye(N).double(), ones], 1)
+    system = torch.cat([system, torch.cat([ones.T, torch.zeros(len(ones.T), bias).double()], 1)])
+    y = torch.cat([one_hot(LABELS, C).double() - 1 / C, torch.zeros(int(bias), C).double()])
+    dual, constant = torch.linalg.solve(system, y).split([N, int(bias)])
+    expected = torch.cat([z.T @ dual, constant])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(found.abs().max()))
 
     pooled, normaliser = pooled_ridge([upload], C, ridge=1e-2, bias=bias, normalise=normalise)
     np.testing.assert_allclose(own.mean, normaliser.mean, rtol=1e-6)
     np.testing.assert_allclose(own.inv_std, normaliser.inv_std, rtol=1e-6)
     assert (normaliser.inv_std[[3, 5]] == (0 if normalise else 1)).all()  # constant, of any mean
     error = (torch.from_numpy(pooled).double() - found).abs()
-    assert bool((error <= 20 * 2**-24 * (z.abs().T @ dual.abs()) + 1e-12).all())
+    size = torch.cat([z.abs().T @ dual.abs(), constant.abs()])
+    assert bool((error <= 20 * 2**-24 * size + 1e-12).all())
 
 
 @pytest.mark.parametrize("name", sorted(SPLITS))

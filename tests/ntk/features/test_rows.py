@@ -65,8 +65,8 @@ def test_products_are_formed_in_the_dtype_of_the_other_factor(dtype):
 
 @pytest.mark.parametrize("size", [1, 2, 5, 23, 1000])
 def test_rows_are_read_in_order_each_once_and_no_more_at_a_time_than_allowed(size, monkeypatch):
-    """With the bias a row has 8 numbers, 32 bytes."""
-    monkeypatch.setattr(module, "CACHED_BYTES", 32 * size + 31)
+    """With the bias a row has 8 numbers, 32 bytes. Products need no copy with the bias."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 32 * size + 31)
     for use in (
         lambda r: r @ torch.zeros(8, 2),
         lambda r: r.transposed_matmul(torch.zeros(N, 2)),
@@ -79,8 +79,8 @@ def test_rows_are_read_in_order_each_once_and_no_more_at_a_time_than_allowed(siz
     chunks = [(place, own.clone()) for place, own in rows.chunks()]
     assert [(r.start, r.stop) for r, _ in chunks] == asked[-len(chunks) :]
     joined = torch.cat([chunk for _, chunk in chunks])
-    assert torch.equal(joined, torch.cat([torch.from_numpy(array()), torch.ones(N, 1)], 1))
-    assert torch.equal(rows[4:6], joined[4:6])
+    assert torch.equal(joined, torch.from_numpy(array()))
+    assert torch.equal(rows[4:6], torch.cat([joined, torch.ones(N, 1)], 1)[4:6])
 
 
 @pytest.mark.parametrize(
