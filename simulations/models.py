@@ -36,12 +36,14 @@ from .errors import first_line, naming
 InputShape = tuple[int, ...]
 
 
-def mlp(input_shape: InputShape, num_classes: int, width: int = 100) -> nn.Module:
+def mlp(
+    input_shape: InputShape, num_classes: int, width: int = 100, *, batch_norm: bool = False
+) -> nn.Module:
     """Two-layer perceptron: Kaiming-normal weights, zero biases (Yue et al. 2022, section 6).
 
     Examples of any `input_shape` are flattened; `width` is the number of hidden units.
     """
-    layers = _dense(math.prod(input_shape), width, num_classes)
+    layers = _dense(math.prod(input_shape), width, num_classes, batch_norm=batch_norm)
     for layer in (layers[0], layers[-1]):
         nn.init.kaiming_normal_(layer.get_parameter("weight"))
         nn.init.zeros_(layer.get_parameter("bias"))
@@ -307,14 +309,15 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         )
     with naming(f"model = {config.model}", ValueError):
         require_scores(outputs, config.loss)
-    if config.random_features:
+    num_features, bandwidth = config.chosen_method.random_features(config, input_shape)
+    if num_features:
         expansions: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
-            "fourier": partial(with_fourier_features, bandwidth=config.bandwidth),
+            "fourier": partial(with_fourier_features, bandwidth=bandwidth),
             "buckets": with_bucket_features,
             "frequencies": with_scattering_frequencies,
         }
         with naming("random-features", ValueError):
-            model = expansions[config.expand](model, config.random_features, config.seed)
+            model = expansions[config.expand](model, num_features, config.seed)
     model = config.chosen_method.adapt(model, config)
     return CentredInputs(model, input_shape) if config.centre_inputs else model
 
@@ -342,7 +345,7 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
 
 def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
     known: dict[str, Callable[..., nn.Module]] = {
-        "mlp": partial(mlp, width=config.width),
+        "mlp": partial(mlp, width=config.width, batch_norm=config.chosen_method.batch_norm),
         "simple-cnn": simple_cnn,
         "lenet": lenet,
         "lenet-bn": partial(lenet, batch_norm=True),

@@ -173,6 +173,7 @@ class Method:
     # its own settings though common ones have these names; of the first class that has them
     apart: ClassVar[tuple[str, ...]] = ()
     learns_on_server: ClassVar[bool] = True  # else the server's model keeps its first weights
+    batch_norm: ClassVar[bool] = False  # whether its mlp has BatchNorm
     baseline: ClassVar[bool] = False  # there to compare with, without a notebook
     # metric of a round, a share, that says how good the method is; shown during and after runs
     headline: ClassVar[str] = "accuracy"
@@ -283,6 +284,10 @@ class Method:
                 f"patience = {config.patience}: with {self.name} the server's model never changes, "
                 f"so monitor = {config.monitor} would stop every run; set monitor = {self.headline}"
             )
+
+    def random_features(self, config: Config, input_shape: tuple[int, ...]) -> tuple[int, float]:
+        """Return number and bandwidth of the network's random features; 0: it has none."""
+        return config.random_features, config.bandwidth
 
     def adapt(self, network: nn.Module, config: Config) -> nn.Module:
         """Return the network that the run has in place of the one that its settings name."""

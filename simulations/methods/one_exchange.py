@@ -1,5 +1,6 @@
 """One exchange of sums over features: the last layer by ridge regression."""
 
+import math
 from typing import Any
 
 from flwr.client import NumPyClient
@@ -12,16 +13,39 @@ from .method import Setup
 from .sums import SumsMethod
 
 
+FEWEST, MOST = 200, 1000  # features that are chosen by the size of an example
+BANDWIDTH = 1.6  # of these
+
+
 class _OneExchange(SumsMethod):
     name = "one-exchange"
     strategy_class = OneExchange
     metrics = ("ridge", "epsilon", "delta")
     summarised = ("epsilon", "delta")
 
+    def random_features(self, config: Config, input_shape: tuple[int, ...]) -> tuple[int, float]:
+        """Return as many features as make sums of about 324 examples' bytes, if none are set.
+
+        Their size is known, so rounding them needs no examples on the server.
+        """
+        if not self._chooses(config):
+            return super().random_features(config, input_shape)
+        number = 4 * round(18 / 4 * math.sqrt(math.prod(input_shape)))
+        default = config.bandwidth == Config.options()["bandwidth"].default
+        return min(max(number, FEWEST), MOST), BANDWIDTH if default else config.bandwidth
+
+    def _chooses(self, config: Config) -> bool:
+        """Whether the method chooses the number of features."""
+        whole = self.own(config).bits != UNQUANTISED and not self.own(config).epsilon
+        chosen = config.random_features or config.validation_examples
+        return whole and not chosen and config.expand != "frequencies"
+
     def validates(self, config: Config) -> str:
         own = self.own(config)
         bounded = config.random_features and config.expand != "frequencies"
-        in_steps = own.bits != UNQUANTISED and not (bounded or own.epsilon)
+        in_steps = own.bits != UNQUANTISED and not (
+            bounded or own.epsilon or self._chooses(config)
+        )
         return super().validates(config) or str(own.key("bits") if in_steps else "")
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:

@@ -34,7 +34,7 @@ METHODS: tuple[Method, ...] = (
     Method("fedavg", SeededFedAvg, baseline=True, apart=("proximal_mu",)),
     Method("scaffold", SCAFFOLD, baseline=True),
     Method("ditto", Ditto, metrics=("personal-loss", "restarted"), **PERSONAL),
-    Method("fed-bn", FedBN, **PERSONAL),
+    Method("fed-bn", FedBN, batch_norm=True, **PERSONAL),
     Method("fed-per", FedPer, **PERSONAL),
     Method("fed-proto", FedProto, learns_on_server=False, **PERSONAL),
     Method("local-training", LocalTraining, learns_on_server=False, **PERSONAL),
