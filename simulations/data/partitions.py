@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from logging import getLogger
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from .data import Data, Indices
 from .load import load_data
 from .settings import SplitSettings
 
+logger = getLogger("flwr")
 OF_TESTS = ("local_test_fraction", "private_test")
 SPLIT_SETTINGS = [name for name in SplitSettings.__annotations__ if name not in OF_TESTS]
 """Settings on which each client's training examples depend, besides the data set."""
@@ -105,6 +107,8 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
     except ConfigError:
         raise
     except (ValueError, AssertionError) as error:
+        if settings.partition == "dirichlet" and settings.min_partition_size == 1:
+            return _with_tests(Split(_fill(settings, rest, data), validation), settings, data)
         served = _largest_split(settings, rest, data)
         raise ConfigError(
             f"partition = {settings.partition}: {str(error).strip()}"
@@ -118,6 +122,25 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
     return _with_tests(Split(clients, validation), settings, data)
 
 
+def _fill(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indices, ...]:
+    """Split by Dirichlet, and give each client without examples one of the largest client's.
+
+    Ten draws left some empty, as with few classes and many clients.
+    """
+    clients = list(_partition(settings, rest, data, least=0))
+    empty = [i for i, own in enumerate(clients) if not len(own)]
+    for i in empty:
+        largest = max(range(len(clients)), key=lambda j: len(clients[j]))
+        clients[i], clients[largest] = clients[largest][-1:], clients[largest][:-1]
+    logger.warning(
+        "partition = dirichlet, alpha = %g: draws leave some of %d clients without examples; in "
+        "this split %d clients have one example, taken from the largest client; fewer clients or "
+        "a larger alpha avoid that",
+        *(settings.alpha, len(clients), len(empty)),
+    )
+    return tuple(clients)
+
+
 def _largest_split(settings: SplitSettings, rest: Indices, data: Data) -> int:
     """Return how many clients a Dirichlet split serves, by halves of what was asked; 0: none."""
     number = settings.num_clients // 2 if settings.partition == "dirichlet" else 0
@@ -129,7 +152,9 @@ def _largest_split(settings: SplitSettings, rest: Indices, data: Data) -> int:
     return 0
 
 
-def _partition(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indices, ...]:
+def _partition(
+    settings: SplitSettings, rest: Indices, data: Data, least: int | None = None
+) -> tuple[Indices, ...]:
     labels = data.y_train[rest]
     if settings.partition == "client-dirichlet":
         return tuple(rest[own] for own in client_dirichlet(settings, labels))
@@ -150,7 +175,8 @@ def _partition(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indi
             case "iid":
                 partitioner = flower.IidPartitioner(number)
             case "dirichlet":
-                alpha, least = settings.alpha, settings.min_partition_size
+                alpha = settings.alpha
+                least = settings.min_partition_size if least is None else least
                 partitioner = flower.DirichletPartitioner(number, by, alpha, least, seed=seed)
             case "pathological":
                 classes, mode = settings.classes_per_client, settings.class_assignment

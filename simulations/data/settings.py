@@ -79,7 +79,12 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
         at_least=0,
     )
     alpha: float = setting(0.1, "Dirichlet's concentration; small: few classes a client", above=0)
-    min_partition_size: int = setting(1, "fewest examples a client, with dirichlet", at_least=1)
+    min_partition_size: int = setting(
+        1,
+        "fewest examples a client, with dirichlet; 1: a client that ten draws leave without any "
+        "gets one of the largest client's",
+        at_least=1,
+    )
     examples_per_client: int = setting(200, "size of a client, with client-dirichlet", at_least=1)
     classes_per_client: int = setting(2, "classes a client, with pathological", at_least=1)
     class_assignment: Literal["random", "first-deterministic", "deterministic"] = setting(

@@ -12,7 +12,6 @@ from ..config.config import Config
 from .method import Setup
 from .sums import SumsMethod
 
-
 FEWEST, MOST = 200, 1000  # features that are chosen by the size of an example
 BANDWIDTH = 1.6  # of these
 
@@ -43,9 +42,7 @@ class _OneExchange(SumsMethod):
     def validates(self, config: Config) -> str:
         own = self.own(config)
         bounded = config.random_features and config.expand != "frequencies"
-        in_steps = own.bits != UNQUANTISED and not (
-            bounded or own.epsilon or self._chooses(config)
-        )
+        in_steps = own.bits != UNQUANTISED and not (bounded or own.epsilon or self._chooses(config))
         return super().validates(config) or str(own.key("bits") if in_steps else "")
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:

@@ -36,7 +36,7 @@ def dataset(request, tmp_path):
 
 @pytest.mark.parametrize("method", sorted(all_methods()))
 def test_each_method_builds_all_its_parts_on_any_data(method, dataset):
-    setup = load_setup(Config(method=method, dataset=dataset(1500)))
+    setup = load_setup(Config(method=method, dataset=dataset(300)))
     make_strategy(setup)
     make_client(setup, 0, {})
 
@@ -68,5 +68,5 @@ def test_one_exchange_learns_with_only_a_data_set(tmp_path):
     x, y = examples("table", 600)
     np.savez(tmp_path / "own.npz", x_train=2 * x, y_train=y)
     config = Config(method="one-exchange", dataset=f"npz:{tmp_path / 'own.npz'}")
-    found = run(config, out=tmp_path / "run", num_clients=10, rounds=1, progress=False)
+    found = run(config, out=tmp_path / "run", progress=False)
     assert found.summary["accuracy"] > 0.7

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedntk.simulations import Config, load_predictor, run
+from fedntk.simulations.config.settings import ConfigError
 from fedntk.simulations.data.load import Data, load_data
 from fedntk.simulations.data.partitions import _load_split, client_dirichlet, load_split, split_data
 from fedntk.simulations.engine.building import load_setup
@@ -173,3 +174,16 @@ def test_a_client_without_examples_to_evaluate_on_does_not_evaluate(tmp_path, ev
     result = run(config, out=tmp_path / "run", progress=False)
     assert set(result.clients.partition) == with_some
     assert result.curve("client-replies-accepted")[1] == len(with_some)
+
+
+def test_a_client_that_all_draws_leave_empty_gets_an_example_of_the_largest(tmp_path, caplog):
+    """Two classes for 50 clients at alpha 0.1: the split is still one of all examples."""
+    np.savez(tmp_path / "own.npz", x_train=np.zeros((300, 4)), y_train=np.arange(300) % 2)
+    config = Config(dataset=f"npz:{tmp_path / 'own.npz'}")
+    split = split_data(config, data := load_data(config))
+    assert "have one example, taken from the largest client" in caplog.text
+    assert min(map(len, split.clients)) == 1
+    assert len(split.clients) == 50
+    assert sorted(np.concatenate(split.clients)) == [*range(len(data.y_train))]
+    with pytest.raises(ConfigError, match="it works with num-clients = "):
+        split_data(config.replace(min_partition_size=2), data)
