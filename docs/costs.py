@@ -121,10 +121,10 @@ STAGE_1, MOMENTS, STAGE_2 = "a round of stage 1, by FedAvg", "the moments", "a r
 SUMS = 'sums, `solve = "statistics"`'
 TCT: dict[str, tuple[str, str]] = {
     STAGE_1: ("4 * P", "4 * P"),
-    MOMENTS: ("4 * P", "16 * p"),
-    STAGE_2: ("4 * p * C", "4 * p * C"),
+    MOMENTS: ("4 * P", "16 * p + 8 * C"),
+    STAGE_2: ("4 * (p + 1) * C", "4 * (p + 1) * C"),
     "its first round of stage 2, besides": ("8 * p", "0"),
-    "a round after one that not all took part in, besides": ("4 * p * C", "0"),
+    "a round after one that not all took part in, besides": ("4 * (p + 1) * C", "0"),
     'features, `solve = "server"`': ("4 * P", "2 * n * p + 4 * p + n"),
     SUMS: ("4 * P", FLOAT_SUMS),
     "sums, `bits` = 2 to 8": (WITH_STEPS, WHOLE_SUMS),
@@ -141,7 +141,7 @@ TCT: dict[str, tuple[str, str]] = {
         "2 * p * (p + 1) + 4 * p * C + 4 * C + 112 + 132 * K",
     ),
     "an evaluation before stage 2": ("4 * P", "0"),
-    "an evaluation in stage 2": ("4 * p * C", "0"),
+    "an evaluation in stage 2": ("4 * (p + 1) * C", "0"),
 }
 
 

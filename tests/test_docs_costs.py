@@ -167,7 +167,7 @@ def tct(tmp_path, rounds, num_clients=2, only_masked=False, **own):
     grid, strategy = federated("tct", rounds, num_clients, client, **own)
 
     def of(row):
-        return tuple(value(f, p=strategy.shape[0], K=num_clients, h=1) for f in costs.TCT[row])
+        return tuple(value(f, p=strategy.width, K=num_clients, h=1) for f in costs.TCT[row])
 
     return grid, of
 

@@ -136,9 +136,9 @@ class Config(SplitSettings, frozen=True, eq=True):
     model: str = setting(
         "mlp",
         "mlp (with BatchNorm for fed-bn), simple-cnn, lenet, lenet-bn (with BatchNorm), "
-        "digits-cnn, resnet18, char-lstm, two-patch-cnn, scattering (features of images, nothing trained); or your own, "
-        "<file>.py:<function> or <module>:<function>, called with the shape of an example and the "
-        "number of classes",
+        "digits-cnn, resnet18, char-lstm, two-patch-cnn, scattering (features of images, nothing "
+        "trained); or your own, <file>.py:<function> or <module>:<function>, called with the shape "
+        "of an example and the number of classes",
     )
     width: int = setting(
         100,
