@@ -122,7 +122,7 @@ class Client:
         from fedntk.clients import NamedArrays
         from fedntk.ntk.payloads.convex_task import ConvexTask
 
-        own = {"num_features": self.map.num_features, "learning_rate": ETA}
+        own = {"num_features": self.map.num_features, "learning_rate": ETA, "bias": False}
         asked = ConvexTask(step=step, network_key=self.key, **own, **task)
         client = self.make(**dict(more))
         start = time.perf_counter()
