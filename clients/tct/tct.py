@@ -133,8 +133,8 @@ class TCTClient(SumsClient, SGDClient):
         changed = self._note_examples(task, store, digests, config)
         if task.step == "moments":
             moments = Moments.join(map(Moments.of, store.raw("train", x)))
-            counts = _counts(work.targets) if task.bias else moments.class_counts
-            arrays = replace(moments, class_counts=counts).to_arrays()
+            counted = _counts(work.targets) if task.bias else moments.class_counts
+            arrays = replace(moments, class_counts=counted).to_arrays()
             result = _reply(arrays, len(x), _loss_at_zero(task, work.targets))
         else:
             result = self._linear(work)

@@ -76,9 +76,9 @@ def best_bias(counts: NDArray[np.int64], loss: Loss) -> NDArray[np.float32]:
     1/C, and stays best for every W. Of cross-entropy it is the logarithm of the shares, with one
     example more of each class. `counts` holds the classes' examples over all clients.
     """
-    if loss == "mse":
-        return (counts / counts.sum() - 1 / len(counts)).astype(np.float32)
-    return np.log((counts + 1) / (counts + 1).mean()).astype(np.float32)
+    shares = counts / counts.sum() - 1 / len(counts)
+    logarithms = np.log((counts + 1) / (counts + 1).mean())
+    return np.asarray(shares if loss == "mse" else logarithms, np.float32)
 
 
 def geometric_sums(rate: Tensor, local_steps: int) -> tuple[Tensor, Tensor]:

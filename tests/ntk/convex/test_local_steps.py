@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fedntk.ntk import NotEnoughMemory, ridge_regression
+from fedntk.ntk import NotEnoughMemory, one_hot, ridge_regression
 from fedntk.ntk.convex.local_steps import (
     Spectrum,
+    best_bias,
+    centred_targets,
     convex_loss,
     geometric_sums,
     looped_steps,
     mean_gradient,
     residual_sum,
 )
+from fedntk.ntk.losses import residual
 from fedntk.ntk.support import memory as ntk_memory
 
 from ...conftest import refused
@@ -260,3 +263,19 @@ def test_ridge_must_be_above_zero_and_large_enough():
             ridge_regression(torch.eye(4), y, ridge)
     refused(r"ridge = 1e-300 is too small.*raise it", ridge_regression, torch.ones(4, 4), y, 1e-300)
     assert torch.equal(ridge_regression(torch.zeros(4, 4), y, 1.0), y.double())
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_the_bias_starts_where_the_joint_loss_has_no_gradient(loss):
+    """Beside features of mean 0, least squares have none at b for any W, cross-entropy at W = 0.
+
+    Of cross-entropy the start is for one example more of each class, so it is finite.
+    """
+    counts = np.array([60, 0, 3, 1])
+    labels = torch.from_numpy(np.repeat(np.arange(4), counts + (loss != "mse")))
+    targets = centred_targets(one_hot(labels, 4).double(), loss)
+    z = normal(len(labels), 5, seed=0)
+    z, w = z - z.mean(0), normal(5, 4, seed=1) * (loss == "mse")
+    b = torch.from_numpy(best_bias(counts, loss)).double()
+    left = residual(z @ w + b, targets, loss)
+    torch.testing.assert_close(left.mean(0), torch.zeros(4).double(), rtol=0, atol=1e-6)
