@@ -35,7 +35,7 @@ import pandas as pd
 
 from fedntk.simulations import Config, compare, tune
 from fedntk.simulations.report.figures import accuracy_curves
-from fedntk.simulations.report.results import machine
+from fedntk.simulations.report.results import machine, round_at
 
 CONF = Path(__file__).parent.parent / "simulations" / "conf"
 RESULTS = Path(__file__).parent / "results"
@@ -142,18 +142,22 @@ def row(name: str, own: pd.DataFrame) -> dict[str, Any]:
     firsts, costs, rounds = [], [], int(own["round"].max())
     for _, of_seed in own.groupby("seed"):
         wide = of_seed.pivot_table(index="round", columns="metric", values="value")
-        hits = wide.index[wide.accuracy >= TARGET]
-        firsts.append(int(hits[0]) if len(hits) else None)
-        bytes_up = wide["bytes-up"].loc[: hits[0]].sum() if len(hits) else None
+        first = round_at(wide.accuracy.to_dict(), TARGET)
+        firsts.append(first)
+        bytes_up = None if first is None else wide["bytes-up"].loc[:first].sum()
         costs.append(None if bytes_up is None else round(float(bytes_up) / 1e6, 1))
     accuracy = own[own.metric == "accuracy"]
-    up = own[(own.metric == "bytes-up") & (own["round"] > 0)]
+    up, down = (
+        own[(own.metric == f"bytes-{way}") & (own["round"] > 0)].value.mean() / 1e6
+        for way in ("up", "down")
+    )
     return {
         "method": name,
         "seeds": sorted(map(int, own.seed.unique())),
         "rounds to 85 %": firsts,
         "MB up to 85 %": costs,
-        "MB up a round": round(float(up.value.mean() / 1e6), 2),
+        "MB up a round": round(float(up), 2),
+        "MB down a round": None if pd.isna(down) else round(float(down), 2),  # older runs
         **{
             f"accuracy after {n}": round(float(accuracy[accuracy["round"] == n].value.mean()), 4)
             for n in (5, 10, 20, rounds)

@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 from fedntk.simulations import Config, compare
 from fedntk.simulations.report.figures import COLOURS, accuracy_curves
-from fedntk.simulations.report.results import machine
+from fedntk.simulations.report.results import machine, round_at
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -79,10 +79,9 @@ def table(options: argparse.Namespace) -> None:
         firsts, costs = [], []
         for _, own in rows.groupby("seed"):
             by_metric = own.pivot_table(index="round", columns="metric", values="value")
-            hits = by_metric.index[by_metric.accuracy >= TARGET]
-            firsts.append(int(hits[0]) if len(hits) else None)
-            if len(hits):
-                costs.append(float(by_metric["bytes-up"].loc[: hits[0]].sum() / 1e6))
+            firsts.append(round_at(by_metric.accuracy.to_dict(), TARGET))
+            if firsts[-1] is not None:
+                costs.append(float(by_metric["bytes-up"].loc[: firsts[-1]].sum() / 1e6))
         reached[str(name)] = {
             "rounds to 85 %": firsts,
             "MB up to 85 %": [round(cost, 1) for cost in costs],

@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from fedntk.simulations import Config, read_runs, run
-from fedntk.simulations.report.results import machine
+from fedntk.simulations.report.results import machine, round_at
 
 CONF = Path(__file__).parent.parent / "simulations" / "conf"
 FOLDER = Path("runs/ntk_dfl_fmnist")
@@ -70,12 +70,6 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
-def reached(curve: pd.DataFrame) -> int | None:
-    """Return the first evaluated round at or above the target."""
-    good = curve[curve.value >= TARGET]["round"]
-    return int(good.min()) if len(good) else None
-
-
 def write(results: Path) -> None:
     """Join the runs in the folder with those that were written before; the longest count."""
     stem = results / "ntk_dfl_fmnist"
@@ -108,7 +102,7 @@ def row(case: tuple[Any, ...], own: pd.DataFrame) -> dict[str, Any]:
     return {
         **dict(zip(CASE, case, strict=True)),
         "rounds": int(last),
-        "rounds-to-85": reached(accuracy),
+        "rounds-to-85": round_at(accuracy.set_index("round").value.to_dict(), TARGET),
         "last": round(float(accuracy.value.iloc[-1]), 4),
         "best": round(float(accuracy.value.max()), 4),
         **{

@@ -6,10 +6,12 @@ import importlib
 import json
 import sys
 
+import pandas as pd
 import pytest
 import torch
 
 from fedntk.simulations.models import mlp, resnet18, simple_cnn
+from fedntk.simulations.report.results import round_at
 
 from .conftest import ROOT, output_of
 
@@ -44,6 +46,32 @@ def test_what_benchmarks_import_is_there():
                 for own in node.names:  # a submodule, or what the module has or makes when asked
                     if not hasattr(module, own.name):
                         importlib.import_module(f"{node.module}.{own.name}")
+
+
+def test_rounds_to_a_target_in_summaries_are_those_of_the_committed_curves():
+    def rounds_to(curves, target):
+        pairs = curves[curves.metric == "accuracy"].groupby("seed")
+        return [round_at(own.set_index("round").value.to_dict(), target) for _, own in pairs]
+
+    def read(name):
+        stem = ROOT / "benchmarks" / "results" / name
+        return json.loads(stem.with_suffix(".json").read_text()), pd.read_csv(f"{stem}.csv")
+
+    summary, curves = read("ntk_fl_fmnist")
+    for run, own in summary["rounds-to-target"].items():
+        found = {key: rounds_to(curves[curves.run == run], float(key)) for key in own}
+        assert found == own, run
+    summary, curves = read("cp_ntk_fl_table")
+    told = {run: row for run, row in summary["reached"].items() if "rounds to 85 %" in row}
+    summary, more = read("cp_ntk_fl_fast")
+    for own, rows in ((curves, told), (more, {row["method"]: row for row in summary["table"]})):
+        for run, row in rows.items():
+            assert rounds_to(own[own.run == run], 0.85) == row["rounds to 85 %"], run
+    summary, curves = read("ntk_dfl_fmnist")
+    curves["run"] = curves.method + curves.split + curves.seed.astype(str)
+    for row in summary["rows"]:
+        run = f"{row['method']}{row['split']}{row['seed']}"
+        assert rounds_to(curves[curves.run == run], 0.85) == [row["rounds-to-85"]], run
 
 
 KERNEL = {"network": "mlp-100", "n": 8, "device": "cpu"}

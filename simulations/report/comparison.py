@@ -34,7 +34,7 @@ class Results(pd.DataFrame):
         return pd.DataFrame
 
     def plot(self, against: str = "rounds", **options: Any) -> Figure:  # type: ignore[override]
-        """Draw accuracy against rounds, bytes-up or seconds; see `figures.accuracy_curves`."""
+        """Draw accuracy against rounds, bytes or seconds; see `figures.accuracy_curves`."""
         options = report.words_of_curves(self.runs) | options
         return accuracy_curves(self, against=against, **options)
 

@@ -35,6 +35,7 @@ MOST_CLIENTS = 50  # of a picture of labels
 AXES = {
     "rounds": ("communication round", 1.0),
     "bytes-up": ("data sent by clients (MB)", 1e-6),
+    "bytes-down": ("data received by clients (MB)", 1e-6),
     "seconds": ("time (s)", 1.0),
 }
 
@@ -49,7 +50,7 @@ def accuracy_curves(
     evaluated_on: str = "test",
     metric: str = "accuracy",
 ) -> Figure:
-    """Draw accuracy, or another metric, against rounds, data sent or time: one curve a run.
+    """Draw accuracy, or another metric, against rounds, data or time: one curve a run.
 
     Several seeds of a run become their mean, with a band from the lowest to the highest, as far as
     all have rounds. More than four runs have bars in its place, in different rounds. Data and time

@@ -178,8 +178,9 @@ def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> Iterator[
     yield Section("Accuracy", text, final_table(runs))
     yield Section("Curves", "", chart="curves")
     text = (
-        "Medians over the seeds that reach it; in brackets how many do, if not all. Data is "
-        "what clients send for training."
+        "A round counts by the mean of five evaluations, two before and two after it. Medians over "
+        "the seeds that reach it; in brackets how many do, if not all. Data is what all clients "
+        "send (up) and receive (down) for training, together."
     )
     yield Section("Rounds, data and time to each accuracy", text, target_table(runs, targets))
     scores = _scores(runs)
@@ -363,11 +364,16 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) -> pd.DataFrame:
-    """Return one row a run: rounds, MB up and seconds to each target; medians over seeds."""
+    """Return one row a run: rounds, MB and seconds to each target; medians over seeds."""
     rows = []
     if targets is None:
         targets = sorted({target for run in runs for target in run.config.targets})
-    forms = {"rounds": ("round", 1, 0), "MB up": ("bytes-up", 1e6, 1), "s": ("seconds", 1, 1)}
+    forms = {
+        "rounds": ("round", 1, 0),
+        "MB up": ("bytes-up", 1e6, 1),
+        "MB down": ("bytes-down", 1e6, 1),
+        "s": ("seconds", 1, 1),
+    }
     for name, own in _group(runs).items():
         row = {"run": name}
         for target in targets:

@@ -83,7 +83,7 @@ class Run:
         return table
 
     def to_target(self, target: float) -> dict[str, float] | None:
-        """Return the first round of at least this accuracy, and its cost: see `to_target`.
+        """Return the round at which the accuracy is reached, and its cost: see `to_target`.
 
         The accuracy is the method's headline: of clients' own models, the clients' mean.
         """
@@ -235,7 +235,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def to_target(
     records: Iterable[dict[str, float]], target: float, metric: str = "accuracy"
 ) -> dict[str, float] | None:
-    """Return the first evaluated round with a metric of at least `target`, and its cost.
+    """Return the round at which a metric reaches `target`, by `round_at`, and its cost.
 
     The latter is ``bytes-up``, ``bytes-down`` and ``seconds``, summed from the first round on. None
     if no round reaches the target.
@@ -246,11 +246,38 @@ def to_target(
     >>> to_target([{"round": r, "accuracy": r / 2, **costs} for r in (0, 1, 2)], 0.4)
     {'round': 1, 'bytes-up': 20, 'bytes-down': 40, 'seconds': 1.0}
     """
-    spent: dict[str, float] = dict.fromkeys(TOTALS, 0)
-    for record in records:
-        spent = {total: spent[total] + record[total] for total in TOTALS}
-        if record.get(metric, -np.inf) >= target:
-            return {"round": int(record["round"]), **spent}
+    records = list(records)
+    reached = round_at({int(r["round"]): r.get(metric, np.nan) for r in records}, target)
+    if reached is None:
+        return None
+    spent = [record for record in records if record["round"] <= reached]
+    return {"round": reached} | {total: sum(record[total] for record in spent) for total in TOTALS}
+
+
+def round_at(values: Mapping[int, float], target: float) -> int | None:
+    """Return the first round at which the mean of five evaluations is at least `target`.
+
+    The first single evaluation above a target is often one lucky round, so a round counts by
+    the mean of its evaluation, the two before it and the two after it. The first two rounds have
+    fewer before them, and take as many after; the last two have fewer after them. Round 0, before
+    any training, counts by itself, and is in no other mean.
+
+    `values` has the metric by round, in order; rounds without one, or with NaN, are left out.
+
+    Examples
+    --------
+    >>> noisy = {1: 0.7, 2: 0.78, 3: 0.81, 4: 0.77, 5: 0.8, 6: 0.83, 7: 0.84, 8: 0.83}
+    >>> round_at(noisy, 0.8)  # (0.81 + 0.77 + 0.8 + 0.83 + 0.84) / 5
+    5
+    """
+    measured = {number: value for number, value in values.items() if not np.isnan(value)}
+    if measured.pop(0, -np.inf) >= target:
+        return 0
+    found = [*measured.values()]
+    for place, number in enumerate(measured):
+        each_side = min(place, 2)
+        if np.mean(found[place - each_side : place + each_side + 1]) >= target:
+            return number
     return None
 
 

@@ -44,7 +44,8 @@ def test_a_run_writes_its_folder(finished_run):
         "split": load_split(config).checksum, "accuracy": curve[3], "bytes-up": up.sum(),
         "device": "cpu", "data": load_data(config).checksum,
     }  # fmt: skip
-    reached = next(r for r in curve.index if curve[r] >= 0.3)
+    means = {0: curve[0], 1: curve[1], 2: curve.loc[1:3].mean(), 3: curve.loc[1:3].mean()}
+    reached = next(r for r, mean in means.items() if mean >= 0.3)
     found = summary["to-target"]["0.3"]
     assert (found["round"], found["bytes-up"]) == (reached, up.loc[:reached].sum())
     assert (small.to_target(0.3), small.to_target(0.999)) == (found, None)
