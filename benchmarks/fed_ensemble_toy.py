@@ -7,12 +7,14 @@ other samples of clients. With h the mean prediction of the 100 runs, and s = si
 
     bias = mean over x of (s - h)^2,    variance = mean over x and runs of (h - prediction)^2
 
-    python benchmarks/fed_ensemble_toy.py [--runs 100] [--rounds 200]
+    python benchmarks/fed_ensemble_toy.py [--runs 100] [--rounds 200] [--ages 40]
 
 The paper gives no number of rounds or of sampled clients, no local steps or rate, and no first
-weights. Here they are 200 rounds of 10 clients, 10 steps at rate 0.1, and N(0, 1), for all K alike:
-so one of K models gets one K-th of the updates. Each run is one of the strategy with its clients.
-Writes beside this file results/fed_ensemble_toy.json and .png.
+weights. Here they are 10 clients a round, 10 steps at rate 0.1, and N(0, 1). The rounds are counted
+in two ways. In the first all K have 200, so one of K models gets one K-th of the updates. In the
+second, algorithm 1's, all K have 40 ages, which are K rounds each: so each model gets the same
+number of updates, and K models take K times the rounds. Each run is one of the strategy with its
+clients. Writes beside this file results/fed_ensemble_toy.json and .png.
 """
 
 import argparse
@@ -133,23 +135,24 @@ def draw(data: Data, models: Floats, single: Floats, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=200, help="of each K")
+    parser.add_argument("--ages", type=int, default=40, help="of K rounds each, of each K")
     options = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     data, results = Data(0), Path(__file__).parent / "results"
     at, rows, examples = data.features(GRID), [], {}
     for num_models in MODELS:
-        learned = [
-            models_of_a_run(data, num_models, seed, options.rounds) for seed in range(options.runs)
-        ]
-        predictions = np.stack([models.mean(0) @ at.T for models in learned])
-        bias, variance = bias_and_variance(predictions)
-        examples[num_models] = learned[0]
-        row = {
-            "K": num_models, "bias": round(bias, 4), "variance": round(variance, 5),
-            "paper-bias": PAPER["bias"][num_models],
-            "paper-variance": PAPER["variance"][num_models],
-        }  # fmt: skip
+        row: dict[str, Any] = {"K": num_models}
+        forms = {"": options.rounds, "-by-age": options.ages * num_models}
+        for form, rounds in forms.items():
+            learned = [
+                models_of_a_run(data, num_models, seed, rounds) for seed in range(options.runs)
+            ]
+            predictions = np.stack([models.mean(0) @ at.T for models in learned])
+            bias, variance = bias_and_variance(predictions)
+            row |= {f"bias{form}": round(bias, 4), f"variance{form}": round(variance, 5)}
+            examples.setdefault(num_models, learned[0])
+        row |= {f"paper-{key}": values[num_models] for key, values in PAPER.items()}
         rows.append(row)
         print(row, flush=True)
     draw(data, examples[40], examples[1][0], results / "fed_ensemble_toy.png")

@@ -71,13 +71,13 @@ def test_examples_of_a_page(page, tmp_path, monkeypatch):
 
 
 def test_the_lines_of_the_readme_run_and_show_what_its_picture_shows(tmp_path, monkeypatch):
-    """NTK-FL is ahead of FedAvg; at five rounds by 40 points, so that no seed decides."""
+    """NTK-FL is ahead of FedAvg, both with settings from a search: by some ten points."""
     monkeypatch.chdir(tmp_path)
     (lines,) = re.findall(r"^```python\n(.*?)^```$", text_of(ROOT / "README.md"), re.M | re.S)
     names: dict[str, object] = {}
     exec(lines, names)  # noqa: S102 - our own page
     last = names["results"].summary().set_index("run")["iqm"]
-    assert last["NTK-FL"] > last["FedAvg"] + 0.2
+    assert last["FedAvg"] + 0.05 < last["NTK-FL"] < last["FedAvg"] + 0.15
 
 
 def test_pages_link_to_the_repository_by_relative_paths():

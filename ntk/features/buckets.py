@@ -1,13 +1,14 @@
 """Bucket features: each group of inputs chooses one row of a table, and scores are sums of rows.
 
 Source: Bacellar et al., *Single-Round Scalable Analytic Federated Learning* (SAFLe), CVPR 2026, as
-others describe it; its text was not at hand. Inputs are put into buckets, shuffled and grouped, and
-a group's buckets together index a table of embeddings. That is a linear model of sparse features:
+others describe it (arXiv 2512.03336, read in summaries only). Every input is put into buckets, by
+several functions, shuffled and grouped, and a group's buckets together index a table of embeddings. That is a linear model of sparse features:
 G groups of g inputs in b buckets each have p = G b^g; G of them are not 0.
 
 This package's reading: an example's inputs are scaled to mean 0 and variance 1, and the limits of
 buckets are normal, drawn from the seed. Nothing comes from other examples. Each input is in about
-as many groups as any other, with new limits in each.
+as many groups as any other, with new limits in each. With p below d b^g / g some inputs are in no
+group: with pairs in two buckets take p >= 2 d.
 """
 
 import math
