@@ -2,8 +2,9 @@
 
 Source: Bacellar et al., *Single-Round Scalable Analytic Federated Learning* (SAFLe), CVPR 2026, as
 others describe it (arXiv 2512.03336, read in summaries only). Every input is put into buckets, by
-several functions, shuffled and grouped, and a group's buckets together index a table of embeddings. That is a linear model of sparse features:
-G groups of g inputs in b buckets each have p = G b^g; G of them are not 0.
+several functions, shuffled and grouped, and a group's buckets together index a table of embeddings.
+That is a linear model of sparse features: G groups of g inputs in b buckets each have p = G b^g; G
+of them are not 0.
 
 This package's reading: an example's inputs are scaled to mean 0 and variance 1, and the limits of
 buckets are normal, drawn from the seed. Nothing comes from other examples. Each input is in about
