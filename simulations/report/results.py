@@ -257,12 +257,11 @@ def to_target(
 def round_at(values: Mapping[int, float], target: float) -> int | None:
     """Return the first round at which the mean of five evaluations is at least `target`.
 
-    The first single evaluation above a target is often one lucky round, so a round counts by
-    the mean of its evaluation, the two before it and the two after it. The first two rounds have
-    fewer before them, and take as many after; the last two have fewer after them. Round 0, before
-    any training, counts by itself, and is in no other mean.
+    A single evaluation above it may be luck. The mean is of a round's evaluation, the two before
+    and the two after. The first two rounds have fewer before them, and take as many after; the last
+    two have fewer after them. Round 0, before any training, counts by itself, and in no other mean.
 
-    `values` has the metric by round, in order; rounds without one, or with NaN, are left out.
+    `values` has the metric by round, in order; NaN are left out.
 
     Examples
     --------
