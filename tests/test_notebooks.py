@@ -120,7 +120,8 @@ def test_notebook_runs(name, quick, shared, tmp_path):
     assert sum("image/png" in data or "<img" in data.get("text/html", "") for data in shown) >= 4
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
     if not quick:
-        assert without_output(name, notebook.cells, points=1.0) == []
+        # of training, other processors' last bits may move a few points, as TCT's notebook says
+        assert without_output(name, notebook.cells, points=3.0) == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS.values(), ids=NOTEBOOKS)
