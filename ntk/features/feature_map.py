@@ -353,11 +353,11 @@ def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
     if x.ndim != 4 or x.device.type != "cpu":
         return x
     moved = x.contiguous(memory_format=torch.channels_last)
-    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network.to(memory_format=torch.channels_last)
     try:
         with torch.no_grad():
             network.eval()(moved[:1].clone())
     except RuntimeError:  # it views its activations in their usual order
-        network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        network.to(memory_format=torch.contiguous_format)
         return x
     return moved
