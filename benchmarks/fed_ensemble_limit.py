@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Context
-from flwr.client import NumPyClient
 from matplotlib import pyplot
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.clients import client_app
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import jacobian
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.simulations.engine.engines import LocalGrid

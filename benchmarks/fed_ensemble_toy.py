@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context
-from flwr.client import NumPyClient
 from matplotlib import pyplot
 from numpy.typing import NDArray
 
 from fedntk.clients import client_app
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.report.figures import COLOURS

@@ -35,12 +35,12 @@ import numpy as np
 import pandas as pd
 import torch
 from flwr.app import Array, ArrayRecord, Context
-from flwr.client import NumPyClient
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import nn
 
 from fedntk.clients import TCTClient, client_app
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import TCTModel
 from fedntk.simulations import Config, run
 from fedntk.simulations.data.load import load_data

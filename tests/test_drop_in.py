@@ -11,7 +11,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp.strategy import FedAvg, Result
-from flwr.serverapp.strategy.strategy import Strategy
+from flwr.serverapp.strategy import Strategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedntk.clients import NTKFLClient

@@ -13,10 +13,10 @@ LOADED = {"time": time.time(), "cpu": time.process_time()}  # Flower has got as 
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # noqa: E402
-from flwr.client import NumPyClient  # noqa: E402
 from flwr.serverapp import Grid, ServerApp  # noqa: E402
 
 from fedntk.clients import client_app  # noqa: E402
+from fedntk.clients.core.numpy_client import NumPyClient  # noqa: E402
 
 IMPORTED = {"time": time.time(), "cpu": time.process_time()}
 KINDS = ("train", "query", "evaluate")

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
@@ -19,6 +18,7 @@ from fedntk.ntk.payloads.masked_average import AverageTask
 from fedntk.ntk.payloads.npy import from_npy, to_npy
 
 from .named_arrays import NamedArrays
+from .numpy_client import NumPyClient
 from .randomness import GLOBAL_STATE
 from .weights import Fit
 

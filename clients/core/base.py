@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from fedntk.trust import SEALED_SEED
 from .adapter import CLIENT_ID
 from .examples import Columns, Data, LabelledExamples, class_numbers, labelled_examples
 from .model_probe import cast_examples, check_dtypes, num_outputs
+from .numpy_client import NumPyClient
 from .projection import SealedProjection
 from .randomness import round_seed
 from .weights import Config, Evaluation, Parameters, Scalar, get_weights, set_weights

@@ -6,13 +6,12 @@ modes are sent to the client".
 
 from typing import Any
 
-from flwr.client import NumPyClient
-
 from fedntk.ntk import EnsemblePredictor
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
+from ..core.numpy_client import NumPyClient
 from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar
 
 

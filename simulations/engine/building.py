@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 from flwr.app import ConfigRecord, MessageType
-from flwr.client import NumPyClient
 
 from fedntk.clients.core.adapter import unpack_content
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.predictors.network import Predictor

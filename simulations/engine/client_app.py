@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message
-from flwr.client import NumPyClient
 
 from fedntk.clients import MaskedWeights, client_app
+from fedntk.clients.core.numpy_client import NumPyClient
 
 from ..config.config import Config
 from ..config.settings import ConfigError

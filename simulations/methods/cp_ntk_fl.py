@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from flwr.client import NumPyClient
-
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.strategies import CPNTKFL, BaseStrategy
 
 from ..config.config import Config

@@ -4,10 +4,10 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from flwr.client import NumPyClient
 from torch import nn
 
 from fedntk.clients import FedEnsembleClient, ModelClient
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import EnsemblePredictor, Predictor
 from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
-from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 import fedntk.clients
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
 from fedntk.ntk.options import Declared, Option
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays

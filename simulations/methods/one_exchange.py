@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from flwr.client import NumPyClient
-
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.strategies import OneExchange
 

@@ -2,8 +2,7 @@
 
 from typing import Any, ClassVar
 
-from flwr.client import NumPyClient
-
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk.options import refuse_first
 from fedntk.strategies import BaseStrategy
 from fedntk.strategies.core.feature_sums import SumsStrategy

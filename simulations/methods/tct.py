@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.client import NumPyClient
 from torch import Tensor
 
 from fedntk.clients import FeatureStore, shrink
 from fedntk.clients.core.disk_store import data_digest
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
 from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.convex_task import ConvexTask

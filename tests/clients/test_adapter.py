@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 
 from fedntk.clients import NamedArrays, client_app
 from fedntk.clients.core.named_arrays import records_of
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.simulations.engine._flower import become_server
 
 from ..conftest import refused

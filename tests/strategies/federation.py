@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedntk.clients import cache_dir, client_app
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.simulations.check import failed, from_node
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import BaseStrategy, NoUsableReply

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
-from flwr.client import NumPyClient
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
@@ -30,6 +29,7 @@ from fedntk.clients import (
     TCTClient,
     client_app,
 )
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import with_fourier_features
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy, OneExchange, SeededFedAvg
 from fedntk.trust import ClientKeys, RemoteKeyServer, RemoteShufflingServer, load_key
