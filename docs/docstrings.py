@@ -1,7 +1,10 @@
 """Docstrings as the reference shows them: roles become links, parameters stand one by one."""
 
+import importlib
+import inspect
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr):`(~?)([\w.]+)`")
 TOGETHER = re.compile(r"^(\w+(?:, \w+)+)(?: : (.+))?\n((?:(?: {4}.*)?\n)*(?: {4}.*))", re.MULTILINE)
 # 'loss : {"mse", "cross-entropy"}', which the annotation says in Python's words
 CHOICES = re.compile(r"^(\w+) : \{.*\}$", re.MULTILINE)
+HEADING = "\nParameters\n----------\n"
+BRACKET = re.compile(r"(`[^`]*`)|<")
 NO_TYPE = re.compile(r"optional|default|shapes? ")
 ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
 
@@ -31,6 +36,8 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Change the docstring of any module, class, function or attribute."""
+        if isinstance(obj, griffe.Class):
+            add_options(obj)
         if obj.docstring is not None:
             text = TOGETHER.sub(one_by_one, obj.docstring.value)
             text = CHOICES.sub(r"\1", text)
@@ -42,6 +49,26 @@ class Docstrings(griffe.Extension):
         last = path.rpartition(".")[2]
         shown = last if short else path
         return f"[`{shown}`][{self.public[last]}]" if last in self.public else f"`{shown}`"
+
+
+def add_options(obj: griffe.Class) -> None:
+    """Give a class with options the constructor and the docstring that it has once it is made."""
+    with warnings.catch_warnings(action="ignore"):  # other packages', about each other
+        from fedntk.ntk.options import Declared
+
+        kind = getattr(importlib.import_module(obj.module.path), obj.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Declared)):
+        return
+    said, heading, options = (kind.__doc__ or "").partition(HEADING)
+    options = BRACKET.sub(lambda found: found[1] or "&lt;", options)  # such as <file>, no tag
+    obj.docstring = griffe.Docstring(said + heading + options, parent=obj, parser="numpy")
+    parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_only)]
+    for name, parameter in inspect.signature(kind).parameters.items():
+        default = kind.options()[name].default_text if name in kind.options() else ""
+        place = griffe.ParameterKind(parameter.kind.description)
+        parameters.append(griffe.Parameter(name, kind=place, default=default or None))
+    init = griffe.Function("__init__", parameters=griffe.Parameters(*parameters), parent=obj)
+    obj.set_member("__init__", init)
 
 
 def one_by_one(found: re.Match[str]) -> str:

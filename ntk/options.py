@@ -18,7 +18,7 @@ import operator
 import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, Union, dataclass_transform, get_args, get_origin
+from typing import Any, ForwardRef, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
 import numpy as np
 
@@ -107,6 +107,19 @@ class Option:
         among = f" ({', '.join(words)})" if words else ""
         return f"{key or self.name}{default}{among}: {self.meaning}"
 
+    @property
+    def default_text(self) -> str:
+        """The default as in a signature; empty if the value must be given."""
+        if self.default is dataclasses.MISSING:
+            return ""
+        return str(getattr(self.default, "__qualname__", repr(self.default)))
+
+    def document(self) -> str:
+        """Return the option's entry in a NumPy docstring: name, type, default and meaning."""
+        default = f", default {self.default_text}" if self.default_text else ""
+        meaning = self.meaning[0].upper() + self.meaning[1:]
+        return f"{self.name} : {_describe_kind(self.kind)}{default}\n    {meaning}."
+
 
 def option(
     meaning: str,
@@ -179,6 +192,8 @@ class Declared:
         dataclasses.dataclass(kw_only=True, eq=eq, repr=False, init=init, frozen=frozen)(cls)
         if init:
             cls._made_init = cls.__init__  # type: ignore[attr-defined]
+        else:
+            cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
         _list_parameters(cls)
 
     def __post_init__(self) -> None:
@@ -348,6 +363,8 @@ def _describe_kind(kind: Any) -> str:
             words.append(one)
         elif (item := _item_of(one)) is not None:
             types_.append(f"a sequence of {item.__name__}")
+        elif isinstance(one, ForwardRef):  # a name in quotes, of what is slow to import
+            types_.append(one.__forward_arg__.rpartition(".")[2])
         else:
             types_.append("None" if one is types.NoneType else getattr(one, "__name__", str(one)))
     if not types_:
@@ -355,16 +372,37 @@ def _describe_kind(kind: Any) -> str:
     return " or ".join([*types_, *map(repr, words)])
 
 
+def _signature(cls: type[Declared]) -> inspect.Signature:
+    """Return the signature of a constructor written by hand, with the options among its ``**``."""
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        named = {parameter.name for parameter in parameters}
+        parameters[-1:-1] = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if o.default is dataclasses.MISSING else o.default,
+                annotation=o.kind,
+            )
+            for name, o in cls.options().items()
+            if name not in named
+        ]
+    return inspect.Signature(parameters, return_annotation=None)
+
+
 def _list_parameters(cls: type[Declared]) -> None:
-    """Append the options that a class declares itself to its docstring."""
-    own = [o for n, o in cls.options().items() if n in vars(cls).get("__annotations__", {})]
+    """Append all options to a class's docstring: its own first, then those of the nearest bases."""
     text = inspect.cleandoc(cls.__doc__ or "")
-    if not own or "Parameters\n---" in text:
-        return
-    rows = "".join(
-        f"{o.name} : {_describe_kind(o.kind)}"
-        + ("" if o.default is dataclasses.MISSING else f", default {o.default!r}")
-        + f"\n    {o.meaning[0].upper()}{o.meaning[1:]}.\n"
-        for o in own
-    )
-    cls.__doc__ = f"{text}\n\nParameters\n----------\n{rows}"
+    depth = {
+        name: number
+        for number, base in reversed(list(enumerate(cls.__mro__)))
+        for name in vars(base).get("__annotations__", {})
+    }
+    options = sorted(cls.options().values(), key=lambda option: depth[option.name])
+    title = "Parameters"
+    if f"{title}\n---" in text:  # some are described by hand
+        title, options = "Other Parameters", [o for o in options if f"\n{o.name} :" not in text]
+    if options:
+        rows = "\n".join(option.document() for option in options)
+        text += f"\n\n{title}\n{'-' * len(title)}\n{rows}"
+    cls.__doc__ = f"{text}\n"

@@ -60,6 +60,12 @@ class Topology(Declared):
         if self.kind == "clustered" and not self.dynamic:
             logger.warning("static clusters never exchange anything with each other")
 
+    def __repr__(self) -> str:
+        """Show the options that differ from their defaults."""
+        values = {name: getattr(self, name) for name in self.options()}
+        changed = [f"{n}={v!r}" for n, v in values.items() if v is not self.options()[n].default]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
     @classmethod
     def key(cls, name: str) -> str:
         """Name the kind as strategies do: topology."""
