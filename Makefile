@@ -70,6 +70,27 @@ speed: install ## the programs behind docs/speed.md, one after another, and its 
 	! test -x build/peers/bin/python || $(BIN)/python benchmarks/kernel_peers.py
 	$(BIN)/python docs/tables.py
 
+# what `make lowest` runs: mathematics, clients, servers and short runs
+OLDEST := tests/ntk tests/clients tests/strategies tests/simulations/test_runs.py tests/simulations/test_own_data.py tests/simulations/test_report.py
+# $(call environment,NAME,PYTHON,OPTIONS): build/NAME with the package
+define environment
+$(BIN)/uv venv --quiet --clear --python $(2) build/$(1)
+$(BIN)/uv pip install --quiet --python build/$(1)/bin/python $(3)
+ln -sfn $(CURDIR)/fedntk $$(build/$(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fedntk
+endef
+
+.PHONY: lowest newest
+lowest: install ## quick tests with the oldest versions that pyproject.toml allows
+	$(call environment,lowest,$(BIN)/python,--resolution lowest-direct --editable '.[simulation,tensorboard,mlflow,privacy]')
+	$(BIN)/uv pip install --quiet --python build/lowest/bin/python --constraint constraints.txt pytest pytest-xdist hypothesis selenium
+	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m 'not federation and not slow and not ray' $(OLDEST)
+
+# a Python that uv finds or can fetch
+NEWEST ?= 3.13
+newest: install ## the quick tests on a newer Python, with the newest versions of all
+	$(call environment,newest,$(NEWEST),--editable '.[simulation,dev]')
+	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m 'not federation and not slow'
+
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

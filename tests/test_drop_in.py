@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from flwr.serverapp.strategy import FedAvg, Result
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedntk.clients import NTKFLClient

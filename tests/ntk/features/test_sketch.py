@@ -21,7 +21,7 @@ def test_a_sketch_is_linear_in_the_gradient_and_the_same_in_any_chunks(name):
     which leaves 9 - 1.
     """
     model, x = make(name)
-    rows, p = gradients(model, x), 4000
+    rows, p = gradients(model, x).detach(), 4000
     options = {"method": "sketch", "dtype": torch.float64}
     found = entk_features(model, x, p, 5, **options)
     assert found.shape == (len(x), p)
