@@ -3,7 +3,7 @@
 What a machine may change of "one seed gives the same bits", as far as was measured:
 
 - Python, Flower, torch and NumPy of other versions, on the same kind of processor: nothing
-  (Python 3.11 with torch 2.13 and 2.15, Python 3.13 with torch 2.15).
+  (Python 3.11 with torch 2.8 and 2.15, Python 3.13 with torch 2.15).
 - A processor of another make, or with other vector instructions: the last bits of a product of
   matrices, since its sums are in another order. What follows is near, by the tolerances below.
 - Clients, their examples and all random draws: on no machine, so the rounds' counts are the same.
@@ -31,10 +31,10 @@ FILE = Path(__file__).with_name("digests.json")
 CONF = ROOT / "simulations" / "conf"
 # method -> settings that make it short
 SHORT = {"fedavg": {"rounds": 3}, "ntk_fl": {"rounds": 2}, "one_exchange": {"random_features": 100}}
-# Relative to the norm of an array. In float32 a sum of n products is off by sqrt(n) units of 6e-8
-# in another order, and a method repeats and divides such sums: the solver of NTK-FL works to 1e-4,
-# and the ridge of one exchange has a condition of some thousands.
-TOLERANCE = {"fedavg": 1e-4, "ntk_fl": 1e-2, "one_exchange": 1e-2}
+# Of probes, relative to the norm of their array. On one machine, without vector instructions and
+# with MKL's and oneDNN's oldest code, they moved by 4e-7, 3e-7 and 8e-5, the last by the condition
+# of the ridge's system: a tolerance is 25 times that. Another seed fails by far.
+TOLERANCE = {"fedavg": 1e-5, "ntk_fl": 1e-5, "one_exchange": 2e-3}
 
 
 def processor() -> str:
