@@ -180,6 +180,8 @@ class LiarsGrid(Grid):
     `told` are the lies that were told, and `dropped` the replies that were dropped, with reasons.
     """
 
+    patience = float("inf")  # a defence that bears more liars than there are clients is not refused
+
     def __init__(self, name: str, num_clients: int, lies: Iterable[Lie], lost: Iterable[Any]):
         lies = list(lies)
         liars = {k: partial(self._lie, k) for k in range(num_clients)}

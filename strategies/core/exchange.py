@@ -453,7 +453,7 @@ class Exchanges(Declared, FedAvg):
     @property
     def fewest_sampled(self) -> int:
         """Number of clients that are sampled for training at least."""
-        return max(self.min_train_nodes, self.fewest_replies)
+        return max(self.min_train_nodes, int(self.min_completed))
 
     def enough(self, completed: int) -> bool:
         """Whether this many valid replies may change the model; logs it if they may not.

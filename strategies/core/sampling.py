@@ -113,7 +113,8 @@ class Sampling(Exchanges):
         """
         self._grid, options = grid, {"min_available_nodes": self.min_available_nodes}
         nodes = await_nodes(grid, options | {f"clients to {stage}": minimum})
-        wanted = max(int(fraction * len(nodes)), minimum)
+        needed = self.fewest_replies if stage == MessageType.TRAIN else 0  # by a defence, too
+        wanted = max(int(fraction * len(nodes)), minimum, needed)
         if new := self.registry.unknown(nodes):  # ask each once, or have it told with the reply
             everyone = wanted >= len(nodes) and not excluded
             if everyone and sent_alike and self._is_first_sample:
