@@ -27,8 +27,8 @@ FILE = Path(__file__).parent / "results" / "losses.csv"
 KEYS = ["method", "losses", "seed"]
 LOSSES: dict[str, dict[str, Any]] = {
     "none": {},
-    "lost": {"lost_share": 0.3},
-    "late": {"lost_share": 0.3, "late_share": 0.3, "round_deadline": 0.01},
+    "lost": {"lost_share": 0.3, "min_completed": 1},
+    "late": {"lost_share": 0.3, "late_share": 0.3, "round_deadline": 0.01, "min_completed": 1},
 }
 ASYNCHRONOUS = {"rounds": 10, "round_deadline": 0.01, "one_exchange": {"asynchronous": True}}
 
