@@ -70,7 +70,7 @@ class Exchanges(Declared, FedAvg):
     min_completed: float = option(
         "fewer valid replies leave the model unchanged in a round: a number, of which at least as "
         "many clients are sampled, or below 1 a share of the clients sampled, rounded up; "
-        "asynchronous rounds know no share",
+        "asynchronous rounds, and strategies within others, know no share",
         default=0.5,
         above=0,
     )

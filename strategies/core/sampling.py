@@ -89,8 +89,6 @@ class Sampling(Exchanges):
         """
         if self._owner is not None:
             self._grid = grid
-            if stage == MessageType.TRAIN:
-                self.num_sampled = len(list(grid.get_node_ids()))
             return sorted(grid.get_node_ids(), key=lambda node: (self.registry.client(node), node))
         candidates, size = self._candidates(grid, stage, fraction, minimum, excluded)
         generator = np.random.default_rng([self.seed, server_round, *stage.encode()])
