@@ -79,7 +79,7 @@ class TCT(ConvexStrategy):
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> strategy = TCT(network=network, bootstrap=FedAvg(), bootstrap_rounds=20)
     >>> strategy.shape
-    (49, 3)
+    (50, 3)
     """
 
     client = "TCTClient"
