@@ -72,6 +72,7 @@ speed: install ## the programs behind docs/speed.md, one after another, and its 
 
 # what `make lowest` runs: mathematics, clients, servers and short runs
 OLDEST := tests/ntk tests/clients tests/strategies tests/simulations/test_runs.py tests/simulations/test_own_data.py tests/simulations/test_report.py
+comma := ,
 # $(call environment,NAME,PYTHON,OPTIONS): build/NAME with the package
 define environment
 $(BIN)/uv venv --quiet --clear --python $(2) build/$(1)
@@ -81,14 +82,14 @@ endef
 
 .PHONY: lowest newest
 lowest: install ## quick tests with the oldest versions that pyproject.toml allows
-	$(call environment,lowest,$(BIN)/python,--resolution lowest-direct --editable '.[simulation,tensorboard,mlflow,privacy]')
+	$(call environment,lowest,$(BIN)/python,--resolution lowest-direct --editable '.[simulation$(comma)tensorboard$(comma)mlflow$(comma)privacy]')
 	$(BIN)/uv pip install --quiet --python build/lowest/bin/python --constraint constraints.txt pytest pytest-xdist hypothesis selenium
 	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m 'not federation and not slow and not ray' $(OLDEST)
 
 # a Python that uv finds or can fetch
 NEWEST ?= 3.13
 newest: install ## the quick tests on a newer Python, with the newest versions of all
-	$(call environment,newest,$(NEWEST),--editable '.[simulation,dev]')
+	$(call environment,newest,$(NEWEST),--editable '.[simulation$(comma)dev]')
 	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m 'not federation and not slow'
 
 lint: install ## ruff: rules and format
