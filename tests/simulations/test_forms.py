@@ -142,7 +142,7 @@ def test_amounts_are_no_classes(tmp_path):
     refused("got 200 different numbers", load_data, Config(dataset=f"npz:{tmp_path}/t.npz"))
     for y in (np.arange(n) % 30, (np.arange(n) % 150).astype(str)):
         own = OwnData((x, y)).read()
-        again = load_data(Config(**own.write()))
+        again = load_data(Config(**own.keep()))
         assert again.num_classes == len(np.unique(y))
         np.testing.assert_array_equal(again.y_train, own.y_train)
 
@@ -170,7 +170,7 @@ def test_words_in_one_set_and_numbers_in_the_other_are_words_in_both():
     assert {*data.natural_ids_test} == {"1", "2"}
     dates = [datetime.date(2020, 1, day) for day in (1, 2, 3)]
     data = OwnData(frame(who=in_turn(*dates)), client_column="who").read()
-    assert load_data(Config(**data.write())).natural_ids.tolist() == data.natural_ids.tolist()
+    assert load_data(Config(**data.keep())).natural_ids.tolist() == data.natural_ids.tolist()
 
 
 def test_pictures_of_pil_have_channels_first_in_any_list():
