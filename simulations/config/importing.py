@@ -6,9 +6,10 @@ hold anything, so it counts as another in each call: its name ends with ``#`` an
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
-import importlib
+import importlib.util
 import itertools
 import os
 import re
@@ -206,7 +207,11 @@ def _imports(name: str, path: Path, *_state: int) -> list[str]:
 
 
 def _forget_changed(home: str) -> dict[str, str]:
-    """Remove a module and those that it imports, if one has changed since; return its sources."""
+    """Remove a module and those that it imports, if one has changed since; return its sources.
+
+    Compiled files of what is not loaded are removed as well: Python takes them for those of any
+    source of the same size and second.
+    """
     sources = _sources(home)
     changed = any(_seen.get(file, digest) != digest for file, digest in sources.items())
     if changed or _loaded.get(home, sources) != sources:
@@ -214,6 +219,10 @@ def _forget_changed(home: str) -> dict[str, str]:
             if name != "__main__" and getattr(module, "__file__", None) in sources:
                 del sys.modules[name]
         importlib.invalidate_caches()
+    loaded = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+    for file in sources.keys() - loaded:
+        with contextlib.suppress(OSError, NotImplementedError):
+            Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
     return sources
 
 
