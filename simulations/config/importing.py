@@ -33,6 +33,7 @@ LIBRARIES = tuple(
 )
 _objects: dict[str, Any] = {}  # id -> object that was passed in this process
 _loaded: dict[str, dict[str, str]] = {}  # module -> checksums of its source files when imported
+_added: list[str] = []  # folders that earlier imports put on sys.path, the newest first
 _seen: dict[str, str] = {}  # file -> its checksum when a module that imports it was last imported
 
 
@@ -101,8 +102,9 @@ def import_named(key: str, named: str) -> Any:
     """
     home, _, name = ID.sub("", named).rpartition(":")
     path, is_file = Path(home), home.endswith(".py")
-    folders = [*os.environ.get(SEARCHED, search_path()).split(os.pathsep), str(path.parent)]
-    sys.path += [folder for folder in folders if folder not in sys.path]
+    before = [folder for folder in sys.path if folder not in _added]
+    sys.path[:] = _folders(home)
+    _added[:] = [folder for folder in sys.path if folder not in before]
     if is_file and not path.is_file():
         raise ConfigError(f"{key} = {named}: there is no file {home}")
     try:
@@ -155,19 +157,33 @@ def source_checksum(*named: str) -> str:
     return hashlib.sha256(repr(sources).encode()).hexdigest() if sources else ""
 
 
+def _folders(home: str) -> list[str]:
+    """Return the folders where a module is looked for, in order: those of other calls last."""
+    own = os.environ[SEARCHED].split(os.pathsep) if SEARCHED in os.environ else [str(Path.cwd())]
+    own += [str(Path(home).parent)] * home.endswith(".py")
+    others = [folder for folder in _added if folder in sys.path]
+    before = [folder for folder in sys.path if folder not in others]
+    return list(dict.fromkeys([*before, *own, *others]))
+
+
 def _sources(home: str) -> dict[str, str]:
-    """Return file -> checksum of a module and, by their imports, of all that users may edit."""
-    is_file, folder = home.endswith(".py"), str(Path(home).parent)
-    folders = [*os.environ.get(SEARCHED, search_path()).split(os.pathsep), folder]
+    """Return file -> checksum of :func:`_files` of a module."""
+    paths = [path for _, path in _files(home)]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def _files(home: str) -> list[tuple[str, Path]]:
+    """Return name and file of a module and, by their imports, of all that users may edit."""
+    is_file, folders = home.endswith(".py"), _folders(home)
     package = "" if is_file else home.partition(".")[0]
     left: list[tuple[str, Path | None]] = [("", Path(home)) if is_file else (home, None)]
     modules: set[str] = set()
-    found: dict[str, str] = {}
+    found: list[tuple[str, Path]] = []
     while left:
         name, path = left.pop()
         wanted = [name]
         if path is not None and path.is_file():
-            found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+            found.append((name, path))
             state = path.stat()
             wanted = _imports(name, path, state.st_mtime_ns, state.st_ctime_ns, state.st_size)
         for parts in (each.split(".") for each in wanted):
@@ -182,12 +198,13 @@ def _sources(home: str) -> dict[str, str]:
 
 
 def _file_of(module: str, folders: list[str]) -> Path | None:
-    """Return the file of a module that is loaded, or in one of the folders."""
-    if file := getattr(sys.modules.get(module), "__file__", None):
-        return Path(file)
-    places = [Path(folder, *module.split(".")) for folder in folders]
+    """Return the file of a module in the first folder that has it, or of one that is loaded."""
+    places = [Path(folder, *module.split(".")).absolute() for folder in folders]
     files = (own for place in places for own in (place / "__init__.py", place.with_suffix(".py")))
-    return next(filter(Path.is_file, files), None)
+    if file := next(filter(Path.is_file, files), None):
+        return file
+    loaded = getattr(sys.modules.get(module), "__file__", None)
+    return Path(loaded) if loaded else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -213,6 +230,12 @@ def _forget_changed(home: str) -> dict[str, str]:
     source of the same size and second.
     """
     sources = _sources(home)
+    for name, path in _files(home):  # one of this name may come from another folder
+        if (
+            Path(getattr(sys.modules.get(name), "__file__", None) or path).resolve()
+            != path.resolve()
+        ):
+            del sys.modules[name]
     changed = any(_seen.get(file, digest) != digest for file, digest in sources.items())
     if changed or _loaded.get(home, sources) != sources:
         for name, module in [*sys.modules.items()]:
