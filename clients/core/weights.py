@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from fedntk.ntk.support.shared_arrays import first_names
 
@@ -26,7 +26,8 @@ def set_weights(model: nn.Module, arrays: Sequence[NDArray[Any]]) -> None:
 
     Of an array with several names, such as tied weights, what comes under the first name counts.
     """
-    state, first = model.state_dict(), first_names(model)
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    names = state if len({*state.values()}) == len(state) else {*first_names(model).values()}
     if len(arrays) != len(state):
         raise ValueError(f"weights: the model has {len(state)} arrays, got {len(arrays)}")
     for (name, tensor), array in zip(state.items(), arrays, strict=True):
@@ -34,5 +35,5 @@ def set_weights(model: nn.Module, arrays: Sequence[NDArray[Any]]) -> None:
             raise ValueError(
                 f"weights: {name} has the shape {tuple(tensor.shape)}, got {array.shape}"
             )
-        if first[name] == name:
-            tensor.copy_(torch.from_numpy(array.copy()))
+        if name in names:
+            tensor.detach().copy_(torch.from_numpy(array.copy()))

@@ -49,7 +49,8 @@ def require_whole(network: nn.Module, names: Collection[str], use: str) -> None:
 def require_separate(network: nn.Module) -> None:
     """Refuse different parameters or buffers that share memory."""
     of_storage = defaultdict[int, dict[Tensor, str]](dict)
-    for name, tensor in network.state_dict(keep_vars=True).items():
+    state: dict[str, Tensor] = network.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         if not is_lazy(tensor) and tensor.device.type != "meta" and tensor.numel():
             of_storage[tensor.untyped_storage().data_ptr()].setdefault(tensor, name)
     for names in of_storage.values():
