@@ -221,6 +221,25 @@ def files(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.parametrize("place", ["mine.py:value", "mine:value"])
+def test_a_module_of_one_folder_is_not_taken_for_that_of_another(tmp_path, monkeypatch, place):
+    """Files of the same names, in one process: each call has those of its own folder."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    measured = []
+    for folder in (tmp_path / "a", tmp_path / "b", tmp_path / "a"):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        text = f"VALUE = {float(folder.name == 'b')}\n"
+        (folder / "aide.py").write_text(text)
+        lines = "def value(scores, labels):\n    import aide\n    return aide.VALUE\n"
+        (folder / "mine.py").write_text(lines)
+        options = {**SMALL, "metrics": f"v={place}", "rounds": 0}
+        measured.append(run("fedavg", out=folder / "run", again=True, **options).summary["metrics"])
+    for name in ("aide", "mine"):
+        sys.modules.pop(name, None)
+    assert measured == [{"v": 0.0}, {"v": 1.0}, {"v": 0.0}]
+
+
 @pytest.mark.parametrize("named", ["mine.py", "mine"])
 @pytest.mark.parametrize(
     ("setting", "what", "change"),
