@@ -111,6 +111,11 @@ def _difference(model: nn.Module, chosen: Tensor, noise: float | None = None) ->
     """Return the first two batches that show that the network is no function of one example."""
     before, n = _states(model), len(chosen)
     outputs, half = model(chosen.clone()), n // 2
+    if not isinstance(outputs, Tensor):
+        raise ValueError(
+            f"model: expected one tensor of outputs (n, ...), got a {type(outputs).__name__}; wrap "
+            "it in a network whose forward returns only the outputs"
+        )
     if outputs.shape[:1] != (n,):
         one = model(chosen[:1].clone())
         shape, n = (one.shape, 1) if one.shape[:1] != (1,) else (outputs.shape, n)

@@ -163,6 +163,17 @@ def test_a_function_of_one_example_is_accepted_and_left_as_it_was(name, dtype):
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("use", [lambda _, h: (h, h), lambda _, h: {"logits": h}])
+def test_several_outputs_are_refused(use):
+    network, x, y = nn.Sequential(nn.Linear(3, 2), Own(use)), torch.ones(4, 3), torch.eye(2)[:1]
+    for call, *more in (
+        (jacobian,),
+        (gradient_norms, y.expand(4, 2), functional.cross_entropy),
+        (entk_features, 2, 0),
+    ):
+        refused("expected one tensor of outputs .* got a (tuple|dict)", call, network, x, *more)
+
+
 def test_examples_that_are_all_alike_do_not_vouch_for_others():
     """They are the same whatever is beside them; so is a single one."""
     model = _with(Own(lambda _, h: h - h.mean(0)))
