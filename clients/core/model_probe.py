@@ -76,8 +76,9 @@ def num_outputs(model: nn.Module, example: Tensor, loss: Loss, *, fewest: int = 
             f"{dtype_name(outputs.dtype)} of shape {found}; have its forward return one row of "
             "scores per example"
         )
-    numbers = outputs[0].tolist()
-    if (min(numbers) >= 0 and max(numbers) <= 1) or max(numbers) <= 0:  # a graph costs time
+    numbers = outputs[0].cpu().double().numpy()
+    low, high = numbers.min(), numbers.max()
+    if (low >= 0 and high <= 1) or high <= 0:  # else a graph would only cost time
         with torch.enable_grad():
             require_scores(model(torch.cat([example, example])), loss)
     return found[1]
