@@ -34,7 +34,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 pins: install ## the newest versions that fit together, into constraints.txt
 	mkdir -p build
 	head -n 1 constraints.txt > build/constraints.txt
-	$(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --extra simulation --extra dev --no-header --no-annotate --no-emit-index-url pyproject.toml >> build/constraints.txt
+	$(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --extra simulation --extra dev --no-header --no-annotate pyproject.toml >> build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
 demo: install ## NTK-FL, FedAvg and one exchange on real digits: Flower, Ray, a table and a picture

@@ -122,8 +122,8 @@ class Client:
         from fedntk.clients import NamedArrays
         from fedntk.ntk.payloads.convex_task import ConvexTask
 
-        own = {"num_features": self.map.num_features, "learning_rate": ETA, "bias": False}
-        asked = ConvexTask(step=step, network_key=self.key, **own, **task)
+        options = {"num_features": self.map.num_features, "learning_rate": ETA, "bias": False}
+        asked = ConvexTask(step=step, network_key=self.key, **options, **task)
         client = self.make(**dict(more))
         start = time.perf_counter()
         config = asked.to_config() | {"server-round": server_round}

@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def data_sets(folder: Path, data_dir: str) -> dict[str, dict[str, Any]]:
     """Write the tables, and return the settings of each set, with its validation examples."""
-    found: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     digits = load_digits()
     tables = {"digits": (digits.data, digits.target), "digit 8 or not": (digits.data,)}
     tables["digit 8 or not"] += (digits.target == 8,)
@@ -56,12 +56,12 @@ def data_sets(folder: Path, data_dir: str) -> dict[str, dict[str, Any]]:
     for name, (x, y) in tables.items():
         path = folder / f"{name.replace(' ', '-').replace(':', '-')}.npz"
         np.savez(path, x_train=x.astype(np.float32), y_train=y.astype(np.int64))
-        found[name] = {"dataset": f"npz:{path}", "validation_examples": len(x) // 5}
-    found["Fashion-MNIST"] = {
+        settings[name] = {"dataset": f"npz:{path}", "validation_examples": len(x) // 5}
+    settings["Fashion-MNIST"] = {
         "dataset": "fashion-mnist", "data_dir": data_dir, "train_examples": 1500,
         "validation_examples": 1000,
     }  # fmt: skip
-    return found
+    return settings
 
 
 def measure(name: str, settings: dict[str, Any], variant: str, seed: int) -> dict[str, Any]:

@@ -123,8 +123,8 @@ class SCAFFOLDClient(SGDClient):
             for batch in self._batches(torch.arange(len(x))):
                 loss = self._batch_loss(x, targets, batch)
                 (loss * (len(batch) / len(x))).backward()
-        own = held_gradients(trainable)
-        return _decay(_all(own, trainable), trainable, self.weight_decay)
+        gradients = held_gradients(trainable)
+        return _decay(_all(gradients, trainable), trainable, self.weight_decay)
 
 
 class _Corrected:

@@ -60,7 +60,7 @@ def add_options(obj: griffe.Class) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Declared)):
         return
     said, heading, options = (kind.__doc__ or "").partition(HEADING)
-    options = BRACKET.sub(lambda found: found[1] or "&lt;", options)  # such as <file>, no tag
+    options = BRACKET.sub(lambda match: match[1] or "&lt;", options)  # such as <file>, no tag
     obj.docstring = griffe.Docstring(said + heading + options, parent=obj, parser="numpy")
     parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_only)]
     for name, parameter in inspect.signature(kind).parameters.items():

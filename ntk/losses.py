@@ -37,7 +37,7 @@ def require_scores(outputs: Tensor, loss: Loss) -> None:
     named = name.startswith(("Softmax", "LogSoftmax", "Sigmoid", "LogSigmoid"))
     if loss == "cross-entropy" and (named or by_hand):
         raise ValueError(
-            "model: expected scores, of which the loss cross-entropy makes probabilities, got "
+            "model: expected scores, which the loss cross-entropy turns into probabilities, got "
             "probabilities, or their logarithms; leave out the softmax, log-softmax or sigmoid at "
             "its end"
         )

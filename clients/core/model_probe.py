@@ -28,7 +28,7 @@ def cast_examples(x: Tensor, model: nn.Module) -> Tensor:
 
     Refuse float64 examples of whose differences float32 holds less than 10 bits on average.
     """
-    dtype = next((own.dtype for own in model.parameters() if own.is_floating_point()), x.dtype)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
     if not x.is_floating_point():
         return x
     cast = x.to(dtype)

@@ -133,9 +133,9 @@ class TCTClient(SumsClient, SGDClient):
         changed = self._note_examples(task, store, digests, config)
         if task.step == "moments":
             moments = Moments.join(map(Moments.of, store.raw("train", x)))
-            counted = _counts(work.targets) if task.bias else moments.class_counts
-            arrays = replace(moments, class_counts=counted).to_arrays()
-            result = _reply(arrays, len(x), _loss_at_zero(task, work.targets))
+            if task.bias:
+                moments = replace(moments, class_counts=_counts(work.targets))
+            result = _reply(moments.to_arrays(), len(x), _loss_at_zero(task, work.targets))
         else:
             result = self._linear(work)
         if "lost-state" not in result[2]:

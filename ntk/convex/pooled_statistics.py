@@ -77,8 +77,8 @@ class NormalEquations:
             cross = np.concatenate([cross, (per_class - total * mean_target)[None]])
         squared = total * (1 - mean_target)
         squared_weights = float(per_class @ statistics.weights)
-        gram, right, free = torch.from_numpy(matrix), torch.from_numpy(cross), int(free_bias)
-        return cls(gram, right, squared, total, squared_weights, bias * free)
+        gram, right, free = torch.from_numpy(matrix), torch.from_numpy(cross), bias and free_bias
+        return cls(gram, right, squared, total, squared_weights, int(free))
 
     def plus(self, other: Self, weight: float) -> Self:
         """Add another group's equations, each of its examples counted `weight` times."""

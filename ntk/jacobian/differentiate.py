@@ -244,7 +244,7 @@ def differentiate_in_chunks(
 
     They are on the model's device. If a later chunk shows that a layer's rule does not hold, the
     iterator begins again at 0, without that rule: only the last chunks from 0 on count.
-    Arguments are those of :func:`jacobian`; the structure ``"factors"`` keeps larger factors, too.
+    Arguments are those of :func:`jacobian`; the structure ``"factors"`` also keeps larger factors.
     `more_bytes` are extra bytes per example that the caller allocates. With an `objective`, it is
     differentiated in place of the outputs.
     """

@@ -32,7 +32,7 @@ _LOCK = threading.Lock()
 
 
 class _Difference(NamedTuple):
-    """Two batches with the same examples in some rows, of which outputs differ."""
+    """Two batches that share the examples in some rows, and differ in the outputs of these."""
 
     when: str
     first: Tensor
@@ -191,7 +191,6 @@ def _states(model: nn.Module) -> tuple[Any, ...]:
 
 def _source(model: nn.Module, found: _Difference) -> str:
     """Name the first module that makes different outputs of the same inputs."""
-    source = ""
     for _ in range(REPEATS if found.when == AGAIN else 1):
         calls = (_calls(model, batch) for batch in (found.first, found.second))
         for (name, *first), (_, *second) in zip(*calls, strict=False):
@@ -202,10 +201,9 @@ def _source(model: nn.Module, found: _Difference) -> str:
                 )
                 for tensors in zip(first, second, strict=True)
             ]
-            if same == [True, False] and not source:
-                source = name
-    kind = type(model.get_submodule(source)).__name__
-    return f"{source!r} ({kind})" if source else f"the network's forward ({kind})"
+            if same == [True, False] and name:
+                return f"{name!r} ({type(model.get_submodule(name)).__name__})"
+    return f"the network's forward ({type(model).__name__})"
 
 
 def _rows_in(tensor: Tensor, batch: Tensor, found: _Difference) -> Tensor:

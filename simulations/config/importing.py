@@ -153,7 +153,7 @@ def source_checksum(*named: str) -> str:
     names a file or a module; a passed object has an id in its place.
     """
     homes = [place.rpartition(":")[0] for place in named if not ID.search(place)]
-    sources = [[*own.values()] for home in filter(None, homes) if (own := _sources(home))]
+    sources = [[*own.values()] for home in filter(None, homes) if (own := _checksums(_files(home)))]
     return hashlib.sha256(repr(sources).encode()).hexdigest() if sources else ""
 
 
@@ -166,10 +166,9 @@ def _folders(home: str) -> list[str]:
     return list(dict.fromkeys([*before, *own, *others]))
 
 
-def _sources(home: str) -> dict[str, str]:
-    """Return file -> checksum of :func:`_files` of a module."""
-    paths = [path for _, path in _files(home)]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+def _checksums(files: list[tuple[str, Path]]) -> dict[str, str]:
+    """Return file -> checksum of what :func:`_files` found."""
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for _, path in files}
 
 
 def _files(home: str) -> list[tuple[str, Path]]:
@@ -229,12 +228,11 @@ def _forget_changed(home: str) -> dict[str, str]:
     Compiled files of what is not loaded are removed as well: Python takes them for those of any
     source of the same size and second.
     """
-    sources = _sources(home)
-    for name, path in _files(home):  # one of this name may come from another folder
-        if (
-            Path(getattr(sys.modules.get(name), "__file__", None) or path).resolve()
-            != path.resolve()
-        ):
+    files = _files(home)
+    sources = _checksums(files)
+    for name, path in files:  # one of this name may come from another folder
+        loaded_from = getattr(sys.modules.get(name), "__file__", None)
+        if loaded_from and Path(loaded_from).resolve() != path.resolve():
             del sys.modules[name]
     changed = any(_seen.get(file, digest) != digest for file, digest in sources.items())
     if changed or _loaded.get(home, sources) != sources:

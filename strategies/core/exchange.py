@@ -68,8 +68,8 @@ class Exchanges(Declared, FedAvg):
     )
     evaluate_metrics_aggr_fn: Any = argument("the same, for evaluation", default=None)
     min_completed: float = option(
-        "fewer valid replies leave the model unchanged in a round: a number, of which at least as "
-        "many clients are sampled, or below 1 a share of the clients sampled, rounded up; "
+        "fewer valid replies leave the model unchanged in a round: a number, and at least so many "
+        "clients are sampled, or below 1 a share of the clients sampled, rounded up; "
         "asynchronous rounds, and strategies within others, know no share",
         default=0.5,
         above=0,

@@ -113,7 +113,7 @@ def padded(m: Two, x: Tensor) -> Tensor:
 
 
 class Moved(torch.autograd.Function):
-    """A user's function, of which the graph shows nothing."""
+    """A user's function, which the graph does not show."""
 
     @staticmethod
     def forward(ctx, h, o):
@@ -154,7 +154,7 @@ def packed(m: Two, x: Tensor) -> Tensor:
 
 
 def packed_layer(m: Two, x: Tensor) -> Tensor:
-    """A layer of all tokens of the batch, of which there may be as many as examples."""
+    """A layer of all tokens of the batch, which may be as many as the examples."""
     parts = nn.utils.rnn.pack_padded_sequence(
         m.table(x), lengths(x), batch_first=True, enforce_sorted=False
     )
@@ -292,7 +292,7 @@ def test_a_graph_shows_that_rows_stay_only_where_they_do(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_are_found_by_weights_or_not_at_all(dtype):
-    """Of a permutation; not if rows are mixed, act on one example, or are fewer than examples."""
+    """A permutation has rows; mixed, shared or missing rows have none."""
     n = 300
     weights, examples = draw_weights(n, torch.ones(1, dtype=dtype)), normal(n, seed=4).argsort()
     gradients = normal(n, 4, seed=3).to(dtype)
