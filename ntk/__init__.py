@@ -26,7 +26,7 @@ from .payloads.compressed_upload import CompressedUpload
 from .payloads.compression import compress
 from .payloads.jacobian_upload import JacobianUpload
 from .payloads.limits import UploadLimits
-from .payloads.privacy import privatise
+from .payloads.privacy import RowNoise
 from .predictors.conformal import calibrate, conformal_scores, examples_needed, prediction_sets
 from .predictors.ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .predictors.network import NetworkPredictor, Predictor
@@ -50,6 +50,7 @@ __all__ = [
     "NotEnoughMemory",
     "Predictor",
     "PrototypePredictor",
+    "RowNoise",
     "TCTModel",
     "Uncertainty",
     "UploadLimits",
@@ -68,7 +69,6 @@ __all__ = [
     "loss_value",
     "one_hot",
     "prediction_sets",
-    "privatise",
     "random_projection",
     "require_disk",
     "require_memory",

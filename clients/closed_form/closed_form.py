@@ -6,6 +6,7 @@ What it gives away: see :mod:`fedntk.clients.core.feature_sums`.
 import math
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedntk.ntk import FeatureMap, Predictor, loss_value
 from fedntk.ntk.convex.pooled_statistics import personal_model
 from fedntk.ntk.convex.private_sums import SumNoise, bound_rows
 from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.features.fourier import one_by_one
 from fedntk.ntk.features.residual import RESIDUAL_LAYER, ResidualFeatures
 from fedntk.ntk.options import argument
 from fedntk.ntk.payloads.convex_task import ConvexTask
@@ -51,6 +53,11 @@ class ClosedFormClient(SumsClient):
         default=None,
     )
 
+    @property
+    def is_private(self) -> bool:
+        """Whether all that it sends about its features is masked, or has noise."""
+        return self.privacy_limit is not None or super().is_private
+
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Sum up the features of the round's examples.
 
@@ -71,6 +78,8 @@ class ClosedFormClient(SumsClient):
                 f"privacy_limit: expected epsilon of at most {most} and delta of at most {delta}, "
                 "the server asked for sums without noise"
             )
+        if private:
+            self.require_covered(SumNoise)
         x, targets = self.training_examples(config)
         count = 1 if private else len(x)
         if task is not None and 0 < task.client_examples < len(x):
@@ -101,7 +110,8 @@ class ClosedFormClient(SumsClient):
         """Return sums or class means, how features are rounded, and the received network's loss."""
         feature_map, num_classes = FeatureMap.from_config(config), targets.shape[1]
         feature_map.require_outputs(self.model, num_classes)
-        both = feature_map.extractor_with_outputs(self.model)
+        both, noisy = feature_map.extractor_with_outputs(self.model), bool(task and task.epsilon)
+        size = 1 if noisy else self.batch_size_eval
         width, layer = feature_map.width(self.model), config.get(RESIDUAL_LAYER)
         outputs, seen = list[Tensor](), list[Tensor]()  # scores, and their targets
         if layer is not None:
@@ -109,22 +119,25 @@ class ClosedFormClient(SumsClient):
             width += blocks.directions.shape[2]
 
         def features(part: Tensor) -> Tensor:
-            z, scores = both(part)
+            with one_by_one() if noisy else nullcontext():  # so a row depends on no other example
+                z, scores = both(part)
             outputs.append(scores)
             z = z if layer is None else blocks.beside(z, int(layer))
-            return bound_rows(z, task.radius) if task is not None and task.epsilon else z
+            return bound_rows(z, task.radius) if task is not None and noisy else z
 
         def in_chunks(chosen: Tensor | slice) -> Iterator[Tensor]:
             seen.append(targets[chosen])
-            return map(features, x[chosen].split(self.batch_size_eval))
+            return map(features, x[chosen].split(size))
 
         fixed_point = None
+        if noisy:
+            both(x[:16])  # is the network a function of one example?
         if task is None:
             seen.append(targets)
             found: Any = Prototypes.of(features, x, targets.argmax(1), num_classes)
         else:
             fixed_point, share = fixed_point_in(beside, task.bits, width), task.validation_share
-            if task.epsilon:  # whatever the server says
+            if noisy:  # whatever the server says
                 fixed_point = FixedPoint(np.ones(width, np.float32), task.bits)
             found = self.add_up(in_chunks, targets, width, share=share, fixed_point=fixed_point)
         return found, fixed_point, loss_value(torch.cat(outputs), torch.cat(seen), self.loss)
@@ -174,8 +187,8 @@ class ClosedFormClient(SumsClient):
         :func:`~fedntk.ntk.convex.pooled_statistics.personal_model`.
         """
         task = SumTask.of_message(config)
-        private = self.privacy_limit is not None or (task is not None and task.epsilon > 0)
-        self.refuse_evaluation(private=private)
+        if task is not None and task.epsilon:
+            self.require_test_examples()
         metrics = self._load_own_network(parameters, config)
         loss, num_examples, found = super().evaluate(get_weights(self.model), config)
         return loss, num_examples, {**found, **metrics}
@@ -203,6 +216,11 @@ class ClosedFormClient(SumsClient):
         _, beside = self._load_network(parameters)
         if not beside["total"]:
             return {}
+        if self.is_private:
+            raise ValueError(
+                "this client promises what its messages tell of its sums, and a model of its own "
+                "is computed from the exact ones; have the strategy set personal = False"
+            )
         task, (x, targets) = SumTask.from_config(config), self.training_examples(config)
         own, fixed, _ = self._sum_up(task, x, targets, beside, config)
         _, layer = FeatureMap.from_config(config).last_layer(self.model)

@@ -124,7 +124,10 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     """Have an app answer with the client that `client_fn` makes."""
 
     def given(message: Message, context: Context) -> tuple[Any, NamedArrays, dict[str, Any]]:
-        return _make_client(client_fn, context), *received(message, context)
+        client = _make_client(client_fn, context)
+        if (require := getattr(client, "require_permitted", None)) is not None:
+            require(message.metadata.message_type)
+        return client, *received(message, context)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:

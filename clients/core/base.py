@@ -5,6 +5,7 @@ Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, sec
 """
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import CentredInputs, Loss, NetworkPredictor, Predictor, loss_value, one_hot
+from fedntk.ntk.noise import ANSWERED, Noise
 from fedntk.ntk.options import Declared, argument, option
 from fedntk.ntk.payloads.agreement import Agreement
 from fedntk.ntk.support.shared_arrays import require_separate
@@ -28,6 +30,7 @@ from .randomness import round_seed
 from .weights import Config, Evaluation, Parameters, Scalar, get_weights, set_weights
 
 WEIGHTS = "weights"  # what strategies of Flower's own take
+PROMISED = ContextVar("PROMISED", default=False)  # whether a mod makes all clients private
 OF_EVERY_MESSAGE = ("server-round", CLIENT_ID, SEALED_SEED)
 
 
@@ -214,6 +217,40 @@ class ModelClient(Declared, NumPyClient):
                 "config_keys of a client class of your own"
             )
 
+    @property
+    def is_private(self) -> bool:
+        """Whether the owner promises what messages may tell of the training examples."""
+        return PROMISED.get()
+
+    def require_permitted(self, kind: str) -> None:
+        """Refuse a message that is not among those which a private client answers."""
+        if self.is_private and kind not in ANSWERED:
+            raise ValueError(
+                f"this client promises what its messages tell of its training examples, and "
+                f"answers only {', '.join(sorted(ANSWERED))}; got {kind}: have the strategy leave "
+                "out what asks for it"
+            )
+
+    def require_test_examples(self) -> None:
+        """Refuse to evaluate on training examples, which stand in for missing ones."""
+        if self.test_inputs is self.inputs:
+            raise ValueError(
+                "this client promises what its messages tell of its training examples, and losses "
+                "of models on them would tell more; give it examples for evaluation (x_test, "
+                "y_test), or set fraction_evaluate = 0"
+            )
+
+    def require_covered(self, mechanism: type[Noise]) -> None:
+        """Refuse noise in what is made of examples by options that its epsilon does not cover."""
+        values = {name: getattr(self, name, option.default) for name, option in self.options().items()}
+        mechanism.require_covered(self.options(), values)
+        if self._training.may_change:
+            raise ValueError(
+                "x: with noise an example must not depend on those that are read before it, as "
+                "random augmentation makes it; expected arrays of examples, got a dataset that is "
+                "read anew for each message"
+            )
+
     def require_schema(self, config: Mapping[str, Any]) -> None:
         """Refuse a message of a strategy that states another schema of the examples."""
         expected = Agreement.from_config(config)
@@ -259,6 +296,7 @@ class ModelClient(Declared, NumPyClient):
         The inputs are as the model takes them, projected if there is a projection. ValueError for a
         model without centred inputs, which needs no mean.
         """
+        self.require_permitted("query.input_sums")
         if not isinstance(self.model, CentredInputs):
             raise ValueError(
                 "centre_inputs: the strategy asks for the sum of this client's inputs, but its "
@@ -287,7 +325,12 @@ class ModelClient(Declared, NumPyClient):
         return self._project(x, config), targets
 
     def test_examples(self, config: Config) -> tuple[Tensor, Tensor]:
-        """Return the examples for evaluation, projected, and their one-hot targets."""
+        """Return the examples for evaluation, projected, and their one-hot targets.
+
+        A private client refuses to evaluate on its training examples.
+        """
+        if self.is_private:
+            self.require_test_examples()
         return self._project(self.test_inputs, config), self.test_targets
 
     def _project(self, x: Tensor, config: Config) -> Tensor:

@@ -32,15 +32,6 @@ class SumsClient(Masking, ModelClient):
         self.refuse_repeat(repeated=bool(sums))
         sums[task.run_key] = [math.inf, 0.0]  # epsilon and delta
 
-    def refuse_evaluation(self, *, private: bool = False) -> None:
-        """Refuse to evaluate on the examples of the sums, if those are masked or `private`."""
-        if (self.only_masked or private) and self.test_inputs is self.inputs:
-            raise ValueError(
-                "this client sends only masked or noisy sums, and losses of models on its training "
-                "examples would reveal its sums; give it examples for evaluation (x_test, "
-                "y_test), or set fraction_evaluate = 0"
-            )
-
     def add_up(
         self,
         features: Callable[[Tensor | slice], Iterable[Tensor]],

@@ -12,13 +12,15 @@ from typing import Any
 
 from flwr.app import Context, Message, MessageType, RecordDict
 
+from fedntk.ntk.noise import ANSWERED
 from fedntk.ntk.payloads.masked_average import AverageTask, average_digest, average_words
 from fedntk.ntk.payloads.npy import from_npy
 
 from .adapter import Function, make_reply, received
+from .base import PROMISED
 from .masking import Arrays, Given, Masking
 
-OPEN = (MessageType.EVALUATE, "query.partition", "query.keys")  # that tell of no training
+OPEN = ANSWERED - {MessageType.TRAIN}  # messages that tell of no training
 COUNT, LOSS = "num-examples", "train-loss"  # metrics of a reply
 
 
@@ -32,7 +34,8 @@ class MaskedWeights(Masking):
     The client trains as ever. What leaves it are masked words; of its metrics only ``num-examples``
     and ``train-loss`` are among them, and the others are dropped. Weights that are not finite are
     an error. With `only_masked`, the default here, it refuses to train for a strategy without
-    masks, and to answer any message but evaluations and the protocol's.
+    masks, and to answer any message but the protocol's, and evaluations on examples for that: a
+    client of fedntk's refuses to evaluate on its training examples.
     """
 
     cache_name = "weights"
@@ -48,7 +51,11 @@ class MaskedWeights(Masking):
         task = AverageTask.of_message(config, "masked_step") if training else None
         if task is None:
             self.require_masked(kind, OPEN)
-            return call_next(message, context)
+            promised = PROMISED.set(self.only_masked)  # no evaluation on training examples
+            try:
+                return call_next(message, context)
+            finally:
+                PROMISED.reset(promised)
         parameters, config = received(message, context)
         sent: dict[str, Arrays] = dict(parameters.records)
         if task.masked_step != "masked":

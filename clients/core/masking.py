@@ -74,6 +74,11 @@ class Masking(Declared):
     def _name(self, config: Mapping[str, Any]) -> str:
         return str(config.get(CLIENT_ID, "-".join(map(str, getattr(self, "seed", ())))))
 
+    @property
+    def is_private(self) -> bool:
+        """Whether the client sends only masked sums, or is private for another reason."""
+        return self.only_masked or bool(getattr(super(), "is_private", False))
+
     def require_masked(self, step: str, masked: Iterable[str]) -> None:
         """Refuse a step that is none of a secure sum, if the client sends only masked sums."""
         if self.only_masked and step not in masked:

@@ -15,12 +15,10 @@ docs/privacy.md says what each protects, and what it does not.
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fedntk.ntk import CompressedUpload, loss_value, privatise
+from fedntk.ntk import CompressedUpload, RowNoise, loss_value
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads.compression import CompressionOptions
-from fedntk.ntk.payloads.privacy import check_privacy
 from fedntk.trust import check_public_key, check_run, seal_upload
 
 from ..core.named_arrays import NamedArrays
@@ -67,7 +65,7 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
     def check(self) -> None:
         """Refuse options that do not go together."""
         super().check()
-        check_privacy(self.clip, self.noise_multiplier, self.label_noise)
+        _ = self.noise
         if self.shuffling_key is not None:
             check_run(self.run)
             check_public_key(self.shuffling_key)
@@ -78,17 +76,14 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
         Metrics are the noise under differential privacy; else, of an upload that is not sealed,
         ``train-loss`` at the received weights.
         """
+        if self.noise is not None:
+            self.require_covered(RowNoise)
         upload, key = self.upload(parameters, config), self.shuffling_key
         metrics: dict[str, Scalar] = {}
-        if self.noise_multiplier:
+        if self.noise is not None:
             seed = [*round_seed(self.noise_seed or (), config), *b"noise"]
-            upload = privatise(
-                upload,
-                clip=self.clip,
-                noise_multiplier=self.noise_multiplier,
-                label_noise=self.label_noise,
-                generator=np.random.default_rng(seed) if self.noise_seed is not None else None,
-            )
+            seeded = self.noise_seed is not None
+            upload = self.noise.add(upload, np.random.default_rng(seed) if seeded else None)
             metrics["noise-multiplier"] = self.noise_multiplier
             metrics["label-noise"] = self.label_noise
         elif key is None:
@@ -101,30 +96,24 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
             arrays = {"sealed": seal_upload(arrays, key, run=self.run, server_round=server_round)}
         return NamedArrays({"arrays": arrays}), len(upload.outputs), metrics
 
-    def query(self, parameters: Parameters, config: Config) -> dict[str, list[float] | int]:
-        """Refuse with differential privacy: these losses are of the examples themselves."""
-        if self.noise_multiplier:
-            raise ValueError(
-                "a loss of the training examples was asked for, which their differential privacy "
-                "does not cover; have the strategy use selection='linearised' or 'validation'"
-            )
-        return super().query(parameters, config)
+    @property
+    def noise(self) -> RowNoise | None:
+        """What adds noise to rows and labels, if they get any."""
+        clip, sigma, labels = self.clip, self.noise_multiplier, self.label_noise
+        if not (clip or sigma or labels):
+            return None
+        return RowNoise(clip=clip, noise_multiplier=sigma, label_noise=labels)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether its rows have noise."""
+        return self.noise is not None or super().is_private
 
     def input_sums(self, config: Config) -> tuple[NDArray[np.float64], int]:
-        """Refuse with differential privacy or a shuffling server: the sum has no noise."""
-        if self.noise_multiplier or self.shuffling_key is not None:
+        """Refuse with a shuffling server: the sum helps to tell rows apart."""
+        if self.shuffling_key is not None:
             raise ValueError(
-                "a sum of the training examples was asked for, which differential privacy does not "
-                "cover and which helps to tell shuffled rows apart; have the strategy leave "
-                "centre_inputs out"
+                "a sum of the training examples was asked for, which helps to tell shuffled rows "
+                "apart; have the strategy leave centre_inputs out"
             )
         return super().input_sums(config)
-
-    def test_examples(self, config: Config) -> tuple[Tensor, Tensor]:
-        """Refuse training examples, which stand in for missing ones, with differential privacy."""
-        if self.noise_multiplier and self.test_inputs is self.inputs:
-            raise ValueError(
-                "an evaluation on the training examples was asked for, which their differential "
-                "privacy does not cover; give the client test examples (x_test, y_test)"
-            )
-        return super().test_examples(config)

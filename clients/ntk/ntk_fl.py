@@ -67,6 +67,7 @@ class NTKFLClient(ModelClient):
         ``"output-offset"``, C numbers, is added to the outputs before their loss is taken. Returns
         ``{"losses": [...], "num-examples": n}``, the losses averaged over the local examples.
         """
+        self.require_permitted("query")
         x, targets = self.training_examples(config)
         offset = offset_of(config, targets.shape[1])
         losses = self.candidate_losses(unstack_candidates(parameters), x, targets, offset)

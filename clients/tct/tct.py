@@ -259,7 +259,8 @@ class TCTClient(SumsClient, SGDClient):
         task = ConvexTask.of_message(config)
         if task is None:
             return super().evaluate(parameters, config)
-        self.refuse_evaluation()
+        if self.is_private:
+            self.require_test_examples()
         records = records_of(parameters, "linear", strategy=self.strategy)
         store = self._store(task, records, config)
         if not store.holds("network", "normaliser"):

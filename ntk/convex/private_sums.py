@@ -38,18 +38,23 @@ only the others' shares protect them from it: leave it, and those who collude wi
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..features.fixed_point import MOST_BITS
+from ..noise import Noise
 from ..payloads.feature_statistics import FEWER, FeatureStatistics, packed_diagonal, packed_size
 from ..payloads.sum_task import NoiseOptions
 from ..support.memory import require_memory
 
 ORDERS = np.arange(2, 1025)  # of Renyi divergences; whole, as theorem 3.5 wants them
+LARGEST_MEAN = 2.0**32  # of a Poisson number that is drawn at once
+MOST_DRAWS = 256  # for one number
+LARGEST_DEVIATION = 2.0**42  # of Gaussian noise, whose numbers have 53 bits, that is rounded
 
 
 def bound_rows(features: Tensor, radius: int) -> Tensor:
@@ -73,7 +78,7 @@ def bound_rows(features: Tensor, radius: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumNoise:
+class SumNoise(Noise):
     """Noise for sums of rows that :func:`bound_rows` made, and the epsilon that it gives.
 
     Attributes
@@ -97,6 +102,22 @@ class SumNoise:
     (1.497, 2.906)
     """
 
+    protects: ClassVar = "one training example, or a client with all of its own, added or removed"
+    covers: ClassVar = frozenset(
+        {
+            *("epsilon", "delta", "radius", "client_examples", "colluding", "ridge"),
+            *("secure_aggregation", "secure_threshold", "vouching"),
+            *("only_masked", "allow_repeats", "fewest_clients", "privacy_limit", "privacy"),
+        }
+    )
+    needs: ClassVar = {
+        "bits": tuple(range(2, MOST_BITS + 1)),  # noise is added to whole numbers
+        "auto_ridge": (False,),  # the noise sets the ridge
+        "validation_share": (0.0,),
+    }
+    metrics: ClassVar = frozenset({"num-examples", "epsilon", "delta", "model-updated"})
+    releases: ClassVar = ("the sums Z^T Z and Z^T Y with noise, once", "which clients took part")
+
     radius: int
     width: int
     num_classes: int
@@ -109,6 +130,19 @@ class SumNoise:
         numbers = (self.radius, self.width, self.num_classes, self.noise_multiplier, self.examples)
         if not (all(n > 0 for n in numbers) and self.fewest >= 0 and 0 < self.gram_part < 1):
             raise ValueError(f"expected numbers above 0 and a gram_part below 1, got {self}")
+
+    def require_exact(self) -> None:
+        """Refuse noise that is too large to be drawn exactly."""
+        variance = float(self.variances()[0])
+        if self.fewest:
+            fits = variance / (2 * self.fewest) <= MOST_DRAWS * LARGEST_MEAN
+        else:
+            fits = math.sqrt(variance) <= LARGEST_DEVIATION
+        if not fits:
+            raise ValueError(
+                f"radius: noise of variance {variance:.1e} cannot be drawn exactly; expected a "
+                f"smaller radius, client_examples or noise, got {self.radius} and {self.examples}"
+            )
 
     @classmethod
     def of(cls, options: NoiseOptions, width: int, num_classes: int, quorum: int = 0) -> Self:
@@ -125,7 +159,9 @@ class SumNoise:
             examples=max(1, options.client_examples),
             fewest=max(0, quorum - options.colluding),
         )
-        return noise.calibrated(options.epsilon, options.delta)
+        noise = noise.calibrated(options.epsilon, options.delta)
+        noise.require_exact()
+        return noise
 
     def variances(self, survivors: int | None = None) -> NDArray[np.float64]:
         """Return V and S with `survivors` clients, else the fewest."""
@@ -184,16 +220,20 @@ class SumNoise:
             raise ValueError(f"sums: expected rows of norm {self.radius}, see bound_rows")
         if self.fewest and 1 < self.examples < n:
             raise ValueError(f"sums: a client may use {self.examples} examples, got {n}")
+        self.require_exact()
         v, s = self.variances().tolist()
-        if v > 2**60:  # far below what int64 holds, as Poisson numbers need
-            raise ValueError(f"noise of variance {v:.1e}: choose a smaller radius")
         require_memory(16 * self.width**2, f"noise for {self.width} features", cure=FEWER)
 
         def draw(variance: float, count: int) -> NDArray[np.int64]:
             if not self.fewest:
                 return np.rint(generator.normal(0, math.sqrt(variance), count)).astype(np.int64)
             mean = variance / (2 * self.fewest)  # of either Poisson number
-            return generator.poisson(mean, count) - generator.poisson(mean, count)
+            draws = math.ceil(mean / LARGEST_MEAN)
+            noise = np.zeros(count, np.int64)
+            for _ in range(draws):
+                noise += generator.poisson(mean / draws, count)
+                noise -= generator.poisson(mean / draws, count)
+            return noise
 
         gram = draw(v / 2, packed_size(self.width))
         gram[packed_diagonal(self.width)] = draw(v, self.width)

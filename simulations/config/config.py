@@ -28,6 +28,7 @@ from ..data.settings import SplitSettings, absolute_dataset
 from ..errors import naming
 from ..metrics import metrics_of, metrics_setting
 from .importing import with_whole_path
+from .private import public_parts
 from .registry import all_methods, find_method, known_methods, own_methods
 from .settings import ConfigError, Settings, Value, key_of, nearest, setting
 
@@ -116,6 +117,11 @@ class Config(SplitSettings, frozen=True, eq=True):
     )
     patience: int = setting(
         0, "rounds without a better model after which a run stops; 0: never", at_least=0
+    )
+    public: str = setting(
+        "",
+        "with noise: what its epsilon need not cover, as it is known without the training "
+        "examples; some of schema (columns, classes), moments (of inputs), model, weights",
     )
     checkpoint_every: int = setting(
         1, "rounds between checkpoints; what is lost at most when a run is killed", at_least=1
@@ -270,6 +276,7 @@ class Config(SplitSettings, frozen=True, eq=True):
             ("model", with_whole_path(self.model)),
         ):
             object.__setattr__(self, name, whole_path)
+        public_parts(self.public)
         known = (*MONITORED, *metrics_of(self.metrics))
         trainable, sampled = self.num_clients - self.validation_clients, self.clients_a_round
         validates = self.evaluate_on == "validation"

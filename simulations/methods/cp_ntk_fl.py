@@ -3,6 +3,8 @@
 from typing import Any
 
 from fedntk.clients.core.numpy_client import NumPyClient
+from fedntk.ntk import RowNoise
+from fedntk.ntk.noise import Noise
 from fedntk.strategies import CPNTKFL, BaseStrategy
 
 from ..config.config import Config
@@ -24,17 +26,14 @@ class _CPNTKFL(EvolvingMethod):
     strategy_class = CPNTKFL
     metrics = (*EvolvingMethod.metrics, "epsilon", "label-noise", "noise-multiplier")
 
+    def mechanism(self, settings: Any) -> type[Noise] | None:
+        return RowNoise if settings.noise_multiplier else None
+
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
         if not settings.noise_multiplier:
             return
         noise = f"{settings.key('noise_multiplier')} = {settings.noise_multiplier:g}"
-        if settings.selection == "validation" and config.validation_clients:
-            raise ConfigError(
-                f"{settings.key('selection')} = validation asks clients for losses of their "
-                f"examples, which {noise} does not cover; use linearised, or validation with "
-                "validation-examples"
-            )
         own_test = config.local_test_fraction or config.private_test
         if config.clients_per_evaluation and not own_test:
             raise ConfigError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fedntk.clients
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
+from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import Declared, Option
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.ntk.support.arrays import Arrays
@@ -26,6 +27,7 @@ from fedntk.trust.secure_sum import FEWEST
 
 from ..attacks import choose_liars
 from ..config.config import Config
+from ..config.private import require_covered
 from ..config.registry import named_client
 from ..config.settings import ConfigError, Settings
 from ..data.data import Data
@@ -263,6 +265,11 @@ class Method:
                 kind.check_together(self._given(kind, config, settings))
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
+        if (mechanism := self.mechanism(settings)) is not None:
+            try:
+                require_covered(mechanism, config, settings)
+            except ValueError as error:
+                raise ConfigError(self._in_keys(str(error))) from None
         if getattr(settings, "secure_aggregation", False) and config.clients_a_round < FEWEST:
             raise ConfigError(
                 f"{settings.key('secure_aggregation')}: expected clients-per-round and num-clients "
@@ -284,6 +291,10 @@ class Method:
                 f"patience = {config.patience}: with {self.name} the server's model never changes, "
                 f"so monitor = {config.monitor} would stop every run; set monitor = {self.headline}"
             )
+
+    def mechanism(self, settings: Any) -> type[Noise] | None:
+        """Return what adds noise, if the method's settings ask for differential privacy."""
+        return None
 
     def random_features(self, config: Config, input_shape: tuple[int, ...]) -> tuple[int, float]:
         """Return number and bandwidth of the network's random features; 0: it has none."""

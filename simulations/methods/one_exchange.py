@@ -4,6 +4,8 @@ import math
 from typing import Any
 
 from fedntk.clients.core.numpy_client import NumPyClient
+from fedntk.ntk.convex.private_sums import SumNoise
+from fedntk.ntk.noise import Noise
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.strategies import OneExchange
 
@@ -20,6 +22,9 @@ class _OneExchange(SumsMethod):
     strategy_class = OneExchange
     metrics = ("ridge", "epsilon", "delta")
     summarised = ("epsilon", "delta")
+
+    def mechanism(self, settings: Any) -> type[Noise] | None:
+        return SumNoise if settings.epsilon else None
 
     def random_features(self, config: Config, input_shape: tuple[int, ...]) -> tuple[int, float]:
         """Return as many features as make sums of about 324 examples' bytes, if none are set.

@@ -14,6 +14,7 @@ stays as it was: see :class:`~fedntk.ntk.features.scattering.Scattering`, and
 """
 
 import functools
+import math
 import operator
 import secrets
 from collections import Counter
@@ -30,10 +31,12 @@ from fedntk.ntk import BadReply, Normaliser, require_memory
 from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.convex.private_sums import SumNoise, solve_noisy
 from fedntk.ntk.features.fixed_point import MOST_BITS
+from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import option, refuse_first, state
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.sum_task import NoiseOptions, SumOptions, SumTask
+from fedntk.trust.secure_sum import FEWEST
 
 from ..core.asynchronous import AsynchronousStrategy
 from ..core.averaging import record_of
@@ -91,19 +94,11 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         """Refuse what does not go with a client's own model, noise, or sums in any order."""
         super().check()
         whole, late = self.bits != UNQUANTISED, self.asynchronous
-        private = {
-            "the noise sets the ridge, and nothing may be chosen on examples; expected auto_ridge "
-            "= False, validation_share = 0 and no validation examples": (
-                self.auto_ridge or self.validation_share or self.validation is not None
+        rules = {
+            "personal: clients that send only masked sums evaluate no model of their own, which "
+            "would show these; expected secure_aggregation = False, got True": (
+                self.personal and self.secure_aggregation
             ),
-            "kept sums have no noise, and `without` would release more of them; leave out "
-            "keep_sums": self.keep_sums,
-            f"noise is added to whole numbers; expected bits = 2 ... 8, got {self.bits}": not whole,
-            "each round of asynchronous = True would release sums with noise again; expected "
-            "False": late,
-        }
-        rules = {f"epsilon: {said}": self.epsilon and found for said, found in private.items()}
-        rules |= {
             "personal: expected a validation_share above 0, got 0": (
                 self.personal and not self.validation_share
             ),
@@ -118,6 +113,11 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
             f"0, got {self.remove_harmful}": late and self.remove_harmful,
         }
         refuse_first(rules)
+
+    @property
+    def mechanism(self) -> type[Noise] | None:
+        """What adds noise."""
+        return SumNoise if self.epsilon else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Count sums with noise as released: a run that was cut off may have sent the model out."""
@@ -153,6 +153,9 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
             f"{self.width} features from {self.min_available_nodes} clients",
             cure="use fewer features, or bits = 8, with which replies are added as they come",
         )
+        if self.epsilon:
+            shares = math.ceil(self.secure_threshold * self.min_available_nodes)
+            self.noise_of(max(FEWEST, shares) if self.secure_aggregation else 0)
 
     # -------------------------------------------------------------------------- asking
 
@@ -291,14 +294,18 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         bias = linear[self.width] if self.bias else np.zeros(self.shape[0])
         return linear[: self.width].T.astype(np.float64), bias.astype(np.float64)
 
+    def noise_of(self, quorum: int) -> SumNoise:
+        """Return the noise; `quorum` is the fewest clients of a secure sum, else 0."""
+        num_classes, width = self.shape
+        return SumNoise.of(self, width, num_classes, quorum)
+
     def _layer_with_noise(self, sums: FeatureStatistics) -> NDArray[np.float64]:
         """Return weights (C, p) from sums with noise, which a trusted server adds here.
 
         They are those for rows of norm R, times R: for features of norm 1 scores are near one-hot.
         """
-        num_classes, width = self.shape
         quorum = 0 if self.secure is None else self.secure.quorum
-        noise, counted = SumNoise.of(self, width, num_classes, quorum), None
+        noise, counted = self.noise_of(quorum), None
         if not quorum:
             self.released = True
             sums = noise.add(sums, np.random.default_rng(secrets.randbits(256)))

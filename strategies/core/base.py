@@ -24,6 +24,7 @@ from torch import nn
 from fedntk.ntk import NetworkPredictor, Predictor
 from fedntk.ntk.averages import Arrays
 from fedntk.ntk.features.centred_inputs import CENTRE
+from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads.screening import screen_changes
 from fedntk.ntk.robust_averages import least_models, robust_mean, screen_by_loss
@@ -123,10 +124,18 @@ class BaseStrategy(MaskOptions, Sampling):
         self.rounds_loaded: int | None = None  # of a state, until a run goes on from it
         self._last_round = 0
 
+    @property
+    def mechanism(self) -> type[Noise] | None:
+        """The mechanism of differential privacy by which the options ask for noise, if any."""
+        return None
+
     def check(self) -> None:
         """Refuse options that do not go together."""
         super().check()
         name, masked = type(self).__name__, self.secure_aggregation
+        if self.mechanism is not None:
+            values = {option: getattr(self, option) for option in self.options()}
+            self.mechanism.require_covered(self.options(), values)
         rules = {
             f"average_decay: expected 0 for {name}, whose arrays have no mean over rounds, got "
             f"{self.average_decay}": self.average_decay and not self.averages,
@@ -485,21 +494,14 @@ class BaseStrategy(MaskOptions, Sampling):
         Lists with infinite numbers are left out of the aggregation, which is
         ``train_metrics_aggr_fn`` by default: see :func:`~.replies.mean_metrics`.
         """
-        metrics = MetricRecord()
-        if replies:
-            contents = [
-                RecordDict(
-                    {
-                        "metrics": MetricRecord(
-                            {
-                                **{n: v for n, v in reply.metrics.items() if np.isfinite(v).all()},
-                                self.weighted_by_key: reply.num_examples,
-                            }
-                        )
-                    }
-                )
-                for reply in replies
-            ]
+        metrics, contents = MetricRecord(), []
+        for reply in replies:
+            told = {name: v for name, v in reply.metrics.items() if np.isfinite(v).all()}
+            if self.mechanism is not None and aggregate is None:
+                told = self.mechanism.filtered(told)
+            record = MetricRecord({**told, self.weighted_by_key: reply.num_examples})
+            contents.append(RecordDict({"metrics": record}))
+        if contents:
             metrics = (aggregate or self.train_metrics_aggr_fn)(contents, self.weighted_by_key)
         if incomplete := [reply for reply in replies if reply.left_out]:
             metrics[INCOMPLETE] = len(incomplete)

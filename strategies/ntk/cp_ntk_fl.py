@@ -14,10 +14,17 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
-from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits, loss_value
+from fedntk.ntk import (
+    BadReply,
+    CompressedUpload,
+    JacobianUpload,
+    RowNoise,
+    UploadLimits,
+    loss_value,
+)
+from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads.compression import CompressionOptions
-from fedntk.ntk.payloads.privacy import check_privacy
 from fedntk.ntk.payloads.screening import MemoryBudget
 
 from ..core.base import BaseStrategy
@@ -25,7 +32,6 @@ from ..core.exchange import Aggregated, logger
 from ..core.replies import Reply
 from ..core.saved_state import pack
 from ..core.trust_protocols import Shuffles
-from .accounting import epsilon_after
 from .ntk_fl import NTKFL, Gathered
 
 
@@ -68,30 +74,33 @@ class CPNTKFL(CompressionOptions, NTKFL):
         self._asked: Counter[int] = Counter()  # node -> uploads
         self._was_shuffled = False
         if self.noise_multiplier:
-            self._epsilon(1, 2)  # is the accountant there?
+            self._noise().epsilon(self.delta)  # is the accountant there?
 
     def check(self) -> None:
         """Refuse options that do not go together."""
         super().check()
-        check_privacy(
-            1.0 if self.noise_multiplier else 0.0, self.noise_multiplier, self.label_noise
-        )
-        noise, shuffled = self.noise_multiplier, self.shuffling_server is not None
+        if self.label_noise:
+            self._noise()
+        shuffled = self.shuffling_server is not None
         rules = {
             "shuffling_server: name the training run with run=...": shuffled and not self.run,
             "defence: shuffled rows do not say whose they are; expected none with a "
             f"shuffling_server, got {self.defence}": shuffled and self.defence != "none",
-            "selection='clients' and validation_partitions ask clients for losses of their "
-            "examples, which differential privacy does not cover; use selection='linearised' with "
-            "a grid that is safe, or validation_loss": (
-                noise and (self.selection == "clients" or self.validation_partitions)
-            ),
-            "centre_inputs asks each client for a sum of its examples, which differential privacy "
-            "does not cover and which helps to tell shuffled rows apart; leave it out": (
-                self.centre_inputs and (noise or shuffled)
-            ),
+            "centre_inputs asks each client for a sum of its examples, which helps to tell shuffled "
+            "rows apart; leave it out": self.centre_inputs and shuffled,
         }
         refuse_first(rules)
+
+    @property
+    def mechanism(self) -> type[Noise] | None:
+        """What adds noise."""
+        return RowNoise if self.noise_multiplier else None
+
+    def _noise(self) -> RowNoise:
+        """Return the clients' noise; the norm that they clip to is not known."""
+        return RowNoise(
+            clip=1.0, noise_multiplier=self.noise_multiplier, label_noise=self.label_noise
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state, which counts all uploads that this object asked for."""
@@ -141,17 +150,8 @@ class CPNTKFL(CompressionOptions, NTKFL):
             asked = self.uploads_asked
             # a node of an unknown partition may have been another before
             most = self.rounds_asked if asked[-1] else max(asked.values(), default=0)
-            metrics[name] = self._epsilon(most, self._num_outputs)
+            metrics[name] = self._noise().epsilon(self.delta, most, self._num_outputs)
         return arrays, metrics
-
-    def _epsilon(self, uploads: int, num_outputs: int) -> float:
-        return epsilon_after(
-            uploads,
-            noise_multiplier=self.noise_multiplier,
-            label_noise=self.label_noise,
-            num_outputs=num_outputs,
-            delta=self.delta,
-        )
 
     def gather(self, server_round: int, replies: Iterable[Message]) -> Gathered:
         """Have the shuffling server, if there is one, check, pool and permute the rows.

@@ -12,11 +12,11 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from fedntk.clients import MaskedWeights, SGDClient, client_app
+from fedntk.ntk import RowNoise
 from fedntk.simulations import Config, OwnData, compare, load_predictor, run
 from fedntk.simulations.data.load import load_data, load_own
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import SeededFedAvg
-from fedntk.strategies.ntk import accounting
 
 from .outcomes import refused
 from .test_cli import fedntk
@@ -82,9 +82,9 @@ def test_a_missing_extra_is_named_in_a_notebook_too(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "opacus"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opacus", None)
-    private = {"noise_multiplier": 1.0, "label_noise": 0.0, "num_outputs": 3, "delta": 1e-5}
+    noise = RowNoise(clip=1.0, noise_multiplier=1.0)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'fedntk\[privacy\]'"):
-        accounting.epsilon_after(2, **private)
+        noise.epsilon(1e-5)
 
 
 DATES = {

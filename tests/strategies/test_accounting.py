@@ -6,8 +6,8 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from fedntk.ntk import RowNoise
 from fedntk.ntk.payloads.privacy import label_epsilon
-from fedntk.strategies.ntk.accounting import epsilon_after
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Opacus' imports
 DELTA = 1e-5
@@ -24,8 +24,8 @@ def exact(mu):
 
 
 def spent(uploads, **options):
-    defaults = {"noise_multiplier": 4.0, "label_noise": 0.0, "num_outputs": 10, "delta": DELTA}
-    return epsilon_after(uploads, **(defaults | options))
+    noise = RowNoise(**{"clip": 1.0, "noise_multiplier": 4.0, **options})
+    return noise.epsilon(DELTA, uploads, num_outputs=10)
 
 
 @pytest.mark.parametrize(("sigma", "uploads"), [(2.0, 1), (4.0, 3), (10.0, 10)])

@@ -22,9 +22,8 @@ from fedntk.clients import (
     client_app,
     project,
 )
-from fedntk.ntk import BadReply
+from fedntk.ntk import BadReply, RowNoise
 from fedntk.strategies import CPNTKFL, NTKFL, FedEnsemble, NoUsableReply, SeededFedAvg
-from fedntk.strategies.ntk.accounting import epsilon_after
 from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, new_key, public_bytes
 
 from .federation import (
@@ -295,7 +294,7 @@ def test_epsilon_is_that_of_the_client_asked_most_often(known, label_noise):
     assert all("train-loss" not in metrics for metrics in strategy.train_metrics.values())
     assert strategy.uploads_asked.total() == 3 * 3
     most = max(strategy.uploads_asked.values()) if known else 3
-    expected = epsilon_after(most, num_outputs=3, delta=1e-5, **noise)
+    expected = RowNoise(clip=1.0, **noise).epsilon(1e-5, most, num_outputs=3)
     name = "epsilon" if label_noise else "epsilon-without-labels"
     found = {k: v for k, v in strategy.train_metrics[3].items() if "epsilon" in k}
     assert found == {name: expected}

@@ -279,10 +279,13 @@ def test_a_clients_budget_is_of_all_its_runs(masked, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"auto_ridge": True, "validation_share": 0.1}, "the noise sets the ridge"),
-        ({"validation": examples(7)}, "nothing may be chosen on examples"),
-        ({"keep_sums": "folder"}, "kept sums have no noise"),
-        ({"bits": 32}, "noise is added to whole numbers"),
+        ({"auto_ridge": True, "validation_share": 0.1}, "validation_share: .* expected 0.0, got"),
+        ({"auto_ridge": True}, "auto_ridge: .* expected False, got True"),
+        ({"validation": examples(7)}, "validation: .* expected None, got"),
+        ({"keep_sums": "folder"}, "keep_sums: .* expected None, got 'folder'"),
+        ({"bits": 32}, "bits: .* expected 2 or 3 or .* or 8, got 32"),
+        ({"remove_harmful": 0.1}, "remove_harmful: .* expected 0.0, got 0.1"),
+        ({"asynchronous": True}, "asynchronous: .* expected False, got True"),
     ],
 )
 def test_what_would_tell_more_than_the_sums_with_noise_is_refused(options, said):

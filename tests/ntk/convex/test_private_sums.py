@@ -190,7 +190,8 @@ def test_what_would_break_the_promise_is_refused():
     refused("integers", noise.add, sums([[1, 1]], 3), None)
     refused("rows of norm 3", noise.add, sums([[3, 1]]), None)
     refused("may use 4 examples", replace(shares, examples=4).add, sums([[1, 1]] * 5), None)
-    refused("smaller radius", replace(noise, radius=10**5).add, sums([[1, 1]]), None)
+    for own, radius in ((noise, 10**7), (shares, 10**4)):
+        refused("smaller radius", replace(own, radius=radius).add, sums([[1, 1]]), None)
     for own, survivors in ((noise, 3), (shares, 0)):
         refused("clients with shares", own.epsilon, DELTA, survivors)
     refused("between 0 and 1", noise.epsilon, 0.0)

@@ -70,10 +70,8 @@ def test_layers_that_are_read_out_travel_by_themselves_only_uncompressed():
     found = JacobianParcel.from_arrays(parcel.to_arrays(), limits=limits, own=parcel)
     assert arrays_of(found.upload) == arrays_of(sent)
     options = {"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 0.0}
-    made = [
-        ntk.privatise(own, **options, generator=np.random.default_rng(0))
-        for own in (sent, upload())
-    ]
+    noise = ntk.RowNoise(**options)
+    made = [noise.add(own, np.random.default_rng(0)) for own in (sent, upload())]
     assert arrays_of(made[0]) == arrays_of(made[1])
 
 

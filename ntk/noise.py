@@ -1,0 +1,91 @@
+"""What a mechanism of differential privacy rests on, and what a run with it may therefore do.
+
+A mechanism's epsilon is of what it adds noise to, and of nothing else. So each mechanism is an
+object that says what it protects, which options its derivation covers, which messages a client with
+it answers, and what a run releases. Strategies, clients and simulations ask this object, and refuse
+all that it does not name: these are lists of what is permitted, not of what is forbidden.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from .options import Option
+
+# messages that a client answers which promises something of its training examples: training is
+# the mechanism's own, evaluation is on examples for evaluation only, the others concern no example
+ANSWERED = frozenset({"train", "evaluate", "query.partition", "query.keys"})
+
+# options of strategies and clients that concern no value of a training example: who takes part,
+# when, on what machine, and what is done with evaluations on other examples
+HARMLESS = frozenset(
+    {
+        *("fraction_train", "fraction_evaluate", "min_train_nodes", "min_evaluate_nodes"),
+        *("min_available_nodes", "weighted_by_key", "arrayrecord_key", "configrecord_key"),
+        *("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn", "min_completed", "max_examples"),
+        *("query_timeout", "round_deadline", "key_server", "run", "schema", "seed", "network"),
+        *("over_selection", "held_out", "evaluate_without", "evaluate_every", "average_decay"),
+        *("device", "loss", "learning_rate", "head", "memory_budget", "cache", "parcel_keys"),
+        *("model", "x", "y", "x_test", "y_test", "columns", "batch_size_eval", "projection"),
+    }
+)
+
+
+class Noise(ABC):
+    """A mechanism of differential privacy.
+
+    Attributes
+    ----------
+    protects : str
+        What two neighbouring data sets differ in.
+    covers : frozenset of str
+        Options besides HARMLESS ones that may have any value.
+    needs : dict of str to tuple
+        Options that must have one of these values; all others keep their defaults.
+    metrics : frozenset of str
+        What a run may record of a round of training.
+    releases : tuple of str
+        What whoever has all that a run sends out and writes learns of the training examples.
+    """
+
+    protects: ClassVar[str]
+    covers: ClassVar[frozenset[str]]
+    needs: ClassVar[Mapping[str, tuple[Any, ...]]]
+    metrics: ClassVar[frozenset[str]]
+    releases: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def epsilon(self, delta: float) -> float:
+        """Epsilon at `delta` of one release."""
+
+    @classmethod
+    def require_covered(
+        cls,
+        options: Mapping[str, Option],
+        values: Mapping[str, Any],
+        *,
+        harmless: Collection[str] = HARMLESS,
+        needs: Mapping[str, tuple[Any, ...]] | None = None,
+    ) -> None:
+        """Refuse options with values that the mechanism's derivation does not cover.
+
+        ValueError names the first one, and what it may be. `needs` are further conditions of the
+        caller's own options.
+        """
+        conditions = {**cls.needs, **(needs or {})}
+        for name, option in options.items():
+            if name in harmless or name in cls.covers or name not in values:
+                continue
+            expected = conditions.get(name, (option.default,))
+            if values[name] not in expected:
+                words = " or ".join(map(repr, expected))
+                raise ValueError(
+                    f"{name}: with noise only what its epsilon covers may be used; expected "
+                    f"{words}, got {values[name]!r}"
+                )
+
+    @classmethod
+    def filtered(cls, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the metrics of a round of training that may be released."""
+        counts = ("replies-", "rejected-")  # of replies that break the protocol, or do not come
+        return {k: v for k, v in metrics.items() if k in cls.metrics or k.startswith(counts)}

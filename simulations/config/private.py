@@ -1,0 +1,62 @@
+"""What a run with noise may use: a list of what is permitted, for the settings of all methods."""
+
+from typing import Any
+
+from fedntk.ntk.noise import HARMLESS, Noise
+
+from .settings import ConfigError, Settings
+
+# what an owner may say to be known without the training examples, and the settings it is about
+PUBLIC = {
+    "schema": "names of columns and classes, kinds of columns",
+    "moments": "mean and standard deviation of the inputs",
+    "model": "a network of one's own, with its weights",
+    "weights": "the weights to start from",
+}
+WITHHELD = "withheld"  # in place of a checksum of training examples
+
+# settings that concern no value of a training example: what is run, where and when, the test set,
+# and which client has which examples
+HARMLESS_SETTINGS = HARMLESS | {
+    *("method", "name", "out", "rounds", "clients_per_round", "clients_per_evaluation"),
+    *("lost_share", "late_share", "targets", "metrics", "monitor", "patience", "checkpoint_every"),
+    *("test_examples", "width", "init", "norm", "random_features", "expand", "bandwidth"),
+    *("projection_kind", "local_epochs", "batch_size", "momentum", "weight_decay", "public"),
+    *("ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads", "tables"),
+    *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
+    *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),
+    *("alpha", "min_partition_size", "examples_per_client", "classes_per_client"),
+    *("class_assignment", "train_examples", "local_test_fraction", "private_test"),
+}
+
+
+def require_covered(mechanism: type[Noise], config: Any, settings: Settings) -> None:
+    """Refuse settings of a run with noise that tell more than its epsilon is of; ConfigError."""
+    public = public_parts(config.public)
+    from_user = {
+        "dataset": ("schema", config.may_be_private),
+        "model": ("model", ":" in config.model),
+        "weights": ("weights", bool(config.weights)),
+        "standardise": ("moments", config.standardise),
+    }
+    for name, (part, is_used) in from_user.items():
+        if is_used and part not in public:
+            cure = "set standardise = false, or " if name == "standardise" else ""
+            raise ConfigError(
+                f"{config.key(name)}: the noise does not cover {PUBLIC[part]}, which a run with it "
+                f"would use and write into its results; {cure}if they are known without the "
+                f"training examples, add {part} to public, got public = {config.public!r}"
+            )
+    harmless = HARMLESS_SETTINGS | from_user.keys()
+    for home in (config, settings):
+        values = {name: getattr(home, name) for name in home.options()}
+        mechanism.require_covered(home.options(), values, harmless=harmless)
+
+
+def public_parts(text: str) -> tuple[str, ...]:
+    """Return the words of the setting `public`; ConfigError for others than those of PUBLIC."""
+    words = tuple(filter(None, (word.strip() for word in text.split(","))))
+    if unknown := [word for word in words if word not in PUBLIC]:
+        known = "; ".join(f"{word}: {meaning}" for word, meaning in PUBLIC.items())
+        raise ConfigError(f"public: expected words of {known}; got {unknown[0]!r}")
+    return words
