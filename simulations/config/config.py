@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 import tomli_w
 
 from fedntk.clients import SGDClient
+from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import refuse_first
 from fedntk.ntk.robust_averages import Defence
 from fedntk.ntk.support.files import whole
@@ -330,6 +331,12 @@ class Config(SplitSettings, frozen=True, eq=True):
     def chosen_method(self) -> Any:
         """The :class:`~fedntk.simulations.methods.method.Method` that is run."""
         return self._method  # type: ignore[attr-defined]
+
+    @property
+    def mechanism(self) -> type[Noise] | None:
+        """What adds noise, if the run is to be differentially private."""
+        found: type[Noise] | None = self.chosen_method.mechanism(self.settings)
+        return found
 
     @property
     def label(self) -> str:

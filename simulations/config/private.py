@@ -1,8 +1,13 @@
 """What a run with noise may use: a list of what is permitted, for the settings of all methods."""
 
+import hashlib
+import secrets
 from typing import Any
 
+from fedntk.clients import cache_dir
 from fedntk.ntk.noise import HARMLESS, Noise
+from fedntk.ntk.support.files import whole_path
+from fedntk.trust.sealing import write_secret
 
 from .settings import ConfigError, Settings
 
@@ -13,7 +18,6 @@ PUBLIC = {
     "model": "a network of one's own, with its weights",
     "weights": "the weights to start from",
 }
-WITHHELD = "withheld"  # in place of a checksum of training examples
 
 # settings that concern no value of a training example: what is run, where and when, the test set,
 # and which client has which examples
@@ -51,6 +55,37 @@ def require_covered(mechanism: type[Noise], config: Any, settings: Settings) -> 
     for home in (config, settings):
         values = {name: getattr(home, name) for name in home.options()}
         mechanism.require_covered(home.options(), values, harmless=harmless)
+
+
+def describe_released(config: Any) -> dict[str, Any]:
+    """Say what a run with noise protects, what it releases, and what its epsilon is not of."""
+    return {
+        "protects": config.mechanism.protects,
+        "released": list(config.mechanism.releases),
+        "not-covered": [
+            *(PUBLIC[part] for part in public_parts(config.public)),
+            "metrics of examples for evaluation",
+            "times and sizes of messages, and whether clients answer",
+        ],
+    }
+
+
+def named_for(config: Any, checksum: str) -> str:
+    """Return a checksum of training examples as results may name it; with noise, :func:`keyed`."""
+    return checksum if config.mechanism is None else keyed(checksum)
+
+
+def keyed(checksum: str) -> str:
+    """Return a name for a checksum that tells only this machine's user what it is of.
+
+    By the checksum itself, whoever knows all examples but one could try values of that one. The
+    key is drawn once, and kept in the cache's folder.
+    """
+    path = cache_dir() / "checksum.key"
+    if not path.exists():
+        with whole_path(path) as partial:
+            write_secret(partial, secrets.token_bytes(32))
+    return hashlib.blake2b(checksum.encode(), key=path.read_bytes()).hexdigest()[:64]
 
 
 def public_parts(text: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -138,15 +138,16 @@ class Data:
             self.inputs.require_alike(x, len(self.y_train))
         return self.inputs(x, check_ranges=False), labels
 
-    def keep(self) -> dict[str, Any]:
-        """Keep a copy in memory, named by content; return the settings that follow."""
+    def keep(self, name_of: Callable[[str], str] = str) -> dict[str, Any]:
+        """Keep a copy in memory, named by its checksum; return the settings that follow."""
         settings: dict[str, Any] = {}
         if self.split is not None:
             settings = {"partition": "given", "num_clients": len(self.split)}
         elif self.natural_ids is not None:
             settings = {"partition": "natural", "num_clients": len(np.unique(self.natural_ids))}
         arrays = self._arrays()
-        name = f"{PASSED}:{checksum(np.array(list(arrays)), *arrays.values())[:16]}"
+        content = name_of(checksum(np.array(list(arrays)), *arrays.values()))
+        name = f"{PASSED}:{content[:16]}"
         _kept.pop(name, None)
         _kept[name] = copy.deepcopy(self)
         while len(_kept) > MOST_KEPT:

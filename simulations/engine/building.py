@@ -21,6 +21,7 @@ from fedntk.strategies.core.array_archive import checksum, load_tensors
 from ..attacks import ATTACKS
 from ..config.config import Config
 from ..config.importing import ID, place_of, source_checksum
+from ..config.private import named_for
 from ..config.registry import all_methods
 from ..config.settings import ConfigError
 from ..data.kept_examples import Own
@@ -60,8 +61,8 @@ def source_of(setup: Setup) -> dict[str, Any]:
     drawn = ":" in config.model and not ID.search(config.model)  # by a user's code, or from files
     state = network.state_dict() if drawn or config.weights else {}
     return {
-        "data": setup.data.checksum,
-        "split": setup.split.checksum,
+        "data": named_for(config, setup.data.checksum),
+        "split": named_for(config, setup.split.checksum),
         "network": network_checksum(network),
         "sample-outputs": sample_outputs(network, network_inputs(config, setup.data.input_shape)),
         "first-weights": checksum(*(t.cpu().numpy() for t in state.values())) if state else "",

@@ -38,9 +38,16 @@ class AdmittedMetrics:
     Names that are `refused` are those of the recorder itself. `source` is for the log.
     """
 
-    def __init__(self, known: Iterable[str], refused: Callable[[str], bool], source: str) -> None:
+    def __init__(
+        self,
+        known: Iterable[str],
+        refused: Callable[[str], bool],
+        source: str,
+        others: int = OTHERS,
+    ) -> None:
         self._known, self._refused, self._source = frozenset(known), refused, source
         self._others: set[str] = set()
+        self._most = {True: OTHERS, False: others}  # names of reasons, and of other metrics
         self._reasons: set[str] = set()  # of rejected replies: names that servers give
         self._warned = False
 
@@ -57,7 +64,7 @@ class AdmittedMetrics:
             logger.warning(
                 "metrics of %s are left out, as %.80r: %d names of at most %d characters are "
                 "recorded besides the known ones",
-                *(self._source, min(left_out), OTHERS, LONGEST),
+                *(self._source, min(left_out), self._most[False], LONGEST),
             )
         return {name: value for name, value in scalars.items() if name in admitted}
 
@@ -70,8 +77,8 @@ class AdmittedMetrics:
         return self._reasons if name.startswith("rejected-") else self._others
 
     def _admits(self, name: str) -> bool:
-        pool = self._pool(name)
-        if name not in self._known and len(name) <= LONGEST and len(pool) < OTHERS:
+        pool, most = self._pool(name), self._most[name.startswith("rejected-")]
+        if name not in self._known and len(name) <= LONGEST and len(pool) < most:
             pool.add(name)
         return name in self._known or name in pool
 
@@ -101,12 +108,16 @@ class Recorder:
         self._arrays = ArrayRecord()
         self._saved = -1
         self._start = time.perf_counter()
-        method = self.config.chosen_method
-        known = (*OF_REPLIES, "train-loss", *method.metrics)
-        self._of_training = AdmittedMetrics(known, self._is_measured_here, "training")
+        config, method = self.config, self.config.chosen_method
+        known: tuple[str, ...] = (*OF_REPLIES, "train-loss", *method.metrics)
+        others = OTHERS
+        if config.mechanism is not None:
+            known, others = (*OF_REPLIES, *config.mechanism.metrics), 0
+        self._of_training = AdmittedMetrics(known, self._is_measured_here, "training", others)
         of_clients = (*OF_REPLIES, "accuracy", "loss", *method.evaluation_metrics)
-        self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation")
-        self._of_clients = AdmittedMetrics(of_clients, lambda _: False, "clients' evaluations")
+        own: Any = (of_clients, lambda _: False, "clients' evaluations", others)
+        self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation", others)
+        self._of_clients = AdmittedMetrics(*own)
         self.checkpoint = Checkpoint({}, self.strategy.learned, {}, self.source)
         reset_peak_memory()
 

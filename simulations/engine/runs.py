@@ -16,6 +16,7 @@ from fedntk.ntk.support.files import claimed
 from ..config import importing
 from ..config.config import OBJECTS, Config
 from ..config.importing import ID, renew_names
+from ..config.private import keyed, named_for
 from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
 from ..data.data import PASSED
@@ -286,7 +287,8 @@ def read_config(
             "config: expected a Config, a dict of settings, a TOML file, or a method, its name or "
             f"its strategy's class, got {config!r}"
         )
-    own = {} if data is None else OwnData.of(data, config).read().keep()
+    name = str if config.mechanism is None else keyed
+    own = {} if data is None else OwnData.of(data, config).read().keep(name)
     for name in own.keys() & overrides.keys():
         if own[name] != overrides[name]:
             raise ConfigError(
@@ -432,7 +434,7 @@ def _records_before(config: Config, state: State) -> Sequence[Record]:
         return []
     now: dict[str, Any] = code_checksums(config)
     with contextlib.suppress(ConfigError):  # results can be read without what they depend on
-        now["data"] = load_data(config).checksum
+        now["data"] = named_for(config, load_data(config).checksum)
         now |= source_of(load_setup(config))
     require_same(read_summary(config.folder), now, config.folder)
     return read_records(config.folder)

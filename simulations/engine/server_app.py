@@ -19,6 +19,7 @@ from fedntk.strategies import BaseStrategy
 
 from ..attacks import ATTACKS
 from ..config.config import Config
+from ..config.private import describe_released
 from ..config.settings import ConfigError
 from ..data.kept_examples import KeptExamples
 from ..deploy.simulated_trust import projected
@@ -179,8 +180,11 @@ def _serve(
         **source,
         "inputs": setup.data.inputs.describe(),
         "test-examples": len(setup.data.y_test),
-        "examples-per-client": [min(sizes), max(sizes)],
     }
+    if config.mechanism is None:
+        more["examples-per-client"] = [min(sizes), max(sizes)]
+    else:
+        more["privacy"] = describe_released(config)
     summary = write_run(config, recorder.checkpoint, **more)
     checkpoints.save(recorder.checkpoint, last=True)
     write_json(folder / "summary.json", summary)

@@ -430,6 +430,8 @@ def _splits(runs: Sequence[Run]) -> Iterator[tuple[str, NDArray[np.int64], Any]]
     for run, *_ in _group(runs, lambda r: str([getattr(r.config, k) for k in keys])).values():
         config = run.config
         try:
+            if config.mechanism is not None:
+                continue
             labels, clients = load_data(config).y_train, load_split(config).clients
         except (ConfigError, OSError) as error:
             logger.warning("no picture of the split: %s", error)

@@ -28,6 +28,7 @@ from fedntk.strategies.core.array_archive import load_tensors, save_tensors
 
 from ..config.config import CACHE, OBJECTS, REPLACE_RUN, Config
 from ..config.importing import ID
+from ..config.private import named_for
 from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..engine.checkpoints import Checkpoint, Record
@@ -354,7 +355,8 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path
 def run_with_its_data(run: Run | str | Path) -> Run:
     """Return a run, or read it from its folder; refuse it if its data set has changed since."""
     run = run if isinstance(run, Run) else read_run(run)
-    require_same(run.summary, {"data": load_data(run.config).checksum}, run.folder)
+    checksum = named_for(run.config, load_data(run.config).checksum)
+    require_same(run.summary, {"data": checksum}, run.folder)
     return run
 
 

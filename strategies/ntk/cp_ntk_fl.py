@@ -86,8 +86,8 @@ class CPNTKFL(CompressionOptions, NTKFL):
             "shuffling_server: name the training run with run=...": shuffled and not self.run,
             "defence: shuffled rows do not say whose they are; expected none with a "
             f"shuffling_server, got {self.defence}": shuffled and self.defence != "none",
-            "centre_inputs asks each client for a sum of its examples, which helps to tell shuffled "
-            "rows apart; leave it out": self.centre_inputs and shuffled,
+            "centre_inputs asks each client for a sum of its examples, which helps to tell rows "
+            "apart; leave it out with a shuffling_server": self.centre_inputs and shuffled,
         }
         refuse_first(rules)
 

@@ -170,7 +170,7 @@ def test_a_private_client_tells_nothing_else_of_its_training_examples():
     shuffled = CPNTKFLClient(centred, X, Y, shuffling_key=public_bytes(KEY), run=RUN)
     assert private.fit(WEIGHTS, FIRST)[2] == {"noise-multiplier": 2.0, "label-noise": 0.5}
     for ask, message in (
-        (lambda: private.query([w[None] for w in WEIGHTS], {}), "answers only evaluate, .*; got query: "),
+        (lambda: private.query([w[None] for w in WEIGHTS], {}), "answers only .*; got query: "),
         (lambda: private.evaluate(WEIGHTS, {}), "give it examples for evaluation"),
         (lambda: private.input_sums({}), "answers only .*; got query.input_sums: "),
         (lambda: shuffled.input_sums({}), "which helps to tell shuffled rows apart"),
