@@ -1,0 +1,191 @@
+"""What clients that promise something tell of their training examples: a list, and nothing else."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch import nn
+from torch.utils.data import Dataset
+
+from fedntk.clients import (
+    ClosedFormClient,
+    CPNTKFLClient,
+    FedEnsembleClient,
+    MaskedWeights,
+    NamedArrays,
+    SGDClient,
+    TCTClient,
+    client_app,
+)
+from fedntk.ntk import FeatureMap
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.noise import ANSWERED, HARMLESS, Noise
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
+from fedntk.ntk.payloads.sum_task import SumTask
+from fedntk.simulations.engine._flower import become_server
+from fedntk.strategies import CPNTKFL, OneExchange
+
+from ..conftest import refused
+
+GENERATOR = torch.Generator().manual_seed(3)
+X, Y = torch.randn(41, 1, 12, 12, generator=GENERATOR), torch.arange(41) % 3
+KINDS = (
+    *("train", "evaluate", "query", "query.partition", "query.keys", "query.input_sums"),
+    *("query.public_key", "evaluate.model"),
+)
+
+
+def network(*more):
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        layers = nn.Conv2d(1, 5, 3), nn.ReLU(), *more, nn.Flatten(), nn.Linear(500, 40), nn.Tanh()
+        return nn.Sequential(*layers, nn.Linear(40, 3))
+
+
+NOISE = {"clip": 1.0, "noise_multiplier": 1.0, "noise_seed": (0,)}
+TESTS = {"x_test": X[:5], "y_test": Y[:5]}
+PRIVATE = {
+    "masked sums": lambda **own: ClosedFormClient(network(), X, Y, only_masked=True, **own),
+    "a budget": lambda **own: ClosedFormClient(network(), X, Y, privacy_limit=(3, 1e-5), **own),
+    "masked TCT": lambda **own: TCTClient(network(), X, Y, only_masked=True, **own),
+    "rows with noise": lambda **own: CPNTKFLClient(network(), X, Y, **NOISE, **own),
+    "in an ensemble": lambda **own: FedEnsembleClient(
+        CPNTKFLClient(network(), X, Y, **NOISE, **own)
+    ),
+}
+
+
+def answer(app, kind, config=None, arrays=None):
+    weights = network().state_dict() if arrays is None else arrays
+    content = {"arrays": ArrayRecord(dict(weights)), "config": ConfigRecord(config or {})}
+    become_server()
+    context = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
+    return app(Message(RecordDict(content), 2, kind), context).content
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - ANSWERED))
+def test_a_private_client_answers_no_message_that_is_not_on_the_list(name, kind):
+    app = client_app(lambda _: PRIVATE[name](**TESTS))
+    refused(f"answers only evaluate, .*; got {kind}:", answer, app, kind)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_it_evaluates_on_examples_for_that_and_never_on_its_training_examples(name):
+    if name != "in an ensemble":  # which takes the records of several models
+        answer(client_app(lambda _: PRIVATE[name](**TESTS)), "evaluate")
+    on_training = client_app(lambda _: PRIVATE[name]())
+    refused("give it examples for evaluation", answer, on_training, "evaluate")
+
+
+def test_a_mod_that_masks_lets_no_client_evaluate_on_its_training_examples():
+    def masked(**own):
+        return client_app(lambda _: SGDClient(network(), X, Y, **own), mods=[MaskedWeights()])
+
+    assert answer(masked(**TESTS), "evaluate")["metrics"]["num-examples"] == 5
+    refused("give it examples for evaluation", answer, masked(), "evaluate")
+    refused("sends only masked sums", answer, masked(**TESTS), "query.input_sums")
+
+
+def sums_of(client, bits=8, epsilon=1.0, total=None, **options):
+    """A client's sums with noise to come from a trusted server."""
+    task = SumTask(bits=bits, epsilon=epsilon, **options)
+    config = {**FeatureMap("last-layer").to_config(), **task.to_config()}
+    records = {"arrays": {k: v.numpy() for k, v in network().state_dict().items()}}
+    records["steps"] = {"step": np.ones(40, np.float32)}
+    if total is not None:
+        records["total"] = total
+        return client.evaluate(NamedArrays(records), config)
+    arrays, count, metrics = client.fit(NamedArrays(records), config)
+    return arrays.records["arrays"], count, metrics
+
+
+@pytest.mark.parametrize("name", ["masked sums", "a budget"])
+def test_a_private_client_makes_no_model_of_a_total_that_the_server_sends(name, tmp_path):
+    """It would be an exact function of the client's own sums, as often as asked for."""
+    client = PRIVATE[name](**TESTS, cache=tmp_path)
+    total = FeatureStatistics.of([torch.ones(2, 40)], torch.arange(2), 3)
+    refused("have the strategy set personal = False", sums_of, client, total=total.to_arrays())
+    refused("secure_aggregation = False, got True", OneExchange, personal=True,
+            network=network(), secure_aggregation=True)  # fmt: skip
+
+
+def parsed(arrays):
+    fixed = FixedPoint(np.ones(40, np.float32), 8)
+    return FeatureStatistics.from_arrays(arrays, SumFormat(40, 3, None, fixed))
+
+
+def client_of(chosen, cache, model=None, **own):
+    return ClosedFormClient(model or network(), X[chosen], Y[chosen], cache=cache, **own)
+
+
+def test_a_row_depends_on_its_own_example_to_the_last_bit(tmp_path):
+    """Without one example the sums lack exactly its row, wherever it stood and whatever came after.
+
+    Convolutions and products of matrices have other last bits beside other examples, which now and
+    then move a whole number by one.
+    """
+    every = np.arange(len(X))
+    whole = parsed(sums_of(client_of(every, tmp_path))[0])
+    for left_out in (0, 7, 40):
+        others = parsed(sums_of(client_of(np.delete(every, left_out), tmp_path))[0])
+        alone = parsed(sums_of(client_of([left_out], tmp_path))[0])
+        np.testing.assert_array_equal(whole.gram - others.gram, alone.gram)
+        np.testing.assert_array_equal(whole.class_sums - others.class_sums, alone.class_sums)
+    _, count, metrics = sums_of(client_of(every, tmp_path))
+    assert (count, metrics) == (1, {})
+
+
+class Augmented(Dataset):
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return X[i] + torch.randn(1), int(Y[i])
+
+
+def test_rows_that_depend_on_other_rows_are_refused(tmp_path):
+    sampled = client_of(range(20), tmp_path, sampling_rate=0.5)
+    refused("sampling_rate: with noise .* expected 1.0, got 0.5", sums_of, sampled)
+    augmented = ClosedFormClient(network(), Augmented(), cache=tmp_path)
+    refused("expected arrays of examples", sums_of, augmented)
+    noisy = CPNTKFLClient(network(), Augmented(), **NOISE)
+    weights = [v.numpy() for v in network().state_dict().values()]
+    refused("expected arrays of examples", noisy.fit, weights, {"server-round": 1})
+    for layer in (nn.BatchNorm2d(5, track_running_stats=False), nn.InstanceNorm2d(5)):
+        model = network(layer)
+        client = client_of(range(20), tmp_path, model)
+        records = {"arrays": {k: v.numpy() for k, v in model.state_dict().items()}}
+        records["steps"] = {"step": np.ones(40, np.float32)}
+        task = SumTask(bits=8, epsilon=1.0)
+        config = {**FeatureMap("last-layer").to_config(), **task.to_config()}
+        if isinstance(layer, nn.BatchNorm2d):
+            refused("depend only on the example", client.fit, NamedArrays(records), config)
+        else:  # statistics of an example's own numbers
+            client.fit(NamedArrays(records), config)
+
+
+@pytest.mark.parametrize("kind", [OneExchange, CPNTKFL])
+def test_an_option_that_no_list_has_keeps_its_default_with_noise(kind):
+    """A method of one's own may add an option; at its default it is as if it were not there."""
+    names = {name for one in (OneExchange, CPNTKFL, *map(type, (client() for client in
+             list(PRIVATE.values())[:4]))) for name in one.options()}  # fmt: skip
+    assert names >= HARMLESS
+    mechanism = kind.mechanism.fget(type("Noisy", (), {"epsilon": 1.0, "noise_multiplier": 1.0}))
+    assert issubclass(mechanism, Noise)
+    values = {name: option.default for name, option in kind.options().items()}
+    values |= {name: allowed[0] for name, allowed in mechanism.needs.items()}
+    mechanism.require_covered(kind.options(), values)
+    free = HARMLESS | mechanism.covers
+    for name in kind.options().keys() - free:
+        odd = values | {name: object()}
+        refused(f"^{name}: with noise only what", mechanism.require_covered, kind.options(), odd)
+
+
+def test_only_listed_metrics_of_replies_are_counted_with_noise():
+    told = {"num-examples": 3, "train-loss": 0.7, "replies-rejected": 1, "mean-age": 51.0}
+    mechanism = OneExchange.mechanism.fget(type("Noisy", (), {"epsilon": 1.0}))
+    assert mechanism.filtered(told) == {"num-examples": 3, "replies-rejected": 1}
+    json.dumps(mechanism.releases)
