@@ -11,9 +11,16 @@ from opacus.accountants.analysis import gdp, rdp
 from scipy.special import ive, logsumexp
 from scipy.stats import chi2
 
-from fedntk.ntk.convex.private_sums import ORDERS, SumNoise, bound_rows, solve_noisy
+from fedntk.ntk.convex.private_sums import (
+    LARGEST_MEAN,
+    MOST_DRAWS,
+    ORDERS,
+    SumNoise,
+    bound_rows,
+    solve_noisy,
+)
 from fedntk.ntk.features.fixed_point import FixedPoint
-from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, packed_diagonal
 
 from ...conftest import refused
 
@@ -135,6 +142,29 @@ def test_more_noise_and_more_survivors_mean_less_epsilon(fewest):
     costs = [noise.epsilon(DELTA, survivors) for survivors in (1, 2, 4, 5, 100) if fewest]
     assert costs == sorted(set(costs), reverse=True)
     assert not fewest or costs[2] == noise.epsilon(DELTA)
+
+
+@pytest.mark.parametrize("mean", [7.0, 2.0**32, 2.0**34.3, MOST_DRAWS * LARGEST_MEAN])
+def test_a_share_of_noise_has_all_low_bits_and_the_shape_of_its_law(mean):
+    """Up to the largest mean that is not refused; of 36,000 numbers, 6 standard errors allowed.
+
+    Noise of multiples of 16 would leave the exact sums modulo 16 in sight.
+    """
+    width, fewest = 250, 3
+    multiplier = math.sqrt(mean * 2 * fewest * 0.5 / 100**4)
+    noise = noise_of(100, width, 18, multiplier, fewest=fewest)
+    zeros = sums(np.zeros((1, width)), 18)
+    drawn = noise.add(zeros, np.random.default_rng(7)).gram
+    count, variance = len(drawn), mean  # off the diagonal, half of the diagonal's 2 mean
+    for modulus in (2, 16, 1024)[: 3 if mean > 1e6 else 1]:
+        expected = count / modulus
+        squares = (np.bincount(drawn % modulus, minlength=modulus) - expected) ** 2 / expected
+        assert abs(squares.sum() - modulus + 1) <= 6 * math.sqrt(2 * modulus)
+    of_diagonal = packed_diagonal(width)
+    others = np.delete(drawn, of_diagonal).astype(float)
+    assert others.var() == pytest.approx(variance, rel=6 * math.sqrt(2 / count))
+    fourth = (others**4).mean() / others.var() ** 2
+    assert fourth == pytest.approx(3 + 1 / variance, abs=6 * math.sqrt(96 / count))
 
 
 @pytest.mark.parametrize("survivors", [3, 5])
