@@ -78,6 +78,7 @@ class RowNoise(Noise):
         {
             *("num-examples", "epsilon", "epsilon-without-labels", "noise-multiplier"),
             *("label-noise", "t", "learning-rate", "kernel-products", "solver-steps"),
+            "solver-error-estimate",
             *("candidate-loss", "linearised-loss", "model-updated"),
         }
     )

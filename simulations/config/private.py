@@ -26,7 +26,7 @@ HARMLESS_SETTINGS = HARMLESS | {
     *("lost_share", "late_share", "targets", "metrics", "monitor", "patience", "checkpoint_every"),
     *("test_examples", "width", "init", "norm", "random_features", "expand", "bandwidth"),
     *("projection_kind", "local_epochs", "batch_size", "momentum", "weight_decay", "public"),
-    *("ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads", "tables"),
+    *("ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
     *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
     *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),
     *("alpha", "min_partition_size", "examples_per_client", "classes_per_client"),

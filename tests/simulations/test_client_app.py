@@ -20,7 +20,7 @@ CONFIG = Config(
     method="fedavg", num_clients=3, clients_per_round=3, clients_per_evaluation=3, rounds=2
 )
 NOISE = {
-    "method": "cp-ntk-fl", "clients_per_evaluation": 0,
+    "method": "cp-ntk-fl", "clients_per_evaluation": 0, "standardise": False,
     "cp_ntk_fl": {"clip": 1.0, "noise_multiplier": 1.0, "selection": "linearised", "steps": "50"},
 }  # fmt: skip
 NODES = (5, 2**63 + 7, 2**64 - 2)  # Flower's ids are any numbers of 64 bits

@@ -15,7 +15,7 @@ from .settings import default_run_config
 
 DP = {
     "method": "cp-ntk-fl", "cp-ntk-fl.selection": "linearised", "clients-per-evaluation": 0,
-    "cp-ntk-fl.clip": 1.0, "cp-ntk-fl.noise-multiplier": 1.0,
+    "cp-ntk-fl.clip": 1.0, "cp-ntk-fl.noise-multiplier": 1.0, "standardise": False,
 }  # fmt: skip
 SUMS = {"method": "tct", "tct.solve": "statistics"}
 SECURE = SUMS | {"tct.bits": 8, "tct.secure-aggregation": True, "validation-examples": 9}
@@ -51,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (VALIDATION | {"validation-examples": 9}, "validation-clients (held out), got 9 and 2"),
     (VALIDATION | {"evaluate-on": "validation"}, "evaluate-on = test, or change ntk-fl.sel"),
     (DP | {"cp-ntk-fl.selection": "validation", "validation-clients": 2},
-     "use linearised, or validation with"),
+     "validation-clients: with noise only what its epsilon covers may be used; expected 0, got 2"),
     (DP | {"clients-per-evaluation": 5}, "set local-test-fraction, or clients-per-evaluation"),
     (SUMS | {"tct.sparsity": 0.5}, "tct.sparsity: expected 0 for solve = statistics, got 0.5"),
     (SUMS | {"tct.auto-ridge": True}, "tct.auto-ridge needs validation-examples, and no proj"),

@@ -186,9 +186,11 @@ def test_a_client_insists_on_enough_clients_and_on_masks(masked):
     plain = FedAvg(**OPTIONS)
     start_in_vain(plain, Grid(masked()))
     assert "sends only masked sums, and was asked for train" in plain.last_refusal
-    evaluated = make(fraction_evaluate=1.0)
-    start(evaluated, Grid(masked()))
-    assert evaluated.evaluate_metrics[1]["replies-accepted"] == 6
+    x, y = examples(9)
+    for tests, accepted in (({}, 0), ({"x_test": x, "y_test": y}, 6)):
+        evaluated = make(fraction_evaluate=1.0)
+        start(evaluated, Grid(masked(functools.partial(SGDClient, **tests))))
+        assert evaluated.evaluate_metrics[1]["replies-accepted"] == accepted
     start(FedAvg(**OPTIONS), Grid(masked(only_masked=False)))
 
 

@@ -1,0 +1,123 @@
+"""Runs with noise: what they may use, and that nothing else of the examples is in their results."""
+
+import json
+import re
+import tomllib
+
+import numpy as np
+import pytest
+
+from fedntk.simulations import Config, OwnData, run
+from fedntk.simulations.config.private import HARMLESS_SETTINGS, keyed
+from fedntk.simulations.report.report import write_report
+
+from .outcomes import refused
+
+SUMS = {
+    "method": "one-exchange", "standardise": False, "clients_per_evaluation": 0, "rounds": 1,
+    "one_exchange": {"epsilon": 3.0, "auto_ridge": False, "validation_share": 0.0},
+}  # fmt: skip
+ROWS = {
+    "method": "cp-ntk-fl", "standardise": False, "clients_per_evaluation": 0,
+    "cp_ntk_fl": {"clip": 1.0, "noise_multiplier": 1.0, "selection": "linearised", "steps": "50"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"standardise": True}, "standardise: .* mean and standard deviation .* add moments to"),
+        ({"dataset": "csv:patients.csv"}, "dataset: .* names of columns and classes"),
+        ({"model": "mynet.py:build"}, "model: .* add model to public, got public = 'moments'"),
+        ({"weights": "of-another-run.safetensors"}, "weights: .* add weights to public"),
+        ({"validation_examples": 20}, "validation-examples: .* expected 0, got 20"),
+        ({"validation_clients": 2}, "validation-clients: .* expected 0, got 2"),
+        ({"centre_inputs": True}, "centre-inputs: .* expected False, got True"),
+        ({"attack": "mimic", "liars": 2}, "attack: .* expected 'none', got 'mimic'"),
+        ({"evaluate_on": "validation", "private_test": True, "local_test_fraction": 0.2},
+         "evaluate-on: .* expected 'test', got 'validation'"),
+        ({"public": "moments,ages"}, "public: expected words of schema: .* got 'ages'"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("base", [SUMS, ROWS], ids=["sums", "rows"])
+def test_with_noise_a_run_uses_only_what_is_on_the_list(base, given, said):
+    if said.startswith("model"):
+        given = {**given, "public": "moments"}
+    refused(said, Config, **(base | given))
+
+
+def test_what_an_owner_says_to_be_public_is_used_and_named():
+    """So are sums of rows that depend on others; rows with noise may be of a sample."""
+    Config(**SUMS | {"standardise": True, "public": "moments"})
+    Config(**SUMS | {"dataset": "csv:patients.csv", "public": "schema, weights"})
+    refused("sampling-rate: .* expected 1.0, got 0.5", Config, **SUMS | {"sampling_rate": 0.5})
+    Config(**ROWS | {"sampling_rate": 0.5})
+    more = {"one_exchange": {"epsilon": 1.0, "validation_share": 0.0}}
+    refused("auto-ridge: .* expected False", Config, **SUMS | more)
+    refused("cp-ntk-fl.selection: .* got 'clients'", Config,
+            **ROWS | {"cp_ntk_fl": {"clip": 1.0, "noise_multiplier": 1.0}})  # fmt: skip
+
+
+def test_every_name_on_the_list_is_a_setting_or_an_option():
+    """A name that is none would permit an option of that name that someone adds later."""
+    known = set(Config.options())
+    for name in ("one-exchange", "cp-ntk-fl"):
+        method = Config(method=name).chosen_method
+        for kind in (method.strategy_class, method.client_class, method.settings):
+            known |= kind.options().keys()
+    assert known >= HARMLESS_SETTINGS
+
+
+MEASURED = r"accuracy|loss|best|second|memory|machine|threads|to-target|solver|products"
+KEYED = r"data|split"
+
+
+def facts(value):
+    """What a summary says, apart from what follows from rows with noise, and keyed names."""
+    return {key: part for key, part in value.items() if not re.search(f"{MEASURED}|{KEYED}", key)}
+
+
+@pytest.mark.parametrize("base", [SUMS, ROWS], ids=["sums", "rows"])
+def test_two_data_sets_that_differ_by_one_example_leave_the_same_traces(base, tmp_path):
+    """Apart from the model with noise, and what is measured of it on test examples.
+
+    The one example has an extreme value and is the only one of its client's class.
+    """
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 5)), np.arange(60) % 2
+    test, labels = rng.normal(size=(20, 5)), np.arange(20) % 2
+    x[-1], y[40:] = 1e3, 0
+    y[-1] = 1
+    found = []
+    for name, rows in (("with", 60), ("without", 59)):
+        rows = slice(rows) if base is SUMS else slice(60)  # there neighbours have as many
+        inputs, targets = x.copy(), y.copy()
+        if name == "without" and base is ROWS:
+            inputs[-1], targets[-1] = 0.0, 0
+        data = OwnData((inputs[rows], targets[rows]), test=(test, labels))
+        config = base | {"public": "schema", "num_clients": 3, "partition": "iid", "rounds": 1}
+        result = run(config, data=data, out=tmp_path / name, progress=False, width=8)
+        settings = tomllib.loads((result.folder / "config.toml").read_text())
+        assert settings.pop("dataset") != f"passed:{data.read().checksum[:16]}"
+        del settings["out"]
+        lines = (result.folder / "rounds.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        inputs = json.loads((result.folder / "inputs.json").read_text())
+        found.append((facts(result.summary), settings, inputs, list(map(facts, records))))
+        report = write_report(result.folder, tmp_path / f"report-{name}")
+        assert "Classes of the clients" not in report.with_name("report.html").read_text()
+    assert found[0] == found[1]
+    privacy = found[0][0]["privacy"]
+    assert any("with noise" in part for part in privacy["released"])
+    assert "names of columns and classes, kinds of columns" in privacy["not-covered"]
+
+
+def test_a_private_run_is_known_by_a_key_that_stays_on_the_machine(tmp_path, monkeypatch):
+    """So it is read again if the same examples are passed, and nobody else can try examples."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert keyed("a") == keyed("a") != keyed("b")
+    key = tmp_path / "cache" / "fedntk" / "checksum.key"
+    assert (key.stat().st_mode & 0o777, len(key.read_bytes())) == (0o600, 32)
+    before = keyed("a")
+    key.unlink()
+    assert keyed("a") != before
