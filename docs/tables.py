@@ -685,6 +685,23 @@ def feature_learning_iid() -> str:
     )  # fmt: skip
 
 
+def private_audit() -> str:
+    """Return a row for each private configuration; a bound of 0 says that nothing was found."""
+    rows = [
+        [
+            row["configuration"], f"{row['claim']:.2f}", f"{row['lower-bound']:.2f}",
+            row["best-view"].replace("file ", "file: "), f"{row['model']:.2f}",
+            "" if row["server"] is None else f"{row['server']:.2f}", row["numbers-in-files"],
+        ]
+        for row in read("private_audit")["rows"]
+    ]  # fmt: skip
+    return markdown(
+        "configuration | claimed epsilon | lower bound found | best view"
+        " | from the model | from what the server saw | numbers in files that were tried",
+        rows,
+    )
+
+
 def sums_privacy() -> str:
     table = pd.DataFrame(read("sums_privacy")["membership"])
     chosen = table[(table.weights == "first") & (table.bits == 32)]
@@ -999,7 +1016,8 @@ TABLES: dict[str, Callable[..., str]] = {
         tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
-        feature_learning_groups, feature_learning_iid, sums_privacy, liars_in_sums, liars,
+        feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
+        liars_in_sums, liars,
         liars_costs, losses, round_costs, secure_sums, speed, gpu, kernel_peers, crashes,
         gradient_norms,
     )
