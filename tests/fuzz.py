@@ -44,7 +44,7 @@ from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 from tqdm import tqdm
 
-from fedntk.clients import ClosedFormClient, CPNTKFLClient, DFedAvgClient, SGDClient, TCTClient
+from fedntk.clients import ClosedFormClient, DFedAvgClient, SGDClient, TCTClient
 from fedntk.ntk import CentredInputs, TCTModel
 from fedntk.simulations.check import failed
 from fedntk.simulations.engine._flower import own_copy
@@ -89,7 +89,7 @@ NOISY = {
 }  # fmt: skip
 KEPT = tempfile.TemporaryDirectory(prefix="fedntk-kept-")  # sums on the server's disk
 HARM = {"keep_sums": KEPT.name, "remove_harmful": 0.05, "validation": examples(7)}
-KEYS, SHUFFLING_KEY = test_cp_ntk_fl.Parties(), new_key()
+KEYS, SHUFFLING_KEY, SEALING = test_cp_ntk_fl.Parties(), new_key(), test_cp_ntk_fl.sealing
 NTK = {"learning_rate": 0.1, "steps": [5, 20, 50], "run": test_cp_ntk_fl.RUN}
 
 
@@ -118,7 +118,8 @@ def centred(network: nn.Module, *data: Any, **options: Any) -> SGDClient:
 
 def shuffled(**options: Any) -> CPNTKFL:
     """Make a strategy with a shuffling server of its own, which gives out each round once."""
-    return CPNTKFL(shuffling_server=ShufflingServer(SHUFFLING_KEY), **NTK, **options)
+    server = ShufflingServer(test_cp_ntk_fl.ENROLLED, SHUFFLING_KEY)
+    return CPNTKFL(shuffling_server=server, **NTK, **options)
 
 
 # what CONTRACTS lack: secure sums, with and without noise, sums in any order, those that are judged
@@ -141,10 +142,7 @@ FEDERATIONS = CONTRACTS | {
     "CPNTKFL with a key server": Contract(
         partial(CPNTKFL, key_server=KEYS.server, **NTK), KEYS.app
     ),
-    "shuffled CPNTKFL": Contract(
-        shuffled,
-        app(CPNTKFLClient, shuffling_key=public_bytes(SHUFFLING_KEY), run=test_cp_ntk_fl.RUN),
-    ),
+    "shuffled CPNTKFL": Contract(shuffled, app(SEALING, shuffling_key=public_bytes(SHUFFLING_KEY))),
     "centred SeededFedAvg": Contract(
         partial(SeededFedAvg, centre_inputs=True), app(centred, **SGD)
     ),

@@ -1,6 +1,7 @@
 """The command ``python -m fedntk.trust``: keys, and the two servers as processes."""
 
 import asyncio
+import secrets
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .key_server import KeyServer, load_secret, new_secret
-from .sealing import SealError, load_key, new_key, public_bytes, save_key
+from .sealing import SealError, load_key, load_token, new_key, public_bytes, save_key, write_secret
 from .service import (
     BODY_LIMIT,
     BODY_TIMEOUT,
@@ -48,6 +49,10 @@ app = typer.Typer(
 NewFile = Annotated[
     Path, typer.Argument(help="Only its owner can read it; an existing file is not replaced.")
 ]
+Token = Annotated[Path, typer.Option(help="Made by new-token; the ServerApp has the same.")]
+Enrolled = Annotated[
+    Path, typer.Option(help="Public keys of the clients, one a line; may change at any time.")
+]
 BodyTimeout = Annotated[
     float, typer.Option(min=0.1, help="Seconds for a request's body; then it is refused.")
 ]
@@ -74,13 +79,18 @@ def new_key_server_command(file: NewFile) -> None:
     typer.echo(new_secret(file).hex())
 
 
+@app.command("new-token")
+def new_token_command(file: NewFile) -> None:
+    """Make a token, by which the two servers know the ServerApp."""
+    write_secret(file, secrets.token_hex().encode())
+
+
 @app.command("key-server")
 def key_server_command(
     *,
     secret: Annotated[Path, typer.Option(help="Made by new-key-server.")],
-    enrolled: Annotated[
-        Path, typer.Option(help="Public keys of the clients, one a line; may change at any time.")
-    ],
+    enrolled: Enrolled,
+    token: Token,
     body_timeout: BodyTimeout = SMALL_BODY_TIMEOUT,
     host: Host = "127.0.0.1",
     port: Port = 9191,
@@ -90,7 +100,7 @@ def key_server_command(
     """Print the verification key, and give enrolled clients the projection's seed, sealed."""
     master, signing_key = load_secret(secret)
     server = KeyServer(master, read_enrolled(enrolled), signing_key)
-    service = key_server_app(server, enrolled, body_timeout=body_timeout)
+    service = key_server_app(server, enrolled, load_token(token), body_timeout)
     typer.echo(server.verify_key.hex())
     _serve(service, host, port, ssl_certfile, ssl_keyfile)
 
@@ -99,11 +109,13 @@ def key_server_command(
 def shuffling_server_command(
     *,
     secret: Annotated[Path, typer.Option(help="Private key, made by new-key.")],
+    enrolled: Enrolled,
+    token: Token,
     min_clients: Annotated[
         int, typer.Option(min=2, help="With fewer good uploads nothing is given out.")
     ] = 2,
     body_limit: Annotated[
-        int, typer.Option(min=1, help="Bytes of a round's sealed uploads together.")
+        int, typer.Option(min=1, help="Bytes of all requests together at a time.")
     ] = BODY_LIMIT,
     body_timeout: BodyTimeout = BODY_TIMEOUT,
     host: Host = "127.0.0.1",
@@ -112,8 +124,8 @@ def shuffling_server_command(
     ssl_keyfile: CertificateKey = None,
 ) -> None:
     """Print the public key, and permute the rows of uploads that clients sealed with it."""
-    server = ShufflingServer(load_key(secret), min_clients=min_clients)
-    service = shuffling_server_app(server, body_limit=body_limit, body_timeout=body_timeout)
+    server = ShufflingServer(read_enrolled(enrolled), load_key(secret), min_clients=min_clients)
+    service = shuffling_server_app(server, enrolled, load_token(token), body_limit, body_timeout)
     typer.echo(server.public_key.hex())
     _serve(service, host, port, ssl_certfile, ssl_keyfile)
 
@@ -138,8 +150,8 @@ def _serve(
 ) -> None:
     """Serve one request a connection: uvicorn limits a head's length, `_OneRequest` its time.
 
-    A second request would have no limit for its head. A proxy in front has to limit how long a
-    client reads its answer, and how many clients there are at once, each with a body in memory.
+    A second request would have no limit for its head. A proxy in front has to limit how long the
+    caller reads its answer, and how many strangers connect at once, each with a head in memory.
     """
     uvicorn.run(
         service,

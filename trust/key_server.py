@@ -46,10 +46,29 @@ _CHALLENGE = "seed-challenge"
 
 
 class NotEnrolled(SealError):  # noqa: N818 - it names the thing refused, as BadReply does
-    """A public key for which the key server seals nothing."""
+    """A public key that is no enrolled client's."""
 
 
-class KeyServer:
+class Enrolment:
+    """The enrolled clients, as both servers know them."""
+
+    def enrol(self, enrolled: Iterable[bytes]) -> None:
+        """Replace the enrolled public keys; if one lacks 32 bytes, the former keys stay."""
+        keys = frozenset(enrolled)
+        for key in keys:
+            require_bytes("enrolled keys", key, KEY_BYTES)
+        self._enrolled = keys
+
+    def require_enrolled(self, public_key: bytes) -> None:
+        """Raise NotEnrolled for another key than a client's."""
+        if public_key not in self._enrolled:
+            raise NotEnrolled(
+                f"the client with key {fingerprint(public_key)}... is not enrolled; make sure that "
+                "the key belongs to one of your clients, and add it to the enrolled keys"
+            )
+
+
+class KeyServer(Enrolment):
     """The trusted third party that knows the seeds.
 
     Parameters
@@ -68,7 +87,7 @@ class KeyServer:
     >>> server = KeyServer(bytes(32), [public_bytes(key)], Ed25519PrivateKey.generate())
     >>> client = ClientKeys(key, run="7", verify_key=server.verify_key, state={})
     >>> request = client.request()
-    >>> sealed = server.sealed_seed(request["public-key"], "7", request["challenge"])
+    >>> sealed = server.sealed_seed(request["public-key"], request["challenge"], "7")
     >>> client.open(sealed) == server.projection_seed("7")
     True
     """
@@ -81,25 +100,18 @@ class KeyServer:
         self.verify_key = signing_key.public_key().public_bytes_raw()
         self.enrol(enrolled)
 
-    def enrol(self, enrolled: Iterable[bytes]) -> None:
-        """Replace the enrolled public keys; if one lacks 32 bytes, the former keys stay."""
-        keys = frozenset(enrolled)
-        for key in keys:
-            require_bytes("enrolled keys", key, KEY_BYTES)
-        self._enrolled = keys
-
     def projection_seed(self, run: str) -> bytes:
         """Return the seed rho of a run, 32 bytes: HKDF-SHA256 of the master and the run's name."""
         info = b"fedntk projection seed 1\0" + check_run(run)
         return HKDF(SHA256(), SEED_BYTES, salt=None, info=info).derive(self._master)
 
-    def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
+    def sealed_seed(self, public_key: bytes, challenge: bytes, run: str) -> bytes:
         """Return the run's seed sealed for one client, E(k_m^+, rho), and signed; or NotEnrolled.
 
         `public_key` and `challenge` are from :meth:`ClientKeys.request`. They and the run are in
         clear, then come the sealed seed and a signature of it all.
         """
-        self._require_enrolled(public_key)
+        self.require_enrolled(public_key)
         require_bytes("challenge", challenge, CHALLENGE_BYTES)
         head = _head(public_key, challenge, run)
         signed = head + seal(self.projection_seed(run), public_key, info=head)
@@ -111,16 +123,8 @@ class KeyServer:
         Clients that seal for each other check it with :func:`check_voucher`, so that a relay cannot
         name keys of its own.
         """
-        self._require_enrolled(public_key)
+        self.require_enrolled(public_key)
         return self._signing_key.sign(_VOUCHED + public_key + check_run(run))
-
-    def _require_enrolled(self, public_key: bytes) -> None:
-        if public_key not in self._enrolled:
-            raise NotEnrolled(
-                f"the client with key {fingerprint(public_key)}... is not enrolled with the key "
-                "server; make sure that the key belongs to one of your clients, and add it to the "
-                "enrolled keys"
-            )
 
 
 def check_voucher(voucher: bytes, public_key: bytes, run: str, verify_key: bytes) -> None:

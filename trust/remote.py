@@ -1,7 +1,7 @@
 """The key server and the shuffling server in other processes, with the methods of the local ones.
 
 A request holds the arguments of a method (see :mod:`fedntk.trust.wire`), its answer is bytes. A
-refusal is JSON, the error's name and message, and is raised here as the same error.
+refusal is the error's message as JSON; its status says which error is raised here.
 """
 
 import ssl
@@ -15,12 +15,12 @@ import httpx
 from fedntk.ntk import UploadLimits
 
 from .key_server import NotEnrolled
-from .sealing import SealError
+from .sealing import SealError, load_token
 from .shuffling_server import Shuffled
 from .wire import SEALED_SEED, SHUFFLE, VOUCHER, pack
 
 CHUNK_BYTES = 1_000_000
-_ERRORS = {error.__name__: error for error in (SealError, NotEnrolled)}
+_ERRORS: dict[int, type[Exception]] = {401: ConnectionError, 403: NotEnrolled}  # else SealError
 
 
 class _Remote:
@@ -28,22 +28,27 @@ class _Remote:
     timeout = 30.0
 
     def __init__(
-        self, url: str, *, timeout: float | None = None, verify: bool | str | Path = True
+        self,
+        url: str,
+        token: str | Path,
+        *,
+        timeout: float | None = None,
+        verify: bool | str | Path = True,
     ) -> None:
         self.url = url.rstrip("/")
-        self.timeout = self.timeout if timeout is None else timeout
-        self._verify = (
-            verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
-        )
+        context = verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
+        self._options: dict[str, Any] = {
+            "headers": {"Authorization": f"Bearer {load_token(token)}"},
+            "timeout": self.timeout if timeout is None else timeout,
+            "verify": context,
+        }
 
     def _ask(self, path: str, parts: Sequence[bytes], **named: Any) -> bytes:
         body = pack(named, parts)
         # in chunks: of a body in one piece, each write copies the rest
         chunks = (body[i : i + CHUNK_BYTES] for i in range(0, len(body), CHUNK_BYTES))
         try:
-            response = httpx.post(
-                self.url + path, content=chunks, timeout=self.timeout, verify=self._verify
-            )
+            response = httpx.post(self.url + path, content=chunks, **self._options)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise ConnectionError(
                 f"no {self.command} answers at {self.url} ({error or type(error).__name__}); start "
@@ -52,8 +57,7 @@ class _Remote:
         if response.is_success:
             return response.content
         try:
-            refusal = response.json()
-            raised = _ERRORS[refusal["error"]](refusal["message"])
+            raised = _ERRORS.get(response.status_code, SealError)(response.json()["message"])
         except Exception:  # whatever answers at this address
             raised = SealError(
                 f"the {self.command} at {self.url} answered with status {response.status_code}; "
@@ -63,12 +67,14 @@ class _Remote:
 
 
 class RemoteKeyServer(_Remote):
-    """A :class:`KeyServer` in another process; ConnectionError if it does not answer.
+    """A :class:`KeyServer` in another process; ConnectionError if it does not answer this caller.
 
     Parameters
     ----------
     url : str
         Address, such as ``"https://keys.example.org:9191"``.
+    token : str or Path
+        File that ``python -m fedntk.trust new-token`` made; the server has the same.
     timeout : float
         Seconds to wait without progress, 30 by default.
     verify : bool, str or Path
@@ -78,7 +84,7 @@ class RemoteKeyServer(_Remote):
 
     command = "key-server"
 
-    def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
+    def sealed_seed(self, public_key: bytes, challenge: bytes, run: str) -> bytes:
         """See :meth:`KeyServer.sealed_seed`."""
         return self._ask(SEALED_SEED, [public_key, challenge], run=run)
 

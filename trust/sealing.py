@@ -7,6 +7,7 @@ Bytes that were changed, or sealed for another purpose, do not open.
 """
 
 import os
+import re
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
@@ -72,6 +73,14 @@ def check_public_key(public_key: bytes) -> bytes:
     return public_key
 
 
+def agree(private_key: X25519PrivateKey, public_key: bytes) -> bytes:
+    """Return the secret that only the owners of two keys can compute."""
+    try:
+        return private_key.exchange(X25519PublicKey.from_public_bytes(public_key))
+    except ValueError:
+        raise SealError("expected an X25519 public key of full order") from None
+
+
 def new_key() -> X25519PrivateKey:
     """Make a private key from the operating system's entropy."""
     return X25519PrivateKey.generate()
@@ -104,6 +113,14 @@ def load_key(path: str | Path) -> X25519PrivateKey:
     if not isinstance(key, X25519PrivateKey):
         raise SealError(f"{path}: expected an X25519 key, got {type(key).__name__}")
     return key
+
+
+def load_token(path: str | Path) -> str:
+    """Read a token for requests, 64 digits; SealError if the file holds something else."""
+    token = Path(path).read_bytes().decode(errors="replace").strip()
+    if not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", token):
+        raise SealError(f"{path} holds no token for requests; new-token makes one")
+    return token
 
 
 def write_secret(path: str | Path, data: bytes) -> None:

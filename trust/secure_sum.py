@@ -35,7 +35,7 @@ from typing import Self
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
@@ -43,7 +43,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from .sealing import KEY_BYTES, SealError, public_bytes
+from .sealing import KEY_BYTES, SealError, agree, public_bytes
 from .wire import frame
 
 FEWEST = 3  # clients of a sum: each of two would learn the other's numbers
@@ -133,7 +133,7 @@ class Roster:
         self, words: Words, key: X25519PrivateKey, other_key: bytes, about: bytes, sign: int
     ) -> None:
         """Add or subtract PRG(s_uv) of the owners of two mask keys, in place."""
-        seed = self.derive(_agree(key, other_key), f"pair {about.hex()}")
+        seed = self.derive(agree(key, other_key), f"pair {about.hex()}")
         _add_stream(words, seed, sign)
 
 
@@ -289,7 +289,7 @@ class Masker:
     ) -> tuple[bytes, bytes]:
         """Return the key for what one client sends another in this sum, and its purpose."""
         sender, receiver = (self.client, other) if sends else (other, self.client)
-        secret = _agree(private_key, self.roster.keys[self.roster.position(other)])
+        secret = agree(private_key, self.roster.keys[self.roster.position(other)])
         purpose = f"{what} from {sender} to {receiver}"
         return self.roster.derive(secret, purpose), purpose.encode()
 
@@ -417,14 +417,6 @@ def _secret_of(shares: Mapping[int, bytes]) -> bytes:
     for share, coefficient in zip(shares.values(), _coefficients(tuple(shares)), strict=True):
         secret ^= _multiply(int.from_bytes(share), coefficient)
     return secret.to_bytes(SECRET_BYTES)
-
-
-def _agree(private_key: X25519PrivateKey, public_key: bytes) -> bytes:
-    """Return the secret that only the owners of two keys can compute."""
-    try:
-        return private_key.exchange(X25519PublicKey.from_public_bytes(public_key))
-    except ValueError:
-        raise SealError("expected an X25519 public key of full order") from None
 
 
 def _add_stream(words: Words, key: bytes, sign: int) -> None:

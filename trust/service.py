@@ -1,8 +1,9 @@
 """The key server and the shuffling server as small web applications."""
 
 import asyncio
+import hmac
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from logging import getLogger
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,60 +11,45 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError, validate_call
+from starlette.authentication import AuthenticationError
 from starlette.requests import ClientDisconnect
 
-from .key_server import KeyServer, NotEnrolled
+from .key_server import Enrolment, KeyServer, NotEnrolled
 from .sealing import KEY_BYTES, SealError
 from .shuffling_server import ShufflingServer
 from .wire import SEALED_SEED, SHUFFLE, VOUCHER, unpack
 
+Answers = dict[str, Callable[..., bytes]]  # by address
 BODY_LIMIT = 2_000_000_000
 BODY_TIMEOUT = 600.0
 SMALL_BODY = 10_000
 SMALL_BODY_TIMEOUT = 30.0
 SHORTER = "send fewer uploads or fewer examples, or start the server with a larger"
-STATUS: dict[type[Exception], int] = {NotEnrolled: 403, TimeoutError: 408}  # others are 400
+STATUS: dict[type[Exception], int] = {AuthenticationError: 401, NotEnrolled: 403, TimeoutError: 408}
 logger = getLogger("uvicorn.error")
 
 
-def key_server_app(
-    server: KeyServer, enrolled: Path, *, body_timeout: float = SMALL_BODY_TIMEOUT
-) -> FastAPI:
-    """Serve sealed seeds and vouchers.
+def key_server_app(server: KeyServer, enrolled: Path, token: str, body_timeout: float) -> FastAPI:
+    """Serve sealed seeds and vouchers to who has the `token`.
 
     The file of `enrolled` keys is read anew for each. While it cannot be read, the keys read last
     stay enrolled. `body_timeout` is in seconds, for the whole body of a request.
     """
-
-    def enrol() -> None:
-        try:
-            server.enrol(read_enrolled(enrolled))
-        except (SealError, OSError) as error:
-            logger.warning("the keys enrolled before stay: %s", error)
-
-    @validate_call
-    def sealed_seed(public_key: bytes, challenge: bytes, *, run: str) -> bytes:
-        enrol()
-        return server.sealed_seed(public_key, run, challenge)
-
-    @validate_call
-    def voucher(public_key: bytes, *, run: str) -> bytes:
-        enrol()
-        return server.voucher(public_key, run)
-
-    return _app({SEALED_SEED: sealed_seed, VOUCHER: voucher}, SMALL_BODY, body_timeout)
+    seed, voucher = validate_call(server.sealed_seed), validate_call(server.voucher)
+    answers: Answers = {SEALED_SEED: seed, VOUCHER: voucher}
+    return _app(server, enrolled, token, answers, SMALL_BODY, body_timeout)
 
 
 def shuffling_server_app(
-    server: ShufflingServer, *, body_limit: int = BODY_LIMIT, body_timeout: float = BODY_TIMEOUT
+    server: ShufflingServer, enrolled: Path, token: str, body_limit: int, body_timeout: float
 ) -> FastAPI:
-    """Serve shuffled uploads: `body_limit` bytes at most, within `body_timeout` seconds."""
+    """Serve shuffled uploads; as a key server's, with `body_limit` bytes in all at a time."""
     checked = validate_call(server.shuffle)
 
     def shuffle(*sealed: bytes, **named: Any) -> bytes:
         return checked(sealed, **named).to_bytes()
 
-    return _app({SHUFFLE: shuffle}, body_limit, body_timeout)
+    return _app(server, enrolled, token, {SHUFFLE: shuffle}, body_limit, body_timeout)
 
 
 def read_enrolled(path: Path) -> list[bytes]:
@@ -83,35 +69,54 @@ def read_enrolled(path: Path) -> list[bytes]:
     return keys
 
 
-def _app(answers: dict[str, Callable[..., bytes]], limit: int, timeout: float) -> FastAPI:
+def _app(
+    server: Enrolment, enrolled: Path, token: str, answers: Answers, limit: int, timeout: float
+) -> FastAPI:
     """Serve functions at addresses; they have pydantic check the arguments of requests."""
+    held = 0  # bytes of all requests
 
-    async def read_body(request: Request) -> bytes:
-        """Return the body. One that is too large is read to its end, and not kept."""
+    async def require_token(request: Request) -> None:
+        """Refuse a request by its head: no byte of its body is read."""
+        sent = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(sent, f"Bearer {token}".encode()):
+            raise AuthenticationError("expected the token with which this server was started")
+
+    async def read_body(request: Request) -> AsyncIterator[bytes]:
+        """Yield the body. One that is too large is read to its end, and not kept."""
+        nonlocal held
         body, size = bytearray(), 0
         try:
             async with asyncio.timeout(timeout):
                 async for chunk in request.stream():
-                    size += len(chunk)
-                    if size <= limit:
+                    if len(body) == size and held + len(chunk) <= limit:
                         body += chunk
+                        held += len(chunk)
                     else:
+                        held -= len(body)
                         body.clear()
+                    size += len(chunk)
+            if size > len(body):
+                raise SealError(
+                    f"expected requests of at most {limit} bytes in all at a time, got {size} and "
+                    f"{held} of others; {SHORTER} --body-limit"
+                )
+            yield bytes(body)
         except TimeoutError:
             raise TimeoutError(
                 f"expected the whole request within {timeout:g} s, got {size} bytes of it; "
                 f"{SHORTER} --body-timeout"
             ) from None
-        if size > limit:
-            raise SealError(
-                f"expected a request of at most {limit} bytes, got {size}; {SHORTER} limit"
-            )
-        return bytes(body)
+        finally:
+            held -= len(body)
 
     def serve(path: str, answer: Callable[..., bytes]) -> None:
         @app.post(path)  # not async: FastAPI runs it in a thread
         def respond(body: Annotated[bytes, Depends(read_body)]) -> Response:
             named, parts = unpack(body)
+            try:
+                server.enrol(read_enrolled(enrolled))
+            except (SealError, OSError) as error:
+                logger.warning("the keys enrolled before stay: %s", error)
             try:
                 content = answer(*parts, **named)
             except ValidationError as error:
@@ -120,8 +125,8 @@ def _app(answers: dict[str, Callable[..., bytes]], limit: int, timeout: float) -
                 raise SealError(f"malformed request: {where!r:.100}: {first['msg']:.200}") from None
             return Response(content, media_type="application/octet-stream")
 
-    app = FastAPI(openapi_url=None)
-    for refused in (SealError, TimeoutError, ClientDisconnect):  # who has gone hears nothing
+    app = FastAPI(openapi_url=None, dependencies=[Depends(require_token)])
+    for refused in [*STATUS, SealError, ClientDisconnect]:  # who has gone hears nothing
         app.add_exception_handler(refused, _refuse)
     for path, answer in answers.items():
         serve(path, answer)
@@ -129,5 +134,4 @@ def _app(answers: dict[str, Callable[..., bytes]], limit: int, timeout: float) -
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    name = "NotEnrolled" if isinstance(error, NotEnrolled) else "SealError"
-    return JSONResponse({"error": name, "message": str(error)}, STATUS.get(type(error), 400))
+    return JSONResponse({"message": str(error)}, STATUS.get(type(error), 400))

@@ -6,23 +6,27 @@ clients, so that the update J^T R, eq. (9b), stays the same. The paper leaves th
 module's choices:
 
 * Clients seal their uploads to the shuffling server, and the aggregation server hands them over.
-  An upload opens only in its run and round. A round's rows are given out once: a second time,
-  without one client, would show which rows are that client's.
+  An upload opens only in its run and round. It begins with its sender's enrolled public key, and is
+  sealed with what only sender and shuffling server can compute from their keys, as in HPKE's
+  authenticated mode. So nobody else can make one. Each sender counts once.
+* A round's rows are given out once, and none of an earlier round after it: a second time, without
+  one client, would show which rows are that client's.
 * The permutation comes from the operating system's entropy.
 * Uploads are checked here, since the aggregation server no longer can.
 * Clients compress row by row: a common scale or threshold would show which rows belong together.
 
 It does not hide how long each sealed upload is, and so about how many rows it holds; nor which
-uploads were refused, and why. It trusts the aggregation server to hand over only its clients'
-uploads: anyone can seal one. After a restart it has forgotten which rounds were given out.
+uploads were refused, and why. It trusts the enrolled clients: those that tell the aggregation
+server their rows leave the others fewer to hide among. After a restart it has forgotten which
+rounds were given out.
 """
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -31,8 +35,10 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, NotEnoughMemory, UploadLimits
 from fedntk.ntk.payloads.screening import MemoryBudget, screen_uploads
+from fedntk.ntk.support.arrays import Arrays
 
-from .sealing import SealError, check_run, new_key, public_bytes, seal, unseal
+from .key_server import Enrolment
+from .sealing import KEY_BYTES, SealError, agree, check_run, new_key, public_bytes, seal, unseal
 from .wire import frame_arrays, pack, unframe_arrays, unpack
 
 
@@ -66,22 +72,26 @@ class Shuffled:
 
 
 def seal_upload(
-    arrays: Mapping[str, NDArray[Any]], public_key: bytes, *, run: str, server_round: int
+    arrays: Arrays, public_key: bytes, private_key: X25519PrivateKey, run: str, server_round: int
 ) -> NDArray[np.uint8]:
     """Seal the arrays of a client's :class:`~fedntk.ntk.CompressedUpload`, less than 2 GiB in all.
 
     They open only for the shuffling server, in this run and round. Its `public_key`, 32 raw bytes,
-    must not be from the aggregation server.
+    must not be from the aggregation server. The client's `private_key` shows who sent them: its
+    public half, enrolled with the shuffling server, comes first.
     """
-    sealed = seal(frame_arrays(arrays), public_key, _binding(run, server_round))
-    return np.frombuffer(sealed, np.uint8)
+    info = _binding(run, server_round) + agree(private_key, public_key)
+    sealed = seal(frame_arrays(arrays), public_key, info)
+    return np.frombuffer(public_bytes(private_key) + sealed, np.uint8)
 
 
-class ShufflingServer:
+class ShufflingServer(Enrolment):
     """The third party that pools the uploads of a round and permutes their rows.
 
     Parameters
     ----------
+    enrolled : iterable of bytes
+        Public keys of the clients, 32 raw bytes each; uploads of others are dropped.
     private_key : X25519PrivateKey, optional
         A new one by default. `public_key` is its public half, for :func:`seal_upload`.
     min_clients : int
@@ -89,14 +99,19 @@ class ShufflingServer:
     """
 
     def __init__(
-        self, private_key: X25519PrivateKey | None = None, *, min_clients: int = 2
+        self,
+        enrolled: Iterable[bytes],
+        private_key: X25519PrivateKey | None = None,
+        *,
+        min_clients: int = 2,
     ) -> None:
+        self.enrol(enrolled)
         if min_clients < 2:
             raise ValueError(f"min_clients: expected at least 2, got {min_clients}")
         self._private_key = private_key or new_key()
         self.public_key = public_bytes(self._private_key)
         self.min_clients = min_clients
-        self._given_out: set[bytes] = set()  # rounds
+        self._given_out: dict[str, int] = {}  # run -> its newest round
         self._one_at_a_time = Lock()
 
     def shuffle(
@@ -122,9 +137,10 @@ class ShufflingServer:
         Returns
         -------
         Shuffled
-            Reasons of bad uploads are ``"sealed"`` (does not open), ``"replayed"`` (came twice),
-            ``"arrays"`` (holds something else), ``"num-examples"``, ``"memory"``, ``"malformed"``,
-            and those of :meth:`fedntk.ntk.CompressedUpload.from_arrays` and ``screen_uploads``.
+            Reasons of bad uploads are ``"not-enrolled"``, ``"replayed"`` (its sender's came
+            before), ``"sealed"`` (does not open), ``"arrays"`` (holds something else),
+            ``"num-examples"``, ``"memory"``, ``"malformed"``, and those of
+            :meth:`fedntk.ntk.CompressedUpload.from_arrays` and ``screen_uploads``.
         """
         if num_examples is not None and len(num_examples) != len(sealed):
             raise SealError(
@@ -133,8 +149,8 @@ class ShufflingServer:
             )
         info = _binding(run, server_round)
         with self._one_at_a_time:
-            if info in self._given_out:
-                message = f"round {server_round} of {run!r} was given out before, once for all"
+            if server_round <= self._given_out.get(run, -1):
+                message = f"round {server_round} of {run!r}, or a later one, was given out before"
                 return Shuffled(None, {}, 0, message)
             uploads, rejected = self._accept(sealed, num_examples, info, limits)
             if (count := len(uploads)) < self.min_clients:
@@ -147,7 +163,7 @@ class ShufflingServer:
             order = list(range(len(pooled.outputs)))
             secrets.SystemRandom().shuffle(order)
             rows = pooled.rows(torch.tensor(order))
-            self._given_out.add(info)
+            self._given_out[run] = server_round
             return Shuffled(rows, rejected, count)
 
     def _accept(
@@ -159,13 +175,10 @@ class ShufflingServer:
     ) -> tuple[dict[int, JacobianUpload], dict[int, BadReply]]:
         """Open the uploads; return the good ones, and why others were dropped, by index."""
         uploads, rejected = dict[int, JacobianUpload](), dict[int, BadReply]()
-        budget, seen = MemoryBudget(), set[bytes]()
+        budget, senders = MemoryBudget(), set[bytes]()
         for i, data in enumerate(sealed):
             try:
-                if data in seen:
-                    raise BadReply("replayed", "the same sealed bytes came before")
-                seen.add(data)
-                upload = self._open(data, info, limits)
+                upload = self._open(data, info, limits, senders)
                 if num_examples is not None:
                     upload.claimed(num_examples[i])
                 uploads[i] = budget.hold(upload)
@@ -177,10 +190,19 @@ class ShufflingServer:
                 del uploads[i]
         return uploads, rejected
 
-    def _open(self, data: bytes, info: bytes, limits: UploadLimits) -> JacobianUpload:
-        reason = "sealed"
+    def _open(
+        self, data: bytes, info: bytes, limits: UploadLimits, senders: set[bytes]
+    ) -> JacobianUpload:
+        """Return what an enrolled client sent, who is added to the `senders`."""
+        reason, sender = "not-enrolled", data[:KEY_BYTES]
         try:
-            opened = unseal(data, self._private_key, info)
+            self.require_enrolled(sender)
+            reason = "sealed"
+            info += agree(self._private_key, sender)
+            opened = unseal(data[KEY_BYTES:], self._private_key, info)
+            if sender in senders:
+                raise BadReply("replayed", "an upload of the same sender came before")
+            senders.add(sender)
             reason = "arrays"
             arrays = unframe_arrays(opened)
             reason = "malformed"

@@ -14,6 +14,7 @@ docs/privacy.md says what each protects, and what it does not.
 """
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from fedntk.ntk import CompressedUpload, RowNoise, loss_value
@@ -57,6 +58,10 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
         "itself, and no loss travels beside it, so that neither says whose row is whose",
         default=None,
     )
+    private_key: X25519PrivateKey | None = argument(
+        "shows that an upload is this client's, whose public key the shuffling server knows",
+        default=None,
+    )
     run: str = option(
         "name of the training run, to which the sealed upload is bound, as on the strategy",
         default="",
@@ -69,6 +74,8 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
         if self.shuffling_key is not None:
             check_run(self.run)
             check_public_key(self.shuffling_key)
+            if self.private_key is None:
+                raise ValueError("private_key: expected the key that is enrolled there, got None")
 
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Return a :class:`~fedntk.ntk.CompressedUpload` as arrays, or its bytes ``sealed``.
@@ -91,9 +98,9 @@ class CPNTKFLClient(CompressionOptions, NTKFLClient):
         arrays = CompressedUpload.compress(
             upload, sparsity=self.sparsity, bits=self.bits, by_row=key is not None
         ).to_arrays()
-        if key is not None:
-            server_round = int(config.get("server-round", 0))
-            arrays = {"sealed": seal_upload(arrays, key, run=self.run, server_round=server_round)}
+        if key is not None and self.private_key is not None:
+            place = self.run, int(config.get("server-round", 0))
+            arrays = {"sealed": seal_upload(arrays, key, self.private_key, *place)}
         return NamedArrays({"arrays": arrays}), len(upload.outputs), metrics
 
     @property

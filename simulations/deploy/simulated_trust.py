@@ -27,13 +27,18 @@ def run_name(config: Config) -> str:
 
 def key_server(config: Config) -> KeyServer:
     """Make the key server, with all clients enrolled."""
-    enrolled = [public_bytes(_client_key(config, p)) for p in range(config.num_clients)]
-    return KeyServer(_derive(config, "master"), enrolled, _signing_key(config))
+    return KeyServer(_derive(config, "master"), _enrolled(config), _signing_key(config))
 
 
 def shuffling_server(config: Config) -> ShufflingServer:
-    """Make the shuffling server."""
-    return ShufflingServer(X25519PrivateKey.from_private_bytes(_derive(config, "shuffling")))
+    """Make the shuffling server, with all clients enrolled."""
+    key = X25519PrivateKey.from_private_bytes(_derive(config, "shuffling"))
+    return ShufflingServer(_enrolled(config), key)
+
+
+def client_key(config: Config, partition: int) -> X25519PrivateKey:
+    """Make a client's enrolled key."""
+    return X25519PrivateKey.from_private_bytes(_derive(config, f"client {partition}"))
 
 
 def sealed_projection(
@@ -41,7 +46,7 @@ def sealed_projection(
 ) -> SealedProjection:
     """Make a client's projection, with a sealed seed; `state` is kept between messages."""
     keys = ClientKeys(
-        _client_key(config, partition),
+        client_key(config, partition),
         run=run_name(config),
         verify_key=_signing_key(config).public_key().public_bytes_raw(),
         state=state,
@@ -60,8 +65,8 @@ def projected(config: Config, x: Tensor) -> Tensor:
     return project(x, config.projection, seed, config.projection_kind)
 
 
-def _client_key(config: Config, partition: int) -> X25519PrivateKey:
-    return X25519PrivateKey.from_private_bytes(_derive(config, f"client {partition}"))
+def _enrolled(config: Config) -> list[bytes]:
+    return [public_bytes(client_key(config, p)) for p in range(config.num_clients)]
 
 
 def _signing_key(config: Config) -> Ed25519PrivateKey:

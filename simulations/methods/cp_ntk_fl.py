@@ -9,7 +9,7 @@ from fedntk.strategies import CPNTKFL, BaseStrategy
 
 from ..config.config import Config
 from ..config.settings import ConfigError, setting
-from ..deploy.simulated_trust import run_name, shuffling_server
+from ..deploy.simulated_trust import client_key, run_name, shuffling_server
 from .method import Setup
 from .ntk_fl import EvolvingMethod, EvolvingSettings
 
@@ -56,6 +56,7 @@ class _CPNTKFL(EvolvingMethod):
         options |= {"noise_seed": (config.seed, partition), "run": run_name(config)}
         if self.own(config).shuffle:
             options["shuffling_key"] = shuffling_server(config).public_key
+            options["private_key"] = client_key(config, partition)
         return super().client(setup, partition, options)
 
 

@@ -94,7 +94,7 @@ class SealedSeeds:
             raise ValueError("expected a public key and a challenge, as bytes")
         if max(len(public_key), len(challenge)) > LONGEST:
             raise ValueError(f"expected at most {LONGEST} bytes each of public key and challenge")
-        return self._key_server.sealed_seed(public_key, self._run, challenge)
+        return self._key_server.sealed_seed(public_key, challenge, self._run)
 
 
 def public_key_in(reply: Message, key_server: VouchesForKeys | None, run: str) -> tuple[str, str]:

@@ -27,7 +27,7 @@ KEY = new_key()
 SERVER = KeyServer(bytes(range(32)), [public_bytes(KEY)], Ed25519PrivateKey.generate())
 KEYS = ClientKeys(KEY, run=RUN, verify_key=SERVER.verify_key, state={})
 SEED = SERVER.projection_seed(RUN)
-SEALED = SERVER.sealed_seed(public_bytes(KEY), RUN, KEYS.request()["challenge"])
+SEALED = SERVER.sealed_seed(public_bytes(KEY), KEYS.request()["challenge"], RUN)
 
 
 def network(width=6):
@@ -123,6 +123,7 @@ def test_projections_keep_the_variance_of_inputs():
         (lambda: {"bits": 17}, "bits: expected"),
         (lambda: {"noise_multiplier": 1.0}, "takes clip and noise_multiplier above 0"),
         (lambda: {"shuffling_key": bytes(3), "run": RUN}, "expected the 32 raw bytes of an X255"),
+        (lambda: {"shuffling_key": public_bytes(KEY), "run": RUN}, "private_key: expected the key"),
         (lambda: {"shuffling_key": public_bytes(KEY)}, "run: expected a name"),
     ],
 )
@@ -133,9 +134,11 @@ def test_what_does_not_go_together_is_refused_when_the_client_is_made(options, m
 
 def test_a_sealed_upload_opens_only_for_the_shuffling_server_and_no_loss_comes_with_it():
     """Each row is compressed by itself."""
-    server, tools, config = ShufflingServer(), {"sparsity": 0.5, "bits": 6}, {"server-round": 3}
+    keys, tools, config = [new_key(), new_key()], {"sparsity": 0.5, "bits": 6}, {"server-round": 3}
+    enrolled = [public_bytes(key) for key in keys]
+    server = ShufflingServer(enrolled)
     sealing = {"shuffling_key": server.public_key, "run": RUN, "sampling_rate": 0.5}
-    clients = [client(seed=(0, k), **sealing, **tools) for k in range(2)]
+    clients = [client(seed=(0, k), private_key=keys[k], **sealing, **tools) for k in range(2)]
     sent = [own.fit(WEIGHTS, config) for own in clients]
     assert [told for _, *told in sent] == [[20, {}]] * 2
     blobs = [arrays.records["arrays"]["sealed"].tobytes() for arrays, *_ in sent]
@@ -147,7 +150,7 @@ def test_a_sealed_upload_opens_only_for_the_shuffling_server_and_no_loss_comes_w
     expected = [CompressedUpload.from_arrays(own, place["limits"]) for own in compressed]
     pooled = server.shuffle(blobs, **place).upload
     assert rows(pooled) == rows(JacobianUpload.concatenate(expected))
-    stranger = ShufflingServer().shuffle(blobs, **place)
+    stranger = ShufflingServer(enrolled).shuffle(blobs, **place)
     assert [bad.reason for bad in stranger.rejected.values()] == ["sealed", "sealed"]
 
 
@@ -167,7 +170,8 @@ def test_noise_comes_from_the_system_unless_a_seed_is_given():
 
 def test_a_private_client_tells_nothing_else_of_its_training_examples():
     private, centred = client(**DP), CentredInputs(network(), X.shape[1:])
-    shuffled = CPNTKFLClient(centred, X, Y, shuffling_key=public_bytes(KEY), run=RUN)
+    keys = {"shuffling_key": public_bytes(KEY), "private_key": KEY}
+    shuffled = CPNTKFLClient(centred, X, Y, run=RUN, **keys)
     assert private.fit(WEIGHTS, FIRST)[2] == {"noise-multiplier": 2.0, "label-noise": 0.5}
     for ask, message in (
         (lambda: private.query([w[None] for w in WEIGHTS], {}), "answers only .*; got query: "),

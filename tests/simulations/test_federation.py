@@ -8,6 +8,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -33,6 +34,7 @@ from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.engine.processes import processes_with, start, tool
 from fedntk.trust import KeyServer, ShufflingServer, load_key, new_key, public_bytes, save_key
 from fedntk.trust.key_server import load_secret, new_secret
+from fedntk.trust.sealing import write_secret
 
 from ..conftest import ROOT, output_of
 from ..strategies.federation import bits
@@ -120,7 +122,7 @@ def locally(
     if config["method"] == "cp-ntk-fl":
         master, signing = load_secret(folder / "key-server.secret")
         enrolled = [public_bytes(load_key(folder / f"{i}.pem")) for i in range(3)]
-        shuffling = ShufflingServer(load_key(folder / "shuffling.pem"))
+        shuffling = ShufflingServer(enrolled, load_key(folder / "shuffling.pem"))
         parties = [KeyServer(master, enrolled, signing), shuffling]
     strategy = hospitals.strategy_of(config["method"], *parties)
     result = hospitals.learn(grid, strategy, defaults | config)
@@ -163,18 +165,18 @@ def third_parties(federation: Federation, folder: Path) -> dict[str, Any]:
     (folder / "enrolled.txt").write_text("\n".join(enrolled), encoding="utf-8")
     tls = federation.certificates
     served = ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key), "--port"]
-    secret, enrolling = folder / "key-server.secret", folder / "enrolled.txt"
-    options = {
-        "key-server": ["--secret", str(secret), "--enrolled", str(enrolling)],
-        "shuffling-server": ["--secret", str(folder / "shuffling.pem")],
-    }
+    write_secret(folder / "token", secrets.token_hex().encode())
+    known = ["--enrolled", str(folder / "enrolled.txt"), "--token", str(folder / "token")]
+    options = {"key-server": "key-server.secret", "shuffling-server": "shuffling.pem"}
     told = {
         "authority": str(tls.authority),
+        "token": str(folder / "token"),
         "verify-key": verify_key.hex(),
         "shuffling-key": public_bytes(load_key(folder / "shuffling.pem")).hex(),
     }
-    for name, own in options.items():
-        command = [sys.executable, "-m", "fedntk.trust", name, *own, *served]
+    for name, secret in options.items():
+        command = [sys.executable, "-m", "fedntk.trust", name, "--secret", str(folder / secret)]
+        command += [*known, *served]
         _, port = federation.start(name, command)
         told[name] = f"https://localhost:{port}"
     return told

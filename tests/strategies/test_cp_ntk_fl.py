@@ -1,5 +1,6 @@
 """CPNTKFL: no tool is NTK-FL, shuffling changes no bit, and each tool's limits."""
 
+import copy
 import gc
 from collections import Counter
 from dataclasses import replace
@@ -57,6 +58,15 @@ CONTRACT = {
 }
 
 
+KEYS = [new_key() for _ in range(NUM_CLIENTS)]
+ENROLLED = [public_bytes(key) for key in KEYS]
+
+
+def sealing(*data, seed, **options):
+    """Make the client whose seed ends with its number."""
+    return CPNTKFLClient(*data, seed=seed, private_key=KEYS[seed[1]], run=RUN, **options)
+
+
 class SortedRows(NTKFL):
     """NTK-FL that adds up rows in the order of their bytes, whoever sent them."""
 
@@ -65,8 +75,8 @@ class SortedRows(NTKFL):
 
 
 def shuffled(changes=None, server=None, in_vain=False, tools=TOOLS):
-    server = server or ShufflingServer()
-    clients = app(CPNTKFLClient, shuffling_key=server.public_key, run=RUN, **tools)
+    server = server or ShufflingServer(ENROLLED)
+    clients = app(sealing, shuffling_key=server.public_key, **tools)
     strategy = CPNTKFL(**OPTIONS, **tools, shuffling_server=server, run=RUN)
     run = start_in_vain if in_vain else start
     return strategy, bits(run(strategy, Grid(clients, changes=changes), rounds=2))
@@ -85,7 +95,7 @@ def test_without_compression_it_is_ntk_fl_of_sorted_rows_sealed_and_shuffled_or_
 def test_bad_sealed_replies_are_dropped():
     """A flipped bit, a byte less, another dtype, a false count; as if these clients were lost."""
     change = {
-        1: damaged(0, lambda a: a ^ np.uint8([1] + [0] * (len(a) - 1))),
+        1: damaged(0, lambda a: a ^ np.uint8([0] * (len(a) - 1) + [1])),
         2: damaged(0, lambda a: a[:-1]),
         3: damaged(0, lambda a: a.astype(np.float32)),
         4: with_metrics(num_examples=99),
@@ -96,9 +106,28 @@ def test_bad_sealed_replies_are_dropped():
     assert (metrics["rejected-sealed"], metrics["rejected-num-examples"]) == (3, 1)
 
 
+def test_a_client_that_is_not_enrolled_counts_as_lost(caplog):
+    """Also if it sends what another client sealed in a round before."""
+    strategy, weights = shuffled(server=ShufflingServer(ENROLLED[:4]))
+    assert told(strategy) == [4, 4]
+    assert strategy.train_metrics[1]["rejected-not-enrolled"] == 2
+    assert "add it to the enrolled keys" in caplog.text
+    assert weights == shuffled(dict.fromkeys((4, 5), lost))[1]
+    earlier = []
+
+    def replay(reply):
+        earlier.append(copy.copy(reply.content["arrays"]))
+        reply.content["arrays"] = earlier[0]
+        return reply
+
+    strategy, weights = shuffled({2: replay})
+    assert told(strategy) == [6, 5]
+    assert strategy.train_metrics[2]["rejected-sealed"] == 1
+
+
 def broken(change):
     """A shuffling server with other answers."""
-    server = ShufflingServer()
+    server = ShufflingServer(ENROLLED)
     shuffle = server.shuffle
     server.shuffle = lambda *args, **options: change(shuffle(*args, **options))
     return server
@@ -108,7 +137,7 @@ def broken(change):
     ("server", "words"),
     [
         (broken(lambda _: 1 / 0), "division by zero"),
-        (ShufflingServer(min_clients=7), "nothing was shuffled"),
+        (ShufflingServer(ENROLLED, min_clients=7), "nothing was shuffled"),
         (broken(lambda a: replace(a, upload=a.upload.rows(torch.arange(3)))), "3 rows for 45 exam"),
         (
             broken(lambda a: replace(a, rejected={99: BadReply("sealed", "no")})),
@@ -150,8 +179,8 @@ def test_a_server_that_cannot_be_reached_ends_the_run_only_before_it_begins():
     with pytest.raises(ConnectionError, match="no server answers"):
         run_projected(parties := Parties(), Away(parties.server, 0))
     with pytest.raises(ConnectionError, match="no server answers"):
-        shuffled(server=Away(ShufflingServer(), 0))
-    strategy, _ = shuffled(server=Away(ShufflingServer(), 1))
+        shuffled(server=Away(ShufflingServer(ENROLLED), 0))
+    strategy, _ = shuffled(server=Away(ShufflingServer(ENROLLED), 1))
     assert told(strategy) == [6, 0]
 
 
@@ -251,7 +280,7 @@ def test_neither_the_strategy_nor_any_message_holds_the_seed():
 def test_only_enrolled_clients_of_the_run_take_part(caplog):
     """A client that is not enrolled is named; of another run, none opens the seed."""
     strategy, _ = run_projected(parties := Parties(enrolled=range(5)))
-    assert "is not enrolled with the key server" in caplog.text
+    assert "is not enrolled; make sure" in caplog.text
     assert told(strategy) == [5, 5, 5]
     with pytest.raises(NoUsableReply, match=r"sealed for run .*expected run 'another run'"):
         run_projected(Parties(run="another run"))

@@ -248,7 +248,10 @@ def test_too_few_to_judge_leave_the_model():
 def test_shuffled_rows_cannot_be_judged():
     with pytest.raises(ValueError, match="do not say whose they are"):
         CPNTKFL(
-            learning_rate=0.1, defence="leave-one-out", run="r", shuffling_server=ShufflingServer()
+            learning_rate=0.1,
+            defence="leave-one-out",
+            run="r",
+            shuffling_server=ShufflingServer([]),
         )
 
 

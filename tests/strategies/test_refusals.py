@@ -32,7 +32,7 @@ from fedntk.trust import KeyServer, ShufflingServer
 
 from .test_contract import CONTRACTS
 
-SERVER = ShufflingServer()
+SERVER = ShufflingServer([])
 KEYS = KeyServer(bytes(32), [], Ed25519PrivateKey.generate())
 SHARED = itertools.repeat(FedAvg())  # the same strategy at each call
 UNLIKE = iter([FedAdam() if k else FedAdam(eta=0.5) for k in range(5)])

@@ -32,7 +32,7 @@ def client_of(server, state=None, run=RUN):
 
 
 def answer(server, request, run=RUN):
-    return server.sealed_seed(request["public-key"], run, request["challenge"])
+    return server.sealed_seed(request["public-key"], request["challenge"], run)
 
 
 @pytest.mark.parametrize("run", [RUN, "ü" * 127, "run 7\n\0"])
@@ -104,7 +104,7 @@ def test_only_the_answer_to_the_newest_request_opens(server):
     refused("sealed bytes do not open", client.open, spoilt + SIGNING.sign(spoilt))
 
 
-@pytest.mark.parametrize("asked", [("sealed_seed", RUN, bytes(16)), ("voucher", RUN)])
+@pytest.mark.parametrize("asked", [("sealed_seed", bytes(16), RUN), ("voucher", RUN)])
 def test_unknown_client_is_named_with_the_cure(server, asked):
     name, *rest = asked
     serve = getattr(server, name)
@@ -116,8 +116,8 @@ def test_unknown_client_is_named_with_the_cure(server, asked):
 
 def test_malformed_arguments_are_refused_by_name(server):
     no_name = r"run: expected a name of 1 \.\.\. 255 bytes, got 0"
-    refused("challenge: expected 16", server.sealed_seed, PUBLIC, RUN, b"abc")
-    refused(no_name, server.sealed_seed, PUBLIC, "", bytes(16))
+    refused("challenge: expected 16", server.sealed_seed, PUBLIC, b"abc", RUN)
+    refused(no_name, server.sealed_seed, PUBLIC, bytes(16), "")
     refused(no_name, client_of, server, run="")
     refused("master: expected 32 bytes, got 3", KeyServer, b"abc", [], SIGNING)
     refused("enrolled keys: expected 32 byt", server.enrol, [b"abc"])

@@ -1,5 +1,6 @@
 """Both servers behind HTTP: the same answers and refusals, and no secrets told."""
 
+import functools
 import json
 import re
 import socket
@@ -26,7 +27,7 @@ from fedntk.trust.key_server import load_secret
 from fedntk.trust.service import read_enrolled
 from fedntk.trust.wire import frame, pack
 
-from .uploads import LIMITS, ROUND, RUN, refused, rows, sealed, shuffle, upload
+from .uploads import CLIENTS, ENROLLED, LIMITS, ROUND, RUN, refused, rows, sealed, shuffle, upload
 
 BODY_LIMIT = 100_000
 
@@ -76,10 +77,10 @@ def received(client: socket.socket, size: int = 1_000_000) -> bytes:
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def send_head(client: socket.socket, path: str) -> bytes:
+def send_head(client: socket.socket, path: str, *lines: str, size: int = 1000) -> bytes:
     """Send the head of a request; the answer is CONTINUE if the server waits for the body."""
-    lines = (f"POST {path} HTTP/1.1", "Host: here", "Content-Length: 1000", "Expect: 100-continue")
-    client.sendall("\r\n".join([*lines, "", ""]).encode())
+    first = (f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {size}")
+    client.sendall("\r\n".join([*first, "Expect: 100-continue", *lines, "", ""]).encode())
     return received(client, len(CONTINUE))
 
 
@@ -96,12 +97,16 @@ def trickle(client: socket.socket) -> bytes:
 def servers(tmp_path_factory):
     """The key server behind TLS, and the shuffling server with a small limit."""
     folder = tmp_path_factory.mktemp("trust")
-    secret, enrolled, key = folder / "secret", folder / "enrolled", folder / "key.pem"
+    names = ("secret", "enrolled", "key.pem", "token")
+    secret, enrolled, key, token = (folder / name for name in names)
     assert command("new-key-server", secret)[0] == command("new-key", key)[0] == 0
+    assert command("new-token", token) == (0, "")
     enrolled.write_text("# nobody yet\n")
+    (folder / "clients").write_text("\n".join(key.hex() for key in ENROLLED))
     tls = make_certificates(folder)
-    for_keys = ("key-server", "--secret", secret, "--enrolled", enrolled)
-    for_uploads = ("shuffling-server", "--secret", key)
+    for_keys = ("key-server", "--secret", secret, "--enrolled", enrolled, "--token", token)
+    for_uploads = ("shuffling-server", "--secret", key, "--enrolled", folder / "clients")
+    for_uploads = (*for_uploads, "--token", token)
     with (
         pytest.MonkeyPatch.context() as patch,
         thread(*for_keys, "--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key) as key_port,
@@ -111,9 +116,11 @@ def servers(tmp_path_factory):
         key_url, url = f"https://127.0.0.1:{key_port}", f"http://127.0.0.1:{shuffling_port}"
         yield SimpleNamespace(
             **{"secret": secret, "enrolled": enrolled, "key": key, "key_url": key_url, "url": url},
+            **{"token": token, "authorised": f"Authorization: Bearer {token.read_text()}"},
             commands={"/sealed-seed": for_keys, "/shuffle": for_uploads},
-            keys=trust.RemoteKeyServer(key_url, verify=tls.authority),
-            shuffling=trust.RemoteShufflingServer(url + "/"),
+            keys=trust.RemoteKeyServer(key_url, token, verify=tls.authority),
+            shuffling=trust.RemoteShufflingServer(url + "/", token),
+            port=shuffling_port,
         )
 
 
@@ -135,7 +142,7 @@ def test_seeds_and_vouchers_come_from_elsewhere_and_secrets_stay_there(servers, 
     client = trust.ClientKeys(key, run=RUN, verify_key=here.verify_key, state={})
     request = client.request()
     public_key = enrol(servers, key)
-    data = servers.keys.sealed_seed(public_key, RUN, request["challenge"])
+    data = servers.keys.sealed_seed(public_key, request["challenge"], RUN)
     seed = client.open(data)
     assert seed == here.projection_seed(RUN)
     assert seed not in data
@@ -149,9 +156,9 @@ def test_seeds_and_vouchers_come_from_elsewhere_and_secrets_stay_there(servers, 
 def test_enrolled_keys_may_change_while_it_runs(servers, log):
     key = trust.new_key()
     public_key = trust.public_bytes(key)
-    asked = public_key, RUN, bytes(16)
-    refused("is not enrolled with", servers.keys.sealed_seed, *asked, error=trust.NotEnrolled)
-    refused("is not enrolled with", servers.keys.voucher, public_key, RUN, error=trust.NotEnrolled)
+    asked = public_key, bytes(16), RUN
+    refused("is not enrolled", servers.keys.sealed_seed, *asked, error=trust.NotEnrolled)
+    refused("is not enrolled", servers.keys.voucher, public_key, RUN, error=trust.NotEnrolled)
     enrol(servers, key)
     servers.keys.sealed_seed(*asked)
     before = servers.enrolled.read_text()
@@ -160,18 +167,18 @@ def test_enrolled_keys_may_change_while_it_runs(servers, log):
     line = len(before.splitlines()) + 1
     assert f"line {line}: expected 64 hexadecimal digits" in log.text
     servers.enrolled.write_text("")
-    refused("is not enrolled with", servers.keys.sealed_seed, *asked, error=trust.NotEnrolled)
+    refused("is not enrolled", servers.keys.sealed_seed, *asked, error=trust.NotEnrolled)
 
 
 def test_refusals_are_the_servers_own(servers):
     public_key = enrol(servers, trust.new_key())
     with pytest.raises(trust.SealError, match="challenge: expected 16 bytes, got 3") as error:
-        servers.keys.sealed_seed(public_key, RUN, b"abc")
+        servers.keys.sealed_seed(public_key, b"abc", RUN)
     assert type(error.value) is trust.SealError
-    refused("at most 10000 bytes, got 20", servers.keys.sealed_seed, public_key, RUN, bytes(20_000))
+    refused("at most 10000 .* got 20", servers.keys.sealed_seed, public_key, bytes(20_000), RUN)
     limits = UploadLimits(LIMITS.parameters, max_examples="many")
     refused(r"malformed request: 'limits\.max_examples'", shuffle, servers.shuffling, [], limits)
-    message = f"expected a request of at most {BODY_LIMIT} bytes, got 10"
+    message = f"expected requests of at most {BODY_LIMIT} bytes in all at a time, got 10"
     refused(message, shuffle, servers.shuffling, [bytes(BODY_LIMIT)])
 
 
@@ -184,20 +191,90 @@ def test_wrong_address_is_named(servers, monkeypatch):
         (nobody, ConnectionError, f"{nobody}.*python -m fedntk.trust key-server"),
         ("localhost:9", ConnectionError, "no key-server answers at localhost:9"),
     ):
-        refused(message, trust.RemoteKeyServer(url).sealed_seed, b"", RUN, b"", error=error)
+        remote = trust.RemoteKeyServer(url, servers.token)
+        refused(message, remote.sealed_seed, b"", b"", RUN, error=error)
     answers = [httpx.Response(200, content=b"<html>"), httpx.Response(400, content=DEEP)]
     monkeypatch.setattr(httpx, "post", lambda *_, **__: answers.pop(0))
     for message in ("no shuffling server's", "answered with status 400"):
-        refused(message, shuffle, trust.RemoteShufflingServer(nobody), [])
+        refused(message, shuffle, trust.RemoteShufflingServer(nobody, servers.token), [])
+
+
+@pytest.fixture
+def stranger(tmp_path):
+    """A token that the servers do not know."""
+    assert command("new-token", tmp_path / "stranger") == (0, "")
+    return tmp_path / "stranger"
+
+
+def test_an_outsider_spends_no_round_and_learns_of_no_client(servers, stranger):
+    """It knows everything that is public, and even has a round's uploads."""
+    public_key, keys = enrol(servers, trust.new_key()), [servers.keys, servers.shuffling]
+    outsiders = [type(own)(own.url, stranger, verify=False) for own in keys]
+    owner = trust.ShufflingServer([], trust.load_key(servers.key))
+    data = [sealed(upload(k, 10), owner, key=CLIENTS[k], run="run-9") for k in range(2)]
+    ask = {"limits": LIMITS, "run": "run-9", "server_round": ROUND}
+    refuses = functools.partial(refused, "expected the token with which", error=ConnectionError)
+    refuses(outsiders[0].voucher, public_key, RUN)
+    refuses(outsiders[0].voucher, bytes(32), RUN)
+    refuses(outsiders[0].sealed_seed, public_key, bytes(16), RUN)
+    refuses(outsiders[1].shuffle, data, **ask)
+    assert servers.shuffling.shuffle(data, **ask).accepted == 2
+
+
+def test_an_outsider_is_refused_before_its_body_is_read(servers, stranger):
+    wrong = ["", "Bearer", f"Bearer {stranger.read_text()}", servers.authorised[:-1],
+             servers.authorised.replace("Bearer", "Basic"), "Bearer \xe9"]  # fmt: skip
+    with thread(*servers.commands["/sealed-seed"]) as port:
+        for path, number in (
+            ("/sealed-seed", port),
+            ("/voucher", port),
+            ("/shuffle", servers.port),
+        ):
+            for line in wrong:
+                header = line if line.startswith("Auth") else f"Authorization: {line}"
+                with connect(number) as client:
+                    start = send_head(client, path, *[header] * bool(line), size=10**9)
+                    assert start.startswith(b"HTTP/1.1 401 ")
+                    assert b"connection: close" in start + received(client)
+
+
+def test_all_requests_together_have_a_limit(servers):
+    """One that is being sent takes room from others, until it ends."""
+    size, limits = BODY_LIMIT - 1000, UploadLimits(LIMITS.parameters, max_examples="many")
+
+    def refusal() -> str:
+        with pytest.raises(trust.SealError) as error:
+            shuffle(servers.shuffling, [bytes(2000)], limits)
+        return str(error.value)
+
+    def until(words: str) -> str:
+        return next(said for said in (refusal() for _ in range(1000)) if words in said)
+
+    assert "malformed" in refusal()
+    with connect(servers.port) as client:
+        assert send_head(client, "/shuffle", servers.authorised, size=size) == CONTINUE
+        client.sendall(bytes(size - 1))
+        said = until("in all at a time")
+        assert f"at most {BODY_LIMIT} bytes in all at a time, got 2" in said
+        assert f" and {size - 1} of others" in said
+    until("malformed")
+
+
+def test_a_file_without_a_token_is_refused(servers, tmp_path):
+    for text in ("", "secret", "0" * 63, servers.token.read_text().upper()):
+        (tmp_path / "token").write_text(text)
+        refused("holds no token", trust.RemoteKeyServer, servers.key_url, tmp_path / "token")
+        code, output = command(*servers.commands["/shuffle"][:-1], tmp_path / "token")
+        assert (code, "holds no token for requests; new-token makes one" in output) == (2, True)
 
 
 def test_uploads_are_shuffled_elsewhere(servers):
-    owner = trust.ShufflingServer(trust.load_key(servers.key))
+    owner = trust.ShufflingServer([], trust.load_key(servers.key))
     parts = [upload(seed, 10) for seed in range(2)]
     data = [b"rubbish", *(sealed(part, owner) for part in parts)]
     shuffled = shuffle(servers.shuffling, data)
     assert shuffled.accepted == 2
-    assert {i: error.reason for i, error in shuffled.rejected.items()} == {0: "sealed"}
+    assert {i: error.reason for i, error in shuffled.rejected.items()} == {0: "not-enrolled"}
     assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(parts))
     again = shuffle(servers.shuffling, data)
     assert again.upload is None
@@ -225,15 +302,16 @@ HOSTILE = {
     "cut off": b"\xff" * 8,
     "many parts": pack({"run": RUN}, [b""] * 9),
 }
-REFUSALS = "malformed|expected named values|run: expe|num_examples: exp|expected a request|cut off"
+REFUSALS = "malformed|expected named values|run: expe|num_examples: exp|expected requests|cut off"
 
 
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_body_is_refused_in_one_line_without_a_traceback(servers, log, body):
     context = httpx.create_ssl_context(verify=False)
+    name, _, value = servers.authorised.partition(": ")
     for url in (servers.key_url + "/sealed-seed", servers.url + "/shuffle"):
-        answer = httpx.post(url, content=body, verify=context)
-        assert (answer.status_code, answer.json()["error"]) == (400, "SealError")
+        answer = httpx.post(url, content=body, verify=context, headers={name: value})
+        assert answer.status_code == 400
         assert re.fullmatch(f"({REFUSALS}).{{,380}}", answer.json()["message"])
     assert "Traceback" not in log.text
 
@@ -241,7 +319,7 @@ def test_a_hostile_body_is_refused_in_one_line_without_a_traceback(servers, log,
 @pytest.mark.parametrize("path", ["/sealed-seed", "/shuffle"])
 def test_request_without_an_end_is_ended(servers, path):
     with thread(*servers.commands[path], "--body-timeout", 0.2) as port, connect(port) as client:
-        assert send_head(client, path) == CONTINUE
+        assert send_head(client, path, servers.authorised) == CONTINUE
         head, _, body = trickle(client).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert json.loads(body)["message"].startswith("expected the whole request within 0.2 s, got ")
@@ -267,7 +345,7 @@ def test_head_in_time_may_have_a_body_that_takes_longer(servers, monkeypatch):
     with thread(*servers.commands["/shuffle"]) as port:
         for _ in range(100):  # on a slow machine the head itself may come too late
             with connect(port) as client, connect(port) as last:
-                if send_head(client, "/shuffle") == CONTINUE:
+                if send_head(client, "/shuffle", servers.authorised) == CONTINUE:
                     assert received(last) == b""
                     client.sendall(bytes(1000))
                     answer = received(client)
@@ -305,12 +383,12 @@ def test_commands_print_public_keys_and_replace_nothing(tmp_path, name, public):
 def test_servers_say_in_one_line_why_they_do_not_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("other").write_text("something else")
+    Path("empty").write_text("")
     for name, secret, message in (
         ("shuffling-server", "none", "No such file.*none"),
         ("shuffling-server", "other", "other holds no private key"),
         ("key-server", "other", "new-key-server makes one"),
     ):
-        enrolled = ["--enrolled", "other"] * (name == "key-server")
-        code, output = command(name, "--secret", secret, *enrolled)
+        code, output = command(name, "--secret", secret, "--enrolled", "empty", "--token", "other")
         assert code == 2
         assert re.fullmatch(f"fedntk.trust: .*{message}.*", output)

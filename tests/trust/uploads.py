@@ -1,19 +1,24 @@
 """Clients' uploads of a small network, their sealed form, and how refusals are tested."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor, nn
 
 from fedntk.ntk import CompressedUpload, JacobianUpload, UploadLimits, jacobian, one_hot
-from fedntk.trust import SealError, Shuffled, ShufflingServer, seal_upload
+from fedntk.trust import SealError, Shuffled, ShufflingServer, new_key, public_bytes, seal_upload
 
 from .. import conftest
 
 refused = functools.partial(conftest.refused, error=SealError)
 RUN = "run-7"
 ROUND = 3
+CLIENTS = [new_key() for _ in range(40)]
+ENROLLED = [public_bytes(key) for key in CLIENTS]
+senders = itertools.cycle(CLIENTS)
 
 
 def network() -> nn.Module:
@@ -46,16 +51,20 @@ def sealed(
     *,
     run: str = RUN,
     server_round: int = ROUND,
-    **compression: float,
+    key: X25519PrivateKey | None = None,
 ) -> bytes:
-    arrays = CompressedUpload.compress(part, **compression).to_arrays()
-    return seal_upload(arrays, server.public_key, run=run, server_round=server_round).tobytes()
+    """Return the upload of the client with a key, by default of the next of the `CLIENTS`."""
+    arrays, key = CompressedUpload.compress(part).to_arrays(), key or next(senders)
+    return seal_upload(arrays, server.public_key, key, run, server_round).tobytes()
 
 
 def shuffle(
-    server: ShufflingServer, data: Sequence[bytes], limits: UploadLimits = LIMITS
+    server: ShufflingServer,
+    data: Sequence[bytes],
+    limits: UploadLimits = LIMITS,
+    server_round: int = ROUND,
 ) -> Shuffled:
-    return server.shuffle(data, limits=limits, run=RUN, server_round=ROUND)
+    return server.shuffle(data, limits=limits, run=RUN, server_round=server_round)
 
 
 def rows(part: JacobianUpload) -> list[bytes]:

@@ -78,7 +78,7 @@ def client_fn(context: Context) -> NumPyClient:
     elif method == "cp-ntk-fl":
         context.state.setdefault("keys", ConfigRecord())
         keys = ClientKeys(
-            load_key(Path(node["key"])),
+            key := load_key(Path(node["key"])),
             run=RUN,
             verify_key=bytes.fromhex(config["verify-key"]),
             state=context.state.config_records["keys"],
@@ -86,6 +86,7 @@ def client_fn(context: Context) -> NumPyClient:
         options |= {
             "projection": SealedProjection(PROJECTED, keys),
             "shuffling_key": bytes.fromhex(config["shuffling-key"]),
+            "private_key": key,
             "sampling_rate": 0.7,
             **COMPRESSED,
         }
@@ -166,8 +167,9 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     parties: list[Any] = []
     if verify := config["authority"]:
-        parties.append(RemoteKeyServer(config["key-server"], verify=verify))
-        parties.append(RemoteShufflingServer(config["shuffling-server"], verify=verify))
+        given = {"token": config["token"], "verify": verify}
+        parties.append(RemoteKeyServer(config["key-server"], **given))
+        parties.append(RemoteShufflingServer(config["shuffling-server"], **given))
     strategy = strategy_of(config["method"], *parties)
     learned = learn(grid, strategy, dict(config))
     np.savez(Path(config["out"]) / "partial.npz", **learned)
