@@ -69,7 +69,7 @@ class RowNoise(Noise):
             *("clip", "noise_multiplier", "label_noise", "delta", "noise_seed", "sampling_rate"),
             *("steps", "kernel", "residuals", "kernel_dtype", "tolerance", "allow_no_step"),
             *("class_prior", "class_target", "validation_loss", "structure", "chunk_size"),
-            *("sparsity", "bits", "shuffling_server", "shuffling_key", "shuffle"),
+            *("sparsity", "bits", "shuffling_server", "shuffling_key", "private_key", "shuffle"),
             *("outlier_factor", "defence", "liars_expected"),  # they judge rows with noise
         }
     )
