@@ -132,9 +132,13 @@ CONFIGURATIONS: dict[str, tuple[Any, str, dict[str, Any], int]] = {
 def facts(value: Any, name: str = "") -> dict[str, float]:
     """Every number in what JSON holds, by its path."""
     if isinstance(value, dict):
-        pairs = [pair for key, part in value.items() for pair in facts(part, f"{name}.{key}").items()]
+        pairs = [
+            pair for key, part in value.items() for pair in facts(part, f"{name}.{key}").items()
+        ]
     elif isinstance(value, list):
-        pairs = [pair for i, part in enumerate(value) for pair in facts(part, f"{name}.{i}").items()]
+        pairs = [
+            pair for i, part in enumerate(value) for pair in facts(part, f"{name}.{i}").items()
+        ]
     elif isinstance(value, str):
         pairs = [(name, float(hash(value) % 1000))]
     else:
@@ -187,7 +191,9 @@ def attack(with_row: np.ndarray, without: np.ndarray) -> tuple[float, float]:
     best, found = -math.inf, 0.0
     for a, b, c, d in ((0, 1, 2, 3), (1, 0, 3, 2)):  # either may be the one that is detected
         sign = 1 if a == 0 else -1
-        for threshold in np.quantile(sign * np.concatenate(scores[:2]), np.linspace(0.01, 0.99, 99)):
+        for threshold in np.quantile(
+            sign * np.concatenate(scores[:2]), np.linspace(0.01, 0.99, 99)
+        ):
             hits, alarms = (int((sign * scores[k] > threshold).sum()) for k in (a, b))
             if (bound := lower_bound(hits, alarms, half)) > best:
                 held = (int((sign * scores[k] > threshold).sum()) for k in (c, d))

@@ -126,26 +126,25 @@ def client_of(chosen, cache, model=None, **own):
 
 
 class Neighbours(nn.Module):
-    """Depends on other examples by less than rounding does, which no check can tell apart."""
+    """Depends on other examples, but only on many, which no check of a few can see."""
 
     def forward(self, x):
-        return x + 5e-7 * x[-1:]
+        return x + x[-1:] if len(x) > 32 else x
 
 
 def test_a_row_depends_on_its_own_example_to_the_last_bit(tmp_path):
     """Without one example the sums lack exactly its row, wherever it stood and whatever came after.
 
-    Last bits that depend on other examples, as those of products of matrices may, now and then move
-    a whole number by one: here there are 240,000 of up to 127.
+    Rows are made one by one, so that no check, and no last bit of a product of matrices, matters.
     """
     x = torch.randn(300, 100, generator=GENERATOR)
     with torch.random.fork_rng(devices=[]):
-        model = nn.Sequential(nn.Linear(100, 800), Neighbours(), nn.Linear(800, 3))
+        model = nn.Sequential(nn.Linear(100, 50), Neighbours(), nn.Linear(50, 3))
 
     def sums(*left_out):
         chosen = np.delete(np.arange(300), left_out)
         client = ClosedFormClient(model, x[chosen], chosen % 3, cache=tmp_path)
-        return parsed(sums_of(client, radius=1500)[0], 800)
+        return parsed(sums_of(client)[0], 50)
 
     whole = sums()
     for left_out in (0, 7, 299):
