@@ -1,9 +1,9 @@
-"""Can anyone tell two neighbouring data sets apart by what a private run shows?
+"""Try to tell two neighbouring data sets apart by what a private run shows.
 
 For each private configuration, half of the runs have a data set, and half its neighbour, chosen so
 that the mechanism's sensitivity is attained. Each is a run of the product: settings, clients,
 messages, files. The attacker sees what the claim is made against (the server's sums or uploads) and
-all that the run wrote: the model, and each number of its tables, summary and inputs.json, apart from
+all that the run wrote: the model, and each number of its tables, summary and inputs.json, but for
 times and memory. It learns on the first half of the runs which view tells most, and the best
 threshold: each number by itself, all of the model by Fisher's discriminant, and all that the server
 sees likewise. On the second half the rates of its hits and false alarms give a lower bound of
@@ -57,13 +57,14 @@ class SeenRows(CPNTKFL):
     client = "CPNTKFLClient"
 
     def pooled(self, uploads: Any, metrics: Any) -> Any:
+        """Keep what the clients sent."""
         arrays = [a for upload in uploads for a in upload.to_arrays().values()]
         seen.append(np.concatenate([np.ravel(a) for a in arrays]).astype(float))
         return super().pooled(uploads, metrics)
 
 
 def network() -> nn.Module:
-    """A last layer over the inputs as they are."""
+    """Make a last layer over the inputs as they are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, 2))
@@ -130,15 +131,10 @@ CONFIGURATIONS: dict[str, tuple[Any, str, dict[str, Any], int]] = {
 
 
 def facts(value: Any, name: str = "") -> dict[str, float]:
-    """Every number in what JSON holds, by its path."""
-    if isinstance(value, dict):
-        pairs = [
-            pair for key, part in value.items() for pair in facts(part, f"{name}.{key}").items()
-        ]
-    elif isinstance(value, list):
-        pairs = [
-            pair for i, part in enumerate(value) for pair in facts(part, f"{name}.{i}").items()
-        ]
+    """Return every number in what JSON holds, by its path."""
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        pairs = [pair for key, part in parts for pair in facts(part, f"{name}.{key}").items()]
     elif isinstance(value, str):
         pairs = [(name, float(hash(value) % 1000))]
     else:
