@@ -34,6 +34,7 @@ Quiet = Annotated[bool, Option("--quiet", help="Show no progress.")]
 Seeds = Annotated[str, Option(help="Seeds, with commas between them.")]
 TensorBoard = Annotated[bool, Option("--tensorboard", help="Write for TensorBoard.")]
 MLflow = Annotated[bool, Option("--mlflow", help="Log to MLflow.")]
+Trust = Annotated[bool, Option("--trust", help="Execute the code that FOLDER names.")]
 RunFolder = Annotated[Path, Argument(metavar="FOLDER", help="A finished run's folder.")]
 
 
@@ -68,6 +69,7 @@ def run_command(
     engine: EngineOption = "local",
     workers: Workers = 1,
     again: Again = False,
+    trust: Trust = False,
     quiet: Quiet = False,
     tensorboard: TensorBoard = False,
     mlflow: MLflow = False,
@@ -91,23 +93,22 @@ def run_command(
     from . import Config, run
     from .report.results import read_records
 
-    overrides = _parse_settings(settings, conf or (resume and resume / "config.toml"))
-    overrides |= {} if seed is None else {"seed": seed}
+    base: Any = conf or {}
     if resume is not None:
         if conf is not None or out or again:
             raise ConfigError("--resume FOLDER takes its settings and folder from that run")
-        config = Config.of_run(resume, **{**overrides, "out": str(resume)})
-    else:
-        overrides |= {"out": out} if out else {}
-        config = Config.load(conf, **overrides) if conf else Config.parse(overrides)
+        base = Config.of_run(resume, trust=trust)
+    overrides = _parse_settings(settings, conf)
+    overrides |= ({} if seed is None else {"seed": seed}) | ({"out": out} if out else {})
     result = run(
-        config,
+        base,
         engine=engine,  # type: ignore[arg-type]
         workers=workers,
         progress=not quiet,
         again=again,
         resume=resume is not None,
         writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
+        **overrides,
     )
     headline = result.summary["headline"]
     curve = [row[headline] for row in read_records(result.folder) if headline in row]
@@ -257,6 +258,7 @@ def report_command(
     targets: Annotated[
         str, Option(help="Accuracies for the table, such as 0.8,0.9; the runs' by default.")
     ] = "",
+    trust: Trust = False,
 ) -> None:
     """Write tables (Markdown, LaTeX), pictures and report.html of finished runs.
 
@@ -269,7 +271,7 @@ def report_command(
     from . import Config, write_report
 
     wanted = Config(targets=targets).targets if targets else None
-    _show(write_report(folder, out, targets=wanted))
+    _show(write_report(folder, out, targets=wanted, trust=trust))
 
 
 @app.command("assess")
@@ -297,6 +299,7 @@ def assess_command(
         str, Option(metavar="[model|best]", help="The last model, or the best one.")
     ] = "model",
     out: Annotated[Path | None, Option(help="FOLDER/uncertainty by default.")] = None,
+    trust: Trust = False,
 ) -> None:
     """Say how far a run's predictions can be trusted, on its test examples.
 
@@ -316,6 +319,7 @@ def assess_command(
         score=score,  # type: ignore[arg-type]
         calibrate_on=calibrate_on or None,  # type: ignore[arg-type]
         which=which,  # type: ignore[arg-type]
+        trust=trust,
     )
     _show(found.write(out))
 
@@ -329,6 +333,7 @@ def unlearn_command(
     forget: Annotated[
         bool, Option("--forget", help="Then remove what the run keeps of them.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Take clients out of what a run learned, as if they had never taken part; no round is run.
 
@@ -342,7 +347,7 @@ def unlearn_command(
     """
     from . import unlearn
 
-    typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget).lines()))
+    typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget, trust=trust).lines()))
 
 
 @app.command("ledger")
@@ -353,6 +358,7 @@ def ledger_command(
         int, Option(help="Orders, 2 or more, by which Shapley values are estimated; 0: none.")
     ] = 0,
     rows: Annotated[int, Option(help="Clients that are shown.")] = 20,
+    trust: Trust = False,
 ) -> None:
     """Show each client's part in what a run learned from sums, the most harmful first.
 
@@ -368,7 +374,7 @@ def ledger_command(
 
     from . import ledger
 
-    found = ledger(folder, shapley=shapley)
+    found = ledger(folder, shapley=shapley, trust=trust)
     shown = found.loc[:, ~found.columns.str.startswith("class-")].head(rows)
     table = Table(*shown.columns)
     for row in shown.itertuples(index=False):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config.importing import ID, import_named, name_object, object_named, with_whole_path
+from .config.importing import ID, import_named, name_object, object_named, whole_name
 from .config.settings import ConfigError, key_of, nearest
 from .errors import first_line
 
@@ -69,7 +69,7 @@ def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -
         given = metrics_of(",".join(map(str, given if several else [given])))
     items = []
     for name, metric in given.items():
-        place = with_whole_path(metric) if isinstance(metric, str) else name_object(metric)
+        place = whole_name(metric) if isinstance(metric, str) else name_object(metric)
         recorded = name in (*MEASURED, *taken) or name.startswith((*MEASURED_PREFIXES, *REPORTED))
         if recorded or {*name} & {*",="}:
             raise ConfigError(f"metrics: expected another name, such as my-{name}, got {name!r}")

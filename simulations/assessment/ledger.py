@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def ledger(run: Run | str | Path, *, shapley: int = 0) -> "pd.DataFrame":
+def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "pd.DataFrame":
     """Return each client's part in what a run learned from sums, a row each, the worst first.
 
     Losses are half the mean squared error, and accuracies shares, on the run's validation-examples.
@@ -30,6 +30,8 @@ def ledger(run: Run | str | Path, *, shapley: int = 0) -> "pd.DataFrame":
     shapley : int
         Number of orders, each with its reverse, by which Shapley values are estimated: 2 or more,
         each as long as two tables without them.
+    trust : bool
+        As in :func:`~fedntk.simulations.load_predictor`.
 
     Returns
     -------
@@ -51,7 +53,7 @@ def ledger(run: Run | str | Path, *, shapley: int = 0) -> "pd.DataFrame":
     """
     import pandas as pd
 
-    run, checkpoint, setup, strategy = load_strategy(run, "ledger")
+    run, checkpoint, setup, strategy = load_strategy(run, "ledger", trust)
     labels = setup.data.inputs.classes
     with naming(str(run.folder), ValueError, ArithmeticError, NotEnoughMemory):
         strategy.validation = strategy.validation or setup.data.train(setup.split.validation)

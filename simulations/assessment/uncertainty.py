@@ -224,6 +224,7 @@ def assess(
     score: Score = "threshold",
     calibrate_on: Literal["clients", "examples"] | None = None,
     which: Literal["model", "best"] = "model",
+    trust: bool = False,
 ) -> Assessment:
     """Say how far the predictions of a finished run can be trusted, on its test examples.
 
@@ -246,6 +247,8 @@ def assess(
         By default the clients, if the run held some out; never test examples.
     which : {"model", "best"}
         The last model, or the best one by the setting ``monitor``.
+    trust : bool
+        As in :func:`~fedntk.simulations.load_predictor`.
 
     Raises
     ------
@@ -255,7 +258,7 @@ def assess(
     FileNotFoundError, RunFailed
         There is no finished run.
     """
-    run = run_with_its_data(run)
+    run = run_with_its_data(run, trust=trust)
     if which not in ("model", "best"):
         raise ConfigError(f"which: expected model or best, got {which!r}")
     config = run.config

@@ -64,6 +64,7 @@ def unlearn(
     *,
     out: str | Path | None = None,
     forget: bool = False,
+    trust: bool = False,
 ) -> Unlearned:
     """Take clients out of a finished run's last model, as if they had never taken part in it.
 
@@ -81,6 +82,8 @@ def unlearn(
     forget : bool
         Whether to remove afterwards what the run's folder keeps of these clients for such calls.
         The run's own model and its checkpoint stay.
+    trust : bool
+        As in :func:`~fedntk.simulations.load_predictor`.
 
     Raises
     ------
@@ -104,7 +107,7 @@ def unlearn(
     gone = tuple(sorted(set(clients)))
     if not gone:
         raise ConfigError("clients: expected at least one partition, got none")
-    run, checkpoint, setup, strategy = load_strategy(run, "without")  # as TCT has, and forget_kept
+    run, checkpoint, setup, strategy = load_strategy(run, "without", trust)  # as TCT has
     config, before = setup.config, checkpoint.arrays
     folder = _folder(run, gone, out)
     with naming(str(run.folder), ValueError, ArithmeticError, NotEnoughMemory):
@@ -139,9 +142,9 @@ def unlearn(
     return found
 
 
-def load_strategy(run: Run | str | Path, needed: str) -> tuple[Run, Checkpoint, Setup, Any]:
+def load_strategy(run: Any, needed: str, trust: bool) -> tuple[Run, Checkpoint, Setup, Any]:
     """Load a finished run, and its strategy as it was at the end, which must have a method."""
-    run = run_with_its_data(run)
+    run = run_with_its_data(run, trust=trust)
     config, checkpoint = run.config.replace(weights="", out=run.folder), load_checkpoint(run.folder)
     setup = load_setup(config)
     strategy: Any = make_strategy(setup)

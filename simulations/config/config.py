@@ -12,6 +12,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -28,7 +29,7 @@ from ..attacks import ATTACKS
 from ..data.settings import SplitSettings, absolute_dataset
 from ..errors import naming
 from ..metrics import metrics_of, metrics_setting
-from .importing import with_whole_path
+from .importing import STRANGE, UNTRUSTED, whole_name
 from .private import public_parts
 from .registry import all_methods, find_method, known_methods, own_methods
 from .settings import ConfigError, Settings, Value, key_of, nearest, setting
@@ -274,7 +275,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         for name, whole_path in (
             ("weights", str(Path(self.weights).expanduser().absolute()) if self.weights else ""),
             ("dataset", absolute_dataset(self.dataset)),
-            ("model", with_whole_path(self.model)),
+            ("model", whole_name(self.model)),
         ):
             object.__setattr__(self, name, whole_path)
         public_parts(self.public)
@@ -436,8 +437,8 @@ class Config(SplitSettings, frozen=True, eq=True):
             return cls.parse({**_flatten(values), **_flatten(overrides)})
 
     @classmethod
-    def of_run(cls, folder: str | Path, **overrides: Any) -> Self:
-        """Read the configuration that a run wrote into its folder; `overrides` win over it."""
+    def of_run(cls, folder: str | Path, *, trust: bool = False) -> Self:
+        """Read a run's configuration; code that only its folder names needs `trust` to be run."""
         path = Path(folder) / "config.toml"
         if not path.exists():
             raise ConfigError(f"no run in {folder}: config.toml is missing")
@@ -446,7 +447,9 @@ class Config(SplitSettings, frozen=True, eq=True):
                 f"{path} is cut off, or of an older version: its last line, {END.strip()!r}, is "
                 f"missing. Choose another folder with out, or {REPLACE_RUN}"
             )
-        return cls.load(path, **overrides)
+        reading = copy_context()
+        reading.run(STRANGE.set, not trust)
+        return reading.run(cls.load, path, out=str(folder))
 
     def values(self) -> dict[str, Value]:
         """Key -> value: of common settings, the chosen method's, and others' that were given."""
@@ -466,7 +469,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     def save(self, path: str | Path) -> None:
         """Write :meth:`values` as TOML, with a last line that says that it is whole."""
         with whole(Path(path)) as file:
-            file.write((tomli_w.dumps(nest(self.values())) + END).encode())
+            file.write((tomli_w.dumps(nest(self.values())).replace(UNTRUSTED, "") + END).encode())
 
     @classmethod
     def describe(cls, method: str = "") -> list[str]:

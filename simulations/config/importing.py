@@ -17,6 +17,7 @@ import site
 import sys
 import sysconfig
 import uuid
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,12 +27,16 @@ from .settings import nearest
 
 SEARCHED = "FEDNTK_PATH"  # environment variable: folders where Flower's processes find modules
 ID = re.compile(r"#([0-9a-f]{12})(?=,|$)")  # ends the name of an object that was passed in Python
+UNTRUSTED = "#untrusted"  # ends the name of code that only a run's folder names: not imported
+FEDNTKS = re.compile(r"fedntk(\.\w+)*:\w+(,\w+)*")  # names of what comes with this package
 LARGE = {"fedntk", "numpy", "sklearn", "torch", "torchmetrics", "torchvision"}  # not read
 LIBRARIES = tuple(
     f"{path}{os.sep}"
     for path in (*map(sysconfig.get_path, ("stdlib", "purelib")), *site.getsitepackages())
 )
 _objects: dict[str, Any] = {}  # id -> object that was passed in this process
+_named: set[str] = set()  # code that this process named, or trusted in a run's folder
+STRANGE: ContextVar[bool] = ContextVar("strange", default=False)  # a stranger's settings are read
 _loaded: dict[str, dict[str, str]] = {}  # module -> checksums of its source files when imported
 _added: list[str] = []  # folders that earlier imports put on sys.path, the newest first
 _seen: dict[str, str] = {}  # file -> its checksum when a module that imports it was last imported
@@ -42,15 +47,22 @@ def search_path() -> str:
     return os.pathsep.join(dict.fromkeys([str(Path.cwd()), *filter(None, sys.path)]))
 
 
-def with_whole_path(named: str) -> str:
+def whole_name(named: str) -> str:
     """Return a name with the whole path of its file, if it names one; with an id, of ``__main__``.
 
-    What a notebook or a script defines has no source that could be compared.
+    What a notebook or a script defines has no source that could be compared. A stranger's code is
+    marked, unless this process has named it before.
     """
     home, _, name = named.rpartition(":")
     if home == "__main__" and not ID.search(named):
-        return f"{named}#{_new_id()}"
-    return f"{Path(home).expanduser().absolute()}:{name}" if home.endswith(".py") else named
+        named = f"{named}#{_new_id()}"
+    elif home.endswith(".py"):
+        named = f"{Path(home).expanduser().absolute()}:{name}"
+    place = ID.sub("", named)
+    if STRANGE.get() and home and place not in _named and not FEDNTKS.fullmatch(place):
+        return place.replace(",", f"{UNTRUSTED},") + UNTRUSTED  # each of several classes
+    _named.add(place)
+    return named
 
 
 def name_object(thing: Any, place: str = "") -> str:
@@ -102,6 +114,12 @@ def import_named(key: str, named: str) -> Any:
     """
     home, _, name = ID.sub("", named).rpartition(":")
     path, is_file = Path(home), home.endswith(".py")
+    if named.endswith(UNTRUSTED):
+        file = path if is_file else _file_of(home, _folders(home)) or home
+        raise ConfigError(
+            f"{key} = {named.removesuffix(UNTRUSTED)}: only the run's folder names this code, and "
+            f"{file} would be executed; read it, then pass trust=True (--trust), or another folder"
+        )
     before = [folder for folder in sys.path if folder not in _added]
     sys.path[:] = _folders(home)
     _added[:] = [folder for folder in sys.path if folder not in before]

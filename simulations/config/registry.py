@@ -32,7 +32,7 @@ from .importing import (
     object_named,
     place_of,
     require_importable,
-    with_whole_path,
+    whole_name,
 )
 
 HOME = "fedntk.simulations.methods"
@@ -96,7 +96,7 @@ def find_method(given: Any) -> tuple[str, Any]:
             other = "" if client is named_client(strategy) else f",{client.__qualname__}"
             place = name_object(given, place_of(strategy) + other)
     else:
-        place = with_whole_path(str(given))
+        place = whole_name(str(given))
         method = all_methods().get(place) or object_named(place) or import_method(place)
     if place not in all_methods():
         common = importlib.import_module(f"{__package__}.config").Config.options()

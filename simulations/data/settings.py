@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from ..config.importing import with_whole_path
+from ..config.importing import whole_name
 from ..config.settings import ConfigError, Settings, setting
 
 FILES = ("csv", "parquet", "folder", "npz", "leaf", "hf")  # kinds of data sets that a path follows
@@ -126,4 +126,4 @@ def absolute_dataset(dataset: str) -> str:
     path = Path(rest).expanduser()
     if kind in FILES and rest and path.exists():
         return f"{kind}:{path.absolute()}"
-    return with_whole_path(dataset)
+    return whole_name(dataset) if kind.endswith(".py") else dataset

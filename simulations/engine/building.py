@@ -165,6 +165,7 @@ def load_predictor(
     *,
     client: int | None = None,
     model: Any = None,
+    trust: bool = False,
 ) -> Predictor:
     """Return what a run learned: its last model, the best one, or a client's own.
 
@@ -184,6 +185,8 @@ def load_predictor(
         what that client would evaluate. Methods without such models give the last one.
     model : nn.Module or callable, optional
         The network, if the run got it as an object in another process.
+    trust : bool
+        Whether to execute files and modules that only the folder's ``config.toml`` names.
     """
     folder = Path(folder)
     inputs = InputTransform.load(folder)
@@ -195,7 +198,7 @@ def load_predictor(
             cure += f"NetworkPredictor.load({str(folder)!r}, network)"
         raise FileNotFoundError(f"expected the folder of a run, got {folder}{cure}")
     own_model = {} if model is None else {"model": name_model(model)}
-    config = Config.of_run(folder, weights="", **own_model).replace(out=str(folder))
+    config = Config.of_run(folder, trust=trust).replace(weights="", **own_model)
     if config.projection:
         inputs = replace(inputs, project=partial(projected, config))
     setup = Setup(config, build_model(config, inputs.shape, len(inputs.classes)))

@@ -134,6 +134,7 @@ def run(
         forget_loaded(config.dataset)
     prepared = _prepare(config, engine, again=again)
     or_else = f", or: fedntk run --resume {shlex.quote(str(config.folder))}"
+    or_else += " --trust" * (".py:" in repr(config))  # as it names code
     if any(ID.search(getattr(config, name)) for name in OBJECTS):
         or_else = f", out={str(config.folder)!r} and resume=True"
     with show_progress(config.rounds, enabled=progress, or_else=or_else) as shown:

@@ -33,6 +33,7 @@ from .figures import (
 from .results import Run, describe_replies, read_runs
 from .statistics import Estimate, estimate, paired_differences, run_scores, summary_over_seeds
 
+Targets = Sequence[float] | None
 logger = logging.getLogger("flwr")
 
 
@@ -47,7 +48,7 @@ class Section:
 
 
 def write_report(
-    folder: str | Path, out: str | Path | None = None, *, targets: Sequence[float] | None = None
+    folder: str | Path, out: str | Path | None = None, *, targets: Targets = None, trust: bool = False
 ) -> Path:
     """Write a report on all finished runs in a folder; return the path of ``report.md``.
 
@@ -58,9 +59,9 @@ def write_report(
     FileNotFoundError if there is no finished run.
 
     `folder` is a run's, or holds runs at any depth, and `out` is by default ``report`` in it.
-    `targets` are accuracies, by default the runs' own.
+    `targets` are accuracies, by default the runs' own, and `trust` is as in :meth:`Config.of_run`.
     """
-    runs = read_runs(folder)
+    runs = read_runs(folder, trust=trust)
     out = Path(out) if out is not None else Path(folder) / "report"
     out.mkdir(parents=True, exist_ok=True)
     rounds, clients = _join_tables(runs)

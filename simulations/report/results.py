@@ -76,11 +76,11 @@ class Run:
         rows = self.rounds[self.rounds.metric == metric]
         return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
 
-    def ledger(self, *, shapley: int = 0) -> "pd.DataFrame":
+    def ledger(self, *, shapley: int = 0, trust: bool = False) -> "pd.DataFrame":
         """Return each client's part in the model: see :func:`fedntk.simulations.ledger`."""
         # by name, as it reads runs itself
         home = importlib.import_module("fedntk.simulations.assessment.ledger")
-        table: pd.DataFrame = home.ledger(self, shapley=shapley)
+        table: pd.DataFrame = home.ledger(self, shapley=shapley, trust=trust)
         return table
 
     def to_target(self, target: float) -> dict[str, float] | None:
@@ -281,8 +281,8 @@ def round_at(values: Mapping[int, float], target: float) -> int | None:
     return None
 
 
-def read_run(folder: str | Path) -> Run:
-    """Read a finished run's folder; RunFailed has the reason why a run did not finish."""
+def read_run(folder: str | Path, *, trust: bool = False) -> Run:
+    """Read a finished run; RunFailed says why it did not finish. `trust`: see `Config.of_run`."""
     folder = Path(folder)
     if not (folder / "summary.json").exists():
         raise FileNotFoundError(f"no finished run in {folder}: summary.json is missing")
@@ -294,7 +294,7 @@ def read_run(folder: str | Path) -> Run:
         path = folder / f"{name}.parquet"
         with _tell_damage(path), pyarrow.parquet.ParquetFile(path) as file:
             tables[name] = file.read()
-    return Run(folder, Config.of_run(folder), summary, tables)
+    return Run(folder, Config.of_run(folder, trust=trust), summary, tables)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -352,32 +352,33 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path
             )
 
 
-def run_with_its_data(run: Run | str | Path) -> Run:
+def run_with_its_data(run: Run | str | Path, *, trust: bool = False) -> Run:
     """Return a run, or read it from its folder; refuse it if its data set has changed since."""
-    run = run if isinstance(run, Run) else read_run(run)
+    if trust or not isinstance(run, Run):
+        run = read_run(run.folder if isinstance(run, Run) else run, trust=trust)
     checksum = named_for(run.config, load_data(run.config).checksum)
     require_same(run.summary, {"data": checksum}, run.folder)
     return run
 
 
-def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
+def read_runs(folders: str | Path | Iterable[str | Path], *, trust: bool = False) -> list[Run]:
     """Read several finished runs; those of one name get names that say how their settings differ.
 
     `folders` are runs', or hold runs' folders at any depth. In the latter, runs that did not finish
     or cannot be read are skipped, with a warning. FileNotFoundError if a folder holds no finished
-    run, RunFailed if a run that is named itself did not finish.
+    run, RunFailed if a run that is named itself did not finish. `trust`: see `Config.of_run`.
     """
     runs: list[Run] = []
     for folder in map(Path, [folders] if isinstance(folders, str | Path) else folders):
         if (folder / "summary.json").exists():
-            runs.append(read_run(folder))
+            runs.append(read_run(folder, trust=trust))
             continue
         found = len(runs)
         for path in sorted(path.parent for path in folder.rglob("config.toml")):
             if not (path / "rounds.jsonl").exists():
                 continue  # Flower's own settings, or a run that never began
             try:
-                runs.append(read_run(path))
+                runs.append(read_run(path, trust=trust))
             except (RunFailed, ConfigError, FileNotFoundError) as error:
                 logger.warning("%s is left out: %s", path, error)
         if len(runs) == found:
