@@ -1,5 +1,6 @@
 """What goes wrong in ways that users are to read: wrong settings, failed runs, missing modules."""
 
+import re
 import signal
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup, TyperOption
 
+CONTROL = re.compile(r"[^\n -~\xa0-\U0010ffff]")  # characters, such as escape codes of terminals
 logger = getLogger("flwr")
 
 
@@ -143,7 +145,7 @@ def _errors_in_one_line(command: str, options: Mapping[str, Any]) -> Iterator[No
         if options.get("debug"):
             traceback.print_exception(error)
         shown = with_extra_named(error) if isinstance(error, ModuleNotFoundError) else error
-        typer.echo(f"{command}: {shown}", err=True)
+        typer.echo(CONTROL.sub(" ", f"{command}: {shown}"), err=True)
         sys.exit(2 if isinstance(error, ConfigError | FileNotFoundError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -24,7 +24,7 @@ from ..data.partitions import load_split
 from ..engine.building import load_predictor
 from ..errors import naming
 from ..report.figures import rejection_curves, reliability_diagram, uncertainty_histogram
-from ..report.report import markdown, setting_in_words
+from ..report.report import as_markdown, markdown, setting_in_words, write_csv
 from ..report.results import Run, run_with_its_data, write_json
 from .uncertainty_metrics import SHARES, auroc, calibration, rejection_curve, reliability
 
@@ -124,7 +124,7 @@ class Assessment:
         self.examples.to_parquet(out / "examples.parquet", index=False)
         if self.unfamiliar is not None:
             self.unfamiliar.to_parquet(out / "unfamiliar.parquet", index=False)
-        self.rejection.to_csv(out / "rejection.csv", index=False, float_format="%.6g")
+        write_csv(self.rejection, out / "rejection.csv", float_format="%.6g")
         pictures = self.figures()
         for name, figure in pictures.items():
             figure.savefig(out / f"{name}.png")
@@ -165,12 +165,13 @@ class Assessment:
 
     def _paragraphs(self, pictures: Mapping[str, Figure]) -> list[str]:
         summary, config = self.run.summary, self.run.config
+        name, setting = map(as_markdown, (summary["run"], setting_in_words([self.run])))
         best = summary["best"] if self.which == "best" else None
         at = best["round"] if best else summary["rounds"]
         paragraphs = [
             "# Uncertainty",
-            f"{summary['run']}, the {'last' if self.which == 'model' else 'best'} model, of round "
-            f"{at}: {setting_in_words([self.run])}. {len(self.examples)} test examples.",
+            f"{name}, the {'last' if self.which == 'model' else 'best'} model, of round "
+            f"{at}: {setting}. {len(self.examples)} test examples.",
         ]
         private = config.private_test or config.monitor in ("accuracy", "loss")
         if self.which == "best" and config.evaluate_on == "test" and private:
@@ -181,7 +182,7 @@ class Assessment:
         if self.unfamiliar is not None:
             paragraphs.append(
                 f"AUROC: how well uncertainty separates {len(self.unfamiliar)} examples of "
-                f"{self.unfamiliar_name} from the test examples; 0.5: not at all."
+                f"{as_markdown(self.unfamiliar_name)} from the test examples; 0.5: not at all."
             )
         paragraphs += [
             "## Accuracy of what is not rejected",

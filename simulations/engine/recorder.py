@@ -58,12 +58,12 @@ class AdmittedMetrics:
             for name, value in metrics.items()
             if isinstance(value, int | float) and not self._refused(name)
         }
-        admitted = {name for name in scalars if self._admits(name)}  # what most report, first
+        admitted = {n for n in scalars if n.isprintable() and self._admits(n)}  # common ones first
         if (left_out := scalars.keys() - admitted) and not self._warned:
             self._warned = True
             logger.warning(
-                "metrics of %s are left out, as %.80r: %d names of at most %d characters are "
-                "recorded besides the known ones",
+                "metrics of %s are left out, as %.80r: %d names of at most %d printable characters "
+                "are recorded besides the known ones",
                 *(self._source, min(left_out), self._most[False], LONGEST),
             )
         return {name: value for name, value in scalars.items() if name in admitted}

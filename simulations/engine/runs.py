@@ -22,7 +22,7 @@ from ..config.settings import ConfigError
 from ..data.data import PASSED
 from ..data.load import PASSED_FILE, forget_loaded, load_data
 from ..data.own import OwnData
-from ..errors import RunFailed, first_line, naming
+from ..errors import CONTROL, RunFailed, first_line, naming
 from ..methods.method import Method
 from ..metrics import metrics_of
 from ..models import name_model
@@ -387,7 +387,7 @@ def _run(
         state: State = "new" if again else run_state(config)
         before = _records_before(config, state)
         done = int(before[-1]["round"]) if before else -1
-        label = f"{config.label} on {config.dataset}, seed {config.seed}"
+        label = CONTROL.sub(" ", f"{config.label} on {config.dataset}, seed {config.seed}")
         headline = config.chosen_method.headline
         shown.begin(label, config.rounds, max(done, 0), headline=headline)
         with writing(writers, config, before) as write:

@@ -27,6 +27,7 @@ from ..data.client_tables import newest_accuracies
 # a marker of its own, and is dashed when it comes again
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676")
 MARKERS = "os^Dvp*"
+DOLLAR = ("$", r"\$")  # in names: Matplotlib takes what is between two for a formula
 LINES = ("-", "--", ":")
 MOST_BANDS = 4  # more would lie over each other
 MOST_CLIENTS = 50  # of a picture of labels
@@ -62,7 +63,7 @@ def accuracy_curves(
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
     unit, name_of_unit = (100, " (%)") if metric == "accuracy" else (1, "")
-    label = f"{evaluated_on} {metric}{name_of_unit}"
+    label = f"{evaluated_on} {metric}{name_of_unit}".replace(*DOLLAR)
     figure, axes = _figure(title, xlabel=AXES[against][0], ylabel=label)
     several = rounds.groupby("run").seed.nunique() > 1
     crowded = several.sum() > MOST_BANDS
@@ -71,7 +72,7 @@ def accuracy_curves(
         x = drawn[against]
         mean, low, high = (unit * drawn[each] for each in ("mean", "min", "max"))
         every = max(len(x) // 20, 1)
-        axes.plot(x, mean, ms=4, markevery=every, label=name, **style)
+        axes.plot(x, mean, ms=4, markevery=every, label=name.replace(*DOLLAR), **style)
         if several[name] and crowded:
             step = max(len(x) // 5, 3)
             some = slice(number % step, None, step)
@@ -122,11 +123,10 @@ def accuracy_against_heterogeneity(
     known = styles(rounds.attrs.get("runs", best.run))
     for method, rows in best.groupby("method", sort=False):
         style = known.get(str(method)) or known[rows.run.min()]
+        style = {**style, "label": str(method).replace(*DOLLAR)}
         values = rows.groupby("alpha").value.agg(["mean", "min", "max"])
         mean, low, high = (100 * values[each] for each in values)
-        axes.errorbar(
-            mean.index, mean, (mean - low, high - mean), capsize=3, label=str(method), **style
-        )
+        axes.errorbar(mean.index, mean, (mean - low, high - mean), capsize=3, **style)
     axes.set_xscale("log")  # once there are points
     _tick(axes, best.alpha)
     axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
@@ -145,8 +145,8 @@ def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
     for name, rows, style in _each(clients, "run"):
         values = 100 * np.sort(newest_accuracies(rows).accuracy.to_numpy())
         shares = 100 * np.arange(1, len(values) + 1) / len(values)
-        style = {**style, "marker": ""}
-        axes.step([0, *values, 100], [0, *shares, 100], where="post", label=name, **style)
+        style = {**style, "marker": "", "label": name.replace(*DOLLAR)}
+        axes.step([0, *values, 100], [0, *shares, 100], where="post", **style)
     axes.legend(loc="upper left", frameon=False)
     return figure
 
@@ -360,7 +360,7 @@ def _figure(
 ) -> tuple[Figure, Axes]:
     figure = _Picture(figsize=size, dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.set(title=title, **settings)
+    axes.set(title=title.replace(*DOLLAR), **settings)
     _plain_frame(axes)
     return figure, axes
 

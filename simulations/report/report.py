@@ -1,10 +1,13 @@
 """Tables and pictures of finished runs, in one folder, and as one page."""
 
+import json
 import logging
 import os
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ from .figures import (
 from .results import Run, describe_replies, read_runs
 from .statistics import Estimate, estimate, paired_differences, run_scores, summary_over_seeds
 
+MARKS = re.compile(r"[\\|<`\x00-\x1f\x7f-\x9f]|(?<=\])\(")  # of Markdown, and of terminals
+FORMULA = re.compile(r"^'*[=+\-@\t\r\n]")  # how what a spreadsheet computes begins
 Targets = Sequence[float] | None
 logger = logging.getLogger("flwr")
 
@@ -48,7 +53,11 @@ class Section:
 
 
 def write_report(
-    folder: str | Path, out: str | Path | None = None, *, targets: Targets = None, trust: bool = False
+    folder: str | Path,
+    out: str | Path | None = None,
+    *,
+    targets: Targets = None,
+    trust: bool = False,
 ) -> Path:
     """Write a report on all finished runs in a folder; return the path of ``report.md``.
 
@@ -80,14 +89,14 @@ def write_report(
     if len(clients):
         title = f"Clients' {_examples_of_clients(runs)}, last five rounds"
         pictures["clients"] = client_accuracies(clients, title=title)
-        client_accuracy_table(clients).reset_index().to_csv(out / "clients.csv", index=False)
+        write_csv(client_accuracy_table(clients).reset_index(), out / "clients.csv")
     for number, (title, labels, own) in enumerate(_splits(runs), 1):
         name = "labels" if number == 1 else f"labels-{number}"
         pictures[name] = label_distribution(labels, own, title=title)
     for name, (run, *_) in _group(runs).items():  # what methods draw, of each run's first seed
-        word = re.sub(r"[^\w]+", "-", name).strip("-")
         found = run.config.chosen_method.pictures(run.folder / "details")
-        pictures |= {f"{kind}-{word}": figure for kind, figure in found.items()}
+        pictures |= {f"{kind}-{name}": figure for kind, figure in found.items()}
+    pictures = {re.sub(r"\W+", "-", name).strip("-"): own for name, own in pictures.items()}
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
     others = {path.parent.resolve() for path in Path(folder).rglob("rounds.jsonl")}
@@ -95,8 +104,8 @@ def write_report(
     html = write_html(runs, out / "report.html", targets=targets, left_out=left_out)
     paragraphs = [
         "# Report",
-        setting_in_words(runs) or "Runs on several data sets or splits.",
-        *[f"- {warning}" for warning in _warnings(runs, left_out)],
+        as_markdown(setting_in_words(runs)) or "Runs on several data sets or splits.",
+        *[f"- {as_markdown(warning)}" for warning in _warnings(runs, left_out)],
         *[
             f"## {each.title}\n\n{each.text}\n\n{markdown(each.frame)}"
             for each in _sections(runs, targets)
@@ -110,11 +119,7 @@ def write_report(
 
 
 def write_html(
-    runs: Sequence[Run],
-    path: str | Path,
-    *,
-    targets: Sequence[float] | None = None,
-    left_out: Sequence[Path] = (),
+    runs: Sequence[Run], path: str | Path, *, targets: Targets = None, left_out: Sequence[Path] = ()
 ) -> Path:
     """Write a report on runs as one HTML file, which needs no network; return its path.
 
@@ -136,18 +141,15 @@ def write_html(
     }
     sections = [*_sections(runs, targets), *_sections_of_settings(runs)]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    text = (
-        jinja2.Environment(loader=loader, autoescape=True)
-        .get_template("page.html")
-        .render(
-            setting=setting_in_words(runs),
-            warnings=_warnings(runs, left_out),
-            sections=[each for each in sections if not each.chart or data[each.chart]],
-            styles=looks,
-            # pandas writes NaN as null; "<" could end the script that holds the data
-            data=pd.Series(data).to_json(double_precision=6).replace("<", r"\u003c"),
-            plotly=get_plotlyjs(),
-        )
+    templates = jinja2.Environment(loader=loader, autoescape=True)
+    templates.filters["digest"] = lambda text: b64encode(sha256(text.encode()).digest()).decode()
+    text = templates.get_template("page.html").render(
+        setting=setting_in_words(runs),
+        warnings=_warnings(runs, left_out),
+        sections=[each for each in sections if not each.chart or data[each.chart]],
+        styles=looks,
+        data=json.loads(pd.Series(data).to_json(double_precision=6)),  # with null for NaN
+        plotly=get_plotlyjs(),
     )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +171,7 @@ def _scores(runs: Sequence[Run]) -> pd.DataFrame:
     return scores
 
 
-def _sections(runs: Sequence[Run], targets: Sequence[float] | None) -> Iterator[Section]:
+def _sections(runs: Sequence[Run], targets: Targets) -> Iterator[Section]:
     """Yield what a report shows, in order."""
     text = (
         f"Measured on: {evaluated_on(runs)} examples. Means over the seeds, and in brackets 95 % "
@@ -321,7 +323,7 @@ def write_tuning_report(
     `trials` is the table of a :class:`~fedntk.simulations.Tuning`, and `lines` the text before it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    trials.to_csv(out / "trials.csv", index=False)
+    write_csv(trials, out / "trials.csv")
     shown = trials.drop(columns=["mean", "std", *([] if trials.error.any() else ["error"])])
     means = trials["mean"].map("{:.4f}".format).replace("nan", "-")
     shown.insert(2, metric, means + trials["std"].map(" ± {:.4f}".format).replace(" ± nan", ""))
@@ -330,13 +332,30 @@ def write_tuning_report(
             shown[key] = shown[key].map("{:.4g}".format)
     shown.to_latex(out / "trials.tex", index=False, escape=True)
     tuning_values(trials, searched, metric=metric).savefig(out / "values.png")
-    text = ["# Search for settings", *lines, markdown(shown), "![values](values.png)", ""]
+    text = ["# Search for settings", *map(as_markdown, lines), markdown(shown)]
+    text += ["![values](values.png)", ""]
     (out / "report.md").write_text("\n\n".join(text), encoding="utf-8")
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """Return a table as Markdown, its texts unchanged."""
-    return table.to_markdown(index=False, disable_numparse=True)
+    """Return a table as Markdown that shows its texts unchanged."""
+    return _with_texts(table, as_markdown).to_markdown(index=False, disable_numparse=True)
+
+
+def as_markdown(text: str) -> str:
+    """Return Markdown that shows a text: no tag, link, cell or escape code begins in it."""
+    return MARKS.sub(lambda mark: f"\\{mark[0]}" if mark[0].isprintable() else " ", text)
+
+
+def write_csv(table: pd.DataFrame, path: Path, **options: Any) -> None:
+    """Write a table; texts that FORMULA matches have an apostrophe more, to be taken away again."""
+    texts = _with_texts(table, lambda text: FORMULA.sub(r"'\g<0>", text))
+    texts.to_csv(path, index=False, lineterminator="\r\n", **options)  # else \r has no quotes
+
+
+def _with_texts(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
+    cells = table.map(lambda cell: change(cell) if isinstance(cell, str) else cell)
+    return cells.rename(columns=lambda name: change(str(name)))
 
 
 def final_table(runs: Sequence[Run]) -> pd.DataFrame:
@@ -364,7 +383,7 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows).fillna("-")  # a metric that not all runs have
 
 
-def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) -> pd.DataFrame:
+def target_table(runs: Sequence[Run], targets: Targets = None) -> pd.DataFrame:
     """Return one row a run: rounds, MB and seconds to each target; medians over seeds."""
     rows = []
     if targets is None:
