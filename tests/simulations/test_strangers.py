@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from fedntk.simulations import Config, assess, ledger, load_predictor, load_results, run, unlearn
 from fedntk.simulations.cli import app
 from fedntk.simulations.config import importing
+from fedntk.simulations.engine.recorder import AdmittedMetrics
 from fedntk.simulations.report import report
 from fedntk.simulations.report.report import FORMULA, markdown, write_csv, write_html
 from fedntk.simulations.report.results import read_run, read_runs
@@ -286,3 +287,33 @@ def test_names_are_texts_in_tables(tmp_path):
     assert [cell[bool(FORMULA.match(cell)) :] for cell, _ in rows] == ["=name", *risky]
     back = pd.read_csv(tmp_path / "t.csv")
     assert back.n.equals(table.n)
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_a_report_on_a_run_with_a_hostile_name(theirs, home):
+    """Pictures, LaTeX, Markdown and CSV; then the command, which shows it in a terminal."""
+    name = "=1|<b>`x`[a](b)$\\frac$ $\x1b[2J"
+    folder = theirs(f"name = {json.dumps(name)}")
+    summary = json.loads((folder / "summary.json").read_text()) | {"run": name}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    shown = command(f"report {folder}").output
+    assert "report.html" in shown
+    assert "\x1b[2J" not in shown
+    out = folder / "report"
+    text = (out / "report.md").read_text()
+    assert not re.search(r"(?<!\\)<|\x1b|\]\(b", text)
+    assert r"\frac" not in (out / "targets.tex").read_text()
+    assert pd.read_csv(out / "clients.csv").columns[-1] == f"'{name}"
+    assert all(re.fullmatch(r"[\w.-]+", path.name) for path in out.iterdir())
+
+
+def test_a_terminal_shows_no_escape_codes(theirs, home):
+    """Of an error that a folder tells; and a client's metric of such a name is left out."""
+    folder = theirs()
+    summary = {"status": "failed", "error": "\x1b]0;gone\x07 \x9b2J lost"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    said = command(f"ledger {folder}").output
+    assert "lost" in said
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said)
+    admitted = AdmittedMetrics((), lambda _: False, "clients").take({"a\x1b[2J": 1.0, "b": 2.0})
+    assert admitted == {"b": 2.0}
