@@ -25,11 +25,13 @@ can spoil the sum; it learns nothing about the others.
 
 import hashlib
 import hmac
+import itertools
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
+from operator import xor
 from typing import Self
 
 import numpy as np
@@ -54,6 +56,7 @@ TAG_BYTES = 16  # by which a client tells another who is in the sum
 NONCE_BYTES = 12
 EXCHANGE_BYTES = 16  # of a sum's name, and of the nonce that each client draws for it
 CHUNK = 2**20  # words that are masked at a time
+MOST_SETS = 1000  # of shares that are tried if more are false than can be corrected
 Words = NDArray[np.uint32] | NDArray[np.uint64]
 
 
@@ -315,11 +318,18 @@ class Masker:
 
 @dataclass(frozen=True)
 class MaskedSum:
-    """The server's part: it opens the sum of words, and no words of one client."""
+    """The server's part: it opens the sum of words, and no words of one client.
+
+    With m givers of shares, of whom e give false ones, it opens if m - e is at least threshold + e,
+    and with more false ones if one of the sets of shares that are tried has none.
+    """
 
     roster: Roster
     promises: Mapping[int, Promise]  # of the clients with parcels that were handed on
     about: bytes = b""  # subject of the words, as in Masker.mask
+    names: Mapping[int, int] = field(default_factory=dict)  # of clients in errors, if others
+    # client -> those of whose secrets its shares are wrong: it or they do not follow the protocol
+    conflicts: dict[int, set[int]] = field(default_factory=dict)
 
     def unmask(
         self, total: Words, arrived: Iterable[int], revealed: Mapping[int, Mapping[int, bytes]]
@@ -327,18 +337,18 @@ class MaskedSum:
         """Return the sum without masks; SealError if too few clients gave right shares.
 
         `total` (m,) is the sum of the masked words that arrived from some clients; `revealed` has
-        what each client returned from :meth:`Masker.reveal`.
+        what each client returned from :meth:`Masker.reveal`. Wrong shares that were in the way are
+        noted in `conflicts`.
         """
         survivors, result = sorted(arrived), total.copy()
-        reliable: list[int] = []
         for client in self.promises:
             in_sum = client in survivors
             shares = {
-                self.roster.position(k) + 1: given[client]
+                self.roster.position(k) + 1: int.from_bytes(given[client])
                 for k, given in revealed.items()
                 if client in given
             }
-            secret, reliable = self._combine(shares, client, in_sum, reliable)
+            secret = self._secret(shares, client, in_sum)
             if in_sum:
                 self.roster.add_own_mask(result, secret, -1)
                 continue
@@ -348,29 +358,44 @@ class MaskedSum:
                 self.roster.add_pair_mask(result, key, public, self.about, sign)
         return result
 
-    def _combine(
-        self, shares: Mapping[int, bytes], client: int, in_sum: bool, reliable: list[int]
-    ) -> tuple[bytes, list[int]]:
-        """Return a client's secret, and who gave right shares of it; `reliable` ones come first."""
-        ordered = sorted(shares.items(), key=lambda share: (share[0] not in reliable, share[0]))
-        threshold, told = self.roster.threshold, self.promises[client]
+    def _secret(self, shares: Mapping[int, int], client: int, in_sum: bool) -> bytes:
+        """Return a client's secret; shares (point -> share) of givers without conflicts go first.
+
+        Others' are checked if they are in conflict, or if the first ones were not all right.
+        """
+        threshold, told, givers = self.roster.threshold, self.promises[client], self.roster.clients
+        ordered = sorted(shares, key=lambda x: (len(self.conflicts.get(givers[x - 1], ())), x))
         if len(ordered) < threshold:
             raise SealError(
                 f"{len(ordered)} clients gave shares, {threshold} are needed to open the sum"
             )
-        for start in range(len(ordered) if len(ordered) > threshold else 1):
-            some = [ordered[(start + i) % len(ordered)] for i in range(threshold)]
-            secret = _secret_of(dict(some))
+        for tried, points in enumerate(_sets(shares, ordered, threshold)):
+            some = {x: shares[x] for x in points}
+            secret = _value(some).to_bytes(SECRET_BYTES)
             found = self.roster.promise(secret, secret)
             right = (
                 found.commitment == told.commitment if in_sum else found.mask_key == told.mask_key
             )
             if right:
-                return secret, [i for i, _ in some]
+                for x in shares.keys() - some.keys():
+                    doubted = tried or givers[x - 1] in self.conflicts
+                    if doubted and _value(some, x) != shares[x]:
+                        self.conflicts.setdefault(givers[x - 1], set()).add(client)
+                return secret
+        owner, *named = (self.names.get(k, k) for k in (client, *(givers[x - 1] for x in shares)))
         raise SealError(
-            f"shares of client {client}'s secret are not of what it promised: it, or one of "
-            f"{[self.roster.clients[i - 1] for i in shares]}, does not follow the protocol"
+            f"shares of client {owner}'s secret are not of what it promised: it, or more than "
+            f"{(len(shares) - threshold) // 2} of {named}, does not follow the protocol"
         )
+
+
+def _sets(shares: Mapping[int, int], ordered: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Yield points whose shares may all be right: the first; what decoding leaves; any others."""
+    yield ordered[:size]
+    for count in range(len(ordered), size, -1):
+        wrong = _wrong_points({x: shares[x] for x in ordered[:count]}, size)
+        yield [x for x in ordered[:count] if x not in wrong][:size]
+    yield from itertools.islice(itertools.combinations(ordered, size), MOST_SETS)
 
 
 def _multiply(a: int, b: int) -> int:
@@ -399,24 +424,43 @@ def _inverse(a: int) -> int:
 
 
 @lru_cache
-def _coefficients(points: tuple[int, ...]) -> tuple[int, ...]:
-    """Return Lagrange's coefficients of a polynomial's values at `points` for its value at 0."""
+def _coefficients(points: tuple[int, ...], at: int = 0) -> tuple[int, ...]:
+    """Return Lagrange's coefficients of a polynomial's values at `points` for its value at `at`."""
     found = []
     for x in points:
         above = below = 1
         for other in points:
             if other != x:
-                above, below = _multiply(above, other), _multiply(below, x ^ other)
+                above, below = _multiply(above, at ^ other), _multiply(below, x ^ other)
         found.append(_multiply(above, _inverse(below)))
     return tuple(found)
 
 
-def _secret_of(shares: Mapping[int, bytes]) -> bytes:
-    """Return the secret, 16 bytes, from Shamir's shares: point -> share."""
-    secret = 0
-    for share, coefficient in zip(shares.values(), _coefficients(tuple(shares)), strict=True):
-        secret ^= _multiply(int.from_bytes(share), coefficient)
-    return secret.to_bytes(SECRET_BYTES)
+def _value(shares: Mapping[int, int], at: int = 0) -> int:
+    """Return the value of the polynomial through Shamir's shares; at 0 it is the secret."""
+    return reduce(xor, map(_multiply, shares.values(), _coefficients(tuple(shares), at)))
+
+
+def _wrong_points(shares: Mapping[int, int], threshold: int) -> set[int]:
+    """Return where m shares are wrong, if (m - threshold) / 2 are or fewer.
+
+    Source: Massey, *Shift-register synthesis and BCH decoding*, 1969. The syndromes are those of
+    the generalised Reed-Solomon code that right shares are words of.
+    """
+    terms, syndromes = list(map(_multiply, shares.values(), _coefficients(tuple(shares)))), []
+    locator, before, length, scale = [1], [0, 1], 0, 1
+    for n in range(len(shares) - threshold):
+        terms = list(map(_multiply, terms, shares))
+        syndromes.append(reduce(xor, terms))
+        error = reduce(xor, map(_multiply, locator, reversed(syndromes)))
+        step = _multiply(error, _inverse(scale))
+        longer = [
+            a ^ _multiply(b, step) for a, b in itertools.zip_longest(locator, before, fillvalue=0)
+        ]
+        if error and 2 * length <= n:
+            before, length, scale = locator, n + 1 - length, error
+        locator, before = longer, [0, *before]
+    return {x for x in shares if not reduce(lambda value, c: _multiply(value, x) ^ c, locator, 0)}
 
 
 def _add_stream(words: Words, key: bytes, sign: int) -> None:

@@ -155,7 +155,14 @@ class SecureSums:
             for _, own_words in masked[1:]:
                 total += own_words
             given = {place[reply.node]: own for reply, own in revealed}
-            total = MaskedSum(roster, promises, words.about).unmask(total, arrived, given)
+            names = {place[reply.node]: reply.client for reply, _ in pairs}
+            server = MaskedSum(roster, promises, words.about, names)
+            total = server.unmask(total, arrived, given)
+            for reply, _ in revealed:
+                if wrong := server.conflicts.get(place[reply.node]):
+                    said = f"of the secrets of clients {[names[k] for k in sorted(wrong)]}, unless "
+                    bad = BadReply("false-shares", said + "these gave it false ones")
+                    self._strategy.drop(reply.node, bad, rejected)
             return read(total, sum(counts[reply.node] for reply in last)), last
         except ValueError as error:  # SealError, BadReply, vouchers of several lengths
             logger.warning("no secure sum (%s): the model stays as it was", error)

@@ -146,6 +146,21 @@ def test_what_a_client_sends_wrongly_leaves_it_out_or_does_no_harm(clients, step
     assert strategy.train_metrics[1]["replies-accepted"] == 6 - len(left)
 
 
+def test_givers_of_false_shares_are_named_and_the_sum_opens(clients):
+    """Two of six who agree on shares of other secrets; four are the threshold."""
+
+    def false(arrays, count, metrics):
+        own = dict(arrays.records["arrays"])
+        return NamedArrays({"arrays": own | {"shares": own["shares"] * 0}}), count, metrics
+
+    strategy = make()
+    assert bits(start(strategy, Grid(clients(acting("reveal", false, 0, 3))))) == without()
+    metrics = strategy.train_metrics[1]
+    assert metrics["replies-accepted"] == 6
+    assert metrics["rejected-false-shares"] == 2
+    assert "false-shares: of the secrets of clients [0, 1, 2, 3, 4, 5]" in strategy.last_refusal
+
+
 @pytest.mark.parametrize("record", ["network", "steps"])
 def test_a_client_that_was_asked_about_other_features_keeps_the_sum_closed(clients, record):
     """Else a server could have all others add zeros to one client's sums."""

@@ -1,5 +1,6 @@
 """Sums of masked words: exact whoever drops out, closed to everything but the sum of all."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from fedntk.trust import MaskedSum, Masker, Roster, new_key, public_bytes, secure_sum
+from fedntk.trust import MaskedSum, Masker, Roster, SealError, new_key, public_bytes, secure_sum
 from fedntk.trust.secure_sum import PARCEL_BYTES
 
 from .uploads import refused
@@ -145,9 +146,10 @@ def test_secrets_are_those_that_the_shares_library_finds():
         secret = rng.bytes(16)
         shares = Shamir.split(threshold, count, secret, ssss=False)
         some = [shares[i] for i in rng.permutation(count)[:threshold]]
-        assert secure_sum._secret_of(dict(some)) == secret
         wrong = [(i, rng.bytes(16)) for i, _ in some]
-        assert secure_sum._secret_of(dict(wrong)) == Shamir.combine(wrong, ssss=False)
+        for points, expected in ((some, secret), (wrong, Shamir.combine(wrong, ssss=False))):
+            found = secure_sum._value({i: int.from_bytes(share) for i, share in points})
+            assert found.to_bytes(16) == expected
 
 
 def test_clients_who_were_told_different_things_give_no_shares():
@@ -200,9 +202,10 @@ def test_a_server_with_an_accomplice_opens_single_clients_if_the_threshold_is_lo
     maskers, sets = agreed(threshold=3), [(2, 3, 5), (2, 8, 13)]
     first, second = (given(maskers, arrived, arrived) for arrived in sets)
     server = server_of(maskers)
-    own, _ = server._combine({i + 1: s[3] for i, s in enumerate(first.values())}, 3, True, [])
-    shares = {server.roster.position(k) + 1: s[3] for k, s in second.items()}
-    seed, _ = server._combine(shares, 3, False, [])
+    own, seed = (
+        server._secret({IDS.index(k) + 1: int.from_bytes(s[3]) for k, s in some.items()}, 3, in_sum)
+        for some, in_sum in ((first, True), (second, False))
+    )
     broken = replace(maskers[3], seed=seed, own=own)
     words = masked(maskers, [3]) - broken.mask(np.zeros(SIZE, np.uint32))
     np.testing.assert_array_equal(words, total_of([3]))
@@ -212,18 +215,125 @@ def test_a_server_with_an_accomplice_opens_single_clients_if_the_threshold_is_lo
     refused("confirmed other clients", maskers[5].confirm, KEYS[5], (2, 5, 8, 13))
 
 
-def test_one_wrong_share_more_than_needed_does_no_harm_and_too_many_are_named(monkeypatch):
+@functools.cache
+def sharing(count: int, threshold: int) -> tuple[MaskedSum, dict[int, dict[int, bytes]], bytes]:
+    """A server, the shares of the secrets of 1, 2 and 3 that clients give, and what it opens."""
+    keys = tuple(bytes([k]) * 32 for k in range(count))
+    told = Roster(bytes(16), tuple(range(count)), keys, threshold)
+    secrets = {k: bytes([7 * k]) * 16 for k in (1, 2, 3)}
+    promises = {k: told.promise(secret, secret) for k, secret in secrets.items()}
+    shares = {k: Shamir.split(threshold, count, own, ssss=False) for k, own in secrets.items()}
+    given = {i: {k: own[i][1] for k, own in shares.items()} for i in range(count)}
+    server = MaskedSum(told, promises)
+    return server, given, server.unmask(np.zeros(4, np.uint64), promises, given).tobytes()
+
+
+def opens(
+    count: int, threshold: int, givers: Sequence[int], lies: dict[int, dict[int, bytes]]
+) -> dict[int, set[int]] | None:
+    """Return the conflicts if the sum opens, and is right; None if it stays closed."""
+    server, given, expected = sharing(count, threshold)
+    fresh, given = replace(server, conflicts={}), {k: given[k] | lies.get(k, {}) for k in givers}
+    try:
+        opened = fresh.unmask(np.zeros(4, np.uint64), server.promises, given)
+    except SealError:
+        return None
+    assert opened.tobytes() == expected
+    return fresh.conflicts
+
+
+def false_shares(count: int, threshold: int, liars: Sequence[int], agree: bool, rng: Any):
+    """Shares of other secrets: each drawn by itself, or all on one other polynomial."""
+    wrong = Shamir.split(threshold, count, rng.bytes(16), ssss=False)
+    return {i: {k: wrong[i][1] if agree else rng.bytes(16) for k in (1, 2, 3)} for i in liars}
+
+
+@pytest.mark.parametrize("agree", [False, True])
+@pytest.mark.parametrize(
+    ("count", "threshold", "missing"), [(5, 3, 0), (7, 4, 1), (8, 5, 0), (12, 7, 0), (12, 7, 1)]
+)
+def test_false_shares_are_corrected_up_to_the_bound_wherever_they_are(
+    count, threshold, missing, agree
+):
+    """With m givers, e of them false: m - e >= threshold + e. Liars in the way are named."""
+    rng = np.random.default_rng(count)
+    for trial in range(6):
+        givers = sorted(rng.permutation(count)[missing:].tolist())
+        most = (len(givers) - threshold) // 2
+        liars = [
+            givers[:most],
+            givers[-most:],
+            givers[threshold - most : threshold],
+            givers[1::2][:most],
+            *[rng.permutation(givers)[:most].tolist()] * 2,
+        ][trial]
+        lies = false_shares(count, threshold, liars, agree, rng)
+        found = opens(count, threshold, givers, lies)
+        assert found is not None
+        in_the_way = set(givers[:threshold]) & set(liars)
+        assert found == ({k: {1, 2, 3} for k in liars} if in_the_way else {})
+
+
+def test_two_givers_of_false_shares_close_no_sum_that_has_enough_right_ones():
+    """Every pair of five: three right shares are enough, whoever lies, about however much."""
+    rng = np.random.default_rng(0)
+    for liars in itertools.combinations(range(5), 2):
+        for agree in (False, True):
+            lies = false_shares(5, 3, liars, agree, rng)
+            assert opens(5, 3, range(5), lies) is not None
+            assert opens(5, 3, range(5), {liars[0]: lies[liars[0]]}) is not None
+        some = {k: {i + 1: lies[k][i + 1]} for i, k in enumerate(liars)}  # of one secret each
+        found = opens(5, 3, range(5), some)
+        assert found is not None
+        assert all(found[k] == set(some[k]) for k in found)
+
+
+@pytest.mark.parametrize("agree", [False, True])
+def test_beyond_the_bound_a_sum_opens_as_long_as_sets_can_be_tried(agree, monkeypatch):
+    """Six of ten are right, and of 210 sets of six one has no other; with five right, none."""
+    rng = np.random.default_rng(1)
+    lies = false_shares(10, 6, (0, 2, 5, 9), agree, rng)
+    assert opens(10, 6, range(10), lies) == {k: {1, 2, 3} for k in lies}
+    assert opens(10, 6, range(10), false_shares(10, 6, range(5), agree, rng)) is None
+    monkeypatch.setattr(secure_sum, "MOST_SETS", 10)
+    assert opens(10, 6, range(10), lies) is None
+
+
+def test_those_known_to_lie_are_left_out_so_that_more_false_shares_are_corrected(monkeypatch):
+    """Two of nine can be corrected. Two lie about all secrets, and a third later on."""
+    monkeypatch.setattr(secure_sum, "MOST_SETS", 0)
+    lies = false_shares(9, 5, (0, 3, 1), False, np.random.default_rng(2))
+    assert opens(9, 5, range(9), lies) is None
+    del lies[1][1]
+    assert opens(9, 5, range(9), lies) == {0: {1, 2, 3}, 3: {1, 2, 3}, 1: {2, 3}}
+
+
+def test_in_an_honest_sum_nothing_is_decoded_and_no_share_more_than_needed_is_read(monkeypatch):
+    decoded, read, value = [], [], secure_sum._value
+    monkeypatch.setattr(secure_sum, "_wrong_points", lambda *_: decoded.append(1) or set())
+    monkeypatch.setattr(secure_sum, "_value", lambda some, at=0: read.append(at) or value(some, at))
+    sharing.cache_clear()
+    server, *_ = sharing(9, 5)
+    assert not decoded
+    assert read == [0] * 3
+    assert not server.conflicts
+
+
+def test_whose_secret_cannot_be_had_is_named():
+    """It promised something else than it shared, or too many gave false shares of it."""
     maskers, arrived = agreed(), IDS[:4]
-    total, server = masked(maskers, arrived), server_of(maskers)
-    shares = given(maskers, arrived, arrived)
-    shares[3] = dict.fromkeys(IDS, bytes(16))
-    tried, combine = [], secure_sum._secret_of
-    monkeypatch.setattr(secure_sum, "_secret_of", lambda shares: tried.append(1) or combine(shares))
-    np.testing.assert_array_equal(server.unmask(total, arrived, shares), total_of(arrived))
-    assert len(tried) == len(IDS) + 2  # then it is known whose shares are right
-    shares[5] = dict.fromkeys(IDS, bytes(16))
-    named = r"one of \[2, 3, 5, 8\], does not follow the protocol"
-    refused(named, server.unmask, total, arrived, shares)
+    total, shares = masked(maskers, arrived), given(maskers, arrived, arrived)
+    server = server_of(maskers)
+    lying = replace(server.promises[3], commitment=bytes(32))
+    closed = replace(server, promises={**server.promises, 3: lying})
+    said = r"shares of client 3's secret are not of.*or more than 0 of \[2, 3, 5, 8\], does not"
+    refused(said, closed.unmask, total, arrived, shares)
+    named = replace(closed, names={k: k + 1 for k in IDS})
+    refused(said.replace("3's", "4's").replace("2, 3, 5, 8", "3, 4, 6, 9"),
+            named.unmask, total, arrived, shares)  # fmt: skip
+    for k in (2, 3):
+        shares[k] = dict.fromkeys(IDS, bytes(16))
+    refused("shares of client 2's secret", server.unmask, total, arrived, shares)
 
 
 def test_parcels_open_for_their_receiver_only_in_their_sum():
