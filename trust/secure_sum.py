@@ -28,11 +28,11 @@ import hmac
 import itertools
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache, reduce
 from operator import xor
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
@@ -53,11 +53,13 @@ SECRET_BYTES = 16  # of a secret, and of a share of it: numbers of GF(2^128)
 PARCEL_BYTES = 92  # nonce 12, mask key 32, two shares, tag 16
 MODULUS = 1 << 128 | 0x87  # x^128 + x^7 + x^2 + x + 1, as pycryptodome has it
 TAG_BYTES = 16  # by which a client tells another who is in the sum
+NOBODY = (-1,)  # is in a sum that was given up
 NONCE_BYTES = 12
 EXCHANGE_BYTES = 16  # of a sum's name, and of the nonce that each client draws for it
 CHUNK = 2**20  # words that are masked at a time
 MOST_SETS = 1000  # of shares that are tried if more are false than can be corrected
 Words = NDArray[np.uint32] | NDArray[np.uint64]
+Tags = Mapping[int, bytes]  # client -> its tag
 
 
 def exchange_of(nonces: Iterable[bytes]) -> bytes:
@@ -113,6 +115,13 @@ class Roster:
         if client not in self.clients:
             raise SealError(f"client {client} takes no part in this sum")
         return self.clients.index(client)
+
+    def require_enough(self, left: Collection[Any]) -> None:
+        """Refuse to go on with fewer clients than are needed to open the sum."""
+        if len(left) < self.threshold:
+            raise SealError(
+                f"{len(left)} clients are left, {self.threshold} are needed for the sum"
+            )
 
     def derive(self, secret: bytes, purpose: str) -> bytes:
         """Return a key of 32 bytes for one purpose in this sum."""
@@ -173,7 +182,7 @@ class Masker:
     own: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     # client that shares masks -> its public mask key and shares of its seed and own, 64 bytes
     received: dict[int, bytes] = field(default_factory=dict, repr=False)
-    arrived: tuple[int, ...] = ()  # clients in the sum, as confirmed to the others
+    arrived: tuple[int, ...] = ()  # clients in the sum, as confirmed; NOBODY: it was given up
 
     def __post_init__(self) -> None:
         self.roster.position(self.client)
@@ -207,11 +216,7 @@ class Masker:
 
     def receive(self, private_key: X25519PrivateKey, parcels: Mapping[int, bytes]) -> None:
         """Open the other clients' parcels; :meth:`mask` adds masks with their senders."""
-        if len(parcels) + 1 < self.roster.threshold:
-            raise SealError(
-                f"{len(parcels) + 1} clients are left, fewer than the {self.roster.threshold} who "
-                "are needed to open the sum"
-            )
+        self.roster.require_enough({**parcels, self.client: b""})
         for sender, parcel in parcels.items():
             key, info = self._channel(private_key, sender, sends=False)
             try:
@@ -249,28 +254,20 @@ class Masker:
         survivors = set(arrived)
         if self.client not in survivors or survivors - self.received.keys():
             raise SealError("expected clients of this sum, this one among them")
-        if len(survivors) < self.roster.threshold:
-            raise SealError(
-                f"{len(survivors)} clients' words arrived, fewer than the "
-                f"{self.roster.threshold} who were agreed on: the sum stays closed"
-            )
+        self.roster.require_enough(survivors)
         if self.arrived and survivors != set(self.arrived):
             raise SealError("this client has confirmed other clients of the sum before")
         self.arrived = tuple(sorted(survivors))
         return {v: self._tag(private_key, v, sends=True) for v in self.arrived if v != self.client}
 
-    def reveal(self, private_key: X25519PrivateKey, tags: Mapping[int, bytes]) -> dict[int, bytes]:
+    def reveal(self, private_key: X25519PrivateKey, tags: Tags) -> dict[int, bytes]:
         """Return shares of b_v of the clients whose words arrived, of the other clients' seeds.
 
         As many as the threshold must have confirmed the same, by their `tags` to this client, which
         counts itself. That is more than half of all, and each confirms once: so all shares that
         clients give are for one set of clients.
         """
-        agreeing = sum(
-            hmac.compare_digest(tag, self._tag(private_key, v, sends=False))
-            for v, tag in tags.items()
-            if v in self.arrived and v != self.client
-        ) + bool(self.arrived)
+        agreeing = self._agreeing(private_key, tags, self.arrived) + bool(self.arrived)
         if agreeing < self.roster.threshold:
             raise SealError(
                 f"{agreeing} clients were told the same of who is in the sum, fewer than the "
@@ -281,6 +278,30 @@ class Masker:
             v: content[of_own if v in self.arrived else of_seed]
             for v, content in sorted(self.received.items())
         }
+
+    def void(self, private_key: X25519PrivateKey) -> dict[int, bytes]:
+        """Destroy all secrets of the sum, for good; tell each other client: return tags."""
+        self.seed, self.own, self.arrived = bytes(SECRET_BYTES), bytes(SECRET_BYTES), NOBODY
+        self.received = dict.fromkeys(self.roster.clients, b"")  # and no parcels are taken again
+        others = set(self.roster.clients) - {self.client}
+        return {v: self._tag(private_key, v, sends=True) for v in others}
+
+    def require_void(self, private_key: X25519PrivateKey, tags: Tags, liars: int) -> None:
+        """Refuse unless the sum can never open, as too few are left without `tags` of :meth:`void`.
+
+        So many of those with tags may be `liars`.
+        """
+        clients, threshold = self.roster.clients, self.roster.threshold
+        left = len(clients) - 1 - self._agreeing(private_key, tags, clients) + liars
+        if self.arrived != NOBODY or left >= threshold:
+            raise SealError(f"{left} clients may yet open the sum, {threshold} are enough")
+
+    def _agreeing(self, private_key: X25519PrivateKey, tags: Tags, clients: Iterable[int]) -> int:
+        """Return how many of the other clients say by their tags what this one would say."""
+        return sum(
+            hmac.compare_digest(tags[v], self._tag(private_key, v, sends=False))
+            for v in tags.keys() & set(clients) - {self.client}
+        )
 
     def _tag(self, private_key: X25519PrivateKey, other: int, *, sends: bool) -> bytes:
         key, _ = self._channel(private_key, other, sends=sends, what="tag")
@@ -320,15 +341,14 @@ class Masker:
 class MaskedSum:
     """The server's part: it opens the sum of words, and no words of one client.
 
-    With m givers of shares, of whom e give false ones, it opens if m - e is at least threshold + e,
-    and with more false ones if one of the sets of shares that are tried has none.
+    With m givers of shares, e of them false, it opens if m - e >= threshold + e, and often if not.
     """
 
     roster: Roster
     promises: Mapping[int, Promise]  # of the clients with parcels that were handed on
     about: bytes = b""  # subject of the words, as in Masker.mask
     names: Mapping[int, int] = field(default_factory=dict)  # of clients in errors, if others
-    # client -> those of whose secrets its shares are wrong: it or they do not follow the protocol
+    # client -> those of whose secrets wrong shares of it were in the way: it or they lie
     conflicts: dict[int, set[int]] = field(default_factory=dict)
 
     def unmask(
@@ -337,8 +357,7 @@ class MaskedSum:
         """Return the sum without masks; SealError if too few clients gave right shares.
 
         `total` (m,) is the sum of the masked words that arrived from some clients; `revealed` has
-        what each client returned from :meth:`Masker.reveal`. Wrong shares that were in the way are
-        noted in `conflicts`.
+        what each client returned from :meth:`Masker.reveal`.
         """
         survivors, result = sorted(arrived), total.copy()
         for client in self.promises:
@@ -363,24 +382,18 @@ class MaskedSum:
 
         Others' are checked if they are in conflict, or if the first ones were not all right.
         """
-        threshold, told, givers = self.roster.threshold, self.promises[client], self.roster.clients
+        threshold, givers, told = self.roster.threshold, self.roster.clients, self.promises[client]
+        part = "commitment" if in_sum else "mask_key"
         ordered = sorted(shares, key=lambda x: (len(self.conflicts.get(givers[x - 1], ())), x))
-        if len(ordered) < threshold:
-            raise SealError(
-                f"{len(ordered)} clients gave shares, {threshold} are needed to open the sum"
-            )
+        self.roster.require_enough(shares)
         for tried, points in enumerate(_sets(shares, ordered, threshold)):
             some = {x: shares[x] for x in points}
             secret = _value(some).to_bytes(SECRET_BYTES)
-            found = self.roster.promise(secret, secret)
-            right = (
-                found.commitment == told.commitment if in_sum else found.mask_key == told.mask_key
-            )
-            if right:
+            if getattr(self.roster.promise(secret, secret), part) == getattr(told, part):
                 for x in shares.keys() - some.keys():
-                    doubted = tried or givers[x - 1] in self.conflicts
-                    if doubted and _value(some, x) != shares[x]:
-                        self.conflicts.setdefault(givers[x - 1], set()).add(client)
+                    giver = givers[x - 1]
+                    if (tried or giver in self.conflicts) and _value(some, x) != shares[x]:
+                        self.conflicts.setdefault(giver, set()).add(client)
                 return secret
         owner, *named = (self.names.get(k, k) for k in (client, *(givers[x - 1] for x in shares)))
         raise SealError(
@@ -444,8 +457,7 @@ def _value(shares: Mapping[int, int], at: int = 0) -> int:
 def _wrong_points(shares: Mapping[int, int], threshold: int) -> set[int]:
     """Return where m shares are wrong, if (m - threshold) / 2 are or fewer.
 
-    Source: Massey, *Shift-register synthesis and BCH decoding*, 1969. The syndromes are those of
-    the generalised Reed-Solomon code that right shares are words of.
+    Source: Massey, *Shift-register synthesis and BCH decoding*, 1969, for Reed-Solomon codes.
     """
     terms, syndromes = list(map(_multiply, shares.values(), _coefficients(tuple(shares)))), []
     locator, before, length, scale = [1], [0, 1], 0, 1
@@ -454,9 +466,8 @@ def _wrong_points(shares: Mapping[int, int], threshold: int) -> set[int]:
         syndromes.append(reduce(xor, terms))
         error = reduce(xor, map(_multiply, locator, reversed(syndromes)))
         step = _multiply(error, _inverse(scale))
-        longer = [
-            a ^ _multiply(b, step) for a, b in itertools.zip_longest(locator, before, fillvalue=0)
-        ]
+        pairs = itertools.zip_longest(locator, before, fillvalue=0)
+        longer = [a ^ _multiply(b, step) for a, b in pairs]
         if error and 2 * length <= n:
             before, length, scale = locator, n + 1 - length, error
         locator, before = longer, [0, *before]

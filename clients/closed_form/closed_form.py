@@ -27,7 +27,7 @@ from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
-from ..core.masking import Arrays, Given
+from ..core.masking import Arrays, Given, Noted
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
 
@@ -99,8 +99,7 @@ class ClosedFormClient(SumsClient):
             arrays = self.mask(sums, task, message, config, key=key, fixed_point=fixed_point)
         else:
             if private:
-                with self.given(task, config) as given:
-                    self.note_sum(given, task, config)
+                self.reserve(f"in the clear in {task.run_key}", task, config)
             arrays = sums.to_arrays(fixed_point)
         return NamedArrays({"arrays": arrays}), count, {} if private else {"train-loss": train_loss}
 
@@ -142,31 +141,31 @@ class ClosedFormClient(SumsClient):
             found = self.add_up(in_chunks, targets, width, share=share, fixed_point=fixed_point)
         return found, fixed_point, loss_value(torch.cat(outputs), torch.cat(seen), self.loss)
 
-    def note_sum(self, given: Given, task: SumTask, config: Mapping[str, Any]) -> None:
-        """Add epsilon and delta of a run's sums, if they have noise; their totals are limited.
+    def note_sum(self, given: Given, task: SumTask, config: Mapping[str, Any]) -> Noted:
+        """Return epsilon and delta of a run's sums, if they have noise; their totals are limited.
 
         Masked sums with noise are given once in a run. A trusted server may ask again.
         """
         if not task.epsilon:
-            super().note_sum(given, task, config)
-            return
-        sums = given.setdefault("sums", {})
-        before = sums.pop(task.run_key, [0.0, 0.0])
-        if any(before) and task.step != "statistics":
+            return super().note_sum(given, task, config)
+        sums = [own for own in given.values() if "budget" in own]
+        before = [own["budget"] for own in sums if own["run"] == task.run_key]
+        others = [own["budget"] for own in sums if own["run"] != task.run_key]
+        if before and task.step != "statistics":
             raise ValueError(
                 "this client has sent sums with noise in this run, and a second release adds to "
                 "epsilon: start another run, and add up the epsilons of both"
             )
-        own = [max(pair) for pair in zip(before, (task.epsilon, task.delta), strict=True)]
-        total = [math.fsum(column) for column in zip(own, *sums.values(), strict=True)]
+        own = [max(column) for column in zip(*before, (task.epsilon, task.delta), strict=True)]
+        total = [math.fsum(column) for column in zip(own, *others, strict=True)]
         if self.privacy_limit is None:
-            self.refuse_repeat(repeated=bool(sums))
+            self.refuse_repeat(repeated=bool(others))
         elif any(n > most for n, most in zip(total, self.privacy_limit, strict=True)):
             raise ValueError(
                 f"privacy_limit: this client's sums would have epsilon and delta of {total} in all "
                 f"its runs, and it agrees to {list(self.privacy_limit)}; its owner can raise that"
             )
-        sums[task.run_key] = own
+        return {"budget": own}
 
     def add_noise(self, sums: Sums, task: SumTask, parcels: Arrays, config: Config) -> Sums:
         """Add this client's share of the noise.

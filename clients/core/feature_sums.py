@@ -18,7 +18,7 @@ from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, sums_diges
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 
 from .base import ModelClient
-from .masking import Arrays, Given, Masking
+from .masking import Arrays, Given, Masking, Noted
 
 Sums = FeatureStatistics | SplitStatistics
 
@@ -26,11 +26,10 @@ Sums = FeatureStatistics | SplitStatistics
 class SumsClient(Masking, ModelClient):
     """A client that adds up features, and can mask the sums."""
 
-    def note_sum(self, given: Given, task: Any, config: Mapping[str, Any]) -> None:
-        """Add the exact sums of a run; they count as the same data in all runs."""
-        sums = given.setdefault("sums", {})
-        self.refuse_repeat(repeated=bool(sums))
-        sums[task.run_key] = [math.inf, 0.0]  # epsilon and delta
+    def note_sum(self, given: Given, task: Any, config: Mapping[str, Any]) -> Noted:
+        """Return the budget of exact sums; they count as the same data in all runs."""
+        self.refuse_repeat(repeated=any("budget" in own for own in given.values()))
+        return {"budget": [math.inf, 0.0]}  # epsilon and delta
 
     def add_up(
         self,

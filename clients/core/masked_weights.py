@@ -18,7 +18,7 @@ from fedntk.ntk.payloads.npy import from_npy
 
 from .adapter import Function, make_reply, received
 from .base import PROMISED
-from .masking import Arrays, Given, Masking
+from .masking import Arrays, Given, Masking, Noted
 
 OPEN = ANSWERED - {MessageType.TRAIN}  # messages that tell of no training
 COUNT, LOSS = "num-examples", "train-loss"  # metrics of a reply
@@ -94,11 +94,12 @@ class MaskedWeights(Masking):
         about = average_digest(model, task.run_key, int(config["server-round"]))
         return self.mask_words(words, about, protocol, task, config)
 
-    def note_sum(self, given: Given, task: AverageTask, config: Mapping[str, Any]) -> None:
-        """Add a round of a run: the weights of each round are another function of the data."""
-        rounds, now = given.setdefault("rounds", {}), int(config["server-round"])
-        self.refuse_repeat(repeated=now <= rounds.get(task.run_key, 0))
-        rounds[task.run_key] = max(now, rounds.get(task.run_key, 0))
+    def note_sum(self, given: Given, task: AverageTask, config: Mapping[str, Any]) -> Noted:
+        """Return the round: the weights of each round of a run are another function of the data."""
+        rounds = [own.get("round", 0) for own in given.values() if own["run"] == task.run_key]
+        now = int(config["server-round"])
+        self.refuse_repeat(repeated=now <= max(rounds, default=0))
+        return {"round": now}
 
 
 def _without_masks(message: Message) -> Message:

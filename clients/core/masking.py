@@ -23,7 +23,8 @@ from .disk_store import cache_dir, client_folder, make_private, remove_stale
 from .secure_sum import SecureSum, load_or_draw_key
 
 Arrays = Mapping[str, NDArray[Any]]
-Given = dict[str, dict[str, Any]]  # kind of sum -> run -> what was given
+Noted = dict[str, Any]  # of a sum: its run, whether it is spent, and what note_sum returns
+Given = dict[str, Noted]
 
 
 class Masking(Declared):
@@ -51,8 +52,11 @@ class Masking(Declared):
     allow_repeats: bool = argument(
         "whether a client with only_masked gives a second sum over its examples, in whatever run, "
         "or of its weights in one round: a server that opens two sums over different clients has "
-        "their difference. A sum that stayed closed counts, as the client cannot know that",
+        "their difference. A sum that stayed closed counts unless enough clients gave it up",
         default=False,
+    )
+    liars_expected: int = argument(
+        "clients who may say that they gave a sum up, and help to open it", default=1
     )
     fewest_clients: int = argument(
         "fewest clients with whom a sum may open that this client takes part in", default=FEWEST
@@ -88,20 +92,36 @@ class Masking(Declared):
             )
 
     @abstractmethod
-    def note_sum(self, given: Given, task: Any, config: Mapping[str, Any]) -> None:
-        """Add the sum that a message asks for to those given; ValueError if that is too many."""
+    def note_sum(self, given: Given, task: Any, config: Mapping[str, Any]) -> Noted:
+        """Return what to note of the sum that a message asks for; ValueError if it is too many."""
+
+    def reserve(self, name: str, task: Any, config: Mapping[str, Any]) -> None:
+        """Add a sum to those given, as it may open; `name` is its exchange, in hex."""
+        with self.given(task, config) as given:
+            noted = self.note_sum(given, task, config)
+            given[name] = {"run": task.run_key, "spent": False, **noted}
+
+    def spend(self, name: str, task: Any, config: Mapping[str, Any]) -> None:
+        """Note that the client helped to open a sum, for good."""
+        with self.given(task, config) as given:
+            given[name]["spent"] = True
+
+    def free(self, name: str, task: Any, config: Mapping[str, Any]) -> None:
+        """Forget a sum that can never open."""
+        with self.given(task, config) as given:
+            if not given.get(name, {"spent": True})["spent"]:
+                del given[name]
 
     @contextlib.contextmanager
-    def given(self, task: Any, config: Mapping[str, Any], *, keep: bool = True) -> Iterator[Given]:
-        """Yield what sums the client has given; changes are kept, or only tried."""
+    def given(self, task: Any, config: Mapping[str, Any]) -> Iterator[Given]:
+        """Yield what sums the client has given; changes are kept."""
         folder = self.folder(task, config, "-secure")
         path = folder.with_name("given.json")
         with claimed(folder.parent, path.stem):
             given: Given = json.loads(path.read_bytes()) if path.exists() else {}
             yield given
-            if keep:
-                with whole(path) as file:
-                    file.write(json.dumps(given).encode())
+            with whole(path) as file:
+                file.write(json.dumps(given).encode())
 
     def refuse_repeat(self, *, repeated: bool) -> None:
         """Refuse a sum of what the client has given a sum of, unless its owner allows it."""
@@ -117,25 +137,27 @@ class Masking(Declared):
     ) -> Arrays:
         """Return what a secure sum needs before and after the numbers themselves."""
         if step in ("public-key", "shares"):
-            with self.given(task, config, keep=False) as given:
+            with self.given(task, config) as given:
                 self.note_sum(given, task, config)
         own = self.secure_sum(task, config)
         if step == "public-key":
             return own.public_key()
-        answers = {"shares": own.shares, "confirm": own.confirm, "reveal": own.reveal}
-        return answers[step](records["secure-sum"])
+        answers = {"shares": own.shares, "reveal": own.reveal, "free": own.free}
+        answer = answers.get(step, own.confirm)(message := records["secure-sum"])
+        if note := {"reveal": self.spend, "free": self.free}.get(step):
+            note(message["exchange"].tobytes().hex(), task, config)
+        return answer
 
     def mask_words(
         self, words: NDArray[Any], about: bytes, message: Arrays, task: Any, config: Any
     ) -> Arrays:
         """Return masked words, once it is on the disk that the client gives a sum of them."""
         masked = self.secure_sum(task, config).mask(message, words, about)
-        with self.given(task, config) as given:
-            self.note_sum(given, task, config)
+        self.reserve(message["exchange"].tobytes().hex(), task, config)
         return {"masked": masked}
 
     def secure_sum(self, task: Any, config: Mapping[str, Any]) -> SecureSum:
         """Return the client's part in the sums of a run."""
         folder = self.folder(task, config, "-secure")
         keys = self.parcel_keys or ParcelKeys(load_or_draw_key(folder))
-        return SecureSum(folder, keys, self.fewest_clients)
+        return SecureSum(folder, keys, self.fewest_clients, self.liars_expected)

@@ -3,7 +3,7 @@
 Four exchanges follow that of the public keys: shares of the client's secrets for the others; its
 masked words; which clients' words it was told have arrived; and its shares of the others' secrets,
 which open the sum. Between them its secrets are in a file that only the client's user can read; it
-goes with the last exchange. A client works on one message of a sum at a time: BlockingIOError.
+goes with the last exchange. Two others give a sum up. It works on one message of a sum at a time.
 """
 
 import os
@@ -31,11 +31,11 @@ class SecureSum:
     """What a client answers in the exchanges of a secure sum; SealError if it refuses.
 
     The `folder`, which exists, keeps its secrets between exchanges. It takes part only in sums that
-    open with `fewest_clients` or more.
+    open with `fewest` clients or more. Of those who give one up, so many may be `liars`.
     """
 
-    def __init__(self, folder: Path, keys: ParcelKeys, fewest_clients: int = FEWEST) -> None:
-        self._folder, self._keys, self._fewest = folder, keys, fewest_clients
+    def __init__(self, folder: Path, keys: ParcelKeys, fewest: int = FEWEST, liars: int = 1):
+        self._folder, self._keys, self._fewest, self._liars = folder, keys, fewest, liars
 
     def public_key(self) -> dict[str, NDArray[np.uint8]]:
         """Return the public key (32,) and a nonce (16,) for one sum; earlier nonces are void."""
@@ -100,10 +100,11 @@ class SecureSum:
         return self._load(parcels).roster.threshold
 
     def confirm(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
-        """Return tags for the roster's clients (K, 16): they show what this one was told."""
+        """Return tags for the roster's clients (K, 16) that show who arrived; none: it gives up."""
         with claimed(self._folder, "sum"):
             masker = self._load(arrived)
-            tags = masker.confirm(self._keys.private_key, arrived["clients"].tolist())
+            key, clients = self._keys.private_key, arrived["clients"].tolist()
+            tags = masker.confirm(key, clients) if clients else masker.void(key)
             self._save(masker)
         none = bytes(TAG_BYTES)
         return {"tags": _as_rows([tags.get(client, none) for client in masker.roster.clients])}
@@ -118,6 +119,12 @@ class SecureSum:
                 "clients": np.array(list(shares), np.int64),
                 "shares": _as_rows(shares.values()),
             }
+
+    def free(self, given_up: Arrays) -> dict[str, NDArray[Any]]:
+        """Refuse unless the tags show that the sum never opens: see Masker.require_void."""
+        masker, tags = self._load(given_up), _by_client(given_up, "tags")
+        masker.require_void(self._keys.private_key, tags, self._liars)
+        return {}
 
     def _path(self, exchange: bytes) -> Path:
         return self._folder / f"sum-{exchange.hex()}"

@@ -25,8 +25,8 @@ from ..support.arrays import ArrayDict, Arrays, require_array, require_counts, t
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 
-# exchanges of a secure sum, in order: see fedntk.trust.secure_sum
-SumStep = Literal["public-key", "shares", "masked", "confirm", "reveal"]
+# exchanges of a secure sum, in order, and of one given up: see fedntk.trust.secure_sum
+SumStep = Literal["public-key", "shares", "masked", "confirm", "reveal", "void", "free"]
 SECURE_STEPS = get_args(SumStep)
 ROWS, COLUMNS = 1024, 512  # of a block of products
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums

@@ -3,8 +3,8 @@
 Source: Bonawitz et al., *Practical Secure Aggregation for Privacy-Preserving Machine Learning*, CCS
 2017: see :mod:`fedntk.trust.secure_sum`. It takes five exchanges: public keys; shares of the
 clients' secrets, which the server hands on; masked words; tags by which clients see that all were
-told of the same words; shares, by which the sum is opened. The client half is
-:mod:`fedntk.clients.core.secure_sum`.
+told of the same words; shares, by which the sum is opened. If too few are left before the last one,
+two others give it up for good. The client half is :mod:`fedntk.clients.core.secure_sum`.
 """
 
 import math
@@ -38,6 +38,7 @@ from .lost_state import Answers, ResendingStrategy
 from .replies import Reply
 
 Records = dict[str, NDArray[Any]]
+NEXT: dict[str, SumStep] = {"confirm": "reveal", "void": "free"}
 T = TypeVar("T")
 
 
@@ -117,15 +118,15 @@ class SecureSums:
         `read` makes the result, or raises ValueError.
         """
         pairs, rejected, _ = found
-        last: list[Reply] = []
+        last, voidable, exchange = list[Reply](), list[Reply](), Records()
         try:
             pairs = self._strategy.apply_screen(pairs, rejected, _screen_copied_keys)
             last = [reply for reply, _ in pairs]
             counts = {reply.node: reply.num_examples for reply in last}
-            place = {reply.node: k for k, reply in enumerate(last)}
+            self._place = place = {reply.node: k for k, reply in enumerate(last)}
             roster, described = self._roster([known for _, known in pairs])
             words = format_for(sum(counts.values()))
-            exchange: Records = {"exchange": np.frombuffer(roster.exchange, np.uint8)}
+            exchange = {"exchange": np.frombuffer(roster.exchange, np.uint8)}
 
             self._prepare("shares", described)
             shared = self._next(last, partial(_read_shares, roster), rejected)
@@ -136,21 +137,19 @@ class SecureSums:
             common = {**exchange, "clients": _ids(promises), "word-bytes": word_bytes}
             self._prepare("masked", common, rows)
             read_words = partial(_read_words, counts, words)
-            masked = self._next([r for r, _ in shared], read_words, rejected)
+            voidable = [reply for reply, _ in shared]
+            masked = self._next(voidable, read_words, rejected)
             last = [reply for reply, _ in masked]
             arrived = [place[reply.node] for reply in last]
             if not self._strategy.enough(len(masked)):
+                self._void(exchange, voidable)
                 return None, last
-
-            self._prepare("confirm", {**exchange, "clients": _ids(arrived)})
-            shape = {"tags": (len(roster.clients), TAG_BYTES)}
-            told = self._next(last, lambda reply: _bytes_in(reply, shape), rejected)
-            tags = [own for _, (own,) in told]
-            rows = {r.client: {"tags": _address(place[r.node], tags)} for r, _ in told}
-            clients = _ids(place[reply.node] for reply, _ in told)
-            self._prepare("reveal", {**exchange, "clients": clients}, rows)
+            roster.require_enough(arrived)
+            told = self._tags("confirm", {**exchange, "clients": _ids(arrived)}, last, rejected)
+            roster.require_enough(told)
+            voidable = []
             open_shares = partial(_read_opened, sorted(promises))
-            revealed = self._next([r for r, _ in told], open_shares, rejected)
+            revealed = self._next(told, open_shares, rejected)
             total = masked[0][1].copy()
             for _, own_words in masked[1:]:
                 total += own_words
@@ -160,16 +159,37 @@ class SecureSums:
             total = server.unmask(total, arrived, given)
             for reply, _ in revealed:
                 if wrong := server.conflicts.get(place[reply.node]):
-                    said = f"of the secrets of clients {[names[k] for k in sorted(wrong)]}, unless "
-                    bad = BadReply("false-shares", said + "these gave it false ones")
-                    self._strategy.drop(reply.node, bad, rejected)
+                    said = f"of clients {[names[k] for k in sorted(wrong)]}, or these lied to it"
+                    self._strategy.drop(reply.node, BadReply("false-shares", said), rejected)
             return read(total, sum(counts[reply.node] for reply in last)), last
         except ValueError as error:  # SealError, BadReply, vouchers of several lengths
             logger.warning("no secure sum (%s): the model stays as it was", error)
             rejected["secure-sum"] += len(last)
+            refusal = self._strategy.last_refusal or str(error)
+            self._void(exchange, voidable)
+            self._strategy.last_refusal = refusal
             return None, []
         finally:
             self.begin()
+
+    def _tags(
+        self, step: SumStep, common: Records, replies: Iterable[Reply], rejected: Counter[str]
+    ) -> list[Reply]:
+        """Get clients' tags for each other; the next exchange hands them on to those returned."""
+        self._prepare(step, common)
+        shape, place = {"tags": (len(self._place), TAG_BYTES)}, self._place
+        pairs = self._next(replies, lambda reply: _bytes_in(reply, shape), rejected)
+        tags = [own for _, (own,) in pairs]
+        rows = {r.client: {"tags": _address(place[r.node], tags)} for r, _ in pairs}
+        clients, then = _ids(place[reply.node] for reply, _ in pairs), NEXT[step]
+        self._prepare(then, {**common, "clients": clients}, rows)
+        return [reply for reply, _ in pairs]
+
+    def _void(self, exchange: Records, replies: Sequence[Reply]) -> None:
+        """Have clients give up a sum of which none gave shares, so that they may give another."""
+        if replies:
+            told = self._tags("void", {**exchange, "clients": _ids([])}, replies, Counter())
+            self._next(told, lambda _: None, Counter())
 
     def _next(self, replies: Iterable[Reply], parse: Parse[T], rejected: Counter[str]) -> Pairs[T]:
         """Make one more exchange with the clients of some replies."""

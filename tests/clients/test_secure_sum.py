@@ -1,6 +1,7 @@
 """A client's part in secure sums: with one nonce in one sum, whatever a server asks again."""
 
 import errno
+import json
 
 import numpy as np
 import pytest
@@ -69,6 +70,39 @@ def test_with_one_nonce_a_client_takes_part_in_one_sum(clients, tmp_path):
         client.shares(again)
     with pytest.raises(SealError, match="what client 0 sent does not open"):
         clients[1].mask(parcels(again, shared, 1), WORDS, b"")  # with the old parcels
+
+
+def test_who_gave_a_sum_up_takes_part_in_it_no_more_and_counts_who_else_did(clients, tmp_path):
+    """Of four, three open it; one may lie. A server has two give up and two give shares."""
+    told = roster(clients)
+    shared = [client.shares(told) for client in clients]
+    for k, client in enumerate(clients):
+        client.mask(parcels(told, shared, k), WORDS, b"")
+    everyone, nobody = named(told), {**named(told), "clients": IDS[:0]}
+    confirmed = [client.confirm(everyone)["tags"] for client in clients]
+    secret = (tmp_path / "0" / f"sum-{everyone['exchange'].tobytes().hex()}").read_bytes()
+    void = np.stack([client.confirm(nobody)["tags"] for client in clients[:3]])
+    assert not np.isin(void[:2, 2], [own[2] for own in confirmed]).all(1).any()
+    np.testing.assert_array_equal(clients[0].confirm(nobody)["tags"], void[0])
+    kept = (tmp_path / "0" / f"sum-{everyone['exchange'].tobytes().hex()}").read_bytes()
+    parts = [json.loads(kind) for kind in (secret, kept)]
+    assert not {parts[0]["seed"], parts[0]["own"], *parts[0]["received"].values()} & {
+        parts[1]["seed"], parts[1]["own"], *parts[1]["received"].values()
+    }  # fmt: skip
+
+    tags = {**everyone, "tags": np.stack([own[0] for own in confirmed])}
+    refused("were told the same of who is in the sum", clients[0].reveal, tags, error=SealError)
+    refused("has confirmed other clients", clients[0].confirm, everyone, error=SealError)
+    again = parcels(told, shared, 0)
+    refused("has masked its numbers", clients[0].mask, again, WORDS, b"", error=SealError)
+
+    two, three = ({**everyone, "clients": IDS[:n], "tags": void[:n, 0]} for n in (2, 3))
+    refused("3 clients may yet open the sum", clients[0].free, two, error=SealError)
+    refused("may yet open the sum", clients[3].free, {**three, "tags": void[:, 3]}, error=SealError)
+    assert clients[0].free(three) == {}
+    clients[3].reveal({**everyone, "tags": np.stack([own[3] for own in confirmed])})
+    refused("has given its shares before", clients[3].confirm, nobody, error=SealError)
+    refused("has given its shares before", clients[3].free, three, error=SealError)
 
 
 def test_one_message_at_a_time_is_worked_on(clients, tmp_path):

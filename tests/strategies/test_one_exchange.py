@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import json
 import operator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,6 +21,7 @@ from fedntk.ntk.convex.private_sums import SumNoise, bound_rows, solve_noisy
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
+from fedntk.ntk.payloads.sum_task import SumTask
 from fedntk.strategies import NoUsableReply, OneExchange
 
 from ..conftest import refused
@@ -236,23 +239,99 @@ def test_after_a_crash_sums_with_noise_are_not_released_again(masked, tmp_path):
         run(private(secure_aggregation=masked), Grid(clients), checkpoint=tmp_path)
 
 
-@pytest.mark.parametrize("opens", [True, False])
-def test_a_client_gives_one_sum_of_its_data_in_all_runs(opens, tmp_path):
-    """Else a server asks again without client 2, and subtracts; a sum that stayed closed counts."""
+class Losing(Grid):
+    """Loses replies of some clients, `gone`, to some exchanges of round 1."""
 
-    def gone(reply):
-        return reply if opens or "masked" not in reply.content["arrays"] else None
+    gone: dict[str, tuple[int, ...]]  # by step
 
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        config = messages[0].content["config"] if messages else {}
+        first = config.get("server-round") == 1
+        gone = self.gone.get(config.get("option-step"), ()) if first else ()
+        replies = super().send_and_receive(messages)
+        return [r for r in replies if r.metadata.src_node_id not in gone]
+
+
+def losing(clients, **gone):
+    grid = Losing(clients, node_ids=range(6))
+    grid.gone = gone
+    return grid
+
+
+five_of_six = partial(fixed, secure_aggregation=True, secure_threshold=0.8)
+
+
+@pytest.mark.parametrize(
+    ("gone", "opens"),
+    [
+        ({}, True),
+        ({"reveal": (1, 4)}, False),  # the others have given their shares
+        ({"masked": (1, 4), "void": (0, 1, 3, 4)}, False),  # one of two may lie, and five open it
+    ],
+)
+def test_a_client_gives_one_sum_of_its_data_in_all_runs(gone, opens, tmp_path):
+    """Else a server asks again without client 2, and subtracts."""
     clients = clients_of(PARTS, cache=tmp_path, only_masked=True)
-    first, again = (fixed(secure_aggregation=True, secure_threshold=0.8) for _ in range(2))
-    closed = contextlib.nullcontext() if opens else pytest.raises(NoUsableReply, match="closed")
+    first, again = five_of_six(), five_of_six()
+    said = "4 clients are left, 5 are needed"
+    closed = contextlib.nullcontext() if opens else pytest.raises(NoUsableReply, match=said)
     with closed:
-        run(first, Grid(clients, changes=dict.fromkeys((1, 4), gone)))
+        run(first, losing(clients, **gone))
+    assert {own["spent"] for own in given_in(tmp_path)} == {opens or "reveal" in gone}
     with pytest.raises(NoUsableReply, match="only its owner can allow another"):
         run(again, Grid(clients, changes={2: lost}))
-    assert len(list(tmp_path.glob("*/*/given.json"))) == 6
-    allowed = clients_of(PARTS, cache=tmp_path, only_masked=True, allow_repeats=True)
-    run(fixed(secure_aggregation=True), Grid(allowed, changes={2: lost}))
+    if opens:
+        allowed = clients_of(PARTS, cache=tmp_path, only_masked=True, allow_repeats=True)
+        run(fixed(secure_aggregation=True), Grid(allowed, changes={2: lost}))
+
+
+def given_in(folder):
+    files = folder.glob("*/*/given.json")
+    return [own for path in files for own in json.loads(path.read_bytes()).values()]
+
+
+def test_a_sum_that_clients_gave_up_is_not_counted(tmp_path):
+    """They give another in another run, or in the same one."""
+    clients = clients_of(PARTS, cache=tmp_path, only_masked=True)
+    with pytest.raises(NoUsableReply, match="4 clients are left, 5 are needed"):
+        run(five_of_six(), losing(clients, masked=(1, 4)))
+    again = five_of_six()
+    after = run(again, losing(clients, confirm=(0, 3), free=range(6)), rounds=2)
+    assert told(again) == [0, 6]
+    assert bits(after) == bits(run(fixed(), Grid(CLIENTS)))
+    assert [own["spent"] for own in given_in(tmp_path)] == [True] * 6
+
+
+def test_a_budget_is_not_spent_on_a_sum_that_clients_gave_up(tmp_path):
+    """But those who do not hear from enough others that it was given up have spent it."""
+    own = {"cache": tmp_path, "only_masked": True, "privacy_limit": (3.0, 1e-5)}
+    clients = clients_of(PARTS, **own)
+    closed = private(secure_aggregation=True, secure_threshold=0.8)
+    with pytest.raises(NoUsableReply, match="4 clients are left"):
+        run(closed, losing(clients, masked=(1, 4), void=(1,)))
+    again = private(secure_aggregation=True)
+    run(again, Grid(clients))
+    assert told(again) == [5]
+    assert "privacy_limit: this client's sums" in again.last_refusal
+    assert again.epsilon_of_survivors <= 3.0
+
+
+def test_what_is_spent_or_of_another_sum_is_not_freed(tmp_path):
+    """Nor is what a trusted server was sent, whose run may have the name of an exchange."""
+    client = ClosedFormClient(features(), *PARTS[0], seed=(0, 0), cache=tmp_path)
+    client.privacy_limit = (9.0, 1.0)
+    task = SumTask(epsilon=1.0, run_key="a run")
+    for name in ("55", "66", "77"):
+        client.reserve(name, replace(task, run_key=name), {})
+    client.spend("66", task, {})
+    for name in ("55", "66", "88", "a run"):
+        client.free(name, task, {})
+    with client.given(task, {}) as given:
+        assert {name: own["spent"] for name, own in given.items()} == {"66": True, "77": False}
+    run(strategy := private(), Grid(clients_of(PARTS, cache=tmp_path)))
+    for path in tmp_path.glob("*/*/given.json"):
+        assert [*json.loads(path.read_bytes())] == [f"in the clear in {strategy.run_key}"]
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -176,6 +176,20 @@ def test_a_client_gives_one_sum_of_its_weights_in_a_round(masked, monkeypatch):
     assert told(allowed) == [6, 6, 6]
 
 
+def test_a_round_whose_sum_clients_gave_up_is_not_counted(masked, monkeypatch):
+    """But one that closed after they gave their shares is, whose round is asked for again."""
+    for step, accepted in (("masked", [6, 6]), ("reveal", [0, 6])):
+        closed, grid = make(secure_threshold=0.8), Lossy(masked())
+        grid.gone = step
+        start_in_vain(closed, grid)
+        assert "4 clients are left, 5 are needed" in closed.last_refusal
+        key = closed.run_key
+        with monkeypatch.context() as patch:
+            patch.setattr("fedntk.strategies.core.secure_average.secrets.token_hex", lambda _: key)  # noqa: B023
+            start(again := make(), Grid(masked()), rounds=2)
+        assert told(again) == accepted
+
+
 def test_a_client_insists_on_enough_clients_and_on_masks(masked):
     """Four of six are the threshold of 2 / 3."""
     start(make(), Grid(masked(fewest_clients=4)))

@@ -137,7 +137,7 @@ def test_fewer_shares_than_the_threshold_open_nothing():
         shares = [(i + 1, maskers[k].received[13][place]) for i, k in enumerate(IDS)]
         assert Shamir.combine(shares[:3]) == secret
         assert Shamir.combine(shares[:2]) != secret
-    refused("2 clients gave shares, 3 are needed", opened, maskers, IDS, IDS[:2])
+    refused("2 clients are left, 3 are needed", opened, maskers, IDS, IDS[:2])
 
 
 def test_secrets_are_those_that_the_shares_library_finds():
@@ -185,7 +185,7 @@ def test_a_client_gives_shares_only_for_its_sum():
     for arrived, words in (
         ([3, 5, 8], "this one among them"),
         ([2, 3, 99], "expected clients of this sum"),
-        ([2, 3], "fewer than the 3 who were agreed on"),
+        ([2, 3], "2 clients are left, 3 are needed"),
     ):
         refused(words, maskers[2].confirm, KEYS[2], arrived)
     both = maskers[2].received
@@ -336,10 +336,70 @@ def test_whose_secret_cannot_be_had_is_named():
     refused("shares of client 2's secret", server.unmask, total, arrived, shares)
 
 
+def voiding(threshold: int, some: Sequence[int]) -> tuple[dict[int, Masker], dict]:
+    """Clients of whom some have given the sum up, and their tags."""
+    maskers = agreed(threshold=threshold)
+    return maskers, {k: maskers[k].void(KEYS[k]) for k in some}
+
+
+@pytest.mark.parametrize("liars", [0, 1, 2])
+@pytest.mark.parametrize("threshold", [3, 4, 5])
+def test_a_sum_counts_as_given_up_once_too_few_are_left_to_open_it(threshold, liars):
+    """Of five, those who gave it up and do not lie about it have no shares."""
+    for count in range(1, 6):
+        maskers, tags = voiding(threshold, IDS[:count])
+        came = {k: tags[k][2] for k in IDS[1:count]}
+        if 5 - (count - liars) < threshold:
+            maskers[2].require_void(KEYS[2], came, liars)
+        else:
+            refused("may yet open the sum", maskers[2].require_void, KEYS[2], came, liars)
+
+
+def test_tags_of_a_sum_given_up_count_once_for_what_they_are():
+    maskers, tags = voiding(4, (2, 3, 5))
+    good = {k: tags[k][2] for k in (3, 5)}
+    maskers[2].require_void(KEYS[2], good, 1)
+    other, same = voiding(4, IDS)  # of another sum
+    other[2] = replace(other[2], roster=roster(4, exchange=bytes(16)))
+    for masker, bad in (
+        (maskers[2], {3: good[3]}),
+        (maskers[2], {3: good[3], 5: good[3], 8: good[3], 99: good[3]}),  # one's in others' names
+        (maskers[2], {3: good[3], 5: tags[5][3]}),  # to another client
+        (maskers[2], {3: good[3], 5: tags[2][5]}),  # its own, as if from there
+        (maskers[2], {3: good[3], 2: good[3], 5: b""}),
+        (maskers[8], {k: tags[k][8] for k in tags}),  # it has not given the sum up itself
+        (other[2], {k: same[k][2] for k in IDS[1:]}),
+    ):
+        refused("clients may yet open the sum", masker.require_void, KEYS[masker.client], bad, 1)
+    confirming = agreed(threshold=4)
+    confirmed = {k: confirming[k].confirm(KEYS[k], IDS)[2] for k in IDS[1:]}
+    refused("may yet open the sum", maskers[2].require_void, KEYS[2], confirmed, 1)
+
+
+def test_who_gave_a_sum_up_keeps_no_secret_and_confirms_and_reveals_nothing():
+    """Whether before or after it confirmed; nor do others take its tags for confirmations."""
+    for confirmed in (False, True):
+        maskers = agreed()
+        known = {maskers[2].seed, maskers[2].own}
+        known |= {c[32 + i : 48 + i] for c in maskers[2].received.values() for i in (0, 16)}
+        if confirmed:
+            maskers[2].confirm(KEYS[2], IDS)
+        tags = {k: maskers[k].void(KEYS[k]) for k in (2, 3, 5)}
+        kept = maskers[2].to_bytes()
+        assert not any(secret.hex().encode() in kept for secret in known)
+        maskers[2] = Masker.from_bytes(kept)
+        refused("confirmed other clients", maskers[2].confirm, KEYS[2], IDS)
+        for came in (tags, {k: maskers[k].confirm(KEYS[k], IDS) for k in (8, 13)}):
+            own = {k: tag[2] for k, tag in came.items() if k != 2}
+            refused("1 clients were told the same", maskers[2].reveal, KEYS[2], own)
+        own = {k: tags[k][8] for k in tags}
+        refused("1 clients were told the same", maskers[8].reveal, KEYS[8], own)
+
+
 def test_parcels_open_for_their_receiver_only_in_their_sum():
     sender, receiver = Masker(roster(), 2), Masker(roster(), 3)
     parcels = sender.parcels(KEYS[2])
-    refused("2 clients are left, fewer than the 3", receiver.receive, KEYS[3], {2: parcels[3]})
+    refused("2 clients are left, 3 are needed", receiver.receive, KEYS[3], {2: parcels[3]})
     assert parcels[3] != Masker(roster(), 2, sender.seed, sender.own).parcels(KEYS[2])[3]
     others = {5: bytes(PARCEL_BYTES), 8: bytes(PARCEL_BYTES)}
     for parcel in (parcels[5], parcels[3][:-1], parcels[3][:20] + bytes(72), b""):
