@@ -107,7 +107,7 @@ class SumNoise(Noise):
         {
             *("epsilon", "delta", "radius", "client_examples", "colluding", "ridge"),
             *("secure_aggregation", "secure_threshold", "vouching"),
-            *("only_masked", "allow_repeats", "fewest_clients", "privacy_limit", "privacy"),
+            *("only_masked", "allow_repeats", "fewest_clients", "liars_expected", "privacy"),
         }
     )
     needs: ClassVar = {
