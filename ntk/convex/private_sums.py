@@ -213,13 +213,11 @@ class SumNoise(Noise):
         result may be sent.
         """
         shape, dtype = sums.class_sums.shape, sums.gram.dtype
-        expected, n = (self.num_classes, self.width), sums.num_examples
+        expected = self.num_classes, self.width
         if dtype.kind != "i" or shape != expected:
             raise ValueError(f"sums: expected integers of {expected}, got {dtype} of {shape}")
-        if int(sums.diagonal.sum()) > n * self.radius**2:
-            raise ValueError(f"sums: expected rows of norm {self.radius}, see bound_rows")
-        if self.fewest and 1 < self.examples < n:
-            raise ValueError(f"sums: a client may use {self.examples} examples, got {n}")
+        limited = self.fewest and self.examples > 1  # the sums are then one client's
+        sums.require_rows(self.radius, self.examples if limited else math.inf)
         self.require_exact()
         v, s = self.variances().tolist()
         require_memory(16 * self.width**2, f"noise for {self.width} features", cure=FEWER)

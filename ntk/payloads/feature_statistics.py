@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
@@ -31,6 +32,7 @@ SECURE_STEPS = get_args(SumStep)
 ROWS, COLUMNS = 1024, 512  # of a block of products
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums
 SLACK = 1e-6  # by which rounding may break an inequality
+EXACT_SLACK = 1e-12  # the same, where only the check itself rounds
 FEWER = "lower num_features"
 
 
@@ -42,6 +44,7 @@ class SumFormat(NamedTuple):
     weights: NDArray[np.float64] | None = None  # w_c of the classes' examples (C,); None: all 1
     fixed_point: FixedPoint | None = None
     noisy: bool = False  # whole numbers with noise, which are not sums of any examples
+    checked: bool = False  # totals of checked sums; rounding may break inequalities of such
 
     def dtype(self, num_examples: int) -> Any:
         """Return the dtype in which sums over so many examples travel."""
@@ -241,7 +244,7 @@ class FeatureStatistics:
         no sums do: they are int64 up to 2^53, float64's whole numbers.
         """
         gram, class_sums, counts = take_arrays(arrays, *cls.NAMES)
-        width, num_classes, weights, fixed_point, noisy = expected
+        width, num_classes, weights, fixed_point, noisy, checked = expected
         w = np.ones(num_classes) if weights is None else weights
         n = require_counts(counts, num_classes, num_examples)
         dtype = expected.dtype(n)
@@ -252,25 +255,44 @@ class FeatureStatistics:
         shape = num_classes, width
         require_array("class sums", class_sums, shape=shape, dtype=dtype, limit=of_sums)
         found = cls(gram, class_sums, counts, w)
-        if noisy:
+        if noisy or checked:
             return found
         diagonal = found.diagonal.astype(np.float64)
-        largest = np.inf if fixed_point is None else fixed_point.largest**2
-        most = n * largest if n else 0
+        largest = np.inf if fixed_point is None else fixed_point.largest
+        most = n * largest**2 if n else 0
         if diagonal.min() < 0 or diagonal.max() > most:
             raise BadReply(
                 "range",
                 f"gram: expected a diagonal of 0 ... {most:g}, got {diagonal.min():g} ... "
                 f"{diagonal.max():g}",
             )
-        root = np.sqrt(diagonal) * (1 + SLACK)
+        slack = SLACK if fixed_point is None else EXACT_SLACK
+        root = np.sqrt(diagonal) * (1 + slack)
         for i, row in enumerate([] if few else _rows(gram, width)):
             # in float64: the least integer has no absolute value of its own type
             if (np.abs(row.astype(np.float64)) > root[i] * root[i:]).any():
                 raise BadReply("range", f"gram: row {i} is not one of inner products")
-        if (np.abs(class_sums.astype(np.float64)) > np.sqrt(w * counts)[:, None] * root).any():
-            raise BadReply("range", "class sums: too large beside the Gram matrix")
+        bound = np.sqrt(w * counts)[:, None] * root
+        if fixed_point is not None:
+            bound = np.minimum(bound, largest * counts[:, None].astype(np.float64))
+        if (np.abs(class_sums.astype(np.float64)) > bound).any():
+            raise BadReply("range", "class sums: too large beside the Gram matrix or the counts")
         return found
+
+    def require_rows(self, radius: int, most_examples: float = math.inf) -> None:
+        """Raise BadReply unless whole numbers can be the sums of rows of norm R or less.
+
+        There may be so many examples. A class's sum has at most their number times R. Both hold of
+        totals as well: nothing is rounded.
+        """
+        n, sums, counts = self.num_examples, self.class_sums.tolist(), self.counts.tolist()
+        if n > most_examples:
+            said = f"counts: expected at most {most_examples} examples, got {n}"
+            raise BadReply("num-examples", said)
+        squares = sum(self.diagonal.tolist()), *(sum(z * z for z in row) for row in sums)
+        most = n * radius**2, *((count * radius) ** 2 for count in counts)
+        if any(map(operator.gt, squares, most)):
+            raise BadReply("range", f"sums: expected those of rows of norm {radius} or less")
 
     def to_words(self, dtype: Any) -> NDArray[Any]:
         """Return all whole numbers as one array of uint32 or uint64, negative ones modulo that."""

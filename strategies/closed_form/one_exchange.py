@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply, Normaliser, require_memory
+from fedntk.ntk import Normaliser, require_memory
 from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.convex.private_sums import SumNoise, solve_noisy
 from fedntk.ntk.features.fixed_point import MOST_BITS
@@ -211,12 +211,15 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
     # ---------------------------------------------------------------------- adding up
 
     def parse(self, reply: Reply) -> Sums:
-        """Check a client's sums; with noise to come, of rows within the radius."""
-        n = None if self.epsilon else reply.num_examples
-        sums = self.parse_sums(reply.arrays(), n)
-        most = sums.everyone.num_examples * self.radius**2
-        if self.epsilon and sum(sums.everyone.diagonal.tolist()) > most:
-            raise BadReply("range", f"gram: expected rows of norm {self.radius} or less")
+        """Check a client's sums; with noise to come, of rows within the radius, and how many.
+
+        A client with more than `client_examples` would not have the privacy that epsilon claims.
+        """
+        if not self.epsilon:
+            return self.parse_sums(reply.arrays(), reply.num_examples)
+        sums = self.parse_sums(reply.arrays())
+        most = min(self.max_examples, self.client_examples or self.max_examples)
+        sums.everyone.require_rows(self.radius, most)
         return sums
 
     def collect(self, replies: Iterable[Message]) -> tuple[Sequence[Sums], MetricRecord]:
@@ -226,7 +229,7 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
             self.released = self.released or bool(self.epsilon and total is not None)
             self._survivors = len(added)
             return [] if total is None else [total], self.round_metrics(added, rejected)
-        totals = [self.parse_sums(self.total)] if self.total else []
+        totals = [self.parse_sums(self.total, checked=True)] if self.total else []
         added, rejected = list[Reply](), Counter[str]()
         for part in in_parts(replies, self.replies_at_once if len(self.steps) else None):
             added += self._add_up(part, totals, rejected)
@@ -279,7 +282,8 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         if not kept:
             return
         self.counted -= set(kept)
-        total = functools.reduce(operator.sub, kept.values(), self.parse_sums(self.total))
+        total = self.parse_sums(self.total, checked=True)
+        total = functools.reduce(operator.sub, kept.values(), total)
         self.total = total.to_arrays(self.fixed_point) if self.counted else {}
         self.summed = tuple(client for client in self.summed if client not in kept.clients)
         self.changed = True
@@ -307,8 +311,8 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         quorum = 0 if self.secure is None else self.secure.quorum
         noise, counted = self.noise_of(quorum), None
         if not quorum:
-            self.released = True
             sums = noise.add(sums, np.random.default_rng(secrets.randbits(256)))
+            self.released = True  # whatever becomes of them; what `add` refuses has had no noise
         elif self._survivors is not None:
             counted = self._survivors - self.colluding
         self.epsilon_of_survivors = noise.epsilon(self.delta, counted)

@@ -79,6 +79,7 @@ class Exchanges(Declared, FedAvg):
         "weight of a reply",
         default=10_000_000,
         at_least=1,
+        at_most=2**32,
         compared=False,
     )
     query_timeout: float = option(

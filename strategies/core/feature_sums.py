@@ -199,9 +199,12 @@ class SumsStrategy(SumOptions, ResendingStrategy):
 
     # ---------------------------------------------------------------- what is sent
 
-    def parse_sums(self, arrays: Arrays, num_examples: int | None = None) -> Sums:
-        """Check a client's sums."""
-        return self._kind.from_arrays(arrays, self.sum_format, num_examples)
+    def parse_sums(
+        self, arrays: Arrays, num_examples: int | None = None, *, checked: bool = False
+    ) -> Sums:
+        """Check a client's sums, or read a total of some that were `checked`."""
+        expected = self.sum_format._replace(checked=checked)
+        return self._kind.from_arrays(arrays, expected, num_examples)
 
     @property
     def _kind(self) -> type[FeatureStatistics] | type[SplitStatistics]:

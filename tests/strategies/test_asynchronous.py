@@ -11,7 +11,7 @@ from fedntk.simulations.check import failed
 from fedntk.simulations.engine._flower import log_from
 from fedntk.simulations.engine.engines import LocalGrid
 
-from .federation import Grid, bits, lost
+from .federation import Grid, bits, lost, with_arrays, with_metrics
 from .test_one_exchange import CLIENTS, fixed, run
 
 SOON = 1e-9  # s, in which a round looks for replies once
@@ -126,6 +126,30 @@ def test_random_orders_delays_joins_and_leaves_give_the_same_bits(leave, count, 
         assert own.counted == left
         asked += len(grid.asked)
     assert asked > (4 if leave else 6) * count
+
+
+def test_sums_that_rounding_alone_lets_through_end_no_run():
+    """Liars found them by search: each passes the Cauchy-Schwarz inequality, and all five do not.
+
+    The honest client comes after them, and the total is then read again.
+    """
+    gram, counts = np.zeros(210, np.int64), np.array([10**7, 0, 0])
+    gram[[0, 1, 20]] = 11750938289, 17049578827, 24737440622
+
+    def lie(reply):
+        sums = {"gram": gram, "class-sums": np.zeros((3, 20), np.int64), "counts": counts}
+        return with_metrics(num_examples=10**7)(with_arrays(lambda _: sums)(reply))
+
+    class Lying(LateGrid):
+        def _answer(self, message):
+            reply = super()._answer(message)
+            of_training = message.metadata.message_type == "train"
+            return lie(reply) if of_training and not _is_of({5}, message) else reply
+
+    own = open_strategy()
+    late = Lying(own, lambda _: {k + 10: k for k in EVERYONE}, lambda m: int(_is_of({5}, m)))
+    run(own, late, rounds=2)
+    assert own.counted == set(EVERYONE)
 
 
 def test_nobody_waits_for_two_stragglers_in_six(bits_of):

@@ -38,6 +38,7 @@ from .federation import (
     start,
     start_in_vain,
     told,
+    with_arrays,
 )
 
 
@@ -383,10 +384,57 @@ def test_clients_refuse_less_noise_than_they_agree_to(tmp_path, monkeypatch):
     assert own.evaluate_metrics[1]["replies-accepted"] == 0
 
 
-def test_rows_beyond_the_radius_are_dropped():
+def times(factor, **others):
+    """Arrays as of so many times the examples; of some names, other numbers."""
+    return with_arrays(
+        lambda own: (
+            {n: np.int64(factor) * a for n, a in own.items()}
+            | {n.replace("_", "-"): np.array(a) for n, a in others.items()}
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "options"),
+    [
+        (damaged(0, lambda gram: 2 * gram), "range", {}),
+        (damaged(1, lambda sums: np.roll(sums, 1, 0)), "range", {}),  # of other classes
+        (damaged(2, lambda counts: np.array([counts.sum() - 1, 0, 1])), "range", {}),
+        (times(10**8), "num-examples", {}),
+        (times(1, counts=[2**63 - 1] * 3), "num-examples", {}),
+        (times(1, counts=[2**63 - 1, 0, 0], class_sums=np.zeros((3, 20), int)), "num-examples", {}),
+        (  # who has more draws 4
+            with_arrays(lambda own: {n: 2 * a for n, a in own.items()}),
+            "num-examples",
+            {"client_examples": 4},
+        ),
+    ],
+)
+def test_sums_of_no_rows_that_a_client_may_have_are_dropped(change, reason, options, monkeypatch):
+    """They are that before there is noise; also in agreement, and beyond what int64 can add up."""
+    monkeypatch.setattr("tests.strategies.federation.network", features)
+    monkeypatch.setattr("secrets.randbits", lambda n: 2**n // 3)  # the same noise
+    own, _ = run_as_if_lost(partial(private, **options), CLIENTS, change, reason)
+    assert own.released
+
+
+@pytest.mark.parametrize(("where", "burnt"), [("require_memory", False), ("solve_noisy", True)])
+def test_what_fails_before_the_noise_is_no_release_and_after_it_is_one(where, burnt, monkeypatch):
+    module = SumNoise.__module__ if where == "require_memory" else OneExchange.__module__
+    raised = []
+
+    def fail(*_, **__):
+        raised.append(monkeypatch.undo())
+        raise NotEnoughMemory
+
+    monkeypatch.setattr(f"{module}.{where}", fail)
     own = private()
-    run(own, Grid(CLIENTS, changes={1: damaged(0, lambda gram: 2 * gram)}))
-    assert own.train_metrics[1]["rejected-range"] == 1
+    if burnt:
+        refused("a second release adds to epsilon", run, own, Grid(CLIENTS), 2)
+    else:
+        run(own, Grid(CLIENTS), 2)
+    assert len(raised) == 1
+    assert own.solved is not burnt
 
 
 def test_features_of_unknown_size_need_examples_on_the_server_or_float64():

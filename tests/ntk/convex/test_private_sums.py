@@ -219,7 +219,7 @@ def test_what_would_break_the_promise_is_refused():
     refused("integers", noise.add, FeatureStatistics.of([torch.eye(2)], torch.arange(2), 2), None)
     refused("integers", noise.add, sums([[1, 1]], 3), None)
     refused("rows of norm 3", noise.add, sums([[3, 1]]), None)
-    refused("may use 4 examples", replace(shares, examples=4).add, sums([[1, 1]] * 5), None)
+    refused("at most 4 examples", replace(shares, examples=4).add, sums([[1, 1]] * 5), None)
     for own, radius in ((noise, 10**7), (shares, 10**4)):
         refused("smaller radius", replace(own, radius=radius).add, sums([[1, 1]]), None)
     for own, survivors in ((noise, 3), (shares, 0)):

@@ -138,6 +138,10 @@ BAD_INTEGERS = {
     "range row 0": changed("gram", 1, np.iinfo(np.int32).min),
     "range class sums": changed("class-sums", (1, 2), np.iinfo(np.int32).min),
     "range expected a diagonal of 0 ... 193548": changed("gram", 0, N * 127**2 + 1),
+    # the Gram matrix would allow 440, but one example has 127
+    "range the counts": lambda a: changed("class-sums", (0, 0), 200)(
+        changed("gram", 0, N * 127**2)(changed("counts", slice(None), [1, 7, 4])(a))
+    ),
 }
 CASES = [("integers", *case) for case in BAD_INTEGERS.items()]
 CASES += [("float64", *case) for case in BAD.items()] + [
