@@ -16,7 +16,10 @@ A case is a reply with one or two of the :data:`~tests.lies.LIES`. `check` requi
   - the list of what clients have been sent, which a reply that is out of scale confirms;
   - counts of dropped replies, and public keys, which clients draw anew;
   - what a lie about a masked number has done, if nobody noticed: masks are drawn anew in each run,
-    and with them what the lie comes to.
+    and with them what the lie comes to;
+  - replies that a defence dropped come in that run, too: without them it might drop others.
+
+Clients' sums that were kept are taken out of the model again, one client's, with the same bits.
 
     python -m tests.fuzz 100000 0  # number of cases, seed
 """
@@ -36,7 +39,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -46,6 +49,7 @@ from tqdm import tqdm
 
 from fedntk.clients import ClosedFormClient, DFedAvgClient, SGDClient, TCTClient
 from fedntk.ntk import CentredInputs, TCTModel
+from fedntk.ntk.robust_averages import Defence
 from fedntk.simulations.check import failed
 from fedntk.simulations.engine._flower import own_copy
 from fedntk.strategies import (
@@ -58,6 +62,8 @@ from fedntk.strategies import (
     SeededFedAvg,
     Topology,
 )
+from fedntk.strategies.core.exchange import result_of
+from fedntk.strategies.core.feature_sums import Sums, add_up
 from fedntk.trust import ShufflingServer, new_key, public_bytes
 
 from .lies import LIES, LOUD, TWO, Draw, Lie, Replies, World, pick
@@ -84,8 +90,7 @@ SECURE = {"bits": 8, "secure_aggregation": True, "validation": examples(7)}
 LATE = {"asynchronous": True, "round_deadline": 1e-9, "validation": examples(7)}
 SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
 NOISY = {
-    "bits": 8, "secure_aggregation": True, "auto_ridge": False, "validation_share": 0.0,
-    "epsilon": 4.0, "delta": 1e-3,
+    "bits": 8, "auto_ridge": False, "validation_share": 0.0, "epsilon": 4.0, "delta": 1e-3,
 }  # fmt: skip
 KEPT = tempfile.TemporaryDirectory(prefix="fedntk-kept-")  # sums on the server's disk
 HARM = {"keep_sums": KEPT.name, "remove_harmful": 0.05, "validation": examples(7)}
@@ -101,9 +106,8 @@ def validation_loss(arrays: ArrayRecord) -> float:
     return float(nn.functional.cross_entropy(loaded(own)(x), y).detach())
 
 
-# as many may be dropped as there are: what is dropped then does not depend on who never came
-JUDGED = {"defence": "validation", "validation_loss": validation_loss, "liars_expected": 6}
-TRIED = {"defence": "leave-one-out", "liars_expected": 6}
+JUDGED = {"defence": "validation", "validation_loss": validation_loss}
+TRIED = {"defence": "leave-one-out"}
 DEFENCES = {
     "SeededFedAvg": JUDGED, "SCAFFOLD": JUDGED, "Ditto": JUDGED, "TCT, stage 2": JUDGED,
     "FedProto": {"defence": "geometric-median"},
@@ -122,22 +126,45 @@ def shuffled(**options: Any) -> CPNTKFL:
     return CPNTKFL(shuffling_server=server, **NTK, **options)
 
 
+class CountingExchange(OneExchange):
+    """Solves nothing with more examples than clients may have."""
+
+    def last_layer(self, sums: Sequence[Sums]) -> Any:
+        count, most = add_up(sums).everyone.num_examples, self.client_examples or self.max_examples
+        assert count <= self.min_available_nodes * most, f"{count} examples"
+        return super().last_layer(sums)
+
+
 # what CONTRACTS lack: secure sums, with and without noise, sums in any order, those that are judged
 # by what the model is without them, sealed parcels, trusted third parties, centred inputs
 FEDERATIONS = CONTRACTS | {
     "secure OneExchange": Contract(
-        partial(OneExchange, network=network(), **SECURE), app(ClosedFormClient)
+        partial(CountingExchange, network=network(), **SECURE), app(ClosedFormClient)
     ),
     "secure TCT": Contract(
         partial(TCT, network=network(), solve="statistics", num_features=12, **SECURE),
         app(TCTClient, **SGD),
     ),
-    ASYNCHRONOUS: Contract(partial(OneExchange, network=network(), **LATE), app(ClosedFormClient)),
+    ASYNCHRONOUS: Contract(
+        partial(CountingExchange, network=network(), **LATE), app(ClosedFormClient)
+    ),
+    f"{ASYNCHRONOUS} that keeps sums": Contract(
+        partial(CountingExchange, network=network(), keep_sums=KEPT.name, **LATE),
+        app(ClosedFormClient),
+    ),
+    "OneExchange with noise": Contract(
+        partial(CountingExchange, network=network(), **NOISY), app(ClosedFormClient)
+    ),
+    "OneExchange with noise for a client's examples": Contract(
+        partial(CountingExchange, network=network(), client_examples=4, **NOISY),
+        app(ClosedFormClient),
+    ),
     "secure OneExchange with noise": Contract(
-        partial(OneExchange, network=network(), **NOISY), app(ClosedFormClient)
+        partial(CountingExchange, network=network(), secure_aggregation=True, **NOISY),
+        app(ClosedFormClient),
     ),
     "OneExchange that judges sums": Contract(
-        partial(OneExchange, network=network(), **HARM), app(ClosedFormClient)
+        partial(CountingExchange, network=network(), **HARM), app(ClosedFormClient)
     ),
     "CPNTKFL with a key server": Contract(
         partial(CPNTKFL, key_server=KEYS.server, **NTK), KEYS.app
@@ -165,6 +192,7 @@ MODELS = {  # where it is not the usual network
     "centred SeededFedAvg": CentredInputs(network(), (4,)),
 }
 ACCIDENTS = ("TypeError", "KeyError", "AttributeError", "IndexError", "RuntimeError", "MemoryError")
+COMPARED = {*get_args(Defence), "scale"}  # why a defence drops what it compares
 ASIDE = {"query.partition"}  # asked while other replies are being read
 RANDOM = {name for name in FEDERATIONS if re.match("secure|sealed|shuffled|.*key server", name)}
 CACHES = test_tct.CACHE.name, test_fed_ensemble.CACHE.name, KEPT.name  # of files that are kept
@@ -193,7 +221,9 @@ class LiarsGrid(Grid):
         self._newest: dict[int, tuple[int, int]] = {}  # node -> its newest reply
         # node -> replies in its name that were not yet dropped
         self._impostors: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._inbox: Replies = []
+        # first pull that returns a reply, its place, its node's newest reply, and the reply itself
+        self._inbox: list[tuple[int, float, dict[int, Any], Message]] = []
+        self._pulls = 0
         self._heard: dict[int, Replies] = {node: [] for node in self.contexts}
         self._live = dict.fromkeys(self.contexts, 0)  # messages that real clients have answered
 
@@ -241,7 +271,7 @@ class LiarsGrid(Grid):
                 self._impostors[sender].append(key)
         if key in self.lost:
             ends = (*key, "other message") not in {lie[:3] for lie in self.lies}
-            return [failed(reply)] if self.name == ASYNCHRONOUS and ends else []
+            return [failed(reply)] if self.name.startswith(ASYNCHRONOUS) and ends else []
         return replies
 
     def note(self, node: int, reason: str) -> None:
@@ -260,14 +290,31 @@ class LiarsGrid(Grid):
         return super().send_and_receive(messages, **options)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        self._inbox += self.send_and_receive(messages)
+        """Answer messages; with sums in any order some answers come a round later."""
+        messages = sorted(messages, key=lambda m: m.metadata.dst_node_id)
+        for message in messages:
+            node = message.metadata.dst_node_id
+            replies = list(self.send_and_receive([message]))
+            draw = np.random.default_rng([node, next(self._counts[node])])
+            late = self.name.startswith(ASYNCHRONOUS) and int(draw.integers(2))
+            of_node, place = {node: self._newest.get(node)}, draw.random()
+            self._inbox += [(self._pulls + late, place, of_node, reply) for reply in replies]
         return [message.metadata.message_id for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        ids, inbox = set(message_ids), self._inbox
-        self._inbox = [m for m in inbox if m.metadata.reply_to_message_id not in ids]
-        return [m for m in inbox if m.metadata.reply_to_message_id in ids]
+        """Return the replies whose time has come, in an order that is drawn."""
+        ids = set(message_ids)
+        came = [
+            (place, of_node, reply)
+            for due, place, of_node, reply in self._inbox
+            if due <= self._pulls and reply.metadata.reply_to_message_id in ids
+        ]
+        came.sort(key=lambda one: one[0])
+        replies = [reply for *_, reply in came]
+        self._newest |= {node: key for _, of_node, _ in came for node, key in of_node.items()}
+        self._inbox = [one for one in self._inbox if all(one[3] is not reply for reply in replies)]
+        self._pulls += 1
+        return replies
 
 
 def digest(message: Message) -> bytes:
@@ -334,6 +381,9 @@ def run(
             arrays = start(strategy, grid, rounds, MODELS.get(name))
         except NoUsableReply:
             arrays, end = arrays_of(strategy.global_arrays), "no usable reply"
+        if len(summed := getattr(strategy, "summed", ())) > 1 and strategy.keep_sums:
+            left = result_of(lambda: strategy.without(summed[:1], strategy.global_arrays))
+            arrays |= {f"without {n}": a for n, a in arrays_of(left or ArrayRecord()).items()}
     measured = {
         (stage, number, metric): np.asarray(value)
         for stage in ("train", "evaluate")
@@ -371,8 +421,11 @@ def check(name: str, *, num_clients: int, lies: Sequence[Lie]) -> int:
     accidents = [reason for reason in grid.failed if reason.startswith(ACCIDENTS)]
     assert not accidents, f"an honest client failed: {accidents[0]}"
     loud = {lie[:2] for lie in grid.told if lie.how in LOUD}
-    second = {lie[:2] for lie in grid.told if lie.how in TWO}
-    lost = grid.dropped.keys() - loud - second
+    spare = {None, "duplicate", "not-asked"}  # why the second of two replies is dropped
+    of_two = {lie[:2] for lie in grid.told if lie.how in TWO}
+    second = {key for key in of_two if grid.dropped.get(key) in spare}
+    kept = COMPARED if "with a defence" in name else ()
+    lost = {key for key, why in grid.dropped.items() if why not in kept} - loud - second
     left = [lie for lie in grid.told if lie[:2] not in second & grid.dropped.keys()]
     if lost or left != grid.told:
         _, without = run(name, num_clients, left, lost)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,19 +40,23 @@ def in_array(change: Callable[[Draw, np.ndarray], Any]) -> Callable[..., Any]:
 
     def lie(draw: Draw, reply: Message, _: World) -> None:
         record = pick(draw, reply.content.array_records.values(), {})
-        if (name := pick(draw, record)) is None:
-            return
-        array = np.zeros(3, np.float32)  # if another lie damaged it, or left 2**30 empty rows
-        with contextlib.suppress(Exception):
-            if max((read := record[name].numpy()).shape, default=0) < 2**30:
-                array = read
-        with np.errstate(all="ignore"):
-            new = change(draw, array)
-        if isinstance(new, bytes):
-            new = Array(str(array.dtype), array.shape, "numpy.ndarray", new)
-        record[name] = new if isinstance(new, Array) else Array(np.asarray(new))
+        if (name := pick(draw, record)) is not None:
+            change_array(draw, record, name, change)
 
     return lie
+
+
+def change_array(draw: Draw, record: ArrayRecord, name: str, change: Callable[..., Any]) -> None:
+    """Put what becomes of an array in its place."""
+    array = np.zeros(3, np.float32)  # if another lie damaged it, or left 2**30 empty rows
+    with contextlib.suppress(Exception):
+        if max((read := record[name].numpy()).shape, default=0) < 2**30:
+            array = read
+    with np.errstate(all="ignore"):
+        new = change(draw, array)
+    if isinstance(new, bytes):
+        new = Array(str(array.dtype), array.shape, "numpy.ndarray", new)
+    record[name] = new if isinstance(new, Array) else Array(np.asarray(new))
 
 
 def numbers(draw: Draw, array: np.ndarray) -> np.ndarray:
@@ -202,25 +207,64 @@ def replayed(draw: Draw, reply: Message, world: World) -> Replies:
     return [reply, own_copy(pick(draw, own, reply))]
 
 
+CHANGES: dict[str, Callable[[Draw, np.ndarray], Any]] = {  # of one array
+    "numbers": numbers,
+    "scale": lambda draw, a: (
+        a * np.asarray(-(10.0 ** draw.integers(-40, 40))).astype(a.dtype)
+        if a.dtype.kind in "fi"
+        else a
+    ),
+    "noise": lambda draw, a: (
+        (a + draw.normal(size=a.shape)).astype(a.dtype) if a.dtype.kind in "fiu" else a
+    ),
+    "rows": lambda draw, a: draw.permutation(a) if a.ndim else a,
+    "shape": shape,
+    "dtype": lambda draw, a: a.astype(pick(draw, DTYPES)) if a.dtype.kind in "fiub" else a,
+    "memory order": lambda _, a: np.asfortranarray(a),
+    "bytes": raw_bytes,
+    "claim": claim,
+    "labels": labels,
+}
+
+
+def together(draw: Draw, reply: Message, _: World) -> None:
+    """Change two arrays or more, in agreement: by one rule and the same draws."""
+    every = [(record, name) for record in reply.content.array_records.values() for name in record]
+    change, seed = CHANGES[pick(draw, sorted(CHANGES))], int(draw.integers(2**31))
+    for at in draw.permutation(len(every))[: pick(draw, [2, 2, 3, len(every)])]:
+        change_array(np.random.default_rng(seed), *every[at], change)
+
+
+def as_if_more(draw: Draw, reply: Message, _: World) -> None:
+    """Claim more examples: the metric and the counts agree, and no, one or all other arrays."""
+    times = pick(draw, [2, 9, 1000, 10**8, 10**9, 2**31, 2**62])
+    wide = (times > 1000) != (draw.random() < 0.1)  # as whole numbers of such a size travel
+    heap, share, told = draw.random() < 0.3, pick(draw, [0, 0.3, 1]), draw.random() < 0.5
+
+    def more(draw: Draw, array: np.ndarray, *, is_counts: bool = False) -> np.ndarray:
+        if array.dtype.kind not in "iu":
+            return array * np.asarray(times, array.dtype) if draw.random() < share else array
+        array = array.astype("i8") if wide else array
+        if not is_counts:
+            return array * np.asarray(times).astype(array.dtype) if draw.random() < share else array
+        found = [times * count for count in array.tolist()]
+        if heap:
+            found = [sum(found) * (at == found.index(max(found))) for at in range(len(found))]
+        return np.array([min(count, 2**63 - 1) for count in found], array.dtype)
+
+    for metric in reply.content.metric_records.values():
+        if told and isinstance(number := metric.get("num-examples"), int):
+            metric["num-examples"] = min(times * number, 2**63 - 1)
+    for record in reply.content.array_records.values():
+        for name in record:
+            with contextlib.suppress(Exception):  # if another lie damaged it
+                change_array(draw, record, name, partial(more, is_counts=name.endswith("counts")))
+
+
 LIES: dict[str, Callable[..., Any]] = {
-    "numbers": in_array(numbers),
-    "scale": in_array(
-        lambda draw, a: a * np.asarray(-10.0 ** draw.integers(-40, 40)).astype(a.dtype)
-        if a.dtype.kind in "fi" else a
-    ),
-    "noise": in_array(
-        lambda draw, a: (a + draw.normal(size=a.shape)).astype(a.dtype)
-        if a.dtype.kind in "fiu" else a
-    ),
-    "rows": in_array(lambda draw, a: draw.permutation(a) if a.ndim else a),
-    "shape": in_array(shape),
-    "dtype": in_array(
-        lambda draw, a: a.astype(pick(draw, DTYPES)) if a.dtype.kind in "fiub" else a
-    ),
-    "memory order": in_array(lambda _, a: np.asfortranarray(a)),
-    "bytes": in_array(raw_bytes),
-    "claim": in_array(claim),
-    "labels": in_array(labels),
+    **{name: in_array(change) for name, change in CHANGES.items()},
+    "together": together,
+    "as if more": as_if_more,
     "names": names,
     "records": records,
     "metrics": metrics,

@@ -3,7 +3,7 @@
 import pytest
 from flwr.app import MetricRecord
 
-from fedntk.strategies import BaseStrategy
+from fedntk.strategies import BaseStrategy, OneExchange
 from fedntk.strategies.core import base, exchange
 
 from . import fuzz
@@ -75,3 +75,20 @@ def test_a_broken_rule_is_found_and_shown_by_a_program_with_the_fewest_lies(said
     assert failure.count("Lie(") == 1
     with pytest.raises((ValueError, AssertionError)):
         exec(failure)  # noqa: S102 - what the fuzzer printed
+
+
+def test_sums_of_more_examples_than_a_client_may_have_are_found(monkeypatch):
+    """Where nobody checks what counts and sums claim in agreement, before there is noise."""
+    monkeypatch.setattr(
+        OneExchange, "parse", lambda own, reply: own.parse_sums(reply.arrays(), checked=True)
+    )
+    with pytest.raises(AssertionError, match="500000013 examples"):
+        fuzz.run("OneExchange with noise", 3, [fuzz.Lie(0, 1, "as if more", 1)])
+
+
+@pytest.mark.parametrize("name", [name for name in fuzz.FEDERATIONS if "defence" in name])
+def test_defended_federations_of_the_fuzzer_learn(name):
+    """Six honest clients, of whom each model of an ensemble hears three, are enough for it."""
+    (_, before), (_, after) = (fuzz.run(name, 6, [], rounds=number) for number in (0, 1))
+    arrays = [n for n in after if isinstance(n, str) and not n.startswith(("state", "end"))]
+    assert any(after[n] != before.get(n) for n in arrays)
