@@ -288,8 +288,8 @@ def read_config(
             "config: expected a Config, a dict of settings, a TOML file, or a method, its name or "
             f"its strategy's class, got {config!r}"
         )
-    name = str if config.mechanism is None else keyed
-    own = {} if data is None else OwnData.of(data, config).read().keep(name)
+    named = str if config.mechanism is None else keyed
+    own = {} if data is None else OwnData.of(data, config).read().keep(named)
     for name in own.keys() & overrides.keys():
         if own[name] != overrides[name]:
             raise ConfigError(
