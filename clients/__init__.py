@@ -8,6 +8,7 @@ from .core.base import ModelClient, sample_size
 from .core.disk_store import DiskStore, cache_dir
 from .core.masked_weights import MaskedWeights
 from .core.named_arrays import NamedArrays
+from .core.privacy_ledger import PrivacyLedger, PrivacyLimits
 from .core.projection import SealedProjection, project
 from .core.weights import get_weights, set_weights
 from .ensembles.fed_ensemble import FedEnsembleClient
@@ -48,6 +49,8 @@ __all__ = [
     "NTKFLClient",
     "NamedArrays",
     "PersonalisedClient",
+    "PrivacyLedger",
+    "PrivacyLimits",
     "RelayClient",
     "SCAFFOLDClient",
     "SGDClient",

@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from fedntk import __version__
 
-from .errors import ConfigError, RunFailed, command_line
+from .errors import ConfigError, RunFailed, command_line, naming
 
 app = command_line(
     "fedntk",
@@ -381,6 +381,21 @@ def ledger_command(
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
     Console().print(table)
     typer.echo(f"All {len(found)} clients: {folder / 'ledger.parquet'}")
+
+
+@app.command("privacy-ledger")
+def privacy_ledger_command(
+    ledger: Annotated[Path, Argument(help="The ledger's file, for its owner only.")],
+    *,
+    new: Annotated[bool, Option("--new", help="Make it, for data that gave nothing yet.")] = False,
+) -> None:
+    """Show what a data set has given in sums that are masked or have noise, or make its ledger."""
+    from fedntk.clients import PrivacyLedger
+
+    with naming("privacy-ledger", ValueError):
+        own = PrivacyLedger.create(ledger) if new else PrivacyLedger(ledger)
+        for each in own.releases():
+            typer.echo(f"{each.run}: epsilon {each.epsilon:g}, delta {each.delta:g}")
 
 
 @app.command("check")

@@ -162,7 +162,7 @@ def test_what_cp_ntk_fl_sends():
 
 def tct(tmp_path, rounds, num_clients=2, only_masked=False, **own):
     """Run TCT; return what travelled, and a function for the bytes of a row, down and up."""
-    client = {"cache": tmp_path, "only_masked": only_masked}
+    client = {"cache": tmp_path, "only_masked": only_masked, "allow_repeats": True}
     own = {"network": network(), "fraction_evaluate": 0.0} | own
     grid, strategy = federated("tct", rounds, num_clients, client, **own)
 
@@ -221,7 +221,7 @@ def test_what_one_exchange_sends_otherwise(tmp_path):
     plain = {"validation_share": 0.0, "auto_ridge": False}
     grid, _ = federated("one_exchange", 1, **own | plain)
     assert sent(grid, "up") == [value(row["up, with `validation-share = 0`"])] * 2
-    client = {"cache": tmp_path, "only_masked": True}
+    client = {"cache": tmp_path, "only_masked": True, "allow_repeats": True}
     grid, _ = federated("one_exchange", 1, 4, client, **own, secure_aggregation=True)
     for way in ("down", "up"):
         formula = row[f"{way}, with `secure-aggregation` of K clients"]

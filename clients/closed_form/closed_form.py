@@ -3,7 +3,6 @@
 What it gives away: see :mod:`fedntk.clients.core.feature_sums`.
 """
 
-import math
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -19,7 +18,6 @@ from fedntk.ntk.convex.private_sums import SumNoise, bound_rows
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.features.fourier import one_by_one
 from fedntk.ntk.features.residual import RESIDUAL_LAYER, ResidualFeatures
-from fedntk.ntk.options import argument
 from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.payloads.feature_statistics import SECURE_STEPS, FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.prototypes import Prototypes
@@ -27,8 +25,9 @@ from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
-from ..core.masking import Arrays, Given, Noted
+from ..core.masking import Arrays
 from ..core.named_arrays import NamedArrays
+from ..core.privacy_ledger import Release
 from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
 
 Records = dict[str, Arrays]
@@ -38,25 +37,14 @@ BESIDE = ("steps", "secure-sum", "total")  # records beside the network's
 class ClosedFormClient(SumsClient):
     """Sends sums over what the last layer is given, by the received weights; it trains nothing.
 
-    It keeps nothing from one message to the next, except for the keys of a secure sum and the file
-    of what it has given. In memory are features of `batch_size_eval` examples, and 8 p^2 bytes for
+    It keeps nothing from one message to the next, except for the keys of a secure sum and its
+    owner's ledger. In memory are features of `batch_size_eval` examples, and 8 p^2 bytes for
     p features if their Gram matrix is asked for.
     """
 
     strategy = "ClosedFormStrategy"
     replies = "sums of features"
     config_keys = frozenset({RESIDUAL_LAYER, *FeatureMap("last-layer").to_config()})
-
-    privacy_limit: tuple[float, float] | None = argument(
-        "largest epsilon and delta to which the client agrees, added up over all runs (simple "
-        "composition): it then sends nothing else about its features. None: exact sums as well",
-        default=None,
-    )
-
-    @property
-    def is_private(self) -> bool:
-        """Whether all that it sends about its features is masked, or has noise."""
-        return self.privacy_limit is not None or super().is_private
 
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Sum up the features of the round's examples.
@@ -70,16 +58,12 @@ class ClosedFormClient(SumsClient):
         """
         task, records = SumTask.of_message(config), dict(getattr(parameters, "records", {}))
         step = "class means" if task is None else task.step
-        self.require_masked(step, SECURE_STEPS)
         private = task is not None and task.epsilon > 0
-        if self.privacy_limit is not None and not private:
-            most, delta = self.privacy_limit
-            raise ValueError(
-                f"privacy_limit: expected epsilon of at most {most} and delta of at most {delta}, "
-                "the server asked for sums without noise"
-            )
+        self.require_masked(step, SECURE_STEPS, noisy=private)
         if private:
             self.require_covered(SumNoise)
+        if task is not None and private and step == "statistics":
+            self.reserve(f"sums of {task.run_key}", task, config)  # a trusted server may ask again
         x, targets = self.training_examples(config)
         count = 1 if private else len(x)
         if task is not None and 0 < task.client_examples < len(x):
@@ -98,8 +82,6 @@ class ClosedFormClient(SumsClient):
             key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
             arrays = self.mask(sums, task, message, config, key=key, fixed_point=fixed_point)
         else:
-            if private:
-                self.reserve(f"in the clear in {task.run_key}", task, config)
             arrays = sums.to_arrays(fixed_point)
         return NamedArrays({"arrays": arrays}), count, {} if private else {"train-loss": train_loss}
 
@@ -141,31 +123,15 @@ class ClosedFormClient(SumsClient):
             found = self.add_up(in_chunks, targets, width, share=share, fixed_point=fixed_point)
         return found, fixed_point, loss_value(torch.cat(outputs), torch.cat(seen), self.loss)
 
-    def note_sum(self, given: Given, task: SumTask, config: Mapping[str, Any]) -> Noted:
-        """Return epsilon and delta of a run's sums, if they have noise; their totals are limited.
-
-        Masked sums with noise are given once in a run. A trusted server may ask again.
-        """
+    def release_of(self, task: SumTask, config: Mapping[str, Any]) -> Release:
+        """Return the sums of a run, with their epsilon and delta if they have noise."""
         if not task.epsilon:
-            return super().note_sum(given, task, config)
-        sums = [own for own in given.values() if "budget" in own]
-        before = [own["budget"] for own in sums if own["run"] == task.run_key]
-        others = [own["budget"] for own in sums if own["run"] != task.run_key]
-        if before and task.step != "statistics":
-            raise ValueError(
-                "this client has sent sums with noise in this run, and a second release adds to "
-                "epsilon: start another run, and add up the epsilons of both"
-            )
-        own = [max(column) for column in zip(*before, (task.epsilon, task.delta), strict=True)]
-        total = [math.fsum(column) for column in zip(own, *others, strict=True)]
-        if self.privacy_limit is None:
-            self.refuse_repeat(repeated=bool(others))
-        elif any(n > most for n, most in zip(total, self.privacy_limit, strict=True)):
-            raise ValueError(
-                f"privacy_limit: this client's sums would have epsilon and delta of {total} in all "
-                f"its runs, and it agrees to {list(self.privacy_limit)}; its owner can raise that"
-            )
-        return {"budget": own}
+            return super().release_of(task, config)
+        return Release(task.run_key, task.epsilon, task.delta)
+
+    def owned_examples(self, task: SumTask) -> Any:
+        """Return the training examples, or None if the noise is of the whole client."""
+        return None if task.client_examples else super().owned_examples(task)
 
     def add_noise(self, sums: Sums, task: SumTask, parcels: Arrays, config: Config) -> Sums:
         """Add this client's share of the noise.

@@ -4,7 +4,6 @@ What such a client gives away: sums over all of its examples. Those of one examp
 and those of few hold them. The number of examples of each class is among the sums.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,8 @@ from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, sums_diges
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 
 from .base import ModelClient
-from .masking import Arrays, Given, Masking, Noted
+from .masking import Arrays, Masking
+from .privacy_ledger import Release
 
 Sums = FeatureStatistics | SplitStatistics
 
@@ -26,10 +26,13 @@ Sums = FeatureStatistics | SplitStatistics
 class SumsClient(Masking, ModelClient):
     """A client that adds up features, and can mask the sums."""
 
-    def note_sum(self, given: Given, task: Any, config: Mapping[str, Any]) -> Noted:
-        """Return the budget of exact sums; they count as the same data in all runs."""
-        self.refuse_repeat(repeated=any("budget" in own for own in given.values()))
-        return {"budget": [math.inf, 0.0]}  # epsilon and delta
+    def release_of(self, task: Any, config: Mapping[str, Any]) -> Release:
+        """Return the exact sums of a run."""
+        return Release(task.run_key)
+
+    def owned_examples(self, task: Any) -> Any:
+        """Return the training examples (n, ...)."""
+        return self.inputs
 
     def add_up(
         self,

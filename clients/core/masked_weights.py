@@ -18,7 +18,8 @@ from fedntk.ntk.payloads.npy import from_npy
 
 from .adapter import Function, make_reply, received
 from .base import PROMISED
-from .masking import Arrays, Given, Masking, Noted
+from .masking import Arrays, Masking
+from .privacy_ledger import Release
 
 OPEN = ANSWERED - {MessageType.TRAIN}  # messages that tell of no training
 COUNT, LOSS = "num-examples", "train-loss"  # metrics of a reply
@@ -29,7 +30,7 @@ class MaskedWeights(Masking):
 
     It goes with any client or function whose reply is one set of weights::
 
-        app = client_app(client_fn, mods=[MaskedWeights(fewest_clients=10)])
+        app = client_app(client_fn, mods=[MaskedWeights(privacy=PrivacyLimits(ledger="x.ledger"))])
 
     The client trains as ever. What leaves it are masked words; of its metrics only ``num-examples``
     and ``train-loss`` are among them, and the others are dropped. Weights that are not finite are
@@ -94,12 +95,9 @@ class MaskedWeights(Masking):
         about = average_digest(model, task.run_key, int(config["server-round"]))
         return self.mask_words(words, about, protocol, task, config)
 
-    def note_sum(self, given: Given, task: AverageTask, config: Mapping[str, Any]) -> Noted:
-        """Return the round: the weights of each round of a run are another function of the data."""
-        rounds = [own.get("round", 0) for own in given.values() if own["run"] == task.run_key]
-        now = int(config["server-round"])
-        self.refuse_repeat(repeated=now <= max(rounds, default=0))
-        return {"round": now}
+    def release_of(self, task: AverageTask, config: Mapping[str, Any]) -> Release:
+        """Return a round of a run: the weights of each round are another function of the data."""
+        return Release(task.run_key, server_round=int(config["server-round"]))
 
 
 def _without_masks(message: Message) -> Message:

@@ -1,30 +1,26 @@
-"""What clients share that send masked numbers: settings, keys, and a memory of what they gave.
+"""What clients share that send masked numbers: settings, keys, and what their owner allows.
 
 The difference of two sums over different clients is what one client sent, whatever the masks. So a
-client remembers what it has given sums of, and gives a second one only if its owner allows it.
+client remembers, in its owner's ledger, what it has given sums of, and gives a second one only if
+the owner allows it.
 """
 
-import contextlib
-import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
 from fedntk.ntk.options import Declared, argument
-from fedntk.ntk.support.files import claimed, whole
 from fedntk.trust import ParcelKeys
-from fedntk.trust.secure_sum import FEWEST
 
 from .adapter import CLIENT_ID
 from .disk_store import cache_dir, client_folder, make_private, remove_stale
+from .privacy_ledger import NEW, PrivacyLimits, Release
 from .secure_sum import SecureSum, load_or_draw_key
 
 Arrays = Mapping[str, NDArray[Any]]
-Noted = dict[str, Any]  # of a sum: its run, whether it is spent, and what note_sum returns
-Given = dict[str, Noted]
 
 
 class Masking(Declared):
@@ -33,9 +29,8 @@ class Masking(Declared):
     cache_name: ClassVar[str] = "sums"  # of the default folder
 
     cache: Path | str | None = argument(
-        "folder for what clients keep. A client's folder in it has one for each run, and a file "
-        "given.json, which says for all runs what it has given masked sums of. By default one in "
-        "fedntk in $XDG_CACHE_HOME or ~/.cache",
+        "folder for what clients keep during a run: a client's folder in it has one for each run. "
+        "By default one in fedntk in $XDG_CACHE_HOME or ~/.cache",
         default=None,
     )
     parcel_keys: ParcelKeys | None = argument(
@@ -49,17 +44,16 @@ class Masking(Declared):
         "evaluate such models on its training examples, or give a second sum: see allow_repeats",
         default=False,
     )
-    allow_repeats: bool = argument(
-        "whether a client with only_masked gives a second sum over its examples, in whatever run, "
-        "or of its weights in one round: a server that opens two sums over different clients has "
-        "their difference. A sum that stayed closed counts unless enough clients gave it up",
-        default=False,
+    allow_repeats: bool | None = argument(
+        "whether the client gives a second exact sum over its examples, in whatever run, or of its "
+        "weights in one round: the difference of two sums over different clients is what one sent. "
+        "None: unless it has only_masked or privacy. False: not even a first one without privacy",
+        default=None,
     )
-    liars_expected: int = argument(
-        "clients who may say that they gave a sum up, and help to open it", default=1
-    )
-    fewest_clients: int = argument(
-        "fewest clients with whom a sum may open that this client takes part in", default=FEWEST
+    privacy: PrivacyLimits | None = argument(
+        "what the owner of its data allows, and the ledger of what they gave; None: the client "
+        "remembers nothing, so it refuses sums unless it may repeat them",
+        default=None,
     )
 
     def folder(self, task: Any, config: Mapping[str, Any], ending: str = "") -> Path:
@@ -81,55 +75,42 @@ class Masking(Declared):
     @property
     def is_private(self) -> bool:
         """Whether the client sends only masked sums, or is private for another reason."""
-        return self.only_masked or bool(getattr(super(), "is_private", False))
+        promises = self.only_masked or self.privacy is not None
+        return promises or bool(getattr(super(), "is_private", False))
 
-    def require_masked(self, step: str, masked: Iterable[str]) -> None:
-        """Refuse a step that is none of a secure sum, if the client sends only masked sums."""
-        if self.only_masked and step not in masked:
+    def require_masked(self, step: str, masked: Iterable[str], *, noisy: bool = False) -> None:
+        """Refuse a step that is none of a secure sum, nor noisy, if the client promises that."""
+        if step not in masked and (self.only_masked or (self.privacy is not None and not noisy)):
             raise ValueError(
                 f"this client sends only masked sums, and was asked for {step}; have the "
-                "strategy set secure_aggregation, or make the client without only_masked"
+                "strategy set secure_aggregation, or make the client without only_masked, and "
+                "without privacy if the sums have no noise"
             )
 
     @abstractmethod
-    def note_sum(self, given: Given, task: Any, config: Mapping[str, Any]) -> Noted:
-        """Return what to note of the sum that a message asks for; ValueError if it is too many."""
+    def release_of(self, task: Any, config: Mapping[str, Any]) -> Release:
+        """Return what the sum that a message asks for would give away."""
 
-    def reserve(self, name: str, task: Any, config: Mapping[str, Any]) -> None:
-        """Add a sum to those given, as it may open; `name` is its exchange, in hex."""
-        with self.given(task, config) as given:
-            noted = self.note_sum(given, task, config)
-            given[name] = {"run": task.run_key, "spent": False, **noted}
+    def owned_examples(self, task: Any) -> Any:
+        """Return the examples (n, ...) that a sum is of; None: all that the owner has."""
+        return None
 
-    def spend(self, name: str, task: Any, config: Mapping[str, Any]) -> None:
-        """Note that the client helped to open a sum, for good."""
-        with self.given(task, config) as given:
-            given[name]["spent"] = True
+    def reserve(self, exchange: str, task: Any, config: Mapping[str, Any]) -> None:
+        """Put a sum into the owner's ledger, or, without an exchange, only ask whether it may be.
 
-    def free(self, name: str, task: Any, config: Mapping[str, Any]) -> None:
-        """Forget a sum that can never open."""
-        with self.given(task, config) as given:
-            if not given.get(name, {"spent": True})["spent"]:
-                del given[name]
-
-    @contextlib.contextmanager
-    def given(self, task: Any, config: Mapping[str, Any]) -> Iterator[Given]:
-        """Yield what sums the client has given; changes are kept."""
-        folder = self.folder(task, config, "-secure")
-        path = folder.with_name("given.json")
-        with claimed(folder.parent, path.stem):
-            given: Given = json.loads(path.read_bytes()) if path.exists() else {}
-            yield given
-            with whole(path) as file:
-                file.write(json.dumps(given).encode())
-
-    def refuse_repeat(self, *, repeated: bool) -> None:
-        """Refuse a sum of what the client has given a sum of, unless its owner allows it."""
-        if repeated and self.only_masked and not self.allow_repeats:
+        ValueError if that is beyond what the owner allows.
+        """
+        promises = self.only_masked or self.privacy is not None
+        repeats = not promises if self.allow_repeats is None else self.allow_repeats
+        release = self.release_of(task, config)._replace(exchange=exchange)
+        if self.privacy is not None:
+            self.privacy.reserve(release, task, self.owned_examples(task), repeats=repeats)
+        elif not repeats:
             raise ValueError(
-                "this client has given a sum of the same data before, and the difference of two "
-                "sums over different clients is what one of them sent; only its owner can allow "
-                "another, with allow_repeats"
+                "privacy: sums that are masked or have noise are remembered in a ledger of the "
+                f"data's owner, and this client has none; make one with {NEW}, if the data gave "
+                "nothing before, and set privacy=PrivacyLimits(ledger=PATH), or privacy-ledger in "
+                "the node config of fedntk's app; simulations set allow_repeats"
             )
 
     def answer_sum(
@@ -137,21 +118,20 @@ class Masking(Declared):
     ) -> Arrays:
         """Return what a secure sum needs before and after the numbers themselves."""
         if step in ("public-key", "shares"):
-            with self.given(task, config) as given:
-                self.note_sum(given, task, config)
+            self.reserve("", task, config)
         own = self.secure_sum(task, config)
         if step == "public-key":
             return own.public_key()
         answers = {"shares": own.shares, "reveal": own.reveal, "free": own.free}
         answer = answers.get(step, own.confirm)(message := records["secure-sum"])
-        if note := {"reveal": self.spend, "free": self.free}.get(step):
-            note(message["exchange"].tobytes().hex(), task, config)
+        if self.privacy is not None and step in ("reveal", "free"):
+            self.privacy.settle(message["exchange"].tobytes().hex(), opened=step == "reveal")
         return answer
 
     def mask_words(
         self, words: NDArray[Any], about: bytes, message: Arrays, task: Any, config: Any
     ) -> Arrays:
-        """Return masked words, once it is on the disk that the client gives a sum of them."""
+        """Return masked words, once the ledger says that the client gives a sum of them."""
         masked = self.secure_sum(task, config).mask(message, words, about)
         self.reserve(message["exchange"].tobytes().hex(), task, config)
         return {"masked": masked}
@@ -160,4 +140,6 @@ class Masking(Declared):
         """Return the client's part in the sums of a run."""
         folder = self.folder(task, config, "-secure")
         keys = self.parcel_keys or ParcelKeys(load_or_draw_key(folder))
-        return SecureSum(folder, keys, self.fewest_clients, self.liars_expected)
+        if self.privacy is None:
+            return SecureSum(folder, keys)
+        return SecureSum(folder, keys, self.privacy.fewest_clients, self.privacy.liars_expected)

@@ -35,11 +35,11 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, name: str) -> Iterator[None]:
-    """Keep others from working in a folder under a name: BlockingIOError if one does."""
+def claimed(folder: Path, name: str, *, seconds: float = 0.0) -> Iterator[None]:
+    """Keep others from working in a folder under a name: BlockingIOError if one does so long."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / f".{name}.lock", blocking=False):
+        with FileLock(folder / f".{name}.lock", timeout=seconds):
             yield
     except Timeout:
         raise BlockingIOError(

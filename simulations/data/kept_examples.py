@@ -1,29 +1,36 @@
 """Clients' own examples, standardised, and kept from one message to the next."""
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 MOST_BYTES = 2**28
 
 
 class Own(NamedTuple):
-    """A client's examples (n, ...) and labels (n,), for training and for its own evaluations."""
+    """A client's examples (n, ...) and labels (n,), for training and for its own evaluations.
+
+    A file's are `raw` as they stand there, and their `owner` says arguments of clients that mask.
+    """
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
+    raw: NDArray[Any] | None = None
+    owner: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(part.nbytes for pair in self for part in pair)
+        return sum(part.nbytes for pair in self[:2] for part in pair)
 
     @property
     def versions(self) -> list[int]:
         """Numbers of changes in place to each tensor."""
-        return [part._version for pair in self for part in pair]
+        return [part._version for pair in self[:2] for part in pair]
 
 
 class KeptExamples:

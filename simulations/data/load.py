@@ -57,7 +57,7 @@ def load_own(path: str, data: Data, max_examples: int, *, check_ranges: bool = T
     options["check_ranges"] = check_ranges
     with naming(f"data-path: {files[0]}", ValueError):
         train = data.convert_examples(x, y, **options)
-        return Own(train, data.convert_examples(*test, **options))
+        return Own(train, data.convert_examples(*test, **options), x)
 
 
 def load_data(settings: DatasetSettings) -> Data:

@@ -155,6 +155,8 @@ def make_client(
         options["projection"] = sealed_projection(config, partition, state)
     if len(y_test):
         options["x_test"], options["y_test"] = x_test, y_test
+    if hasattr(config.chosen_method.client_class, "release_of"):
+        options |= own.owner
     client: NumPyClient = config.chosen_method.client(setup, partition, options)
     return client
 

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message
 
-from fedntk.clients import MaskedWeights, client_app
+from fedntk.clients import MaskedWeights, PrivacyLimits, client_app
 from fedntk.clients.core.numpy_client import NumPyClient
 
 from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.kept_examples import KeptExamples
 from ..data.load import load_own
-from ..errors import TRACEBACKS, first_line
+from ..errors import TRACEBACKS, first_line, naming
 from ..methods.method import PERSONAL, Setup
 from .building import load_setup, make_client
 from .engines import CLIENT_APP_RAISED_EXCEPTION
@@ -25,6 +25,7 @@ from .meter import meter
 
 Function = Callable[[Message, Context], Message]
 STATE = "fedntk.client"  # name of the record that a client keeps
+DATA, PRIVACY = "data-path", "privacy-"  # a node's own examples; begins what their owner allows
 
 
 def client_fn(context: Context) -> NumPyClient:
@@ -32,7 +33,8 @@ def client_fn(context: Context) -> NumPyClient:
 
     ``data-path`` names a file of its own; else it has the part of the data set that
     ``partition-id`` stands for. A node without ``partition-id`` is known by its id.
-    ``check-ranges=false`` accepts a file whose numbers are of another scale than the run's.
+    ``check-ranges=false`` accepts a file whose numbers are of another scale than the run's. Keys
+    that begin with ``privacy-`` say what the owner of the examples allows, whatever the run says.
     """
     node = context.node_config
     partition, path = node.get("partition-id"), node.get("data-path")
@@ -46,12 +48,30 @@ def client_fn(context: Context) -> NumPyClient:
     setup = _own_setup(context)
     torch.set_num_threads(setup.config.client_threads)
     number = context.node_id if partition is None else int(partition)
-    own = None
+    own, owner = None, owner_of(node)
     if path is not None:
         own = load_own(str(path), setup.data, setup.max_examples, check_ranges=checked)
+        if "privacy" in owner:  # the run's settings prepare the examples, and do not name them
+            owner["privacy"] = replace(owner["privacy"], examples=own.raw)
+        own = own._replace(owner=owner)
     if STATE not in context.state:
         context.state[STATE] = ConfigRecord()
     return make_client(setup, number, context.state.config_records[STATE], own)
+
+
+def owner_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a node's configuration allows clients that mask; nothing in it is the run's."""
+    said = {
+        key.removeprefix(PRIVACY).replace("-", "_"): value
+        for key, value in node.items()
+        if key.startswith(PRIVACY)
+    }
+    if said and DATA not in node:
+        raise ConfigError(f"node config: {PRIVACY}... goes with {DATA}, got no examples of its own")
+    owner = {"allow_repeats": DATA not in node}
+    owner |= {name: said.pop(name) for name in ("allow_repeats", "only_masked") if name in said}
+    with naming(f"node config, {PRIVACY}...", ValueError, TypeError):
+        return {"only_masked": True, "privacy": PrivacyLimits(**said), **owner} if said else owner
 
 
 def _own_setup(context: Context) -> Setup:
@@ -90,14 +110,20 @@ def _say_where(message: Message, context: Context, call_next: Function) -> Messa
 
 def _mask(message: Message, context: Context, call_next: Function) -> Message:
     """Mask the weights of a client if the strategy asks for that."""
-    return _masks(tuple(context.run_config.items()))(message, context, call_next)
+    owner = tuple((k, v) for k, v in context.node_config.items() if k.startswith((DATA, PRIVACY)))
+    return _masks(tuple(context.run_config.items()), owner)(message, context, call_next)
 
 
 @lru_cache(maxsize=4)
-def _masks(run_config: tuple[tuple[str, Any], ...]) -> MaskedWeights:
-    """Return the mod of a run; it may answer again, as a run that was cut off asks again."""
-    config = Config.parse(dict(run_config))
-    return MaskedWeights(cache=config.cache / PERSONAL, only_masked=False)
+def _masks(*configs: tuple[tuple[str, Any], ...]) -> MaskedWeights:
+    """Return the mod of a run; it may answer again, as a run that was cut off asks again.
+
+    A node's owner may allow less. Clients that mask sums themselves refuse what is not masked.
+    """
+    config, owner = Config.parse(dict(configs[0])), owner_of(dict(configs[1]))
+    if hasattr(config.chosen_method.client_class, "release_of"):
+        owner["only_masked"] = False
+    return MaskedWeights(**{"cache": config.cache / PERSONAL, "only_masked": False, **owner})
 
 
 app = client_app(client_fn, mods=[meter, _say_where, _mask])

@@ -3,14 +3,12 @@
 import math
 from typing import Any
 
-from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk.convex.private_sums import SumNoise
 from fedntk.ntk.noise import Noise
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.strategies import OneExchange
 
 from ..config.config import Config
-from .method import Setup
 from .sums import SumsMethod
 
 FEWEST, MOST = 200, 1000  # features that are chosen by the size of an example
@@ -48,12 +46,6 @@ class _OneExchange(SumsMethod):
         bounded = config.random_features and config.expand != "frequencies"
         in_steps = own.bits != UNQUANTISED and not (bounded or own.epsilon or self._chooses(config))
         return super().validates(config) or str(own.key("bits") if in_steps else "")
-
-    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        """Make the client, which agrees to the run's epsilon."""
-        own = self.own(setup.config)
-        options["privacy_limit"] = (own.epsilon, own.delta) if own.epsilon else None
-        return super().client(setup, partition, options)
 
 
 METHOD = _OneExchange()

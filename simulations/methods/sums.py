@@ -65,10 +65,10 @@ class SumsMethod(Method):
         return super().strategy(setup, options)
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        """Make the client, which sends only masked sums if that is the method.
+        """Make the client; a simulation's sends only masked sums if that is the method.
 
-        It may repeat them: a run that was cut off asks again, and this app is of one owner.
+        It may repeat them: a run that was cut off asks again, and a simulation is of one owner.
         """
-        options["only_masked"] = self.own(setup.config).secure_aggregation
-        options["allow_repeats"] = True
+        secure = self.own(setup.config).secure_aggregation
+        options = {"only_masked": secure, "allow_repeats": True, **options}
         return super().client(setup, partition, options)

@@ -15,6 +15,7 @@ from fedntk.clients import (
     FedEnsembleClient,
     MaskedWeights,
     NamedArrays,
+    PrivacyLimits,
     SGDClient,
     TCTClient,
     client_app,
@@ -46,9 +47,10 @@ def network(*more):
 
 NOISE = {"clip": 1.0, "noise_multiplier": 1.0, "noise_seed": (0,)}
 TESTS = {"x_test": X[:5], "y_test": Y[:5]}
+LIMITS = PrivacyLimits(ledger="nobody reads it here", epsilon=3.0)
 PRIVATE = {
     "masked sums": lambda **own: ClosedFormClient(network(), X, Y, only_masked=True, **own),
-    "a budget": lambda **own: ClosedFormClient(network(), X, Y, privacy_limit=(3, 1e-5), **own),
+    "a budget": lambda **own: ClosedFormClient(network(), X, Y, privacy=LIMITS, **own),
     "masked TCT": lambda **own: TCTClient(network(), X, Y, only_masked=True, **own),
     "rows with noise": lambda **own: CPNTKFLClient(network(), X, Y, **NOISE, **own),
     "in an ensemble": lambda **own: FedEnsembleClient(

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fedntk.clients import PrivacyLedger
+from fedntk.clients.core.privacy_ledger import Release
 from fedntk.simulations import Config, read_runs, run
 from fedntk.simulations.cli import app
 from fedntk.simulations.report.results import read_run
@@ -153,6 +155,16 @@ def test_what_is_wrong_is_said_in_one_line(arguments, message, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert message in fedntk(*arguments, fails=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ledger_is_made_only_if_asked_for(tmp_path):
+    path = tmp_path / "x.ledger"
+    assert "no such file" in fedntk("privacy-ledger", path, fails=2)
+    assert fedntk("privacy-ledger", "--new", path) == fedntk("privacy-ledger", path) == ""
+    assert "exists and is not replaced" in fedntk("privacy-ledger", "--new", path, fails=2)
+    release = Release("a run", 1.0, 1e-5, exchange="x")
+    PrivacyLedger(path).reserve(release, None, lambda before: None)
+    assert fedntk("privacy-ledger", path) == "a run: epsilon 1, delta 1e-05\n"
 
 
 def test_settings_are_listed():

@@ -8,11 +8,16 @@ import pytest
 from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
+from fedntk.clients import PrivacyLedger
+from fedntk.ntk.payloads.masked_average import AverageTask
+from fedntk.ntk.payloads.sum_task import SumTask
 from fedntk.simulations import Config, ConfigError
 from fedntk.simulations.data.load import load_data, load_own
 from fedntk.simulations.engine.building import load_setup, make_client, make_strategy
+from fedntk.simulations.engine.client_app import _masks, client_fn
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
 
+from ..conftest import refused as refused_by
 from ..strategies.federation import bits
 from .outcomes import grid_of, refused
 
@@ -134,3 +139,78 @@ def test_own_examples_are_not_left_to_protection_that_is_none(tmp_path, settings
     own = load_own(save(tmp_path / "own.npz", x=x, y=y), setup.data, 1437)
     refused(f"^{named}: .*protect nothing", make_client, setup, 0, {}, own)
     make_client(setup, 0, {})
+
+
+ASKED = {
+    "secure_aggregation": True, "epsilon": 2.0, "bits": 8, "auto_ridge": False,
+    "validation_share": 0.0,
+}  # fmt: skip
+SUMS = {"method": "one-exchange", "clients_per_evaluation": 0, "one_exchange": ASKED}
+
+
+def of_owner(tmp_path, settings, **said):
+    """The client, and the mod of weights, of a node with its own examples."""
+    config = CONFIG.replace(**settings)
+    x, y = raw(0)
+    of = grid_of(config)
+    context = next(iter(of.contexts.values()))
+    context.node_id, context.node_config = 7, {"data-path": save(tmp_path / "x.npz", x=x, y=y)}
+    context.node_config |= {f"privacy-{key.replace('_', '-')}": own for key, own in said.items()}
+    return client_fn(context), _masks(
+        *(tuple(c.items()) for c in (context.run_config, context.node_config))
+    )
+
+
+@pytest.mark.parametrize("settings", [SUMS, {"fedavg": {"secure_aggregation": True}}])
+def test_the_run_neither_sets_nor_loosens_what_an_owner_allows(tmp_path, settings):
+    """Without a ledger nothing that is masked or has noise leaves a node with its own examples."""
+    client, mod = of_owner(tmp_path, settings)
+    sender = client if settings is SUMS else mod
+    task = (
+        SumTask(step="public-key", bits=8)
+        if settings is SUMS
+        else AverageTask(masked_step="public-key")
+    )
+    refused_by(
+        "privacy-ledger in the node config",
+        sender.answer_sum,
+        "public-key",
+        task,
+        {},
+        {"server-round": 1},
+    )
+    ledger = PrivacyLedger.create(tmp_path / "x.ledger").path
+    said = {"ledger": str(ledger), "epsilon": 1, "fewest_clients": 9, "most_radius": 50}
+    client, mod = of_owner(tmp_path, settings, **said)
+    sender = client if settings is SUMS else mod
+    assert (sender.only_masked, sender.allow_repeats) == (True, False)
+    assert (sender.privacy.epsilon, sender.privacy.fewest_clients) == (1.0, 9)
+
+
+def test_a_nodes_ledger_knows_its_examples_however_a_run_prepares_them(tmp_path):
+    ledger = PrivacyLedger.create(tmp_path / "x.ledger").path
+    task = SumTask(step="statistics", bits=8, epsilon=1.0)
+    for standardise, run in ((True, "a"), (False, "b")):
+        client, _ = of_owner(
+            tmp_path,
+            SUMS | {"standardise": standardise},
+            ledger=str(ledger),
+            epsilon=2.0,
+            delta=2e-5,
+        )
+        client.reserve(run, task, {})
+    assert len(PrivacyLedger(ledger).releases()) == 2
+    refused_by("delta of .3.0", client.reserve, "c", task, {})
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"ledgr": "a"}, "node config, privacy-.*ledgr"),
+        ({"epsilon": 1.0}, "node config, privacy-.*ledger"),
+        ({"ledger": "a", "epsilon": -1.0}, "epsilon: expected more than 0"),
+        ({"ledger": "a", "allow_repeats": "false"}, "allow_repeats: expected"),
+    ],
+)
+def test_what_a_node_says_wrongly_of_privacy_is_refused(tmp_path, said, message):
+    refused_by(message, of_owner, tmp_path, SUMS, **said)

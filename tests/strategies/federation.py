@@ -6,6 +6,7 @@ import itertools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
-from fedntk.clients import cache_dir, client_app
+from fedntk.clients import PrivacyLedger, PrivacyLimits, cache_dir, client_app
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.simulations.check import failed, from_node
 from fedntk.simulations.engine.engines import LocalGrid
@@ -147,6 +148,14 @@ def app(make: Callable[..., NumPyClient], mods: Any = None, **options: Any) -> C
         return make(network(), x, y, seed=(0, partition), **options)
 
     return client_app(client_fn, mods=mods)
+
+
+def owned(folder: Path, client: object, **limits: Any) -> PrivacyLimits:
+    """Limits of a client's owner, with a ledger in a folder, which is made if it is missing."""
+    path = folder / f"{client}.ledger"
+    if not path.exists():
+        PrivacyLedger.create(path)
+    return PrivacyLimits(ledger=path, **limits)
 
 
 def first_model(strategy: Strategy) -> nn.Module:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import operator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from torch import nn
 
-from fedntk.clients import ClosedFormClient, client_app
+from fedntk.clients import ClosedFormClient, PrivacyLedger, client_app
 from fedntk.clients.core.adapter import unpack_content
 from fedntk.ntk import FeatureMap, NotEnoughMemory, with_fourier_features
 from fedntk.ntk.convex.pooled_statistics import personal_model
@@ -34,6 +33,7 @@ from .federation import (
     examples,
     lost,
     network,
+    owned,
     run_as_if_lost,
     start,
     start_in_vain,
@@ -46,10 +46,14 @@ def features():
     return with_fourier_features(network(), 20, 0)
 
 
-def clients_of(parts, **options):
+def clients_of(parts, limits=None, **options):
+    """Clients with these parts, whose owners have limits and ledgers."""
+
     def client_fn(context: Context):
         i = int(context.node_config["partition-id"])
         own = {"cache": options["cache"] / str(i)} if "cache" in options else {}
+        if limits is not None:
+            own["privacy"] = owned(options["cache"], i, **limits)
         return ClosedFormClient(features(), *parts[i], seed=(0, i), **{**options, **own})
 
     return client_app(client_fn)
@@ -191,7 +195,7 @@ def test_with_hardly_any_noise_the_layer_is_that_of_the_exact_sums(masked, tmp_p
     A client that is lost is not in the sums, and its share of the noise is missing.
     """
     own = private(epsilon=1e16, secure_aggregation=masked)
-    clients = clients_of(PARTS, cache=tmp_path, only_masked=masked, privacy_limit=(1e16, 1e-5))
+    clients = clients_of(PARTS, {"epsilon": 1e16}, cache=tmp_path, only_masked=masked)
     after = run(own, Grid(clients, changes={2: lost}))
     quorum = own.secure.quorum if masked else 0
     noise = SumNoise.of(own, 20, 3, quorum)
@@ -211,16 +215,19 @@ def test_with_hardly_any_noise_the_layer_is_that_of_the_exact_sums(masked, tmp_p
 def test_sums_with_noise_are_released_once(masked, tmp_path, monkeypatch):
     """The server asks no second time, and a client answers another strategy of the run no more."""
     own = private(secure_aggregation=masked)
-    clients = clients_of(PARTS, cache=tmp_path, only_masked=masked, allow_repeats=True)
+    limits = {"epsilon": 7.0, "delta": 1e-3}  # of two releases
+    clients = clients_of(PARTS, limits, cache=tmp_path, only_masked=masked)
     first, key = run(own, Grid(clients)), own.run_key
     refused("a second release adds to epsilon", run, own, Grid(clients))
-    if masked:
-        monkeypatch.setattr("tests.strategies.federation.network", features)
-        monkeypatch.setattr("fedntk.strategies.core.feature_sums.secrets.token_hex", lambda _: key)
-        start_in_vain(private(secure_aggregation=True), Grid(clients))
-        monkeypatch.undo()
-    fresh = run(private(secure_aggregation=masked), Grid(clients))
-    assert bits(fresh) != bits(first)
+    assert bits(run(private(secure_aggregation=masked), Grid(clients))) != bits(first)
+    monkeypatch.setattr("tests.strategies.federation.network", features)
+    monkeypatch.setattr("fedntk.strategies.core.feature_sums.secrets.token_hex", lambda _: key)
+    third = private(secure_aggregation=masked)
+    if masked:  # the run's name is the server's
+        start_in_vain(third, Grid(clients))
+        assert "epsilon and delta of [9.0" in third.last_refusal
+    else:  # who has the exact sums, and is trusted with them, may get them again
+        run(third, Grid(clients))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -273,85 +280,82 @@ five_of_six = partial(fixed, secure_aggregation=True, secure_threshold=0.8)
 )
 def test_a_client_gives_one_sum_of_its_data_in_all_runs(gone, opens, tmp_path):
     """Else a server asks again without client 2, and subtracts."""
-    clients = clients_of(PARTS, cache=tmp_path, only_masked=True)
+    clients = clients_of(PARTS, {}, cache=tmp_path, only_masked=True)
     first, again = five_of_six(), five_of_six()
     said = "4 clients are left, 5 are needed"
     closed = contextlib.nullcontext() if opens else pytest.raises(NoUsableReply, match=said)
     with closed:
         run(first, losing(clients, **gone))
-    assert {own["spent"] for own in given_in(tmp_path)} == {opens or "reveal" in gone}
+    assert {own.spent for own in given_in(tmp_path)} == {opens or "reveal" in gone}
     with pytest.raises(NoUsableReply, match="only its owner can allow another"):
         run(again, Grid(clients, changes={2: lost}))
     if opens:
-        allowed = clients_of(PARTS, cache=tmp_path, only_masked=True, allow_repeats=True)
+        allowed = clients_of(PARTS, {}, cache=tmp_path, only_masked=True, allow_repeats=True)
         run(fixed(secure_aggregation=True), Grid(allowed, changes={2: lost}))
 
 
 def given_in(folder):
-    files = folder.glob("*/*/given.json")
-    return [own for path in files for own in json.loads(path.read_bytes()).values()]
+    ledgers = sorted(folder.glob("*.ledger"))
+    return [release for path in ledgers for release in PrivacyLedger(path).releases()]
 
 
 def test_a_sum_that_clients_gave_up_is_not_counted(tmp_path):
     """They give another in another run, or in the same one."""
-    clients = clients_of(PARTS, cache=tmp_path, only_masked=True)
+    clients = clients_of(PARTS, {}, cache=tmp_path, only_masked=True)
     with pytest.raises(NoUsableReply, match="4 clients are left, 5 are needed"):
         run(five_of_six(), losing(clients, masked=(1, 4)))
     again = five_of_six()
     after = run(again, losing(clients, confirm=(0, 3), free=range(6)), rounds=2)
     assert told(again) == [0, 6]
     assert bits(after) == bits(run(fixed(), Grid(CLIENTS)))
-    assert [own["spent"] for own in given_in(tmp_path)] == [True] * 6
+    assert [own.spent for own in given_in(tmp_path)] == [True] * 6
 
 
 def test_a_budget_is_not_spent_on_a_sum_that_clients_gave_up(tmp_path):
     """But those who do not hear from enough others that it was given up have spent it."""
-    own = {"cache": tmp_path, "only_masked": True, "privacy_limit": (3.0, 1e-5)}
-    clients = clients_of(PARTS, **own)
+    limits = {"epsilon": 3.0, "delta": 1e-5}
+    clients = clients_of(PARTS, limits, cache=tmp_path, only_masked=True)
     closed = private(secure_aggregation=True, secure_threshold=0.8)
     with pytest.raises(NoUsableReply, match="4 clients are left"):
         run(closed, losing(clients, masked=(1, 4), void=(1,)))
     again = private(secure_aggregation=True)
     run(again, Grid(clients))
     assert told(again) == [5]
-    assert "privacy_limit: this client's sums" in again.last_refusal
+    assert "privacy: this client's sums" in again.last_refusal
     assert again.epsilon_of_survivors <= 3.0
 
 
 def test_what_is_spent_or_of_another_sum_is_not_freed(tmp_path):
     """Nor is what a trusted server was sent, whose run may have the name of an exchange."""
-    client = ClosedFormClient(features(), *PARTS[0], seed=(0, 0), cache=tmp_path)
-    client.privacy_limit = (9.0, 1.0)
+    limits = owned(tmp_path, 0, epsilon=9.0, delta=0.5)
+    client = ClosedFormClient(features(), *PARTS[0], seed=(0, 0), cache=tmp_path, privacy=limits)
     task = SumTask(epsilon=1.0, run_key="a run")
     for name in ("55", "66", "77"):
         client.reserve(name, replace(task, run_key=name), {})
-    client.spend("66", task, {})
+    limits.settle("66", opened=True)
     for name in ("55", "66", "88", "a run"):
-        client.free(name, task, {})
-    with client.given(task, {}) as given:
-        assert {name: own["spent"] for name, own in given.items()} == {"66": True, "77": False}
-    run(strategy := private(), Grid(clients_of(PARTS, cache=tmp_path)))
-    for path in tmp_path.glob("*/*/given.json"):
-        assert [*json.loads(path.read_bytes())] == [f"in the clear in {strategy.run_key}"]
+        limits.settle(name, opened=False)
+    assert {r.exchange: r.spent for r in given_in(tmp_path)} == {"66": True, "77": False}
+    run(strategy := private(), Grid(clients_of(PARTS, {"epsilon": 9.0}, cache=tmp_path / "b")))
+    assert {r.exchange for r in given_in(tmp_path / "b")} == {f"sums of {strategy.run_key}"}
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_clients_budget_is_of_all_its_runs(masked, tmp_path):
     """Epsilon 1 and delta 1e-5 a run: two runs of them are within 2.5 and 2e-5, three are not."""
-    own = {"cache": tmp_path, "only_masked": masked}
-    clients = clients_of(PARTS, **own, privacy_limit=(2.5, 2.1e-5))
+    of = partial(clients_of, PARTS, cache=tmp_path, only_masked=masked)
+    clients = of({"epsilon": 2.0, "delta": 2e-5})
     for _ in range(2):
         run(strategy := private(epsilon=1.0, secure_aggregation=masked), Grid(clients))
         assert told(strategy) == [6]
-    for most in ((2.5, 2.1e-5), (9.0, 2.1e-5), (2.5, 1e-3)):
-        limited = Grid(clients_of(PARTS, **own, privacy_limit=most))
+    for epsilon, delta in ((2.5, 2.1e-5), (9.0, 2.1e-5), (2.5, 1e-3)):
+        limited = Grid(of({"epsilon": epsilon, "delta": delta}))
         with pytest.raises(NoUsableReply, match=r"epsilon and delta of \[3.0, 3"):
             run(private(epsilon=1.0, secure_aggregation=masked), limited)
-    raised = clients_of(PARTS, **own, privacy_limit=(9.0, 1e-3))
+    raised = of({"epsilon": 9.0, "delta": 1e-3})
     run(private(epsilon=1.0, secure_aggregation=masked), Grid(raised))
     if masked:  # exact sums leave no room for any noise to help
-        repeating = clients_of(PARTS, **own, allow_repeats=True)
-        run(fixed(secure_aggregation=True), Grid(repeating))
+        run(fixed(secure_aggregation=True), Grid(of({}, allow_repeats=True)))
         with pytest.raises(NoUsableReply, match=r"delta of \[inf"):
             run(private(epsilon=1.0, secure_aggregation=True), Grid(raised))
 
@@ -374,7 +378,7 @@ def test_what_would_tell_more_than_the_sums_with_noise_is_refused(options, said)
 
 def test_clients_refuse_less_noise_than_they_agree_to(tmp_path, monkeypatch):
     """Also no noise at all, and evaluation on the examples of the sums."""
-    clients = clients_of(PARTS, cache=tmp_path, privacy_limit=(1.0, 1e-5))
+    clients = clients_of(PARTS, {"epsilon": 1.0}, cache=tmp_path)
     monkeypatch.setattr("tests.strategies.federation.network", features)
     for make in (fixed, private, partial(private, epsilon=1.0, delta=1e-4)):
         start_in_vain(make(), Grid(clients))

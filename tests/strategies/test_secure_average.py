@@ -24,6 +24,7 @@ from .federation import (
     initial_bits,
     lost,
     network,
+    owned,
     start,
     start_in_vain,
     told,
@@ -49,7 +50,8 @@ def masked(tmp_path):
     """Make the clients' app, with the mod's settings."""
 
     def made(client=SGDClient, **settings):
-        return app(client, mods=[MaskedWeights(cache=tmp_path / "masks", **settings)], **SGD)
+        own = {"cache": tmp_path / "masks", "allow_repeats": True} | settings
+        return app(client, mods=[MaskedWeights(**own)], **SGD)
 
     return made
 
@@ -119,7 +121,7 @@ def test_nodes_that_report_no_partition_may_have_any_id(masked, tmp_path):
         own = int(context.node_config["hospital"])
         return SGDClient(network(), *examples(own), seed=(0, own), **SGD)
 
-    mods = [MaskedWeights(cache=tmp_path / "others")]
+    mods = [MaskedWeights(cache=tmp_path / "others", allow_repeats=True)]
     grid = Grid(client_app(client_fn, mods=mods), node_ids=range(2**64 - 6, 2**64))
     for i, context in enumerate(grid.contexts.values()):
         context.node_config = {"hospital": i}
@@ -128,7 +130,7 @@ def test_nodes_that_report_no_partition_may_have_any_id(masked, tmp_path):
 
 def test_the_server_gets_no_clients_words_examples_or_loss(masked):
     """Nothing that a client sends is as without masks, or the same in another run."""
-    grids = [Grid(masked(allow_repeats=True)) for _ in range(2)]
+    grids = [Grid(masked()) for _ in range(2)]
     for grid in grids:
         start(make(), grid)
     plain = Grid(app(SGDClient, **SGD))
@@ -162,9 +164,23 @@ def test_a_client_that_was_sent_another_model_keeps_the_sum_closed(masked):
     assert bits(after) == initial_bits()
 
 
-def test_a_client_gives_one_sum_of_its_weights_in_a_round(masked, monkeypatch):
+def remembering(folder):
+    """Make the app of clients whose owners have ledgers."""
+
+    def masked(**options):
+        def mask(message, context, call_next):
+            privacy = owned(folder, context.node_config["partition-id"])
+            mod = MaskedWeights(cache=folder / "masks", privacy=privacy, **options)
+            return mod(message, context, call_next)
+
+        return app(SGDClient, mods=[mask], **SGD)
+
+    return masked
+
+
+def test_a_client_gives_one_sum_of_its_weights_in_a_round(tmp_path, monkeypatch):
     """A server that asks again, without client 0, would get client 0's weights by subtraction."""
-    strategy = make()
+    masked, strategy = remembering(tmp_path), make()
     start(strategy, Grid(masked()), rounds=2)
     assert told(strategy) == [6, 6]  # each round is another function of the data
     key = strategy.run_key
@@ -176,27 +192,31 @@ def test_a_client_gives_one_sum_of_its_weights_in_a_round(masked, monkeypatch):
     assert told(allowed) == [6, 6, 6]
 
 
-def test_a_round_whose_sum_clients_gave_up_is_not_counted(masked, monkeypatch):
+def test_a_round_whose_sum_clients_gave_up_is_not_counted(tmp_path, monkeypatch):
     """But one that closed after they gave their shares is, whose round is asked for again."""
     for step, accepted in (("masked", [6, 6]), ("reveal", [0, 6])):
-        closed, grid = make(secure_threshold=0.8), Lossy(masked())
+        closed, grid = make(secure_threshold=0.8), Lossy(remembering(tmp_path / step)())
         grid.gone = step
         start_in_vain(closed, grid)
         assert "4 clients are left, 5 are needed" in closed.last_refusal
         key = closed.run_key
         with monkeypatch.context() as patch:
             patch.setattr("fedntk.strategies.core.secure_average.secrets.token_hex", lambda _: key)  # noqa: B023
-            start(again := make(), Grid(masked()), rounds=2)
+            start(again := make(), Grid(remembering(tmp_path / step)()), rounds=2)
         assert told(again) == accepted
 
 
-def test_a_client_insists_on_enough_clients_and_on_masks(masked):
+def test_a_client_insists_on_enough_clients_and_on_masks(masked, tmp_path):
     """Four of six are the threshold of 2 / 3."""
-    start(make(), Grid(masked(fewest_clients=4)))
+
+    def insisting(fewest):
+        return masked(privacy=owned(tmp_path, "all", fewest_clients=fewest))
+
+    start(make(), Grid(insisting(4)))
     few = make()
-    start_in_vain(few, Grid(masked(fewest_clients=5)))
+    start_in_vain(few, Grid(insisting(5)))
     assert "opens only with 5 clients or more, got one that opens with 4 of 6" in few.last_refusal
-    start(make(secure_threshold=0.8), Grid(masked(fewest_clients=5)))
+    start(make(secure_threshold=0.8), Grid(insisting(5)))
     plain = FedAvg(**OPTIONS)
     start_in_vain(plain, Grid(masked()))
     assert "sends only masked sums, and was asked for train" in plain.last_refusal
@@ -206,6 +226,8 @@ def test_a_client_insists_on_enough_clients_and_on_masks(masked):
         start(evaluated, Grid(masked(functools.partial(SGDClient, **tests))))
         assert evaluated.evaluate_metrics[1]["replies-accepted"] == accepted
     start(FedAvg(**OPTIONS), Grid(masked(only_masked=False)))
+    start_in_vain(unnamed := make(), Grid(masked(allow_repeats=None)))
+    assert "fedntk privacy-ledger --new PATH" in unnamed.last_refusal
 
 
 def test_weights_that_are_not_finite_are_their_clients_error(masked):

@@ -16,7 +16,7 @@ from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.trust import KeyServer, ParcelKeys, new_key, public_bytes
 
-from .federation import Grid, app, bits, examples, lost, network, start, start_in_vain
+from .federation import Grid, app, bits, examples, lost, network, owned, start, start_in_vain
 from .tct_problem import FIXED, LINEAR, held, served, sums
 
 STEPS = ("public-key", "shares", "masked", "confirm", "reveal")
@@ -206,19 +206,29 @@ def test_vouched_keys_give_the_same_sum_and_one_of_the_servers_own_none(tmp_path
     start_in_vain(make(vouching=Lying(), run="a run"), Grid(federation))
 
 
-def test_a_client_gives_one_sum_of_its_data_and_insists_on_enough_clients(clients):
+def test_a_client_gives_one_sum_of_its_data_and_insists_on_enough_clients(tmp_path):
     """Another network is no other data: the features of two may hardly differ."""
+
+    def owners(**limits):
+        def made(*of, seed, **options):
+            return TCTClient(*of, seed=seed, privacy=owned(tmp_path, seed[1], **limits), **options)
+
+        return served(tmp_path, made)
+
     few = make()
-    start_in_vain(few, Grid(clients(only_masked=True, fewest_clients=5)))
+    start_in_vain(few, Grid(owners(fewest_clients=5)))
     assert "opens only with 5 clients or more, got one that opens with 4 of 6" in few.last_refusal
-    start(make(), Grid(clients(only_masked=True)))
+    few_bits = make()
+    start_in_vain(few_bits, Grid(owners(most_bits=7)))
+    assert "most_bits: this client's owner allows 7, and the server asks" in few_bits.last_refusal
+    start(make(), Grid(owners()))
     again = make(num_features=11)
-    start_in_vain(again, Grid(clients(only_masked=True)))
+    start_in_vain(again, Grid(owners()))
     assert "only its owner can allow" in again.last_refusal
 
 
 def test_a_client_that_only_masks_refuses_what_is_not_masked(clients):
-    app = clients(only_masked=True)
+    app = clients(only_masked=True, allow_repeats=True)
     assert bits(start(make(), Grid(app))) == without()
     ways = [{}, {"solve": "server"}, {"solve": "clients"}]
     for way in [*ways, {"solve": "clients", "normalise": False}]:
@@ -233,5 +243,5 @@ def test_a_client_that_only_masks_evaluates_no_linear_model_on_what_its_sums_are
     x, y = examples(7)
     own = {"x_test": x, "y_test": y} if held_out else {}
     strategy = make(fraction_evaluate=1.0)
-    start(strategy, Grid(clients(only_masked=True, **own)))
+    start(strategy, Grid(clients(only_masked=True, allow_repeats=True, **own)))
     assert ("accuracy" in strategy.evaluate_metrics.get(1, {})) == held_out

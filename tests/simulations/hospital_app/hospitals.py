@@ -113,7 +113,7 @@ def reach(point: str, config: dict[str, Any]) -> None:
             time.sleep(0.1)
 
 
-client = client_app(client_fn, mods=[MaskedWeights(only_masked=False, fewest_clients=3)])
+client = client_app(client_fn, mods=[MaskedWeights(only_masked=False)])
 server = ServerApp()
 
 

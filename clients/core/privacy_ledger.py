@@ -1,0 +1,200 @@
+"""What the owner of a data set allows its clients, and the memory of what they have given.
+
+Both are the owner's: a server, a run or a node's id neither names nor sets them. Epsilons and
+deltas add up: Dwork and Roth, *The Algorithmic Foundations of Differential Privacy*, theorem 3.16.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from fedntk.ntk.features.fixed_point import MOST_BITS
+from fedntk.ntk.options import Declared, argument, option
+from fedntk.ntk.support.files import DamagedFile, claimed, whole_path
+from fedntk.trust.sealing import write_secret
+from fedntk.trust.secure_sum import FEWEST
+
+NEW = "fedntk privacy-ledger --new PATH"
+WAIT = 60.0  # seconds for another client at the same ledger
+
+
+class Release(NamedTuple):
+    """One sum that may be known. Sums of weights have a round; epsilon is infinite without noise.
+
+    It counts against data that share an example with the set `examples`; if empty, against all.
+    """
+
+    run: str
+    epsilon: float = math.inf
+    delta: float = 0.0
+    server_round: int = 0
+    exchange: str = ""
+    examples: str = ""
+    spent: bool = False
+
+
+class PrivacyLedger:
+    """A file with all that the examples of one data set have given; clients with parts share it.
+
+    It has a secret, and checksums of the examples keyed by that. A release counts against data that
+    share any example with its own, so added, reordered or otherwise dealt rows are no fresh data.
+    Only :meth:`create` makes it: FileNotFoundError if it is missing, DamagedFile if damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().resolve()
+
+    @classmethod
+    def create(cls, path: str | Path, examples: Any = None) -> Self:
+        """Make the ledger of data that gave nothing before; SealError if the file exists.
+
+        It is of `examples` (n, ...), all of the data set, or of those that are given first.
+        """
+        made, key = cls(path), secrets.token_hex(32)
+        write_secret(made.path, json.dumps([key, _checksums(key, examples), []]).encode())
+        return made
+
+    def releases(self) -> list[Release]:
+        """Return what was given, the oldest first."""
+        with self._content() as (_, _, releases):
+            return list(releases)
+
+    def reserve(
+        self, release: Release, examples: Any, allow: Callable[[Sequence[Release]], None]
+    ) -> None:
+        """Write down a release before it leaves the client; without an exchange, only ask for it.
+
+        It is of `examples` (n, ...); None: of all. `allow` raises an error if it may not come after
+        those that count. One that is there stays one. ValueError if the ledger is of other data.
+        """
+        with self._content() as (key, sets, releases):
+            checksums = _checksums(key, examples)
+            own = set[str]().union(*checksums.values())
+            shared = {name for name, rows in sets.items() if not own.isdisjoint(rows)}
+            if own and sets and not shared:
+                raise ValueError(
+                    f"privacy ledger {self.path}: it is of other examples than this client's; name "
+                    f"theirs, or, if they gave nothing before, make one with {NEW}"
+                )
+            release = release._replace(examples="".join(checksums))
+            if release not in releases:
+                allow([r for r in releases if r.examples in {"", *shared} or not own])
+                if release.exchange:
+                    releases.append(release)
+                    sets.update(checksums)
+
+    def settle(self, exchange: str, *, opened: bool) -> None:
+        """Write down that a sum may have opened; or take it out, unless it may have before."""
+        with self._content() as (_, _, every):
+            own = [r for r in every if r.exchange == exchange and (opened or r.spent)]
+            every[:] = [r for r in every if r.exchange != exchange]
+            every += [r._replace(spent=True) for r in own]
+
+    @contextlib.contextmanager
+    def _content(self) -> Iterator[tuple[str, dict[str, list[str]], list[Release]]]:
+        """Yield key, sets and releases, for one client at a time, and write what changed."""
+        if not self.path.is_file():
+            raise FileNotFoundError(
+                f"privacy ledger {self.path}: there is no such file; bring it back, or, only if "
+                f"the data gave nothing before, make one with {NEW}"
+            )
+        with claimed(self.path.parent, self.path.name, seconds=WAIT):
+            before = self.path.read_bytes()
+            try:
+                key, sets, given = json.loads(before)
+                content = key, dict(sets), [Release(*own) for own in given]
+            except (ValueError, TypeError) as error:
+                said = f"privacy ledger {self.path}: damaged ({error}); bring back a copy"
+                raise DamagedFile(said) from error
+            yield content
+            after = json.dumps(content).encode()
+            if after != before:
+                with whole_path(self.path) as partial:
+                    write_secret(partial, after)
+
+
+class PrivacyLimits(Declared, frozen=True):
+    """What the owner of a client's data allows; the client refuses sums beyond it.
+
+    It then gives nothing about its features but masked sums and, without `only_masked`, sums to
+    which a trusted server adds noise.
+    """
+
+    ledger: str | Path = argument("file of the PrivacyLedger that the owner has made")
+    epsilon: float = option(
+        "largest epsilon over all runs; inf: one sum", default=math.inf, above=0, at_most=math.inf
+    )
+    delta: float = option("largest delta, added up likewise", default=1e-5, above=0, below=1)
+    fewest_clients: int = option("fewest clients that open a masked sum", default=FEWEST)
+    least_colluding: int = option("least colluding of masked noise", default=0)
+    most_radius: int = option("largest radius of sums with noise", default=10**4)
+    liars_expected: int = option(
+        "clients who may say that they gave a closed sum up, and help to open it", default=1
+    )
+    most_bits: int = option("most bits of numbers in such and masked sums", default=MOST_BITS)
+    examples: Any = argument(
+        "the examples (n, ...) before they were standardised, for the ledger", default=None
+    )
+
+    def settle(self, exchange: str, *, opened: bool) -> None:
+        """Write down in the ledger what became of a masked sum."""
+        PrivacyLedger(self.ledger).settle(exchange, opened=opened)
+
+    def reserve(self, release: Release, task: Any, examples: Any, *, repeats: bool) -> None:
+        """Refuse a sum beyond the limits with a ValueError, or put it into the ledger.
+
+        `task` is what the server asks for. With `repeats` epsilon alone limits how many there are.
+        """
+        asked = {"most_bits": (self.most_bits, getattr(task, "bits", 0))}
+        if release.epsilon < math.inf:
+            asked["most_radius"] = self.most_radius, task.radius
+            if task.step != "statistics":  # a trusted server's noise has one share
+                asked["least_colluding"] = self.least_colluding, task.colluding
+        for name, (bound, value) in asked.items():
+            if value < bound if name.startswith("least") else value > bound:
+                raise ValueError(
+                    f"{name}: this client's owner allows {bound}, and the server asks for {value}; "
+                    "change the strategy's, or have the owner change the limit"
+                )
+
+        def allow(before: Sequence[Release]) -> None:
+            counted = [*before, release]
+            total = [math.fsum(r.epsilon for r in counted), math.fsum(r.delta for r in counted)]
+            most = [self.epsilon, self.delta]
+            over = any(n > (1 + 1e-9) * limit for n, limit in zip(total, most, strict=True))
+            if self.epsilon < math.inf and over:
+                raise ValueError(
+                    f"privacy: this client's sums would have epsilon and delta of {total} in all "
+                    f"runs, and its owner allows {most}, and can raise that"
+                )
+            now, run = release.server_round, release.run  # sums of weights have a round
+            kin = [r.server_round for r in before if not now or r.run == run]
+            same = any(n >= now > 0 for n in kin) if now else 0 in kin
+            if same and not repeats and self.epsilon == math.inf:
+                raise ValueError(
+                    "this client has given a sum of the same data before, and the difference of "
+                    "two sums over different clients is what one of them sent; only its owner can "
+                    "allow another, with allow_repeats"
+                )
+
+        own = examples if self.examples is None else self.examples
+        PrivacyLedger(self.ledger).reserve(release, own, allow)
+
+
+def _checksums(key: str, examples: Any) -> dict[str, list[str]]:
+    """Return set name -> checksums of examples, keyed so that no one else can look for one."""
+    if examples is None:
+        return {}
+    x = np.asarray(examples)
+    x = x.astype(np.float32) if x.dtype.kind == "f" else x
+    kind, secret = f"{x.dtype} {x.shape[1:]} ".encode(), bytes.fromhex(key)
+    rows = (hashlib.blake2b(kind + row.tobytes(), digest_size=8, key=secret) for row in x)
+    found = sorted({row.hexdigest() for row in rows})
+    return {hashlib.blake2b("".join(found).encode(), digest_size=8).hexdigest(): found}
