@@ -145,7 +145,10 @@ ASKED = {
     "secure_aggregation": True, "epsilon": 2.0, "bits": 8, "auto_ridge": False,
     "validation_share": 0.0,
 }  # fmt: skip
-SUMS = {"method": "one-exchange", "clients_per_evaluation": 0, "one_exchange": ASKED}
+SUMS = {
+    "method": "one-exchange", "clients_per_evaluation": 0, "one_exchange": ASKED,
+    "standardise": False, "public": "moments",
+}  # fmt: skip
 
 
 def of_owner(tmp_path, settings, **said):

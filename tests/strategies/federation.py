@@ -154,6 +154,7 @@ def owned(folder: Path, client: object, **limits: Any) -> PrivacyLimits:
     """Limits of a client's owner, with a ledger in a folder, which is made if it is missing."""
     path = folder / f"{client}.ledger"
     if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         PrivacyLedger.create(path)
     return PrivacyLimits(ledger=path, **limits)
 

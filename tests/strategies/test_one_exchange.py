@@ -329,7 +329,7 @@ def test_what_is_spent_or_of_another_sum_is_not_freed(tmp_path):
     """Nor is what a trusted server was sent, whose run may have the name of an exchange."""
     limits = owned(tmp_path, 0, epsilon=9.0, delta=0.5)
     client = ClosedFormClient(features(), *PARTS[0], seed=(0, 0), cache=tmp_path, privacy=limits)
-    task = SumTask(epsilon=1.0, run_key="a run")
+    task = SumTask(bits=8, epsilon=1.0, run_key="a run")
     for name in ("55", "66", "77"):
         client.reserve(name, replace(task, run_key=name), {})
     limits.settle("66", opened=True)
