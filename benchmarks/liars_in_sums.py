@@ -155,7 +155,7 @@ def federation(
         x, patched, y = (each[own] for each in (images.x, images.patched, images.y))
         clients[k] = ATTACKS[attack](x, patched, y, rng) if k in liars else sums(x, y)
     x, y = images.x[split.validation], images.y[split.validation]
-    examples = ValidationExamples(rows_of(x), y, 10)
+    examples = ValidationExamples(rows_of(x), y, 10, FIXED)
     ledger = ClientLedger(equations, RIDGE, equations(sums(x, y)))
     start = time.process_time()
     possible = {k: own for k, own in clients.items() if are_possible(own)}

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.stats import binomtest
 
 sys.path.append(str(Path(__file__).parent))
 import costs
@@ -752,6 +753,43 @@ def liars_in_sums() -> str:
     )
 
 
+def copies_in_sums() -> str:
+    """Return who is found of clients that copy their examples, and how often honest ones go."""
+    table = rounds_of("copies_in_sums")
+
+    def alarms(name: str, own: pd.DataFrame) -> str:
+        honest, runs = int((own.clients - own.liars).sum()), int((own.alarms > 0).sum())
+        return (
+            f"{name}: in {runs} of {len(own)} federations an honest client was removed "
+            f"({_interval(runs, len(own))}), {own.alarms.sum()} of {honest:,} honest clients "
+            f"({_interval(own.alarms.sum(), honest)})."
+        )
+
+    lied, splits = table[table.liars > 0], ["split", "clients"]
+    rows = [
+        [
+            f"{attack}, {times} times",
+            *(
+                f"{some.found.sum()} ({some['harm-found'].sum()}) of {len(some)}"
+                for _, some in own.groupby(splits, sort=False)
+            ),
+            *(number(100 * own[f"{kind}accuracy{when}"].mean())
+              for kind, when in (("", "-before"), ("harm-", ""), ("", ""), ("", "-honest"))),
+        ]
+        for (attack, times), own in lied.groupby(["attack", "times"], sort=False)
+    ]  # fmt: skip
+    names = [f"{split}, {num} clients" for (split, num), _ in table.groupby(splits, sort=False)]
+    head = ["attack", *names, "accuracy before", "by harm alone", "after", "without liars"]
+    said = [alarms("Nobody lies", table[table.liars == 0]), alarms("One lies", lied)]
+    return "\n\n".join([markdown(" | ".join(head), rows), "\n".join(said)])
+
+
+def _interval(count: int, trials: int) -> str:
+    """Return the exact binomial confidence interval of a rate (Clopper and Pearson 1934)."""
+    found = binomtest(int(count), trials).proportion_ci()
+    return f"95 % interval {number(100 * found.low, 2)} to {number(100 * found.high, 2)} %"
+
+
 def losses() -> str:
     """Accuracy of each method without losses, and with clients lost and late."""
     table = rounds_of("losses")
@@ -1017,7 +1055,7 @@ TABLES: dict[str, Callable[..., str]] = {
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
-        liars_in_sums, liars,
+        liars_in_sums, liars, copies_in_sums,
         liars_costs, losses, round_costs, secure_sums, speed, gpu, kernel_peers, crashes,
         gradient_norms,
     )

@@ -24,16 +24,32 @@ mean, in standard deviations, and of K honest clients one has a score above Phi^
 with probability alpha or less (union bound; a sum of many examples is taken to be normal). Each
 example's a is on the other half of the validation examples: on its own half it would be lower. No
 other client need be honest for this; validation examples must be, and must be like the clients'.
+
+**How much weight it claims.** The mean of n_c examples of class c is at a distance d_c from that of
+m_c validation examples, E d_c^2 = tau_c (1 / n_c + 1 / m_c) with tau_c = tr Sigma_c. Of a client
+that counts each example e times, as copies or with noise on each, it is tau_c (e / n_c + 1 / m_c),
+as it knows a class no better than by its examples. So its second score is of
+
+    F = sum_c d_c^2 / (1 / n_c + 1 / m_c) / sum_c tau_c,
+
+1 for an honest client. Each term above has the relative variance 2 rho + kappa / min(n_c, m_c) at
+most, each below (2 rho + kappa) / m_c, with rho = tr Sigma_c^2 / tau_c^2 and 1 + 2 rho + kappa =
+E |z - E z|^4 / tau_c^2, means over classes. The cube root of F is near normal (Paulson, *Annals of
+Mathematical Statistics* 13, 1942). A high score, or a factor that all whole numbers share, is no
+proof of a lie: such a client is removed if it does any harm. Either score has half of alpha.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..features.fixed_point import FixedPoint
 from ..losses import one_hot
 from ..payloads.feature_statistics import SLACK, FeatureStatistics
 from .pooled_statistics import NormalEquations
@@ -118,6 +134,7 @@ class ValidationExamples:
     rows: Tensor
     labels: Tensor
     num_classes: int
+    fixed_point: FixedPoint | None  # of clients' sums
 
     def harms(self, equations: NormalEquations, ridge: float) -> NDArray[np.float64]:
         """Return a (m,): by how much one more example like each raises the loss on the others."""
@@ -153,6 +170,40 @@ class ValidationExamples:
         n = counts.astype(np.float64)
         return np.asarray((harms - n @ mean) / np.sqrt(n @ variance + n**2 @ (variance / m)))
 
+    def weight_score(self, sums: FeatureStatistics) -> float:
+        """Return the second score; a class without two different validation examples has none."""
+        parts = sums.counts, sums.class_sums.ravel(), sums.gram
+        if self.fixed_point is not None and np.gcd.reduce([*map(np.gcd.reduce, parts)]) > 1:
+            return np.inf
+        means, m, tau, rho, fourth = self._classes
+        if not (own := (sums.counts > 0) & (tau > 0)).any():
+            return -np.inf
+        n, m, tau = sums.counts[own].astype(np.float64), m[own], tau[own]
+        squares = np.square(sums.class_sums[own] / n[:, None] - means[own, : sums.width]).sum(1)
+        above = 2 * rho + (fourth - 1 - 2 * rho) / np.minimum(n, m)
+        a, b = (tau**2 @ each / (9 * tau.sum() ** 2) for each in (above, (fourth - 1) / m))
+        root = np.cbrt(tau.sum() / max(squares @ (n * m / (n + m)), 1e-9 * tau.sum()))
+        return float((1 - b - (1 - a) * root) / np.sqrt(b + a * root**2))
+
+    @cached_property
+    def _classes(self) -> tuple[Any, ...]:
+        """Means (C, p or p + 1), m (C,) and tau (C,) of the classes; rho and 1 + 2 rho + kappa."""
+        fixed, labels = self.fixed_point, self.labels.numpy()
+        rows = self.rows if fixed is None else fixed(self.rows[:, : len(fixed.step)])
+        x, m = rows.double().numpy(), np.bincount(labels, minlength=self.num_classes) * 1.0
+        means, (tau, rho, fourth) = np.zeros((len(m), x.shape[1])), np.zeros((3, len(m)))
+        for k in np.flatnonzero(m > 1):
+            own, free = x[labels == k], m[k] - 1
+            means[k] = own.mean(0)
+            products = (own - means[k]) @ (own - means[k]).T * (m[k] / free)
+            tau[k] = products.trace() / m[k]
+            squares = np.square(products / (tau[k] or 1))
+            fourth[k] = squares.trace() / m[k]
+            rho[k] = (squares.sum() / m[k] - fourth[k]) / free - 1 / free**2
+        shares = m * (tau > 0) / np.maximum(m @ (tau > 0), 1)
+        shape = np.maximum(shares @ rho, 1 / x.shape[1])
+        return means, m, tau, shape, np.maximum(shares @ fourth, 1 + 2 * shape)
+
 
 def are_possible(sums: FeatureStatistics) -> bool:
     """Whether any examples can have such sums: [Z Y]^T [Z Y] has no negative eigenvalue.
@@ -173,26 +224,31 @@ def are_possible(sums: FeatureStatistics) -> bool:
 def find_harmful(
     ledger: ClientLedger, clients: Clients, examples: ValidationExamples, level: float
 ) -> dict[int, float]:
-    """Return the clients whose harm is beyond what honest ones of their size and classes show.
+    """Return the clients whose harm, or claimed weight, is beyond what honest ones show.
 
-    With them come their scores by the model without all of them. `level` is alpha. All are judged
-    by the model of those kept, again after each removal. When no more are removed, the one with the
-    least score comes back, once, if that is at most Phi^{-1}(1 - alpha): beside others it had
-    seemed to do harm. A pass takes one solution for each client. ValueError if nobody is left.
+    With them come their higher scores by the model without all of them. `level` is alpha. All are
+    judged by the model of those kept, again after each removal, and by weight first. When no more
+    are removed, the one with the least score comes back, once, if that is at most
+    Phi^{-1}(1 - alpha / 2): beside others it had seemed to do harm. A pass takes one solution for
+    each client. ValueError if nobody is left.
     """
-    numbers = torch.tensor([max(1, len(clients)), 1], dtype=torch.float64)
+    numbers = torch.tensor([2 * max(1, len(clients)), 2], dtype=torch.float64)
     highest, returning = torch.special.ndtri(1 - level / numbers).tolist()
     removed, returned = set[int](), set[int]()
     while len(removed) < len(clients):
         total = FeatureStatistics.join(clients[k] for k in clients if k not in removed)
-        harms, counts = list[float](), list[NDArray[np.int64]]()
-        for _, own, *models in ledger.parts(total, clients, removed):
+        harms, counts, weights = list[float](), list[NDArray[np.int64]](), dict[int, float]()
+        for k, own, *models in ledger.parts(total, clients, removed):
             harms.append(ledger.harm(*models))
             counts.append(own.counts)
+            weights[k] = examples.weight_score(own) if harms[-1] > 0 else -np.inf
         equations = ledger.equations(total)
         found = examples.scores(np.array(harms), np.array(counts), equations, ledger.ridge)
-        scores = dict(zip(clients, found.tolist(), strict=True))
-        if worse := {k for k in scores.keys() - removed if scores[k] > highest}:
+        scores = {k: max(weights[k], score) for k, score in zip(weights, found, strict=True)}
+        kept = scores.keys() - removed
+        if worse := {k for k in kept if weights[k] > highest} or {
+            k for k in kept if scores[k] > highest
+        }:
             removed |= worse
             continue
         back = [k for k in removed - returned if scores[k] <= returning]

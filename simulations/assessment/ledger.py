@@ -39,10 +39,10 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
         ``client``, ``examples``; ``removed``, whether the model lacks it; ``loss-with`` and
         ``loss-without`` it, with all others as they are in the model; ``accuracy-without``;
         ``harm``, the difference of the losses; ``score``, that in standard deviations over what
-        honest clients do (see :mod:`fedntk.ntk.convex.ledger`); ``class-...``, its share of all
-        examples of each class; and ``shapley`` with ``shapley-error``, a standard error, of clients
-        in the model. It is also written into the run's folder, as ``ledger.parquet``, with a
-        picture, ``ledger.png``.
+        honest clients do (see :mod:`fedntk.ntk.convex.ledger`); ``weight-score``; ``class-...``,
+        its share of all examples of each class; and ``shapley`` with ``shapley-error``, a standard
+        error, of clients in the model. It is also written into the run's folder, as
+        ``ledger.parquet``, with a picture, ``ledger.png``.
 
     Raises
     ------
@@ -67,10 +67,11 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
             hits = (examples.rows.double() @ models[1]).argmax(1) == examples.labels
             losses, removed = map(made.validation.loss, models), client in strategy.removed
             mean = float(hits.double().mean())
-            rows.append((client, own.num_examples, removed, *losses, mean, *own.counts.tolist()))
+            start, weight = (client, own.num_examples, removed), examples.weight_score(own)
+            rows.append((*start, *losses, mean, weight, *own.counts.tolist()))
         classes = [f"class-{label}" for label in labels]
         names = ["client", "examples", "removed", "loss-with", "loss-without", "accuracy-without"]
-        table = pd.DataFrame(rows, columns=[*names, *classes])
+        table = pd.DataFrame(rows, columns=[*names, "weight-score", *classes])
         harms, counts = table["loss-with"] - table["loss-without"], table[classes].to_numpy()
         equations = made.equations(total)
         scores = examples.scores(harms.to_numpy(), counts, equations, made.ridge)

@@ -63,8 +63,9 @@ class BaseStrategy(MaskOptions, Sampling):
     global_arrays : ArrayRecord
         What the current round, or the last one, began with.
     train_metrics, evaluate_metrics : dict of int to MetricRecord
-        What each round's aggregation returned: weighted means of the clients' metrics and the
-        counts ``replies-accepted``, ``replies-rejected`` and ``rejected-<reason>``.
+        What each round's aggregation returned: weighted means of the clients' metrics, none if no
+        reply was accepted, and the counts ``num-examples``, ``replies-accepted``,
+        ``replies-rejected`` and ``rejected-<reason>``. Rounds that ask nobody have none.
     client_evaluations : dict of int to dict
         Client -> metrics of its evaluation, for those that the newest round accepted.
     server_round : int
@@ -474,12 +475,13 @@ class BaseStrategy(MaskOptions, Sampling):
             reply.client: {**reply.metrics, self.weighted_by_key: reply.num_examples}
             for reply, _ in pairs
         }
-        if not pairs and not rejected:
+        asked = self.fraction_evaluate and self.evaluates_in(server_round)
+        if not (asked or pairs or rejected):
             return None
         replied = [reply for reply, _ in pairs]
         metrics = self.round_metrics(replied, rejected, self.evaluate_metrics_aggr_fn)
         self.evaluate_metrics[server_round] = metrics
-        return metrics if pairs else None
+        return metrics
 
     def evaluations(self, replies: Iterable[Message]) -> Accepted[Any]:
         """Return the accepted evaluations, and how many were rejected for which reason."""

@@ -24,9 +24,9 @@ class LedgerStrategy(SumsStrategy):
 
     remove_harmful: float = option(
         "alpha: with keep_sums and validation, clients are removed before the model is solved if "
-        "their harm on the validation examples is beyond what honest clients with as many examples "
-        "of each class do, or if no examples have their sums; if all are honest, one is removed "
-        "with probability alpha or less; 0: nobody is",
+        "their harm on the validation examples, or the precision that they claim, is beyond what "
+        "honest clients with as many examples of each class have, or if no examples have their "
+        "sums; if all are honest, one is removed with probability alpha or less; 0: nobody is",
         default=0.0,
         at_least=0,
         below=1,
@@ -74,8 +74,8 @@ class LedgerStrategy(SumsStrategy):
         held = FeatureStatistics.of([features], labels, classes)
         validation = self.normal_equations(held)[1]
         ones = torch.ones(len(features), len(validation.gram) - features.shape[1])
-        examples = ValidationExamples(torch.cat([features, ones], 1), labels, classes)
-        return ClientLedger(equations, ridge, validation), examples
+        own = ValidationExamples(torch.cat([features, ones], 1), labels, classes, fixed_point)
+        return ClientLedger(equations, ridge, validation), own
 
     def without_harmful(self, metrics: MetricRecord) -> list[Sums]:
         """Return the sums of all but the removed clients, none if they are too few."""
@@ -88,7 +88,7 @@ class LedgerStrategy(SumsStrategy):
             ledger, examples = self.ledger(self.global_arrays, ridge)
             honest = self.kept_clients(possible)
             found = find_harmful(ledger, honest, examples, self.remove_harmful)
-            said = "its harm is {:.1f} standard deviations over that of an honest client"
+            said = "its harm or weight is {:.1f} standard deviations over that of an honest client"
             reasons |= {client: said.format(score) for client, score in found.items()}
             self.removed = tuple(sorted(reasons))
             self.summed = tuple(client for client in self.summed if client not in reasons)

@@ -70,6 +70,9 @@ def run_rounds(
                 f"got {found!r:.60}; end it with: return cast_like(new, model), metrics"
             )
         found, metrics = found
+        if not strategy.fraction_train:  # nobody was asked
+            strategy.train_metrics.clear()
+            metrics = None
         if found is not None:
             arrays = found
             if strategy.averaged is not None:

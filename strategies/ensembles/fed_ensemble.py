@@ -285,7 +285,7 @@ class FedEnsemble(BaseStrategy):
     ) -> MetricRecord | None:
         """Say what to do if no reply is accepted."""
         metrics = super().aggregate_evaluate(server_round, replies)
-        if metrics is None and server_round in self.evaluate_metrics:
+        if metrics is not None and not metrics["replies-accepted"]:
             logger.warning(
                 "no client could evaluate the ensemble (%s); each has to be wrapped in "
                 "FedEnsembleClient, or set fraction_evaluate=0.0",

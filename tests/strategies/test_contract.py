@@ -1,5 +1,6 @@
 """What every strategy must do, whatever its method."""
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -13,6 +14,7 @@ from flwr.serverapp.strategy import Strategy
 
 import fedntk.strategies
 from fedntk.clients import SGDClient
+from fedntk.strategies import NoUsableReply
 
 from . import federation
 from .federation import (
@@ -214,6 +216,42 @@ def test_damaged_replies_to_other_messages_do_not_end_the_run(name):
     counted = {k: v for k, v in evaluated.items() if "rejected" in k}
     expected = {"error": 1, "metrics": 2, "num-examples": 2}
     assert counted == {"replies-rejected": 5} | {f"rejected-{k}": n for k, n in expected.items()}
+
+
+NO_GOOD_REPLY = {
+    "none comes": (lost, 0),
+    "all are dropped": (with_metrics(num_examples=0), FEWER),
+    "nobody is asked": (lost, None),
+}
+
+
+STAGES = [(name, "train") for name in sorted(RICHEST)]  # all evaluate alike, up to their logs
+STAGES += [(name, "evaluate") for name in ("SeededFedAvg", "TCT, stage 2", "FedEnsemble of TCT")]
+
+
+@pytest.mark.parametrize(("name", "stage"), STAGES)
+@pytest.mark.parametrize("case", NO_GOOD_REPLY)
+def test_a_stage_without_a_good_reply_has_its_counts_and_no_means(name, stage, case):
+    """A stage that asks nobody has no metrics. Counts and Flower's result have one form."""
+    (make, clients), (change, dropped) = STRATEGIES[name], NO_GOOD_REPLY[case]
+    asked = {"fraction_train": 0.0, "fraction_evaluate": 0.0} | {
+        f"fraction_{stage}": float(dropped is not None)
+    }
+    strategy = make(**asked, min_evaluate_nodes=FEWER, min_available_nodes=FEWER)
+    changes = dict.fromkeys(range(FEWER), change)
+    grid = Grid(clients, num_clients=FEWER, changes=changes, changed_kind=stage)
+    initial = ArrayRecord(dict(first_model(strategy).state_dict()))
+    results = []
+    with contextlib.suppress(NoUsableReply):
+        results = [strategy.start(grid, initial, 1, should_stop=lambda _, r: results.append(r))]
+    metrics = getattr(strategy, f"{stage}_metrics").get(1)
+    result = results[-1]
+    assert getattr(result, f"{stage}_metrics_clientapp").get(1) == metrics
+    counts = {"num-examples": 0, "replies-accepted": 0, "replies-rejected": dropped}
+    if dropped:
+        counts["rejected-num-examples"] = dropped
+    assert (metrics is None) if dropped is None else (counts.items() <= metrics.items())
+    assert not {"accuracy", "loss", "train-loss"} & {*(metrics or ())}
 
 
 def largest(contents, _):

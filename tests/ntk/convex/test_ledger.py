@@ -43,7 +43,7 @@ def judge(num: int = 300, seed: int = 99) -> tuple[ClientLedger, ValidationExamp
     x, labels = x[mixed], labels[mixed]
     rows = torch.cat([FIXED(x.clone()) * 2.0**-5, torch.ones(len(x), 1)], 1)
     ledger = ClientLedger(equations, 1e-3, equations(sums(x, labels)))
-    return ledger, ValidationExamples(rows, labels, C)
+    return ledger, ValidationExamples(rows, labels, C, FIXED)
 
 
 def federation(seed: int, num: int = 20) -> dict[int, FeatureStatistics]:
@@ -134,10 +134,71 @@ def test_honest_clients_are_rarely_removed_and_liars_are():
         assert set(found) == {50, 51}
 
 
+def copied(times: int, seed: int, noise: float = 0.0) -> FeatureStatistics:
+    """Sums in which each of 12 examples, of one class more than of others, counts several times."""
+    x, labels = draw([7, 3, 2], seed)
+    added = noise * torch.randn(times, *x.shape, generator=torch.Generator().manual_seed(seed))
+    return sums((x + added).flatten(0, 1), labels.repeat(times))
+
+
+def test_honest_weights_have_normal_scores():
+    """Of 200 clients 10 are over Phi^{-1}(0.95), 2 over that of 0.99; binomial bounds of 99.9 %."""
+    scores = []
+    for seed in range(10):
+        _, examples = judge(seed=seed + 50)
+        scores += map(examples.weight_score, federation(seed).values())
+    over = [sum(score > bound for score in scores) for bound in (1.645, 2.326)]
+    assert 2 <= over[0] <= 21
+    assert over[1] <= 8
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_claimed_copies_are_known_by_the_precision_that_they_lack(noise):
+    """Exact copies have a common factor; of copies with noise nearly all scores are high."""
+    _, examples = judge()
+    found = [examples.weight_score(copied(30, seed, noise)) for seed in range(20)]
+    once = [examples.weight_score(copied(1, seed, noise)) for seed in range(20)]
+    assert sum(score > 3 for score in found) >= 18
+    assert max(once) < 3.3
+    assert (min(found) == np.inf) == (noise == 0)
+
+
+def test_a_client_that_claims_copies_is_removed_if_the_others_do_better_without_it():
+    """Its 12 examples count as 120, with noise on each; 2.45 = Phi^{-1}(1 - 0.05 / 7)."""
+    ledger, examples = judge(60)
+    harmful = by_harm = 0
+    for seed in range(10):
+        clients = federation(seed, 6) | {9: copied(10, seed, 0.1)}
+        total = FeatureStatistics.join(clients.values())
+        *_, (_, own, *models) = ledger.parts(total, clients)
+        harm = np.array([ledger.harm(*models)])
+        (score,) = examples.scores(harm, own.counts[None], equations(total), 1e-3)
+        by_harm += int(score > 2.45)
+        harmful += int(harm[0] > 0)
+        assert (9 in find_harmful(ledger, clients, examples, 0.05)) == (harm[0] > 0)
+    assert by_harm < harmful
+
+
+def test_judging_weights_bears_any_counts():
+    """No validation example of a class, or only equal ones; no example; counts as large as can be.
+
+    A scatter of 0 is not too large.
+    """
+    _, examples = judge()
+    few = replace(examples, rows=examples.rows[:2].repeat(2, 1), labels=torch.tensor([0, 0, 1, 1]))
+    equal = replace(few, rows=few.rows[:1].repeat(4, 1))
+    own, none = liar(0), liar(0) - liar(0)
+    huge = replace(own, counts=np.array([2**62 + 1, 1, 0]))
+    mean = replace(own, class_sums=np.zeros((C, P), np.int64))
+    for judged in (examples, few, equal, replace(examples, fixed_point=None)):
+        assert not any(np.isnan(judged.weight_score(each)) for each in (own, none, huge, mean))
+    assert equal.weight_score(own) == examples.weight_score(none) == -np.inf
+
+
 def test_what_is_removed_is_judged_by_the_model_without_it():
     """Nobody kept is over the threshold for all, and those removed are over that for one.
 
-    Phi^{-1}(1 - 0.05 / 26) = 2.888 and Phi^{-1}(1 - 0.05) = 1.645.
+    Phi^{-1}(1 - 0.05 / 52) = 3.100 and Phi^{-1}(1 - 0.05 / 2) = 1.960.
     """
     clients, (ledger, examples) = federation(3) | {k: liar(k) for k in range(50, 56)}, judge()
     found = find_harmful(ledger, clients, examples, 0.05)
@@ -146,7 +207,8 @@ def test_what_is_removed_is_judged_by_the_model_without_it():
     for k, own, *models in ledger.parts(total, clients, found):
         removed, harm = k in found, np.array([ledger.harm(*models)])
         (score,) = examples.scores(harm, own.counts[None], equations(total), 1e-3)
-        assert (score > 1.645) if removed else (score <= 2.888)
+        score = max(score, examples.weight_score(own) if harm > 0 else -np.inf)
+        assert (score > 1.960) if removed else (score <= 3.100)
         assert not removed or score == pytest.approx(found[k])
     assert set(found) >= set(range(50, 56))
 
