@@ -15,8 +15,10 @@ NAMES = {
 }
 ONE_MODEL = {"down": "4 * P", "up": "4 * P", "evaluate": "4 * P"}
 FLOAT_SUMS = "min(4 * p * (p + 1), 8 * n * p) + 8 * p * C + 8 * C"
-WHOLE_SUMS = "2 * p * (p + 1) + 4 * p * C + 8 * C"
-TWO_WHOLE_SUMS = "4 * p * (p + 1) + 8 * p * C + 16 * C"
+WHOLE_SUMS = "min(2 * p * (p + 1), 8 * n * p) + 4 * p * C + 8 * C"
+TWO_WHOLE_SUMS = (
+    "min(2 * p * (p + 1), 8 * (n - h) * p) + min(2 * p * (p + 1), 8 * h * p) + 8 * p * C + 16 * C"
+)
 WITH_STEPS = "4 * P + 4 * p"
 MASKED_DOWN = f"{WITH_STEPS} + 64 + 188 * K"
 LAST_LAYER = ONE_MODEL | {"up": FLOAT_SUMS}
@@ -73,12 +75,15 @@ COSTS: dict[str, dict[str, str]] = {
         "down": WITH_STEPS,
         "up": TWO_WHOLE_SUMS,
         "up, with `validation-share = 0`": WHOLE_SUMS,
+        "up, with `epsilon`, for any n": "2 * p * (p + 1) + 4 * p * C + 8 * C",
         "down, with `secure-aggregation` of K clients": MASKED_DOWN,
         "up, with `secure-aggregation` of K clients": (
             "4 * p * (p + 1) + 8 * p * C + 8 * C + 112 + 132 * K"
         ),
         "evaluate": "4 * P",
-        "down, to evaluate, with `personal`": f"{WITH_STEPS} + {TWO_WHOLE_SUMS}",
+        "down, to evaluate, with `personal`, at most": (
+            f"{WITH_STEPS} + 4 * p * (p + 1) + 8 * p * C + 16 * C"
+        ),
     },
     "fed_ncm": ONE_MODEL | {"up": "4 * C_k * p + 8 * C"},
     "fed_bn": {
@@ -135,7 +140,10 @@ TCT: dict[str, tuple[str, str]] = {
         "min(4 * p * (p + 1), 8 * (n - h) * p) + min(4 * p * (p + 1), 8 * h * p) "
         "+ 16 * p * C + 16 * C",
     ),
-    "sums, `validation-share` and `bits` = 2 to 8": (WITH_STEPS, TWO_WHOLE_SUMS),
+    "sums, `validation-share` and `bits` = 2 to 8, h examples held out": (
+        WITH_STEPS,
+        TWO_WHOLE_SUMS,
+    ),
     "sums, `bits` = 2 to 8, `secure-aggregation` of K clients": (
         MASKED_DOWN,
         "2 * p * (p + 1) + 4 * p * C + 4 * C + 112 + 132 * K",

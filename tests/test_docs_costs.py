@@ -32,7 +32,7 @@ def numbers(*prefixes, floating=False):
 
 KNOWN = {
     "P": numbers(), "P_b": numbers("1."), "P_h": numbers("3."), "P_f": numbers(floating=True),
-    "n": EXAMPLES, "C": CLASSES, "C_k": CLASSES - 1, "p": HIDDEN,
+    "n": EXAMPLES, "h": 1, "C": CLASSES, "C_k": CLASSES - 1, "p": HIDDEN,
 }  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def tct(tmp_path, rounds, num_clients=2, only_masked=False, **own):
     grid, strategy = federated("tct", rounds, num_clients, client, **own)
 
     def of(row):
-        return tuple(value(f, p=strategy.width, K=num_clients, h=1) for f in costs.TCT[row])
+        return tuple(value(f, p=strategy.width, K=num_clients) for f in costs.TCT[row])
 
     return grid, of
 
@@ -196,7 +196,7 @@ SOLVED_ONCE = {
     "sums, `bits` = 2 to 8": {"bits": 8},
     "sums, `balanced`": {"balanced": True},
     "sums, `validation-share`, h examples held out": SHARE,
-    "sums, `validation-share` and `bits` = 2 to 8": SHARE | {"bits": 8},
+    "sums, `validation-share` and `bits` = 2 to 8, h examples held out": SHARE | {"bits": 8},
     "sums, `bits` = 2 to 8, `secure-aggregation` of K clients": {
         "bits": 8, "secure_aggregation": True, "only_masked": True,
     },
@@ -219,8 +219,13 @@ def test_what_one_exchange_sends_otherwise(tmp_path):
     """All exchanges of a secure sum count, in which all four clients stay."""
     row, own = costs.COSTS["one_exchange"], OWN["one_exchange"] | {"fraction_evaluate": 0.0}
     plain = {"validation_share": 0.0, "auto_ridge": False}
-    grid, _ = federated("one_exchange", 1, **own | plain)
-    assert sent(grid, "up") == [value(row["up, with `validation-share = 0`"])] * 2
+    for more in ({}, {"validation": None, "epsilon": 1.0}):
+        grid, _ = federated("one_exchange", 1, **own | plain | more)
+        key = "up, with `epsilon`, for any n" if more else "up, with `validation-share = 0`"
+        assert sent(grid, "up") == [value(row[key])] * 2
+    grid, _ = federated("one_exchange", 1, **OWN["one_exchange"], personal=True)
+    most = value(row["down, to evaluate, with `personal`, at most"])
+    assert 0 < max(sent(grid, "down", "evaluate")) <= most
     client = {"cache": tmp_path, "only_masked": True, "allow_repeats": True}
     grid, _ = federated("one_exchange", 1, 4, client, **own, secure_aggregation=True)
     for way in ("down", "up"):

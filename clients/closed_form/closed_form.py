@@ -82,7 +82,7 @@ class ClosedFormClient(SumsClient):
             key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
             arrays = self.mask(sums, task, message, config, key=key, fixed_point=fixed_point)
         else:
-            arrays = sums.to_arrays(fixed_point)
+            arrays = sums.to_arrays(fixed_point, packed=private)  # one size for any n
         return NamedArrays({"arrays": arrays}), count, {} if private else {"train-loss": train_loss}
 
     def _sum_up(

@@ -617,9 +617,10 @@ def _gradients(
     output: Tensor, points: Sequence[Tensor], weights: Tensor | None = None, *, keep: bool
 ) -> tuple[Tensor, ...]:
     """Differentiate one output, or a weighted sum of some; `keep` the graph for further ones."""
-    return torch.autograd.grad(
+    gradients = torch.autograd.grad(
         output, points, weights, retain_graph=keep, allow_unused=True, materialize_grads=True
     )
+    return tuple(gradient.detach() for gradient in gradients)  # torch 2.8 tracks zeros
 
 
 def _find_layers(model: nn.Module, x: Tensor, without: Collection[str] = ()) -> tuple[Layer, ...]:

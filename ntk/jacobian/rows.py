@@ -75,7 +75,7 @@ def _keeps(node: Any, place: int, source: tuple[Any, int], n: int) -> bool:
     given, made = parent._input_metadata[output].shape, node._input_metadata[0].shape
     if not len(given) or not len(made) or given[0] != made[0] or given[0] % n:
         return False
-    if kind in BY_NUMBER:
+    if kind in BY_NUMBER or (kind == "Slice" and given == made):
         return len(given) == len(made) and getattr(node, "_saved_reduction", 0) == 0
     if kind in BY_SLICE:
         return place == BY_SLICE[kind] and not (

@@ -6,12 +6,13 @@ and Fani et al., *Accelerating Heterogeneous Federated Learning with Closed-form
 (Fed3R), ICML 2024; there of a network's last features, here of tangent features.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -59,9 +60,13 @@ class SumFormat(NamedTuple):
 class FeatureStatistics:
     """Sums over examples with features z (p,), classes c and weights w_c of the classes.
 
-    Gram matrix and class sums are float64, or integers for fixed-point features. The Gram matrix of
-    float64 features of n <= p / 2 examples is kept, and travels, as its root F with F^T F = sum of
-    w z z^T: n singular values times right singular vectors, which tell what the matrix tells.
+    Gram matrix and class sums are float64, or integers for fixed-point features. A Gram matrix G
+    travels as a root F (n, p) with F^T F = G if that has fewer bytes: of float64 features for
+    n <= p / 2, which are kept so as well, of integers for n <= p / 4. F is a function of G alone,
+    so it tells what G tells. **Integers come back exactly**: entries of F^T F are sums of n
+    products whose magnitudes add up to S = n 127^2 or less (Cauchy-Schwarz), so two machines differ
+    in them by 2 n S / 2^53 at most, 1/16 for S < 2^31 and n <= 2^17; more need p > 2^19. A client
+    sends F if it finds F^T F within 1/8 of its integers. A server then finds it within 1/4.
 
     Examples
     --------
@@ -111,10 +116,10 @@ class FeatureStatistics:
         for features in chunks:
             if not start:
                 width = features.shape[1]
-                few = _are_few(len(labels), width, fixed_point)
+                few = fixed_point is None and _are_few(len(labels), width)
                 if not few:
                     cls.require_memory(width)
-                triangle = np.empty(0 if few else packed_size(width), dtype)
+                triangle = np.zeros(0 if few else packed_size(width), dtype)
                 root = torch.zeros(0, width, dtype=torch.float64)
                 sums = torch.zeros(num_classes, width, dtype=torch.float64)
             if start + len(features) > len(labels):
@@ -128,21 +133,17 @@ class FeatureStatistics:
                 if few:
                     root = torch.cat([root, z * of_example[own, None].sqrt()])
                 rows_of = [] if few else _rows(triangle, width)
-                for first in range(0, len(rows_of), COLUMNS):
-                    product = weighted[:, first : first + COLUMNS].T @ z[:, first:]
-                    for i, row in enumerate(product.numpy()):
-                        own_row = rows_of[first + i]
-                        if start:
-                            own_row += row[i:].astype(dtype, copy=False)
-                        else:
-                            own_row[:] = row[i:]
+                for own_row, row in zip(rows_of, _products(weighted, z), strict=False):
+                    own_row += row.astype(dtype, copy=False)
                 sums.index_add_(0, labels[own], weighted.double())
                 start += len(z)
         if start != len(labels):
             raise ValueError(f"labels: {len(labels)} of them for {start} examples")
         counts = np.bincount(labels.numpy(), minlength=num_classes).astype(np.int64)
-        found = _root(root).numpy() if few else triangle
-        return cls(found, sums.numpy().astype(dtype), counts, w)
+        if few:
+            z = root.numpy()
+            triangle = _root(np.square(z).sum(0), lambda i: z.T @ z[:, i], len(z))
+        return cls(triangle, sums.numpy().astype(dtype), counts, w)
 
     @staticmethod
     def require_memory(width: int) -> None:
@@ -227,10 +228,17 @@ class FeatureStatistics:
             full[i:, i] = row
         return full
 
-    def to_arrays(self, fixed_point: FixedPoint | None = None) -> ArrayDict:
-        """Return the sums by name; integers in int32 if all such sums fit."""
-        dtype = _wire_dtype(self.num_examples, fixed_point)
-        sums = self.gram.astype(dtype, copy=False), self.class_sums.astype(dtype), self.counts
+    def to_arrays(self, fixed_point: FixedPoint | None = None, packed: bool = False) -> ArrayDict:
+        """Return the sums by name; integers in int32 if all such sums fit, no root if `packed`."""
+        n, dtype = self.num_examples, _wire_dtype(self.num_examples, fixed_point)
+        gram = whole = self.gram.astype(dtype, copy=False)
+        if fixed_point is not None and not packed and _are_few(n, self.width, fixed_point):
+            rows, at = _rows(whole, self.width), packed_diagonal(self.width) - np.arange(self.width)
+            with np.errstate(all="ignore"), contextlib.suppress(BadReply):  # a false G has none
+                root = _root(self.diagonal, lambda i: np.r_[whole[at[:i] + i], rows[i]], n)
+                if np.array_equal(_whole_product(root, fixed_point, 1 / 8), whole):
+                    gram = root
+        sums = gram, self.class_sums.astype(dtype), self.counts
         return dict(zip(self.NAMES, sums, strict=True))
 
     @classmethod
@@ -239,19 +247,21 @@ class FeatureStatistics:
     ) -> Self:
         """Check what :meth:`to_arrays` made, or raise BadReply.
 
-        The counts must add up to `num_examples` if that is given. Each 2 x 2 part of the Gram
-        matrix, and each class sum beside it, must satisfy the Cauchy-Schwarz inequality. With noise
-        no sums do: they are int64 up to 2^53, float64's whole numbers.
+        The counts must add up to `num_examples` if that is given. Integers may come as a root. Each
+        2 x 2 part of the Gram matrix, and each class sum beside it, must satisfy the Cauchy-Schwarz
+        inequality. With noise no sums do: they are int64 up to 2^53, float64's whole numbers.
         """
         gram, class_sums, counts = take_arrays(arrays, *cls.NAMES)
         width, num_classes, weights, fixed_point, noisy, checked = expected
         w = np.ones(num_classes) if weights is None else weights
         n = require_counts(counts, num_classes, num_examples)
         dtype = expected.dtype(n)
-        few = _are_few(n, width, fixed_point)
+        few = _are_few(n, width, fixed_point) and (fixed_point is None or gram.ndim == 2)
         shape, limit = ((n, width), 1e150) if few else ((packed_size(width),), 1e300)
         limit, of_sums = (2**53, 2**53) if noisy else (limit, np.inf)
-        require_array("gram", gram, shape=shape, dtype=dtype, limit=limit)
+        require_array("gram", gram, shape=shape, dtype=np.float64 if few else dtype, limit=limit)
+        if few and fixed_point is not None:
+            gram = _whole_product(gram, fixed_point, 1 / 4)
         shape = num_classes, width
         require_array("class sums", class_sums, shape=shape, dtype=dtype, limit=of_sums)
         found = cls(gram, class_sums, counts, w)
@@ -268,7 +278,7 @@ class FeatureStatistics:
             )
         slack = SLACK if fixed_point is None else EXACT_SLACK
         root = np.sqrt(diagonal) * (1 + slack)
-        for i, row in enumerate([] if few else _rows(gram, width)):
+        for i, row in enumerate([] if gram.ndim == 2 else _rows(gram, width)):
             # in float64: the least integer has no absolute value of its own type
             if (np.abs(row.astype(np.float64)) > root[i] * root[i:]).any():
                 raise BadReply("range", f"gram: row {i} is not one of inner products")
@@ -361,15 +371,44 @@ def _pack(matrix: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
 
 
 def _are_few(n: int, width: int, fixed_point: FixedPoint | None = None) -> bool:
-    """Whether the root of a Gram matrix is smaller than its triangle."""
-    return fixed_point is None and 2 * n <= width
+    """Whether the root of a Gram matrix has fewer bytes than its triangle, of 32 bits if fixed."""
+    return (2 if fixed_point is None else 4) * n <= width
 
 
-def _root(rows: Tensor) -> Tensor:
-    """Return F with F^T F = Z^T Z (n, p): a function of Z^T Z if its eigenvalues differ."""
-    _, vectors = torch.linalg.eigh(rows @ rows.T)
-    found: Tensor = vectors.T @ rows
-    return found * found.gather(1, found.abs().argmax(1, keepdim=True)).sign()
+def _root(diagonal: NDArray[Any], row: Callable[[int], Any], n: int) -> NDArray[np.float64]:
+    """Return F (n, p) with F^T F = G of rank n or less, from nothing but entries of G (p, p).
+
+    A row is Cholesky's, for the feature of which the rows before leave the largest share, or 0.
+    """
+    root, scale = np.zeros((n, len(diagonal))), np.where(diagonal > 0, diagonal, 1.0)
+    left = diagonal / scale
+    for k in range(n):
+        i = int(left.argmax())
+        if left[i] <= 8 * n * np.finfo(np.float64).eps:
+            break
+        rest = row(i) - root[:k, i] @ root[:k]
+        root[k] = rest / np.sqrt(rest[i])
+        left -= np.square(root[k]) / scale
+    return root
+
+
+def _products(left: Any, right: Any) -> Iterator[NDArray[Any]]:
+    """Yield the rows of the upper triangle of A^T B, for arrays or tensors (n, p)."""
+    for first in range(0, left.shape[1], COLUMNS):
+        product = np.asarray(left[:, first : first + COLUMNS].T @ right[:, first:])
+        yield from (row[i:] for i, row in enumerate(product))
+
+
+def _whole_product(root: NDArray[Any], fixed_point: FixedPoint, tolerance: float) -> NDArray[Any]:
+    """Return the triangle of F^T F, in integers; BadReply unless it is near those of n examples."""
+    n, width = root.shape
+    packed = np.empty(packed_size(width), _wire_dtype(n, fixed_point))
+    for whole, row in zip(_rows(packed, width), _products(root, root), strict=True):
+        near = np.abs(row - np.rint(row)) <= tolerance
+        if not (near & (np.abs(row) < n * fixed_point.largest**2 + 0.5)).all():
+            raise BadReply("range", "gram: expected the root of a matrix of whole numbers in range")
+        whole[:] = np.rint(row)
+    return packed
 
 
 def _wide(combine: Any, own: NDArray[Any], their: NDArray[Any]) -> NDArray[Any]:

@@ -54,11 +54,11 @@ class SplitStatistics:
         """Convert both parts of fixed-point numbers to the features' units, float64."""
         return SplitStatistics(self.fitting.scaled(fixed_point), self.held_out.scaled(fixed_point))
 
-    def to_arrays(self, fixed_point: FixedPoint | None = None) -> ArrayDict:
+    def to_arrays(self, fixed_point: FixedPoint | None = None, packed: bool = False) -> ArrayDict:
         """Return both parts' arrays by name, of those held out with a prefix."""
-        held_out = self.held_out.to_arrays(fixed_point)
+        held_out = self.held_out.to_arrays(fixed_point, packed)
         own = {HELD_OUT + name: array for name, array in held_out.items()}
-        return self.fitting.to_arrays(fixed_point) | own
+        return self.fitting.to_arrays(fixed_point, packed) | own
 
     def to_words(self, dtype: Any) -> NDArray[Any]:
         """Return all whole numbers of both parts: see :meth:`FeatureStatistics.to_words`."""

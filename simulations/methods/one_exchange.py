@@ -25,7 +25,7 @@ class _OneExchange(SumsMethod):
         return SumNoise if settings.epsilon else None
 
     def random_features(self, config: Config, input_shape: tuple[int, ...]) -> tuple[int, float]:
-        """Return as many features as make sums of about 324 examples' bytes, if none are set.
+        """Return as many features as make sums of up to 324 examples' bytes, if none are set.
 
         Their size is known, so rounding them needs no examples on the server.
         """

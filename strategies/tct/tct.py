@@ -57,7 +57,7 @@ class TCT(ConvexStrategy):
     labels. ``solve="statistics"`` takes 4 p^2 bytes up, or 8 n p if less: Z^T Z and Z^T Y of raw
     features and the classes' counts, from which the server normalises, centres and solves, with the
     same result for every split of the examples. With `bits` the sums are exact whole numbers, 2 p^2
-    bytes, in steps of powers of two that the server chooses from the features of `validation`.
+    bytes or 8 n p, in steps of powers of two that the server chooses by examples (`validation`).
 
     A client is sent the network and the normaliser once, then only linear models. One that lost
     what it keeps says so and is sent it again in the same round; if its own c_k is lost, the

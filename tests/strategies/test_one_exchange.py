@@ -18,6 +18,7 @@ from fedntk.ntk import FeatureMap, NotEnoughMemory, with_fourier_features
 from fedntk.ntk.convex.pooled_statistics import personal_model
 from fedntk.ntk.convex.private_sums import SumNoise, bound_rows, solve_noisy
 from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 from fedntk.ntk.payloads.sum_task import SumTask
@@ -170,6 +171,49 @@ def test_clients_have_the_models_of_the_sums_and_their_own_examples(bits_):
         np.testing.assert_allclose(layer.bias.detach(), linear[20], rtol=1e-5, atol=1e-7)
         *_, metrics = made.evaluate(*unpack_content(content, str(client)))
         assert metrics["personal-weight"] == weight
+
+
+SMALL = clients_of([(x[:5], y[:5]) for x, y in PARTS])
+LATE = {"asynchronous": True, "round_deadline": 60.0, "min_train_nodes": 1}
+JUDGED = {"keep_sums": True, "remove_harmful": 0.2, "validation": examples(40)}
+WAYS = {
+    "one sum": fixed,
+    "two sums": partial(strategy, validation_share=0.3),
+    "at any time": partial(fixed, **LATE),
+    "with a ledger": partial(strategy, **JUDGED),
+    "models for each client": partial(strategy, validation_share=0.3, personal=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_few_examples_sums_have_fewer_bytes_and_give_the_same_bits(way, tmp_path, monkeypatch):
+    """Roots travel and are kept; taken out again, a client leaves the bits of whole numbers."""
+    found, kept_bytes = [], []
+    for few in (True, False):
+        if not few:
+            monkeypatch.setattr(feature_statistics, "_are_few", lambda *_: False)
+        own = WAYS[way](keep_sums=tmp_path / str(few))
+        after = run(own, Grid(SMALL))
+        left = own.without([own.summed[0]], own.global_arrays)
+        models = after, {name: array.numpy() for name, array in left.items()}
+        found.append([*map(bits, models), own.summed, own.removed, told(own)])
+        kept_bytes.append(sum(p.stat().st_size for p in own.kept_folder.rglob("*") if p.is_file()))
+    assert found[0] == found[1]
+    assert kept_bytes[0] < kept_bytes[1]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_bytes_tell_how_many_examples_are_in_sums_with_noise_or_masks(
+    masked, tmp_path, monkeypatch
+):
+    """Of 1, 5 and 10 examples, with 20 features."""
+    monkeypatch.setattr("fedntk.strategies.core.replies.Reply.release", lambda reply: None)
+    parts = [(x[:n], y[:n]) for (x, y), n in zip(PARTS, (1, 5, 5, 5, 9, 10), strict=True)]
+    grid = Grid(clients_of(parts, cache=tmp_path, only_masked=masked))
+    run(strategy(secure_aggregation=True) if masked else private(), grid)
+    replies = [m.content["arrays"] for way, m in grid.seen if way == "up" and "arrays" in m.content]
+    sizes = [tuple((k, v.numpy().nbytes) for k, v in own.items()) for own in replies if own]
+    assert {sizes.count(own) for own in sizes} == {6}
 
 
 def sums_of(client, fixed_point):

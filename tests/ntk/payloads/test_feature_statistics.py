@@ -1,6 +1,7 @@
 """Sums over features on the wire: what is exact, and what is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.npy import from_npy, to_npy
 
@@ -62,6 +64,97 @@ def test_the_sums_of_few_examples_travel_as_a_root_that_tells_no_more():
     assert again.gram.tobytes() == found.gram.tobytes()
     with pytest.raises(BadReply, match=r"gram: expected \(5, 9\)|claims 5, counts 4"):
         FeatureStatistics.from_arrays(found.to_arrays(), SumFormat(9, C), 5)
+
+
+def test_a_root_does_not_tell_in_which_directions_alike_examples_lie():
+    """Orthogonal examples of one norm: any rotation of them has the same Z^T Z, 4 I."""
+    z = torch.zeros(4, 9, dtype=torch.float64)
+    z[:, ::2][:, :4] = 2 * torch.eye(4)
+    turn = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], dtype=torch.float64)
+    rotated = torch.block_diag(turn, turn.flip(0)) @ z
+    roots = [FeatureStatistics.of([own], LABELS[:4], C).gram for own in (z, rotated)]
+    np.testing.assert_allclose(*roots, atol=1e-14)
+
+
+FEW, MANY = 5, 20  # examples, features: n <= p / 4
+GRID = FixedPoint(np.ones(MANY, np.float32), 8)
+ROWS = {
+    "random": torch.randn(FEW, MANY, generator=torch.Generator().manual_seed(2)) * 40,
+    "dependent": torch.arange(MANY).repeat(FEW, 1) - 9.0,
+    "orthogonal": 2 * torch.eye(MANY)[3 : 3 + FEW],
+    "largest": torch.full((FEW, MANY), -127.0).triu(),
+    "nearly dependent": torch.full((FEW, MANY), 127.0) - torch.eye(MANY)[:FEW],
+    "zero": torch.zeros(FEW, MANY),
+    "none": torch.zeros(0, MANY),
+}
+
+
+def whole(rows: torch.Tensor) -> FeatureStatistics:
+    return FeatureStatistics.of([rows], LABELS[: len(rows)], C, fixed_point=GRID)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_whole_numbers_of_few_examples_come_back_from_a_root_of_their_sums(kind):
+    """Examples in another order, with other signs, have the same sums and the same root."""
+    own, turned = whole(ROWS[kind]), whole(-ROWS[kind].flip(0))
+    sent = own.to_arrays(GRID)
+    assert sent["gram"].shape == ROWS[kind].shape
+    assert sent["gram"].nbytes < own.to_arrays(GRID, packed=True)["gram"].nbytes
+    assert sent["gram"].tobytes() == turned.to_arrays(GRID)["gram"].tobytes()
+    expected = SumFormat(MANY, C, fixed_point=GRID)
+    for arrays in (sent, own.to_arrays(GRID, packed=True)):
+        found = FeatureStatistics.from_arrays(arrays, expected)
+        assert found.gram.dtype == own.gram.dtype == np.int32
+        assert found.gram.tobytes() == own.gram.tobytes()
+
+
+def test_a_root_that_would_not_give_the_sums_back_is_not_sent(monkeypatch):
+    """Nor that of a matrix that is none of inner products, as a hostile client's may be."""
+    own = whole(ROWS["random"])
+    odd = replace(own, gram=-own.gram)
+    assert np.array_equal(odd.to_arrays(GRID)["gram"], odd.gram)
+    root = own.to_arrays(GRID)["gram"]
+    for off in (root * np.sqrt(2), root * 1.001, root * np.nan):
+        monkeypatch.setattr(feature_statistics, "_root", lambda *_, off=off: off)
+        assert np.array_equal(own.to_arrays(GRID)["gram"], own.gram)
+
+
+UNEVEN = np.outer(np.eye(FEW)[0], [0.2**0.5, 14 / 0.2**0.5, *np.zeros(MANY - 2)])
+BAD_ROOTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "non-finite got NaN": lambda root: root * np.nan,
+    "non-finite got NaN or infinity": lambda root: np.where(root == root.max(), np.inf, root),
+    "scale magnitudes": lambda root: root * 1e200,
+    "range whole numbers in range": lambda root: root * 1e100,
+    "range whole": lambda root: root * 100,  # whole, and beyond n 127^2
+    "range numbers": lambda root: root * 1.001,
+    "dtype gram: expected float64": lambda root: root.astype(np.float32),
+    "dtype gram: expected float64, got int64": lambda root: np.rint(root).astype(np.int64),
+    r"shape gram: expected \(5, 20\)": lambda root: root[:-1],
+    r"shape gram: expected \(5, 20\), got \(20, 5\)": lambda root: root.T,
+    r"shape gram: expected \(210,\)": lambda root: root[None],
+    # squares of 0.2, which is 0, and of 980, and the product of both: 14
+    "range row 0": lambda root: UNEVEN,
+    "range class sums": lambda root: np.eye(*root.shape),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROOTS)
+def test_what_is_no_root_of_whole_numbers_is_refused(kind):
+    reason, words = kind.split(" ", 1)
+    arrays = whole(ROWS["random"]).to_arrays(GRID)
+    arrays["gram"] = BAD_ROOTS[kind](arrays["gram"])
+    with pytest.raises(BadReply, match=words) as caught:
+        FeatureStatistics.from_arrays(arrays, SumFormat(MANY, C, fixed_point=GRID))
+    assert caught.value.reason == reason
+
+
+def test_a_root_of_more_examples_is_refused():
+    """It has more bytes than the integers."""
+    arrays = whole(torch.cat([ROWS["random"], ROWS["zero"][:1]])).to_arrays(GRID)
+    assert arrays["gram"].shape == (210,)
+    arrays["gram"] = np.zeros((6, MANY))
+    with pytest.raises(BadReply, match=r"gram: expected \(210,\), got \(6, 20\)"):
+        FeatureStatistics.from_arrays(arrays, SumFormat(MANY, C, fixed_point=GRID))
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
