@@ -122,7 +122,8 @@ def test_mypy_knows_every_option(tmp_path):
     (tmp_path / "shown.py").write_text("\n".join(lines) + "\n")
     output_of("make", "links", cwd=ROOT)
     mypy = (sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml")
-    said = output_of(*mypy, tmp_path / "shown.py", cwd=ROOT)
+    python = "{}.{}".format(*sys.version_info)  # NumPy's newest types are not for the oldest
+    said = output_of(*mypy, "--python-version", python, tmp_path / "shown.py", cwd=ROOT)
     revealed = re.findall(r'Revealed type is "def \(self: \S+, (.*)\)"', said)
     for kind, text in zip(static.values(), revealed, strict=True):
         for own, one in kind.options().items():

@@ -22,7 +22,7 @@ def take_arrays(arrays: Mapping[str, NDArray[Any]], *names: str) -> list[NDArray
 
 def require_array(
     name: str,
-    array: NDArray[np.generic],
+    array: NDArray[Any],
     *,
     shape: Sequence[int] | None = None,
     dtype: DTypeLike | Sequence[DTypeLike] | str | None = None,

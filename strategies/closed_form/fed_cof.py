@@ -65,7 +65,7 @@ class FedCOF(FedNCM):
         """Return weights of norm 1 (C, p), and zeros for a bias."""
         pooled, rows = Prototypes.pooled(sums), torch.from_numpy(deviations(sums))
         means, counts = pooled.means.astype(np.float64), pooled.counts
-        total, of_class = counts.sum(), torch.from_numpy(counts[:, None] * means)
+        total, of_class = int(counts.sum()), torch.from_numpy(counts[:, None] * means)
         mean = of_class.sum(0) / total
         square = float(counts @ np.square(means).mean(1)) / total
         scale = square * max(float(np.maximum(counts - 1, 0).sum()), 1.0)
