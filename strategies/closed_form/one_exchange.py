@@ -217,6 +217,8 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         """
         if not self.epsilon:
             return self.parse_sums(reply.arrays(), reply.num_examples)
+        if reply.num_examples != 1:
+            raise BadReply("num-examples", f"expected 1 with noise, got {reply.num_examples}")
         sums = self.parse_sums(reply.arrays())
         most = min(self.max_examples, self.client_examples or self.max_examples)
         sums.everyone.require_rows(self.radius, most)

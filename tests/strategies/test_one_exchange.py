@@ -209,7 +209,8 @@ def test_no_bytes_tell_how_many_examples_are_in_sums_with_noise_or_masks(
     """Of 1, 5 and 10 examples, with 20 features."""
     monkeypatch.setattr("fedntk.strategies.core.replies.Reply.release", lambda reply: None)
     parts = [(x[:n], y[:n]) for (x, y), n in zip(PARTS, (1, 5, 5, 5, 9, 10), strict=True)]
-    grid = Grid(clients_of(parts, cache=tmp_path, only_masked=masked))
+    own = {"only_masked": masked, "allow_repeats": True}
+    grid = Grid(clients_of(parts, cache=tmp_path, **own))
     run(strategy(secure_aggregation=True) if masked else private(), grid)
     replies = [m.content["arrays"] for way, m in grid.seen if way == "up" and "arrays" in m.content]
     sizes = [tuple((k, v.numpy().nbytes) for k, v in own.items()) for own in replies if own]
