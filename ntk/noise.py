@@ -54,6 +54,11 @@ class Noise(ABC):
     metrics: ClassVar[frozenset[str]]
     releases: ClassVar[tuple[str, ...]]
 
+    @property
+    @abstractmethod
+    def sensitivity(self) -> float:
+        """How far neighbours are apart at most, in standard deviations of the noise (L2)."""
+
     @abstractmethod
     def epsilon(self, delta: float) -> float:
         """Epsilon at `delta` of one release."""

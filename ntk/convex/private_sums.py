@@ -163,6 +163,11 @@ class SumNoise(Noise):
         noise.require_exact()
         return noise
 
+    @property
+    def sensitivity(self) -> float:
+        """1 / s, of all sums together, and of the fewest clients' shares."""
+        return 1 / self.noise_multiplier
+
     def variances(self, survivors: int | None = None) -> NDArray[np.float64]:
         """Return V and S with `survivors` clients, else the fewest."""
         if survivors is not None and not (self.fewest and survivors > 0):

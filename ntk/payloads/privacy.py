@@ -100,6 +100,11 @@ class RowNoise(Noise):
                 f"{self.label_noise}"
             )
 
+    @property
+    def sensitivity(self) -> float:
+        """2 / sigma, of one upload."""
+        return 2 / self.noise_multiplier
+
     def epsilon(self, delta: float, uploads: int = 1, num_outputs: int = 2) -> float:
         """Epsilon at `delta` of an example whose client has sent so many uploads.
 
@@ -119,7 +124,7 @@ class RowNoise(Noise):
             ) from error
 
         renyi = rdp.compute_rdp(
-            q=1.0, noise_multiplier=self.noise_multiplier / 2, steps=uploads, orders=ORDERS
+            q=1.0, noise_multiplier=1 / self.sensitivity, steps=uploads, orders=ORDERS
         )
         if self.label_noise > 0:
             pure = label_epsilon(self.label_noise, num_outputs)
