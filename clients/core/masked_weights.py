@@ -52,7 +52,7 @@ class MaskedWeights(Masking):
         task = AverageTask.of_message(config, "masked_step") if training else None
         if task is None:
             self.require_masked(kind, OPEN)
-            promised = PROMISED.set(self.only_masked)  # no evaluation on training examples
+            promised = PROMISED.set(self.is_private)  # no evaluation on training examples
             try:
                 return call_next(message, context)
             finally:

@@ -105,6 +105,8 @@ class PrivacyLedger:
                 f"privacy ledger {self.path}: there is no such file; bring it back, or, only if "
                 f"the data gave nothing before, make one with {NEW}"
             )
+        if self.path.stat().st_nlink > 1:  # the others would become old copies
+            raise ValueError(f"privacy ledger {self.path}: expected one name, got hard links")
         with claimed(self.path.parent, self.path.name, seconds=WAIT):
             before = self.path.read_bytes()
             try:

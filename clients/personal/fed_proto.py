@@ -74,6 +74,7 @@ class FedProtoClient(PersonalisedClient):
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """See :meth:`PersonalisedClient.evaluate`; by prototypes or by the last layer."""
+        self.refuse_own_arrays()
         if not self._by_prototypes(parameters) or self.assemble(parameters, config) is None:
             return super().evaluate(parameters, config)
         x, targets = self.test_examples(config)

@@ -63,10 +63,19 @@ class PersonalisedClient(SGDClient):
 
         A client that lost what it kept reports ``{"lost-state": 0}`` instead.
         """
+        self.refuse_own_arrays()
         network = self.own_network(parameters, config)
         if network is None:
             return 0.0, len(self._training), {"lost-state": 0}
         return super().evaluate(list(network.values()), config)
+
+    def refuse_own_arrays(self) -> None:
+        """Refuse, as a private client, to evaluate arrays that it computed from its examples."""
+        if self.is_private:
+            raise ValueError(
+                "this client promises what its messages tell of its training examples, and arrays "
+                "of its own are computed from these; set fraction_evaluate = 0"
+            )
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the client's own network: see :meth:`ModelClient.predictor`."""

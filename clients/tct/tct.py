@@ -109,6 +109,11 @@ class TCTClient(SumsClient, SGDClient):
         """
         task = ConvexTask.of_message(config)
         if task is None or task.step == "bootstrap":
+            if self.privacy is not None:
+                raise ValueError(
+                    "privacy: stage 1 sends weights without masks, which its ledger does not "
+                    "count; have the strategy begin with stage 2, without bootstrap rounds"
+                )
             if task is not None and int(config.get("server-round", 0)) == 1:
                 self._check(task, parameters, config)
             return super().fit(parameters, config)

@@ -21,7 +21,7 @@ PUBLIC = {
 
 # settings that concern no value of a training example: what is run, where and when, the test set,
 # and which client has which examples
-HARMLESS_SETTINGS = HARMLESS | {
+HARMLESS_SETTINGS = HARMLESS - {"max_examples"} | {
     *("method", "name", "out", "rounds", "clients_per_round", "clients_per_evaluation"),
     *("lost_share", "late_share", "targets", "metrics", "monitor", "patience", "checkpoint_every"),
     *("test_examples", "width", "init", "norm", "random_features", "expand", "bandwidth"),
@@ -31,6 +31,16 @@ HARMLESS_SETTINGS = HARMLESS | {
     *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),
     *("alpha", "min_partition_size", "examples_per_client", "classes_per_client"),
     *("class_assignment", "train_examples", "local_test_fraction", "private_test"),
+}
+
+
+# settings by which one example more, or another label, draws other examples for a client, and what
+# they may be for examples that may be private: of public data sets the parts are the clients
+DRAWN: dict[str, tuple[Any, ...]] = {
+    "partition": ("given", "natural", "iid"),
+    "test_share": (0.0,),
+    **dict.fromkeys(("local_test_fraction", "train_examples", "owners"), (0,)),
+    "private_test": (False,),
 }
 
 
@@ -52,17 +62,21 @@ def require_covered(mechanism: type[Noise], config: Any, settings: Settings) -> 
                 f"training examples, add {part} to public, got public = {config.public!r}"
             )
     harmless = HARMLESS_SETTINGS | from_user.keys()
+    if config.may_be_private:
+        harmless -= DRAWN.keys()
     for home in (config, settings):
         values = {name: getattr(home, name) for name in home.options()}
-        mechanism.require_covered(home.options(), values, harmless=harmless)
+        mechanism.require_covered(home.options(), values, harmless=harmless, needs=DRAWN)
 
 
 def describe_released(config: Any) -> dict[str, Any]:
     """Say what a run with noise protects, what it releases, and what its epsilon is not of."""
+    seeded = bool(config.chosen_method.seeded_protection(config)) and not config.may_be_private
     return {
         "protects": config.mechanism.protects,
         "released": list(config.mechanism.releases),
         "not-covered": [
+            *["against whoever draws the noise again, which follows from the seed"] * seeded,
             *(PUBLIC[part] for part in public_parts(config.public)),
             "metrics of examples for evaluation",
             "times and sizes of messages, and whether clients answer",

@@ -256,7 +256,7 @@ class OwnData:
         share, kept = self.test_share, np.zeros(len(train.y), bool)
         if not share:
             raise ConfigError(
-                "test-share: the data have no test set; expected a share, such as 0.2"
+                "test-share: the data have no test set; give one, or expected a share, such as 0.2"
             )
         generator = np.random.default_rng([self.test_seed, *b"test set"])
         for label in np.unique(train.y):

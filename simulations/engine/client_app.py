@@ -5,12 +5,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from logging import getLogger
 from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message
 
-from fedntk.clients import MaskedWeights, PrivacyLimits, client_app
+from fedntk.clients import MaskedWeights, PrivacyLimits, cache_dir, client_app
 from fedntk.clients.core.numpy_client import NumPyClient
 
 from ..config.config import Config
@@ -23,6 +24,7 @@ from .building import load_setup, make_client
 from .engines import CLIENT_APP_RAISED_EXCEPTION
 from .meter import meter
 
+logger = getLogger("flwr")
 Function = Callable[[Message, Context], Message]
 STATE = "fedntk.client"  # name of the record that a client keeps
 DATA, PRIVACY = "data-path", "privacy-"  # a node's own examples; begins what their owner allows
@@ -50,7 +52,15 @@ def client_fn(context: Context) -> NumPyClient:
     number = context.node_id if partition is None else int(partition)
     own, owner = None, owner_of(node)
     if path is not None:
-        own = load_own(str(path), setup.data, setup.max_examples, check_ranges=checked)
+        try:
+            own = load_own(str(path), setup.data, setup.max_examples, check_ranges=checked)
+        except ValueError as error:  # which tells facts of the examples
+            if owner.keys() & {"privacy", "only_masked"}:
+                logger.error("%s", error)
+                raise ConfigError(
+                    f"{DATA}: the examples do not fit the run's data set; this node's log says why"
+                ) from None
+            raise
         if "privacy" in owner:  # the run's settings prepare the examples, and do not name them
             owner["privacy"] = replace(owner["privacy"], examples=own.raw)
         own = own._replace(owner=owner)
@@ -71,7 +81,8 @@ def owner_of(node: Mapping[str, Any]) -> dict[str, Any]:
     owner = {"allow_repeats": DATA not in node}
     owner |= {name: said.pop(name) for name in ("allow_repeats", "only_masked") if name in said}
     with naming(f"node config, {PRIVACY}...", ValueError, TypeError):
-        return {"only_masked": True, "privacy": PrivacyLimits(**said), **owner} if said else owner
+        limits = {"only_masked": True, "privacy": PrivacyLimits(**said)} if said else {}
+    return {**limits, "cache": cache_dir() / PERSONAL, **owner} if DATA in node else owner
 
 
 def _own_setup(context: Context) -> Setup:
@@ -122,7 +133,7 @@ def _masks(*configs: tuple[tuple[str, Any], ...]) -> MaskedWeights:
     """
     config, owner = Config.parse(dict(configs[0])), owner_of(dict(configs[1]))
     if hasattr(config.chosen_method.client_class, "release_of"):
-        owner["only_masked"] = False
+        owner |= {"only_masked": False, "privacy": None}
     return MaskedWeights(**{"cache": config.cache / PERSONAL, "only_masked": False, **owner})
 
 

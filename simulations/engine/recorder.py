@@ -115,6 +115,8 @@ class Recorder:
             known, others = (*OF_REPLIES, *config.mechanism.metrics), 0
         self._of_training = AdmittedMetrics(known, self._is_measured_here, "training", others)
         of_clients = (*OF_REPLIES, "accuracy", "loss", *method.evaluation_metrics)
+        if config.mechanism is not None:
+            of_clients = "accuracy", "loss"
         own: Any = (of_clients, lambda _: False, "clients' evaluations", others)
         self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation", others)
         self._of_clients = AdmittedMetrics(*own)

@@ -5,6 +5,7 @@ import os
 import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import ERROR, WARNING, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -288,8 +289,11 @@ def read_config(
             "config: expected a Config, a dict of settings, a TOML file, or a method, its name or "
             f"its strategy's class, got {config!r}"
         )
-    named = str if config.mechanism is None else keyed
-    own = {} if data is None else OwnData.of(data, config).read().keep(named)
+    own: dict[str, Any] = {}
+    if data is not None and config.mechanism is None:
+        own = OwnData.of(data, config).read().keep()
+    elif data is not None:  # whose own test_share would draw a test set, which tells
+        own = replace(OwnData.of(data, config), test_share=0.0).read().keep(keyed)
     for name in own.keys() & overrides.keys():
         if own[name] != overrides[name]:
             raise ConfigError(

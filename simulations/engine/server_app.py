@@ -154,6 +154,11 @@ def _serve(
         initial = checkpoint.arrays
         strategy.load_state_dict(checkpoint.strategy)
         recorder.go_on_from(checkpoint, initial)
+    elif resume and config.mechanism is not None:
+        raise ConfigError(
+            f"no checkpoint in {folder} can be used, and the run may have released what has noise: "
+            "a second release adds to epsilon; take another folder, and add up both"
+        )
     elif resume:
         logger.warning("no checkpoint in %s can be used: starting with round 1", folder)
     used: Grid = metered

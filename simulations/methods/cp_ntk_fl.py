@@ -3,8 +3,6 @@
 from typing import Any
 
 from fedntk.clients.core.numpy_client import NumPyClient
-from fedntk.ntk import RowNoise
-from fedntk.ntk.noise import Noise
 from fedntk.strategies import CPNTKFL, BaseStrategy
 
 from ..config.config import Config
@@ -25,9 +23,6 @@ class _CPNTKFL(EvolvingMethod):
     own_settings = CPNTKFLSettings
     strategy_class = CPNTKFL
     metrics = (*EvolvingMethod.metrics, "epsilon", "label-noise", "noise-multiplier")
-
-    def mechanism(self, settings: Any) -> type[Noise] | None:
-        return RowNoise if settings.noise_multiplier else None
 
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
@@ -53,7 +48,9 @@ class _CPNTKFL(EvolvingMethod):
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         config = setup.config
-        options |= {"noise_seed": (config.seed, partition), "run": run_name(config)}
+        options["run"] = run_name(config)
+        if not config.may_be_private:  # else noise that nobody can draw again
+            options["noise_seed"] = (config.seed, partition)
         if self.own(config).shuffle:
             options["shuffling_key"] = shuffling_server(config).public_key
             options["private_key"] = client_key(config, partition)

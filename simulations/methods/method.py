@@ -294,7 +294,7 @@ class Method:
 
     def mechanism(self, settings: Any) -> type[Noise] | None:
         """Return what adds noise, if the method's settings ask for differential privacy."""
-        return None
+        return self.strategy_class.mechanism_of(settings)
 
     def random_features(self, config: Config, input_shape: tuple[int, ...]) -> tuple[int, float]:
         """Return number and bandwidth of the network's random features; 0: it has none."""

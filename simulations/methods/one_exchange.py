@@ -1,10 +1,7 @@
 """One exchange of sums over features: the last layer by ridge regression."""
 
 import math
-from typing import Any
 
-from fedntk.ntk.convex.private_sums import SumNoise
-from fedntk.ntk.noise import Noise
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.strategies import OneExchange
 
@@ -20,9 +17,6 @@ class _OneExchange(SumsMethod):
     strategy_class = OneExchange
     metrics = ("ridge", "epsilon", "delta")
     summarised = ("epsilon", "delta")
-
-    def mechanism(self, settings: Any) -> type[Noise] | None:
-        return SumNoise if settings.epsilon else None
 
     def random_features(self, config: Config, input_shape: tuple[int, ...]) -> tuple[int, float]:
         """Return as many features as make sums of up to 324 examples' bytes, if none are set.

@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fedntk.ntk import Normaliser, require_memory
+from fedntk.ntk import BadReply, Normaliser, require_memory
 from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.convex.private_sums import SumNoise, solve_noisy
 from fedntk.ntk.features.fixed_point import MOST_BITS
@@ -114,10 +114,10 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
         }
         refuse_first(rules)
 
-    @property
-    def mechanism(self) -> type[Noise] | None:
-        """What adds noise."""
-        return SumNoise if self.epsilon else None
+    @classmethod
+    def mechanism_of(cls, options: Any) -> type[Noise] | None:
+        """Return what adds noise if there is an epsilon."""
+        return SumNoise if options.epsilon else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Count sums with noise as released: a run that was cut off may have sent the model out."""

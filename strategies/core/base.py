@@ -128,6 +128,11 @@ class BaseStrategy(MaskOptions, Sampling):
     @property
     def mechanism(self) -> type[Noise] | None:
         """The mechanism of differential privacy by which the options ask for noise, if any."""
+        return self.mechanism_of(self)
+
+    @classmethod
+    def mechanism_of(cls, options: Any) -> type[Noise] | None:
+        """Return :attr:`mechanism` for an object that has the options as attributes."""
         return None
 
     def check(self) -> None:
@@ -397,6 +402,11 @@ class BaseStrategy(MaskOptions, Sampling):
         sealed seeds and the names of records and weights are the owner's. ValueError if the method
         cannot work so, such as one that must ask `everyone` at once.
         """
+        if self.mechanism is not None:
+            raise ValueError(
+                f"{type(self).__name__}: epsilon is of one model by itself, so noise is refused "
+                f"within a {type(owner).__name__}; leave it out"
+            )
         defaults = {"average_decay": 0, "centre_inputs": False, "secure_aggregation": False}
         for name, none in defaults.items():
             if (value := getattr(self, name)) != none:

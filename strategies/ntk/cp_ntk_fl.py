@@ -27,7 +27,6 @@ from fedntk.ntk.options import argument, option, refuse_first, state
 from fedntk.ntk.payloads.compression import CompressionOptions
 from fedntk.ntk.payloads.screening import MemoryBudget
 
-from ..core.base import BaseStrategy
 from ..core.exchange import Aggregated, logger
 from ..core.replies import Reply
 from ..core.saved_state import pack
@@ -91,10 +90,10 @@ class CPNTKFL(CompressionOptions, NTKFL):
         }
         refuse_first(rules)
 
-    @property
-    def mechanism(self) -> type[Noise] | None:
-        """What adds noise."""
-        return RowNoise if self.noise_multiplier else None
+    @classmethod
+    def mechanism_of(cls, options: Any) -> type[Noise] | None:
+        """Return what adds noise if there is a noise multiplier."""
+        return RowNoise if options.noise_multiplier else None
 
     def _noise(self) -> RowNoise:
         """Return the clients' noise; the norm that they clip to is not known."""
@@ -106,15 +105,6 @@ class CPNTKFL(CompressionOptions, NTKFL):
         """Take over a state, which counts all uploads that this object asked for."""
         super().load_state_dict(state)
         self._asked.clear()
-
-    def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
-        """Refuse noise."""
-        if self.noise_multiplier:
-            raise ValueError(
-                "noise_multiplier: epsilon counts the uploads of one model, so expected 0 "
-                f"within a {type(owner).__name__}, got {self.noise_multiplier:g}"
-            )
-        super().work_within(owner, everyone=everyone)
 
     @property
     def uploads_asked(self) -> Counter[int]:
