@@ -1,6 +1,7 @@
 """What clients that promise something tell of their training examples: a list, and nothing else."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from torch.utils.data import Dataset
 from fedntk.clients import (
     ClosedFormClient,
     CPNTKFLClient,
+    DittoClient,
     FedEnsembleClient,
+    FedProtoClient,
     MaskedWeights,
     NamedArrays,
+    PersonalisedClient,
     PrivacyLimits,
     SGDClient,
     TCTClient,
@@ -88,6 +92,9 @@ def test_a_mod_that_masks_lets_no_client_evaluate_on_its_training_examples():
 
     assert answer(masked(**TESTS), "evaluate")["metrics"]["num-examples"] == 5
     refused("give it examples for evaluation", answer, masked(), "evaluate")
+    limited = MaskedWeights(privacy=LIMITS, only_masked=False)
+    app = client_app(lambda _: SGDClient(network(), X, Y), mods=[limited])
+    refused("give it examples for evaluation", answer, app, "evaluate")
     refused("sends only masked sums", answer, masked(**TESTS), "query.input_sums")
 
 
@@ -105,6 +112,16 @@ def asked(client, total=None, **options):
 def sums_of(client, **options):
     arrays, count, metrics = client.fit(*asked(client, **options))
     return arrays.records["arrays"], count, metrics
+
+
+def test_a_private_client_evaluates_no_arrays_of_its_own_and_trains_no_weights_in_the_clear():
+    """Personal arrays, and weights of the first stage of TCT, are functions of the examples."""
+    for kind in (PersonalisedClient, DittoClient, FedProtoClient):
+        app = client_app(lambda _, k=kind: k(network(), X, Y, **TESTS), mods=[MaskedWeights()])
+        refused("arrays of its own are computed from these", answer, app, "evaluate")
+    limited = TCTClient(network(), X, Y, privacy=LIMITS, **TESTS)
+    weights = [v.numpy() for v in network().state_dict().values()]
+    refused("stage 1 sends weights without masks", limited.fit, weights, {"server-round": 2})
 
 
 @pytest.mark.parametrize("name", ["masked sums", "a budget"])
@@ -166,6 +183,22 @@ class Augmented(Dataset):
         return X[i] + torch.randn(1), int(Y[i])
 
 
+def test_a_jacobians_row_with_noise_depends_on_its_own_example():
+    x, labels = torch.randn(40, 10, generator=GENERATOR), torch.arange(40) % 3
+    model = nn.Sequential(nn.Linear(10, 6), Neighbours(), nn.Linear(6, 3))
+    weights = [array.detach().numpy() for array in model.state_dict().values()]
+    changed = x.clone()
+    changed[-1] = 9.0
+    config, rows = {"server-round": 1}, []
+    for own in (x, changed):
+        client = CPNTKFLClient(model, own, labels, **NOISE)
+        upload = client.upload(weights, config)
+        blocks = [a for b in upload.jacobian.expanded().blocks for a in b.arrays]
+        rows.append([array[:39] for array in (upload.outputs, *blocks)])
+    for first, second in zip(*rows, strict=True):
+        assert torch.equal(first, second)
+
+
 def test_rows_that_depend_on_other_rows_are_refused(tmp_path):
     sampled = client_of(range(20), tmp_path, sampling_rate=0.5)
     refused("sampling_rate: with noise .* expected 1.0, got 0.5", sums_of, sampled)
@@ -185,7 +218,7 @@ def test_an_option_that_no_list_has_keeps_its_default_with_noise(kind):
     names = {name for one in (OneExchange, CPNTKFL, *map(type, (client() for client in
              list(PRIVATE.values())[:4]))) for name in one.options()}  # fmt: skip
     assert names >= HARMLESS
-    mechanism = kind.mechanism.fget(type("Noisy", (), {"epsilon": 1.0, "noise_multiplier": 1.0}))
+    mechanism = kind.mechanism_of(SimpleNamespace(epsilon=1.0, noise_multiplier=1.0))
     assert issubclass(mechanism, Noise)
     values = {name: option.default for name, option in kind.options().items()}
     values |= {name: allowed[0] for name, allowed in mechanism.needs.items()}
@@ -198,6 +231,6 @@ def test_an_option_that_no_list_has_keeps_its_default_with_noise(kind):
 
 def test_only_listed_metrics_of_replies_are_counted_with_noise():
     told = {"num-examples": 3, "train-loss": 0.7, "replies-rejected": 1, "mean-age": 51.0}
-    mechanism = OneExchange.mechanism.fget(type("Noisy", (), {"epsilon": 1.0}))
+    mechanism = OneExchange.mechanism_of(SimpleNamespace(epsilon=1.0))
     assert mechanism.filtered(told) == {"num-examples": 3, "replies-rejected": 1}
     json.dumps(mechanism.releases)

@@ -1,17 +1,18 @@
 """Runs with noise: what they may use, and that nothing else of the examples is in their results."""
 
 import json
-import re
 import tomllib
 
 import numpy as np
 import pytest
 
 from fedntk.simulations import Config, OwnData, run
-from fedntk.simulations.config.private import HARMLESS_SETTINGS, keyed
+from fedntk.simulations.config.private import HARMLESS_SETTINGS, describe_released, keyed
+from fedntk.simulations.errors import RunFailed, Stopped
 from fedntk.simulations.report.report import write_report
+from fedntk.strategies import OneExchange
 
-from .outcomes import refused
+from .outcomes import bits, refused
 
 SUMS = {
     "method": "one-exchange", "standardise": False, "clients_per_evaluation": 0, "rounds": 1,
@@ -49,7 +50,9 @@ def test_with_noise_a_run_uses_only_what_is_on_the_list(base, given, said):
 def test_what_an_owner_says_to_be_public_is_used_and_named():
     """So are sums of rows that depend on others; rows with noise may be of a sample."""
     Config(**SUMS | {"standardise": True, "public": "moments"})
-    Config(**SUMS | {"dataset": "csv:patients.csv", "public": "schema, weights"})
+    own = {"dataset": "csv:patients.csv", "public": "schema", "test_share": 0.0}
+    Config(**SUMS | own | {"partition": "iid"})
+    Config(**SUMS | own | {"partition": "natural", "client_column": "hospital"})
     refused("sampling-rate: .* expected 1.0, got 0.5", Config, **SUMS | {"sampling_rate": 0.5})
     Config(**ROWS | {"sampling_rate": 0.5})
     more = {"one_exchange": {"epsilon": 1.0, "validation_share": 0.0}}
@@ -68,13 +71,74 @@ def test_every_name_on_the_list_is_a_setting_or_an_option():
     assert known >= HARMLESS_SETTINGS
 
 
-MEASURED = r"accuracy|loss|best|second|memory|machine|threads|to-target|solver|products"
-KEYED = r"data|split"
+MEASURED = (
+    *("accuracy", "loss", "best", "to-target", "machine", "threads", "peak-memory", "seconds"),
+    *("peak-memory-clients", "seconds-clients", "seconds-server", "kernel-products"),
+    *("solver-steps", "solver-error-estimate", "candidate-loss", "linearised-loss"),
+)
+KEYED = "data", "split"
 
 
 def facts(value):
     """What a summary says, apart from what follows from rows with noise, and keyed names."""
-    return {key: part for key, part in value.items() if not re.search(f"{MEASURED}|{KEYED}", key)}
+    return {key: part for key, part in value.items() if key not in (*MEASURED, *KEYED)}
+
+
+@pytest.mark.parametrize(
+    ("drawn", "said"),
+    [
+        ({}, "partition: .* expected 'given' or 'natural' or 'iid', got 'dirichlet'"),
+        ({"test_share": 0.2}, "test-share: .* expected 0.0, got 0.2"),
+        ({"local_test_fraction": 0.1}, "local-test-fraction: .* expected 0, got 0.1"),
+        ({"train_examples": 50}, "train-examples: .* expected 0, got 50"),
+        ({"private_test": True}, "private-test: .* expected False, got True"),
+        ({"partition": "natural", "owners": 3}, "owners: .* expected 0, got 3"),
+        ({"max_examples": 20}, "max-examples: .* expected 0, got 20"),
+    ],
+)
+@pytest.mark.parametrize("base", [SUMS, ROWS], ids=["sums", "rows"])
+def test_of_a_users_examples_none_are_drawn_by_what_the_others_are(base, drawn, said):
+    """With one more, or with another label, a client would have others, and the sums move."""
+    own = {"dataset": "csv:patients.csv", "public": "schema", "test_share": 0.0}
+    start = {} if "got 'dirichlet'" in said else {"partition": "iid"}
+    refused(said, Config, **base | own | start | drawn)
+
+
+class Mine(OneExchange):
+    client = "ClosedFormClient"
+
+
+def test_a_method_that_is_derived_from_a_private_one_has_its_list():
+    own = {"epsilon": 0.5, "auto_ridge": False, "validation_share": 0.0}
+    refused("standardise: the noise does not cover", Config, method=Mine, mine=own,
+            clients_per_evaluation=0)  # fmt: skip
+
+
+def test_noise_of_a_users_rows_cannot_be_drawn_again(tmp_path):
+    """Of a public data set it follows from the seed, and the summary says so."""
+    x, y = np.random.default_rng(0).normal(size=(30, 4)), np.arange(30) % 2
+    data, models = OwnData((x, y), test=(x[:9], y[:9])), []
+    config = ROWS | {"public": "schema", "num_clients": 3, "partition": "iid", "test_share": 0.0}
+    for name in "ab":
+        run(config | {"rounds": 1}, data=data, out=tmp_path / name, progress=False, width=4)
+        models.append(bits(tmp_path / name))
+    assert models[0] != models[1]
+    seeded = describe_released(Config(**ROWS))["not-covered"]
+    assert any("follows from the seed" in part for part in seeded)
+
+
+def test_what_may_have_been_released_is_not_released_again_without_a_checkpoint(tmp_path):
+    config = Config(**SUMS | {"out": str(tmp_path), "num_clients": 4, "width": 8})
+
+    def cut_off(record):
+        if record["round"]:
+            raise Stopped("cut off")
+
+    with pytest.raises(RunFailed):
+        run(config, progress=False, on_round=cut_off)
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.write_bytes(b"damaged")
+    refused("a second release adds to epsilon", run, config, progress=False)
 
 
 @pytest.mark.parametrize("base", [SUMS, ROWS], ids=["sums", "rows"])
@@ -96,6 +160,7 @@ def test_two_data_sets_that_differ_by_one_example_leave_the_same_traces(base, tm
             inputs[-1], targets[-1] = 0.0, 0
         data = OwnData((inputs[rows], targets[rows]), test=(test, labels))
         config = base | {"public": "schema", "num_clients": 3, "partition": "iid", "rounds": 1}
+        config["test_share"] = 0.0
         result = run(config, data=data, out=tmp_path / name, progress=False, width=8)
         settings = tomllib.loads((result.folder / "config.toml").read_text())
         assert settings.pop("dataset") != f"passed:{data.read().checksum[:16]}"
