@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from fedntk import __version__
 
-from .errors import ConfigError, RunFailed, command_line, naming
+from .errors import CONTROL, ConfigError, RunFailed, command_line, naming
 
 app = command_line(
     "fedntk",
@@ -36,6 +36,11 @@ TensorBoard = Annotated[bool, Option("--tensorboard", help="Write for TensorBoar
 MLflow = Annotated[bool, Option("--mlflow", help="Log to MLflow.")]
 Trust = Annotated[bool, Option("--trust", help="Execute the code that FOLDER names.")]
 RunFolder = Annotated[Path, Argument(metavar="FOLDER", help="A finished run's folder.")]
+
+
+def _echo(text: str) -> None:
+    """Print a text with names that files and other machines chose."""
+    typer.echo(CONTROL.sub(" ", text))
 
 
 def _show_version(asked: bool) -> None:
@@ -113,7 +118,7 @@ def run_command(
     headline = result.summary["headline"]
     curve = [row[headline] for row in read_records(result.folder) if headline in row]
     reached = f"{100 * curve[-1]:.1f} %" if curve else f"no {headline} was measured"
-    typer.echo(f"{reached} after round {result.summary['rounds']}: {result.folder}")
+    _echo(f"{reached} after round {result.summary['rounds']}: {result.folder}")
     _require_replies([result.folder])
 
 
@@ -347,7 +352,7 @@ def unlearn_command(
     """
     from . import unlearn
 
-    typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget, trust=trust).lines()))
+    _echo("\n".join(unlearn(folder, clients, out=out, forget=forget, trust=trust).lines()))
 
 
 @app.command("ledger")
@@ -380,7 +385,7 @@ def ledger_command(
     for row in shown.itertuples(index=False):
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
     Console().print(table)
-    typer.echo(f"All {len(found)} clients: {folder / 'ledger.parquet'}")
+    _echo(f"All {len(found)} clients: {folder / 'ledger.parquet'}")
 
 
 @app.command("privacy-ledger")
@@ -395,7 +400,7 @@ def privacy_ledger_command(
     with naming("privacy-ledger", ValueError):
         own = PrivacyLedger.create(ledger) if new else PrivacyLedger(ledger)
         for each in own.releases():
-            typer.echo(f"{each.run}: epsilon {each.epsilon:g}, delta {each.delta:g}")
+            _echo(f"{each.run}: epsilon {each.epsilon:g}, delta {each.delta:g}")
 
 
 @app.command("check")
@@ -474,9 +479,9 @@ def _show(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     tables = [line for line in text.splitlines() if not line.startswith("!")]
     Console().print(Folding("\n".join(tables)))
-    typer.echo(f"Report: {report}")
+    _echo(f"Report: {report}")
     if (page := report.with_suffix(".html")).exists():
-        typer.echo(f"In a browser: {page}")
+        _echo(f"In a browser: {page}")
 
 
 def _parse_settings(settings: list[str] | None, *named: Path | str | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from logging import getLogger
+from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,15 @@ logger = getLogger("flwr")
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message says which, what was expected and what came."""
+
+
+def _without_control(record: LogRecord) -> bool:
+    """Take control characters out of what is logged: files and other machines name things."""
+    record.msg, record.args = CONTROL.sub(" ", record.getMessage()), ()
+    return True
+
+
+logger.addFilter(_without_control)
 
 
 class RunFailed(RuntimeError):  # noqa: N818

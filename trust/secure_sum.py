@@ -59,6 +59,7 @@ EXCHANGE_BYTES = 16  # of a sum's name, and of the nonce that each client draws 
 CHUNK = 2**20  # words that are masked at a time
 MOST_SETS = 1000  # of shares that are tried if more are false than can be corrected
 Words = NDArray[np.uint32] | NDArray[np.uint64]
+MOST_PRODUCTS = 10**6  # in GF(2^128), for that
 Tags = Mapping[int, bytes]  # client -> its tag
 
 
@@ -408,7 +409,8 @@ def _sets(shares: Mapping[int, int], ordered: Sequence[int], size: int) -> Itera
     for count in range(len(ordered), size, -1):
         wrong = _wrong_points({x: shares[x] for x in ordered[:count]}, size)
         yield [x for x in ordered[:count] if x not in wrong][:size]
-    yield from itertools.islice(itertools.combinations(ordered, size), MOST_SETS)
+    most = min(MOST_SETS, MOST_PRODUCTS // size**2)
+    yield from itertools.islice(itertools.combinations(ordered, size), most)
 
 
 def _multiply(a: int, b: int) -> int:

@@ -63,7 +63,8 @@ class ClosedFormClient(SumsClient):
         if private:
             self.require_covered(SumNoise)
         if task is not None and private and step == "statistics":
-            self.reserve(f"sums of {task.run_key}", task, config)  # a trusted server may ask again
+            name = f"sums of {task.run_key[:64]} by {self._name(config)}"
+            self.reserve(name, task, config)  # a trusted server may ask again
         x, targets = self.training_examples(config)
         count = 1 if private else len(x)
         if task is not None and 0 < task.client_examples < len(x):
@@ -127,7 +128,7 @@ class ClosedFormClient(SumsClient):
         """Return the sums of a run, with their epsilon and delta if they have noise."""
         if not task.epsilon:
             return super().release_of(task, config)
-        return Release(task.run_key, task.epsilon, task.delta)
+        return Release(task.run_key[:64], task.epsilon, task.delta)
 
     def owned_examples(self, task: SumTask) -> Any:
         """Return the training examples, or None if the noise is of the whole client."""

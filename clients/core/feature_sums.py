@@ -28,7 +28,7 @@ class SumsClient(Masking, ModelClient):
 
     def release_of(self, task: Any, config: Mapping[str, Any]) -> Release:
         """Return the exact sums of a run."""
-        return Release(task.run_key)
+        return Release(task.run_key[:64])
 
     def owned_examples(self, task: Any) -> Any:
         """Return the training examples (n, ...)."""

@@ -123,17 +123,20 @@ class Masking(Declared):
         if step == "public-key":
             return own.public_key()
         answers = {"shares": own.shares, "reveal": own.reveal, "free": own.free}
-        answer = answers.get(step, own.confirm)(message := records["secure-sum"])
-        if self.privacy is not None and step in ("reveal", "free"):
-            self.privacy.settle(message["exchange"].tobytes().hex(), opened=step == "reveal")
+        message, settles = records["secure-sum"], step in ("reveal", "free")
+        name = own.name(message) if settles else ""
+        answer = answers.get(step, own.confirm)(message)
+        if self.privacy is not None and settles:
+            self.privacy.settle(name, opened=step == "reveal")
         return answer
 
     def mask_words(
         self, words: NDArray[Any], about: bytes, message: Arrays, task: Any, config: Any
     ) -> Arrays:
         """Return masked words, once the ledger says that the client gives a sum of them."""
-        masked = self.secure_sum(task, config).mask(message, words, about)
-        self.reserve(message["exchange"].tobytes().hex(), task, config)
+        own = self.secure_sum(task, config)
+        masked = own.mask(message, words, about)
+        self.reserve(own.name(message), task, config)
         return {"masked": masked}
 
     def secure_sum(self, task: Any, config: Mapping[str, Any]) -> SecureSum:

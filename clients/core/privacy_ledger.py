@@ -94,6 +94,8 @@ class PrivacyLedger:
         """Write down that a sum may have opened; or take it out, unless it may have before."""
         with self._content() as (_, _, every):
             own = [r for r in every if r.exchange == exchange and (opened or r.spent)]
+            if opened and not own:
+                raise ValueError(f"privacy ledger {self.path}: it has no sum that was to be opened")
             every[:] = [r for r in every if r.exchange != exchange]
             every += [r._replace(spent=True) for r in own]
 

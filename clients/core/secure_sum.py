@@ -99,6 +99,11 @@ class SecureSum:
         """Return the fewest clients with whom the sum opens, as agreed on with the shares."""
         return self._load(parcels).roster.threshold
 
+    def name(self, message: Arrays) -> str:
+        """Name this client's part in a sum: by all that was agreed on, and its place in that."""
+        masker = self._load(message)
+        return f"{masker.roster.digest.hex()}-{masker.client}"
+
     def confirm(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
         """Return tags for the roster's clients (K, 16) that show who arrived; none: it gives up."""
         with claimed(self._folder, "sum"):

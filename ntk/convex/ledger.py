@@ -56,6 +56,8 @@ from .pooled_statistics import NormalEquations
 
 Clients = Mapping[int, FeatureStatistics]  # sums by client; it may read them from disk
 
+FEW = 10  # validation examples of a class, or examples of a client, by which nothing is judged
+
 
 @dataclass(frozen=True, eq=False)
 class ClientLedger:
@@ -173,10 +175,12 @@ class ValidationExamples:
     def weight_score(self, sums: FeatureStatistics) -> float:
         """Return the second score; a class without two different validation examples has none."""
         parts = sums.counts, sums.class_sums.ravel(), sums.gram
-        if self.fixed_point is not None and np.gcd.reduce([*map(np.gcd.reduce, parts)]) > 1:
-            return np.inf
+        if self.fixed_point is not None:  # of few examples, some may be there twice by chance
+            factor = np.gcd.reduce([*map(np.gcd.reduce, parts)])
+            if factor > 1 and factor * FEW <= sums.num_examples:
+                return np.inf
         means, m, tau, rho, fourth = self._classes
-        if not (own := (sums.counts > 0) & (tau > 0)).any():
+        if not (own := (sums.counts > 0) & (tau > 0) & (m >= FEW)).any():
             return -np.inf
         n, m, tau = sums.counts[own].astype(np.float64), m[own], tau[own]
         squares = np.square(sums.class_sums[own] / n[:, None] - means[own, : sums.width]).sum(1)

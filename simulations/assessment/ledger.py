@@ -92,6 +92,8 @@ def _draw(table: "pd.DataFrame", path: Path) -> None:
     """Draw the clients' scores, the worst first, above what they have of each class."""
     from matplotlib.figure import Figure
 
+    from ..report.figures import DOLLAR
+
     figure = Figure(figsize=(9, 5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=[2, 1])
     places = np.arange(len(table))
@@ -104,7 +106,9 @@ def _draw(table: "pd.DataFrame", path: Path) -> None:
     shares = table.filter(regex="^class-")
     picture = below.imshow(shares.T, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0)
     figure.colorbar(picture, ax=below, label="share of the class")
-    below.set_yticks(range(shares.shape[1]), [str(name)[6:] for name in shares], fontsize=6)
+    below.set_yticks(
+        range(shares.shape[1]), [str(name)[6:].replace(*DOLLAR) for name in shares], fontsize=6
+    )
     below.set(ylabel="class", xlabel="client")
     if len(table) <= 50:
         below.set_xticks(places, [str(client) for client in table.client], fontsize=7)

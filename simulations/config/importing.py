@@ -133,7 +133,10 @@ def import_named(key: str, named: str) -> Any:
     except (Exception, SystemExit) as error:  # whatever a user's code raises
         raise ConfigError(f"{key} = {named}: cannot be imported: {first_line(error)}") from error
     try:
-        return functools.reduce(getattr, name.split("."), module)
+        thing = functools.reduce(getattr, name.split("."), module)
+        if home.startswith("fedntk.") and not str(_part(thing, "__module__")).startswith("fedntk."):
+            raise ConfigError(f"{key} = {named}: expected a part of fedntk's own, got {thing!r}")
+        return thing
     except AttributeError:
         cure = nearest(name, vars(module))
         if is_of_one_process(named):

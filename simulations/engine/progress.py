@@ -19,6 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import CONTROL
+
 LOG_EVERY = 10.0  # seconds between lines in a log
 JUPYTER_EVERY = 0.25
 logger = getLogger("flwr")
@@ -81,7 +83,7 @@ class Progress:
         """End the run that has begun, whether or not all its rounds were run."""
         if self.running:
             self.done += self.run_rounds - self.round
-            self.state = state
+            self.state = CONTROL.sub(" ", state)
             self.ended.append(str(self))
             self._show(now=True)
 

@@ -197,12 +197,13 @@ def tuning_values(
     figure = _Picture(figsize=(max(4.2 * columns, 6.4), 4 * rows), dpi=120, layout="constrained")
     for place, key in enumerate(searched, 1):
         label = f"validation {metric}" if place % columns == 1 % columns else ""
-        axes = figure.add_subplot(rows, columns, place, xlabel=key, ylabel=label)
+        names = {"xlabel": key.replace(*DOLLAR), "ylabel": label.replace(*DOLLAR)}
+        axes = figure.add_subplot(rows, columns, place, **names)
         _plain_frame(axes)
         x = trials[key]
         in_words = x.dtype == bool or not pd.api.types.is_numeric_dtype(x)
         if in_words:
-            x = x.astype(str)
+            x = x.astype(str).str.replace(*DOLLAR, regex=False)
             axes.xaxis.update_units(sorted(x))  # type: ignore[no-untyped-call] # their order
             axes.margins(x=0.2)
         for state, colour, marker in (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x")):
@@ -284,7 +285,11 @@ def uncertainty_histogram(
     for (name, own), colour in zip(values.items(), cycle(COLOURS)):
         look: Any = {"histtype": "stepfilled", "fc": (colour, 0.25), "ec": colour, "lw": 1.5}
         axes.hist(
-            own, edges.tolist(), weights=np.full(len(own), 100 / len(own)), label=name, **look
+            own,
+            edges.tolist(),
+            weights=np.full(len(own), 100 / len(own)),
+            label=name.replace(*DOLLAR),
+            **look,
         )
     axes.set_xlim(0, edges[-1])
     axes.legend(loc="upper right", frameon=False)
@@ -360,7 +365,8 @@ def _figure(
 ) -> tuple[Figure, Axes]:
     figure = _Picture(figsize=size, dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.set(title=title.replace(*DOLLAR), **settings)
+    axes.set(title=title.replace(*DOLLAR))
+    axes.set(**{k: v.replace(*DOLLAR) if isinstance(v, str) else v for k, v in settings.items()})
     _plain_frame(axes)
     return figure, axes
 

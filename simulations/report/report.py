@@ -37,7 +37,9 @@ from .results import Run, describe_replies, read_runs
 from .statistics import Estimate, estimate, paired_differences, run_scores, summary_over_seeds
 
 MARKS = re.compile(r"[\\|<`\x00-\x1f\x7f-\x9f]|(?<=\])\(")  # of Markdown, and of terminals
-FORMULA = re.compile(r"^'*[=+\-@\t\r\n]")  # how what a spreadsheet computes begins
+FORMULA = re.compile(
+    r"^['\ufeff\u200b ]*[=+\-@\uff1d\uff0b\uff0d\uff20\t\r\n]"
+)  # how what a spreadsheet computes begins
 Targets = Sequence[float] | None
 logger = logging.getLogger("flwr")
 
@@ -450,8 +452,9 @@ def _splits(runs: Sequence[Run]) -> Iterator[tuple[str, NDArray[np.int64], Any]]
     for run, *_ in _group(runs, lambda r: str([getattr(r.config, k) for k in keys])).values():
         config = run.config
         try:
-            if config.mechanism is not None:
-                continue
+            place = Path(config.data_dir or ".").expanduser()
+            if config.mechanism is not None or "hf:" in config.dataset or not place.is_dir():
+                continue  # exact counts, or what would have to be fetched
             labels, clients = load_data(config).y_train, load_split(config).clients
         except (ConfigError, OSError) as error:
             logger.warning("no picture of the split: %s", error)

@@ -71,7 +71,7 @@ def run_rounds(
             )
         found, metrics = found
         if not strategy.fraction_train:  # nobody was asked
-            strategy.train_metrics.clear()
+            strategy.train_metrics.pop(number, None)
             metrics = None
         if found is not None:
             arrays = found

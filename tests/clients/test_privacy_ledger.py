@@ -151,3 +151,24 @@ def test_neither_a_node_nor_a_runs_name_gives_a_fresh_budget(path, tmp_path):
         refused("delta of .2.0", client(2).reserve, "second", of(run), {})
     assert [r.epsilon for r in PrivacyLedger(path).releases()] == [1.0]
     assert math.isinf(PrivacyLimits(ledger=path).epsilon)
+
+
+def test_each_client_with_the_same_rows_in_one_sum_counts(path):
+    """Three times in a sum, an example moves it three times as far."""
+    for client in range(3):
+        give(path, exchange=f"sum-{client}")
+    assert len(PrivacyLedger(path).releases()) == 3
+    refused("all runs", give, path, exchange="sum-3")
+
+
+def test_a_sum_that_is_opened_must_have_been_reserved(path):
+    give(path, exchange="of one roster")
+    PrivacyLedger(path).settle("of one roster", opened=False)
+    refused("has no sum that was to be opened", PrivacyLedger(path).settle, "of one roster",
+            opened=True)  # fmt: skip
+
+
+def test_a_ledger_with_two_names_is_refused(path):
+    """What is written replaces one of them, and the other stays as it was."""
+    path.with_name("copy").hardlink_to(path)
+    refused("got hard links", give, path)

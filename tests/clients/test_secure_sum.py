@@ -136,3 +136,15 @@ def test_a_key_that_did_not_fit_on_the_disk_is_drawn_again(tmp_path, monkeypatch
             load_or_draw_key(tmp_path / "a")
     drawn = load_or_draw_key(tmp_path / "a")
     assert public_bytes(load_or_draw_key(tmp_path / "a")) == public_bytes(drawn)
+
+
+def test_a_part_in_a_sum_is_named_by_all_that_was_agreed_on_and_the_clients_place(clients):
+    """A server may give two rosters with the same nonces. What frees one frees no other."""
+    told = roster(clients)
+    other = {**told, "threshold": np.array(4)}
+    for k, client in enumerate(clients):
+        client.shares(told if k % 2 else other)
+    names = [client.name(named(told)) for client in clients]
+    assert [name.rpartition("-")[2] for name in names] == ["0", "1", "2", "3"]
+    first, second, *_ = (name.rpartition("-")[0] for name in names)
+    assert first != second

@@ -4,11 +4,13 @@ import base64
 import contextlib
 import csv
 import hashlib
+import io
 import json
 import re
 import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
+from logging import getLogger
 
 import numpy as np
 import pandas as pd
@@ -19,8 +21,10 @@ from typer.testing import CliRunner
 from fedntk.simulations import Config, assess, ledger, load_predictor, load_results, run, unlearn
 from fedntk.simulations.cli import app
 from fedntk.simulations.config import importing
+from fedntk.simulations.config.importing import import_named
 from fedntk.simulations.engine.recorder import AdmittedMetrics
 from fedntk.simulations.report import report
+from fedntk.simulations.report.figures import uncertainty_histogram
 from fedntk.simulations.report.report import FORMULA, markdown, write_csv, write_html
 from fedntk.simulations.report.results import read_run, read_runs
 
@@ -317,3 +321,31 @@ def test_a_terminal_shows_no_escape_codes(theirs, home):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said)
     admitted = AdmittedMetrics((), lambda _: False, "clients").take({"a\x1b[2J": 1.0, "b": 2.0})
     assert admitted == {"b": 2.0}
+
+
+def test_what_is_logged_or_shown_at_the_end_has_no_escape_codes(caplog, capsys):
+    """Names come from folders, servers and clients, in any logger's arguments."""
+    code = "\x1b]0;name\x07"
+    getLogger("flwr").warning("a client said %s", code)
+    assert code not in caplog.text
+    assert "a client said" in caplog.text
+
+
+def test_nothing_but_parts_of_fedntk_is_free_to_be_named_as_such():
+    """Its modules import others, which could be called by another name."""
+    named = "fedntk.simulations.engine.processes:Process"
+    refused("expected a part of fedntk's own", import_named, "model", named)
+
+
+def test_full_width_signs_and_marks_before_a_sign_begin_no_formula(tmp_path):
+    risky = ["\uff1d1+1", "\ufeff=1", " =1", "\uff0b1", "\uff201"]
+    write_csv(pd.DataFrame({"a": risky}), tmp_path / "t.csv")
+    rows = (tmp_path / "t.csv").read_bytes().decode().split("\r\n")[1:-1]
+    assert [row.strip('"') for row in rows] == [f"'{text}" for text in risky]
+
+
+def test_class_names_with_dollars_are_drawn_as_they_are():
+    """What is between two dollars would be a formula, and may be none that can be drawn."""
+    name = r"$\frac$"
+    figure = uncertainty_histogram({name: np.ones(3)}, label=name, title=name)
+    figure.savefig(io.BytesIO())

@@ -382,7 +382,8 @@ def test_what_is_spent_or_of_another_sum_is_not_freed(tmp_path):
         limits.settle(name, opened=False)
     assert {r.exchange: r.spent for r in given_in(tmp_path)} == {"66": True, "77": False}
     run(strategy := private(), Grid(clients_of(PARTS, {"epsilon": 9.0}, cache=tmp_path / "b")))
-    assert {r.exchange for r in given_in(tmp_path / "b")} == {f"sums of {strategy.run_key}"}
+    names = {f"sums of {strategy.run_key} by {client}" for client in range(6)}
+    assert {r.exchange for r in given_in(tmp_path / "b")} == names
 
 
 @pytest.mark.parametrize("masked", [False, True])
