@@ -26,7 +26,9 @@ class ConfigError(ValueError):
 
 def _without_control(record: LogRecord) -> bool:
     """Take control characters out of what is logged: files and other machines name things."""
-    record.msg, record.args = CONTROL.sub(" ", record.getMessage()), ()
+    if (shown := CONTROL.sub(" ", whole := record.getMessage())) != whole:
+        record.given = record.msg, record.args
+        record.msg, record.args = shown, ()
     return True
 
 

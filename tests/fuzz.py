@@ -329,8 +329,9 @@ def digest(message: Message) -> bytes:
 
 def hear(grid: LiarsGrid, record: logging.LogRecord) -> None:
     """Hear from the log which nodes' replies were dropped, and why."""
-    if "node %d" in str(record.msg) and isinstance(record.args, tuple):
-        node, error = record.args
+    said, given = getattr(record, "given", (record.msg, record.args))  # if it was made printable
+    if "node %d" in str(said) and isinstance(given, tuple):
+        node, error = given
         grid.note(int(node), getattr(error, "reason", "other"))
 
 

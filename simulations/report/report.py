@@ -340,7 +340,7 @@ def write_tuning_report(
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """Return a table as Markdown that shows its texts unchanged."""
+    """Return a table as Markdown, in which no text makes a tag, a link or a cell."""
     return _with_texts(table, as_markdown).to_markdown(index=False, disable_numparse=True)
 
 
