@@ -24,6 +24,16 @@ class ConfigError(ValueError):
     """A setting that cannot work; the message says which, what was expected and what came."""
 
 
+def place_in(folder: Path, name: str) -> Path:
+    """Return a place to write to in a run's folder; ConfigError if it is a link to elsewhere."""
+    place = folder / name
+    if not place.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"{place}: leads out of the run's folder, to {place.resolve()}; remove the link"
+        )
+    return place
+
+
 def _without_control(record: LogRecord) -> bool:
     """Take control characters out of what is logged: files and other machines name things."""
     if (shown := CONTROL.sub(" ", whole := record.getMessage())) != whole:

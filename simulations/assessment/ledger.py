@@ -9,7 +9,7 @@ from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from ..config.settings import ConfigError
-from ..errors import naming
+from ..errors import naming, place_in
 from ..report.results import Run
 from .unlearning import load_strategy
 
@@ -83,8 +83,8 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
                 table[name] = table["client"].map(dict(zip(summed, values, strict=True)))
     table[classes] /= table[classes].sum().clip(lower=1)
     table = table.sort_values("score", ascending=False, ignore_index=True)
-    table.to_parquet(run.folder / "ledger.parquet")
-    _draw(table, run.folder / "ledger.png")
+    table.to_parquet(place_in(run.folder, "ledger.parquet"))
+    _draw(table, place_in(run.folder, "ledger.png"))
     return table
 
 

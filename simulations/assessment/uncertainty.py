@@ -22,7 +22,7 @@ from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..data.partitions import load_split
 from ..engine.building import load_predictor
-from ..errors import naming
+from ..errors import naming, place_in
 from ..report.figures import rejection_curves, reliability_diagram, uncertainty_histogram
 from ..report.report import as_markdown, markdown, setting_in_words, write_csv
 from ..report.results import Run, run_with_its_data, write_json
@@ -117,7 +117,7 @@ class Assessment:
         pictures, ``metrics.json`` (all figures), ``table.tex``, ``rejection.csv``,
         ``examples.parquet`` and, if there are unfamiliar examples, ``unfamiliar.parquet``.
         """
-        out = self.run.folder / "uncertainty" if out is None else Path(out)
+        out = place_in(self.run.folder, "uncertainty") if out is None else Path(out)
         out.mkdir(parents=True, exist_ok=True)
         for stale in (*out.glob("unfamiliar-*.png"), *out.glob("unfamiliar.parquet")):
             stale.unlink()  # of an earlier assessment

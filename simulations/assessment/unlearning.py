@@ -17,7 +17,7 @@ from ..config.settings import ConfigError
 from ..deploy.simulated_trust import projected
 from ..engine.building import load_checkpoint, load_setup, make_strategy
 from ..engine.checkpoints import Checkpoint
-from ..errors import naming
+from ..errors import naming, place_in
 from ..methods.method import Setup
 from ..report.results import Run, run_with_its_data, write_json
 
@@ -163,7 +163,7 @@ def _folder(run: Run, clients: Sequence[int], out: str | Path | None) -> Path:
     if out is None and len(name) > 200:
         raise ConfigError(f"out: name a folder, as the names of {len(clients)} clients are long")
     if out is None:  # whatever an earlier call, which may have been killed, left there
-        return run.folder / name
+        return place_in(run.folder, name)
     folder = Path(out)
     if folder.exists() and not (folder / "unlearned.json").exists() and any(folder.iterdir()):
         raise ConfigError(f"out: expected a folder that is new or empty, got {folder}")

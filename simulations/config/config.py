@@ -449,7 +449,8 @@ class Config(SplitSettings, frozen=True, eq=True):
             )
         reading = copy_context()
         reading.run(STRANGE.set, not trust)
-        return reading.run(cls.load, path, out=str(folder))
+        given = {} if trust else {"ray_address": ""}  # whose cluster executes what it is sent
+        return reading.run(cls.load, path, out=str(folder), **given)
 
     def values(self) -> dict[str, Value]:
         """Key -> value: of common settings, the chosen method's, and others' that were given."""

@@ -21,6 +21,7 @@ from ..config.settings import ConfigError
 from ..data.client_tables import client_accuracy_table, client_gains, client_summary
 from ..data.load import load_data
 from ..data.partitions import SPLIT_SETTINGS, load_split
+from ..errors import place_in
 from ..metrics import metrics_of
 from . import page
 from .figures import (
@@ -73,7 +74,7 @@ def write_report(
     `targets` are accuracies, by default the runs' own, and `trust` is as in :meth:`Config.of_run`.
     """
     runs = read_runs(folder, trust=trust)
-    out = Path(out) if out is not None else Path(folder) / "report"
+    out = Path(out) if out is not None else place_in(Path(folder), "report")
     out.mkdir(parents=True, exist_ok=True)
     rounds, clients = _join_tables(runs)
     target_table(runs, targets).to_latex(out / "targets.tex", index=False, escape=True)

@@ -23,6 +23,7 @@ from fedntk.simulations.cli import app
 from fedntk.simulations.config import importing
 from fedntk.simulations.config.importing import import_named
 from fedntk.simulations.engine.recorder import AdmittedMetrics
+from fedntk.simulations.errors import place_in
 from fedntk.simulations.report import report
 from fedntk.simulations.report.figures import uncertainty_histogram
 from fedntk.simulations.report.report import FORMULA, markdown, write_csv, write_html
@@ -349,3 +350,13 @@ def test_class_names_with_dollars_are_drawn_as_they_are():
     name = r"$\frac$"
     figure = uncertainty_histogram({name: np.ones(3)}, label=name, title=name)
     figure.savefig(io.BytesIO())
+
+
+def test_what_is_written_into_a_folder_follows_no_link_out_of_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (tmp_path / "run" / "report").symlink_to(mine)
+    refused("leads out of the run's folder", place_in, tmp_path / "run", "report")
+    refused("leads out of the run's folder", place_in, tmp_path / "run", "../mine")
+    assert not any(mine.iterdir())
