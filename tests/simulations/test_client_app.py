@@ -16,6 +16,7 @@ from fedntk.simulations.data.load import load_data, load_own
 from fedntk.simulations.engine.building import load_setup, make_client, make_strategy
 from fedntk.simulations.engine.client_app import _masks, client_fn
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
+from fedntk.strategies import NoUsableReply
 
 from ..conftest import refused as refused_by
 from ..strategies.federation import bits
@@ -217,3 +218,28 @@ def test_a_nodes_ledger_knows_its_examples_however_a_run_prepares_them(tmp_path)
 )
 def test_what_a_node_says_wrongly_of_privacy_is_refused(tmp_path, said, message):
     refused_by(message, of_owner, tmp_path, SUMS, **said)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_nodes_with_ledgers_give_one_noisy_sum_through_the_app(tmp_path, secure):
+    """Masked, or to a trusted server; a second run passes the budgets of their owners."""
+    asked = ASKED | {"secure_aggregation": secure}
+    config = CONFIG.replace(**SUMS | {"one_exchange": asked, "width": 8, "out": str(tmp_path)})
+    setup, of = load_setup(config), grid_of(config)
+    for k, context in enumerate(of.contexts.values()):
+        x, y = raw(k)
+        ledger = PrivacyLedger.create(tmp_path / f"{k}.ledger").path
+        context.node_config = {
+            "data-path": save(tmp_path / f"{k}.npz", x=x, y=y), "privacy-ledger": str(ledger),
+            "privacy-epsilon": 2.0, "privacy-only-masked": secure,
+        }  # fmt: skip
+    initial = ArrayRecord(dict(setup.network.state_dict()))
+    strategy = make_strategy(setup)
+    strategy.start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=1)
+    assert strategy.train_metrics[1]["replies-accepted"] == 3
+    for k in range(3):
+        (release,) = PrivacyLedger(tmp_path / f"{k}.ledger").releases()
+        assert (release.epsilon, release.spent) == (2.0, secure)
+    again = make_strategy(setup)
+    with pytest.raises(NoUsableReply, match="its owner allows"):
+        again.start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=1)
