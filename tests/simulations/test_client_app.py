@@ -243,3 +243,15 @@ def test_nodes_with_ledgers_give_one_noisy_sum_through_the_app(tmp_path, secure)
     again = make_strategy(setup)
     with pytest.raises(NoUsableReply, match="its owner allows"):
         again.start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=1)
+
+
+def test_a_private_nodes_errors_tell_nothing_of_its_examples(tmp_path):
+    """What does not fit is in the node's own log, with figures."""
+    config = CONFIG.replace(**SUMS | {"standardise": True})
+    context = next(iter(grid_of(config).contexts.values()))
+    x, y = raw(0)
+    ledger = PrivacyLedger.create(tmp_path / "x.ledger").path
+    path = save(tmp_path / "x.npz", x=1e4 * x, y=y)
+    context.node_config = {"data-path": path, "privacy-ledger": str(ledger)}
+    refused("^data-path: the examples do not fit the run's data set; this node's log says why$",
+            client_fn, context)  # fmt: skip
