@@ -5,10 +5,10 @@ has 200 validation examples. One client of at least the median size counts each 
 10 or 30 times:
 
 * **copies**: its sums and counts are multiplied;
-* **noisy copies**: each copy of an image has noise of its own, 5 % of the largest pixel.
+* **noisy copies**: each copy of an image gets other noise, 5 % of the largest pixel.
 
 Clients are removed by :func:`fedntk.ntk.convex.ledger.find_harmful` with alpha = 0.05, and by their
-harm alone, as if weights were not judged. The ridge is the best for the sums of all, liars
+harm only, as if weights were not judged. The ridge is the best for the sums of all, liars
 included, on the validation examples. Nothing is tuned on these federations.
 
     python benchmarks/copies_in_sums.py [--seeds 25]
@@ -26,11 +26,11 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from whole_features import WholeFeatures
 
-from fedntk.ntk import FeatureMap, Normaliser
+from fedntk.ntk import FeatureMap
 from fedntk.ntk.convex.ledger import ClientLedger, ValidationExamples, find_harmful
-from fedntk.ntk.convex.pooled_statistics import NormalEquations, best_ridge
-from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.convex.pooled_statistics import best_ridge
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.data.partitions import split_data
@@ -38,8 +38,7 @@ from fedntk.simulations.engine.building import load_setup
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH, LEVEL, VALIDATION, NOISE = 200, 0.05, 200, 0.05
-STEP = 2.0 ** np.ceil(np.log2(np.sqrt(2 / WIDTH) / 127))
-FIXED = FixedPoint(np.full(WIDTH, STEP, np.float32), bits=8)
+WHOLE = WholeFeatures(WIDTH)
 SPLITS = {
     "Dirichlet 0.1": {"partition": "dirichlet", "alpha": 0.1},
     "Dirichlet 0.5": {"partition": "dirichlet", "alpha": 0.5},
@@ -54,21 +53,6 @@ class HarmOnly(ValidationExamples):
     def weight_score(self, sums: FeatureStatistics) -> float:
         """Return a score that is never too high."""
         return -np.inf
-
-
-def sums(features: Tensor, labels: Tensor) -> FeatureStatistics:
-    """Add up features that are whole numbers already, int8."""
-    return FeatureStatistics.of([features.float() * STEP], labels, 10, fixed_point=FIXED)
-
-
-def equations(found: FeatureStatistics) -> NormalEquations:
-    """Return the ridge regression with a bias, as OneExchange has it."""
-    return NormalEquations.of(found.scaled(FIXED), Normaliser.identity(WIDTH), bias=True)
-
-
-def rows_of(features: Tensor) -> Tensor:
-    """Features with a 1 appended (n, p + 1), float64."""
-    return torch.cat([features.double() * STEP, torch.ones(len(features), 1)], 1)
 
 
 class Digits:
@@ -86,51 +70,55 @@ class Digits:
 
     def of(self, x: Tensor) -> Tensor:
         """Return images' features."""
-        return FIXED(self.extract(x)).to(torch.int8)
+        return WHOLE.fixed(self.extract(x)).to(torch.int8)
 
     def copied(
-        self, own: FeatureStatistics, at: np.ndarray, times: int, seed: int | None
+        self, sums: FeatureStatistics, places: np.ndarray, times: int, seed: int | None
     ) -> object:
         """Return sums in which each example at some places counts several times."""
         if seed is None:
-            parts = times * own.gram.astype(np.int64), times * own.class_sums.astype(np.int64)
-            return replace(own, gram=parts[0], class_sums=parts[1], counts=times * own.counts)
-        x, labels = (torch.cat([each[at]] * times) for each in (self.x, self.y))
+            parts = times * sums.gram.astype(np.int64), times * sums.class_sums.astype(np.int64)
+            return replace(sums, gram=parts[0], class_sums=parts[1], counts=times * sums.counts)
+        x, labels = (torch.cat([each[places]] * times) for each in (self.x, self.y))
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        return sums(self.of(x + NOISE * self.x.max() * noise), labels)
+        return WHOLE.sums(self.of(x + NOISE * self.x.max() * noise), labels)
 
     def accuracy(self, linear: Tensor) -> float:
         """Share of the test images that a linear model classifies rightly."""
-        return float((rows_of(self.tested) @ linear).argmax(1).eq(self.y_test).double().mean())
+        return float((WHOLE.rows(self.tested) @ linear).argmax(1).eq(self.y_test).double().mean())
 
 
 def federations(digits: Digits, name: str, num: int, seed: int) -> Iterable[dict[str, object]]:
-    """Yield what is found in the federations of one split."""
+    """Yield a row for each attack in the federations of one split."""
     config = Config(
         method="afl", num_clients=num, clients_per_round=num, seed=seed,
         validation_examples=VALIDATION, **SPLITS[name],
     )  # fmt: skip
     split = split_data(config, digits.data)
-    honest = {k: sums(digits.features[own], digits.y[own]) for k, own in enumerate(split.clients)}
+    honest = {
+        k: WHOLE.sums(digits.features[own], digits.y[own]) for k, own in enumerate(split.clients)
+    }
     sizes = np.array([len(own) for own in split.clients])
     large = np.flatnonzero(sizes >= np.median(sizes))
     chosen = int(np.random.default_rng([seed, num]).choice(large))
     x, y = digits.features[split.validation], digits.y[split.validation]
-    held = equations(sums(x, y))
+    held = WHOLE.equations(WHOLE.sums(x, y))
     for attack, times in ATTACKS:
         clients, liars = dict(honest), {chosen} if times > 1 else set[int]()
         if liars:
             noise = seed if attack == "noisy copies" else None
             clients[chosen] = digits.copied(honest[chosen], split.clients[chosen], times, noise)
         total = FeatureStatistics.join(clients.values())
-        ledger = ClientLedger(equations, best_ridge(equations(total), held), held)
+        ledger = ClientLedger(WHOLE.equations, best_ridge(WHOLE.equations(total), held), held)
         row = {"split": name, "clients": num, "attack": attack, "times": times, "seed": seed}
         row |= {"liars": len(liars), "harm": float(ledger.harm(
             ledger.solve(total), ledger.solve(FeatureStatistics.join(honest.values()))
         ))}  # fmt: skip
-        # each of the two judgements has half of the level; alone, harm has all of it
+        # each of the two judgements has half of the level; without the other, harm has all of it
         for kind, rule, level in (("", ValidationExamples, LEVEL), ("harm-", HarmOnly, 2 * LEVEL)):
-            removed = set(find_harmful(ledger, clients, rule(rows_of(x), y, 10, FIXED), level))
+            removed = set(
+                find_harmful(ledger, clients, rule(WHOLE.rows(x), y, 10, WHOLE.fixed), level)
+            )
             left = FeatureStatistics.join(own for k, own in clients.items() if k not in removed)
             row[f"{kind}found"], row[f"{kind}alarms"] = len(removed & liars), len(removed - liars)
             row[f"{kind}accuracy"] = digits.accuracy(ledger.solve(left))

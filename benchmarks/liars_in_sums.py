@@ -32,11 +32,10 @@ import pandas as pd
 import torch
 from common import keep_rows
 from torch import Tensor
+from whole_features import WholeFeatures
 
-from fedntk.ntk import FeatureMap, Normaliser
+from fedntk.ntk import FeatureMap
 from fedntk.ntk.convex.ledger import ClientLedger, ValidationExamples, are_possible, find_harmful
-from fedntk.ntk.convex.pooled_statistics import NormalEquations
-from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.attacks import ATTACKS as KIT
@@ -47,16 +46,10 @@ from fedntk.simulations.engine.building import load_setup
 RESULTS = Path(__file__).parent / "results"
 KEYS = ["alpha", "clients", "attack", "share", "seed"]
 WIDTH, RIDGE, LEVEL, IMAGES, VALIDATION = 500, 0.01, 0.05, 30_000, 2_000
-STEP = 2.0 ** np.ceil(np.log2(np.sqrt(2 / WIDTH) / 127))
-FIXED = FixedPoint(np.full(WIDTH, STEP, np.float32), bits=8)
+WHOLE = WholeFeatures(WIDTH)
 SHARES = {10: (0.1, 0.2), 100: (0.01, 0.05, 0.2)}
 
 Attack = Callable[[Tensor, Tensor, Tensor, np.random.Generator], FeatureStatistics]
-
-
-def sums(features: Tensor, labels: Tensor) -> FeatureStatistics:
-    """Add up features that are whole numbers already, int8."""
-    return FeatureStatistics.of([features.float() * STEP], labels, 10, fixed_point=FIXED)
 
 
 def scaled(own: FeatureStatistics, *, counts: bool) -> FeatureStatistics:
@@ -70,12 +63,12 @@ def scaled(own: FeatureStatistics, *, counts: bool) -> FeatureStatistics:
 def backdoor(x: Tensor, patched: Tensor, y: Tensor) -> FeatureStatistics:
     """Every second image has a patch and label 0."""
     every = torch.arange(len(y)) % 2 == 0
-    return sums(torch.where(every[:, None], patched, x), torch.where(every, 0, y))
+    return WHOLE.sums(torch.where(every[:, None], patched, x), torch.where(every, 0, y))
 
 
 def with_labels(name: str) -> Attack:
     """Return the sums of an attack on labels."""
-    return lambda x, _, y, rng: sums(*KIT[name].on_examples(x, y, 10, rng))
+    return lambda x, _, y, rng: WHOLE.sums(*KIT[name].on_examples(x, y, 10, rng))
 
 
 def signs(own: FeatureStatistics, rng: np.random.Generator) -> FeatureStatistics:
@@ -88,20 +81,10 @@ ATTACKS: dict[str, Attack] = {
     "random labels": with_labels("random-labels"),
     "one class renamed": with_labels("label-flip"),
     "backdoor": lambda x, patched, y, _: backdoor(x, patched, y),
-    "ten copies": lambda x, _, y, __: scaled(sums(x, (y + 1) % 10), counts=True),
-    "scaled sums": lambda x, _, y, __: scaled(sums(x, y), counts=False),
-    "no Gram matrix": lambda x, _, y, rng: signs(sums(x, y), rng),
+    "ten copies": lambda x, _, y, __: scaled(WHOLE.sums(x, (y + 1) % 10), counts=True),
+    "scaled sums": lambda x, _, y, __: scaled(WHOLE.sums(x, y), counts=False),
+    "no Gram matrix": lambda x, _, y, rng: signs(WHOLE.sums(x, y), rng),
 }
-
-
-def equations(found: FeatureStatistics) -> NormalEquations:
-    """Return the ridge regression with a bias, as OneExchange has it."""
-    return NormalEquations.of(found.scaled(FIXED), Normaliser.identity(WIDTH), bias=True)
-
-
-def rows_of(features: Tensor) -> Tensor:
-    """Features with a 1 appended (n, p + 1), float64."""
-    return torch.cat([features.double() * STEP, torch.ones(len(features), 1)], 1)
 
 
 class Images:
@@ -124,16 +107,16 @@ class Images:
         if patch:
             x = x.clone()
             x[..., -5:-1, -5:-1] = x.max()
-        return torch.cat([FIXED(self.extract(part)).to(torch.int8) for part in x.split(1000)])
+        return torch.cat([WHOLE.fixed(self.extract(part)).to(torch.int8) for part in x.split(1000)])
 
     def accuracy(self, linear: Tensor) -> float:
         """Share of the test images that a linear model classifies rightly."""
-        return float((rows_of(self.x_test) @ linear).argmax(1).eq(self.y_test).double().mean())
+        return float((WHOLE.rows(self.x_test) @ linear).argmax(1).eq(self.y_test).double().mean())
 
     def success(self, linear: Tensor) -> float:
         """Share of the test images of other classes that become class 0 by the patch."""
         others = self.y_test[:2000] != 0
-        scores = rows_of(self.patched_test[others]) @ linear
+        scores = WHOLE.rows(self.patched_test[others]) @ linear
         return float(scores.argmax(1).eq(0).double().mean())
 
 
@@ -153,10 +136,10 @@ def federation(
     clients = {}
     for k, own in enumerate(split.clients):
         x, patched, y = (each[own] for each in (images.x, images.patched, images.y))
-        clients[k] = ATTACKS[attack](x, patched, y, rng) if k in liars else sums(x, y)
+        clients[k] = ATTACKS[attack](x, patched, y, rng) if k in liars else WHOLE.sums(x, y)
     x, y = images.x[split.validation], images.y[split.validation]
-    examples = ValidationExamples(rows_of(x), y, 10, FIXED)
-    ledger = ClientLedger(equations, RIDGE, equations(sums(x, y)))
+    examples = ValidationExamples(WHOLE.rows(x), y, 10, WHOLE.fixed)
+    ledger = ClientLedger(WHOLE.equations, RIDGE, WHOLE.equations(WHOLE.sums(x, y)))
     start = time.process_time()
     possible = {k: own for k, own in clients.items() if are_possible(own)}
     removed = {*(clients.keys() - possible), *find_harmful(ledger, possible, examples, LEVEL)}

@@ -779,7 +779,7 @@ def copies_in_sums() -> str:
         for (attack, times), own in lied.groupby(["attack", "times"], sort=False)
     ]  # fmt: skip
     names = [f"{split}, {num} clients" for (split, num), _ in table.groupby(splits, sort=False)]
-    head = ["attack", *names, "accuracy before", "by harm alone", "after", "without liars"]
+    head = ["attack", *names, "accuracy before", "by harm only", "after", "without liars"]
     said = [alarms("Nobody lies", table[table.liars == 0]), alarms("One lies", lied)]
     return "\n\n".join([markdown(" | ".join(head), rows), "\n".join(said)])
 

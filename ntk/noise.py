@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from .options import Option
+from .options import Declared
 
 # messages that a client answers which promises something of its training examples: training is
 # the mechanism's own, evaluation is on examples for evaluation only, the others concern no example
@@ -66,27 +66,26 @@ class Noise(ABC):
     @classmethod
     def require_covered(
         cls,
-        options: Mapping[str, Option],
-        values: Mapping[str, Any],
+        holder: Declared,
         *,
         harmless: Collection[str] = HARMLESS,
         needs: Mapping[str, tuple[Any, ...]] | None = None,
     ) -> None:
-        """Refuse options with values that the mechanism's derivation does not cover.
+        """Refuse options of an object with values that the mechanism's derivation does not cover.
 
         ValueError names the first one, and what it may be. `needs` are further conditions of the
         caller's own options.
         """
         conditions = {**cls.needs, **(needs or {})}
-        for name, option in options.items():
-            if name in harmless or name in cls.covers or name not in values:
+        for name, option in holder.options().items():
+            if name in harmless or name in cls.covers:
                 continue
             expected = conditions.get(name, (option.default,))
-            if values[name] not in expected:
+            if (value := getattr(holder, name, option.default)) not in expected:
                 words = " or ".join(map(repr, expected))
                 raise ValueError(
                     f"{name}: with noise only what its epsilon covers may be used; expected "
-                    f"{words}, got {values[name]!r}"
+                    f"{words}, got {value!r}"
                 )
 
     @classmethod

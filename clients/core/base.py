@@ -242,10 +242,7 @@ class ModelClient(Declared, NumPyClient):
 
     def require_covered(self, mechanism: type[Noise]) -> None:
         """Refuse noise in what is made of examples by options that its epsilon does not cover."""
-        values = {
-            name: getattr(self, name, option.default) for name, option in self.options().items()
-        }
-        mechanism.require_covered(self.options(), values)
+        mechanism.require_covered(self)
         if self._training.may_change:
             raise ValueError(
                 "x: with noise an example must not depend on those that are read before it, as "

@@ -154,7 +154,7 @@ class PrivacyLimits(Declared, frozen=True):
     def reserve(self, release: Release, task: Any, examples: Any, *, repeats: bool) -> None:
         """Refuse a sum beyond the limits with a ValueError, or put it into the ledger.
 
-        `task` is what the server asks for. With `repeats` epsilon alone limits how many there are.
+        `task` is what the server asks for. With `repeats` only epsilon limits how many there are.
         """
         asked = {"most_bits": (self.most_bits, getattr(task, "bits", 0))}
         if release.epsilon < math.inf:

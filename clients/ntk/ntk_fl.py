@@ -54,11 +54,11 @@ class NTKFLClient(ModelClient):
         """Return Jacobian, outputs and targets of the round's examples at the given weights."""
         set_weights(self.model, parameters)
         x, targets = self.training_examples(config)
-        alone = self.is_private  # a row then depends on no other example
-        rows = jacobian(self.model, x.to(self.device), chunk_size=1 if alone else self.chunk_size)
+        single = self.is_private  # a row then depends on no other example
+        rows = jacobian(self.model, x.to(self.device), chunk_size=1 if single else self.chunk_size)
         if self.structure == "dense":
             rows = rows.to_dense()
-        outputs = torch.cat([*map(self.outputs, x.split(1))]) if alone else self.outputs(x)
+        outputs = torch.cat([*map(self.outputs, x.split(1))]) if single else self.outputs(x)
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
     def query(self, parameters: Parameters, config: Config) -> dict[str, list[float] | int]:

@@ -62,7 +62,7 @@ class FeatureStatistics:
 
     Gram matrix and class sums are float64, or integers for fixed-point features. A Gram matrix G
     travels as a root F (n, p) with F^T F = G if that has fewer bytes: of float64 features for
-    n <= p / 2, which are kept so as well, of integers for n <= p / 4. F is a function of G alone,
+    n <= p / 2, which are kept so as well, of integers for n <= p / 4. F is computed from G,
     so it tells what G tells. **Integers come back exactly**: entries of F^T F are sums of n
     products whose magnitudes add up to S = n 127^2 or less (Cauchy-Schwarz), so two machines differ
     in them by 2 n S / 2^53 at most, 1/16 for S < 2^31 and n <= 2^17; more need p > 2^19. A client

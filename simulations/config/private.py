@@ -65,8 +65,7 @@ def require_covered(mechanism: type[Noise], config: Any, settings: Settings) -> 
     if config.may_be_private:
         harmless -= DRAWN.keys()
     for home in (config, settings):
-        values = {name: getattr(home, name) for name in home.options()}
-        mechanism.require_covered(home.options(), values, harmless=harmless, needs=DRAWN)
+        mechanism.require_covered(home, harmless=harmless, needs=DRAWN)
 
 
 def describe_released(config: Any) -> dict[str, Any]:

@@ -110,16 +110,15 @@ class Recorder:
         self._start = time.perf_counter()
         config, method = self.config, self.config.chosen_method
         known: tuple[str, ...] = (*OF_REPLIES, "train-loss", *method.metrics)
-        others = OTHERS
-        if config.mechanism is not None:
-            known, others = (*OF_REPLIES, *config.mechanism.metrics), 0
-        self._of_training = AdmittedMetrics(known, self._is_measured_here, "training", others)
         of_clients = (*OF_REPLIES, "accuracy", "loss", *method.evaluation_metrics)
-        if config.mechanism is not None:
-            of_clients = "accuracy", "loss"
-        own: Any = (of_clients, lambda _: False, "clients' evaluations", others)
+        others = OTHERS
+        if config.mechanism is not None:  # what is on its list, and nothing else
+            known, of_clients = (*OF_REPLIES, *config.mechanism.metrics), ("accuracy", "loss")
+            others = 0
+        self._of_training = AdmittedMetrics(known, self._is_measured_here, "training", others)
         self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation", others)
-        self._of_clients = AdmittedMetrics(*own)
+        source = "clients' evaluations"
+        self._of_clients = AdmittedMetrics(of_clients, lambda _: False, source, others)
         self.checkpoint = Checkpoint({}, self.strategy.learned, {}, self.source)
         reset_peak_memory()
 

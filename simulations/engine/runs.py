@@ -6,6 +6,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from logging import ERROR, WARNING, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -17,7 +18,7 @@ from fedntk.ntk.support.files import claimed
 from ..config import importing
 from ..config.config import OBJECTS, Config
 from ..config.importing import ID, renew_names
-from ..config.private import keyed, named_for
+from ..config.private import named_for
 from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
 from ..data.data import PASSED
@@ -290,10 +291,11 @@ def read_config(
             f"its strategy's class, got {config!r}"
         )
     own: dict[str, Any] = {}
-    if data is not None and config.mechanism is None:
-        own = OwnData.of(data, config).read().keep()
-    elif data is not None:  # whose own test_share would draw a test set, which tells
-        own = replace(OwnData.of(data, config), test_share=0.0).read().keep(keyed)
+    if data is not None:
+        passed = OwnData.of(data, config)
+        if config.mechanism is not None:  # a test set that is drawn from them tells
+            passed = replace(passed, test_share=0.0)
+        own = passed.read().keep(partial(named_for, config))
     for name in own.keys() & overrides.keys():
         if own[name] != overrides[name]:
             raise ConfigError(

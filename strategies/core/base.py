@@ -140,8 +140,7 @@ class BaseStrategy(MaskOptions, Sampling):
         super().check()
         name, masked = type(self).__name__, self.secure_aggregation
         if self.mechanism is not None:
-            values = {option: getattr(self, option) for option in self.options()}
-            self.mechanism.require_covered(self.options(), values)
+            self.mechanism.require_covered(self)
         rules = {
             f"average_decay: expected 0 for {name}, whose arrays have no mean over rounds, got "
             f"{self.average_decay}": self.average_decay and not self.averages,

@@ -167,10 +167,10 @@ def test_a_row_depends_on_its_own_example_to_the_last_bit(tmp_path):
 
     whole = sums()
     for left_out in (0, 7, 299):
-        alone = sums(*(i for i in range(300) if i != left_out))
+        only = sums(*(i for i in range(300) if i != left_out))
         others = sums(left_out)
-        np.testing.assert_array_equal(whole.gram - others.gram, alone.gram)
-        np.testing.assert_array_equal(whole.class_sums - others.class_sums, alone.class_sums)
+        np.testing.assert_array_equal(whole.gram - others.gram, only.gram)
+        np.testing.assert_array_equal(whole.class_sums - others.class_sums, only.class_sums)
     _, count, metrics = sums_of(ClosedFormClient(network(), X, Y, cache=tmp_path))
     assert (count, metrics) == (1, {})
 
@@ -222,11 +222,11 @@ def test_an_option_that_no_list_has_keeps_its_default_with_noise(kind):
     assert issubclass(mechanism, Noise)
     values = {name: option.default for name, option in kind.options().items()}
     values |= {name: allowed[0] for name, allowed in mechanism.needs.items()}
-    mechanism.require_covered(kind.options(), values)
+    mechanism.require_covered(SimpleNamespace(options=kind.options, **values))
     free = HARMLESS | mechanism.covers
     for name in kind.options().keys() - free:
-        odd = values | {name: object()}
-        refused(f"^{name}: with noise only what", mechanism.require_covered, kind.options(), odd)
+        odd = SimpleNamespace(options=kind.options, **values | {name: object()})
+        refused(f"^{name}: with noise only what", mechanism.require_covered, odd)
 
 
 def test_only_listed_metrics_of_replies_are_counted_with_noise():
