@@ -6,8 +6,6 @@ WORKERS ?= 2
 DATA ?= $(wildcard ../shared/data)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-TYPES := build/types/fedntk
-ROOMS := ntk trust clients strategies simulations
 
 # Flower's files stay inside the checkout; no telemetry, no version look-ups.
 export FLWR_HOME := $(CURDIR)/.flwr
@@ -28,7 +26,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable '.[simulation,dev]'
-	ln -sfn $(CURDIR)/fedntk $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fedntk # found before any folder of that name
 	touch $@
 
 pins: install ## the newest versions that fit together, into constraints.txt
@@ -72,41 +69,28 @@ speed: install ## the programs behind docs/speed.md, one after another, and its 
 
 # what `make lowest` runs: mathematics, clients, servers and short runs
 OLDEST := tests/ntk tests/clients tests/strategies tests/simulations/test_runs.py tests/simulations/test_own_data.py tests/simulations/test_report.py
-comma := ,
-# $(call environment,NAME,PYTHON,OPTIONS): build/NAME with the package
-define environment
-$(BIN)/uv venv --quiet --clear --python $(2) build/$(1)
-$(BIN)/uv pip install --quiet --python build/$(1)/bin/python $(3)
-ln -sfn $(CURDIR)/fedntk $$(build/$(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fedntk
-endef
-
 .PHONY: lowest newest
 lowest: install ## quick tests with the oldest versions that pyproject.toml allows
-	$(call environment,lowest,$(BIN)/python,--resolution lowest-direct --editable '.[simulation$(comma)tensorboard$(comma)mlflow$(comma)privacy]')
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python build/lowest
+	$(BIN)/uv pip install --quiet --python build/lowest/bin/python --resolution lowest-direct --editable '.[simulation,tensorboard,mlflow,privacy]'
 	$(BIN)/uv pip install --quiet --python build/lowest/bin/python --constraint constraints.txt pytest pytest-xdist hypothesis selenium
 	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m 'not federation and not slow and not ray' $(OLDEST)
 
 # a Python that uv finds or can fetch
 NEWEST ?= 3.13
 newest: install ## the quick tests on a newer Python, with the newest versions of all
-	$(call environment,newest,$(NEWEST),--editable '.[simulation$(comma)dev]')
+	$(BIN)/uv venv --quiet --clear --python $(NEWEST) build/newest
+	$(BIN)/uv pip install --quiet --python build/newest/bin/python --editable '.[simulation,dev]'
 	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m 'not federation and not slow'
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# the package as a folder of links, for tools that cannot follow an editable installation
-.PHONY: links
-links: install
-	@mkdir -p $(TYPES)
-	@ln -sfn $(CURDIR)/fedntk/__init__.py $(TYPES)/__init__.py
-	@for room in $(ROOMS); do ln -sfn $(CURDIR)/$$room $(TYPES)/$$room; done
-
-types: links ## mypy, strict
+types: install ## mypy, strict
 	$(BIN)/mypy
 
-docs: links ## the site, in build/site; any warning or dead link fails
+docs: install ## the site, in build/site; any warning or dead link fails
 	@# without --quiet, which would keep warnings from --strict, too
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -114,7 +98,7 @@ outside: docs ## the links to other sites, which needs a network
 	grep -v $$(sed -n 's/^Homepage = "\(.*\)"/\1/p' pyproject.toml) build/site-links.txt | \
 	$(BIN)/uvx linkchecker==10.6.0 --check-extern --recursion-level=0 --stdin
 
-pages: install ## write results and costs into the tables of the pages
+pages: install ## write results, methods and defaults of settings where they are listed
 	$(BIN)/python docs/tables.py
 
 check: lint types docs test slow federation ## everything; CI leaves `slow` out

@@ -4,6 +4,7 @@ All other metadata stands in pyproject.toml, the repository's address among them
 """
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -30,4 +31,5 @@ def readme() -> str:
 
 
 if __name__ == "__main__":
+    runpy.run_path(str(ROOT / "fedntk" / "__init__.py"))  # refuses a clone without links
     setup(long_description=readme(), long_description_content_type="text/markdown")

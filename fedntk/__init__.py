@@ -3,13 +3,14 @@
 The package imports nothing by itself, so that ``fedntk.ntk`` needs torch and NumPy alone.
 """
 
-import sys
 from pathlib import Path
 
 __all__ = ["__version__"]
 
-# a checkout in the working directory comes first; its rooms are where the package is installed
-_packages = (Path(folder, "fedntk") for folder in sys.path if folder)
-__path__ += [str(own) for own in _packages if (own / "__init__.py").is_file()]
-
 __version__ = "0.1.0"
+
+if Path(__file__).with_name("ntk").is_file():
+    raise ImportError(
+        "the rooms are symbolic links, which this clone lacks; clone again with "
+        "git clone -c core.symlinks=true, on Windows in Developer Mode"
+    )
