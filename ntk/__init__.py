@@ -3,7 +3,6 @@
 The names that most programs need are here; the folders' modules have the others.
 """
 
-from . import support  # noqa: F401 - before torch: it sets how torch's threads wait
 from .convex.ridge import ridge_regression
 from .errors import BadReply, NotEnoughMemory
 from .evolution.gradient_flow import Evolution, evolve
@@ -26,7 +25,6 @@ from .payloads.compressed_upload import CompressedUpload
 from .payloads.compression import compress
 from .payloads.jacobian_upload import JacobianUpload
 from .payloads.limits import UploadLimits
-from .payloads.privacy import RowNoise
 from .predictors.conformal import calibrate, conformal_scores, examples_needed, prediction_sets
 from .predictors.ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .predictors.network import NetworkPredictor, Predictor
@@ -50,7 +48,6 @@ __all__ = [
     "NotEnoughMemory",
     "Predictor",
     "PrototypePredictor",
-    "RowNoise",
     "TCTModel",
     "Uncertainty",
     "UploadLimits",

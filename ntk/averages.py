@@ -6,6 +6,7 @@ numbers of any size. Whole numbers that differ become the whole number nearest t
 the even one; booleans go by the larger share, and a tie is False.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,8 @@ def masked_mean(
         for model, mask in zip(models, masks, strict=True):
             common = np.where(mask[name], model[name], common)
         pairs = zip(models, masks, strict=True)
-        alike = all_alike([common, *(np.where(m[name], own[name], common) for own, m in pairs)])
+        filled = (np.where(m[name], client[name], common) for client, m in pairs)
+        alike = all_alike([common, *filled])
         average[name] = np.where(alike, common, mean.astype(common.dtype))
     return average
 
@@ -67,7 +69,7 @@ def equal_mean(models: Sequence[Arrays]) -> NewArrays:
     """Mean of models that count alike, in float64."""
 
     def mean(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        return np.asarray(np.mean([np.asarray(own, np.float64) for own in arrays], axis=0))
+        return np.asarray(np.mean([np.asarray(array, np.float64) for array in arrays], axis=0))
 
     return _means(models, [1] * len(models), mean)
 
@@ -78,7 +80,8 @@ def convex_combination(models: Sequence[Arrays], shares: Sequence[float]) -> New
     def mean(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
         origin = arrays[0].astype(np.float64)
         pairs = zip(shares, arrays, strict=True)
-        return np.asarray(origin + sum(s * (own.astype(np.float64) - origin) for s, own in pairs))
+        change = sum(s * (array.astype(np.float64) - origin) for s, array in pairs)
+        return np.asarray(origin + change)
 
     combined = _means(models, shares, mean)
     for name in combined:
@@ -111,10 +114,10 @@ def all_alike(arrays: Sequence[NDArray[Any]]) -> NDArray[np.bool_]:
     """Return whether all arrays, of one shape, hold the same bits at a coordinate."""
     dtype = np.result_type(*arrays)  # models with bounded changes are in float64
     bits = f"u{dtype.itemsize}" if dtype.itemsize <= 8 else f"V{dtype.itemsize}"
-    first, *others = (np.asarray(own).astype(dtype, copy=False).view(bits) for own in arrays)
+    first, *others = (np.asarray(array).astype(dtype, copy=False).view(bits) for array in arrays)
     alike = np.ones(first.shape, bool)
-    for own in others:
-        alike &= own == first
+    for array in others:
+        alike &= array == first
         if not alike.any():
             break
     return alike
@@ -130,8 +133,8 @@ def put_back(mean: NDArray[Any], first: NDArray[Any], alike: NDArray[np.bool_]) 
 def are_finite(after: Arrays, before: Arrays) -> bool:
     """Whether all numbers are finite, or as they were: masks may hold infinity."""
     return all(
-        bool((np.isfinite(own) | all_alike([own, before[name]])).all())
-        for name, own in after.items()
+        bool((np.isfinite(array) | all_alike([array, before[name]])).all())
+        for name, array in after.items()
     )
 
 
@@ -146,7 +149,7 @@ def _integer_mean(arrays: Sequence[NDArray[Any]], weights: Sequence[float]) -> N
     least = np.minimum.reduce(arrays)
     origin = np.subtract(least, least % 2)  # even, so that halves are rounded to the even number
     unsigned = f"u{dtype.itemsize}"  # differences wrap around in `dtype`, and not in this
-    above = [np.asarray(np.subtract(own, origin)).view(unsigned) for own in arrays]
+    above = [np.asarray(np.subtract(array, origin)).view(unsigned) for array in arrays]
     shift = np.rint(np.minimum(exact_sum(above, weights) / total, 2.0**64 - 2048))
     shift = np.minimum(shift.astype(np.uint64), np.maximum.reduce(above)).astype(unsigned)
     return np.asarray(np.add(origin, np.asarray(shift).view(dtype)))
@@ -185,12 +188,12 @@ def _mix(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[New
         rows = np.empty((len(weights), first.size), first.dtype)
         for start in range(0, first.size, COLUMNS):
             end = start + COLUMNS
-            parts = [own[start:end] for own in flat]
+            parts = [vector[start:end] for vector in flat]
             alike = all_alike(parts)
             if alike.all():
                 rows[:, start:end] = parts[0]
             elif first.dtype.kind in "iub":
-                rows[:, start:end] = [_integer_mean(parts, own) for own in weights]
+                rows[:, start:end] = [_integer_mean(parts, row) for row in weights]
             else:
                 with np.errstate(invalid="ignore"):  # infinite numbers are put back
                     mean = weights @ np.stack(parts).astype(np.float64)
@@ -206,3 +209,18 @@ def exact_sum(arrays: Sequence[NDArray[Any]], shares: Sequence[float]) -> Any:
     """Sum of arrays times their shares, in float64."""
     pairs = zip(arrays, shares, strict=True)
     return sum(np.asarray(array, np.float64) * share for array, share in pairs)
+
+
+def change_size(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> float:
+    """Euclidean norm of the change, over all floating-point arrays of `before`."""
+    total = 0.0
+    for name, array in before.items():
+        if array.dtype.kind == "f":
+            dtype = np.result_type(after[name].dtype, np.float32)
+            with np.errstate(invalid="ignore"):  # of infinite numbers
+                change = np.subtract(after[name], array, dtype=dtype)
+            if not np.isfinite(change).all():
+                change = np.where(all_alike([after[name], array]), 0, change)
+            change = change.ravel()
+            total += float(np.dot(change, change))
+    return math.sqrt(total)

@@ -7,10 +7,10 @@ all that it does not name: these are lists of what is permitted, not of what is 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, ClassVar
 
-from .options import Declared
+from .options import Declared, Part, parameters_of
 
 # messages that a client answers which promises something of its training examples: training is
 # the mechanism's own, evaluation is on examples for evaluation only, the others concern no example
@@ -24,8 +24,8 @@ HARMLESS = frozenset(
         *("min_available_nodes", "weighted_by_key", "arrayrecord_key", "configrecord_key"),
         *("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn", "min_completed", "max_examples"),
         *("query_timeout", "round_deadline", "key_server", "run", "schema", "seed", "network"),
-        *("over_selection", "held_out", "evaluate_without", "evaluate_every", "average_decay"),
-        *("device", "loss", "learning_rate", "head", "memory_budget", "cache", "parcel_keys"),
+        *("sampling", "evaluate_every"),
+        *("device", "loss", "head"),
         *("model", "x", "y", "x_test", "y_test", "columns", "batch_size_eval", "projection"),
     }
 )
@@ -33,6 +33,9 @@ HARMLESS = frozenset(
 
 class Noise(ABC):
     """A mechanism of differential privacy.
+
+    Options of parts are named with a dot, as ``screening.rule``; a part's name stands for all of
+    its options.
 
     Attributes
     ----------
@@ -68,7 +71,7 @@ class Noise(ABC):
         cls,
         holder: Declared,
         *,
-        harmless: Collection[str] = HARMLESS,
+        harmless: Set[str] = HARMLESS,
         needs: Mapping[str, tuple[Any, ...]] | None = None,
     ) -> None:
         """Refuse options of an object with values that the mechanism's derivation does not cover.
@@ -77,11 +80,9 @@ class Noise(ABC):
         caller's own options.
         """
         conditions = {**cls.needs, **(needs or {})}
-        for name, option in holder.options().items():
-            if name in harmless or name in cls.covers:
-                continue
-            expected = conditions.get(name, (option.default,))
-            if (value := getattr(holder, name, option.default)) not in expected:
+        for name, value, default in _values_of(holder, harmless | cls.covers):
+            expected = conditions.get(name, (default,))
+            if value not in expected:
                 words = " or ".join(map(repr, expected))
                 raise ValueError(
                     f"{name}: with noise only what its epsilon covers may be used; expected "
@@ -93,3 +94,17 @@ class Noise(ABC):
         """Return the metrics of a round of training that may be released."""
         counts = ("replies-", "rejected-")  # of replies that break the protocol, or do not come
         return {k: v for k, v in metrics.items() if k in cls.metrics or k.startswith(counts)}
+
+
+def _values_of(holder: Declared, free: Set[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, value and default of the options, and of optional parts, that are not free."""
+    for name, declared in parameters_of(type(holder)).items():
+        value = getattr(holder, name, declared.default)
+        if name in free:
+            continue
+        if isinstance(declared, Part) and not declared.optional:
+            inside = {other.removeprefix(f"{name}.") for other in free if "." in other}
+            for below, *values in _values_of(value, inside):
+                yield f"{name}.{below}", *values
+        else:
+            yield name, value, declared.default

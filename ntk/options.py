@@ -1,29 +1,44 @@
 """Options and state of a method, each declared once, as fields of its class.
 
-From an option's one line come the constructor's keyword argument, its check, the row in the docs,
-the key of the simulations' settings, what travels to clients, and what a checkpoint compares. From
-a state's one line come its first value, what a checkpoint holds, and what a new run resets::
+An option's line is the constructor's keyword argument with its check, its entry in docstrings, the
+key in configurations, what travels to clients and what a checkpoint compares. A state's line is its
+first value and what a checkpoint holds. Options of one matter are an object of their own, a part::
 
-    class NTKFL(FlowOptions, BaseStrategy):
+    class NTKFL(Strategy):
         selection: Literal["clients", "linearised"] = option("how t is chosen", default="clients")
+        screening: Screening = part("how malicious replies are found", default=Screening)
+        secure: SecureAggregation | None = part("sums under masks", default=None)
         rounds_without_step: int = state(int)
 """
 
 import dataclasses
 import difflib
-import functools
 import inspect
 import math
 import operator
 import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ForwardRef, Literal, Self, Union, dataclass_transform, get_args, get_origin
+from dataclasses import MISSING
+from typing import (
+    Any,
+    ClassVar,
+    ForwardRef,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 import numpy as np
 
-OPTION, STATE, RESET = "option", "state", "reset"  # keys of a field's metadata
+OPTION, PART, STATE, RESET = "option", "part", "state", "reset"  # keys of a field's metadata
 PREFIX = "option-"  # begins the names under which options travel
+D = TypeVar("D", bound="Declared")
+_UNFIT: Any = object()  # what a value becomes that is not of a type
 _LIMITS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
     "at_least": (operator.ge, "at least"),
     "at_most": (operator.le, "at most"),
@@ -33,7 +48,33 @@ _LIMITS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
+class _Parameter:
+    name: str
+    kind: Any  # the type as annotated; of a part without None
+    default: Any  # MISSING if the constructor needs a value
+    meaning: str  # one line
+
+    @property
+    def words(self) -> str:
+        """What the value may be, in words."""
+        return _describe_kind(self.kind)
+
+    @property
+    def default_text(self) -> str:
+        """The default as in a signature; empty without one."""
+        if self.default is MISSING:
+            return ""
+        return str(getattr(self.default, "__qualname__", repr(self.default)))
+
+    def document(self) -> str:
+        """Return the entry in a NumPy docstring: name, type, default and meaning."""
+        default = f", default {self.default_text}" if self.default_text else ""
+        meaning = self.meaning[0].upper() + self.meaning[1:]
+        return f"{self.name} : {self.words}{default}\n    {meaning}."
+
+
+@dataclasses.dataclass(frozen=True)
+class Option(_Parameter):
     """One option of a class.
 
     `kind` is the type as annotated: ``bool``, ``int``, ``float``, ``str``, ``Literal``, a tuple or
@@ -42,10 +83,6 @@ class Option:
     tuple. Infinity is refused unless it is the value of ``at_most``.
     """
 
-    name: str
-    kind: Any
-    default: Any  # dataclasses.MISSING if it must be given
-    meaning: str  # one line
     limits: Mapping[str, float]
     to_clients: bool  # whether the value travels to clients
     compared: bool  # whether a checkpoint with another value is refused
@@ -55,20 +92,21 @@ class Option:
         """Return a value as the option's type; ValueError if it is of another or out of range.
 
         NumPy's numbers, paths, lists and whole numbers for floats are converted. `key` is the name
-        for errors, by default the option's own.
+        for errors, by default the option's.
         """
         key = key or self.name
         if value is self.default:
             return value
-        found = _convert(self.kind, value)
-        if found is _UNFIT:
-            got = repr(value) if isinstance(value, str) else f"{type(value).__name__} {value!r}"
-            near = nearest(value, self.choices) if isinstance(value, str) else ""
-            raise ValueError(f"{key}: expected {_describe_kind(self.kind)}, got {got}{near}")
-        for number in found if isinstance(found, tuple) else (found,):
+        converted = _convert(self.kind, value)
+        if converted is _UNFIT:
+            got, near = f"{type(value).__name__} {value!r}", ""
+            if isinstance(value, str):
+                got, near = repr(value), nearest(value, self.choices)
+            raise ValueError(f"{key}: expected {self.words}, got {got}{near}")
+        for number in converted if isinstance(converted, tuple) else (converted,):
             if type(number) in (int, float):
                 self._check_number(number, key)
-        return found
+        return converted
 
     def _check_number(self, number: float, key: str) -> None:
         if math.isnan(number) or (math.isinf(number) and self.limits.get("at_most") != math.inf):
@@ -80,12 +118,12 @@ class Option:
 
     def field(self, **changes: Any) -> Any:
         """Declare the same option for another class, with some changes."""
-        kept = {"default": self.default, "to_clients": self.to_clients, **self.limits}
-        return option(**{"meaning": self.meaning, **kept, **changes})
+        same = {"meaning": self.meaning, "default": self.default, "to_clients": self.to_clients}
+        return option(**{**same, **self.limits, **changes})
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """What the value may be, if it is one of several words."""
+        """The words that the value may be."""
         return tuple(arg for arg in _alternatives(self.kind) if isinstance(arg, str))
 
     def from_text(self, text: str, key: str = "") -> Any:
@@ -102,29 +140,54 @@ class Option:
 
     def describe(self, key: str = "", choices: Sequence[str] = ()) -> str:
         """Return one line: name, default, choices (the type's by default), meaning."""
-        default = "" if self.default is dataclasses.MISSING else f" = {self.plain(self.default)!r}"
+        default = "" if self.default is MISSING else f" = {self.plain(self.default)!r}"
         words = choices or self.choices
         among = f" ({', '.join(words)})" if words else ""
         return f"{key or self.name}{default}{among}: {self.meaning}"
 
-    @property
-    def default_text(self) -> str:
-        """The default as in a signature; empty if the value must be given."""
-        if self.default is dataclasses.MISSING:
-            return ""
-        return str(getattr(self.default, "__qualname__", repr(self.default)))
 
-    def document(self) -> str:
-        """Return the option's entry in a NumPy docstring: name, type, default and meaning."""
-        default = f", default {self.default_text}" if self.default_text else ""
-        meaning = self.meaning[0].upper() + self.meaning[1:]
-        return f"{self.name} : {_describe_kind(self.kind)}{default}\n    {meaning}."
+@dataclasses.dataclass(frozen=True)
+class Part(_Parameter):
+    """One part of a class: a field with an object of another :class:`Declared` class, or None."""
+
+    optional: bool  # whether it may be None
+
+    def check(self, value: Any, key: str = "") -> Any:
+        """Return a copy of a part with its first state; ValueError if it is none.
+
+        For an optional part True is an object with the defaults, and False is None.
+        """
+        if isinstance(value, self.kind):
+            return value.copy()
+        if self.optional and (value is None or value is False):
+            return None
+        if self.optional and value is True:
+            return self.kind()
+        got = f"{type(value).__name__} {value!r}"
+        if isinstance(value, type):
+            got = f"the class {value.__name__}"
+        raise ValueError(
+            f"{key or self.name}: expected {self.words}, got {got}; write "
+            f"{self.name}={self.kind.__name__}(...)"
+        )
+
+    def make(self, options: Mapping[str, Any]) -> Any:
+        """Return an object with some options, which errors name after the part: ``part.option``."""
+        try:
+            return self.kind(**options)
+        except ValueError as error:
+            is_option = str(error).partition(":")[0] in parameters_of(self.kind)
+            raise ValueError(f"{self.name}{'.' if is_option else ': '}{error}") from None
+
+    @property
+    def words(self) -> str:  # noqa: D102
+        return f"{self.kind.__name__}{' or None' if self.optional else ''}"
 
 
 def option(
     meaning: str,
     *,
-    default: Any = dataclasses.MISSING,
+    default: Any = MISSING,
     kw_only: bool = True,
     to_clients: bool = False,
     compared: bool = True,
@@ -138,14 +201,24 @@ def option(
     return dataclasses.field(default=default, kw_only=kw_only, metadata={OPTION: declared})
 
 
-def shared(meaning: str, *, default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+def shared(meaning: str, *, default: Any = MISSING, **limits: Any) -> Any:
     """Declare an option that travels to clients."""
     return option(meaning, default=default, to_clients=True, **limits)
 
 
-def argument(meaning: str, *, default: Any = dataclasses.MISSING, kw_only: bool = True) -> Any:
+def argument(meaning: str, *, default: Any = MISSING, kw_only: bool = True) -> Any:
     """Declare an argument that no text file holds and no checkpoint compares, such as a model."""
     return option(meaning, default=default, kw_only=kw_only, compared=False, in_files=False)
+
+
+def part(meaning: str, *, default: Any = MISSING) -> Any:
+    """Declare a part, of which each object has a copy; see :class:`Part`.
+
+    A class as `default` stands for an object with its defaults.
+    """
+    if isinstance(default, type):
+        default = default()
+    return dataclasses.field(default=default, kw_only=True, metadata={PART: meaning})
 
 
 def state(
@@ -155,7 +228,7 @@ def state(
     saved: bool = True,
     reset: bool = True,
 ) -> Any:
-    """Declare what an object keeps from round to round; `factory` makes the first value.
+    """Declare what an object holds from round to round; `factory` makes the first value.
 
     A checkpoint holds what is `saved`; all else is made anew when a run begins or goes on. With
     `reset` a new run of the object begins with the first value. `init` is for type checkers: state
@@ -165,7 +238,7 @@ def state(
     return dataclasses.field(init=init, default_factory=factory, metadata=metadata)
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(option, shared, argument, state))
+@dataclass_transform(kw_only_default=True, field_specifiers=(option, shared, argument, part, state))
 class Declared:
     """Base of classes with declared options and state; they become dataclasses.
 
@@ -180,67 +253,84 @@ class Declared:
     ValueError: rate: expected more than 0, got 0.0
     """
 
+    _by_hand: ClassVar[bool] = False  # whether the constructor is
+    _parameters: ClassVar[Mapping[str, Option | Part]] = {}
+
     def __init_subclass__(cls, *, frozen: bool = False, eq: bool = False) -> None:
         super().__init_subclass__()
         # text with `from __future__ import annotations`
         cls.__annotations__ = inspect.get_annotations(cls, eval_str=True)
-        init = not any(
-            "__init__" in vars(base) and base.__init__ is not base.__dict__.get("_made_init")
-            for base in cls.__mro__
-            if issubclass(base, Declared)
-        )  # a constructor written by hand is handed down
+        # a constructor written by hand is handed down
+        cls._by_hand = "__init__" in vars(cls) or any(
+            getattr(base, "_by_hand", False) for base in cls.__bases__
+        )
+        init = not cls._by_hand
         dataclasses.dataclass(kw_only=True, eq=eq, repr=False, init=init, frozen=frozen)(cls)
-        if init:
-            cls._made_init = cls.__init__  # type: ignore[attr-defined]
-        else:
+        cls._parameters = {
+            field.name: _parameter_of(cls, field)
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if field.metadata.keys() & {OPTION, PART}
+        }
+        if cls._by_hand:
             cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
         _list_parameters(cls)
 
     def __post_init__(self) -> None:
-        for name, own in self.options().items():
-            object.__setattr__(self, name, own.check(getattr(self, name), self.key(name)))
-        self.check()
+        for name, declared in parameters_of(type(self)).items():
+            object.__setattr__(self, name, declared.check(getattr(self, name), self.key(name)))
+        _run_checks(self)
+
+    def __repr__(self) -> str:
+        """Show the compared options and the parts that differ from their defaults."""
+        changed = {
+            name: value
+            for name, declared in parameters_of(type(self)).items()
+            if not (isinstance(declared, Option) and not declared.compared)
+            and _differs(value := getattr(self, name, declared.default), declared)
+        }
+        listed = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        return f"{type(self).__name__}({listed})"
 
     def check(self) -> None:
-        """Refuse options that do not fit together; reads options only."""
+        """Refuse options that do not fit together; reads options only.
+
+        That of each class in the chain is run, base classes' first: none calls another.
+        """
 
     @classmethod
-    @functools.cache
-    def options(cls) -> Mapping[str, Option]:
+    def options(cls) -> dict[str, Option]:
         """Return the options by name, those of base classes first."""
-        return {
-            field.name: Option(field.name, field.type, field.default, *field.metadata[OPTION])
-            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-            if OPTION in field.metadata
-        }
-
-    @classmethod
-    @functools.cache
-    def states(cls) -> Mapping[str, Any]:
-        """Return name -> type of the state that a checkpoint holds."""
-        every = dataclasses.fields(cls)  # type: ignore[arg-type]
-        return {field.name: field.type for field in every if field.metadata.get(STATE)}
+        return {n: one for n, one in cls._parameters.items() if isinstance(one, Option)}
 
     @classmethod
     def key(cls, name: str) -> str:
         """Return the name of an option in errors."""
         return name
 
-    @classmethod
-    def check_together(cls, values: Mapping[str, Any]) -> None:
-        """Run :meth:`check` on some options, the others at their defaults, and make no object."""
-        bare = object.__new__(cls)
-        for name, own in cls.options().items():
-            object.__setattr__(bare, name, values.get(name, own.default))
-        bare.check()
+    def part_of(self, kind: type[D]) -> D | None:
+        """Return the part of a class, if this object has one."""
+        return next(
+            (member for member in _members(self).values() if isinstance(member, kind)), None
+        )
+
+    def copy(self, **changes: Any) -> Self:
+        """Return an object with the same options and parts but for some, and its first state."""
+        values = {name: getattr(self, name) for name in parameters_of(type(self))}
+        return type(self)(**{**values, **changes})
 
     def compared_options(self) -> dict[str, Any]:
-        """Return the values on which results depend, as JSON holds them."""
-        return {
-            name: list(value) if isinstance(value := getattr(self, name), tuple) else value
-            for name, own in self.options().items()
-            if own.compared
-        }
+        """Return the values on which results depend, as JSON holds them; a part is a dictionary."""
+        values: dict[str, Any] = {}
+        for name, declared in self.options().items():
+            value = getattr(self, name)
+            if declared.compared:
+                values[name] = list(value) if isinstance(value, tuple) else value
+        for name, declared_part in parts_of(type(self)).items():
+            member = getattr(self, name)
+            values[name] = None if member is None else member.compared_options()
+            if member is not None and type(member) is not declared_part.kind:
+                values[name]["class"] = type(member).__name__
+        return values
 
     def reset_state(self, *, saved_too: bool = True) -> None:
         """Give all state its first value; or only the state that no checkpoint holds."""
@@ -248,19 +338,16 @@ class Declared:
             if field.metadata.get(RESET) and (saved_too or not field.metadata[STATE]):
                 make: Any = field.default_factory
                 setattr(self, field.name, make())
+        for member in _members(self).values():
+            member.reset_state(saved_too=saved_too)
 
     def to_config(self) -> dict[str, Any]:
         """Return the options that travel, as a message's configuration holds them."""
         return {
             PREFIX + key_of(name): list(value) if isinstance(value, tuple) else value
-            for name, own in self.options().items()
-            if own.to_clients and (value := getattr(self, name)) is not None
+            for name, declared in self.options().items()
+            if declared.to_clients and (value := getattr(self, name)) is not None
         }
-
-    @staticmethod
-    def owns(key: str) -> bool:
-        """Whether a key of a configuration is of an option."""
-        return key.startswith(PREFIX)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -271,10 +358,42 @@ class Declared:
             raise ValueError(f"configuration: expected {', '.join(missing)}, got {sorted(config)}")
         return cls(**{name: config[key] for name, key in keys.items() if key in config})
 
-    @classmethod
-    def of_message(cls, config: Mapping[str, Any], needed: str = "step") -> Self | None:
-        """Read a message's configuration; None if it lacks an option."""
-        return cls.from_config(config) if PREFIX + key_of(needed) in config else None
+
+def read_task(kind: type[D], config: Mapping[str, Any], needed: str = "step") -> D | None:
+    """Read options from a message's configuration; None if it lacks the one that is needed."""
+    return kind.from_config(config) if PREFIX + key_of(needed) in config else None
+
+
+def parts_of(kind: type[Declared]) -> dict[str, Part]:
+    """Return the parts that objects of a class may have by name, those of base classes first."""
+    return {n: one for n, one in kind._parameters.items() if isinstance(one, Part)}
+
+
+def parameters_of(kind: type[Declared]) -> Mapping[str, Option | Part]:
+    """Return the options and parts of a class by name, in the order of its constructor."""
+    return kind._parameters
+
+
+def saved_state(declared: Declared) -> dict[str, tuple[Declared, str, Any]]:
+    """Return the state that a checkpoint holds, of parts under dotted names.
+
+    Each name has the object that holds the state, the name there, and the type.
+    """
+    saved: dict[str, tuple[Declared, str, Any]] = {}
+    for field in dataclasses.fields(declared):  # type: ignore[arg-type]
+        if field.metadata.get(STATE):
+            saved[field.name] = (declared, field.name, field.type)
+    for name, member in _members(declared).items():
+        saved |= {f"{name}.{below}": place for below, place in saved_state(member).items()}
+    return saved
+
+
+def check_together(kind: type[Declared], values: Mapping[str, Any]) -> None:
+    """Run a class's rules on some options and parts, the others at their defaults."""
+    bare = object.__new__(kind)
+    for name, declared in parameters_of(kind).items():
+        object.__setattr__(bare, name, values.get(name, declared.default))
+    _run_checks(bare)
 
 
 def key_of(name: str) -> str:
@@ -284,17 +403,45 @@ def key_of(name: str) -> str:
 
 def refuse_first(rules: Mapping[str, Any], kind: type[ValueError] = ValueError) -> None:
     """Raise the error with the first text whose rule is broken: text -> whether it is."""
-    if broken := next((said for said, found in rules.items() if found), ""):
+    if broken := next((said for said, is_broken in rules.items() if is_broken), ""):
         raise kind(broken)
 
 
-def nearest(value: str, known: Iterable[str]) -> str:
-    """Say which of the known words is meant, if one is near; empty if none is."""
-    near = difflib.get_close_matches(value, list(known), n=1)
+def nearest(value: str, words: Iterable[str]) -> str:
+    """Say which of some words is meant, if one is near; empty if none is."""
+    near = difflib.get_close_matches(value, list(words), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-_UNFIT: Any = object()
+def _parameter_of(cls: type[Declared], field: "dataclasses.Field[Any]") -> Option | Part:
+    if OPTION in field.metadata:
+        return Option(field.name, field.type, field.default, *field.metadata[OPTION])
+    kinds = _alternatives(field.type)
+    classes = [one for one in kinds if isinstance(one, type) and issubclass(one, Declared)]
+    optional = types.NoneType in kinds
+    if len(classes) != 1 or len(kinds) != 1 + optional:
+        raise TypeError(
+            f"{cls.__name__}.{field.name}: expected a class derived from Declared, or that and "
+            f"None, as the type of a part, got {field.type}"
+        )
+    return Part(field.name, classes[0], field.default, field.metadata[PART], optional)
+
+
+def _members(declared: Declared) -> dict[str, Declared]:
+    members = {name: getattr(declared, name) for name in parts_of(type(declared))}
+    return {name: member for name, member in members.items() if member is not None}
+
+
+def _run_checks(declared: Declared) -> None:
+    for kind in reversed(type(declared).__mro__):
+        if (check := vars(kind).get("check")) is not None:
+            check(declared)
+
+
+def _differs(value: Any, declared: Option | Part) -> bool:
+    if isinstance(declared, Part):
+        return repr(value) != declared.default_text
+    return bool(value != declared.default)
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
@@ -302,7 +449,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
     if get_origin(kind) is Literal:
         return get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):
-        return tuple(each for member in get_args(kind) for each in _alternatives(member))
+        return tuple(one for member in get_args(kind) for one in _alternatives(member))
     return (kind,)
 
 
@@ -312,32 +459,31 @@ def _item_of(kind: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """Return a value as a type, or _UNFIT."""
-    given, value = value, value.item() if isinstance(value, np.generic) else value
+    number = value.item() if isinstance(value, np.generic) else value
     for one in _alternatives(kind):
         if isinstance(one, str):
-            if isinstance(value, str) and value == one:
-                return value
+            if isinstance(number, str) and number == one:
+                return number
         elif one in (bool, int, types.NoneType):
-            if type(value) is one:
-                return value
+            if type(number) is one:
+                return number
         elif one is float:
-            if type(value) in (int, float):
-                return float(value)
+            if type(number) in (int, float):
+                return float(number)
         elif one is str:
-            if isinstance(value, str | os.PathLike):
-                return os.fspath(value)
+            if isinstance(number, str | os.PathLike):
+                return os.fspath(number)
         elif get_origin(one) is Callable:
-            if callable(value):
-                return value
+            if callable(number):
+                return number
         elif (item := _item_of(one)) is not None:
-            several = isinstance(value, Sequence | np.ndarray | set | frozenset)
-            if several and not isinstance(value, str):
-                items = tuple(_convert(item, each) for each in value)
-                if not any(each is _UNFIT for each in items):
+            several = isinstance(number, Sequence | np.ndarray | set | frozenset)
+            if several and not isinstance(number, str):
+                items = tuple(_convert(item, member) for member in number)
+                if not any(member is _UNFIT for member in items):
                     return items
         else:  # a type that is not checked
-            return given
+            return value
     return _UNFIT
 
 
@@ -349,14 +495,13 @@ def _read(kind: Any, text: str) -> Any:
     item = _item_of(kind)
     try:
         if item is not None:
-            return tuple(item(part) for part in text.split(",") if part.strip())
+            return tuple(item(number) for number in text.split(",") if number.strip())
         return kind(text) if kind in (int, float, str) else _UNFIT
     except ValueError:
         return _UNFIT
 
 
 def _describe_kind(kind: Any) -> str:
-    """Say in words what a value may be."""
     words, types_ = [], []
     for one in _alternatives(kind):
         if isinstance(one, str):
@@ -377,28 +522,25 @@ def _signature(cls: type[Declared]) -> inspect.Signature:
     _, *parameters = inspect.signature(cls.__init__).parameters.values()
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         named = {parameter.name for parameter in parameters}
-        parameters[-1:-1] = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if o.default is dataclasses.MISSING else o.default,
-                annotation=o.kind,
-            )
-            for name, o in cls.options().items()
-            if name not in named
-        ]
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if field.metadata.keys() & {OPTION, PART} and field.name not in named:
+                default = inspect.Parameter.empty if field.default is MISSING else field.default
+                kind = inspect.Parameter.KEYWORD_ONLY
+                parameters.insert(
+                    -1, inspect.Parameter(field.name, kind, default=default, annotation=field.type)
+                )
     return inspect.Signature(parameters, return_annotation=None)
 
 
 def _list_parameters(cls: type[Declared]) -> None:
-    """Append all options to a class's docstring: its own first, then those of the nearest bases."""
+    """Append all options to a class's docstring: those of the nearest classes first."""
     text = inspect.cleandoc(cls.__doc__ or "")
     depth = {
         name: number
         for number, base in reversed(list(enumerate(cls.__mro__)))
         for name in vars(base).get("__annotations__", {})
     }
-    options = sorted(cls.options().values(), key=lambda option: depth[option.name])
+    options = sorted(parameters_of(cls).values(), key=lambda option: depth[option.name])
     title = "Parameters"
     if f"{title}\n---" in text:  # some are described by hand
         title, options = "Other Parameters", [o for o in options if f"\n{o.name} :" not in text]

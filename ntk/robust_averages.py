@@ -10,15 +10,10 @@ With n models, f of them false, all as changes d_i of the model before the round
 - ``bulyan``: of the n - 2f models with the least sums, the mean of the n - 4f values of each
   coordinate nearest to their median (El Mhamdi et al., *The Hidden Vulnerability of Distributed
   Learning in Byzantium*, ICML 2018, section 4; chosen at once, as in Flower);
-- ``nnm``: the trimmed mean after each model became the mean of the n - f nearest to it, itself
-  among them (Allouah et al., *Fixing by Mixing*, AISTATS 2023, algorithm 2), for clients with
-  unlike examples;
+- ``nnm``: the trimmed mean after each model became the mean of the n - f nearest to it (Allouah et
+  al., *Fixing by Mixing*, AISTATS 2023, algorithm 2);
 - ``norm-bound``: the weighted mean of changes no longer than the median one (Sun et al., *Can You
   Really Backdoor Federated Learning?*, 2019, section 4).
-
-``geometric-median`` is for prototypes: :meth:`fedntk.ntk.Prototypes.geometric_median`. Two defences
-drop clients before the mean: ``leave-one-out`` judges Jacobians, in
-:mod:`fedntk.ntk.payloads.leave_one_out`, and ``validation`` weights, in :func:`screen_by_loss`.
 """
 
 import statistics
@@ -28,22 +23,33 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from .averages import Arrays, NewArrays, all_alike, exact_sum, moving_mean, put_back, weighted_mean
+from .averages import (
+    Arrays,
+    NewArrays,
+    all_alike,
+    change_size,
+    exact_sum,
+    moving_mean,
+    put_back,
+    weighted_mean,
+)
 from .errors import BadReply
-from .payloads.screening import change_size
 
 RobustMean = Literal[
     "none", "median", "trimmed-mean", "krum", "multi-krum", "bulyan", "nnm", "norm-bound"
 ]
 Defence = Literal[RobustMean, "geometric-median", "leave-one-out", "validation"]
 DEFENCES: tuple[Defence, ...] = get_args(RobustMean)
-LEAST_HARM = 0.005  # of the loss, for which a model is dropped; chosen on validation examples
+LEAST_HARM = 0.005  # a model that raises the loss by more than this fraction is dropped
 
 
-def least_models(defence: Defence, liars: int) -> int:
-    """Return the fewest models for which a defence bears so many liars."""
-    needed = {"none": 1, "norm-bound": 1, "krum": 2 * liars + 3, "multi-krum": 2 * liars + 3}
-    return {**needed, "bulyan": 4 * liars + 3}.get(defence, 2 * liars + 1)
+def least_models(defence: Defence, malicious: int) -> int:
+    """Return the fewest models with which a rule withstands so many `malicious` ones."""
+    if defence in ("none", "norm-bound"):
+        return 1
+    if defence in ("krum", "multi-krum"):
+        return 2 * malicious + 3
+    return 4 * malicious + 3 if defence == "bulyan" else 2 * malicious + 1
 
 
 def robust_mean(
@@ -51,9 +57,9 @@ def robust_mean(
     models: Sequence[Arrays],
     num_examples: Sequence[int],
     defence: Defence = "none",
-    liars: int = 1,
+    malicious: int = 1,
 ) -> NewArrays:
-    """Return the mean of models by a rule that bears some `liars` among them.
+    """Return the mean of models by a rule that withstands some `malicious` ones.
 
     Parameters
     ----------
@@ -70,27 +76,31 @@ def robust_mean(
     if defence == "norm-bound":
         return weighted_mean(bound_changes([before] * len(models), models), num_examples)
     count = len(models)
-    kept = {"krum": 1, "multi-krum": count - liars, "bulyan": count - 2 * liars}.get(defence, count)
-    near = squared_distances(before, models) if defence == "nnm" or kept < count else np.empty(0)
-    if kept < count:  # by the sums of the n - f - 2 least distances to others
-        scores = np.sort(near)[:, 1 : count - liars - 1].sum(1)
-        models = [models[i] for i in scores.argsort()[:kept]]
+    num_kept = {"krum": 1, "multi-krum": count - malicious, "bulyan": count - 2 * malicious}
+    remaining = num_kept.get(defence, count)
+    near = np.empty(0)
+    if defence == "nnm" or remaining < count:
+        near = squared_distances(before, models)
+    if remaining < count:  # by the sums of the n - f - 2 least distances to others
+        scores = np.sort(near)[:, 1 : count - malicious - 1].sum(1)
+        models = [models[i] for i in scores.argsort()[:remaining]]
     mean: NewArrays = {}
     for name in before:
-        arrays = [np.asarray(own[name]) for own in models]
+        arrays = [np.asarray(model[name]) for model in models]
         alike = all_alike(arrays)
         if alike.all():
             mean[name] = np.array(arrays[0])
             continue
         rows = np.stack(arrays).astype(np.float64)
         if defence == "nnm":
-            rows = np.stack([_mean_of_rows(rows[own.argsort()[: count - liars]]) for own in near])
+            nearest = [distances.argsort()[: count - malicious] for distances in near]
+            rows = np.stack([_mean_of_rows(rows[neighbours]) for neighbours in nearest])
         if defence == "median":
             mean[name] = np.asarray(np.median(rows, 0))
         elif defence in ("trimmed-mean", "nnm"):
-            mean[name] = _mean_of_rows(np.sort(rows, 0)[liars : count - liars])
+            mean[name] = _mean_of_rows(np.sort(rows, 0)[malicious : count - malicious])
         elif defence == "bulyan":
-            order = np.abs(rows - np.median(rows, 0)).argsort(0)[: count - 4 * liars]
+            order = np.abs(rows - np.median(rows, 0)).argsort(0)[: count - 4 * malicious]
             mean[name] = _mean_of_rows(np.take_along_axis(rows, order, 0))
         else:
             mean[name] = _mean_of_rows(rows)
@@ -106,18 +116,19 @@ def screen_by_loss(
     models: Sequence[Arrays],
     num_examples: Sequence[int],
     loss: Callable[[Arrays], float],
-    liars: int,
+    malicious: int,
 ) -> list[BadReply | None]:
-    """Refuse models, at most `liars`, without which the weighted mean of the others is better.
+    """Refuse up to `malicious` models without which the weighted mean of the others is better.
 
     One by one, the model without which the mean's loss is lowest is set aside. Of those, the first
-    ones are refused, as many as make the loss lowest if each has to lower it by 0.5 %. So liars who
-    agree do not hide each other. A loss that is not a number counts as infinite; of models with
-    equal losses the farthest from the mean is set aside. ValueError for a negative loss.
+    ones are refused, as many as make the loss lowest if each has to lower it by 0.5 %. So malicious
+    clients who agree do not hide each other. A loss that is not a number counts as infinite; of
+    models with equal losses the farthest from the mean is set aside. ValueError for a negative
+    loss.
     """
     count, total = len(models), sum(num_examples)
-    alike = {name: all_alike([own[name] for own in models]) for name in models[0]}
-    changing = {n: [own[n] for own in models] for n in models[0] if not alike[n].all()}
+    alike = {name: all_alike([model[name] for model in models]) for name in models[0]}
+    changing = {n: [model[n] for model in models] for n in models[0] if not alike[n].all()}
     sums = {name: exact_sum(arrays, num_examples) for name, arrays in changing.items()}
 
     def loss_of(sums: Arrays, total: int) -> float:
@@ -126,18 +137,18 @@ def screen_by_loss(
             whole = alike[name].all()
             mean = np.array(first) if whole else np.asarray(sums[name] / total)
             arrays[name] = put_back(mean, first, alike[name])
-        found = float(np.nan_to_num(loss(arrays), nan=np.inf, posinf=np.inf))
-        if found < 0:
-            raise ValueError(f"validation_loss: expected 0 or more, got {found:g}")
-        return found
+        value = float(np.nan_to_num(loss(arrays), nan=np.inf, posinf=np.inf))
+        if value < 0:
+            raise ValueError(f"validation_loss: expected 0 or more, got {value:g}")
+        return value
 
     def sums_without(k: int) -> NewArrays:
         return {n: s - exact_sum([models[k][n]], [num_examples[k]]) for n, s in sums.items()}
 
     mean = {name: s / total for name, s in sums.items()}
-    sizes = [change_size(mean, own) for own in models]
+    sizes = [change_size(mean, model) for model in models]
     losses, aside = [loss_of(sums, total)], list[int]()
-    while len(aside) < min(liars, count - 1):
+    while len(aside) < min(malicious, count - 1):
         trials = {}
         for k in (k for k in range(count) if k not in aside):
             trials[k] = loss_of(sums_without(k), total - num_examples[k])
@@ -157,13 +168,13 @@ def squared_distances(before: Arrays, models: Sequence[Arrays]) -> NDArray[np.fl
     """Return the squared Euclidean distances of models from each other (n, n)."""
     gram = np.zeros((len(models), len(models)))
     for name, origin in before.items():  # as changes, whose differences lose fewer digits
-        alike = all_alike([origin, *(own[name] for own in models)])
+        alike = all_alike([origin, *(model[name] for model in models)])
         if alike.all():
             continue
         rows = []
-        for own in models:
+        for model in models:
             change = np.zeros(origin.shape)
-            rows.append(np.subtract(own[name], origin, out=change, where=~alike).ravel())
+            rows.append(np.subtract(model[name], origin, out=change, where=~alike).ravel())
         gram += np.stack(rows) @ np.stack(rows).T
     squares = np.diag(gram)
     distances: NDArray[np.float64] = np.maximum(squares[:, None] + squares - 2 * gram, 0)
@@ -173,9 +184,9 @@ def squared_distances(before: Arrays, models: Sequence[Arrays]) -> NDArray[np.fl
 
 def bound_changes(before: Sequence[Arrays], models: Sequence[Arrays]) -> list[NewArrays]:
     """Shorten each change from a model before to the median norm, over floating-point arrays."""
-    sizes = [change_size(start, own) for start, own in zip(before, models, strict=True)]
+    sizes = [change_size(start, model) for start, model in zip(before, models, strict=True)]
     longest = statistics.median_low(sizes)
     return [
-        moving_mean(start, own, longest / size) if size > longest else dict(own)
-        for start, own, size in zip(before, models, sizes, strict=True)
+        moving_mean(start, model, longest / size) if size > longest else dict(model)
+        for start, model, size in zip(before, models, sizes, strict=True)
     ]

@@ -35,14 +35,14 @@ def cosine_similarities(
     """
     if absent not in ("zero", "common"):
         raise ValueError(f"absent: expected 'zero' or 'common', got {absent!r}")
-    own, present = _stack(prototypes)
-    their, their_present = (own, present) if others is None else _stack(others)
-    products = np.einsum("kcp,lcp->kl", own, their, optimize=True)
-    by_class, their_by_class = ((a**2).sum(2) for a in (own, their))  # squared norms (K, C)
+    means, present = _stack(prototypes)
+    other_means, other_present = (means, present) if others is None else _stack(others)
+    products = np.einsum("kcp,lcp->kl", means, other_means, optimize=True)
+    by_class, other_by_class = ((a**2).sum(2) for a in (means, other_means))  # squared norms (K, C)
     if absent == "zero":
-        norms = np.outer(by_class.sum(1), their_by_class.sum(1))
+        norms = np.outer(by_class.sum(1), other_by_class.sum(1))
     else:  # over the classes that both have; elsewhere the products are zero already
-        norms = (by_class @ their_present.T) * (present @ their_by_class.T)
+        norms = (by_class @ other_present.T) * (present @ other_by_class.T)
     divisors = np.sqrt(norms)
     quotients = np.divide(products, divisors, out=np.zeros_like(products), where=divisors > 0)
     cosines: Matrix = np.clip(quotients.round(12), -1.0, 1.0)
@@ -53,8 +53,8 @@ def cosine_similarities(
 
 def _stack(prototypes: Sequence[Prototypes]) -> tuple[Matrix, Matrix]:
     """Means (K, C, p) and which classes are present (K, C)."""
-    means = np.stack([own.means for own in prototypes]).astype(np.float64)
-    return means, np.stack([own.present for own in prototypes]).astype(np.float64)
+    means = np.stack([client.means for client in prototypes]).astype(np.float64)
+    return means, np.stack([client.present for client in prototypes]).astype(np.float64)
 
 
 def similarity_weights(

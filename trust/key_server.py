@@ -2,14 +2,9 @@
 
 Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2 and
 figure 2: a trusted key server sends each client m the seed rho of the random projection, encrypted
-with the client's public key, E(k_m^+, rho). The paper leaves the rest open; this module's choices:
-
-* The seed travels through the aggregation server, inside Flower's messages. That server knows all
-  public keys and could seal a seed of its own choice, so the key server signs what it sends
-  (Ed25519). Clients get its verification key beforehand, from another source.
-* A client sends a fresh challenge and accepts only the answer to it: an old answer is useless.
-* The key server seals only for enrolled keys. Otherwise the aggregation server would send a key of
-  its own.
+with the client's public key, E(k_m^+, rho). Beyond the paper: the seed travels through the
+aggregation server, so the key server signs it (Ed25519); a client accepts only the answer to its
+newest challenge; and the key server seals only for enrolled keys.
 """
 
 import json

@@ -74,7 +74,7 @@ def seal_parcel(
             f"expected less than 2 GiB to seal, got {len(plain)} bytes; send fewer examples"
         ) from None
     sealed = {CONTENT: content}
-    sealed |= {KEY + own.hex(): seal(key, own, info) for own in receivers}
+    sealed |= {KEY + receiver.hex(): seal(key, receiver, info) for receiver in receivers}
     return {name: np.frombuffer(data, np.uint8) for name, data in sealed.items()}
 
 
@@ -89,7 +89,7 @@ def open_parcel(sealed: Arrays, private_key: X25519PrivateKey, info: bytes) -> A
     key = unseal(sealed[name].tobytes(), private_key, info)
     try:
         plain = ChaCha20Poly1305(key).decrypt(NONCE, sealed[CONTENT].tobytes(), info)
-        return {own: array.copy() for own, array in unframe_arrays(plain).items()}
+        return {k: array.copy() for k, array in unframe_arrays(plain).items()}
     except (InvalidTag, ValueError, OverflowError) as error:  # SealError is a ValueError
         raise SealError(
             f"the parcel's content does not open: damaged, or no arrays ({error!r:.80})"

@@ -9,18 +9,12 @@ with s_uv agreed on by u and v (X25519 of mask keys that are drawn for one sum) 
 the sum of all y_u the s_uv cancel. The other clients hold Shamir shares of b_u and of the seed of
 u's mask key. They reveal those of b_u if y_u arrived, those of the seed if not; never both.
 
-Shares and mask keys travel encrypted under keys that two clients agree on by their public keys. The
-server relays them. It can neither read nor replace them, unless it passed off a public key of its
-own as a client's. All keys depend on nonces that the clients draw for the sum, the s_uv also on
-what the words are about. So a server can open what clients sent for a sum only once, and only if it
-asked all for the same thing. It can begin another sum of the same words: two sums over different
-clients tell it the difference. Before clients give shares, they compare what the server told them
-about who dropped out: round 3 of the figure, with tags of keyed BLAKE2b in place of signatures. PRG
-is ChaCha20, keys are derived by HKDF-SHA256, and shares are pycryptodome's, over GF(2^128). Secrets
-are found from them here, as pycryptodome finds the same coefficients anew for each secret.
-
-The page on privacy says what this protects against whom. A client that does not follow the protocol
-can spoil the sum; it learns nothing about the others.
+Shares and mask keys travel encrypted under keys of pairs of clients; the server relays them. All
+keys depend on nonces that the clients draw for the sum, the s_uv also on what the words are about:
+a server can open a sum once, and only if it asked all for the same thing. Before clients give
+shares, they compare who dropped out: round 3 of the figure, with tags of keyed BLAKE2b in place of
+signatures. PRG is ChaCha20, keys are derived by HKDF-SHA256, and shares are pycryptodome's, over
+GF(2^128). The page on privacy says what this protects against whom.
 """
 
 import hashlib
@@ -133,14 +127,14 @@ class Roster:
         """Return the private mask key that a client makes from its seed."""
         return X25519PrivateKey.from_private_bytes(self.derive(seed, "mask key"))
 
-    def promise(self, seed: bytes, own: bytes) -> Promise:
+    def promise(self, seed: bytes, self_mask: bytes) -> Promise:
         """Return what commits a client to its seed and b_u; neither can be found from it."""
-        text = b"fedntk secure sum 1 own mask\0" + self.digest + own
+        text = b"fedntk secure sum 1 own mask\0" + self.digest + self_mask
         return Promise(public_bytes(self.mask_key(seed)), hashlib.sha256(text).digest())
 
-    def add_own_mask(self, words: Words, own: bytes, sign: int) -> None:
+    def add_self_mask(self, words: Words, self_mask: bytes, sign: int) -> None:
         """Add or subtract PRG(b_u), in place."""
-        _add_stream(words, self.derive(own, "own mask"), sign)
+        _add_stream(words, self.derive(self_mask, "own mask"), sign)
 
     def add_pair_mask(
         self, words: Words, key: X25519PrivateKey, other_key: bytes, about: bytes, sign: int
@@ -180,8 +174,8 @@ class Masker:
     client: int
     # seed of the mask key, and b_u: 16 bytes each
     seed: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
-    own: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
-    # client that shares masks -> its public mask key and shares of its seed and own, 64 bytes
+    self_mask: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
+    # client that shares masks -> its public mask key and shares of its two secrets, 64 bytes
     received: dict[int, bytes] = field(default_factory=dict, repr=False)
     arrived: tuple[int, ...] = ()  # clients in the sum, as confirmed; NOBODY: it was given up
 
@@ -191,22 +185,22 @@ class Masker:
     @property
     def promise(self) -> Promise:
         """What this client tells the server about its secrets."""
-        return self.roster.promise(self.seed, self.own)
+        return self.roster.promise(self.seed, self.self_mask)
 
     def parcels(self, private_key: X25519PrivateKey) -> dict[int, bytes]:
         """Return 92 bytes for each other client: the mask key and shares of both secrets."""
         roster, mask_key = self.roster, self.promise.mask_key
         if roster.keys[roster.position(self.client)] != public_bytes(private_key):
             raise SealError("the server has another public key of this client")
-        shares_of_seed, shares_of_own = (
+        shares_of_seed, shares_of_mask = (
             Shamir.split(roster.threshold, len(roster.clients), secret, ssss=False)
-            for secret in (self.seed, self.own)
+            for secret in (self.seed, self.self_mask)
         )
         parcels: dict[int, bytes] = {}
-        for other, (_, of_seed), (_, of_own) in zip(
-            roster.clients, shares_of_seed, shares_of_own, strict=True
+        for other, (_, of_seed), (_, of_mask) in zip(
+            roster.clients, shares_of_seed, shares_of_mask, strict=True
         ):
-            content = mask_key + of_seed + of_own
+            content = mask_key + of_seed + of_mask
             if other == self.client:
                 self.received[other] = content
                 continue
@@ -238,7 +232,7 @@ class Masker:
         their subject. The masks of two clients with different subjects do not cancel.
         """
         result = words.copy()
-        self.roster.add_own_mask(result, self.own, 1)
+        self.roster.add_self_mask(result, self.self_mask, 1)
         key = self.roster.mask_key(self.seed)
         for other, content in self.received.items():
             if other != self.client:
@@ -274,26 +268,26 @@ class Masker:
                 f"{agreeing} clients were told the same of who is in the sum, fewer than the "
                 f"{self.roster.threshold} who were agreed on: it stays closed"
             )
-        of_seed, of_own = slice(-2 * SECRET_BYTES, -SECRET_BYTES), slice(-SECRET_BYTES, None)
+        of_seed, of_mask = slice(-2 * SECRET_BYTES, -SECRET_BYTES), slice(-SECRET_BYTES, None)
         return {
-            v: content[of_own if v in self.arrived else of_seed]
+            v: content[of_mask if v in self.arrived else of_seed]
             for v, content in sorted(self.received.items())
         }
 
     def void(self, private_key: X25519PrivateKey) -> dict[int, bytes]:
         """Destroy all secrets of the sum, for good; tell each other client: return tags."""
-        self.seed, self.own, self.arrived = bytes(SECRET_BYTES), bytes(SECRET_BYTES), NOBODY
+        self.seed, self.self_mask, self.arrived = bytes(SECRET_BYTES), bytes(SECRET_BYTES), NOBODY
         self.received = dict.fromkeys(self.roster.clients, b"")  # and no parcels are taken again
         others = set(self.roster.clients) - {self.client}
         return {v: self._tag(private_key, v, sends=True) for v in others}
 
-    def require_void(self, private_key: X25519PrivateKey, tags: Tags, liars: int) -> None:
+    def require_void(self, private_key: X25519PrivateKey, tags: Tags, malicious: int) -> None:
         """Refuse unless the sum can never open, as too few are left without `tags` of :meth:`void`.
 
-        So many of those with tags may be `liars`.
+        At most so many of those with tags are `malicious`.
         """
         clients, threshold = self.roster.clients, self.roster.threshold
-        left = len(clients) - 1 - self._agreeing(private_key, tags, clients) + liars
+        left = len(clients) - 1 - self._agreeing(private_key, tags, clients) + malicious
         if self.arrived != NOBODY or left >= threshold:
             raise SealError(f"{left} clients may yet open the sum, {threshold} are enough")
 
@@ -326,13 +320,13 @@ class Masker:
     def from_bytes(cls, data: bytes) -> Self:
         """Read what :meth:`to_bytes` returned."""
         fields, read = json.loads(data), bytes.fromhex
-        known = fields["roster"]
-        clients, keys = tuple(known["clients"]), tuple(map(read, known["keys"]))
+        roster = fields["roster"]
+        clients, keys = tuple(roster["clients"]), tuple(map(read, roster["keys"]))
         return cls(
-            Roster(read(known["exchange"]), clients, keys, known["threshold"]),
+            Roster(read(roster["exchange"]), clients, keys, roster["threshold"]),
             fields["client"],
             read(fields["seed"]),
-            read(fields["own"]),
+            read(fields["self_mask"]),
             {int(k): read(content) for k, content in fields["received"].items()},
             tuple(fields["arrived"]),
         )
@@ -364,13 +358,13 @@ class MaskedSum:
         for client in self.promises:
             in_sum = client in survivors
             shares = {
-                self.roster.position(k) + 1: int.from_bytes(given[client])
-                for k, given in revealed.items()
-                if client in given
+                self.roster.position(k) + 1: int.from_bytes(shares_of[client])
+                for k, shares_of in revealed.items()
+                if client in shares_of
             }
             secret = self._secret(shares, client, in_sum)
             if in_sum:
-                self.roster.add_own_mask(result, secret, -1)
+                self.roster.add_self_mask(result, secret, -1)
                 continue
             key = self.roster.mask_key(secret)
             for other in survivors:  # their words have the mask with the client that is missing
@@ -383,14 +377,15 @@ class MaskedSum:
 
         Others' are checked if they are in conflict, or if the first ones were not all right.
         """
-        threshold, givers, told = self.roster.threshold, self.roster.clients, self.promises[client]
+        threshold, givers = self.roster.threshold, self.roster.clients
+        promise = self.promises[client]
         part = "commitment" if in_sum else "mask_key"
         ordered = sorted(shares, key=lambda x: (len(self.conflicts.get(givers[x - 1], ())), x))
         self.roster.require_enough(shares)
         for tried, points in enumerate(_sets(shares, ordered, threshold)):
             some = {x: shares[x] for x in points}
             secret = _value(some).to_bytes(SECRET_BYTES)
-            if getattr(self.roster.promise(secret, secret), part) == getattr(told, part):
+            if getattr(self.roster.promise(secret, secret), part) == getattr(promise, part):
                 for x in shares.keys() - some.keys():
                     giver = givers[x - 1]
                     if (tried or giver in self.conflicts) and _value(some, x) != shares[x]:
@@ -414,7 +409,6 @@ def _sets(shares: Mapping[int, int], ordered: Sequence[int], size: int) -> Itera
 
 
 def _multiply(a: int, b: int) -> int:
-    """Return a product in GF(2^128)."""
     product = 0
     while b:
         if b & 1:
@@ -441,14 +435,14 @@ def _inverse(a: int) -> int:
 @lru_cache
 def _coefficients(points: tuple[int, ...], at: int = 0) -> tuple[int, ...]:
     """Return Lagrange's coefficients of a polynomial's values at `points` for its value at `at`."""
-    found = []
+    coefficients = []
     for x in points:
         above = below = 1
         for other in points:
             if other != x:
                 above, below = _multiply(above, at ^ other), _multiply(below, x ^ other)
-        found.append(_multiply(above, _inverse(below)))
-    return tuple(found)
+        coefficients.append(_multiply(above, _inverse(below)))
+    return tuple(coefficients)
 
 
 def _value(shares: Mapping[int, int], at: int = 0) -> int:

@@ -72,7 +72,6 @@ def read_enrolled(path: Path) -> list[bytes]:
 def _app(
     server: Enrolment, enrolled: Path, token: str, answers: Answers, limit: int, timeout: float
 ) -> FastAPI:
-    """Serve functions at addresses; they have pydantic check the arguments of requests."""
     held = 0  # bytes of all requests
 
     async def require_token(request: Request) -> None:

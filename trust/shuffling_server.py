@@ -5,20 +5,15 @@ figure 2: rows of the Jacobians, network states and labels are permuted in synch
 clients, so that the update J^T R, eq. (9b), stays the same. The paper leaves the rest open; this
 module's choices:
 
-* Clients seal their uploads to the shuffling server, and the aggregation server hands them over.
-  An upload opens only in its run and round. It begins with its sender's enrolled public key, and is
+* An upload opens only in its run and round. It begins with its sender's enrolled public key, and is
   sealed with what only sender and shuffling server can compute from their keys, as in HPKE's
-  authenticated mode. So nobody else can make one. Each sender counts once.
+  authenticated mode. Each sender counts once.
 * A round's rows are given out once, and none of an earlier round after it: a second time, without
   one client, would show which rows are that client's.
-* The permutation comes from the operating system's entropy.
-* Uploads are checked here, since the aggregation server no longer can.
 * Clients compress row by row: a common scale or threshold would show which rows belong together.
 
-It does not hide how long each sealed upload is, and so about how many rows it holds; nor which
-uploads were refused, and why. It trusts the enrolled clients: those that tell the aggregation
-server their rows leave the others fewer to hide among. After a restart it has forgotten which
-rounds were given out.
+It does not hide the length of a sealed upload, nor which uploads were refused. It trusts the
+enrolled clients. After a restart it has forgotten which rounds were given out.
 """
 
 import json
@@ -173,12 +168,15 @@ class ShufflingServer(Enrolment):
         info: bytes,
         limits: UploadLimits,
     ) -> tuple[dict[int, JacobianUpload], dict[int, BadReply]]:
-        """Open the uploads; return the good ones, and why others were dropped, by index."""
         uploads, rejected = dict[int, JacobianUpload](), dict[int, BadReply]()
         budget, senders = MemoryBudget(), set[bytes]()
         for i, data in enumerate(sealed):
             try:
-                upload = self._open(data, info, limits, senders)
+                opened, sender = self._unseal(data, info), data[:KEY_BYTES]
+                if sender in senders:
+                    raise BadReply("replayed", "an upload of the same sender came before")
+                senders.add(sender)
+                upload = _parse(opened, limits)
                 if num_examples is not None:
                     upload.claimed(num_examples[i])
                 uploads[i] = budget.hold(upload)
@@ -190,29 +188,29 @@ class ShufflingServer(Enrolment):
                 del uploads[i]
         return uploads, rejected
 
-    def _open(
-        self, data: bytes, info: bytes, limits: UploadLimits, senders: set[bytes]
-    ) -> JacobianUpload:
-        """Return what an enrolled client sent, who is added to the `senders`."""
+    def _unseal(self, data: bytes, info: bytes) -> bytes:
         reason, sender = "not-enrolled", data[:KEY_BYTES]
         try:
             self.require_enrolled(sender)
             reason = "sealed"
             info += agree(self._private_key, sender)
-            opened = unseal(data[KEY_BYTES:], self._private_key, info)
-            if sender in senders:
-                raise BadReply("replayed", "an upload of the same sender came before")
-            senders.add(sender)
-            reason = "arrays"
-            arrays = unframe_arrays(opened)
-            reason = "malformed"
-            return CompressedUpload.from_arrays(arrays, limits)
-        except BadReply:
-            raise
-        except NotEnoughMemory as error:
-            raise BadReply("memory", str(error)) from error
+            return unseal(data[KEY_BYTES:], self._private_key, info)
         except Exception as error:  # whatever hostile bytes provoke
             raise BadReply(reason, str(error)) from error
+
+
+def _parse(opened: bytes, limits: UploadLimits) -> JacobianUpload:
+    reason = "arrays"
+    try:
+        arrays = unframe_arrays(opened)
+        reason = "malformed"
+        return CompressedUpload.from_arrays(arrays, limits)
+    except BadReply:
+        raise
+    except NotEnoughMemory as error:
+        raise BadReply("memory", str(error)) from error
+    except Exception as error:  # whatever hostile bytes provoke
+        raise BadReply(reason, str(error)) from error
 
 
 def _binding(run: str, server_round: int) -> bytes:

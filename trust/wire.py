@@ -34,14 +34,14 @@ def unframe(data: bytes) -> list[bytes]:
 
 def frame_arrays(arrays: Arrays) -> bytes:
     """Join arrays and their names."""
-    return frame(part for name, own in arrays.items() for part in (name.encode(), to_npy(own)))
+    return frame(part for name, array in arrays.items() for part in (name.encode(), to_npy(array)))
 
 
 def unframe_arrays(data: bytes) -> ArrayDict:
     """Part what :func:`frame_arrays` joined, as read-only views; ValueError for other bytes."""
     parts = unframe(data)
     pairs = zip(parts[::2], parts[1::2], strict=True)
-    return {name.decode(): from_npy(own) for name, own in pairs}
+    return {name.decode(): from_npy(array) for name, array in pairs}
 
 
 def pack(head: Mapping[str, Any], parts: Iterable[bytes]) -> bytes:

@@ -1,42 +1,33 @@
 """Who is in a model that is solved from sums, and who harms it.
 
-Sums add and subtract, so the model without a client is the solution of the total minus its sums,
-exactly. A client's harm is the loss of the model with it minus that without it, with the loss half
-the mean squared error on validation examples. Shapley values and their estimate by sampled orders:
-Ghorbani and Zou, *Data Shapley*, ICML 2019; orders come with their reverses: Mitchell et al.,
-*Sampling Permutations for Shapley Value Estimation*, JMLR 2022.
+The model without a client is the solution of the total minus its sums, exactly. Its harm is the
+rise of half the mean squared error on validation examples by its sums. Shapley values: Ghorbani and
+Zou, *Data Shapley*, ICML 2019, by sampled orders with their reverses (Mitchell et al., *Sampling
+Permutations for Shapley Value Estimation*, JMLR 2022).
 
-**How much harm honest clients do.** One example (z, y) more moves the solution W of
-A W = Z^T Y by t r^T to first order in 1 / n, t = A^{-1} z and r = y - W^T z. On validation examples
-(z_j, y_j), m of them with residuals r_j, the loss rises by
+**Harm of honest clients.** One example (z, y) more moves the solution W of A W = Z^T Y by t r^T to
+first order in 1 / n, t = A^{-1} z and r = y - W^T z. On m validation examples (z_j, y_j) with
+residuals r_j, the loss rises by
 
     a = -1/m sum_j (z_j . t) (r_j . r) + |r|^2 / (2 m) sum_j (z_j . t)^2.
 
-The server knows this of its own validation examples: of class c it has a mean mu_c and a variance
-s_c^2 over m_c of them. An honest client with n_c examples like these of each class then has a harm
-with mean at most sum_c n_c mu_c (what is left out is minus the squared move of the scores by the
-client's mean example) and variance
+Among the server's m_c validation examples of class c, a has mean mu_c and variance s_c^2, each on
+the other half of the examples. An honest client with n_c examples like these has a harm with mean
+at most sum_c n_c mu_c and variance sum_c n_c s_c^2 + n_c^2 s_c^2 / m_c. A client's score is its
+harm minus that mean, in standard deviations; of K honest clients one has a score above
+Phi^{-1}(1 - alpha / K) with probability alpha or less (union bound; sums are taken to be normal).
 
-    sum_c n_c s_c^2 + n_c^2 s_c^2 / m_c,
-
-the second part being that of the means' estimates. So a client's score is its harm, minus that
-mean, in standard deviations, and of K honest clients one has a score above Phi^{-1}(1 - alpha / K)
-with probability alpha or less (union bound; a sum of many examples is taken to be normal). Each
-example's a is on the other half of the validation examples: on its own half it would be lower. No
-other client need be honest for this; validation examples must be, and must be like the clients'.
-
-**How much weight it claims.** The mean of n_c examples of class c is at a distance d_c from that of
-m_c validation examples, E d_c^2 = tau_c (1 / n_c + 1 / m_c) with tau_c = tr Sigma_c. Of a client
-that counts each example e times, as copies or with noise on each, it is tau_c (e / n_c + 1 / m_c),
-as it knows a class no better than by its examples. So its second score is of
+**Weight that it claims.** The mean of n_c examples of class c is at a distance d_c from that of m_c
+validation examples, E d_c^2 = tau_c (1 / n_c + 1 / m_c) with tau_c = tr Sigma_c. It is larger for a
+client that counts each example several times. So its second score is of
 
     F = sum_c d_c^2 / (1 / n_c + 1 / m_c) / sum_c tau_c,
 
 1 for an honest client. Each term above has the relative variance 2 rho + kappa / min(n_c, m_c) at
 most, each below (2 rho + kappa) / m_c, with rho = tr Sigma_c^2 / tau_c^2 and 1 + 2 rho + kappa =
 E |z - E z|^4 / tau_c^2, means over classes. The cube root of F is near normal (Paulson, *Annals of
-Mathematical Statistics* 13, 1942). A high score, or a factor that all whole numbers share, is no
-proof of a lie: such a client is removed if it does any harm. Either score has half of alpha.
+Mathematical Statistics* 13, 1942). A client with a high second score, or with a factor that all
+whole numbers share, is removed only if it does harm. Either score has half of alpha.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -92,11 +83,11 @@ class ClientLedger:
         run that had, or never had, the client.
         """
         linear = self.solve(total)
-        for client, own in clients.items():
+        for client, sums in clients.items():
             if client in removed:
-                yield client, own, self.solve(total + own), linear
+                yield client, sums, self.solve(total + sums), linear
             else:
-                yield client, own, linear, self.solve(total - own)
+                yield client, sums, linear, self.solve(total - sums)
 
     def harm(self, with_it: Tensor, without: Tensor) -> float:
         """Return a client's harm, from the models with it and without it."""
@@ -144,15 +135,15 @@ class ValidationExamples:
         targets = one_hot(self.labels, self.num_classes).double() - 1 / self.num_classes
         residuals = targets - rows @ equations.solve(ridge)
         moves = replace(equations, cross=rows.T).solve(ridge)  # t of each (q, m)
-        found = np.empty(len(rows))
+        harms = np.empty(len(rows))
         for half in (0, 1):
-            own, other = slice(half, None, 2), slice(1 - half, None, 2)
-            moved = rows[other] @ moves[:, own]
+            fold, other = slice(half, None, 2), slice(1 - half, None, 2)
+            moved = rows[other] @ moves[:, fold]
             gradient = -(moved.T @ residuals[other]) / len(moved)
-            first = (gradient * residuals[own]).sum(1)
-            second = moved.square().mean(0) * residuals[own].square().sum(1) / 2
-            found[own] = (first + second).numpy()
-        return found
+            first = (gradient * residuals[fold]).sum(1)
+            second = moved.square().mean(0) * residuals[fold].square().sum(1) / 2
+            harms[fold] = (first + second).numpy()
+        return harms
 
     def scores(
         self,
@@ -165,9 +156,9 @@ class ValidationExamples:
 
         A class without two validation examples takes mean and variance of all.
         """
-        own, labels = self.harms(equations, ridge), self.labels.numpy()
-        groups = [own[labels == label] for label in range(self.num_classes)]
-        groups = [group if len(group) > 1 else own for group in groups]
+        of_examples, labels = self.harms(equations, ridge), self.labels.numpy()
+        groups = [of_examples[labels == label] for label in range(self.num_classes)]
+        groups = [group if len(group) > 1 else of_examples for group in groups]
         mean, variance, m = np.array([(g.mean(), g.var(ddof=1), len(g)) for g in groups]).T
         n = counts.astype(np.float64)
         return np.asarray((harms - n @ mean) / np.sqrt(n @ variance + n**2 @ (variance / m)))
@@ -180,12 +171,13 @@ class ValidationExamples:
             if factor > 1 and factor * FEW <= sums.num_examples:
                 return np.inf
         means, m, tau, rho, fourth = self._classes
-        if not (own := (sums.counts > 0) & (tau > 0) & (m >= FEW)).any():
+        if not (usable := (sums.counts > 0) & (tau > 0) & (m >= FEW)).any():
             return -np.inf
-        n, m, tau = sums.counts[own].astype(np.float64), m[own], tau[own]
-        squares = np.square(sums.class_sums[own] / n[:, None] - means[own, : sums.width]).sum(1)
+        n, m, tau = sums.counts[usable].astype(np.float64), m[usable], tau[usable]
+        differences = sums.class_sums[usable] / n[:, None] - means[usable, : sums.width]
+        squares = np.square(differences).sum(1)
         above = 2 * rho + (fourth - 1 - 2 * rho) / np.minimum(n, m)
-        a, b = (tau**2 @ each / (9 * tau.sum() ** 2) for each in (above, (fourth - 1) / m))
+        a, b = (tau**2 @ part / (9 * tau.sum() ** 2) for part in (above, (fourth - 1) / m))
         root = np.cbrt(tau.sum() / max(squares @ (n * m / (n + m)), 1e-9 * tau.sum()))
         return float((1 - b - (1 - a) * root) / np.sqrt(b + a * root**2))
 
@@ -197,9 +189,9 @@ class ValidationExamples:
         x, m = rows.double().numpy(), np.bincount(labels, minlength=self.num_classes) * 1.0
         means, (tau, rho, fourth) = np.zeros((len(m), x.shape[1])), np.zeros((3, len(m)))
         for k in np.flatnonzero(m > 1):
-            own, free = x[labels == k], m[k] - 1
-            means[k] = own.mean(0)
-            products = (own - means[k]) @ (own - means[k]).T * (m[k] / free)
+            members, free = x[labels == k], m[k] - 1
+            means[k] = members.mean(0)
+            products = (members - means[k]) @ (members - means[k]).T * (m[k] / free)
             tau[k] = products.trace() / m[k]
             squares = np.square(products / (tau[k] or 1))
             fourth[k] = squares.trace() / m[k]
@@ -242,16 +234,16 @@ def find_harmful(
     while len(removed) < len(clients):
         total = FeatureStatistics.join(clients[k] for k in clients if k not in removed)
         harms, counts, weights = list[float](), list[NDArray[np.int64]](), dict[int, float]()
-        for k, own, *models in ledger.parts(total, clients, removed):
+        for k, sums, *models in ledger.parts(total, clients, removed):
             harms.append(ledger.harm(*models))
-            counts.append(own.counts)
-            weights[k] = examples.weight_score(own) if harms[-1] > 0 else -np.inf
+            counts.append(sums.counts)
+            weights[k] = examples.weight_score(sums) if harms[-1] > 0 else -np.inf
         equations = ledger.equations(total)
-        found = examples.scores(np.array(harms), np.array(counts), equations, ledger.ridge)
-        scores = {k: max(weights[k], score) for k, score in zip(weights, found, strict=True)}
-        kept = scores.keys() - removed
-        if worse := {k for k in kept if weights[k] > highest} or {
-            k for k in kept if scores[k] > highest
+        of_harms = examples.scores(np.array(harms), np.array(counts), equations, ledger.ridge)
+        scores = {k: max(weights[k], score) for k, score in zip(weights, of_harms, strict=True)}
+        remaining = scores.keys() - removed
+        if worse := {k for k in remaining if weights[k] > highest} or {
+            k for k in remaining if scores[k] > highest
         }:
             removed |= worse
             continue

@@ -21,6 +21,7 @@ For cross-entropy R = Y - softmax(Z W), and the M steps are taken on Z W (n x C)
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,13 +30,13 @@ from torch import Tensor
 
 from ..losses import Loss, check_loss, residual
 from ..support.memory import require_memory
-from ..support.precision import full_float32
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
     """Eigenvalues (n,) >= 0 of K = Z Z^T, ascending; eigenvectors (n, n) in columns; float64."""
 
+    BYTES: ClassVar[int] = 5 * 8  # of n^2 numbers, in memory while it is formed
     values: Tensor
     vectors: Tensor
 
@@ -44,9 +45,9 @@ class Spectrum:
         """Decompose a kernel (n, n), in float64."""
         n = len(kernel)
         require_memory(
-            5 * 8 * n * n,
+            cls.BYTES * n * n,
             f"the eigendecomposition for {n} examples",
-            cure="give the client fewer examples, or have it take its steps in a loop",
+            cure="give the client fewer examples",
         )
         values, vectors = torch.linalg.eigh(kernel.double())
         return cls(values.clamp(min=0), vectors)
@@ -140,30 +141,6 @@ def residual_sum(
         total += r
         f = f + learning_rate * ((r.T @ k.T).T + drift)  # k @ r, faster with few columns
     return total
-
-
-@full_float32()
-def looped_steps(
-    features: Tensor,
-    weights: Tensor,
-    targets: Tensor,
-    correction: Tensor,
-    *,
-    learning_rate: float,
-    local_steps: int,
-    loss: Loss = "mse",
-) -> tuple[Tensor, Tensor]:
-    """Take the M steps one after another on W, as eq. (3) says: the closed form's oracle.
-
-    From Z (n, p), W_0 (p, C), Y (n, C) and h (p, C), of one dtype, come W_M (p, C) and S (n, C).
-    """
-    check_loss(loss)
-    w, total = weights.clone(), torch.zeros_like(targets)
-    for _ in range(local_steps):
-        r = residual(features @ w, targets, loss)
-        total += r
-        w += learning_rate * (features.T @ r / len(features) + correction)
-    return w, total
 
 
 def mean_gradient(before: Tensor, after: Tensor, span: float) -> Tensor:

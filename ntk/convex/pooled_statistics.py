@@ -1,6 +1,6 @@
 """The convex problem of TCT solved in one place, from nothing but sums over the clients' features.
 
-Beyond Yu et al., NeurIPS 2022: the solution of :func:`~fedntk.ntk.convex.ridge.pooled_ridge` in the
+Beyond Yu et al., NeurIPS 2022: the solution of :func:`~fedntk.ntk.ridge_regression` in the
 primal. Its p x p matrix is a sum over examples, the same however these are split among clients.
 """
 
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..features.normaliser import Moments, Normaliser
-from ..payloads.feature_statistics import FEWER, FeatureStatistics
+from ..payloads.feature_statistics import FeatureStatistics
 from ..payloads.split_statistics import SplitStatistics
-from ..support.memory import require_memory
 from .ridge import solve_ridge
 
 RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -57,8 +56,7 @@ class NormalEquations:
 
         Centring moves all classes' scores alike. The ridge does not count a `free_bias`.
         """
-        width, num_classes = statistics.width, len(statistics.counts)
-        require_memory(16 * width**2, f"normal equations of {width} features", cure=FEWER)
+        num_classes = len(statistics.counts)
         mean, inv_std = normaliser.mean.astype(np.float64), normaliser.inv_std.astype(np.float64)
         per_class = statistics.counts * statistics.weights  # weight of each class
         total = float(per_class.sum())
@@ -100,7 +98,6 @@ class NormalEquations:
         examples that count alike.
         """
         size = len(self.gram)
-        require_memory(16 * size**2, f"solving for {size} features", cure=FEWER)
         counted = self.gram.diagonal()[: size - self.free]
         scale = float(counted.sum()) / self.total * (self.squared_weights / self.total)
         return solve_ridge(self.gram.clone(), self.cross, ridge, scale, free=self.free)
@@ -112,12 +109,11 @@ class NormalEquations:
         eigenvalues up to n eps times the largest (q eps if q is more), with eps that of float64.
         """
         size = len(self.gram)
-        require_memory(32 * size**2, f"solving for {size} features", cure=FEWER)
         values, vectors = torch.linalg.eigh(self.gram)
         rounding = max(size, self.total) * torch.finfo(values.dtype).eps
-        kept = values > rounding * values[-1]
-        basis = vectors[:, kept]
-        linear: Tensor = basis @ ((basis.T @ self.cross) / values[kept, None])
+        nonzero = values > rounding * values[-1]
+        basis = vectors[:, nonzero]
+        linear: Tensor = basis @ ((basis.T @ self.cross) / values[nonzero, None])
         return linear
 
     def loss(self, linear: Tensor) -> float:
@@ -148,7 +144,7 @@ def best_ridge(
 
 def personal_model(
     total: SplitStatistics,
-    own: SplitStatistics,
+    client: SplitStatistics,
     ridge: float,
     *,
     bias: bool = False,
@@ -169,10 +165,10 @@ def personal_model(
         return NormalEquations.of(sums, Normaliser.identity(sums.width), bias=bias)
 
     weight = weights[0]
-    if own.held_out.num_examples:
-        common, fitting, held = of(total.fitting), of(own.fitting), of(own.held_out)
+    if client.held_out.num_examples:
+        common, fitting, held = of(total.fitting), of(client.fitting), of(client.held_out)
         weight = min(weights, key=lambda w: held.loss(common.plus(fitting, w).solve(ridge)))
-    return of(total.everyone).plus(of(own.everyone), weight).solve(ridge), weight
+    return of(total.everyone).plus(of(client.everyone), weight).solve(ridge), weight
 
 
 def class_weights(counts: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -54,6 +54,7 @@ from ..support.memory import require_memory
 ORDERS = np.arange(2, 1025)  # of Renyi divergences; whole, as theorem 3.5 wants them
 LARGEST_MEAN = 2.0**32  # of a Poisson number that is drawn at once
 MOST_DRAWS = 256  # for one number
+WHOLE = tuple(range(2, MOST_BITS + 1))  # bits of whole numbers, to which noise is added
 LARGEST_DEVIATION = 2.0**42  # of Gaussian noise, whose numbers have 53 bits, that is rounded
 
 
@@ -103,17 +104,11 @@ class SumNoise(Noise):
     """
 
     protects: ClassVar = "one training example, or a client with all of its own, added or removed"
-    covers: ClassVar = frozenset(
-        {
-            *("epsilon", "delta", "radius", "client_examples", "colluding", "ridge"),
-            *("secure_aggregation", "secure_threshold", "vouching"),
-            *("only_masked", "allow_repeats", "fewest_clients", "liars_expected", "privacy"),
-        }
-    )
+    covers: ClassVar = frozenset({"noise", "sums.ridge", "sums.device", "secure"})
     needs: ClassVar = {
-        "bits": tuple(range(2, MOST_BITS + 1)),  # noise is added to whole numbers
-        "auto_ridge": (False,),  # the noise sets the ridge
-        "validation_share": (0.0,),
+        "sums.bits": WHOLE,
+        "sums.auto_ridge": (False,),  # the noise sets the ridge
+        "sums.validation_share": (0.0,),
     }
     metrics: ClassVar = frozenset({"num-examples", "epsilon", "delta", "model-updated"})
     releases: ClassVar = ("the sums Z^T Z and Z^T Y with noise, once", "which clients took part")
@@ -150,7 +145,7 @@ class SumNoise(Noise):
         if quorum and quorum <= options.colluding:
             raise ValueError(
                 f"colluding: expected fewer than the {quorum} clients that a secure sum needs, got "
-                f"{options.colluding}; raise secure_threshold, or have more clients"
+                f"{options.colluding}; raise secure.threshold, or have more clients"
             )
         noise = cls(
             radius=options.radius,
@@ -263,7 +258,6 @@ def solve_noisy(gram: Tensor, cross: Tensor, variance: float, fraction: float = 
     """
     if not (variance > 0 and fraction > 0):
         raise ValueError(f"expected variance, fraction above 0, got {variance}, {fraction}")
-    require_memory(32 * len(gram) ** 2, f"solving for {len(gram)} features", cure=FEWER)
     values, vectors = torch.linalg.eigh(gram.double())
     shifted = values.clamp_min(0) + fraction * math.sqrt(2 * len(gram) * variance)
     linear: Tensor = vectors @ ((vectors.T @ cross.double()) / shifted[:, None])

@@ -1,20 +1,7 @@
-"""The convex problem of TCT solved in one place, from all clients' features.
+"""Ridge regression, and DeepAFL's between two matrices."""
 
-Beyond Yu et al., NeurIPS 2022: the exact solution that their stage 2 approaches round by round.
-"""
-
-from collections.abc import Sequence
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-from ..features.normaliser import Moments, Normaliser
-from ..features.rows import FeatureRows
-from ..losses import one_hot
-from ..payloads.feature_upload import FeatureUpload
-from ..support.memory import require_memory
 
 
 def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
@@ -62,54 +49,5 @@ def sandwiched_ridge(
     squares = scales.square()
     rho = ridge * float(values.sum()) / num_examples * float(squares.sum()) / linear.shape[1]
     inner = (vectors.T @ cross.double() @ right.T) * scales
-    found: Tensor = vectors @ (inner / (rho + values.clamp(min=0)[:, None] * squares)) @ left.T
-    return found
-
-
-def pooled_ridge(
-    uploads: Sequence[FeatureUpload],
-    num_outputs: int,
-    *,
-    ridge: float,
-    normalise: bool = True,
-    bias: bool = False,
-    device: torch.device | str = "cpu",
-) -> tuple[NDArray[np.float32], Normaliser]:
-    """Normalise the pooled features and solve the ridge regression on centred labels, in the dual.
-
-    Without `normalise` features are used as they are. With `bias` the model has one, which the
-    ridge does not count. Products are formed on `device`. The linear model is float32, (p, C) or
-    (p + 1, C); its features' normaliser comes with it. ArithmeticError if the solution is not
-    finite.
-    """
-    bounds = np.cumsum([0, *(len(upload.labels) for upload in uploads)]).tolist()
-    n, width = bounds[-1], len(uploads[0].scale)
-    require_memory(24 * n * n, f"solving for {n} examples", cure="ask fewer clients")
-
-    def raw(start: int, stop: int) -> Tensor:
-        return torch.cat(
-            [
-                upload.rows(max(start - first, 0), min(stop, last) - first)
-                for upload, first, last in zip(uploads, bounds, bounds[1:], strict=False)
-                if start < last and stop > first
-            ]
-        )
-
-    normaliser = Normaliser.identity(width)
-    if normalise:
-        chunks = FeatureRows(raw, (n, width)).chunks()
-        normaliser = Normaliser.of(Moments.join(Moments.of(z) for _, z in chunks))
-    rows = FeatureRows(lambda start, stop: normaliser(raw(start, stop)), (n, width), device=device)
-    labels = np.concatenate([upload.labels.astype(np.int64) for upload in uploads])
-    targets = one_hot(torch.from_numpy(labels), num_outputs).double() - 1 / num_outputs
-    kernel = rows.gram(torch.float64)  # else its rounding would bound the ridge from below
-    scale, means, constant = float(kernel.diagonal().mean()), kernel.mean(0), targets.mean(0) * bias
-    if bias:  # features and targets of mean 0 give W, and the bias is what then remains
-        kernel -= means + means[:, None] - means.mean()
-    coefficients = solve_ridge(kernel, targets - constant, ridge, scale)
-    linear = rows.transposed_matmul(coefficients.float())
-    if bias:
-        linear = torch.cat([linear, (constant - means @ coefficients)[None].float()])
-    if not bool(torch.isfinite(linear).all()):
-        raise ArithmeticError("the solution is not finite")
-    return linear.numpy(), normaliser
+    omega: Tensor = vectors @ (inner / (rho + values.clamp(min=0)[:, None] * squares)) @ left.T
+    return omega

@@ -63,16 +63,17 @@ def mean_losses(losses: Sequence[NDArray[np.float64]], num_examples: Sequence[in
     if not losses:
         return []
     pairs = zip(losses, num_examples, strict=True)
-    total = sum((count * own for own, count in pairs), np.zeros(len(losses[0])))
+    total = sum((count * client for client, count in pairs), np.zeros(len(losses[0])))
     return [float(value) / sum(num_examples) for value in total]
 
 
-def trimmed_losses(losses: Sequence[NDArray[np.float64]], liars: int) -> list[float]:
-    """Mean over the clients of their losses (T,) without the largest and smallest for each liar.
+def trimmed_losses(losses: Sequence[NDArray[np.float64]], malicious: int) -> list[float]:
+    """Mean over the clients of their losses (T,) without the largest and smallest.
 
-    Of too few clients for that, the median's one or two are left. NaN counts as the largest.
+    As many are left out at either end as there may be malicious clients; of too few clients only
+    the median's one or two count. NaN counts as the largest.
     """
-    cut = min(liars, max(0, len(losses) - 1) // 2)
+    cut = min(malicious, max(0, len(losses) - 1) // 2)
     return np.sort(losses, axis=0)[cut : len(losses) - cut].mean(0).tolist() if losses else []
 
 

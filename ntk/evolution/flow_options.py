@@ -9,7 +9,6 @@ from ..options import Declared, shared
 from .learning_rate import AUTO
 
 Kernel = Literal["mean", "corrected", "full"]
-KernelDtype = Literal["outputs", "bfloat16"]
 
 
 class FlowOptions(Declared):
@@ -36,10 +35,6 @@ class FlowOptions(Declared):
         "how residuals add up over time: their integral, or the paper's sum over whole steps",
         default="integral",
     )
-    kernel_dtype: KernelDtype = shared(
-        "dtype in which a mean kernel is multiplied; bfloat16 goes with a tolerance of 0.01",
-        default="outputs",
-    )
     tolerance: float = shared(
         "error allowed per step of the solver, relative to the norm of the outputs",
         default=1e-4,
@@ -48,18 +43,12 @@ class FlowOptions(Declared):
     )
 
     def check(self) -> None:
-        """Refuse steps that do not increase, and a dtype that serves nothing."""
+        """Refuse steps that do not increase, or are not whole where residuals are summed."""
         super().check()
         if any(a >= b for a, b in itertools.pairwise(self.steps)):
             raise ValueError(f"steps: expected increasing times, got {list(self.steps)}")
         if self.residuals == "sum" and any(t != round(t) for t in self.steps):
             raise ValueError(f"steps: residuals='sum' needs whole steps, got {list(self.steps)}")
-        if self.kernel_dtype == "bfloat16" and (self.kernel == "full" or self.loss == "mse"):
-            raise ValueError(
-                "kernel_dtype: 'bfloat16' is for the mean kernel, corrected or not, and "
-                "cross-entropy, whose products are with a matrix; "
-                f"got {self.kernel!r} and {self.loss!r}"
-            )
 
     @property
     def has_auto_rate(self) -> bool:

@@ -28,11 +28,10 @@ from ..losses import Loss, loss_value, output_hessian, output_scale, residual
 from ..options import option
 from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
-from .flow_options import FlowOptions, Kernel, KernelDtype
+from .flow_options import FlowOptions, Kernel
 from .learning_rate import largest_eigenvalue
 from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev, SolverStep, State
 
-SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
 # (f(0) in float64, increasing times, the time passed before) -> f and R at the times, with R(0) = 0
 _Follow = Callable[[Tensor, Sequence[float], float], list[State]]
 
@@ -82,8 +81,6 @@ class GradientFlow(FlowOptions):
       Jacobian and several steps: with one the weights are those of ``"mean"`` or ``"full"``.
     - Residuals ``"sum"``: the sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's
       eq. (10), overshoots if eta lambda_max is not small; the integral never does.
-    - Kernel dtype ``"bfloat16"``: about twice as fast with instructions for it, else slower.
-      A product is right to about 3e-3. Ignored for a kernel over the memory budget.
     - Tolerance: the whole error was under 1e-3 with the default on the papers' network and data
       (`benchmarks/solver.py`).
     - Beyond the memory budget no matrix is built, and the solver takes products with
@@ -121,21 +118,12 @@ class GradientFlow(FlowOptions):
         times = tuple(self.steps)
         matrix, apply = _products(jacobian_or_kernel, self.kernel, self.loss, self.memory_budget)
         rate, products = self._rate(jacobian_or_kernel, apply, outputs)
-        if matrix is not None and self.kernel_dtype == "bfloat16":
-            apply = _matrix_product(matrix.bfloat16())
         scale = rate * output_scale(n, num_outputs, self.loss)
         cost = _Cost()
         solved = _Solved(self, apply, targets.double(), scale, outputs.dtype, on_step, cost)
         follow: _Follow = solved
         if self.loss == "mse" and matrix is not None:
             follow = _ClosedForm(matrix, targets, scale, self.residuals)
-        else:
-            require_memory(
-                8 * outputs.numel() * (SOLVER_ARRAYS + 2 * len(times)),
-                f"the evolution of {n} examples x {num_outputs} outputs at {len(times)} steps",
-                device=outputs.device,
-                cure="report fewer steps or sample fewer examples",
-            )
         if self.kernel == "corrected" and isinstance(jacobian_or_kernel, Jacobian):
             full = _Counted(jacobian_or_kernel.full_product)
             exact = replace(solved, apply=full.apply)
@@ -180,7 +168,6 @@ def evolve(
     steps: Sequence[float],
     kernel: Kernel = "mean",
     residuals: Literal["integral", "sum"] = "integral",
-    kernel_dtype: KernelDtype = "outputs",
     tolerance: float = 1e-4,
     memory_budget: int | None = None,
 ) -> Evolution:
@@ -198,7 +185,7 @@ def evolve(
         f(0), the network's outputs at the current weights.
     targets : Tensor, shape (n, C)
         One-hot targets Y.
-    loss, learning_rate, steps, kernel, residuals, kernel_dtype, tolerance, memory_budget
+    loss, learning_rate, steps, kernel, residuals, tolerance, memory_budget
         See :class:`GradientFlow`.
 
     Raises
@@ -221,7 +208,6 @@ def evolve(
         steps=steps,
         kernel=kernel,
         residuals=residuals,
-        kernel_dtype=kernel_dtype,
         tolerance=tolerance,
         memory_budget=memory_budget,
     )
@@ -371,15 +357,15 @@ def _follow_corrected(
     reached, states = loss_value(f, targets, loss), []
 
     def after(kernel: _Follow, start: float, end: float) -> tuple[Tensor, Tensor, float]:
-        ((_, own),) = kernel(f, [end - start], start)
-        corrected = f + full(own.to(outputs.dtype)).double()
-        return corrected, total + own, loss_value(corrected, targets, loss)
+        ((_, residuals),) = kernel(f, [end - start], start)
+        corrected = f + full(residuals.to(outputs.dtype)).double()
+        return corrected, total + residuals, loss_value(corrected, targets, loss)
 
     for start, end in itertools.pairwise([0.0, *times]):
         if end > start:
-            found = after(follow, start, end)
-            if not found[-1] <= reached:
-                found = after(exact, start, end)
-            f, total, reached = found
+            step = after(follow, start, end)
+            if not step[-1] <= reached:
+                step = after(exact, start, end)
+            f, total, reached = step
         states.append((f, total))
     return states

@@ -2,11 +2,8 @@
 
 Gradient descent on the linearised network multiplies the part of the residual along an eigenvector
 of the kernel by ``1 - eta s lambda`` in each step, with s = 1/n for cross-entropy and 1/(n C) for
-MSE. At ``eta s lambda_max = 1`` the fastest part is gone after one step, and none overshoots; for
-cross-entropy this is on the safe side, as the loss's Hessian in the outputs is at most 1/2. The
-gradient flow of :func:`~fedntk.ntk.evolve` depends only on ``eta t``: with that rate the steps t
-count in times of the fastest part, so that one grid of steps suits kernels of any size. Between a
-network's first weights and ten rounds later lambda_max can grow ten thousand times.
+MSE. At ``eta s lambda_max = 1`` none overshoots. The gradient flow depends only on ``eta t``, so
+with that rate one grid of steps suits kernels of any size.
 """
 
 from collections.abc import Callable

@@ -195,17 +195,16 @@ class RungeKuttaChebyshev:
         return error if math.isfinite(error) else math.inf
 
     def _stages(self, step: float, now: _Point) -> tuple[Tensor, Tensor]:
-        """Return f and R a step later."""
         first, stages, weights = _coefficients(_stages_for(step * self._radius))
         before, at = now.outputs, now.outputs.add(now.slope, alpha=first * step)
         integral = now.integral.add(now.rate, alpha=weights[0] * step)
-        for own, weight in zip(stages, weights[1:], strict=True):
+        for stage, weight in zip(stages, weights[1:], strict=True):
             rate = self._rate(at)
             integral.add_(rate, alpha=weight * step)
-            following = now.outputs * (1 - own.mu - own.nu)
-            following.add_(at, alpha=own.mu).add_(before, alpha=own.nu)
-            following.add_(self._apply(rate), alpha=step * own.mu_t)
-            before, at = at, following.add_(now.slope, alpha=step * own.gamma_t)
+            following = now.outputs * (1 - stage.mu - stage.nu)
+            following.add_(at, alpha=stage.mu).add_(before, alpha=stage.nu)
+            following.add_(self._apply(rate), alpha=step * stage.mu_t)
+            before, at = at, following.add_(now.slope, alpha=step * stage.gamma_t)
         return at, integral
 
 
@@ -267,10 +266,10 @@ def _coefficients(s: int) -> tuple[float, tuple[_Stage, ...], tuple[float, ...]]
     weights = [0.0] * s
     share, following, nu = 1.0, 0.0, 0.0  # of stages j and j + 1 in the last one; nu of stage j + 1
     for j in range(s, 1, -1):
-        own = stages[j - 2]
-        weights[j - 1] = share * own.mu_t
-        weights[0] += share * own.gamma_t
-        share, following, nu = own.mu * share + nu * following, share, own.nu
+        stage = stages[j - 2]
+        weights[j - 1] = share * stage.mu_t
+        weights[0] += share * stage.gamma_t
+        share, following, nu = stage.mu * share + nu * following, share, stage.nu
     weights[0] += share * b[1] * w1
     return b[1] * w1, tuple(stages), tuple(weights)
 

@@ -1,8 +1,14 @@
 """Feature learning theory of FedAvg: two-patch data, its network, coefficients and SNR."""
 
 from .coefficients import Coefficients, coefficient_step, decompose, mixing_matrix, train
-from .network import Evaluation, evaluate, initial_std
-from .signal_to_noise import effective_snr, generalisation_exponent, signal_similarity
+from .network import (
+    Evaluation,
+    effective_snr,
+    evaluate,
+    generalisation_exponent,
+    initial_std,
+    signal_similarity,
+)
 from .two_patch import TwoPatchDistribution, TwoPatchExamples
 
 __all__ = [

@@ -68,9 +68,9 @@ def coefficient_step(
     products = inner_products(coefficients.weights(initial, examples), examples)
     gamma, rho = _increments(products, examples, learning_rate)
     signal, noise = coefficients.signal.clone(), coefficients.noise.clone()
-    own = torch.arange(len(signal))
-    signal[own, examples.groups] += gamma
-    noise[own, own] += rho
+    models = torch.arange(len(signal))
+    signal[models, examples.groups] += gamma
+    noise[models, models] += rho
     return Coefficients(signal, noise)
 
 

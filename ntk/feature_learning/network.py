@@ -1,4 +1,4 @@
-"""The two-layer ReLU network of feature learning theory, for the weights of K clients at once.
+"""The two-layer ReLU network of feature learning theory, for K clients, and its test error.
 
 Source: Huang et al., *Understanding Convergence and Generalization in Federated Learning through
 Feature Learning Theory*, ICLR 2024, sections 3.3 and 3.4. It has m filters for each sign j, on both
@@ -11,6 +11,14 @@ class 0 for y = -1 and class 1 for y = +1. So full-batch FedAvg on a network wit
 is the paper's algorithm, eq. (4) and (5).
 
 Weights have shape (K, 2, m, d), the signs in the order j = -1, +1.
+
+Section 4.2, theorem 4.4, for signals (K, d), one mu_k a client, none of them zero:
+
+    chi_k = sum_k' <mu_k, mu_k'> / ||mu_k||^2
+    SNR_k = sqrt(chi_k) ||mu_k|| / (sigma_p sqrt(d))
+    test error <= exp(-c n chi_k^2 ||mu||^4 / (K sigma_p^4 d)),   c a constant
+
+with n the number of examples *of one client*; the paper's text has the same letter for that of all.
 """
 
 import math
@@ -42,9 +50,9 @@ class Evaluation(NamedTuple):
 
 def evaluate(weights: Tensor, examples: TwoPatchExamples) -> Evaluation:
     """Evaluate each client's weights (K, 2, m, d) on its own examples."""
-    found = margins(inner_products(weights, examples), examples.labels)
-    losses = torch.nn.functional.softplus(-found)
-    return Evaluation(losses.mean(1), (found < 0).to(found).mean(1))
+    margin = margins(inner_products(weights, examples), examples.labels)
+    losses = torch.nn.functional.softplus(-margin)
+    return Evaluation(losses.mean(1), (margin < 0).to(margin).mean(1))
 
 
 def inner_products(weights: Tensor, examples: TwoPatchExamples) -> tuple[Tensor, Tensor]:
@@ -68,3 +76,37 @@ def margins(products: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 def second_layer(dtype_of: Tensor) -> Tensor:
     """Return the fixed weights j of the second layer, shape (2,), in the dtype of a tensor."""
     return dtype_of.new_tensor([-1.0, 1.0])
+
+
+def signal_similarity(signals: Tensor) -> Tensor:
+    """Return chi_k, shape (K,): the number of clients' signals that client k's own is worth.
+
+    K if all signals are the same, 1 if all are orthogonal.
+    """
+    products = signals @ signals.T
+    if bool((products.diagonal() == 0).any()):
+        raise ValueError("signals: expected none that is zero; leave out clients without a signal")
+    return products.sum(1) / products.diagonal()
+
+
+def effective_snr(signals: Tensor, *, noise_std: float) -> Tensor:
+    """Return SNR_k of FedAvg among the clients with these signals, shape (K,)."""
+    similarity = signal_similarity(signals)
+    if bool((similarity < 0).any()):
+        raise ValueError(
+            "signals: expected signals that are the same or orthogonal, got some with a negative "
+            "sum of products"
+        )
+    snr: Tensor = signals.norm(dim=1) / (noise_std * math.sqrt(signals.shape[1]))
+    return similarity.sqrt() * snr
+
+
+def generalisation_exponent(signals: Tensor, *, num_examples: int, noise_std: float) -> Tensor:
+    """Return n chi_k^2 ||mu_k||^4 / (K sigma_p^4 d) of theorem 4.4, shape (K,).
+
+    The paper does not state the constant c. For local training give one client's signal, for
+    averages within a group that group's: then it is n ||mu||^4 / (sigma_p^4 d), times the number of
+    clients in the group.
+    """
+    clients, dimension = signals.shape
+    return num_examples * dimension * effective_snr(signals, noise_std=noise_std) ** 4 / clients

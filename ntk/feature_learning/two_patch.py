@@ -122,8 +122,8 @@ class TwoPatchDistribution(Declared, frozen=True, eq=True):
             raise ValueError(f"part: expected one of {', '.join(get_args(Part))}, got {part!r}")
         every = range(self.num_clients)
         chosen = every if clients is None else clients
-        if odd := [k for k in chosen if k not in every]:
-            raise ValueError(f"clients: expected 0 ... {len(every) - 1}, got {odd}")
+        if unknown := [k for k in chosen if k not in every]:
+            raise ValueError(f"clients: expected 0 ... {len(every) - 1}, got {unknown}")
         signals = self.signals()
         unit = signals / self.signal_norm
         noise = torch.empty(len(chosen), num_examples, self.dimension, dtype=dtype)

@@ -1,15 +1,13 @@
 """Bucket features: each group of inputs chooses one row of a table, and scores are sums of rows.
 
 Source: Bacellar et al., *Single-Round Scalable Analytic Federated Learning* (SAFLe), CVPR 2026, as
-others describe it (arXiv 2512.03336, read in summaries only). Every input is put into buckets, by
-several functions, shuffled and grouped, and a group's buckets together index a table of embeddings.
-That is a linear model of sparse features: G groups of g inputs in b buckets each have p = G b^g; G
-of them are not 0.
+others describe it (arXiv 2512.03336, read in summaries only): inputs are put into buckets by
+several functions, shuffled and grouped, and a group's buckets index a table of embeddings. That is
+a linear model of sparse features: G groups of g inputs in b buckets each have p = G b^g, G not 0.
 
-This package's reading: an example's inputs are scaled to mean 0 and variance 1, and the limits of
-buckets are normal, drawn from the seed. Nothing comes from other examples. Each input is in about
-as many groups as any other, with new limits in each. With p below d b^g / g some inputs are in no
-group: with pairs in two buckets take p >= 2 d.
+Here an example's inputs are scaled to mean 0 and variance 1, and the limits of buckets are normal,
+drawn from the seed. Each input is in about as many groups as any other. With p below d b^g / g some
+inputs are in no group: with pairs in two buckets take p >= 2 d.
 """
 
 import math
@@ -64,6 +62,6 @@ class BucketFeatures(nn.Module):
         buckets = (scaled[:, self.chosen, None] > self.limits).sum(2)
         powers = self.buckets ** torch.arange(self.group, device=inputs.device)
         row = (buckets.unflatten(1, (-1, self.group)) * powers).sum(2)
-        found = scaled.new_zeros(*row.shape, self.rows)
-        found.scatter_(2, row.unsqueeze(2), self.bound)
-        return found.flatten(1)
+        sums = scaled.new_zeros(*row.shape, self.rows)
+        sums.scatter_(2, row.unsqueeze(2), self.bound)
+        return sums.flatten(1)

@@ -13,8 +13,8 @@ class CentredInputs(nn.Module):
     """A network of the inputs less their mean.
 
     The mean is a buffer: it travels with the weights and is never trained. It begins as zeros; a
-    strategy with ``centre_inputs=True`` fills in the mean over all clients. `input_shape` is that
-    of one example.
+    strategy with ``centre=CentreInputs()`` fills in the mean over all clients. `input_shape` is
+    that of one example.
 
     Examples
     --------

@@ -211,8 +211,8 @@ class FeatureMap:
             with torch.no_grad():
                 with record_input(head, len(x)) as seen:
                     outputs = network.eval()(x.to(device, copy=True)).cpu()
-                found = cosines(seen[0])
-            return found.to("cpu", torch.float32), outputs
+                result = cosines(seen[0])
+            return result.to("cpu", torch.float32), outputs
 
         return features
 
@@ -236,7 +236,7 @@ def record_input(head: nn.Linear, num_examples: int) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         hook.remove()
-    expected, shapes = (num_examples, head.in_features), [tuple(own.shape) for own in seen]
+    expected, shapes = (num_examples, head.in_features), [tuple(tensor.shape) for tensor in seen]
     if shapes != [expected]:
         raise ValueError(f"head: expected one input of shape {expected}, got {shapes}")
 
@@ -284,7 +284,8 @@ def with_scattering_frequencies(
     The seed gives the new layer's first weights. The features, of
     :class:`~fedntk.ntk.features.frequencies.ScatteringFrequencies`, are for sums with noise.
     """
-    scattering = next((own for own in network.modules() if isinstance(own, Scattering)), None)
+    layers = (module for module in network.modules() if isinstance(module, Scattering))
+    scattering = next(layers, None)
     if scattering is None:
         raise ValueError("low frequencies: expected a network with Scattering, got one without")
     make = partial(ScatteringFrequencies, scattering)
@@ -340,7 +341,6 @@ def _draw_layer(old: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Li
 
 
 def _with_layer(network: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Put a layer in the place of that name; an empty name is the network itself."""
     if not name:
         return layer
     parent, _, last = name.rpartition(".")

@@ -55,18 +55,19 @@ class ScatteringFrequencies(nn.Module):
 
     def __init__(self, scattering: Scattering, size: int, num_features: int) -> None:
         super().__init__()
-        height, width = scattering.kept
+        height, width = scattering.map_size
         self.shape = (-1, scattering.num_channels, height, width)
-        channels, odd = divmod(size, scattering.num_channels * height * width)
-        if odd or not 1 <= num_features <= size:
+        channels, rest = divmod(size, scattering.num_channels * height * width)
+        if rest or not 1 <= num_features <= size:
             raise ValueError(
                 f"low frequencies: expected 1 ... {size} features of scattering coefficients, "
                 f"{scattering.num_channels} x {height} x {width} for each of an image's channels, "
                 f"got {num_features} of {size}"
             )
-        basis, own = fourier_basis(scattering.angles)
-        both = torch.kron(basis, basis), torch.hypot(own[:, None], own).flatten()
-        by_order = [(torch.ones(1, 1).double(), torch.zeros(1).double()), (basis, own), both]
+        basis, frequencies = fourier_basis(scattering.angles)
+        both = torch.kron(basis, basis), torch.hypot(frequencies[:, None], frequencies).flatten()
+        constant = torch.ones(1, 1).double(), torch.zeros(1).double()
+        by_order = [constant, (basis, frequencies), both]
         after = [scattering.scales - 1 - j for j in range(scattering.scales)]
         orders = [0, *(order for count in after for order in [1] + [2] * count)]
         b = torch.hypot(torch.arange(1.0 * height)[:, None], torch.arange(1.0 * width))
@@ -92,8 +93,8 @@ class ScatteringFrequencies(nn.Module):
     def _transform(self, inputs: Tensor) -> Tensor:
         planes = inputs.unflatten(1, self.shape)
         planes = (self.angles @ planes.flatten(3)).unflatten(3, planes.shape[3:])
-        found = (self.rows @ planes @ self.columns.T).flatten(1)
-        return normalize(found[:, self.chosen] * self.weights)
+        coefficients = (self.rows @ planes @ self.columns.T).flatten(1)
+        return normalize(coefficients[:, self.chosen] * self.weights)
 
 
 def fourier_basis(length: int) -> tuple[Tensor, Tensor]:

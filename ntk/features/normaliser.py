@@ -81,7 +81,9 @@ class Moments:
 
         Of `num_classes` classes, if there are any, the counts must add up to `count`.
         """
-        names = ("mean", "sum-sq-dev", *["counts"] * (num_classes > 0))
+        names = ["mean", "sum-sq-dev"]
+        if num_classes:
+            names.append("counts")
         mean, sum_sq_dev, *counts = take_arrays(arrays, *names)
         largest = float(np.finfo(np.float32).max)
         expected: dict[str, Any] = {"shape": (width,), "dtype": np.float64}

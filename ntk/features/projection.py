@@ -72,8 +72,8 @@ def low_frequencies(images: Tensor, num_features: int) -> Tensor:
     rows, columns = u.ravel()[order], v.ravel()[order]
     along_rows = cosines(height, int(rows.max()) + 1).to(planes)
     along_columns = cosines(width, int(columns.max()) + 1).to(planes)
-    found = along_rows @ planes @ along_columns.T
-    chosen = found[:, :, torch.from_numpy(rows), torch.from_numpy(columns)]
+    coefficients = along_rows @ planes @ along_columns.T
+    chosen = coefficients[:, :, torch.from_numpy(rows), torch.from_numpy(columns)]
     return chosen.transpose(1, 2).flatten(1)[:, :num_features]
 
 
@@ -94,11 +94,11 @@ def rotated_low_frequencies(images: Tensor, num_features: int, seed: int) -> Ten
     Anyone without the seed knows which frequencies are kept, but not which feature is which;
     lengths and angles between examples are visible. The seed is at least 0, of any size.
     """
-    found = low_frequencies(images, num_features)
+    features = low_frequencies(images, num_features)
     drawn = np.random.default_rng([seed, *b"rotation"]).standard_normal((num_features,) * 2)
     rotation, triangle = np.linalg.qr(drawn)
     signs = np.sign(np.diag(triangle))  # else the draw is not uniform
-    return found @ torch.from_numpy(rotation * signs).to(found)
+    return features @ torch.from_numpy(rotation * signs).to(features)
 
 
 def blocks_of_matrix(

@@ -39,13 +39,13 @@ class ResidualFeatures(nn.Module):
     @classmethod
     def find(cls, network: nn.Module, size: int) -> tuple[str, Self]:
         """Return name and module of the one in a network, of `size` features."""
-        found = [(name, m) for name, m in network.named_modules() if isinstance(m, cls)]
-        if len(found) != 1 or found[0][1].directions.shape[1] != size:
+        blocks = [(name, m) for name, m in network.named_modules() if isinstance(m, cls)]
+        if len(blocks) != 1 or blocks[0][1].directions.shape[1] != size:
             raise ValueError(
-                f"network: expected one ResidualFeatures of {size} features, got {len(found)}; "
+                f"network: expected one ResidualFeatures of {size} features, got {len(blocks)}; "
                 "make the network with fedntk.ntk.with_residual_features"
             )
-        return found[0]
+        return blocks[0]
 
     def hidden(self, inputs: Tensor, layer: int) -> Tensor:
         """Return sigma(Phi_t B_t), shape (n, m)."""

@@ -61,9 +61,9 @@ class FeatureRows:
         cached = self._copied and self.device.type == "cpu"
         size, room = CACHED_BYTES if cached else CHUNK_BYTES, None
         for rows in self._slices(size // (4 * self.shape[1])):
-            found = self._floats(rows, room)
-            room = found if room is None else room
-            yield rows, found
+            features = self._floats(rows, room)
+            room = features if room is None else room
+            yield rows, features
 
     def _slices(self, size: int) -> list[slice]:
         n, size = self.shape[0], max(1, size)

@@ -56,7 +56,7 @@ class Scattering(nn.Module):
                 f"2^(J + 1) pixels a side, got J = {scales}, L = {angles} and {tuple(size)}"
             )
         self.scales, self.angles, self.step = scales, angles, 2**scales
-        self.kept = [side // self.step for side in size]
+        self.map_size = [side // self.step for side in size]
         padded = [(-(-side // self.step) + 2) * self.step for side in size]
         rows, columns = (whole - side - self.step for whole, side in zip(padded, size, strict=True))
         self._margins = (self.step, columns, self.step, rows)
@@ -90,26 +90,26 @@ class Scattering(nn.Module):
         By wavelets of that scale; by the low-pass, if it is J.
         """
         return {
-            (scale, at): _to_multiply(periodise(own.float(), at) * 4**at, scale - at)
-            for scale, own in enumerate([*self.wavelets, self.low_pass])
+            (scale, at): _to_multiply(periodise(kernel.float(), at) * 4**at, scale - at)
+            for scale, kernel in enumerate([*self.wavelets, self.low_pass])
             for at in range(max(1, scale))
         }
 
     def _coefficients(self, x: Tensor, kernels: Mapping[tuple[int, int], Tensor]) -> Tensor:
         spectrum = torch.fft.fft2(pad(x.float(), self._margins, mode="reflect")).unsqueeze(2)
         smooth = [kernels[self.scales, at] for at in range(self.scales)]
-        found = [self._smooth(spectrum, smooth[0]).real]
+        coefficients = [self._smooth(spectrum, smooth[0]).real]
         for j in range(self.scales):
             first = _modulus(_convolve(spectrum, kernels[j, 0]))
             if j + 1 == self.scales:
-                found.append(self._smooth_pairs(first, smooth[j]))
+                coefficients.append(self._smooth_pairs(first, smooth[j]))
                 break
             spectra = torch.fft.fft2(first)
-            found.append(self._smooth(spectra, smooth[j]).real)
+            coefficients.append(self._smooth(spectra, smooth[j]).real)
             for coarser in range(j + 1, self.scales):
                 second = _modulus(_convolve(spectra.unsqueeze(3), kernels[coarser, j]))
-                found.append(self._smooth_pairs(second.flatten(2, 3), smooth[coarser]))
-        return torch.cat(found, 2)
+                coefficients.append(self._smooth_pairs(second.flatten(2, 3), smooth[coarser]))
+        return torch.cat(coefficients, 2)
 
     def _smooth_pairs(self, signals: Tensor, low_pass: Tensor) -> Tensor:
         """Smooth signals (n, channels, m, h, w), two at once as the parts of a complex one."""
@@ -120,7 +120,7 @@ class Scattering(nn.Module):
 
     def _smooth(self, spectra: Tensor, low_pass: Tensor) -> Tensor:
         """Smooth, and keep every 2^J-th pixel of the image, without margins."""
-        rows, columns = self.kept
+        rows, columns = self.map_size
         return _convolve(spectra, low_pass)[..., 1 : 1 + rows, 1 : 1 + columns]
 
 
@@ -139,8 +139,8 @@ def _convolve(spectra: Tensor, kernels: Tensor) -> Tensor:
     products = parts[0] * kernels[0]
     for part, kernel in zip(parts[1:], kernels[1:], strict=True):
         products.addcmul_(part, kernel)
-    found: Tensor = torch.fft.ifft2(torch.view_as_complex(products.unflatten(-1, (-1, 2))))
-    return found
+    convolved: Tensor = torch.fft.ifft2(torch.view_as_complex(products.unflatten(-1, (-1, 2))))
+    return convolved
 
 
 def _modulus(signals: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ def _modulus(signals: Tensor) -> Tensor:
 
 def periodise(spectrum: Tensor, scale: int) -> Tensor:
     """Return the transform of a signal (..., h, w) from which every 2^scale-th pixel is kept."""
-    kept: Tensor = functools.reduce(operator.add, _folds(spectrum, 2**scale)) / 4**scale
-    return kept
+    folded: Tensor = functools.reduce(operator.add, _folds(spectrum, 2**scale)) / 4**scale
+    return folded
 
 
 def _folds(spectrum: Tensor, step: int) -> list[Tensor]:

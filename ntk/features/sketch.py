@@ -65,8 +65,8 @@ class GradientSketch:
             self._sketch(name, x.shape[2], side).add(x.flatten(0, 1), sums)
             spectra.append(torch.fft.rfft(sums).unflatten(0, x.shape[:2]))
         product = (spectra[0] * spectra[1]).sum(1)
-        found: Tensor = torch.fft.irfft(product, n=self._width)
-        return found
+        result: Tensor = torch.fft.irfft(product, n=self._width)
+        return result
 
     def _sketch(self, name: str, size: int, side: int) -> CountSketch:
         key = (name, size, side)

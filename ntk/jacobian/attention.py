@@ -68,18 +68,17 @@ def separate_projections(model: nn.Module) -> Iterator[None]:
 def _attend(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what ``nn.MultiheadAttention.forward`` returns."""
     projected: dict[int, Tensor] = {}
-    for given in (query, key, value):
-        if id(given) not in projected:
-            projected[id(given)] = layer.in_proj(given)
-    each = [projected[id(x)].chunk(3, -1)[k] for k, x in enumerate((query, key, value))]
+    for tensor in (query, key, value):
+        if id(tensor) not in projected:
+            projected[id(tensor)] = layer.in_proj(tensor)
+    projections = [projected[id(x)].chunk(3, -1)[k] for k, x in enumerate((query, key, value))]
     between = copy.copy(layer)
     identity = torch.eye(layer.embed_dim, dtype=query.dtype, device=query.device)
-    own = dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), identity)
+    weights_of = dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), identity)
     without = dict.fromkeys(("in_proj_weight", "in_proj_bias"))
-    between._parameters = layer._parameters | own | without
+    between._parameters = layer._parameters | weights_of | without
     between._modules = {"out_proj": SimpleNamespace(weight=identity, bias=None)}
     between._qkv_same_embed_dim = False
-    attended, weights = nn.MultiheadAttention.forward(between, *each, *args, **options)  # type: ignore[arg-type]
+    attended, weights = nn.MultiheadAttention.forward(between, *projections, *args, **options)  # type: ignore[arg-type]
     return layer.out_proj(attended), weights

@@ -60,8 +60,8 @@ class Block(ABC):
 
     def of_output(self, output: int) -> Self:
         """Return the block of only one of the C outputs."""
-        *shared, own = self.arrays
-        return self.with_arrays([*shared, own[:, output : output + 1]])
+        *shared, outputs = self.arrays
+        return self.with_arrays([*shared, outputs[:, output : output + 1]])
 
     def expanded(self) -> "Block":
         """Return the block without weights of the network in it: what rows hold is all it needs."""

@@ -144,10 +144,10 @@ def example_gradients(
     >>> rows.dense()["weight"].shape
     torch.Size([4, 1, 2, 3])
     """
-    found = differentiate_in_chunks(
+    chunks = differentiate_in_chunks(
         model, x, chunk_size=chunk_size, objective=_Objective(loss, targets)
     )
-    with found as parts:
+    with chunks as parts:
         return _collect(x, parts)
 
 
@@ -166,14 +166,14 @@ def gradient_norms(
     at most 512 MiB, or 1 GiB on a GPU that has twice as much free.
     """
     squares = torch.empty(len(x), dtype=torch.float64)
-    found = differentiate_in_chunks(
+    chunks = differentiate_in_chunks(
         model,
         x,
         chunk_size=chunk_size,
         chunk_bytes=LARGE_CHUNK_BYTES,
         objective=_Objective(loss, targets),
     )
-    with found as parts:
+    with chunks as parts:
         for start, part in parts:
             squares[start : start + part.num_examples] = part.squared_norms()
     return squares.sqrt()
@@ -185,11 +185,11 @@ def _collect(
     n, result = len(x), Jacobian(())
     for start, part in parts:
         if start == 0:  # it may come again, in another form
-            each = part.nbytes // part.num_examples
+            example_bytes = part.nbytes // part.num_examples
             require_memory(
-                n * each,
+                n * example_bytes,
                 f"the Jacobian of {n} examples x {part.num_outputs} outputs "
-                f"({each / 1e6:.1f} MB an example)",
+                f"({example_bytes / 1e6:.1f} MB an example)",
                 device=device,
                 cure="use fewer examples at a time",
             )
@@ -276,12 +276,6 @@ def differentiate_in_chunks(
             while start < len(x):
                 if start == 0:
                     size = chunk_size or _chunk_size(plan, x, more_bytes, chunk_bytes)
-                    require_memory(
-                        min(size, len(x)) * (plan.bytes_of_example + more_bytes),
-                        f"differentiating {min(size, len(x))} examples at a time",
-                        device=x.device,
-                        cure="lower chunk_size",
-                    )
                 chunk = x[start : start + size]
                 rows = None if objective is None else objective.rows(start, start + size)
                 try:
@@ -386,7 +380,7 @@ class _Plan:
         if not outputs or not all(0 <= c < size for c in outputs):
             raise ValueError(f"outputs: expected some of 0 ... {size - 1}, got {outputs}")
         layers = () if structure == "dense" else _find_layers(model, x[:3], without)
-        layers = tuple(replace(own, always_factored=structure == "factors") for own in layers)
+        layers = tuple(replace(layer, always_factored=structure == "factors") for layer in layers)
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
         rest = tuple(name for name in parameters if name not in by_rule)
         rest_bytes = sum(parameters[name].nbytes for name in rest)
@@ -424,10 +418,10 @@ class _Plan:
         return Jacobian((*blocks, *rest))
 
     def agrees(
-        self, model: nn.Module, x: Tensor, objective: _Objective | None, found: Jacobian
+        self, model: nn.Module, x: Tensor, objective: _Objective | None, rows: Jacobian
     ) -> bool:
         """Whether one backward pass gives J^T R of random weights R: hooks may change gradients."""
-        names = [name for block in found.blocks for name in block.names]
+        names = [name for block in rows.blocks for name in block.names]
         values = model(x.clone())
         values = (values if objective is None else objective(values)).reshape(len(x), -1)
         weights = draw_weights(len(x) * len(self.outputs), values).view(len(x), -1)
@@ -438,7 +432,7 @@ class _Plan:
         expected = {n: g.to_dense() for n, g in zip(names, gradients, strict=True)}
         total = sum(float(g.norm()) for g in expected.values())
         share = max(1e-3, 16 * torch.finfo(values.dtype).eps)
-        product = found.vjp(weights)
+        product = rows.vjp(weights)
         return not math.isfinite(total) or all(
             float((product[name] - g).norm()) <= share * (float(g.norm()) + 0.01 * total)
             for name, g in expected.items()
@@ -447,13 +441,13 @@ class _Plan:
     def _by_rule(self, model: nn.Module, x: Tensor, objective: _Objective | None) -> list[Block]:
         modules = [(layer, model.get_submodule(layer.name)) for layer in self.layers]
         seen: Seen = []
-        captured = [(own.name, module, own.copied) for own, module in modules]
+        captured = [(layer.name, module, layer.copied) for layer, module in modules]
         with _capture(captured, seen) as calls:
             values = model(x.clone())  # it may write into its input
             values = values if objective is None else objective(values)
             totals = values.sum(0).flatten()
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        in_place = {own.name for own in self.layers if not own.copied} & _written_over(seen)
+        in_place = {layer.name for layer in self.layers if not layer.copied} & _written_over(seen)
         graph = (graph_of(totals, names), *map(len, calls.values()), *sorted(in_place))
         if graph not in self.graphs:
             if self.graphs and _find_layers(model, x[:3], self.without) != self.layers:
@@ -461,7 +455,7 @@ class _Plan:
             if len(self.graphs) == MAX_GRAPHS:
                 self.graphs.pop()
             self.graphs.add(graph)
-        others = [own for own in self.layers if own.readout is None or not self.whole]
+        others = [layer for layer in self.layers if layer.readout is None or not self.whole]
         points = [(layer, *calls[layer.name][k]) for layer in others for k in layer.calls]
         made = self._read_out(model, calls, keep=bool(points))
         pairs = iter(_pairs(values, totals, self.outputs, points))
@@ -479,7 +473,7 @@ class _Plan:
         self, model: nn.Module, calls: Mapping[str, Calls], *, keep: bool
     ) -> dict[str, list[Block]]:
         """Blocks of the last layer and of the one before it; `keep` the graph for other layers."""
-        found = {}
+        factors = {}
         layers = {layer.readout: layer for layer in self.layers if layer.readout is not None}
         for readout, layer in layers.items() if self.whole else ():
             a, z = calls[layer.name][0]
@@ -488,15 +482,15 @@ class _Plan:
                 ((h, _),) = calls[layers[""].name]
                 (slopes,) = torch.autograd.grad(h, z, torch.ones_like(h), retain_graph=keep)
                 matrix = model.get_parameter(readout).detach().clone()
-            found[layer.name] = read_out(layer, a.detach(), slopes, matrix)
-        return found
+            factors[layer.name] = read_out(layer, a.detach(), slopes, matrix)
+        return factors
 
     def _as_they_are(
         self, model: nn.Module, x: Tensor, objective: _Objective | None
     ) -> list[Block]:
         def outputs(parameters: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
-            given = (example.unsqueeze(0).clone(),)
-            result: Tensor = torch.func.functional_call(model, parameters, given)
+            batch = (example.unsqueeze(0).clone(),)
+            result: Tensor = torch.func.functional_call(model, parameters, batch)
             if objective is not None:
                 result = replace(objective, targets=target.unsqueeze(0))(result)
             return result.flatten()[list(self.outputs)]
@@ -542,7 +536,6 @@ def _keep(key: Hashable | None, plan: _Plan) -> None:
 
 
 def _activation_bytes(model: nn.Module, example: Tensor) -> int:
-    """Bytes of what all modules without children return for an example."""
     total = 0
 
     def hook(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
@@ -551,7 +544,9 @@ def _activation_bytes(model: nn.Module, example: Tensor) -> int:
         total += sum(t.nbytes for t in made if isinstance(t, Tensor))
 
     leaves = [module for module in model.modules() if not list(module.children())]
-    with torch.no_grad(), _hooks((module, hook) for module in leaves):
+    with torch.no_grad(), ExitStack() as stack:
+        for module in leaves:
+            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         model(example)
     return total
 
@@ -600,15 +595,15 @@ def _gradients_of_each(
     if len(outputs) == 1:
         return [value.unsqueeze(0) for value in _gradients(totals[outputs[0]], points, keep=False)]
     if totals.device.type != "cpu":
-        each = nn.functional.one_hot(torch.tensor(outputs), len(totals)).to(totals)
+        one_hots = nn.functional.one_hot(torch.tensor(outputs), len(totals)).to(totals)
         with suppress(RuntimeError):  # as in `_as_they_are`, or too little memory
             of_row = partial(_gradients, totals, points, keep=True)
-            return torch.func.vmap(of_row)(each)
+            return torch.func.vmap(of_row)(one_hots)
     gradients = [p.new_empty(len(outputs), *p.shape) for p in points]
     for row, output in enumerate(outputs):
         last = row + 1 == len(outputs)
-        found = _gradients(totals[output], points, keep=not last)
-        for gradient, value in zip(gradients, found, strict=True):
+        row_gradients = _gradients(totals[output], points, keep=not last)
+        for gradient, value in zip(gradients, row_gradients, strict=True):
             gradient[row] = value
     return gradients
 
@@ -658,15 +653,15 @@ def _find_layers(model: nn.Module, x: Tensor, without: Collection[str] = ()) -> 
     layers = []
     for name, module in candidates:
         axis, own_calls, rule = axes[name], reached.get(name, ()), rule_for(module)
-        own = {key: names[p] for key, p in module._parameters.items() if p in names}
+        held = {key: names[p] for key, p in module._parameters.items() if p in names}
         if (
             rule
             and own_calls
             and axis is not None
             and (axis == 0 or any_axis(module))
-            and all(uses[module.get_parameter(key)] == len(own_calls) for key in own)
+            and all(uses[module.get_parameter(key)] == len(own_calls) for key in held)
         ):
-            weight, bias = own.get("weight"), own.get("bias")
+            weight, bias = held.get("weight"), held.get("bias")
             layers.append(Layer(name, rule, weight, bias, own_calls, axis, name in written))
     readouts = _find_readouts(outputs, layers, calls)
     return tuple(replace(layer, readout=readouts.get(layer.name)) for layer in layers)
@@ -685,31 +680,31 @@ def _find_readouts(
         if layer.rule is linear and layer.weight and len(calls[layer.name]) == 1
         if calls[layer.name][0][1].ndim == 2
     }
-    found: dict[str, str] = {}
+    readouts: dict[str, str] = {}
     node, readout = outputs.grad_fn, ""
-    while node is not None and len(found) < 2:
+    while node is not None and len(readouts) < 2:
         if node in at:
-            found[at[node].name], readout = readout, str(at[node].weight)
+            readouts[at[node].name], readout = readout, str(at[node].weight)
             place = INPUT_OF.get(node.name())
             node = None if place is None else node.next_functions[place][0]
         elif node.name() == COPY or (readout and node.name() in ELEMENTWISE):
             node = node.next_functions[0][0]
         else:
             break
-    return found
+    return readouts
 
 
 def _find_batch_axis(few: Calls, more: Calls) -> int | None:
     """Axis along which the inputs and outputs of all calls have 2, then 3 entries, and only it."""
     if len(few) != len(more):
         return None
-    found = set()
+    changes = set()
     for tensor, larger in zip(itertools.chain(*few), itertools.chain(*more), strict=True):
         if tensor.ndim != larger.ndim:
             return None
         sizes = zip(tensor.shape, larger.shape, strict=True)
-        found.add(tuple((d, a, b) for d, (a, b) in enumerate(sizes) if a != b))
-    match list(found):
+        changes.add(tuple((d, a, b) for d, (a, b) in enumerate(sizes) if a != b))
+    match list(changes):
         case [((axis, 2, 3),)]:
             return axis
     return None
@@ -737,10 +732,10 @@ def _find_reached_calls(
         return {}
     weights = torch.arange(1, outputs.shape[1] + 1).to(outputs)
     for i, output in enumerate(outputs):
-        found = torch.autograd.grad(
+        slopes = torch.autograd.grad(
             output @ weights, [made for *_, made in points], retain_graph=True, allow_unused=True
         )
-        for (name, k, _), gradient in zip(points, found, strict=True):
+        for (name, k, _), gradient in zip(points, slopes, strict=True):
             if gradient is not None:
                 reached.setdefault(name, set()).add(k)
                 rows = gradient.movedim(axes.get(name) or 0, 0).reshape(n, -1)
@@ -786,10 +781,10 @@ def _capture(
     def record(name: str, forward: Callable[..., Tensor], copied: bool) -> Callable[..., Tensor]:
         def recorded(*args: Tensor, **named: Any) -> Tensor:
             output = forward(*args, **named)
-            given = args[0] if args else named["x" if "x" in named else "input"]
+            source = args[0] if args else named["x" if "x" in named else "input"]
             if seen is not None:
-                seen.extend((name, tensor, tensor._version) for tensor in (given, output))
-            calls[name].append((given.clone() if copied else given, output))
+                seen.extend((name, tensor, tensor._version) for tensor in (source, output))
+            calls[name].append((source.clone() if copied else source, output))
             return output.clone() if copied else output
 
         return recorded
@@ -802,11 +797,3 @@ def _capture(
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)
-
-
-@contextmanager
-def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module, hook in hooks:
-            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-        yield

@@ -141,10 +141,10 @@ class FactoredBlock(Block):
         parts = self._dense_parts(max(kernel.shape))
         same = other is self
         theirs = itertools.repeat(None) if same else other._dense_parts(max(kernel.shape))
-        for mine, own in zip(parts, theirs, strict=False):
-            others = mine if own is None else own
+        for part, other_part in zip(parts, theirs, strict=False):
+            others = part if other_part is None else other_part
             for rows, cols in tiles(*kernel.shape, symmetric=same):
-                kernel[rows, cols].addmm_(mine[rows], others[cols].T)
+                kernel[rows, cols].addmm_(part[rows], others[cols].T)
 
     def _add_gram_by_features(self, kernel: Tensor, other: Self) -> None:
         size = max(1, math.isqrt(self._room // 4) // self.positions)
@@ -303,8 +303,8 @@ class FactoredBlock(Block):
         every = row + width * torch.arange(outputs, device=row.device)[:, None]  # (C, k)
         size = max(1, (AT_WORK if torch.get_num_threads() == 1 else ALONE) // (outputs * positions))
         parts = [
-            (slice(start, start + size), column[start : start + size], own.flatten())
-            for start, own in zip(range(0, len(row), size), every.split(size, 1), strict=True)
+            (slice(start, start + size), column[start : start + size], entries.flatten())
+            for start, entries in zip(range(0, len(row), size), every.split(size, 1), strict=True)
         ]
         left = inputs.new_empty(size, positions)
         right = inputs.new_empty(size * outputs, positions)

@@ -62,12 +62,12 @@ def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = 
     model.eval()
     try:
         with _without_zeros(model):
-            found = _difference(model, chosen)
-            if found and _is_confirmed(model, chosen, found):
+            difference = _difference(model, chosen)
+            if difference and _is_confirmed(model, chosen, difference):
                 raise ValueError(
                     "model: expected that the outputs of an example depend only on the example, "
-                    f"got others from {_source(model, found)} when {found.when}; "
-                    f"{CURES[found.when]}"
+                    f"got others from {_source(model, difference)} when {difference.when}; "
+                    f"{CURES[difference.when]}"
                 )
     finally:
         for module in training:
@@ -151,17 +151,17 @@ def _difference(model: nn.Module, chosen: Tensor, noise: float | None = None) ->
     return None
 
 
-def _is_confirmed(model: nn.Module, chosen: Tensor, found: _Difference) -> bool:
+def _is_confirmed(model: nn.Module, chosen: Tensor, difference: _Difference) -> bool:
     """Whether a difference is more than rounding, which is far smaller in float64."""
-    if found.size > 0.1:
+    if difference.size > 0.1:
         return True
     try:
         wide = copy.deepcopy(model).double()
         examples = chosen.double() if chosen.is_floating_point() else chosen
-        noise = max(EXACT, found.size / 10)
+        noise = max(EXACT, difference.size / 10)
         return _difference(wide, examples, noise) is not None
     except (RuntimeError, TypeError):
-        return found.size > CLEAR
+        return difference.size > CLEAR
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -189,14 +189,17 @@ def _states(model: nn.Module) -> tuple[Any, ...]:
     return (random.getstate(), str(legacy), *drawn, *counts, *buffers)
 
 
-def _source(model: nn.Module, found: _Difference) -> str:
+def _source(model: nn.Module, difference: _Difference) -> str:
     """Name the first module that makes different outputs of the same inputs."""
-    for _ in range(REPEATS if found.when == AGAIN else 1):
-        calls = (_calls(model, batch) for batch in (found.first, found.second))
+    for _ in range(REPEATS if difference.when == AGAIN else 1):
+        calls = (_calls(model, batch) for batch in (difference.first, difference.second))
         for (name, *first), (_, *second) in zip(*calls, strict=False):
             same = [
                 all(
-                    _are_alike(_rows_in(a, found.first, found), _rows_in(b, found.second, found))
+                    _are_alike(
+                        _rows_in(a, difference.first, difference),
+                        _rows_in(b, difference.second, difference),
+                    )
                     for a, b in zip(*tensors, strict=False)
                 )
                 for tensors in zip(first, second, strict=True)
@@ -206,13 +209,15 @@ def _source(model: nn.Module, found: _Difference) -> str:
     return f"the network's forward ({type(model).__name__})"
 
 
-def _rows_in(tensor: Tensor, batch: Tensor, found: _Difference) -> Tensor:
+def _rows_in(tensor: Tensor, batch: Tensor, difference: _Difference) -> Tensor:
     """Return the rows of the examples that both batches have; nothing of what has no such rows."""
     for axis in range(min(2, tensor.ndim)):
         if tensor.shape[axis] == len(batch):
             rows = tensor.movedim(axis, 0)
-            return rows[:1] if found.when == FEWER and batch is found.second else rows[found.rows]
-    return tensor if found.when == AGAIN else tensor.new_empty(0)
+            if difference.when == FEWER and batch is difference.second:
+                return rows[:1]
+            return rows[difference.rows]
+    return tensor if difference.when == AGAIN else tensor.new_empty(0)
 
 
 def _calls(model: nn.Module, batch: Tensor) -> list[tuple[str, list[Tensor], list[Tensor]]]:

@@ -143,9 +143,10 @@ class Jacobian:
         """
         blocks = []
         for block in self.expanded().blocks:
-            *shared, own = block.arrays
-            sums = torch.bmm(weights.transpose(1, 2), own.reshape(*own.shape[:2], -1))
-            blocks.append(block.with_arrays([*shared, sums.view(*sums.shape[:2], *own.shape[2:])]))
+            *shared, tensor = block.arrays
+            sums = torch.bmm(weights.transpose(1, 2), tensor.reshape(*tensor.shape[:2], -1))
+            sums = sums.view(*sums.shape[:2], *tensor.shape[2:])
+            blocks.append(block.with_arrays([*shared, sums]))
         return replace(self, blocks=tuple(blocks))
 
     def normal_product(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -165,12 +166,6 @@ class Jacobian:
         blocks = dict.fromkeys(held[name] for name in names)
         shapes = {name: t[0, 0] for b in blocks for name, t in b.rows(slice(0, 1)).dense().items()}
         size = sum(shapes[name].numel() for name in names)
-        require_memory(
-            size**2 * self.dtype.itemsize,
-            f"J^T J of {size} parameters",
-            device=self.device,
-            cure="ask for fewer parameters, or for normal_diagonal",
-        )
         matrix = torch.zeros(size, size, dtype=self.dtype, device=self.device)
         row = sum(block.dense_size for block in blocks) * self.dtype.itemsize
         step = max(1, workspace(self.device) // row)

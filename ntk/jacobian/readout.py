@@ -67,8 +67,8 @@ class ReadoutBlock(Block):
 
     def weights(self) -> Tensor:
         """Return V."""
-        own = self.matrix
-        return torch.eye(self.slopes.shape[1]).to(self.slopes) if own is None else own
+        matrix = self.matrix
+        return torch.eye(self.slopes.shape[1]).to(self.slopes) if matrix is None else matrix
 
     def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
         inputs, slopes = arrays

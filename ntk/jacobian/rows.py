@@ -72,24 +72,24 @@ def _keeps(node: Any, place: int, source: tuple[Any, int], n: int) -> bool:
     if kind in RESHAPES:
         return True
     parent, output = source
-    given, made = parent._input_metadata[output].shape, node._input_metadata[0].shape
-    if not len(given) or not len(made) or given[0] != made[0] or given[0] % n:
+    before, after = parent._input_metadata[output].shape, node._input_metadata[0].shape
+    if not len(before) or not len(after) or before[0] != after[0] or before[0] % n:
         return False
-    if kind in BY_NUMBER or (kind == "Slice" and given == made):
-        return len(given) == len(made) and getattr(node, "_saved_reduction", 0) == 0
+    if kind in BY_NUMBER or (kind == "Slice" and before == after):
+        return len(before) == len(after) and getattr(node, "_saved_reduction", 0) == 0
     if kind in BY_SLICE:
         return place == BY_SLICE[kind] and not (
             getattr(node, "_saved_training", False)
             or getattr(node, "_saved_reduction", 0)
-            or len(getattr(node, "_saved_normalized_shape", ())) >= len(given)
-            or len(getattr(node, "_saved_pad", ())) > 2 * (len(given) - 1)
+            or len(getattr(node, "_saved_normalized_shape", ())) >= len(before)
+            or len(getattr(node, "_saved_pad", ())) > 2 * (len(before) - 1)
         )
     if kind == "Permute":
         return bool(node._saved_dims[0] == 0)
     axes = [getattr(node, name) for name in AXES if hasattr(node, name)]
     if kind not in ALONG_AXES or not axes or None in axes:
         return False
-    fewest = min(len(given), len(made))
+    fewest = min(len(before), len(after))
     flat = [d for axis in axes for d in (axis if isinstance(axis, tuple) else (axis,))]
     signed = [d - 2**64 if d >= 2**63 else d for d in flat]
     return all(d > 0 or -fewest < d < 0 for d in signed)

@@ -46,8 +46,9 @@ def rule_for(module: nn.Module) -> Rule | None:
     """Return the rule that serves `module`, None if it has to be differentiated as it is."""
     for kinds, applies, rule in _RULES:
         if any(_computes_as(module, kind) for kind in kinds):
-            own = module._parameters  # a parametrised weight is no parameter of the layer's own
-            named = set(own) <= {"weight", "bias"} and own.get("weight") is not None
+            # a parametrised weight is no parameter of the layer's own
+            parameters = module._parameters
+            named = set(parameters) <= {"weight", "bias"} and parameters.get("weight") is not None
             return rule if named and applies(module) else None
     return None
 
@@ -161,8 +162,8 @@ def _elementwise(layer: Layer, module: nn.Module, calls: Calls) -> list[Block]:
     shape = next(p for p in module._parameters.values() if p is not None).shape
 
     def summed(tensor: Tensor) -> Tensor:  # (n, C, ...) -> (n, C, *shape)
-        kept = (2,) if first else range(tensor.ndim - len(shape), tensor.ndim)
-        others = [d for d in range(2, tensor.ndim) if d not in kept]
+        remaining = (2,) if first else range(tensor.ndim - len(shape), tensor.ndim)
+        others = [d for d in range(2, tensor.ndim) if d not in remaining]
         return tensor.sum(others) if others else tensor
 
     path = f"{type(module).__name__}, summed over positions"

@@ -32,7 +32,7 @@ def structure_of(model: nn.Module) -> Hashable | None:
     """
     places: dict[int, int] = {}  # of what may come twice
 
-    def found(value: Any) -> Hashable:
+    def describe(value: Any) -> Hashable:
         if isinstance(value, PLAIN):
             return type(value), value
         if isinstance(value, torch.jit.ScriptModule):
@@ -43,17 +43,16 @@ def structure_of(model: nn.Module) -> Hashable | None:
             places[id(value)] = len(places)
             kind = weakref.ref(type(value))
             if isinstance(value, nn.Module):
-                return kind, getattr(type(value).forward, "__code__", None), settings(vars(value))
+                return kind, weakref.ref(type(value).forward), settings(vars(value))
             return kind, value.dtype, value.device, value.requires_grad, value.shape, value.stride()
         if isinstance(value, (dict, tuple, list, set)):
             parts = value.items() if isinstance(value, dict) else value
-            return (type(value), *map(found, parts))
-        if isinstance(value, FunctionType) and value.__closure__ is None:
-            return value.__code__
-        if isinstance(value, type):  # such as a kind of layer that a network was made with
+            return (type(value), *map(describe, parts))
+        is_plain = isinstance(value, FunctionType) and value.__closure__ is None
+        if is_plain or isinstance(value, type):  # such as a kind of layer
             return weakref.ref(value)
         if isinstance(value, partial):
-            return (partial, *map(found, (value.func, value.args, value.keywords)))
+            return (partial, *map(describe, (value.func, value.args, value.keywords)))
         raise _UnknownError
 
     def settings(values: dict[str, Any]) -> Hashable:
@@ -63,11 +62,11 @@ def structure_of(model: nn.Module) -> Hashable | None:
                 continue
             if "hooks" in name:
                 raise _UnknownError
-            parts.append((name, found(value)))
+            parts.append((name, describe(value)))
         return tuple(parts)
 
     try:
-        return None if _has_any_global_hook() else found(model)
+        return None if _has_any_global_hook() else describe(model)
     except _UnknownError:
         return None
 
@@ -105,7 +104,7 @@ def _settings_of(node: Any) -> Hashable:
         _SAVED[kind] = [name for name in saved if isinstance(getattr(node, name), SETTINGS)]
     values = (getattr(node, name, None) for name in _SAVED[kind])
     return tuple(
-        tuple(each for each in value if isinstance(each, PLAIN))
+        tuple(item for item in value if isinstance(item, PLAIN))
         if isinstance(value, tuple)
         else value
         for value in values

@@ -74,8 +74,9 @@ class CompressedUpload:
         of these sizes is allocated. BadReply has the reason ``"compression"``, or one of
         :meth:`JacobianUpload.from_arrays`.
         """
-        own = own_arrays(arrays, "outputs", "labels")
-        outputs, labels, (layout, *tensors) = arrays["outputs"], arrays["labels"], own.values()
+        tensors_by_name = own_arrays(arrays, "outputs", "labels")
+        layout, *tensors = tensors_by_name.values()
+        outputs, labels = arrays["outputs"], arrays["labels"]
         require_array("outputs", outputs, shape=(-1, -1), dtype=(np.float32, np.float64))
         n, num_outputs = outputs.shape
         limits.require_examples(n)
@@ -96,7 +97,7 @@ class CompressedUpload:
         decoded = [code.decode() if isinstance(code, Encoded) else code for code in codes]
         targets = one_hot(torch.from_numpy(labels.astype(np.int64)), num_outputs).numpy()
         rows = {"outputs": outputs, "targets": targets.astype(outputs.dtype)}
-        rows |= zip(own, [layout, *decoded], strict=True)
+        rows |= zip(tensors_by_name, [layout, *decoded], strict=True)
         return JacobianUpload.from_arrays(rows, parameters=limits.parameters)
 
 

@@ -293,7 +293,7 @@ def _unpack(data: NDArray[np.uint8], count: int, width: int) -> NDArray[np.uint6
     values = np.empty(count, np.uint64)
     for start in range(0, count, AT_ONCE):
         bits = np.zeros((min(AT_ONCE, count - start), 64), np.uint8)
-        own = np.unpackbits(data[start * width // 8 :], count=len(bits) * width, bitorder="little")
-        bits[:, :width] = own.reshape(-1, width)
+        packed, size = data[start * width // 8 :], len(bits) * width
+        bits[:, :width] = np.unpackbits(packed, count=size, bitorder="little").reshape(-1, width)
         values[start : start + AT_ONCE] = np.packbits(bits, bitorder="little").view("<u8")
     return values

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from ..features.feature_map import FeatureKind, FeatureMap
 from ..losses import Loss
 from ..options import Declared, shared
-from .compression import UNQUANTISED
 from .feature_statistics import SumStep
+from .sum_task import SumOptions
 
 ConvexOptimizer = Literal["scaffold", "fedavg", "gd"]
-Solve = Literal["clients", "server", "statistics"]
-Step = Literal["bootstrap", "moments", "features", "counts", "statistics", "linear", SumStep]
+Solve = Literal["clients", "statistics"]
+Step = Literal["bootstrap", "moments", "counts", "statistics", "linear", SumStep]
 
 
 class ConvexOptions(Declared):
@@ -59,35 +59,9 @@ class ConvexOptions(Declared):
         above=0,
     )
     local_steps: int = shared("M, full-batch steps of a client a round", default=500, at_least=1)
-    solve: Solve = shared(
-        "clients: rounds of local steps; server: clients send their features and labels and the "
-        "server solves, in one round; statistics: they send sums over their features",
-        default="clients",
-    )
-    sparsity: float = shared(
-        "share of the features that is dropped, for solve = server",
-        default=0.0,
-        at_least=0,
-        below=1,
-    )
-    bits: int = shared(
-        "bits of each feature sent, for solve = server: 1 ... 16; 32: float16. Bits of the "
-        "fixed-point numbers that are summed, for solve = statistics: 2 ... 8, which need "
-        "validation examples; 32: none",
-        default=UNQUANTISED,
-        at_least=1,
-    )
     balanced: bool = shared(
-        "whether all classes weigh the same, for solve = statistics; takes one more round, for "
-        "counts",
+        "whether all classes weigh the same in sums; takes one more round, for counts",
         default=False,
-    )
-    validation_share: float = shared(
-        "share of a client's examples that it holds out, by class, to choose the ridge by, for "
-        "solve = statistics and auto_ridge when the server has no examples; doubles the bytes up",
-        default=0.0,
-        at_least=0,
-        at_most=0.5,
     )
 
     @property
@@ -111,6 +85,16 @@ class ConvexOptions(Declared):
         return self.optimizer == "scaffold"
 
 
+class SolveOptions(SumOptions):
+    """How the convex problem is solved, as clients are told."""
+
+    solve: Solve = shared(
+        "clients: rounds of local steps; statistics: clients send sums over their features, from "
+        "which the server solves in one round",
+        default="clients",
+    )
+
+
 class MessageTask(Declared):
     """What one message asks for; the arrays that it takes come in records of their own.
 
@@ -119,8 +103,8 @@ class MessageTask(Declared):
     """
 
     step: Step = shared(
-        "local training of the network (bootstrap); moments of the features; the features; the "
-        "number of examples of each class (counts); the sums from which least squares are solved "
+        "local training of the network (bootstrap); moments of the features; the number of "
+        "examples of each class (counts); the sums from which least squares are solved "
         "(statistics); a round on the linear model, or its evaluation; or an exchange of a secure "
         "sum"
     )
@@ -140,7 +124,7 @@ class MessageTask(Declared):
     )
 
 
-class ConvexTask(ConvexOptions, MessageTask):
+class ConvexTask(ConvexOptions, SolveOptions, MessageTask):
     """What a client reads from a message of TCT: options and task."""
 
     @staticmethod

@@ -18,8 +18,8 @@ class EnsembleArrays(Generic[A]):
     @staticmethod
     def are_in(names: Iterable[str]) -> bool:
         """Whether names are those of several models."""
-        found = [NAME.fullmatch(name) for name in names]
-        return bool(found) and all(found)
+        matches = [NAME.fullmatch(name) for name in names]
+        return bool(matches) and all(matches)
 
     def to_arrays(self) -> dict[str, A]:
         """Return all arrays by the names under which they travel."""
@@ -32,12 +32,12 @@ class EnsembleArrays(Generic[A]):
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, A]) -> Self:
         """Split what :meth:`to_arrays` returned, or an ArrayRecord of it."""
-        found: dict[int, dict[str, A]] = {}
+        models: dict[int, dict[str, A]] = {}
         for full, array in arrays.items():
             parts = NAME.fullmatch(full)
             if parts is None:
                 raise ValueError(f"expected names such as model-0.weight, got {full!r}")
-            found.setdefault(int(parts[1]), {})[parts[2]] = array
-        if sorted(found) != list(range(len(found))) or not found:
-            raise ValueError(f"expected the models 0, 1, ..., got {sorted(found)}")
-        return cls(tuple(found[k] for k in range(len(found))))
+            models.setdefault(int(parts[1]), {})[parts[2]] = array
+        if sorted(models) != list(range(len(models))) or not models:
+            raise ValueError(f"expected the models 0, 1, ..., got {sorted(models)}")
+        return cls(tuple(models[k] for k in range(len(models))))

@@ -128,14 +128,14 @@ class FeatureStatistics:
                 raise ValueError("features: expected finite numbers, got infinity or NaN")
             for part in features.split(rows):
                 z = part.double() if fixed_point is None else fixed_point(part)
-                own = slice(start, start + len(z))
-                weighted = z if weights is None else z * of_example[own, None]
+                rows_of_part = slice(start, start + len(z))
+                weighted = z if weights is None else z * of_example[rows_of_part, None]
                 if few:
-                    root = torch.cat([root, z * of_example[own, None].sqrt()])
+                    root = torch.cat([root, z * of_example[rows_of_part, None].sqrt()])
                 rows_of = [] if few else _rows(triangle, width)
                 for own_row, row in zip(rows_of, _products(weighted, z), strict=False):
                     own_row += row.astype(dtype, copy=False)
-                sums.index_add_(0, labels[own], weighted.double())
+                sums.index_add_(0, labels[rows_of_part], weighted.double())
                 start += len(z)
         if start != len(labels):
             raise ValueError(f"labels: {len(labels)} of them for {start} examples")
@@ -203,7 +203,7 @@ class FeatureStatistics:
     @classmethod
     def join(cls, groups: Iterable["FeatureStatistics"]) -> "FeatureStatistics":
         """Add up one or more groups; integers give the same bits in any order."""
-        return functools.reduce(lambda total, own: total + own, groups)
+        return functools.reduce(lambda total, group: total + group, groups)
 
     def scaled(self, fixed_point: FixedPoint) -> "FeatureStatistics":
         """Convert sums of fixed-point numbers to the features' units, float64."""
@@ -264,10 +264,10 @@ class FeatureStatistics:
             gram = _whole_product(gram, fixed_point, 1 / 4)
         shape = num_classes, width
         require_array("class sums", class_sums, shape=shape, dtype=dtype, limit=of_sums)
-        found = cls(gram, class_sums, counts, w)
+        sums = cls(gram, class_sums, counts, w)
         if noisy or checked:
-            return found
-        diagonal = found.diagonal.astype(np.float64)
+            return sums
+        diagonal = sums.diagonal.astype(np.float64)
         largest = np.inf if fixed_point is None else fixed_point.largest
         most = n * largest**2 if n else 0
         if diagonal.min() < 0 or diagonal.max() > most:
@@ -287,7 +287,7 @@ class FeatureStatistics:
             bound = np.minimum(bound, largest * counts[:, None].astype(np.float64))
         if (np.abs(class_sums.astype(np.float64)) > bound).any():
             raise BadReply("range", "class sums: too large beside the Gram matrix or the counts")
-        return found
+        return sums
 
     def require_rows(self, radius: int, most_examples: float = math.inf) -> None:
         """Raise BadReply unless whole numbers can be the sums of rows of norm R or less.
@@ -354,12 +354,10 @@ def packed_diagonal(width: int) -> NDArray[np.int64]:
 
 
 def _starts(width: int) -> NDArray[np.int64]:
-    """Return where the rows of the triangle begin, and its end."""
     return np.concatenate([[0], np.cumsum(np.arange(width, 0, -1))])
 
 
 def _rows(packed: NDArray[Any], width: int) -> list[NDArray[Any]]:
-    """Return views of the rows of the triangle, of width, width - 1 ... 1 numbers."""
     return [packed[a:b] for a, b in itertools.pairwise(_starts(width))]
 
 
@@ -411,8 +409,8 @@ def _whole_product(root: NDArray[Any], fixed_point: FixedPoint, tolerance: float
     return packed
 
 
-def _wide(combine: Any, own: NDArray[Any], their: NDArray[Any]) -> NDArray[Any]:
-    return np.asarray(combine(own, their, dtype=np.promote_types(own.dtype, np.int64)))
+def _wide(combine: Any, first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
+    return np.asarray(combine(first, second, dtype=np.promote_types(first.dtype, np.int64)))
 
 
 def _wire_dtype(num_examples: int, fixed_point: FixedPoint | None) -> Any:

@@ -10,16 +10,17 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from ..evolution.flow_options import FlowOptions
+from ..evolution.flow_options import FlowOptions, Kernel
 from ..evolution.gradient_flow import GradientFlow
+from ..losses import Loss
 from ..options import Declared, shared
 from ..robust_averages import Defence
-from .compression import CompressionOptions
+from .compression import CompressionOptions, check_compression
 
 TO, FROM, ALL = "to-", "from-", "to-neighbours"  # names of records with parcels
 REFUSED = "parcels-rejected"  # a metric: what a client got and could not use
 MixingMatrix = Literal["examples", "equal", "metropolis"]
-_FLOW = FlowOptions.options()
+_FLOW, _COMPRESSION = FlowOptions.options(), CompressionOptions.options()
 
 
 def mixing_row(
@@ -30,24 +31,19 @@ def mixing_row(
     `num_examples` and, for ``"metropolis"``, `degrees` (numbers of neighbours) are of each of them.
     """
     if mixing == "metropolis":
-        each = [1 / (1 + max(degrees[0], degree)) for degree in degrees[1:]]
-        return [1 - sum(each), *each]
+        weights = [1 / (1 + max(degrees[0], degree)) for degree in degrees[1:]]
+        return [1 - sum(weights), *weights]
     counts = num_examples if mixing == "examples" else [1] * len(num_examples)
     return [count / sum(counts) for count in counts]
 
 
-class RelayOptions(Declared):
-    """What all clients with neighbours are told."""
+class GossipOptions(Declared):
+    """How clients train by SGD and average with their neighbours."""
 
     same_weights: bool = shared(
         "all clients begin with the same weights; else each with its own, drawn as He et al. 2015",
         default=True,
     )
-
-
-class GossipOptions(RelayOptions):
-    """How clients train by SGD and average with their neighbours."""
-
     mixing: MixingMatrix = shared(
         "a client and its neighbours count by examples, each the same (doubly stochastic if all "
         "have as many neighbours), or by the rule of Metropolis and Hastings, W_ij = "
@@ -60,15 +56,21 @@ class GossipOptions(RelayOptions):
     )
 
 
-class DFedAvgOptions(GossipOptions):
+_GOSSIP = GossipOptions.options()
+
+
+class DFedAvgOptions(Declared):
     """How clients of DFedAvg average."""
 
+    same_weights: bool = _GOSSIP["same_weights"].field()
+    mixing: MixingMatrix = _GOSSIP["mixing"].field()
+    learning_rate_factor: float = _GOSSIP["learning_rate_factor"].field()
     gossip_steps: int = shared(
         "averages in a round, an exchange each: W^Q for W; 1 in the paper", default=1, at_least=1
     )
 
 
-class DisPFLOptions(GossipOptions):
+class DisPFLOptions(Declared):
     """What the masks of DisPFL are like.
 
     Examples
@@ -78,6 +80,8 @@ class DisPFLOptions(GossipOptions):
     [0.5, 0.25, 0.0]
     """
 
+    same_weights: bool = _GOSSIP["same_weights"].field()
+    learning_rate_factor: float = _GOSSIP["learning_rate_factor"].field()
     sparsity: float = shared(
         "share of the network that a client does not have", default=0.5, at_least=0, below=1
     )
@@ -110,9 +114,33 @@ class DisPFLOptions(GossipOptions):
         return self.prune_share / 2 * (1 + math.cos(math.pi * done))
 
 
-class NTKDFLOptions(CompressionOptions, FlowOptions, RelayOptions):
+class NeighbourScreening(Declared):
+    """How clients of NTK-DFL bear malicious neighbours."""
+
+    rule: Defence = shared(
+        "leave-one-out: a client judges its neighbours' weights by its own examples, and their "
+        "Jacobians by its own and the other neighbours' examples; weights count alike",
+        default="none",
+    )
+    malicious: int = shared(
+        "f: most neighbours of a client that it may drop as malicious", default=1, at_least=1
+    )
+
+    @property
+    def mixing(self) -> MixingMatrix:
+        """How clients count in averages: with a rule alike, since examples are claims."""
+        return "examples" if self.rule == "none" else "equal"
+
+
+class NTKDFLOptions(Declared):
     """How clients of NTK-DFL evolve; appendix E.3 has a sparsity of 0.5 and 6 bits."""
 
+    same_weights: bool = _GOSSIP["same_weights"].field()
+    sparsity: float = _COMPRESSION["sparsity"].field()
+    bits: int = _COMPRESSION["bits"].field()
+    loss: Loss = _FLOW["loss"].field()
+    kernel: Kernel = _FLOW["kernel"].field()
+    residuals: Literal["integral", "sum"] = _FLOW["residuals"].field()
     learning_rate: float = shared("eta", default=0.01, above=0)
     learning_rate_decay: float = shared(
         "in round k the rate is eta exp(-decay (k - 1)); 0 in the paper, 0.07 in its program",
@@ -133,33 +161,23 @@ class NTKDFLOptions(CompressionOptions, FlowOptions, RelayOptions):
         default=1,
         at_least=1,
     )
-    average: bool = shared("weights are averaged with the neighbours' first: eq. (1)", default=True)
+    average_first: bool = shared(
+        "weights are averaged with the neighbours' first: eq. (1)", default=True
+    )
     class_prior: bool = shared(
         "the classes' shares in a neighbourhood are an offset of the outputs that evolve (ours; "
         "for cross-entropy): see fedntk.ntk.class_prior.log_class_prior",
         default=False,
     )
-    defence: Defence = shared(
-        "leave-one-out: a client judges its neighbours' weights by its own examples, and their "
-        "Jacobians by its own and the other neighbours' examples; weights count alike",
-        default="none",
-    )
-    liars_expected: int = shared(
-        "f: most neighbours of a client that it may drop as liars", default=1, at_least=1
-    )
 
     def check(self) -> None:
         """Refuse an empty grid, and a prior that the loss does not use."""
-        super().check()
+        check_compression(self.sparsity, self.bits)
+        FlowOptions(**{name: getattr(self, name) for name in _FLOW})
         if not self.steps:
             raise ValueError("steps: expected at least one time, got none")
         if self.class_prior and self.loss != "cross-entropy":
             raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
-
-    @property
-    def mixing(self) -> MixingMatrix:
-        """How clients count in averages: with a defence alike, since examples are claims."""
-        return "examples" if self.defence == "none" else "equal"
 
     def flow_in(self, server_round: int) -> GradientFlow:
         """Return what evolves outputs in a round; with the last t only if no other is needed."""
@@ -168,3 +186,7 @@ class NTKDFLOptions(CompressionOptions, FlowOptions, RelayOptions):
         options["learning_rate"] *= math.exp(-self.learning_rate_decay * (server_round - 1))
         options["steps"] = self.steps if needs_all else self.steps[-1:]
         return GradientFlow(**options)
+
+
+class NTKDFLTask(NTKDFLOptions, NeighbourScreening):
+    """All that clients of NTK-DFL are told."""

@@ -37,8 +37,10 @@ def jacobian_to_arrays(jacobian: Jacobian) -> dict[str, NDArray[Any]]:
 def own_arrays(arrays: Mapping[str, NDArray[Any]], *beside: str) -> dict[str, NDArray[Any]]:
     """Return a Jacobian's layout and its blocks' arrays, in order, of those with some `beside`."""
     names = ["layout", *(f"block-{k:03}" for k in range(len(arrays) - 1 - len(beside)))]
-    if odd := sorted(arrays.keys() ^ {*names, *beside}):
-        raise BadReply("arrays", f"names differ from those of a Jacobian's in {str(odd[:5])[:200]}")
+    if wrong := sorted(arrays.keys() ^ {*names, *beside}):
+        raise BadReply(
+            "arrays", f"names differ from those of a Jacobian's in {str(wrong[:5])[:200]}"
+        )
     return {name: arrays[name] for name in names}
 
 
@@ -86,8 +88,8 @@ def _parse_layout(
         raise BadReply("layout", "expected the layout as at most 1 MB of uint8")
     try:
         entries = json.loads(raw.tobytes())
-        own = [entry for entry in entries if entry.get("kind") != SHARED]
-        blocks = [_parse_block(entry, parameters, weights) for entry in own]
+        described = [entry for entry in entries if entry.get("kind") != SHARED]
+        blocks = [_parse_block(entry, parameters, weights) for entry in described]
         further = (entry for entry in entries if entry.get("kind") == SHARED)
         shared = {str(entry["name"]): str(entry["of"]) for entry in further}
     # BadReply is a ValueError

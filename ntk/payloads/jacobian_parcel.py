@@ -33,12 +33,14 @@ class JacobianParcel:
         return upload.to_arrays() | inputs
 
     @classmethod
-    def from_arrays(cls, arrays: Arrays, *, limits: UploadLimits, own: "JacobianParcel") -> Self:
-        """Check what :meth:`to_arrays` made; form and inputs must be like the receiver's `own`."""
-        if (INPUTS in arrays) != (own.inputs is not None):
+    def from_arrays(
+        cls, arrays: Arrays, *, limits: UploadLimits, receiver: "JacobianParcel"
+    ) -> Self:
+        """Check what :meth:`to_arrays` made; form and inputs are like the `receiver`'s."""
+        if (INPUTS in arrays) != (receiver.inputs is not None):
             raise BadReply("arrays", "expected inputs if the receiver sends some, else none")
         rows = {name: array for name, array in arrays.items() if name != INPUTS}
-        mine = own.upload.jacobian
+        mine = receiver.upload.jacobian
         if compresses(limits.sparsity, limits.bits):
             upload, mine = CompressedUpload.from_arrays(rows, limits), mine.expanded()
         else:
@@ -47,9 +49,9 @@ class JacobianParcel:
         limits.require_examples(n := upload.jacobian.num_examples)
         if upload.jacobian.form != mine.form:
             raise BadReply("layout", "its Jacobian has another form than the receiver's")
-        if own.inputs is None:
+        if receiver.inputs is None:
             return cls(upload)
-        inputs, x = arrays[INPUTS], own.inputs
+        inputs, x = arrays[INPUTS], receiver.inputs
         shape = (n, *x.shape[1:])
         require_array(INPUTS, inputs, shape=shape, dtype=x.cpu().numpy().dtype)
         return cls(upload, torch.from_numpy(np.require(inputs, requirements=["C", "W"])))

@@ -8,25 +8,16 @@ Kernel ridge regression from all examples but those of a set S has on S the erro
 
     e_S = P_SS^-1 (P Z)_S
 
-(leave-one-out in closed form; Rifkin and Lippert, *Notes on Regularized Least Squares*, MIT 2007,
-for single examples). So what client j's examples lose by client i, predicted from all others' with
-and without i's, takes one inverse and small blocks of it. The loss is the squared error, at most 2
-per example; the harm of i is the mean over the other clients of the loss with i less that without.
+(Rifkin and Lippert, *Notes on Regularized Least Squares*, MIT 2007, for single examples). The loss
+is the squared error, at most 2 per example; the harm of i is the mean over the other clients of the
+loss with i less that without. The most harmful f are set aside one by one, then each is judged by
+those left. It is dropped if
 
-K has no scale and labels are one-hot, so large numbers gain a client nothing. The most harmful f
-are set aside one by one, then each is judged by those left: liars who agree with each other have no
-say there. It is dropped if two things hold.
+- its harm is above 2 / n^2 for n clients: one with false labels y' among n with like examples moves
+  predictions from y to y + (y' - y) / n;
+- its own loss, predicted from the others' examples, is above 1 - 1/C, that of predicting nothing.
 
-**It does as much harm as a liar.** If n clients have like examples, each has a share of 1/n in what
-is predicted. One with false labels y' moves a prediction from y to y + (y' - y) / n, so that the
-loss is 2 / n^2; it is more where the others err already or have fewer such examples.
-
-**The others contradict its labels.** An honest client harms those who lack its classes if theirs
-look alike, the more the noisier the data. Its own loss, predicted from the others' examples, is
-then mostly below 1 - 1/C, that of predicting nothing; a liar's is above.
-
-What does the others no harm is not found, such as a backdoor, nor a client with labels that are
-mostly true.
+A client that does the others no harm is not detected, such as one with a backdoor.
 """
 
 from collections.abc import Sequence
@@ -46,7 +37,7 @@ MATRICES = 4  # n x n in float64, held at a time
 
 
 def screen_harmful(
-    uploads: Sequence[JacobianUpload], liars: int, *, trusted: int = 0
+    uploads: Sequence[JacobianUpload], malicious: int, *, trusted: int = 0
 ) -> list[BadReply | None]:
     """Refuse at most so many clients, who harm the others' predictions and are contradicted.
 
@@ -60,7 +51,7 @@ def screen_harmful(
     )
     every = ClientRidge.of(uploads)
     left, suspects = every, list[int]()
-    while len(suspects) < liars and len(left.parts) > (1 if trusted else 2):
+    while len(suspects) < malicious and len(left.parts) > (1 if trusted else 2):
         harms = {k: left.harm(k) for k in left.parts if k >= trusted}
         suspects.append(max(harms, key=lambda k: harms[k]))
         left = left.without(suspects[-1])
@@ -103,33 +94,33 @@ class ClientRidge(NamedTuple):
 
     def _eliminated(self, client: int) -> tuple[Tensor, Tensor]:
         """Return P_iS and (P Z)_i of a client i, both times the inverse Cholesky factor of P_ii."""
-        own = self.parts[client]
-        factor = torch.linalg.cholesky(self.inverse[own, own])
-        rows = torch.cat([self.inverse[own], self.solution[own]], 1)
+        rows_of = self.parts[client]
+        factor = torch.linalg.cholesky(self.inverse[rows_of, rows_of])
+        rows = torch.cat([self.inverse[rows_of], self.solution[rows_of]], 1)
         rows = torch.linalg.solve_triangular(factor, rows, upper=False)
         return rows[:, : len(self.inverse)], rows[:, len(self.inverse) :]
 
     def without(self, client: int) -> Self:
         """Return the regression without a client; its rows of P are zero from there on."""
         rows, solution = self._eliminated(client)
-        parts = {k: own for k, own in self.parts.items() if k != client}
+        parts = {k: part for k, part in self.parts.items() if k != client}
         left = self.inverse - rows.T @ rows, self.solution - rows.T @ solution
         return type(self)(*left, parts)
 
     def loss(self, client: int) -> float:
         """Return the loss of a client's examples, predicted from all others'."""
-        own = self.parts[client]
-        return _loss(self.inverse[own, own], self.solution[own])
+        rows = self.parts[client]
+        return _loss(self.inverse[rows, rows], self.solution[rows])
 
     def harm(self, client: int) -> float:
         """Return the mean over the other clients of their losses with a client less without it."""
         rows, solution = self._eliminated(client)
         harms = []
-        for other, own in self.parts.items():
+        for other, part in self.parts.items():
             if other != client:
-                lost = rows[:, own]
-                block = self.inverse[own, own] - lost.T @ lost
-                without = _loss(block, self.solution[own] - lost.T @ solution)
+                lost = rows[:, part]
+                block = self.inverse[part, part] - lost.T @ lost
+                without = _loss(block, self.solution[part] - lost.T @ solution)
                 harms.append(self.loss(other) - without)
         return sum(harms) / len(harms)
 

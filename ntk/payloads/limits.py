@@ -43,7 +43,7 @@ class UploadLimits:
 
 
 def require_labels(labels: NDArray[Any], num_examples: int, num_outputs: int) -> None:
-    """Raise BadReply unless these are classes 0 ... C - 1 of so many examples, -1 for any."""
+    """Raise BadReply unless these are classes 0 ... C - 1 of so many examples."""
     require_array("labels", labels, shape=(num_examples,), dtype="unsigned")
     if labels.max() >= num_outputs:
         raise BadReply("labels", f"expected 0 ... {num_outputs - 1}, got {labels.max()}")

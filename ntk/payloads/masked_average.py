@@ -4,13 +4,10 @@ For each number of the model w, client k with n_k examples and new weights w_k s
 
     q_k = rint(n_k clip(w_k - w, -R, R) / s),  so that  w + s (sum_k q_k) / (sum_k n_k)
 
-is FedAvg's mean. The range R is 256 and the step s is 2^-20; in arrays of whole numbers, such as
-BatchNorm's counts of batches, they are 2^28 and 1. If nothing is clipped, the roundings of K
-clients move the mean by at most K s / (2 sum_k n_k), before it is rounded to the model's dtype.
-What all clients leave as it was stays so, to the bit: its sum is 0. That holds for w, and not for
-numbers that all clients changed alike. Sums over fewer than 2^35 examples fit in 64 bits; n_k is at
-most 2^24, with which q_k is exact in float64. Beside the q_k go n_k, how many numbers were clipped,
-and the training loss.
+is FedAvg's mean. R is 256 and s is 2^-20; in arrays of whole numbers they are 2^28 and 1. The
+roundings of K clients move the mean by at most K s / (2 sum_k n_k). What all clients leave as it
+was stays so, to the bit. Sums over fewer than 2^35 examples fit in 64 bits; n_k is at most 2^24,
+with which q_k is exact in float64.
 """
 
 from hashlib import blake2b
@@ -38,7 +35,7 @@ class AverageTask(Declared):
 
 
 def average_words(
-    model: Arrays, own: Arrays, num_examples: int, loss: float | None
+    model: Arrays, weights: Arrays, num_examples: int, loss: float | None
 ) -> NDArray[np.uint64]:
     """Return a client's numbers before masks: (P + 4,) for P numbers of the model.
 
@@ -48,7 +45,7 @@ def average_words(
         raise ValueError(f"num-examples: expected 1 ... {MOST_EXAMPLES}, got {num_examples}")
     clipped, parts = 0, []
     for name, old in model.items():
-        new = own[name]
+        new = weights[name]
         if new.shape != old.shape or new.dtype != old.dtype:
             raise ValueError(f"weights: {name!r} has another shape or dtype than was received")
         changed = ~all_alike([new, old])  # what stays may be infinite, such as a mask
@@ -60,9 +57,9 @@ def average_words(
             steps[changed] = (new[changed].astype(wide) - old[changed].astype(wide)) / _step(old)
         clipped += int((np.abs(steps) > LIMIT).sum())
         parts.append(np.rint(num_examples * steps.clip(-LIMIT, LIMIT)).ravel())
-    told = 0 if loss is None else num_examples
-    losses = np.rint(told * np.clip((loss or 0.0) / STEP, -LIMIT, LIMIT))
-    parts.append(np.array([num_examples, clipped, told, losses]))
+    with_loss = 0 if loss is None else num_examples
+    losses = np.rint(with_loss * np.clip((loss or 0.0) / STEP, -LIMIT, LIMIT))
+    parts.append(np.array([num_examples, clipped, with_loss, losses]))
     return np.concatenate(parts).astype(np.int64).view(np.uint64)
 
 
@@ -74,29 +71,29 @@ def average_of(
     BadReply if it is no such sum. ``clipped`` counts the numbers out of range in all models.
     """
     numbers = words.view(np.int64)
-    examples, clipped, told, losses = map(int, numbers[-BESIDE:])
+    examples, clipped, with_loss, losses = map(int, numbers[-BESIDE:])
     low, high = (int(end(numbers[:-BESIDE], initial=0)) for end in (np.min, np.max))
     most = examples * LIMIT + clients / 2
-    sound = clients <= examples and most < 2**63 and 0 <= told <= examples and clipped >= 0
+    sound = clients <= examples and most < 2**63 and 0 <= with_loss <= examples and clipped >= 0
     if not sound or max(high, -low, abs(losses)) > most:
         raise BadReply("range", f"{examples} examples and {low} ... {high} are no sums of models")
     mean, start = {}, 0
     for name, old in model.items():
-        own = numbers[start : start + old.size].reshape(old.shape)
+        total = numbers[start : start + old.size].reshape(old.shape)
         start += old.size
         if old.dtype.kind in "iu":  # as a shift of an even number: see fedntk.ntk.averages
-            odd = old % 2
-            shift = np.rint(own / examples + odd).astype(np.int64)
-            mean[name] = np.asarray(np.add(old - odd, shift.astype(old.dtype)))
-        elif own.any() and old.dtype.kind in "bf":
+            remainder = old % 2
+            shift = np.rint(total / examples + remainder).astype(np.int64)
+            mean[name] = np.asarray(np.add(old - remainder, shift.astype(old.dtype)))
+        elif total.any() and old.dtype.kind in "bf":
             with np.errstate(invalid="ignore"):
-                new = np.asarray(old + own * (_step(old) / examples))
-            mean[name] = put_back(new, old, own == 0)
+                new = np.asarray(old + total * (_step(old) / examples))
+            mean[name] = put_back(new, old, total == 0)
         else:
             mean[name] = np.array(old)
         if name.endswith("running_var"):  # rounding may leave a mean of zeros below 0
             mean[name] = np.maximum(mean[name], 0.0)
-    loss = {"train-loss": losses * STEP / told} if told else {}
+    loss = {"train-loss": losses * STEP / with_loss} if with_loss else {}
     return mean, {"num-examples": examples, "clipped": clipped, **loss}
 
 

@@ -42,11 +42,11 @@ class Prototypes:
         if not len(x):
             raise ValueError("x: expected at least one example, got none")
         sums = torch.empty(0)
-        for chunk, own in zip(x.split(CHUNK), labels.split(CHUNK), strict=True):
+        for chunk, classes in zip(x.split(CHUNK), labels.split(CHUNK), strict=True):
             features = extract(chunk).double()
             if not len(sums):
                 sums = features.new_zeros(num_classes, features.shape[1])
-            sums.index_add_(0, own, features)
+            sums.index_add_(0, classes, features)
         counts = torch.bincount(labels, minlength=num_classes)
         means = (sums / counts.clamp(min=1).unsqueeze(1)).float()
         if not bool(torch.isfinite(means).all()):
@@ -62,9 +62,9 @@ class Prototypes:
     def pooled(cls, clients: Sequence[Self]) -> Self:
         """Return each class's mean over all clients' examples of it, summed in float64."""
         counts, sums = np.zeros_like(clients[0].counts), np.zeros(clients[0].means.shape)
-        for own in clients:
-            counts = counts + own.counts
-            sums = sums + own.counts[:, None] * own.means.astype(np.float64)
+        for client in clients:
+            counts = counts + client.counts
+            sums = sums + client.counts[:, None] * client.means.astype(np.float64)
         return cls((sums / np.maximum(counts, 1)[:, None]).astype(np.float32), counts)
 
     @classmethod
@@ -77,11 +77,12 @@ class Prototypes:
         Source: Pillutla et al., *Robust Aggregation for Federated Learning*, IEEE Transactions on
         Signal Processing 2022, whose smoothed Weiszfeld iteration finds it.
         """
-        counts = np.sum([own.counts for own in clients], 0)
+        counts = np.sum([client.counts for client in clients], 0)
         means = np.zeros(clients[0].means.shape, np.float32)
         for j in np.flatnonzero(counts):
-            rows = np.stack([own.means[j] for own in clients if own.present[j]]).astype(np.float64)
-            votes = np.array([own.counts[j] for own in clients if own.present[j]])
+            present = [client for client in clients if client.present[j]]
+            rows = np.stack([client.means[j] for client in present]).astype(np.float64)
+            votes = np.array([client.counts[j] for client in present])
             norms = np.linalg.norm(rows, axis=1)
             longest = median_low(norms)
             rows *= np.minimum(1, longest / np.maximum(norms, 1e-300))[:, None]
@@ -131,27 +132,25 @@ class Prototypes:
 
         `max_examples` limits a class; the counts must add up to `num_examples` if that is given.
         """
-        own, counts = take_arrays(arrays, "means", "counts")
+        rows, counts = take_arrays(arrays, "means", "counts")
         require_counts(counts, num_classes, num_examples)
         if not 1 <= counts.max() <= max_examples:
             raise BadReply("range", f"counts: expected some, of a class up to {max_examples}")
         present = counts > 0
         shape = (int(present.sum()), width)
-        require_array("means", own, shape=shape, dtype=np.float32, limit=LARGEST)
+        require_array("means", rows, shape=shape, dtype=np.float32, limit=LARGEST)
         means = np.zeros((num_classes, width), np.float32)
-        means[present] = own
+        means[present] = rows
         return cls(means, counts)
 
 
 def _nearest_to_all(rows: NDArray[np.float64], votes: NDArray[Any]) -> NDArray[np.float64]:
     """Return the weighted geometric median of rows (n, p), by Weiszfeld's iteration."""
-    found: NDArray[np.float64] = np.median(rows, 0)
-    least = (
-        1e-6 * np.linalg.norm(rows, axis=1).max() + 1e-300
-    )  # of the distances, by which it divides
+    median: NDArray[np.float64] = np.median(rows, 0)
+    least = 1e-6 * np.linalg.norm(rows, axis=1).max() + 1e-300  # distance that it divides by
     for _ in range(ITERATIONS):
-        weights = votes / np.maximum(np.linalg.norm(rows - found, axis=1), least)
-        before, found = found, weights @ rows / weights.sum()
-        if np.linalg.norm(found - before) <= least:
+        weights = votes / np.maximum(np.linalg.norm(rows - median, axis=1), least)
+        before, median = median, weights @ rows / weights.sum()
+        if np.linalg.norm(median - before) <= least:
             break
-    return found
+    return median

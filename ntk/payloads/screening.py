@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..averages import all_alike
+from ..averages import change_size
 from ..errors import BadReply, NotEnoughMemory
 from ..support.memory import require_memory
 from .jacobian_upload import JacobianUpload
@@ -66,22 +66,7 @@ def screen_changes(
 
     `before` are the weights that the round began with; all have the same names, shapes and dtypes.
     """
-    return screen_sizes([change_size(before, own) for own in clients], factor)
-
-
-def change_size(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> float:
-    """Euclidean norm of the change, over all floating-point arrays of `before`."""
-    total = 0.0
-    for name, array in before.items():
-        if array.dtype.kind == "f":
-            dtype = np.result_type(after[name].dtype, np.float32)
-            with np.errstate(invalid="ignore"):  # of infinite numbers
-                change = np.subtract(after[name], array, dtype=dtype)
-            if not np.isfinite(change).all():
-                change = np.where(all_alike([after[name], array]), 0, change)
-            change = change.ravel()
-            total += float(np.dot(change, change))
-    return math.sqrt(total)
+    return screen_sizes([change_size(before, model) for model in clients], factor)
 
 
 def screen_sizes(sizes: Sequence[float], factor: float = OUTLIER_FACTOR) -> list[BadReply | None]:
@@ -95,8 +80,8 @@ def screen_distances(models: Sequence[Mapping[str, NDArray[Any]]]) -> list[BadRe
 
     One is dropped if it is over three times as far as the median one.
     """
-    centre = {name: np.median([own[name] for own in models], 0) for name in models[0]}
-    return screen_sizes([change_size(centre, own) for own in models], STRANGER_FACTOR)
+    centre = {name: np.median([model[name] for model in models], 0) for name in models[0]}
+    return screen_sizes([change_size(centre, model) for model in models], STRANGER_FACTOR)
 
 
 def screen_losses(
@@ -111,7 +96,7 @@ def screen_losses(
     """
     columns = zip(*losses, strict=True)
     limits = np.array([_limit(column, factor, floor=1.0) for column in columns])
-    return [_too_large("losses", factor) if (own > limits).any() else None for own in losses]
+    return [_too_large("losses", factor) if (client > limits).any() else None for client in losses]
 
 
 def screen_strangers(losses: Sequence[float]) -> list[BadReply | None]:
@@ -136,12 +121,12 @@ def screen_uploads(
     of all. Outputs up to `factor` pass in any case.
     """
     verdicts: list[BadReply | None] = [None] * len(uploads)
-    rows = [math.sqrt(float(own.jacobian.squared_norms().mean())) for own in uploads]
-    outputs = [math.sqrt(float(own.outputs.double().square().mean())) for own in uploads]
+    rows = [math.sqrt(float(upload.jacobian.squared_norms().mean())) for upload in uploads]
+    outputs = [math.sqrt(float(upload.outputs.double().square().mean())) for upload in uploads]
     for i, size in enumerate(zip(rows, outputs, strict=True)):
         if not math.isfinite(sum(size)):
             verdicts[i] = BadReply("scale", "its Jacobian or its outputs have no finite norm")
-    forms = {i: own.jacobian.form for i, own in enumerate(uploads) if verdicts[i] is None}
+    forms = {i: upload.jacobian.form for i, upload in enumerate(uploads) if verdicts[i] is None}
     common = Counter(forms.values()).most_common(1)
     for i, form in forms.items():
         if form != common[0][0]:

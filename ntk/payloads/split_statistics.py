@@ -57,8 +57,8 @@ class SplitStatistics:
     def to_arrays(self, fixed_point: FixedPoint | None = None, packed: bool = False) -> ArrayDict:
         """Return both parts' arrays by name, of those held out with a prefix."""
         held_out = self.held_out.to_arrays(fixed_point, packed)
-        own = {HELD_OUT + name: array for name, array in held_out.items()}
-        return self.fitting.to_arrays(fixed_point, packed) | own
+        renamed = {HELD_OUT + name: array for name, array in held_out.items()}
+        return self.fitting.to_arrays(fixed_point, packed) | renamed
 
     def to_words(self, dtype: Any) -> NDArray[Any]:
         """Return all whole numbers of both parts: see :meth:`FeatureStatistics.to_words`."""

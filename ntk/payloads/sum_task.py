@@ -30,8 +30,8 @@ class NoiseOptions(Declared):
 
     epsilon: float = shared(
         "epsilon of differential privacy, of sums that are released once, with noise; 0: exact "
-        "sums. A trusted server adds Gaussian noise; with secure_aggregation each client adds a "
-        "share of Skellam noise to its own sums, and secure_threshold gives the fewest shares",
+        "sums. A trusted server adds Gaussian noise; under secure aggregation each client adds a "
+        "share of Skellam noise to its own sums, and secure.threshold gives the fewest shares",
         default=0.0,
         at_least=0,
     )

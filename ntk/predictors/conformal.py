@@ -5,20 +5,11 @@ Gentle Introduction to Conformal Prediction*, 2021, section 1 (score 1 - p_y) an
 (coverage given the calibration examples); Romano et al., *Classification with Valid and Adaptive
 Coverage*, NeurIPS 2020, section 2 (adaptive sets).
 
-With n calibration examples of scores s_1 ... s_n and the coverage 1 - alpha, the threshold q is the
-k-th smallest score, k = ceil((n + 1)(1 - alpha)). The set of a new example holds each class with a
-score of at most q.
-
-**What the guarantee needs.** The calibration examples and the new one are exchangeable: drawn
-independently from one distribution, say, and not used in training or in choosing the model. Then
-the set holds the true class with probability at least 1 - alpha, for any model, and at most
-1 - alpha + 1 / (n + 1) if no two scores are the same. The probability is over the calibration
-examples *and* the new example, not a coverage for each class or each client. The examples of a
-client that is new, or that has another mix of classes than the calibration examples, can be covered
-less often than stated.
-
-**Given the calibration examples**, if no two scores are the same, the coverage of new ones follows
-Beta(k, n + 1 - k), and of m new ones the number that is covered BetaBinomial(m, k, n + 1 - k).
+With n calibration scores and the coverage 1 - alpha, the threshold q is the k-th smallest score,
+k = ceil((n + 1)(1 - alpha)), and a set holds each class with a score of at most q. If calibration
+examples and the new one are exchangeable, the set holds the true class with probability at least
+1 - alpha, over both; it is not a coverage for each class or client. Given the calibration examples,
+the coverage follows Beta(k, n + 1 - k) if no two scores are the same.
 """
 
 import math
@@ -103,8 +94,8 @@ def conformal_scores(
         )
     ordered, order = p.sort(dim=1, descending=True, stable=True)
     above = torch.cat([torch.zeros(len(p), 1, dtype=p.dtype), ordered.cumsum(1)[:, :-1]], 1)
-    found = above + draws.double()[:, None] * ordered
-    return torch.empty_like(found).scatter_(1, order, found).clamp(max=1.0)
+    ordered_scores = above + draws.double()[:, None] * ordered
+    return torch.empty_like(ordered_scores).scatter_(1, order, ordered_scores).clamp(max=1.0)
 
 
 def calibrate(
@@ -136,14 +127,14 @@ def calibrate(
             f"a coverage of {coverage:g} needs at least {examples_needed(coverage)} calibration "
             f"examples, got {len(labels)}; hold out more, or lower the coverage"
         )
-    found = conformal_scores(probabilities, score=score, draws=draws)
-    if labels.shape != (len(found),) or labels.is_floating_point():
+    scores = conformal_scores(probabilities, score=score, draws=draws)
+    if labels.shape != (len(scores),) or labels.is_floating_point():
         raise ValueError(
-            f"labels: expected {len(found)} whole numbers, one for each example, got "
+            f"labels: expected {len(scores)} whole numbers, one for each example, got "
             f"{labels.dtype} of shape {tuple(labels.shape)}"
         )
-    own = found[one_hot(labels, found.shape[1], torch.bool)]
-    return float(own.kthvalue(k).values)
+    true_scores = scores[one_hot(labels, scores.shape[1], torch.bool)]
+    return float(true_scores.kthvalue(k).values)
 
 
 def prediction_sets(

@@ -123,11 +123,11 @@ class EnsemblePredictor(Predictor):
 
     def _evaluate(self, x: Any, y: Tensor) -> Evaluation:
         scores = self.scores(x)
-        own = [m._compare(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
+        accuracies = [m._compare(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
         more = {
-            "model-accuracy-max": max(own),
-            "model-accuracy-mean": sum(own) / len(own),
-            "model-accuracy-min": min(own),
+            "model-accuracy-max": max(accuracies),
+            "model-accuracy-mean": sum(accuracies) / len(accuracies),
+            "model-accuracy-min": min(accuracies),
         }
         if self.loss == "cross-entropy":
             uncertain = uncertainty_of(scores.double().softmax(-1))
@@ -137,7 +137,6 @@ class EnsemblePredictor(Predictor):
         return together._replace(more={**together.more, **more})
 
     def _save(self, folder: Path) -> None:
-        """Write each model into a folder ``model-<k>`` of its own."""
         folder.mkdir(parents=True, exist_ok=True)
         for k, member in enumerate(self.models):
             member.save(folder / f"model-{k}")
@@ -149,8 +148,8 @@ class EnsemblePredictor(Predictor):
         path = folder / cls.FILE
         try:
             described = json.loads(path.read_text(encoding="utf-8"))
-            known: list[type[Predictor]] = [NetworkPredictor, TCTModel, cls]
-            by_name = {kind.__name__: kind for kind in known}
+            predictors: list[type[Predictor]] = [NetworkPredictor, TCTModel, cls]
+            by_name = {kind.__name__: kind for kind in predictors}
             kinds = [by_name[name] for name in described["kinds"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} describes no ensemble: {error!r}") from error

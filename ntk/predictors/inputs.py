@@ -110,7 +110,8 @@ class InputTransform:
         raw = self._encode(x) if self.alphabet else self._numbers(x)
         if raw.shape[1:] != self.shape:
             sizes = ", ".join(map(str, self.shape))
-            cure = "; resize pictures, or convert their mode, first" * (len(self.shape) == 3)
+            is_picture = len(self.shape) == 3
+            cure = "; resize pictures, or convert their mode, first" if is_picture else ""
             raise ValueError(f"expected examples of shape (n, {sizes}), got {raw.shape}{cure}")
         if not np.isfinite(raw).all():
             raise ValueError("expected finite numbers, got NaN or infinity")
@@ -128,7 +129,6 @@ class InputTransform:
         return bool(self.mean.any() or (self.std != 1).any())
 
     def _other_scale(self, raw: NDArray[Any], scaled: NDArray[Any]) -> str:
-        """Say whether pictures are 0 ... 1 and not 0 ... 255, or the other way round."""
         top, mean, kind = raw.max(initial=0), self.mean.max(), raw.dtype.kind
         too_small = kind == "f" and 0 < top <= 1 < mean  # as torchvision's ToTensor makes them
         too_large = kind in "iu" and scaled.max(initial=0) > 100
@@ -158,7 +158,7 @@ class InputTransform:
         raw = self._numbers(x)
         doubts = [*filter(None, [self._other_scale(raw, (raw - self.mean) / self.std)])]
         if doubts := doubts or self._other_columns(raw, num_train):
-            more = f"; and {len(doubts) - 5} more" * (len(doubts) > 5)
+            more = f"; and {len(doubts) - 5} more" if len(doubts) > 5 else ""
             raise ValueError(
                 f"expected numbers as in training, in the same units: {'; '.join(doubts[:5])}{more}"
                 "; correct them, or, if they are right, leave this check out: check-ranges=false"
@@ -206,20 +206,19 @@ class InputTransform:
         require_unmasked(x)
         raw = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
         if raw.dtype.kind not in "iuf":
-            cure = "; open pictures with PIL.Image.open" * (len(self.shape) == 3)
+            cure = "; open pictures with PIL.Image.open" if len(self.shape) == 3 else ""
             raise ValueError(f"expected numbers, got {raw.dtype}{cure}")
         last = (*self.shape[1:], *self.shape[:1])
         is_last = len(self.shape) == 3 and raw.shape[1:] in {last, last[:2]} - {self.shape}
         return channels_first(raw) if is_last else raw
 
     def _encode(self, x: Any) -> NDArray[Any]:
-        """Return the positions of texts' characters in the alphabet; positions stay."""
         if not len(x) or not isinstance(x[0], str):
             return self._numbers(x)
         position = {letter: i for i, letter in enumerate(self.alphabet)}
-        if odd := "".join(sorted(set("".join(x)) - position.keys())):
+        if unknown := "".join(sorted(set("".join(x)) - position.keys())):
             raise ValueError(
-                f"expected characters of the training texts, got {odd!r}; replace them"
+                f"expected characters of the training texts, got {unknown!r}; replace them"
             )
         if wrong := {len(text) for text in x} - {self.shape[0]}:
             raise ValueError(f"expected texts of length {self.shape[0]}, got {min(wrong)}")
@@ -238,19 +237,19 @@ class InputTransform:
             )
         labels = [str(label) if isinstance(label, bool) else label for label in labels]
         if unknown := ", ".join(sorted(map(repr, set(labels) - number.keys()))[:5]):
-            known = ", ".join(map(repr, self.classes[:20]))
+            classes = ", ".join(map(repr, self.classes[:20]))
             cure = ""
             if not any(isinstance(label, str) for label in labels):
                 cure = "; give names, [classes[i] for i in labels], with classes in your numbering"
-            raise ValueError(f"expected the classes {known}, got {unknown}{cure}")
+            raise ValueError(f"expected the classes {classes}, got {unknown}{cure}")
         return torch.tensor([number[label] for label in labels], dtype=torch.int64)
 
     def describe(self) -> str:
         """Say in a few words what is done, for a run's summary."""
         if self.alphabet:
             return "texts as positions in an alphabet"
-        each = {4: "channel", 2: "column"}.get(len(self.shape) + 1, "set")
-        return f"standardised by {each}" if self.standardises else "as they are"
+        unit = {4: "channel", 2: "column"}.get(len(self.shape) + 1, "set")
+        return f"standardised by {unit}" if self.standardises else "as they are"
 
     def save(self, folder: str | Path) -> None:
         """Write ``inputs.json`` into a folder; ValueError if there is a secret projection."""
@@ -275,9 +274,9 @@ class InputTransform:
             names = ("shape", "columns", "kinds", "classes")
             tuples = {name: tuple(content.get(name, ())) for name in names}
             moments = {name: np.asarray(content[name], np.float64) for name in ("mean", "std")}
-            values = np.concatenate([own.ravel() for own in moments.values()])
+            values = np.concatenate([array.ravel() for array in moments.values()])
             if len(tuples["shape"]) > 1 and (values == values.astype(np.float32)).all():
-                moments = {name: own.astype(np.float32) for name, own in moments.items()}
+                moments = {name: array.astype(np.float32) for name, array in moments.items()}
             return cls(**{**content, **tuples, **moments})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no inputs that can be read: {error!r}") from error
@@ -340,7 +339,7 @@ def _require_resolved(
     spread, largest = (high - low) * varies, np.maximum(np.abs(low), np.abs(high))
     after = np.maximum(np.abs(low - mean), np.abs(high - mean))
     if not (standardise and x.ndim == 2):
-        spread, largest, after = (own.mean(keepdims=True) for own in (spread, largest, after))
+        spread, largest, after = (array.mean(keepdims=True) for array in (spread, largest, after))
         varies = np.array([varies.any()])
     if standardise or x.dtype.kind == "f":
         lost = (spread < after / 2**14) | (spread < largest / 2**43) | ~np.isfinite(std).all()

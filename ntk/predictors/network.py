@@ -106,8 +106,8 @@ class Predictor(nn.Module, ABC):
     def _compare(self, outputs: Tensor, y: Tensor) -> Evaluation:
         targets = one_hot(y, outputs.shape[1])
         hits = outputs.argmax(1) == targets.argmax(1)
-        found = {n: measure(outputs.clone(), y.clone()) for n, measure in self.metrics.items()}
-        more = {name: value for name, value in found.items() if value is not None}
+        measured = {n: measure(outputs.clone(), y.clone()) for n, measure in self.metrics.items()}
+        more = {name: value for name, value in measured.items() if value is not None}
         return Evaluation(self.loss_of(outputs, targets), float(hits.double().mean()), more)
 
 
@@ -164,7 +164,6 @@ class NetworkPredictor(Predictor):
         return loss_value(outputs, targets, self.loss)
 
     def _save(self, folder: Path) -> None:
-        """Write ``network.safetensors`` with the state dict, and the loss in its metadata."""
         write_model(folder / self.FILE, arrays_of(self.network), {"loss": self.loss})
 
     @classmethod
@@ -204,8 +203,8 @@ def arrays_of(network: nn.Module) -> ArrayDict:
 
 def load_arrays(network: nn.Module, arrays: Arrays) -> None:
     """Set a network's state from named arrays, which may be read-only and hold more."""
-    own = unify(network, arrays)
-    network.load_state_dict({name: torch.from_numpy(np.array(a)) for name, a in own.items()})
+    state = unify(network, arrays)
+    network.load_state_dict({name: torch.from_numpy(np.array(a)) for name, a in state.items()})
 
 
 def require_same_network(
@@ -213,9 +212,10 @@ def require_same_network(
 ) -> None:
     """Refuse arrays of another network, and name what differs."""
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
-    found = {name: array.shape for name, array in arrays.items()}
-    if found != expected or also:
-        odd = [k for k in {**expected, **found} if found.get(k) != expected.get(k)]
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if shapes != expected or also:
+        differing = [k for k in {**expected, **shapes} if shapes.get(k) != expected.get(k)]
         raise ValueError(
-            f"{folder} holds a model of another network: it differs in {', '.join(odd[:5]) or also}"
+            f"{folder} holds a model of another network: it differs in "
+            f"{', '.join(differing[:5]) or also}"
         )

@@ -64,13 +64,12 @@ class PrototypePredictor(NetworkPredictor):
         means = torch.from_numpy(np.array(self.prototypes.means))[present]
         scores = []
         for features in map(extract, self.prepare(x).split(BATCH_SIZE)):
-            own = torch.stack([-(features - mean).square().sum(1) for mean in means], 1)
-            scores.append((own.amin(1, keepdim=True) - 1).repeat(1, len(present)))
-            scores[-1][:, present] = own
+            distances = torch.stack([-(features - mean).square().sum(1) for mean in means], 1)
+            scores.append((distances.amin(1, keepdim=True) - 1).repeat(1, len(present)))
+            scores[-1][:, present] = distances
         return torch.cat(scores)
 
     def _save(self, folder: Path) -> None:
-        """Write the network as :class:`NetworkPredictor` does, and ``prototypes.safetensors``."""
         super()._save(folder)
         means, counts = self.prototypes.means, self.prototypes.counts
         path, described = folder / self.PROTOTYPES, {"head": self.feature_map.head}
@@ -80,5 +79,5 @@ class PrototypePredictor(NetworkPredictor):
     def _load(cls, folder: Path, network: nn.Module) -> Self:
         with reading_model(folder / cls.PROTOTYPES, "prototypes") as (arrays, described):
             head, prototypes = described["head"], Prototypes(arrays["means"], arrays["counts"])
-        own = NetworkPredictor.load(folder, network).network
-        return cls(own, prototypes, head=head)
+        restored = NetworkPredictor.load(folder, network).network
+        return cls(restored, prototypes, head=head)

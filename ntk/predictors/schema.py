@@ -60,18 +60,18 @@ def out_of_range(
     shift, spread = scaled.mean(axes).reshape(-1), scaled.std(axes).reshape(-1)
     farthest = np.abs(scaled).max(axes).reshape(-1)
     varies = spread > 0
-    odd = (np.abs(shift) > FAR) | (spread > WIDE)
-    odd |= varies & (spread < 1 / WIDE) & (np.abs(shift) > SHIFTED)
+    outside = (np.abs(shift) > FAR) | (spread > WIDE)
+    outside |= varies & (spread < 1 / WIDE) & (np.abs(shift) > SHIFTED)
     if x.ndim == 4:
-        odd |= varies & (spread < 1 / NARROW_PICTURES)
+        outside |= varies & (spread < 1 / NARROW_PICTURES)
     if num_train is not None:
-        odd |= farthest > max(EXTREME, float(np.sqrt(num_train - 1)))
+        outside |= farthest > max(EXTREME, float(np.sqrt(num_train - 1)))
     if kinds:  # a rare 1 is far from the mean, and other values are of another kind
-        odd &= np.array([kind != "0 or 1" for kind in kinds])
+        outside &= np.array([kind != "0 or 1" for kind in kinds])
     pooled_mean, pooled_std = mean.reshape(-1), std.reshape(-1)
     doubts = []
-    for i in np.flatnonzero(odd).tolist():
-        name = names[i] if names else "the set" if len(odd) == 1 else f"channel or column {i}"
+    for i in np.flatnonzero(outside).tolist():
+        name = names[i] if names else "the set" if len(outside) == 1 else f"channel or column {i}"
         there = pooled_mean[i] + shift[i] * pooled_std[i]
         doubts.append(
             f"{name} has mean {there:.4g}, deviation {spread[i] * pooled_std[i]:.4g} and a value "

@@ -142,10 +142,9 @@ class TCTModel(Predictor):
         return scores + linear[width] if len(linear) > width else scores
 
     def _save(self, folder: Path) -> None:
-        """Write ``tct.safetensors`` into a folder; the architecture is not in it."""
         arrays = {f"network.{name}": array for name, array in arrays_of(self.network).items()}
-        own = zip(self.ARRAYS, (self.linear, self.mean, self.inv_std), strict=True)
-        arrays |= {name: np.array(tensor.cpu().numpy(), order="C") for name, tensor in own}
+        tensors = zip(self.ARRAYS, (self.linear, self.mean, self.inv_std), strict=True)
+        arrays |= {name: np.array(tensor.cpu().numpy(), order="C") for name, tensor in tensors}
         described = {"loss": self.loss, **self.feature_map.to_config()}
         write_model(folder / self.FILE, arrays, described)
 
@@ -153,7 +152,7 @@ class TCTModel(Predictor):
     def _load(cls, folder: Path, network: nn.Module) -> Self:
         with reading_model(folder / cls.FILE, "TCT model") as (arrays, described):
             feature_map, loss = FeatureMap.from_config(described), check_loss(described["loss"])
-        own = {k.removeprefix("network."): a for k, a in arrays.items() if "network." in k[:8]}
+        weights = {k.removeprefix("network."): a for k, a in arrays.items() if "network." in k[:8]}
         missing = not {LINEAR, MEAN, SCALE} <= arrays.keys()
-        require_same_network(network, own, folder, "its linear model" if missing else "")
-        return cls.from_arrays(network, feature_map, {**arrays, **own}, loss=loss)
+        require_same_network(network, weights, folder, "its linear model" if missing else "")
+        return cls.from_arrays(network, feature_map, {**arrays, **weights}, loss=loss)

@@ -15,8 +15,8 @@ ArrayDict = dict[str, NDArray[Any]]
 def take_arrays(arrays: Mapping[str, NDArray[Any]], *names: str) -> list[NDArray[Any]]:
     """Return received arrays in the order of these names; BadReply if the names are others."""
     if arrays.keys() != set(names):
-        found = ", ".join(sorted(arrays))[:80] or "none"
-        raise BadReply("arrays", f"expected {', '.join(names)}, got {found}")
+        received = ", ".join(sorted(arrays))[:80] or "none"
+        raise BadReply("arrays", f"expected {', '.join(names)}, got {received}")
     return [arrays[name] for name in names]
 
 
@@ -37,20 +37,20 @@ def require_array(
     ``"range"`` (outside `low` ... `high`).
     """
     if shape is not None:
-        expected, found = tuple(shape), array.shape
-        fits = len(found) == len(expected) and all(
-            b == a or (a == -1 and b > 0) for a, b in zip(expected, found, strict=True)
+        expected, actual = tuple(shape), array.shape
+        fits = len(actual) == len(expected) and all(
+            b == a or (a == -1 and b > 0) for a, b in zip(expected, actual, strict=True)
         )
         if not fits:
             words = str(expected).replace("-1", "any")
-            raise BadReply("shape", f"{name}: expected {words}, got {found}")
+            raise BadReply("shape", f"{name}: expected {words}, got {actual}")
     if dtype is None:
         fits, words = array.dtype.kind in "fiu", "numbers"
     elif dtype == "unsigned":
         fits, words = array.dtype.kind == "u", "unsigned integers"
     else:
-        known = [np.dtype(d) for d in (dtype if isinstance(dtype, tuple) else (dtype,))]
-        fits, words = array.dtype in known, " or ".join(map(str, known))
+        dtypes = [np.dtype(d) for d in (dtype if isinstance(dtype, tuple) else (dtype,))]
+        fits, words = array.dtype in dtypes, " or ".join(map(str, dtypes))
     if not fits:
         raise BadReply("dtype", f"{name}: expected {words}, got {array.dtype}")
     if not array.size:

@@ -1,8 +1,10 @@
 """Files that appear whole or not at all, even with several writers; folders with one."""
 
 import contextlib
+import os
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,18 +21,19 @@ class DamagedFile(ValueError):  # noqa: N818
 def whole_path(path: Path) -> Iterator[Path]:
     """Yield a path to write a file at; the file appears under its own at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
-        yield partial
-        partial.replace(path)
+        yield unfinished
+        unfinished.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write; it appears at the end."""
-    with whole_path(path) as partial, partial.open("wb") as file:
+def whole(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Open a file to write; it appears at the end, with `mode` less the process's umask."""
+    opener = partial(os.open, mode=mode)
+    with whole_path(path) as unfinished, open(unfinished, "wb", opener=opener) as file:
         yield file
 
 

@@ -1,7 +1,9 @@
-"""Numbers to compute with, and how far two results are apart."""
+"""Numbers to compute with, how far two results are apart, and a plain loop of local steps."""
 
 import torch
 from torch import Tensor
+
+from fedntk.ntk.losses import Loss, residual
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -12,3 +14,26 @@ def normal(*shape: int, seed: int) -> Tensor:
 def relative(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over that of what is expected."""
     return float((actual - expected).norm() / expected.norm())
+
+
+def looped_steps(
+    features: Tensor,
+    weights: Tensor,
+    targets: Tensor,
+    correction: Tensor,
+    *,
+    learning_rate: float,
+    local_steps: int,
+    loss: Loss = "mse",
+) -> tuple[Tensor, Tensor]:
+    """Take TCT's M steps one after another, as eq. (3) says: the closed form's oracle.
+
+    From Z (n, p), W_0 (p, C), Y (n, C) and h (p, C), of one dtype, come W_M (p, C) and the sum of
+    the residuals (n, C).
+    """
+    w, total = weights.clone(), torch.zeros_like(targets)
+    for _ in range(local_steps):
+        r = residual(features @ w, targets, loss)
+        total += r
+        w += learning_rate * (features.T @ r / len(features) + correction)
+    return w, total

@@ -20,7 +20,7 @@ from fedntk.ntk import (
     random_projection,
     ridge_regression,
 )
-from fedntk.ntk.convex.local_steps import Spectrum, looped_steps, residual_sum
+from fedntk.ntk.convex.local_steps import Spectrum, residual_sum
 from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.support.precision import full_float32
 
@@ -35,12 +35,12 @@ Results = Mapping[str, Tensor]
 def products(name: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     """Jacobian of a network and products with it, and features, which come back to the CPU."""
     model, x = _on(device, dtype, name)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for structure in ("factored", "dense"):
         jac = jacobian(model, x, structure=structure, chunk_size=4, device=device)
         residual = normal(jac.num_examples, jac.num_outputs, seed=0).to(device, dtype)
         update = jac.vjp(residual)
-        found |= {
+        results |= {
             f"Jacobian, {structure}": _flat(jac.dense()),
             f"gram, {structure}": jac.gram(),
             f"vjp, {structure}": _flat(update),
@@ -53,13 +53,13 @@ def products(name: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     width = min(8, sum(p.numel() for p in model.parameters() if p.requires_grad))
     for method in ("subsample", "projection"):
         options = {"method": method, "dtype": dtype, "chunk_size": 4}
-        found[f"features, {method}"] = entk_features(model, x, width, 3, **options)
-    return found
+        results[f"features, {method}"] = entk_features(model, x, width, 3, **options)
+    return results
 
 
 def network(name: str, dtype: torch.dtype, device: str) -> Results:
     """All that is computed of one network: Jacobian, products, features, evolution."""
-    found = products(name, dtype, device)
+    actual = products(name, dtype, device)
     model, x = _on(device, dtype, name)
     jac = jacobian(model, x, structure="dense", chunk_size=4, device=device)
     with full_float32(), torch.no_grad():
@@ -71,29 +71,25 @@ def network(name: str, dtype: torch.dtype, device: str) -> Results:
             flow = evolve(
                 jac, f, y, loss=loss, learning_rate=rate, steps=STEPS, kernel=kernel, tolerance=1e-6
             )
-            found[f"outputs, {loss}, {kernel}"] = flow.outputs
-            found[f"residuals, {loss}, {kernel}"] = flow.residuals
-    return found
+            actual[f"outputs, {loss}, {kernel}"] = flow.outputs
+            actual[f"residuals, {loss}, {kernel}"] = flow.residuals
+    return actual
 
 
 def convex(_: str, dtype: torch.dtype, device: str) -> Results:
-    """Products of features, ridge regression and both ways to take local steps."""
+    """Products of features, ridge regression and sums of local steps' residuals."""
     rows = FeatureRows.of(normal(30, 50, seed=0).to(dtype).numpy(), device=device, bias=True)
     w, y, h = (normal(*s, seed=i).to(dtype) for i, s in enumerate([(51, 3), (30, 3), (51, 3)]))
     gram, outputs, drift = rows.gram(dtype), rows @ w, rows @ h
-    there = [t.to(device) for t in (gram, outputs, y, drift, w, h)]
-    kernel, outputs_there, labels, drift_there, start, correction = there
-    given, options = (outputs_there, labels, drift_there), {"learning_rate": 0.1, "local_steps": 40}
-    last, total = looped_steps(rows[:], start, labels, correction, **options)
+    kernel, *state = (t.to(device) for t in (gram, outputs, y, drift))
+    options = {"learning_rate": 0.1, "local_steps": 40}
     return {
         "Z W": outputs,
         "Z^T A": rows.transposed_matmul(y),
         "Z Z^T": gram,
-        "closed form": residual_sum(Spectrum.of(kernel), *given, **options),
-        "cross-entropy": residual_sum(kernel, *given, **options, loss="cross-entropy"),
-        "loop": last,
-        "loop's residuals": total,
-        "ridge": ridge_regression(kernel, labels, 0.1),
+        "closed form": residual_sum(Spectrum.of(kernel), *state, **options),
+        "cross-entropy": residual_sum(kernel, *state, **options, loss="cross-entropy"),
+        "ridge": ridge_regression(kernel, state[1], 0.1),
         "projection": random_projection(rows[:], 4, seed=2**63 - 1),
     }
 
@@ -107,9 +103,9 @@ TABLE: dict[str, Callable[[str, torch.dtype, str], Results]] = {
 def differences(name: str, device: str) -> dict[str, float]:
     """How far each result of a case is from the CPU's in float64, relative to its norm."""
     expected = TABLE[name](name, torch.float64, "cpu")
-    found = TABLE[name](name, torch.float32, device)
+    actual = TABLE[name](name, torch.float32, device)
     return {
-        what: float((found[what].double().cpu() - tensor).norm() / (tensor.norm() or 1.0))
+        what: float((actual[what].double().cpu() - tensor).norm() / (tensor.norm() or 1.0))
         for what, tensor in expected.items()
     }
 

@@ -6,6 +6,8 @@ import pytest
 from fedntk.ntk import BadReply
 from fedntk.ntk.support.arrays import require_array
 
+from ..conftest import refused
+
 ONES = np.ones((2, 3), np.float32)
 
 
@@ -41,5 +43,4 @@ def test_what_was_expected_passes(array, expected):
     ],
 )
 def test_anything_else_is_refused_under_its_reason(array, expected, message):
-    with pytest.raises(BadReply, match=message):
-        require_array("w", array, **expected)
+    refused(message, require_array, "w", array, error=BadReply, **expected)

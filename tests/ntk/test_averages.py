@@ -8,6 +8,7 @@ import pytest
 
 from fedntk.ntk.averages import (
     are_finite,
+    change_size,
     convex_combination,
     equal_mean,
     masked_mean,
@@ -17,7 +18,7 @@ from fedntk.ntk.averages import (
     weighted_sum,
 )
 from fedntk.ntk.payloads.masked_average import average_of, average_words
-from fedntk.ntk.payloads.screening import change_size, screen_changes
+from fedntk.ntk.payloads.screening import screen_changes
 from fedntk.ntk.robust_averages import robust_mean, screen_by_loss
 
 COUNTS = [3, 17, 29, 7, 11, 5, 13]  # of seven clients; no share of 85 is a binary fraction
@@ -46,8 +47,8 @@ MODELS = [  # beside a weight that all train, but for one of its numbers
 
 def masked(models):
     words = sum(
-        average_words(FROZEN | {"w": np.append(np.zeros(5), -0.0)}, own, n, None)
-        for own, n in zip(models, COUNTS, strict=True)
+        average_words(FROZEN | {"w": np.append(np.zeros(5), -0.0)}, model, n, None)
+        for model, n in zip(models, COUNTS, strict=True)
     )
     return average_of(words, FROZEN | {"w": np.append(np.zeros(5), -0.0)}, len(models))[0]
 
@@ -83,9 +84,9 @@ def test_what_all_models_hold_alike_stays_to_the_bit(name):
     mean = MEANS[name](MODELS)
     assert list(mean) == list(MODELS[0])
     for array, frozen in FROZEN.items():
-        found = np.asarray(mean[array])
-        assert found.shape == frozen.shape
-        assert found.astype(frozen.dtype).tobytes() == frozen.tobytes(), array
+        actual = np.asarray(mean[array])
+        assert actual.shape == frozen.shape
+        assert actual.astype(frozen.dtype).tobytes() == frozen.tobytes(), array
     assert np.signbit(mean["w"][-1])  # -0.0, in an array that else changed
     assert mean["w"][:-1].all()
 
@@ -105,12 +106,12 @@ def test_whole_numbers_become_the_nearest_to_their_exact_mean(dtype):
     starts = [limits.min, limits.max - far, (limits.max + 1) // 2 - far // 2]
     for start in map(int, starts):
         draws = generator.integers(0, far, (6, 50)).tolist()
-        models = [{"k": np.array([start + shift for shift in own], dtype)} for own in draws]
+        models = [{"k": np.array([start + shift for shift in shifts], dtype)} for shifts in draws]
         for counts in (COUNTS[:-1], [1] * 6):  # of six equal ones, many means end in a half
-            found = weighted_mean(models, counts)["k"]
-            for i, number in enumerate(found):
+            actual = weighted_mean(models, counts)["k"]
+            for i, number in enumerate(actual):
                 pairs = zip(models, counts, strict=True)
-                exact = Fraction(sum(int(own["k"][i]) * n for own, n in pairs), sum(counts))
+                exact = Fraction(sum(int(shifts["k"][i]) * n for shifts, n in pairs), sum(counts))
                 assert number == round(exact)
 
 
@@ -119,7 +120,7 @@ def test_numbers_at_both_ends_have_a_mean_between_them():
         ends = [{"k": np.array([end], dtype)} for end in (np.iinfo(dtype).min, np.iinfo(dtype).max)]
         for counts in ([1, 1], [1, 10**6], [10**6, 1]):
             low, mean, high = (
-                int(own["k"][0]) for own in (ends[0], weighted_mean(ends, counts), ends[1])
+                int(model["k"][0]) for model in (ends[0], weighted_mean(ends, counts), ends[1])
             )
             exact = Fraction(low * counts[0] + high * counts[1], sum(counts))
             assert low <= mean <= high
@@ -138,7 +139,7 @@ def test_a_mask_of_infinity_does_not_switch_screening_off():
     assert [bad is None for bad in verdicts] == [True] * len(MODELS) + [False]
     assert np.isfinite(change_size(BEFORE, far))
     assert np.isinf(change_size({"w": np.zeros(2)}, {"w": np.array([0.0, np.inf])}))
-    false = [{**own, "w": own["w"] + 100 * (k == 2)} for k, own in enumerate(MODELS)]
+    false = [{**model, "w": model["w"] + 100 * (k == 2)} for k, model in enumerate(MODELS)]
     assert abs(robust_mean(BEFORE, false, COUNTS, "krum", 1)["w"]).max() < 10
 
 

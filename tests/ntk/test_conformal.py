@@ -53,11 +53,13 @@ def test_coverage_is_that_of_theory_whatever_the_model(score, coverage, n, sharp
     """
     m, draws = 50, 400
     k = rank(n, coverage)
-    found = np.array([covered(score, coverage, n, m, s, sharpness=sharpness) for s in range(draws)])
+    actual = np.array(
+        [covered(score, coverage, n, m, s, sharpness=sharpness) for s in range(draws)]
+    )
     theory = betabinom(m, k, n + 1 - k)
-    assert abs(found.mean() - m * k / (n + 1)) < 5 * theory.std() / np.sqrt(draws)
+    assert abs(actual.mean() - m * k / (n + 1)) < 5 * theory.std() / np.sqrt(draws)
     steps = np.arange(m + 1)
-    empirical = (found[:, None] <= steps).mean(0)
+    empirical = (actual[:, None] <= steps).mean(0)
     assert np.abs(empirical - theory.cdf(steps)).max() < 0.1
     assert coverage <= k / (n + 1) <= coverage + 1 / (n + 1)
 
@@ -75,14 +77,14 @@ def test_scores_thresholds_and_sets_are_a_loop_in_float64(score, drawn):
             above = sum(row[c] for c in range(6) if row[c] > row[y])
             adaptive = min(1, above + share[i] * row[y])
             expected[i, y] = 1 - row[y] if score == "threshold" else adaptive
-    found = conformal_scores(p, **given)
-    assert found.dtype == torch.float64
-    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2e-15)
-    own = np.sort(expected[np.arange(60), labels.numpy()])
+    actual = conformal_scores(p, **given)
+    assert actual.dtype == torch.float64
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=2e-15)
+    ordered = np.sort(expected[np.arange(60), labels.numpy()])
     for coverage in (0.1, 0.5, 0.77, 0.9, 0.98):
         q = calibrate(p, labels, coverage, **given)
-        assert q == pytest.approx(own[int(np.ceil(61 * coverage)) - 1], abs=2e-15)
-        assert torch.equal(prediction_sets(p, q, **given), found <= q)
+        assert q == pytest.approx(ordered[int(np.ceil(61 * coverage)) - 1], abs=2e-15)
+        assert torch.equal(prediction_sets(p, q, **given), actual <= q)
 
 
 def test_a_coverage_counts_as_the_decimal_number_that_it_is():

@@ -60,12 +60,12 @@ def test_products_and_features(name):
     with _disable_current_modes():
         here = compute(name, torch.float64, "cpu")
     there = compute(name, torch.float64, NAME)
-    for what, found in there.items():
+    for what, actual in there.items():
         if what.startswith(("features", "Z")):
-            assert found.device.type == "cpu"
-            assert relative(found, here[what]) < CLOSE, what
+            assert actual.device.type == "cpu"
+            assert relative(actual, here[what]) < CLOSE, what
         else:
-            assert close(found, here[what]), what
+            assert close(actual, here[what]), what
 
 
 def test_jacobians_are_kept_on_the_cpu():

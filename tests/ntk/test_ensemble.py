@@ -67,20 +67,20 @@ def test_probabilities_are_the_mean_of_the_models(make):
         assert np.abs(logits).max() < 20
         raised = np.exp(logits - logits.max(1, keepdims=True))
         expected += raised / raised.sum(1, keepdims=True) / K
-    found = ensemble.predict(X)
+    actual = ensemble.predict(X)
     bound = 2 * 36 * 20 * EPS
-    np.testing.assert_allclose(found.numpy(), np.log(expected), rtol=0, atol=bound)
-    own = ensemble.probabilities(X)
-    assert own.shape == (K, N, C)
-    assert (own.double().sum(-1) - 1).abs().max() < C * 4 * EPS
-    np.testing.assert_allclose(own.double().mean(0), expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(actual.numpy(), np.log(expected), rtol=0, atol=bound)
+    of_models = ensemble.probabilities(X)
+    assert of_models.shape == (K, N, C)
+    assert (of_models.double().sum(-1) - 1).abs().max() < C * 4 * EPS
+    np.testing.assert_allclose(of_models.double().mean(0), expected, rtol=0, atol=bound)
 
 
 def test_certain_models_have_finite_scores():
     """Outputs of 1e4: probabilities of 0 in float32, and a mean of logarithms would be -5e3."""
     scores = torch.tensor([[[1e4, 0.0]], [[0.0, 1e4]]])
-    found = ntk.EnsemblePredictor(members(count=2)).together(scores)
-    torch.testing.assert_close(found, torch.full((1, 2), 0.5).log(), rtol=0, atol=2 * EPS)
+    actual = ntk.EnsemblePredictor(members(count=2)).together(scores)
+    torch.testing.assert_close(actual, torch.full((1, 2), 0.5).log(), rtol=0, atol=2 * EPS)
 
 
 def test_one_model_is_itself():
@@ -91,61 +91,61 @@ def test_one_model_is_itself():
 
 
 def test_entropy_and_variance_are_split_into_those_of_the_models_and_those_between_them():
-    """Mutual information by its own definition: the mean divergence of a model from the mean.
+    """Mutual information by its definition: the mean divergence of a model from the mean.
 
     By the law of total variance, that of the one-hot label of a model drawn at random, added over
     the classes, 1 - sum of the squares of the mean, is 1 - sum p_k^2 within a model and `variance`
     between them.
     """
     p = probabilities()
-    found = ntk.uncertainty_of(p)
+    actual = ntk.uncertainty_of(p)
     mean = p.numpy().mean(0)
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = p.numpy() * (np.log(p.numpy()) - np.log(mean))
     divergence = np.nan_to_num(terms).sum(-1).mean(0)
-    np.testing.assert_allclose(found.mutual_information, divergence, rtol=0, atol=1e-14)
-    parts = found.expected_entropy + found.mutual_information
-    np.testing.assert_allclose(found.entropy, parts, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(actual.mutual_information, divergence, rtol=0, atol=1e-14)
+    parts = actual.expected_entropy + actual.mutual_information
+    np.testing.assert_allclose(actual.entropy, parts, rtol=0, atol=1e-14)
     within = (1 - p.square().sum(-1)).mean(0)
     total = 1 - p.mean(0).square().sum(-1)
-    torch.testing.assert_close(total, within + found.variance, rtol=0, atol=1e-14)
+    torch.testing.assert_close(total, within + actual.variance, rtol=0, atol=1e-14)
 
 
 def test_models_certain_of_different_classes_disagree_most():
-    """C models, one for each class: log C nats, no entropy of their own, variance 1 - 1/C."""
+    """C models, one for each class: log C nats, no entropy in each, variance 1 - 1/C."""
     p = torch.eye(C, dtype=torch.float64)[:, None].expand(C, N, C)
-    found = ntk.uncertainty_of(p)
-    assert torch.equal(found.expected_entropy, torch.zeros(N, dtype=torch.float64))
-    np.testing.assert_allclose(found.entropy, math.log(C), rtol=1e-14)
-    np.testing.assert_allclose(found.mutual_information, math.log(C), rtol=1e-14)
-    np.testing.assert_allclose(found.variance, 1 - 1 / C, rtol=1e-14)
+    actual = ntk.uncertainty_of(p)
+    assert torch.equal(actual.expected_entropy, torch.zeros(N, dtype=torch.float64))
+    np.testing.assert_allclose(actual.entropy, math.log(C), rtol=1e-14)
+    np.testing.assert_allclose(actual.mutual_information, math.log(C), rtol=1e-14)
+    np.testing.assert_allclose(actual.variance, 1 - 1 / C, rtol=1e-14)
 
 
 def test_evaluation_is_that_of_the_mean_and_tells_of_the_single_models():
     """NLL by hand in float64; float32 scores are off as in the test of the probabilities."""
     ensemble = ntk.EnsemblePredictor(members())
     y = torch.arange(N) % C
-    found = ensemble.evaluate(X, y)
+    actual = ensemble.evaluate(X, y)
     p = np.stack([m.predict(X).double().softmax(1).numpy() for m in ensemble.models])
-    own = (p.argmax(2) == y.numpy()).mean(1)
+    accuracies = (p.argmax(2) == y.numpy()).mean(1)
     mean = p.mean(0)
-    assert found.loss == pytest.approx(-np.log(mean[np.arange(N), y]).mean(), abs=8 * 20 * EPS)
-    assert found.accuracy == (mean.argmax(1) == y.numpy()).mean()
+    assert actual.loss == pytest.approx(-np.log(mean[np.arange(N), y]).mean(), abs=8 * 20 * EPS)
+    assert actual.accuracy == (mean.argmax(1) == y.numpy()).mean()
     uncertain = ntk.uncertainty_of(torch.from_numpy(p))
-    assert found.more == pytest.approx(
+    assert actual.more == pytest.approx(
         {
-            "model-accuracy-max": own.max(),
-            "model-accuracy-mean": own.mean(),
-            "model-accuracy-min": own.min(),
+            "model-accuracy-max": accuracies.max(),
+            "model-accuracy-mean": accuracies.mean(),
+            "model-accuracy-min": accuracies.min(),
             "model-entropy-mean": float(uncertain.expected_entropy.mean()),
             "mutual-information": float(uncertain.mutual_information.mean()),
         },
         rel=1e-12,
     )
     own_entropy = float(ensemble.uncertainty(X).expected_entropy.mean())  # of float32
-    assert own_entropy == pytest.approx(found.more["model-entropy-mean"], rel=1e-5)
+    assert own_entropy == pytest.approx(actual.more["model-entropy-mean"], rel=1e-5)
     # by Jensen's inequality the mean's NLL is at most the models' mean NLL
-    assert found.loss < np.mean([m.evaluate(X, y).loss for m in ensemble.models])
+    assert actual.loss < np.mean([m.evaluate(X, y).loss for m in ensemble.models])
 
 
 def tct(loss="mse", seed=2):

@@ -73,12 +73,12 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_a_network_that_writes_over_its_input_has_the_same_rows(name, scale):
     x, calculate = X.clone(), FUNCTIONS[name]
-    found = calculate(Net(in_place=True, scale=scale).double(), x)
+    actual = calculate(Net(in_place=True, scale=scale).double(), x)
     assert torch.equal(x, X)
     expected = calculate(Net(in_place=False, scale=scale).double(), X.clone())
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for key, array in expected.items():
-        np.testing.assert_array_equal(found[key], array)
+        np.testing.assert_array_equal(actual[key], array)
 
 
 def test_a_loss_that_writes_over_outputs_and_targets_has_the_same_gradients():
@@ -92,12 +92,12 @@ def test_a_loss_that_writes_over_outputs_and_targets_has_the_same_gradients():
 
     targets = torch.ones(7, 3, dtype=torch.float64)
     network = Net(in_place=False, scale=0.7).double()
-    found, expected = (
+    actual, expected = (
         dense(example_gradients(network, X, targets, loss)) for loss in (in_place, out_of_place)
     )
     assert torch.equal(targets, torch.ones_like(targets))
     for key, array in expected.items():
-        np.testing.assert_allclose(found[key], array, rtol=1e-12)
+        np.testing.assert_allclose(actual[key], array, rtol=1e-12)
 
 
 def predictors(net: nn.Module) -> dict[str, nn.Module]:
@@ -121,10 +121,10 @@ def test_predictors_leave_their_examples_and_labels_as_they_are(name):
         return float(outputs.copy_(outputs.sort(1).values)[0, 0])
 
     x, y = X.float(), Y.clone()
-    found, expected = (predictors(Net(in_place=p))[name] for p in (True, False))
-    found.metrics = {"first": sorting, "again": sorting}
-    outputs, scores = found.predict(x), found(x)
-    evaluated = found.evaluate(x, y)
+    actual, expected = (predictors(Net(in_place=p))[name] for p in (True, False))
+    actual.metrics = {"first": sorting, "again": sorting}
+    outputs, scores = actual.predict(x), actual(x)
+    evaluated = actual.evaluate(x, y)
     assert torch.equal(x, X.float())
     assert torch.equal(y, Y)
     assert torch.equal(outputs, expected.predict(x))

@@ -7,7 +7,6 @@ import torch
 
 from fedntk.ntk import Jacobian
 
-from ..conftest import ROOT, output_of
 from . import on_device
 
 NAMES = ["lstm", "single-output", "narrow-maps", "gpt", "no-outputs-axis", "convex problem"]
@@ -33,12 +32,6 @@ def test_factors_of_ten_bits_are_found_out(monkeypatch, capsys):
     monkeypatch.setattr(on_device, "jacobian", rounded)
     assert not on_device.report("cpu", ["mlp"])
     assert "more than 5e-05" in capsys.readouterr().out
-
-
-def test_the_program_runs_from_a_checkout():
-    options = "--device", "cpu", "--cases", "mlp,convex problem"
-    said = output_of(sys.executable, ROOT / "benchmarks" / "gpu.py", *options)
-    assert said.splitlines()[-1] == "all good"
 
 
 def test_the_program_says_if_there_is_no_gpu(program, monkeypatch, capsys):

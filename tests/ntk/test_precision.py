@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedntk.ntk import evolve, jacobian, random_projection
-from fedntk.ntk.convex.local_steps import looped_steps
 from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.support.precision import full_float32
 
@@ -60,7 +59,6 @@ WORKS = {
     "rows": lambda: ROWS @ W,
     "transposed rows": lambda: ROWS.transposed_matmul(Y),
     "gram of rows": ROWS.gram,
-    "steps": lambda: looped_steps(X, W, Y, W, learning_rate=0.1, local_steps=2),
 }
 
 

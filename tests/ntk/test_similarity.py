@@ -27,28 +27,28 @@ def test_means_are_of_each_class_whatever_the_chunks():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(600, P, generator=generator)
     y = torch.randint(0, 3, (600,), generator=generator)
-    found = Prototypes.of(lambda z: 2 * z, x, y, C)
+    actual = Prototypes.of(lambda z: 2 * z, x, y, C)
     for label in range(3):
         expected = 2 * x[y == label].double().mean(0)
-        np.testing.assert_allclose(found.means[label], expected, rtol=1e-6, atol=1e-7)
-    assert found.counts.tolist() == [*np.bincount(y, minlength=3), 0]
-    assert not found.means[3].any()
+        np.testing.assert_allclose(actual.means[label], expected, rtol=1e-6, atol=1e-7)
+    assert actual.counts.tolist() == [*np.bincount(y, minlength=3), 0]
+    assert not actual.means[3].any()
 
 
 @pytest.mark.parametrize("absent", ["zero", "common"])
 def test_similarities_are_cosines_of_the_concatenations(absent):
     """Against loops: with "common" over the classes that both clients have."""
-    found = cosine_similarities(CLIENTS, absent=absent)
-    for k, own in enumerate(CLIENTS):
+    actual = cosine_similarities(CLIENTS, absent=absent)
+    for k, prototypes in enumerate(CLIENTS):
         for other, their in enumerate(CLIENTS):
-            both = own.present & their.present if absent == "common" else np.ones(C, bool)
-            a, b = (each.means[both].astype(float).ravel() for each in (own, their))
+            both = prototypes.present & their.present if absent == "common" else np.ones(C, bool)
+            a, b = (each.means[both].astype(float).ravel() for each in (prototypes, their))
             norms = np.linalg.norm(a) * np.linalg.norm(b)
             expected = a @ b / norms if norms else 0  # without a class in common
-            assert found[k, other] == pytest.approx(expected, abs=1e-12)
-    assert (np.diag(found) == 1).all()
+            assert actual[k, other] == pytest.approx(expected, abs=1e-12)
+    assert (np.diag(actual) == 1).all()
     parts = cosine_similarities(CLIENTS[:2], CLIENTS[2:], absent=absent)
-    assert parts == pytest.approx(found[:2, 2:], abs=1e-12)
+    assert parts == pytest.approx(actual[:2, 2:], abs=1e-12)
 
 
 def test_a_network_whose_features_are_all_zero_is_like_itself_alone():
@@ -61,17 +61,17 @@ def test_a_network_whose_features_are_all_zero_is_like_itself_alone():
 def test_equal_prototypes_have_equal_weights_to_the_bit():
     """Sums over 10 x 84 numbers differ in their last bits by their order, which plays no part."""
     rng = np.random.default_rng(0)
-    own = Prototypes(rng.normal(size=(10, 84)).astype(np.float32), np.arange(1, 11))
-    similarities = cosine_similarities([own] * 7)
+    prototypes = Prototypes(rng.normal(size=(10, 84)).astype(np.float32), np.arange(1, 11))
+    similarities = cosine_similarities([prototypes] * 7)
     np.testing.assert_array_equal(similarities, np.ones((7, 7)))
     assert len(np.unique(similarity_weights(similarities))) == 1
 
 
 def test_weights_are_a_softmax_with_its_limits():
     similarities = cosine_similarities(CLIENTS)
-    found = similarity_weights(similarities, temperature=0.3)
+    actual = similarity_weights(similarities, temperature=0.3)
     expected = torch.softmax(torch.from_numpy(similarities) / 0.3, 1).numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-14)
+    np.testing.assert_allclose(actual, expected, rtol=1e-14)
     equal = similarity_weights(similarities, temperature=np.inf)
     np.testing.assert_array_equal(equal, np.full((4, 4), 0.25))
     np.testing.assert_array_equal(similarity_weights(similarities, temperature=1e-320), np.eye(4))
@@ -86,9 +86,9 @@ def test_weights_are_a_softmax_with_its_limits():
 def test_prototypes_come_back_as_they_were_sent():
     sent = CLIENTS[1].to_arrays()
     assert sent["means"].shape == (2, P)  # of the classes that are there alone
-    found = Prototypes.from_arrays(sent, num_classes=C, width=P, max_examples=10)
-    np.testing.assert_array_equal(found.means, CLIENTS[1].means)
-    np.testing.assert_array_equal(found.counts, CLIENTS[1].counts)
+    actual = Prototypes.from_arrays(sent, num_classes=C, width=P, max_examples=10)
+    np.testing.assert_array_equal(actual.means, CLIENTS[1].means)
+    np.testing.assert_array_equal(actual.counts, CLIENTS[1].counts)
 
 
 @pytest.mark.parametrize(

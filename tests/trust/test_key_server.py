@@ -65,7 +65,7 @@ def test_seed_depends_only_on_master_and_run(server):
 def test_every_changed_byte_and_every_cut_is_noticed(server):
     client = client_of(server)
     sealed = answer(server, client.request())
-    flipped = [sealed[:i] + bytes([own ^ 1]) + sealed[i + 1 :] for i, own in enumerate(sealed)]
+    flipped = [sealed[:i] + bytes([byte ^ 1]) + sealed[i + 1 :] for i, byte in enumerate(sealed)]
     cut = [sealed[:end] for end in range(len(sealed))]
     for data in (*flipped, *cut, sealed + b"\0"):
         refused(f"signature is wrong: its {len(data)} bytes", client.open, data)

@@ -23,8 +23,13 @@ PUBLIC = tuple(public_bytes(key) for key in KEYS.values())
 
 
 def roster(threshold: int = 3, **changes: Any) -> Roster:
-    own = {"exchange": b"0123456789abcdef", "clients": IDS, "threshold": threshold, "keys": PUBLIC}
-    return Roster(**{**own, **changes})
+    values = {
+        "exchange": b"0123456789abcdef",
+        "clients": IDS,
+        "threshold": threshold,
+        "keys": PUBLIC,
+    }
+    return Roster(**{**values, **changes})
 
 
 def numbers(client: int) -> np.ndarray:
@@ -80,22 +85,22 @@ def test_the_sum_is_exact_whoever_drops_out_at_whatever_step(dtype):
         maskers = agreed(sharing)
         for count in range(3, len(sharing) + 1):
             for arrived in itertools.combinations(sharing, count):
-                found = opened(maskers, arrived, arrived[-3:], dtype)
-                np.testing.assert_array_equal(found, total_of(arrived, dtype))
+                actual = opened(maskers, arrived, arrived[-3:], dtype)
+                np.testing.assert_array_equal(actual, total_of(arrived, dtype))
 
 
 def test_masks_of_pairs_are_known_only_to_the_pair_and_uniform():
     """Without the own mask words have mean and variance of uniform ones, to 4 standard errors."""
-    found, zeros = [], np.zeros(100_000, np.uint32)
+    actual, zeros = [], np.zeros(100_000, np.uint32)
     for _ in range(2):
         masker = agreed()[5]
         words = masker.mask(zeros)
         assert not zeros.any()  # the client's own are as they were
-        masker.roster.add_own_mask(words, masker.own, -1)
-        found.append(words)
-    assert (found[0] == 0).mean() < 1e-3
-    assert (found[0] == found[1]).mean() < 1e-3
-    for words in (found[0], agreed()[5].mask(zeros)):
+        masker.roster.add_self_mask(words, masker.self_mask, -1)
+        actual.append(words)
+    assert (actual[0] == 0).mean() < 1e-3
+    assert (actual[0] == actual[1]).mean() < 1e-3
+    for words in (actual[0], agreed()[5].mask(zeros)):
         shares = words.astype(np.float64) / 2**32
         assert abs(shares.mean() - 1 / 2) < 4 * (1 / 12 / 100_000) ** 0.5
         assert abs(shares.var() - 1 / 12) < 4 * (1 / 180 / 100_000) ** 0.5
@@ -123,17 +128,20 @@ def test_the_masks_of_a_subset_or_about_different_things_do_not_cancel():
 
 def test_secrets_are_drawn_anew_and_promises_do_not_tell_them():
     first, second = Masker(roster(), 2), Masker(roster(), 2)
-    assert len({first.seed, first.own, second.seed, second.own}) == 4
+    assert len({first.seed, first.self_mask, second.seed, second.self_mask}) == 4
     public = first.promise.mask_key + first.promise.commitment
     assert first.seed not in public
-    assert first.own not in public
+    assert first.self_mask not in public
     parcels = [*first.parcels(KEYS[2]).values(), *first.parcels(KEYS[2]).values()]
     assert len({parcel[:12] for parcel in parcels}) == 8  # nonces: twice with the same key
 
 
 def test_fewer_shares_than_the_threshold_open_nothing():
     maskers = agreed()
-    for place, secret in ((slice(32, 48), maskers[13].seed), (slice(48, 64), maskers[13].own)):
+    for place, secret in (
+        (slice(32, 48), maskers[13].seed),
+        (slice(48, 64), maskers[13].self_mask),
+    ):
         shares = [(i + 1, maskers[k].received[13][place]) for i, k in enumerate(IDS)]
         assert Shamir.combine(shares[:3]) == secret
         assert Shamir.combine(shares[:2]) != secret
@@ -148,8 +156,8 @@ def test_secrets_are_those_that_the_shares_library_finds():
         some = [shares[i] for i in rng.permutation(count)[:threshold]]
         wrong = [(i, rng.bytes(16)) for i, _ in some]
         for points, expected in ((some, secret), (wrong, Shamir.combine(wrong, ssss=False))):
-            found = secure_sum._value({i: int.from_bytes(share) for i, share in points})
-            assert found.to_bytes(16) == expected
+            actual = secure_sum._value({i: int.from_bytes(share) for i, share in points})
+            assert actual.to_bytes(16) == expected
 
 
 def test_clients_who_were_told_different_things_give_no_shares():
@@ -202,11 +210,11 @@ def test_a_server_with_an_accomplice_opens_single_clients_if_the_threshold_is_lo
     maskers, sets = agreed(threshold=3), [(2, 3, 5), (2, 8, 13)]
     first, second = (given(maskers, arrived, arrived) for arrived in sets)
     server = server_of(maskers)
-    own, seed = (
+    secret, seed = (
         server._secret({IDS.index(k) + 1: int.from_bytes(s[3]) for k, s in some.items()}, 3, in_sum)
         for some, in_sum in ((first, True), (second, False))
     )
-    broken = replace(maskers[3], seed=seed, own=own)
+    broken = replace(maskers[3], seed=seed, self_mask=secret)
     words = masked(maskers, [3]) - broken.mask(np.zeros(SIZE, np.uint32))
     np.testing.assert_array_equal(words, total_of([3]))
 
@@ -222,8 +230,10 @@ def sharing(count: int, threshold: int) -> tuple[MaskedSum, dict[int, dict[int, 
     told = Roster(bytes(16), tuple(range(count)), keys, threshold)
     secrets = {k: bytes([7 * k]) * 16 for k in (1, 2, 3)}
     promises = {k: told.promise(secret, secret) for k, secret in secrets.items()}
-    shares = {k: Shamir.split(threshold, count, own, ssss=False) for k, own in secrets.items()}
-    given = {i: {k: own[i][1] for k, own in shares.items()} for i in range(count)}
+    shares = {
+        k: Shamir.split(threshold, count, shares_of, ssss=False) for k, shares_of in secrets.items()
+    }
+    given = {i: {k: shares_of[i][1] for k, shares_of in shares.items()} for i in range(count)}
     server = MaskedSum(told, promises)
     return server, given, server.unmask(np.zeros(4, np.uint64), promises, given).tobytes()
 
@@ -268,10 +278,10 @@ def test_false_shares_are_corrected_up_to_the_bound_wherever_they_are(
             *[rng.permutation(givers)[:most].tolist()] * 2,
         ][trial]
         lies = false_shares(count, threshold, liars, agree, rng)
-        found = opens(count, threshold, givers, lies)
-        assert found is not None
+        actual = opens(count, threshold, givers, lies)
+        assert actual is not None
         in_the_way = set(givers[:threshold]) & set(liars)
-        assert found == ({k: {1, 2, 3} for k in liars} if in_the_way else {})
+        assert actual == ({k: {1, 2, 3} for k in liars} if in_the_way else {})
 
 
 def test_two_givers_of_false_shares_close_no_sum_that_has_enough_right_ones():
@@ -283,9 +293,9 @@ def test_two_givers_of_false_shares_close_no_sum_that_has_enough_right_ones():
             assert opens(5, 3, range(5), lies) is not None
             assert opens(5, 3, range(5), {liars[0]: lies[liars[0]]}) is not None
         some = {k: {i + 1: lies[k][i + 1]} for i, k in enumerate(liars)}  # of one secret each
-        found = opens(5, 3, range(5), some)
-        assert found is not None
-        assert all(found[k] == set(some[k]) for k in found)
+        actual = opens(5, 3, range(5), some)
+        assert actual is not None
+        assert all(actual[k] == set(some[k]) for k in actual)
 
 
 @pytest.mark.parametrize("agree", [False, True])
@@ -382,7 +392,7 @@ def test_who_gave_a_sum_up_keeps_no_secret_and_confirms_and_reveals_nothing():
     """Whether before or after it confirmed; nor do others take its tags for confirmations."""
     for confirmed in (False, True):
         maskers = agreed()
-        known = {maskers[2].seed, maskers[2].own}
+        known = {maskers[2].seed, maskers[2].self_mask}
         known |= {c[32 + i : 48 + i] for c in maskers[2].received.values() for i in (0, 16)}
         if confirmed:
             maskers[2].confirm(KEYS[2], IDS)
@@ -392,17 +402,17 @@ def test_who_gave_a_sum_up_keeps_no_secret_and_confirms_and_reveals_nothing():
         maskers[2] = Masker.from_bytes(kept)
         refused("confirmed other clients", maskers[2].confirm, KEYS[2], IDS)
         for came in (tags, {k: maskers[k].confirm(KEYS[k], IDS) for k in (8, 13)}):
-            own = {k: tag[2] for k, tag in came.items() if k != 2}
-            refused("1 clients were told the same", maskers[2].reveal, KEYS[2], own)
-        own = {k: tags[k][8] for k in tags}
-        refused("1 clients were told the same", maskers[8].reveal, KEYS[8], own)
+            tags_of_others = {k: tag[2] for k, tag in came.items() if k != 2}
+            refused("1 clients were told the same", maskers[2].reveal, KEYS[2], tags_of_others)
+        tags_of_others = {k: tags[k][8] for k in tags}
+        refused("1 clients were told the same", maskers[8].reveal, KEYS[8], tags_of_others)
 
 
 def test_parcels_open_for_their_receiver_only_in_their_sum():
     sender, receiver = Masker(roster(), 2), Masker(roster(), 3)
     parcels = sender.parcels(KEYS[2])
     refused("2 clients are left, 3 are needed", receiver.receive, KEYS[3], {2: parcels[3]})
-    assert parcels[3] != Masker(roster(), 2, sender.seed, sender.own).parcels(KEYS[2])[3]
+    assert parcels[3] != Masker(roster(), 2, sender.seed, sender.self_mask).parcels(KEYS[2])[3]
     others = {5: bytes(PARCEL_BYTES), 8: bytes(PARCEL_BYTES)}
     for parcel in (parcels[5], parcels[3][:-1], parcels[3][:20] + bytes(72), b""):
         damaged = {2: parcel, **others}

@@ -209,7 +209,7 @@ def stranger(tmp_path):
 def test_an_outsider_spends_no_round_and_learns_of_no_client(servers, stranger):
     """It knows everything that is public, and even has a round's uploads."""
     public_key, keys = enrol(servers, trust.new_key()), [servers.keys, servers.shuffling]
-    outsiders = [type(own)(own.url, stranger, verify=False) for own in keys]
+    outsiders = [type(remote)(remote.url, stranger, verify=False) for remote in keys]
     owner = trust.ShufflingServer([], trust.load_key(servers.key))
     data = [sealed(upload(k, 10), owner, key=CLIENTS[k], run="run-9") for k in range(2)]
     ask = {"limits": LIMITS, "run": "run-9", "server_round": ROUND}
@@ -283,7 +283,7 @@ def test_uploads_are_shuffled_elsewhere(servers):
 
 def head(**changes: Any) -> bytes:
     """Return a framed head with other limits, or other values."""
-    limits = {name: changes.pop(name, own) for name, own in asdict(LIMITS).items()}
+    limits = {name: changes.pop(name, value) for name, value in asdict(LIMITS).items()}
     fields = {"limits": limits, "run": RUN, "server_round": ROUND}
     return frame([json.dumps(fields | changes).encode()])
 

@@ -14,7 +14,19 @@ from fedntk.trust.sealing import agree
 from fedntk.trust.shuffling_server import Shuffled
 from fedntk.trust.wire import frame, frame_arrays
 
-from .uploads import CLIENTS, ENROLLED, LIMITS, ROUND, RUN, rows, sealed, senders, shuffle, upload
+from .uploads import (
+    CLIENTS,
+    ENROLLED,
+    LIMITS,
+    ROUND,
+    RUN,
+    refused,
+    rows,
+    sealed,
+    senders,
+    shuffle,
+    upload,
+)
 
 
 @pytest.fixture
@@ -170,11 +182,11 @@ def test_uploads_must_be_compressed_as_asked(server):
         for seed in range(2)
     ]
     pairs = zip(made, CLIENTS, strict=False)
-    sent = [seal_upload(own, server.public_key, key, RUN, ROUND) for own, key in pairs]
+    sent = [seal_upload(arrays, server.public_key, key, RUN, ROUND) for arrays, key in pairs]
     others = sealed(upload(2, 10), server, key=CLIENTS[2])
-    shuffled = shuffle(server, [*(own.tobytes() for own in sent), others], limits)
+    shuffled = shuffle(server, [*(arrays.tobytes() for arrays in sent), others], limits)
     assert reasons(shuffled) == {2: "compression"}
-    expected = [CompressedUpload.from_arrays(own, limits) for own in made]
+    expected = [CompressedUpload.from_arrays(arrays, limits) for arrays in made]
     assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(expected))
 
 
@@ -198,8 +210,7 @@ def test_too_few_clients_get_nothing_and_may_come_again(server, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(JacobianUpload, "concatenate", staticmethod(fail))
-        with pytest.raises(RuntimeError, match="can't allocate"):
-            shuffle(server, data)
+        refused("can't allocate", shuffle, server, data, error=RuntimeError)
     assert shuffle(server, data).accepted == 3
     for others in (data[1:], [sealed(upload(seed, 10), server) for seed in range(1, 3)]):
         again = shuffle(server, others)

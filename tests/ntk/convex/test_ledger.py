@@ -51,7 +51,7 @@ def federation(seed: int, num: int = 20) -> dict[int, FeatureStatistics]:
     generator = np.random.default_rng(seed)
     shares, sizes = generator.dirichlet([0.3] * C, num), generator.integers(20, 200, num)
     counts = np.ceil(shares * sizes[:, None]).astype(int).tolist()
-    return {k: sums(*draw(own, 1000 * seed + k)) for k, own in enumerate(counts)}
+    return {k: sums(*draw(class_counts, 1000 * seed + k)) for k, class_counts in enumerate(counts)}
 
 
 def liar(seed: int, moved: int = 1, each: int = 30) -> FeatureStatistics:
@@ -62,10 +62,10 @@ def liar(seed: int, moved: int = 1, each: int = 30) -> FeatureStatistics:
 def test_the_model_without_a_client_is_to_the_bit_the_run_that_never_had_it():
     clients, (ledger, _) = federation(0), judge()
     total = FeatureStatistics.join(clients.values())
-    for client, own, with_it, without in ledger.parts(total, clients):
+    for client, stats, with_it, without in ledger.parts(total, clients):
         never = FeatureStatistics.join(o for k, o in reversed(clients.items()) if k != client)
         assert torch.equal(without, equations(never).solve(1e-3))
-        ((_, _, *models),) = ledger.parts(never, {client: own}, {client})
+        ((_, _, *models),) = ledger.parts(never, {client: stats}, {client})
         assert all(map(torch.equal, models, (with_it, without)))
 
 
@@ -106,7 +106,7 @@ def test_an_examples_harm_is_that_of_adding_it():
     (_, examples), clients = judge(60), federation(2)
     total = FeatureStatistics.join(clients.values())
     base = equations(total)
-    found, linear = examples.harms(base, 1e-9), base.solve(1e-9)
+    actual, linear = examples.harms(base, 1e-9), base.solve(1e-9)
     rows = examples.rows.double()
     targets = torch.eye(C)[examples.labels].double() - 1 / C
     for i in (0, 1, 13):
@@ -120,7 +120,7 @@ def test_an_examples_harm_is_that_of_adding_it():
             float((targets[other] - rows[other] @ w).square().sum(1).mean() / 2)
             for w in (linear, linear + moved)
         ]
-        assert found[i] == pytest.approx(losses[1] - losses[0], rel=1e-4)
+        assert actual[i] == pytest.approx(losses[1] - losses[0], rel=1e-4)
 
 
 def test_honest_clients_are_rarely_removed_and_liars_are():
@@ -130,8 +130,8 @@ def test_honest_clients_are_rarely_removed_and_liars_are():
     assert alarms <= 9
     for seed in range(5):
         clients = federation(seed) | {50: liar(seed, 1, 90), 51: liar(seed + 9, 2, 90)}
-        found = find_harmful(ledger, clients, examples, 0.01)
-        assert set(found) == {50, 51}
+        actual = find_harmful(ledger, clients, examples, 0.01)
+        assert set(actual) == {50, 51}
 
 
 def copied(times: int, seed: int, noise: float = 0.0) -> FeatureStatistics:
@@ -156,11 +156,11 @@ def test_honest_weights_have_normal_scores():
 def test_claimed_copies_are_known_by_the_precision_that_they_lack(noise):
     """Exact copies have a common factor; of copies with noise nearly all scores are high."""
     _, examples = judge()
-    found = [examples.weight_score(copied(30, seed, noise)) for seed in range(20)]
+    results = [examples.weight_score(copied(30, seed, noise)) for seed in range(20)]
     once = [examples.weight_score(copied(1, seed, noise)) for seed in range(20)]
-    assert sum(score > 3 for score in found) >= 18
+    assert sum(score > 3 for score in results) >= 18
     assert max(once) < 3.3
-    assert (min(found) == np.inf) == (noise == 0)
+    assert (min(results) == np.inf) == (noise == 0)
 
 
 def test_a_client_that_claims_copies_is_removed_if_the_others_do_better_without_it():
@@ -170,9 +170,9 @@ def test_a_client_that_claims_copies_is_removed_if_the_others_do_better_without_
     for seed in range(10):
         clients = federation(seed, 6) | {9: copied(10, seed, 0.1)}
         total = FeatureStatistics.join(clients.values())
-        *_, (_, own, *models) = ledger.parts(total, clients)
+        *_, (_, stats, *models) = ledger.parts(total, clients)
         harm = np.array([ledger.harm(*models)])
-        (score,) = examples.scores(harm, own.counts[None], equations(total), 1e-3)
+        (score,) = examples.scores(harm, stats.counts[None], equations(total), 1e-3)
         by_harm += int(score > 2.45)
         harmful += int(harm[0] > 0)
         assert (9 in find_harmful(ledger, clients, examples, 0.05)) == (harm[0] > 0)
@@ -187,12 +187,12 @@ def test_judging_weights_bears_any_counts():
     _, examples = judge()
     few = replace(examples, rows=examples.rows[:2].repeat(2, 1), labels=torch.tensor([0, 0, 1, 1]))
     equal = replace(few, rows=few.rows[:1].repeat(4, 1))
-    own, none = liar(0), liar(0) - liar(0)
-    huge = replace(own, counts=np.array([2**62 + 1, 1, 0]))
-    mean = replace(own, class_sums=np.zeros((C, P), np.int64))
+    stats, none = liar(0), liar(0) - liar(0)
+    huge = replace(stats, counts=np.array([2**62 + 1, 1, 0]))
+    mean = replace(stats, class_sums=np.zeros((C, P), np.int64))
     for judged in (examples, few, equal, replace(examples, fixed_point=None)):
-        assert not any(np.isnan(judged.weight_score(each)) for each in (own, none, huge, mean))
-    assert equal.weight_score(own) == examples.weight_score(none) == -np.inf
+        assert not any(np.isnan(judged.weight_score(each)) for each in (stats, none, huge, mean))
+    assert equal.weight_score(stats) == examples.weight_score(none) == -np.inf
 
 
 def test_what_is_removed_is_judged_by_the_model_without_it():
@@ -201,26 +201,26 @@ def test_what_is_removed_is_judged_by_the_model_without_it():
     Phi^{-1}(1 - 0.05 / 52) = 3.100 and Phi^{-1}(1 - 0.05 / 2) = 1.960.
     """
     clients, (ledger, examples) = federation(3) | {k: liar(k) for k in range(50, 56)}, judge()
-    found = find_harmful(ledger, clients, examples, 0.05)
-    kept = [k for k in clients if k not in found]
+    actual = find_harmful(ledger, clients, examples, 0.05)
+    kept = [k for k in clients if k not in actual]
     total = FeatureStatistics.join(clients[k] for k in kept)
-    for k, own, *models in ledger.parts(total, clients, found):
-        removed, harm = k in found, np.array([ledger.harm(*models)])
-        (score,) = examples.scores(harm, own.counts[None], equations(total), 1e-3)
-        score = max(score, examples.weight_score(own) if harm > 0 else -np.inf)
+    for k, stats, *models in ledger.parts(total, clients, actual):
+        removed, harm = k in actual, np.array([ledger.harm(*models)])
+        (score,) = examples.scores(harm, stats.counts[None], equations(total), 1e-3)
+        score = max(score, examples.weight_score(stats) if harm > 0 else -np.inf)
         assert (score > 1.960) if removed else (score <= 3.100)
-        assert not removed or score == pytest.approx(found[k])
-    assert set(found) >= set(range(50, 56))
+        assert not removed or score == pytest.approx(actual[k])
+    assert set(actual) >= set(range(50, 56))
 
 
 def test_sums_of_no_examples_are_known():
     honest = [liar(0), sums(*draw([2, 0, 1], 0)), sums(torch.zeros(2, P), torch.tensor([0, 1]))]
-    assert all(are_possible(own) for own in honest)
+    assert all(are_possible(stats) for stats in honest)
     lies = [
         replace(honest[0], gram=3 * honest[0].gram, class_sums=3 * honest[0].class_sums),
         replace(honest[0], gram=honest[0].gram * np.where(np.arange(21) == 1, -40, 1)),
         replace(honest[0], counts=honest[0].counts // 4),
     ]
-    assert not any(are_possible(own) for own in lies)
+    assert not any(are_possible(stats) for stats in lies)
     ledger, examples = judge()
     refused("all clients are harmful", find_harmful, ledger, {1: liar(1)}, examples, 0.1)

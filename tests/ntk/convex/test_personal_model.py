@@ -26,8 +26,8 @@ OTHERS, OWN, HELD = examples(60, 0), examples(30, 1), examples(10, 2)
 def solved(parts: list[tuple[float, Any]], ridge: float) -> np.ndarray:
     """Solve with each example's weight, in float64; a bias, and labels minus 1/3."""
     weight = np.concatenate([np.full(len(y), w) for w, (_, y) in parts])
-    z = np.concatenate([np.c_[own[0].numpy(), np.ones(len(own[0]))] for _, own in parts])
-    y = np.concatenate([np.eye(3)[own[1]] - 1 / 3 for _, own in parts])
+    z = np.concatenate([np.c_[group[0].numpy(), np.ones(len(group[0]))] for _, group in parts])
+    y = np.concatenate([np.eye(3)[group[1]] - 1 / 3 for _, group in parts])
     rho = ridge * (weight @ np.square(z).sum(1)) / weight.sum()
     gram = (z.T * weight) @ z + rho * np.eye(6)
     return np.linalg.solve(gram, (z.T * weight) @ y)
@@ -38,18 +38,18 @@ def error(linear: np.ndarray) -> float:
     return float(np.square(z @ linear - np.eye(3)[HELD[1]] + 1 / 3).sum())
 
 
-def split(others: FeatureStatistics, own: SplitStatistics) -> SplitStatistics:
-    return SplitStatistics(others + own.fitting, own.held_out)
+def split(others: FeatureStatistics, client: SplitStatistics) -> SplitStatistics:
+    return SplitStatistics(others + client.fitting, client.held_out)
 
 
 def test_it_is_the_weighted_problem_and_held_out_examples_choose_the_weight():
-    own = SplitStatistics(sums(*OWN), sums(*HELD))
+    client = SplitStatistics(sums(*OWN), sums(*HELD))
     weights = (0.0, 0.5, 2.0, 20.0)
     errors = [error(solved([(1, OTHERS), (1 + w, OWN)], 0.1)) for w in weights]
     best = weights[int(np.argmin(errors))]
     assert 0 < best < 20  # neither end is chosen
-    total = split(sums(*OTHERS), own)
-    linear, weight = personal_model(total, own, 0.1, bias=True, weights=weights)
+    total = split(sums(*OTHERS), client)
+    linear, weight = personal_model(total, client, 0.1, bias=True, weights=weights)
     assert weight == best
     parts = [(1, OTHERS), (1 + best, OWN), (1 + best, HELD)]
     np.testing.assert_allclose(linear, solved(parts, 0.1), rtol=1e-9, atol=1e-11)
@@ -57,15 +57,15 @@ def test_it_is_the_weighted_problem_and_held_out_examples_choose_the_weight():
 
 def test_limits_are_the_joint_model_and_the_clients_own():
     """With w = 1.5e7 the others are 60 / (40 w) = 1e-7 of the weight."""
-    own = SplitStatistics(sums(*OWN), sums(*HELD))
-    total = split(sums(*OTHERS), own)
-    joint, _ = personal_model(total, own, 0.1, bias=True, weights=(0.0,))
+    client = SplitStatistics(sums(*OWN), sums(*HELD))
+    total = split(sums(*OTHERS), client)
+    joint, _ = personal_model(total, client, 0.1, bias=True, weights=(0.0,))
     parts = [(1.0, OTHERS), (1.0, OWN), (1.0, HELD)]
     np.testing.assert_allclose(joint, solved(parts, 0.1), rtol=1e-9, atol=1e-11)
-    own_only, _ = personal_model(total, own, 1e-9, bias=True, weights=(1.5e7,))
+    own_only, _ = personal_model(total, client, 1e-9, bias=True, weights=(1.5e7,))
     np.testing.assert_allclose(own_only, solved(parts[1:], 1e-9), rtol=1e-4, atol=1e-6)
 
 
 def test_without_held_out_examples_it_is_the_first_weight():
-    own = SplitStatistics(sums(*OWN), sums(OWN[0][:0], OWN[1][:0]))
-    assert personal_model(split(sums(*OTHERS), own), own, 0.1)[1] == 0
+    client = SplitStatistics(sums(*OWN), sums(OWN[0][:0], OWN[1][:0]))
+    assert personal_model(split(sums(*OTHERS), client), client, 0.1)[1] == 0

@@ -12,11 +12,9 @@ from fedntk.ntk.convex.pooled_statistics import (
     class_weights,
     normaliser_of,
 )
-from fedntk.ntk.convex.ridge import pooled_ridge
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
-from fedntk.ntk.payloads.feature_upload import FeatureUpload
 
 from ...conftest import refused
 
@@ -38,7 +36,7 @@ def statistics(z: torch.Tensor, labels: torch.Tensor = LABELS, **options: object
 
 
 def split(z: torch.Tensor, parts: list[torch.Tensor], **options: object) -> FeatureStatistics:
-    return FeatureStatistics.join(statistics(z[own], LABELS[own], **options) for own in parts)
+    return FeatureStatistics.join(statistics(z[rows], LABELS[rows], **options) for rows in parts)
 
 
 SPLITS = {
@@ -85,49 +83,17 @@ def test_the_solution_is_that_of_the_rows(ridge, bias, balanced):
         np.testing.assert_allclose(weights * counts, [20, 20, 20, 0])
         assert weights[3] == 1  # nobody's
     sums = statistics(features(), weights=weights if balanced else None)
-    found = solution(sums, ridge, bias=bool(bias), free_bias=bias == "free")
+    actual = solution(sums, ridge, bias=bool(bias), free_bias=bias == "free")
     expected = by_rows(features(), ridge, bias, torch.from_numpy(weights)[LABELS])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("normalise", [False, True])
-def test_the_solution_is_the_duals(bias, normalise):
-    """On the very features that the dual gets, those rounded for sending.
-
-    In float64 to rounding; and :func:`pooled_ridge` rounds rows and coefficients A to float32, so
-    that W = Z^T A is right to some 2^-24 of the sums of |z| |a|.
-    """
-    upload = FeatureUpload.of(features(), one_hot(LABELS, C))
-    sums = statistics(upload.rows(0, N))
-    own = normaliser_of(sums) if normalise else Normaliser.identity(P)
-    found = NormalEquations.of(sums, own, bias=bias, free_bias=True).solve(1e-2)
-
-    z = (upload.rows(0, N).double() - torch.from_numpy(own.mean)) * torch.from_numpy(own.inv_std)
-    rho, ones = 1e-2 * z.square().sum() / N, torch.ones(N, int(bias)).double()
-    # rho A = Y - Z W - b with W = Z^T A; A adds up to 0 if there is b
-    system = torch.cat([z @ z.T + rho * torch.eye(N).double(), ones], 1)
-    system = torch.cat([system, torch.cat([ones.T, torch.zeros(len(ones.T), bias).double()], 1)])
-    y = torch.cat([one_hot(LABELS, C).double() - 1 / C, torch.zeros(int(bias), C).double()])
-    dual, constant = torch.linalg.solve(system, y).split([N, int(bias)])
-    expected = torch.cat([z.T @ dual, constant])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(found.abs().max()))
-
-    pooled, normaliser = pooled_ridge([upload], C, ridge=1e-2, bias=bias, normalise=normalise)
-    np.testing.assert_allclose(own.mean, normaliser.mean, rtol=1e-6)
-    np.testing.assert_allclose(own.inv_std, normaliser.inv_std, rtol=1e-6)
-    assert (normaliser.inv_std[[3, 5]] == (0 if normalise else 1)).all()  # constant, of any mean
-    error = (torch.from_numpy(pooled).double() - found).abs()
-    size = torch.cat([z.abs().T @ dual.abs(), constant.abs()])
-    assert bool((error <= 20 * 2**-24 * size + 1e-12).all())
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", sorted(SPLITS))
 def test_every_split_has_the_same_solution(name):
     """Sums differ by float64's rounding: 1e-16 times a condition of at most 1e4."""
     expected = solution(statistics(features()))
-    found = solution(split(features(), SPLITS[name]))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10 * np.abs(expected).max())
+    actual = solution(split(features(), SPLITS[name]))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", sorted(SPLITS))
@@ -141,19 +107,19 @@ def test_sums_of_fixed_point_numbers_are_exact(name, bits, block, monkeypatch):
     q = (z / torch.from_numpy(fixed.step)).round().clamp(-fixed.largest, fixed.largest).long()
     every = split(z, SPLITS[name], fixed_point=fixed)
     rest = every - statistics(z[:13], LABELS[:13], fixed_point=fixed)
-    for found, own in ((every, slice(None)), (rest, slice(13, None))):
-        assert found.gram.dtype == np.int64
-        assert np.array_equal(found.gram, (q[own].T @ q[own])[*torch.triu_indices(P, P)])
-        assert np.array_equal(found.class_sums, y[own].T @ q[own])
-        assert np.array_equal(found.counts, y[own].sum(0))
+    for actual, rows in ((every, slice(None)), (rest, slice(13, None))):
+        assert actual.gram.dtype == np.int64
+        assert np.array_equal(actual.gram, (q[rows].T @ q[rows])[*torch.triu_indices(P, P)])
+        assert np.array_equal(actual.class_sums, y[rows].T @ q[rows])
+        assert np.array_equal(actual.counts, y[rows].sum(0))
 
 
 def test_the_largest_fixed_point_numbers_add_up_exactly():
     """1,024 products of 127^2 stay under 2^24; one more bit of a number would not."""
     fixed = FixedPoint(np.ones(2, np.float32), 8)
     z, labels = torch.full((1500, 2), 1e9), torch.zeros(1500, dtype=torch.long)
-    found = FeatureStatistics.of([z], labels, 1, fixed_point=fixed)
-    assert found.gram.tolist() == [1500 * 127**2] * 3
+    actual = FeatureStatistics.of([z], labels, 1, fixed_point=fixed)
+    assert actual.gram.tolist() == [1500 * 127**2] * 3
 
 
 def test_fixed_point_numbers_are_right_to_half_a_step():
@@ -205,16 +171,8 @@ def test_a_ridge_too_small_is_said_so_and_passed_over():
 
 
 def test_sizes_are_refused_before_they_are_allocated(monkeypatch):
-    z = features()
-    sums = statistics(z)
-    equations = NormalEquations.of(sums, Normaliser.identity(P))
     monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda _: 100)
-    for work in (
-        lambda: statistics(z),
-        lambda: NormalEquations.of(sums, Normaliser.identity(P)),
-        lambda: equations.solve(1.0),
-    ):
-        refused(r"GB .* lower num_features", work, error=NotEnoughMemory)
+    refused(r"GB .* lower num_features", statistics, features(), error=NotEnoughMemory)
 
 
 def test_what_does_not_fit_together_is_refused():
@@ -238,7 +196,7 @@ def test_least_norm_is_the_pseudo_inverse_on_the_rows(bias, deficient):
     z = torch.randn(N, P, generator=torch.Generator().manual_seed(2))
     if deficient:
         z[:, 3], z[:, 5] = z[:, 2], 0
-    found = NormalEquations.of(statistics(z), Normaliser.identity(P), bias=bias, centred=False)
+    actual = NormalEquations.of(statistics(z), Normaliser.identity(P), bias=bias, centred=False)
     rows = torch.cat([z, torch.ones(N, 1)], 1) if bias else z
     expected = torch.linalg.pinv(rows.double(), rtol=1e-10) @ one_hot(LABELS, C).double()
-    np.testing.assert_allclose(found.least_norm(), expected, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(actual.least_norm(), expected, rtol=1e-9, atol=1e-11)

@@ -54,13 +54,13 @@ def test_rows_are_whole_within_the_radius_and_close_to_what_they_were(width, rad
     """Rounding moves a row by sqrt(p) / 2 at most; before it, shrinking does by no more."""
     z = torch.randn(40, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     z[0], z[1], z[2, 0], z[3, 0], z[4], z[4, 1] = 1.0, 0, torch.inf, torch.nan, 0, 1e-100
-    found = bound_rows(z, radius).double()
-    assert torch.equal(found, found.round())
-    assert (found.square().sum(1) <= radius**2).all()
-    assert not found[1:4].any()
-    assert found[4, 1] == radius
-    assert torch.equal(torch.cat([bound_rows(row[None], radius) for row in z]).double(), found)
-    off = (found[5:] - radius * torch.nn.functional.normalize(z[5:])).norm(dim=1)
+    actual = bound_rows(z, radius).double()
+    assert torch.equal(actual, actual.round())
+    assert (actual.square().sum(1) <= radius**2).all()
+    assert not actual[1:4].any()
+    assert actual[4, 1] == radius
+    assert torch.equal(torch.cat([bound_rows(row[None], radius) for row in z]).double(), actual)
+    off = (actual[5:] - radius * torch.nn.functional.normalize(z[5:])).norm(dim=1)
     assert (off <= width**0.5).all()
 
 
@@ -72,8 +72,8 @@ def test_nobody_moves_the_sums_beyond_the_sensitivity_and_some_attain_it(width, 
     rows = [row for row in every if sum(z * z for z in row) <= radius**2]
     v, a, moved, rng = variance_of_each(noise), ORDERS[:, None], [], np.random.default_rng(0)
     for row in rows:
-        for own in ([row] * examples, [row, *rng.choice(rows, examples - 1)]):
-            change = np.abs(numbers(sums(own))).astype(float)
+        for group in ([row] * examples, [row, *rng.choice(rows, examples - 1)]):
+            change = np.abs(numbers(sums(group))).astype(float)
             moved.append((change**2 / v).sum())
             more = ((2 * a - 1) * change**2 + 6 * change) / (4 * v**2)
             exact = (a * change**2 / (2 * v) + np.minimum(more, 1.5 * change / v)).sum(1)
@@ -171,9 +171,9 @@ def test_a_share_of_noise_has_all_low_bits_and_the_shape_of_its_law(mean):
 def test_shares_add_up_to_the_noise_of_those_who_survive(survivors):
     """Chi-square of each number against its Skellam law, at a level of 0.1 % (a fixed seed)."""
     noise = noise_of(1, 2, 1, 0.9, gram_part=PART, fewest=3)
-    rng, own, count = np.random.default_rng(3), sums([[1, 0]], num_classes=1), 4000
-    draws = [sum(numbers(noise.add(own, rng)) for _ in range(survivors)) for _ in range(count)]
-    draws = np.array(draws) - survivors * numbers(own)
+    rng, client, count = np.random.default_rng(3), sums([[1, 0]], num_classes=1), 4000
+    draws = [sum(numbers(noise.add(client, rng)) for _ in range(survivors)) for _ in range(count)]
+    draws = np.array(draws) - survivors * numbers(client)
     for values, variance in zip(draws.T, variance_of_each(noise, survivors), strict=True):
         expected = count * skellam(variance, 60)
         seen, enough = np.bincount(values + 60, minlength=121), expected >= 5
@@ -187,11 +187,11 @@ def test_shares_add_up_to_the_noise_of_those_who_survive(survivors):
 def test_noise_off_the_diagonal_has_half_the_variance_and_counts_are_zero(fewest):
     """Means are within 5 standard errors, and variances within 5 sqrt(2 / n) of theirs."""
     noise = noise_of(127, 120, 40, fewest=fewest)
-    own = sums(bound_rows(torch.eye(120), 127), 40)
-    noisy, (v, s) = noise.add(own, np.random.default_rng(0)), noise.variances()
+    exact = sums(bound_rows(torch.eye(120), 127), 40)
+    noisy, (v, s) = noise.add(exact, np.random.default_rng(0)), noise.variances()
     assert not noisy.counts.any()
-    change, off = noisy.matrix() - own.matrix(), np.triu_indices(120, 1)
-    laws = (np.diag(change), v), (change[off], v / 2), (noisy.class_sums - own.class_sums, s)
+    change, off = noisy.matrix() - exact.matrix(), np.triu_indices(120, 1)
+    laws = (np.diag(change), v), (change[off], v / 2), (noisy.class_sums - exact.class_sums, s)
     for values, of_all in laws:
         variance = of_all / max(fewest, 1)  # of one client's share
         assert abs(values.mean()) <= 5 * math.sqrt(variance / values.size)
@@ -220,10 +220,10 @@ def test_what_would_break_the_promise_is_refused():
     refused("integers", noise.add, sums([[1, 1]], 3), None)
     refused("rows of norm 3", noise.add, sums([[3, 1]]), None)
     refused("at most 4 examples", replace(shares, examples=4).add, sums([[1, 1]] * 5), None)
-    for own, radius in ((noise, 10**7), (shares, 10**4)):
-        refused("smaller radius", replace(own, radius=radius).add, sums([[1, 1]]), None)
-    for own, survivors in ((noise, 3), (shares, 0)):
-        refused("clients with shares", own.epsilon, DELTA, survivors)
+    for mechanism, radius in ((noise, 10**7), (shares, 10**4)):
+        refused("smaller radius", replace(mechanism, radius=radius).add, sums([[1, 1]]), None)
+    for mechanism, survivors in ((noise, 3), (shares, 0)):
+        refused("clients with shares", mechanism.epsilon, DELTA, survivors)
     refused("between 0 and 1", noise.epsilon, 0.0)
     refused("no noise", shares.calibrated, 1e-4, DELTA)
     refused("radius", bound_rows, torch.ones(1, 2), 0)

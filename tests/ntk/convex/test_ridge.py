@@ -18,5 +18,5 @@ def test_omega_solves_the_normal_equations(p, num_classes):
     system = torch.kron(f, w.T.contiguous())
     gram = system.T @ system + rho * torch.eye(4 * p).double()
     expected = torch.linalg.solve(gram, system.T @ r.flatten()).view(4, p)
-    found = sandwiched_ridge(f.T @ f, f.T @ r, w, 0.1, 20)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    actual = sandwiched_ridge(f.T @ f, f.T @ r, w, 0.1, 20)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)

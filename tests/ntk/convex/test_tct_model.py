@@ -11,6 +11,7 @@ from torch import nn
 
 from fedntk.ntk import FeatureMap, Normaliser, TCTModel
 
+from ...conftest import refused
 from ..arithmetic import normal
 
 CLASSES = 3
@@ -53,20 +54,20 @@ def test_scores_are_features_normalised_times_w_plus_b_in_any_chunks(options):
 
     Features are right to 1e-6 of their size, and up to 105 are added: 1e-4.
     """
-    own = model(**options)
-    z = own.feature_map.extractor(network().double())(X.double()).double().numpy()
+    tct = model(**options)
+    z = tct.feature_map.extractor(network().double())(X.double()).double().numpy()
     width = z.shape[1]
-    tilde = (z - own.normaliser.mean) * own.normaliser.inv_std
-    expected = tilde @ own.linear[:width].double().numpy()
+    tilde = (z - tct.normaliser.mean) * tct.normaliser.inv_std
+    expected = tilde @ tct.linear[:width].double().numpy()
     if options.get("bias"):
-        expected = expected + own.linear[width].numpy()
+        expected = expected + tct.linear[width].numpy()
     for count, chunks in ((0, 11), (1, 11), (2, 6), (5, 3), (100, 1)):
         size = 4 * width * count + 3
-        parts = list(own.features(X, chunk_bytes=size))
+        parts = list(tct.features(X, chunk_bytes=size))
         assert len(parts) == chunks
         np.testing.assert_allclose(torch.cat(parts), tilde, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(own.predict(X, chunk_bytes=size), expected, rtol=1e-4, atol=1e-4)
-    assert own.predict(X[:0]).shape == (0, CLASSES)
+        np.testing.assert_allclose(tct.predict(X, chunk_bytes=size), expected, rtol=1e-4, atol=1e-4)
+    assert tct.predict(X[:0]).shape == (0, CLASSES)
 
 
 @pytest.mark.parametrize(
@@ -86,21 +87,21 @@ def test_sizes_that_do_not_fit_are_refused(mean, scale, linear, message):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_files_and_a_strategys_arrays_give_the_same_bits(options, tmp_path):
     """Arrays may be read-only; the network given stays as it is."""
-    own, other = model(**options), network()
+    tct, other = model(**options), network()
     for tensor in other.state_dict().values():
         tensor.zero_()
-    arrays = {name: t.numpy().copy() for name, t in own.network.state_dict().items()}
-    mean, scale = own.normaliser.mean.copy(), own.normaliser.inv_std.copy()
-    arrays |= {"tct.linear": own.linear.numpy().copy(), "tct.mean": mean, "tct.scale": scale}
+    arrays = {name: t.numpy().copy() for name, t in tct.network.state_dict().items()}
+    mean, scale = tct.normaliser.mean.copy(), tct.normaliser.inv_std.copy()
+    arrays |= {"tct.linear": tct.linear.numpy().copy(), "tct.mean": mean, "tct.scale": scale}
     for array in arrays.values():
         array.flags.writeable = False
-    own.save(tmp_path / "a" / "b")
+    tct.save(tmp_path / "a" / "b")
     loaded = TCTModel.load(tmp_path / "a" / "b", other)
-    for found in (loaded, TCTModel.from_arrays(other, own.feature_map, arrays)):
-        assert torch.equal(found.predict(X), own.predict(X))
-        counter = found.network[1].num_batches_tracked
+    for actual in (loaded, TCTModel.from_arrays(other, tct.feature_map, arrays)):
+        assert torch.equal(actual.predict(X), tct.predict(X))
+        counter = actual.network[1].num_batches_tracked
         assert (counter.dtype, counter.item()) == (torch.int64, 3)
-    assert loaded.feature_map == own.feature_map
+    assert loaded.feature_map == tct.feature_map
     assert not any(t.any() for t in other.state_dict().values())
 
 
@@ -138,5 +139,4 @@ WIDER = r"another network: it differs in 0\.weight, 0\.bias, 1\.weight, 1\.bias,
 def test_files_that_give_no_model_are_refused(damage, other, message, tmp_path):
     model().save(tmp_path)
     damage(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        TCTModel.load(tmp_path, other)
+    refused(message, TCTModel.load, tmp_path, other)

@@ -26,14 +26,14 @@ def test_the_closed_form_is_a_sum_of_table_rows(buckets, group, num_features):
     tables = linear.view(num_groups, rows, 3) / num_groups**0.5
     for example, scores in zip(h, module(h).double() @ linear, strict=True):
         scaled = (example - example.mean()) / example.std(correction=0)
-        found = torch.zeros(3, dtype=torch.float64)
+        actual = torch.zeros(3, dtype=torch.float64)
         for i in range(num_groups):
             row = 0
             for k in reversed(range(group)):
-                own = module.chosen[i * group + k], module.limits[i * group + k]
-                row = row * buckets + int((scaled[own[0]] > own[1]).sum())
-            found += tables[i, row]
-        torch.testing.assert_close(found, scores, rtol=0, atol=1e-6)  # float32's 1 / sqrt(G)
+                place = module.chosen[i * group + k], module.limits[i * group + k]
+                row = row * buckets + int((scaled[place[0]] > place[1]).sum())
+            actual += tables[i, row]
+        torch.testing.assert_close(actual, scores, rtol=0, atol=1e-6)  # float32's 1 / sqrt(G)
 
 
 def test_each_row_has_norm_1_and_each_input_as_many_groups():
@@ -56,12 +56,12 @@ def test_a_network_whose_last_layer_takes_them():
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     x = inputs(5, 4)
     changed = with_bucket_features(network, 24, 7, buckets=2, group=3)
-    found = FeatureMap("last-layer").extractor(changed)(x)
-    assert torch.equal(found, BucketFeatures(8, 24, 7, 2, 3)(network[:2](x)))
+    actual = FeatureMap("last-layer").extractor(changed)(x)
+    assert torch.equal(actual, BucketFeatures(8, 24, 7, 2, 3)(network[:2](x)))
     assert changed(x).shape == (5, 3)
 
 
-@pytest.mark.parametrize("own", [{"num_features": 30}, {"buckets": 1}, {"group": 0}])
-def test_tables_that_do_not_fit_are_refused(own):
+@pytest.mark.parametrize("options", [{"num_features": 30}, {"buckets": 1}, {"group": 0}])
+def test_tables_that_do_not_fit_are_refused(options):
     with pytest.raises(ValueError, match="expected a multiple of"):
-        BucketFeatures(**{"size": 5, "num_features": 32, "seed": 0, **own})
+        BucketFeatures(**{"size": 5, "num_features": 32, "seed": 0, **options})

@@ -123,17 +123,17 @@ def test_resnet18_has_the_papers_number_of_coordinates():
 def test_the_seed_alone_fixes_head_and_coordinates():
     """Same seed, same bits, whatever torch's global generator holds; and that is left as it was."""
     model, x = network("simple-cnn"), examples("simple-cnn")
-    found = []
+    results = []
     for seed, global_seed in ((3, 0), (3, 1), (4, 0)):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(global_seed)
             before = torch.get_rng_state()
             feature_map = FeatureMap(num_features=500, seed=seed)
             head = feature_map.convexify(model)[-1].weight
-            found.append((feature_map.extractor(model)(x), head))
+            results.append((feature_map.extractor(model)(x), head))
             assert torch.equal(before, torch.get_rng_state())
-    assert all(map(torch.equal, found[0], found[1]))
-    assert not any(map(torch.equal, found[0], found[2]))
+    assert all(map(torch.equal, results[0], results[1]))
+    assert not any(map(torch.equal, results[0], results[2]))
 
 
 def test_the_head_is_drawn_as_linear_layers_draw_theirs():

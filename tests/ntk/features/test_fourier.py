@@ -32,15 +32,15 @@ def test_a_network_whose_last_layer_takes_them():
     state = torch.random.get_rng_state()
     first, again = (with_fourier_features(network, 30, 7) for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), state)
-    found = FeatureMap("last-layer").extractor(first)(x)
-    assert torch.equal(found, FeatureMap("fourier", 30, 7).extractor(network)(x))
+    actual = FeatureMap("last-layer").extractor(first)(x)
+    assert torch.equal(actual, FeatureMap("fourier", 30, 7).extractor(network)(x))
     inputs = FeatureMap("last-layer").extractor(network)(x)
-    assert torch.equal(found, FourierFeatures(8, 30, 7)(inputs))
+    assert torch.equal(actual, FourierFeatures(8, 30, 7)(inputs))
     assert all(
         torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
     )
     last = first.state_dict()["2.1.weight"]
-    torch.testing.assert_close(first(x), found @ last.T + first.state_dict()["2.1.bias"])
+    torch.testing.assert_close(first(x), actual @ last.T + first.state_dict()["2.1.bias"])
     assert torch.equal(first.state_dict()["0.weight"], network.state_dict()["0.weight"])
     assert len(network.state_dict()) == len(first.state_dict()) == 4
 

@@ -25,8 +25,8 @@ def test_the_fourier_basis_is_orthonormal_and_turning_keeps_each_frequency(lengt
     torch.testing.assert_close(basis @ basis.T, torch.eye(length).double(), rtol=0, atol=1e-12)
     signal = torch.randn(length, generator=torch.Generator().manual_seed(0)).double()
     for frequency in range(length // 2 + 1):
-        own = basis[frequencies == frequency]
-        energies = [(own @ turned).square().sum() for turned in (signal, signal.roll(1))]
+        block = basis[frequencies == frequency]
+        energies = [(block @ turned).square().sum() for turned in (signal, signal.roll(1))]
         torch.testing.assert_close(*energies)
 
 
@@ -34,30 +34,30 @@ def test_the_fourier_basis_is_orthonormal_and_turning_keeps_each_frequency(lengt
 def test_all_frequencies_without_weights_keep_inner_products(scales, angles, channels):
     """float32: 1e-5. The weights are v^-0.375, smallest for the mean."""
     module = Scattering((16, 24), scales=scales, angles=angles)
-    size = channels * module.num_channels * math.prod(module.kept)
-    found = ScatteringFrequencies(module, size, size)
-    assert found.weights[0] == found.weights.min() == 1
-    assert (found.weights.diff() >= 0).all()
-    found.weights.fill_(1.0)
+    size = channels * module.num_channels * math.prod(module.map_size)
+    actual = ScatteringFrequencies(module, size, size)
+    assert actual.weights[0] == actual.weights.min() == 1
+    assert (actual.weights.diff() >= 0).all()
+    actual.weights.fill_(1.0)
     h = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
-    z, h = found(h), normalize(h)
+    z, h = actual(h), normalize(h)
     torch.testing.assert_close(z @ z.T, h @ h.T, rtol=0, atol=1e-5)
 
 
 def test_a_constant_is_the_lowest_frequency_and_a_batch_changes_no_bits():
     module = scattering()
-    size = module.num_channels * math.prod(module.kept)
-    found = ScatteringFrequencies(module, size, 40)
-    constant = torch.zeros(1, *found.shape[1:])
+    size = module.num_channels * math.prod(module.map_size)
+    actual = ScatteringFrequencies(module, size, 40)
+    constant = torch.zeros(1, *actual.shape[1:])
     constant[:, 0] = 3.0  # the smoothed image's
-    torch.testing.assert_close(found(constant.flatten(1)), torch.eye(40)[:1])
+    torch.testing.assert_close(actual(constant.flatten(1)), torch.eye(40)[:1])
     h = torch.randn(200, size, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(torch.cat([found(row[None]) for row in h[:7]]), found(h)[:7])
+    assert torch.equal(torch.cat([actual(row[None]) for row in h[:7]]), actual(h)[:7])
 
 
 def test_a_network_with_scattering_gets_them_and_another_is_refused():
     module = scattering()
-    size = module.num_channels * math.prod(module.kept)
+    size = module.num_channels * math.prod(module.map_size)
     network = nn.Sequential(module, nn.Flatten(), nn.Linear(size, 3))
     wide = with_scattering_frequencies(network, 50, 0)
     assert sorted(wide.state_dict()) == ["2.1.bias", "2.1.weight"]

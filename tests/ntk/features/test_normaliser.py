@@ -56,10 +56,10 @@ def clients():
 
 def test_normalised_features_have_mean_0_and_variance_1_over_all_clients():
     """In float32: a mean within 1e-6, a variance within 1e-5; no client's own mean is 0."""
-    own, before = clients(), clients()
-    normalise = Normaliser.of(Moments.join(Moments.of(z) for z in own))
-    parts = [normalise(z) for z in own]
-    assert all(map(torch.equal, own, before))
+    groups, before = clients(), clients()
+    normalise = Normaliser.of(Moments.join(Moments.of(z) for z in groups))
+    parts = [normalise(z) for z in groups]
+    assert all(map(torch.equal, groups, before))
     assert {part.dtype for part in parts} == {torch.float32}
     pooled = torch.cat(parts).double()
     variance = pooled.var(0, correction=0)

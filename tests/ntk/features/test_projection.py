@@ -7,23 +7,25 @@ from scipy.fft import dctn
 
 from fedntk.ntk.features.projection import low_frequencies, rotated_low_frequencies
 
+from ...conftest import refused
+
 IMAGES = torch.randn(5, 2, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def test_they_are_the_coefficients_of_the_cosine_transform_from_the_lowest_on():
     whole = dctn(IMAGES.numpy(), axes=(2, 3), norm="ortho")
-    found = low_frequencies(IMAGES, 5).numpy()
+    actual = low_frequencies(IMAGES, 5).numpy()
     # (u / 6)^2 + (v / 9)^2: (0, 0), then (0, 1), then (1, 0); channels follow one another
     places = [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0)]
     expected = np.stack([whole[:, c, u, v] for c, u, v in places], axis=1)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-13)
 
 
 def test_all_of_them_keep_all_inner_products():
     count = IMAGES[0].numel()
     rows = IMAGES.flatten(1)
-    for found in (low_frequencies(IMAGES, count), rotated_low_frequencies(IMAGES, count, 3)):
-        torch.testing.assert_close(found @ found.T, rows @ rows.T, rtol=0, atol=1e-11)
+    for actual in (low_frequencies(IMAGES, count), rotated_low_frequencies(IMAGES, count, 3)):
+        torch.testing.assert_close(actual @ actual.T, rows @ rows.T, rtol=0, atol=1e-11)
 
 
 def test_the_rotation_hides_which_feature_is_which_and_no_more():
@@ -62,5 +64,4 @@ def test_rotations_are_uniform():
     ],
 )
 def test_what_is_no_image_or_too_small_is_refused(images, count, message):
-    with pytest.raises(ValueError, match=message):
-        low_frequencies(images, count)
+    refused(message, low_frequencies, images, count)

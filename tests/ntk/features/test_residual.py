@@ -14,14 +14,14 @@ def test_two_blocks_are_the_formula_in_float64():
     for omega in blocks.omegas:
         omega.data = torch.randn(7, 6, generator=generator)
     phi = torch.randn(5, 6, generator=generator).double()
-    found = blocks(phi).detach()
+    actual = blocks(phi).detach()
     for b, omega in zip(blocks.directions.double(), blocks.omegas, strict=True):
         a = phi / phi.norm(dim=1, keepdim=True) @ b
         phi = phi + a * (1 + torch.erf(a / 2**0.5)) / 2 @ omega.detach().double()
-    torch.testing.assert_close(found.double(), phi, rtol=1e-5, atol=1e-5)
-    beside = blocks.beside(found, 1)
-    assert torch.equal(beside[:, :6], found)
-    assert torch.equal(beside[:, 6:], blocks.hidden(found, 1))
+    torch.testing.assert_close(actual.double(), phi, rtol=1e-5, atol=1e-5)
+    beside = blocks.beside(actual, 1)
+    assert torch.equal(beside[:, :6], actual)
+    assert torch.equal(beside[:, 6:], blocks.hidden(actual, 1))
 
 
 def test_a_network_with_new_blocks_gives_the_same_bits():

@@ -9,6 +9,7 @@ from fedntk.ntk.features import rows as module
 from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.support import memory as ntk_memory
 
+from ...conftest import refused
 from ..arithmetic import normal
 
 N, P = 23, 7
@@ -46,11 +47,11 @@ def test_products_are_those_of_the_whole_matrix(dtype, of, bias, monkeypatch):
         for chunk in ("CHUNK_BYTES", "CACHED_BYTES"):
             monkeypatch.setattr(module, chunk, size)
         monkeypatch.setattr(module, "BLOCK_BYTES", 2 * size)
-        found = [rows @ w, rows.transposed_matmul(a), rows.gram()]
+        results = [rows @ w, rows.transposed_matmul(a), rows.gram()]
         expected = [dense @ w.double(), dense.T @ a.double(), dense @ dense.T]
-        for own, exact in zip(found, expected, strict=True):
-            torch.testing.assert_close(own, exact.float(), rtol=1e-5, atol=1e-5)
-        assert torch.equal(found[2].tril(-1), found[2].triu(1).T)
+        for product, exact in zip(results, expected, strict=True):
+            torch.testing.assert_close(product, exact.float(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(results[2].tril(-1), results[2].triu(1).T)
     assert z.tobytes() == array(dtype).tobytes()  # what is stored stays
 
 
@@ -76,7 +77,7 @@ def test_rows_are_read_in_order_each_once_and_no_more_at_a_time_than_allowed(siz
         use(rows)
         assert max(stop - start for start, stop in asked) == min(size, N)
         assert [i for start, stop in asked for i in range(start, stop)] == list(range(N))
-    chunks = [(place, own.clone()) for place, own in rows.chunks()]
+    chunks = [(place, part.clone()) for place, part in rows.chunks()]
     assert [(r.start, r.stop) for r, _ in chunks] == asked[-len(chunks) :]
     joined = torch.cat([chunk for _, chunk in chunks])
     assert torch.equal(joined, torch.from_numpy(array()))
@@ -106,8 +107,7 @@ def test_a_kernel_that_does_not_fit_is_refused_before_anything_is_read(monkeypat
     needed = 4 * (23**2 + 23 * 37)
     memory(needed - 1)
     rows, asked = computed(array())
-    with pytest.raises(NotEnoughMemory, match=r"the kernel of 23 examples needs .*fewer examples"):
-        rows.gram()
+    refused(r"the kernel of 23 examples needs .*fewer examples", rows.gram, error=NotEnoughMemory)
     assert not asked
     memory(needed)
     assert rows.gram().shape == (23, 23)

@@ -8,6 +8,7 @@ from torch import nn
 from fedntk.ntk import FeatureMap, entk_features, jacobian
 from fedntk.ntk.features import sketch
 
+from ...conftest import refused
 from ..cases import CASES, make
 from .test_tangent import gradients
 
@@ -23,18 +24,21 @@ def test_a_sketch_is_linear_in_the_gradient_and_the_same_in_any_chunks(name):
     model, x = make(name)
     rows, p = gradients(model, x).detach(), 4000
     options = {"method": "sketch", "dtype": torch.float64}
-    found = entk_features(model, x, p, 5, **options)
-    assert found.shape == (len(x), p)
+    actual = entk_features(model, x, p, 5, **options)
+    assert actual.shape == (len(x), p)
     parts = [entk_features(model, part, p, 5, chunk_size=1, **options) for part in x.split(3)]
-    torch.testing.assert_close(torch.cat(parts), found, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(torch.cat(parts), actual, rtol=1e-9, atol=1e-10)
     norms = rows.norm(dim=1)
-    error = (found @ found.T - rows @ rows.T) / (norms[:, None] * norms + 1e-30)
+    error = (actual @ actual.T - rows @ rows.T) / (norms[:, None] * norms + 1e-30)
     assert float(error.abs().max()) < 6 * (8 / p) ** 0.5
     # what depends linearly on the others among gradients does among sketches
     combination = (rows[:1] - 2 * rows[-1:]).T
     mixed = torch.linalg.lstsq(rows.T, combination, rcond=1e-10, driver="gelsd").solution
     torch.testing.assert_close(
-        found.T @ mixed, (found[:1] - 2 * found[-1:]).T, rtol=1e-6, atol=1e-6 * float(norms.max())
+        actual.T @ mixed,
+        (actual[:1] - 2 * actual[-1:]).T,
+        rtol=1e-6,
+        atol=1e-6 * float(norms.max()),
     )
 
 
@@ -48,7 +52,7 @@ def test_the_outer_products_sketch_is_the_count_sketch_of_summed_buckets(kind, b
     x = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)).double()
     model(x)
     model[3].requires_grad_(False)
-    found = entk_features(model, x, p, 3, method="sketch", dtype=torch.float64)
+    actual = entk_features(model, x, p, 3, method="sketch", dtype=torch.float64)
 
     whole = jacobian(model, x).dense()
     weight = whole["0.weight"][:, 0]  # (n, d_out, d_in), or (n, d_out, channels, 3, 3)
@@ -63,7 +67,7 @@ def test_the_outer_products_sketch_is_the_count_sketch_of_summed_buckets(kind, b
     buckets = torch.from_numpy((rows[:, None] + columns) % p).flatten()
     signed = matrix * torch.from_numpy(signs[:, None] * column_signs)
     expected = torch.zeros(4, p).double().index_add_(1, buckets, signed.flatten(1))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_inner_products_are_right_on_average_over_seeds():
@@ -71,10 +75,10 @@ def test_inner_products_are_right_on_average_over_seeds():
     model, x = make("narrow-maps")
     rows = gradients(model, x)
     exact, m = rows @ rows.T, 50
-    found = torch.stack(
+    actual = torch.stack(
         [entk_features(model, x, 50, seed, method="sketch").double() for seed in range(m)]
     )
-    products = found @ found.transpose(1, 2)
+    products = actual @ actual.transpose(1, 2)
     error = products.mean(0) - exact
     assert bool((error.abs() <= 5 * products.std(0) / m**0.5).all())
 
@@ -105,5 +109,4 @@ def test_a_feature_map_gives_as_many_numbers_as_are_asked_for(kind):
         assert z.shape == (2, p)
         assert torch.equal(z, again)
         assert not torch.equal(z, other)
-    with pytest.raises(ValueError, match=f"num_features: expected at least 1 for {kind}"):
-        FeatureMap(kind, num_features=0)
+    refused(f"num_features: expected at least 1 for {kind}", FeatureMap, kind, num_features=0)

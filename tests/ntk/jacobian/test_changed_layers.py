@@ -11,6 +11,7 @@ from torch.nn.modules import module as of_all
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from fedntk.ntk import entk_features, jacobian
+from fedntk.ntk.jacobian import differentiate
 
 from ...conftest import refused
 from ..arithmetic import normal
@@ -20,17 +21,24 @@ RELATIVE = 1e-10  # float64, of sums of a few hundred terms
 
 
 class Network(nn.Module):
-    """A convolution, two linear layers of which the second is called twice, and a head."""
+    """A convolution and linear layers, the second called twice; it has a branch and a method."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.flat = nn.Conv1d(1, 3, 2), nn.Flatten()
         self.first, self.second = nn.Linear(12, 6), nn.Linear(6, 6)
-        self.head, self.between = nn.Linear(6, 3), torch.tanh
+        self.third, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.between, self.axis = torch.tanh, 1
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.between(self.first(self.flat(torch.tanh(self.conv(x[:, None])))))
-        return self.head(torch.tanh(self.second(torch.tanh(self.second(h)))))
+        h = torch.tanh(self.second(torch.tanh(self.second(h)))).flip(self.axis)
+        if self.head.bias.mean() > 50:
+            h = h @ self.second.weight
+        return self.head(self.last(self.third(h)))
+
+    def last(self, h: Tensor) -> Tensor:
+        return h.tanh()
 
 
 class Doubled(nn.Linear):
@@ -122,6 +130,19 @@ CHANGES: dict[str, Callable[[Network], Any]] = {
     "written over": lambda m: setattr(m, "between", functional.relu_),
     "added to": lambda m: setattr(m, "between", lambda h: h.add_(1).mul_(2).tanh()),
     "written without gradients": lambda m: setattr(m, "between", _without_gradients),
+    "other function": lambda m: setattr(m, "between", torch.sin),
+    "other axis": lambda m: setattr(m, "axis", ()),
+    "other method": lambda m: setattr(type(m), "last", lambda m, h: h.sin() @ m.second.weight),
+    "other forward of all": lambda m: setattr(
+        m, "forward", lambda x: m.head(m.first(m.flat(m.conv(x[:, None]))) @ m.third.weight)
+    ),
+    "branch": lambda m: nn.init.constant_(m.head.bias, 100.0),
+    "tied": lambda m: setattr(m.third, "weight", m.second.weight),
+    "frozen": lambda m: m.first.bias.requires_grad_(requires_grad=False),
+    "two layers for one": lambda m: setattr(
+        m, "third", nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6)).double()
+    ),
+    "subclass": lambda m: setattr(m.first, "__class__", type("Sub", (nn.Linear,), {})),
     "read by a function": lambda m: setattr(
         m, "between", lambda h: functional.linear(h, m.second.weight)
     ),
@@ -145,7 +166,9 @@ def _clipped(h: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def network():
+def network(monkeypatch):
+    monkeypatch.setattr(Network, "last", Network.last)
+    differentiate._PLANS.clear()
     torch.default_generator.manual_seed(3)
     yield Network().double()
     for hooks in (
@@ -161,16 +184,19 @@ def network():
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of weight norm, by torch
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_layer_gets_the_gradients_of_what_the_network_computes(change, network):
-    """After a call of the network as it was, whose plan is kept."""
+    """After a call of the network as it was, whose plan is not taken for the changed one."""
     x = normal(6, 5, seed=1)
     jacobian(network, x)
     CHANGES[change](network)
     expected = one_by_one(network, x)
     for chunk_size in (None, 4):
-        found = jacobian(network, x, chunk_size=chunk_size).dense()
-        assert found.keys() == expected.keys()
+        rows = jacobian(network, x, chunk_size=chunk_size)
+        layout, actual = rows.layout, rows.dense()
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert (found[name] - tensor).norm() <= RELATIVE * (1 + tensor.norm()), name
+            assert (actual[name] - tensor).norm() <= RELATIVE * (1 + tensor.norm()), name
+    differentiate._PLANS.clear()
+    assert jacobian(network, x).layout == layout
     rows = torch.cat([t.flatten(2)[:, 1] for t in expected.values()], 1)
     features = entk_features(network, x, rows.shape[1], 0, 1, dtype=torch.float64)
     assert (features - rows).norm() <= RELATIVE * rows.norm()

@@ -49,19 +49,19 @@ def _zero(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
-def _counted(own: Own, h: Tensor) -> Tensor:
-    own.calls += 1
-    return h * own.calls
+def _counted(module: Own, h: Tensor) -> Tensor:
+    module.calls += 1
+    return h * module.calls
 
 
-def _seventh(own: Own, h: Tensor) -> Tensor:
-    own.calls += 1
-    return h + (own.calls % 7 == 0)
+def _seventh(module: Own, h: Tensor) -> Tensor:
+    module.calls += 1
+    return h + (module.calls % 7 == 0)
 
 
-def _updated(own: Own, h: Tensor) -> Tensor:
-    own.kept.add_(h.mean())
-    return h - own.kept
+def _updated(module: Own, h: Tensor) -> Tensor:
+    module.kept.add_(h.mean())
+    return h - module.kept
 
 
 def _exchanged(_: Own, h: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ ACCEPTED: dict[str, nn.Module] = {
     "dropout": _with(nn.Dropout(0.5)),
     "reordered": _with(Own(lambda _, h: h[(o := h.sum(1).argsort())].exp()[o.argsort()])),
     "unused noise": _with(Own(lambda _, h: (torch.rand(3), h)[1])),
-    "unused counter": _with(Own(lambda own, h: (setattr(own, "calls", own.calls + 1), h)[1])),
+    "unused counter": _with(Own(lambda m, h: (setattr(m, "calls", m.calls + 1), h)[1])),
     "written over": nn.Sequential(Own(lambda _, x: x.sub_(2)), nn.Linear(5, 3)),
     "large numbers": _with(Own(lambda _, h: 1e6 * torch.tanh(1e4 * h))),
     "not finite": _with(Own(lambda _, h: h.log())),
@@ -187,7 +187,7 @@ def test_a_network_is_examined_once_for_a_form_of_examples():
     passes: list[int] = []
     model, x = _with(Own(lambda _, h: h)), normal(12, 5, seed=6).float()
     forward = type(model[1]).forward
-    Own.forward = lambda own, h: (passes.append(len(h)), forward(own, h))[1]
+    Own.forward = lambda module, h: (passes.append(len(h)), forward(module, h))[1]
     try:
         check_function_of_one_example(model, x)
         examined = len(passes)

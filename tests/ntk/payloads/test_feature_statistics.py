@@ -13,6 +13,8 @@ from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.npy import from_npy, to_npy
 
+from ...conftest import refused
+
 N, P, C = 12, 5, 3
 LABELS = torch.arange(N) % C
 Z = torch.randn(N, P, generator=torch.Generator().manual_seed(0))
@@ -39,31 +41,35 @@ def parse(arrays: Arrays, way: str) -> FeatureStatistics:
 
 @pytest.mark.parametrize("way", sorted(WAYS))
 def test_what_arrives_is_what_was_sent(way):
-    sent, found = of(way), parse(wire(way), way)
+    sent, actual = of(way), parse(wire(way), way)
     for name in ("gram", "class_sums", "counts", "weights"):
-        assert np.array_equal(getattr(sent, name), getattr(found, name))
-    assert np.array_equal((found + found).gram, 2 * sent.gram)
-    assert found.size == pytest.approx(np.sqrt(np.diag(sent.matrix()).sum() / N))
+        assert np.array_equal(getattr(sent, name), getattr(actual, name))
+    assert np.array_equal((actual + actual).gram, 2 * sent.gram)
+    assert actual.size == pytest.approx(np.sqrt(np.diag(sent.matrix()).sum() / N))
 
 
 def test_the_sums_of_few_examples_travel_as_a_root_that_tells_no_more():
     """n <= p / 2. Rotated examples have the same Z^T Z, and give the same root, to rounding."""
     z = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).double()
     rotation, _ = torch.linalg.qr(z[:, :4])
-    found, more, whole = (
+    actual, more, whole = (
         FeatureStatistics.of([part], LABELS[: len(part)], C) for part in (z, rotation @ z, Z9)
     )
-    assert found.gram.shape == (4, 9)
-    for own, part in ((found, z), (found + found, torch.cat([z, z])), (found + whole, [z, Z9])):
+    assert actual.gram.shape == (4, 9)
+    for stats, part in (
+        (actual, z),
+        (actual + actual, torch.cat([z, z])),
+        (actual + whole, [z, Z9]),
+    ):
         part = torch.cat(list(part)).reshape(-1, 9).double()
-        np.testing.assert_allclose(own.matrix(), part.T @ part, rtol=1e-12, atol=1e-12)
-        np.testing.assert_allclose(own.diagonal, part.square().sum(0), rtol=1e-12)
-    np.testing.assert_allclose(more.gram, found.gram, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose((found + whole - found).gram, whole.gram, rtol=1e-12, atol=1e-12)
-    again = FeatureStatistics.from_arrays(found.to_arrays(), SumFormat(9, C), 4)
-    assert again.gram.tobytes() == found.gram.tobytes()
+        np.testing.assert_allclose(stats.matrix(), part.T @ part, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(stats.diagonal, part.square().sum(0), rtol=1e-12)
+    np.testing.assert_allclose(more.gram, actual.gram, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose((actual + whole - actual).gram, whole.gram, rtol=1e-12, atol=1e-12)
+    again = FeatureStatistics.from_arrays(actual.to_arrays(), SumFormat(9, C), 4)
+    assert again.gram.tobytes() == actual.gram.tobytes()
     with pytest.raises(BadReply, match=r"gram: expected \(5, 9\)|claims 5, counts 4"):
-        FeatureStatistics.from_arrays(found.to_arrays(), SumFormat(9, C), 5)
+        FeatureStatistics.from_arrays(actual.to_arrays(), SumFormat(9, C), 5)
 
 
 def test_a_root_does_not_tell_in_which_directions_alike_examples_lie():
@@ -72,7 +78,7 @@ def test_a_root_does_not_tell_in_which_directions_alike_examples_lie():
     z[:, ::2][:, :4] = 2 * torch.eye(4)
     turn = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], dtype=torch.float64)
     rotated = torch.block_diag(turn, turn.flip(0)) @ z
-    roots = [FeatureStatistics.of([own], LABELS[:4], C).gram for own in (z, rotated)]
+    roots = [FeatureStatistics.of([statistics], LABELS[:4], C).gram for statistics in (z, rotated)]
     np.testing.assert_allclose(*roots, atol=1e-14)
 
 
@@ -96,27 +102,27 @@ def whole(rows: torch.Tensor) -> FeatureStatistics:
 @pytest.mark.parametrize("kind", ROWS)
 def test_whole_numbers_of_few_examples_come_back_from_a_root_of_their_sums(kind):
     """Examples in another order, with other signs, have the same sums and the same root."""
-    own, turned = whole(ROWS[kind]), whole(-ROWS[kind].flip(0))
-    sent = own.to_arrays(GRID)
+    statistics, turned = whole(ROWS[kind]), whole(-ROWS[kind].flip(0))
+    sent = statistics.to_arrays(GRID)
     assert sent["gram"].shape == ROWS[kind].shape
-    assert sent["gram"].nbytes < own.to_arrays(GRID, packed=True)["gram"].nbytes
+    assert sent["gram"].nbytes < statistics.to_arrays(GRID, packed=True)["gram"].nbytes
     assert sent["gram"].tobytes() == turned.to_arrays(GRID)["gram"].tobytes()
     expected = SumFormat(MANY, C, fixed_point=GRID)
-    for arrays in (sent, own.to_arrays(GRID, packed=True)):
-        found = FeatureStatistics.from_arrays(arrays, expected)
-        assert found.gram.dtype == own.gram.dtype == np.int32
-        assert found.gram.tobytes() == own.gram.tobytes()
+    for arrays in (sent, statistics.to_arrays(GRID, packed=True)):
+        actual = FeatureStatistics.from_arrays(arrays, expected)
+        assert actual.gram.dtype == statistics.gram.dtype == np.int32
+        assert actual.gram.tobytes() == statistics.gram.tobytes()
 
 
 def test_a_root_that_would_not_give_the_sums_back_is_not_sent(monkeypatch):
     """Nor that of a matrix that is none of inner products, as a hostile client's may be."""
-    own = whole(ROWS["random"])
-    odd = replace(own, gram=-own.gram)
+    statistics = whole(ROWS["random"])
+    odd = replace(statistics, gram=-statistics.gram)
     assert np.array_equal(odd.to_arrays(GRID)["gram"], odd.gram)
-    root = own.to_arrays(GRID)["gram"]
+    root = statistics.to_arrays(GRID)["gram"]
     for off in (root * np.sqrt(2), root * 1.001, root * np.nan):
         monkeypatch.setattr(feature_statistics, "_root", lambda *_, off=off: off)
-        assert np.array_equal(own.to_arrays(GRID)["gram"], own.gram)
+        assert np.array_equal(statistics.to_arrays(GRID)["gram"], statistics.gram)
 
 
 UNEVEN = np.outer(np.eye(FEW)[0], [0.2**0.5, 14 / 0.2**0.5, *np.zeros(MANY - 2)])
@@ -184,20 +190,19 @@ def test_integers_are_int32_while_all_sums_fit():
 
 def test_words_of_a_secure_sum_are_the_integers_and_beyond_them_refused():
     """2^32 more is no other number in int32, in which sums over so few examples fit."""
-    own = of("integers")
-    words = own.to_words(np.uint64)
+    statistics = of("integers")
+    words = statistics.to_words(np.uint64)
     expected = SumFormat(P, C, fixed_point=FIXED)
-    found = FeatureStatistics.from_words(words, expected, N)
+    actual = FeatureStatistics.from_words(words, expected, N)
     for name in ("gram", "class_sums", "counts"):
-        assert np.array_equal(getattr(own, name), getattr(found, name))
+        assert np.array_equal(getattr(statistics, name), getattr(actual, name))
     words[1] += np.uint64(2**32)
-    with pytest.raises(BadReply, match="do not fit in int32"):
-        FeatureStatistics.from_words(words, expected, N)
+    refused("do not fit in int32", FeatureStatistics.from_words, words, expected, N, error=BadReply)
 
 
 def changed(name: str, index: object, value: object) -> Callable[[Arrays], Arrays]:
     def change(arrays: Arrays) -> Arrays:
-        arrays = {own: a.copy() for own, a in arrays.items()}
+        arrays = {key: a.copy() for key, a in arrays.items()}
         arrays[name][index] = value
         return arrays
 

@@ -12,6 +12,8 @@ from fedntk.ntk.evolution.candidates import trimmed_losses
 from fedntk.ntk.payloads.leave_one_out import POWER, RIDGE, ClientRidge, screen_harmful
 from fedntk.ntk.payloads.screening import screen_strangers
 
+from ...conftest import refused
+
 with torch.random.fork_rng(devices=[]):
     torch.default_generator.manual_seed(0)
     MODEL = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).double()
@@ -41,9 +43,9 @@ def dropped(sent, liars, **options):
 def loss_without(sent, client, left_out):
     """Mean squared error on a client's examples, from a fresh regression on the others'."""
     known = ntk.JacobianUpload.concatenate(
-        [own for k, own in enumerate(sent) if k not in {client, *left_out}]
+        [part for k, part in enumerate(sent) if k not in {client, *left_out}]
     )
-    own = sent[client]
+    part = sent[client]
 
     def kernel(one, other):
         norms = one.squared_norms()[:, None] * other.squared_norms()
@@ -51,7 +53,7 @@ def loss_without(sent, client, left_out):
 
     ridge = kernel(known.jacobian, known.jacobian) + RIDGE * torch.eye(len(known.targets)).double()
     learned = torch.linalg.solve(ridge, known.targets - 1 / 3)
-    errors = own.targets - 1 / 3 - kernel(own.jacobian, known.jacobian) @ learned
+    errors = part.targets - 1 / 3 - kernel(part.jacobian, known.jacobian) @ learned
     return errors.square().sum(1).clamp(max=2).mean()
 
 
@@ -118,21 +120,20 @@ def test_a_kernel_that_is_not_finite_is_refused():
     sent[2] = ntk.JacobianUpload(
         sent[2].jacobian.mapped(lambda array: 1e200 * array), sent[2].outputs, sent[2].targets
     )
-    with pytest.raises(FloatingPointError, match="not finite"):
-        screen_harmful(sent, 1)
+    refused("not finite", screen_harmful, sent, 1, error=FloatingPointError)
 
 
 def test_strangers_lose_far_more_than_most_on_the_own_examples():
     """Limits: 3 times the median or 3; one neighbour is compared with the client itself."""
-    found = screen_strangers([0.5, 2.9, 3.1, 0.4, 0.6, math.inf])
-    assert [bad is None for bad in found] == [True, True, False, True, True, False]
+    actual = screen_strangers([0.5, 2.9, 3.1, 0.4, 0.6, math.inf])
+    assert [bad is None for bad in actual] == [True, True, False, True, True, False]
     assert [bad is None for bad in screen_strangers([0.5, 1e6])] == [True, False]
     assert screen_strangers([9.0, 2.0, 10.0]) == [None] * 3
 
 
 def test_a_minority_does_not_choose_by_its_losses():
     """The largest and smallest loss are cut for each liar; few losses leave their median."""
-    losses = [np.array(own) for own in ([1.0, 0.5], [1.2, 0.4], [0.0, 90.0], [1.4, math.nan])]
+    losses = [np.array(part) for part in ([1.0, 0.5], [1.2, 0.4], [0.0, 90.0], [1.4, math.nan])]
     assert trimmed_losses(losses[:3], 1) == trimmed_losses(losses[:3], 2) == [1.0, 0.5]
     assert trimmed_losses(losses, 1) == pytest.approx([1.1, 45.25])
     assert trimmed_losses([*losses, np.array([1.1, 0.6])], 1) == pytest.approx([1.1, 91.1 / 3])

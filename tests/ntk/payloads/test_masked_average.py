@@ -35,7 +35,7 @@ def trained(client, size=1.0):
 
 
 def total(models, losses=(0.5, 1.0, None)):
-    every = [average_words(MODEL, *own) for own in zip(models, EXAMPLES, losses, strict=True)]
+    every = [average_words(MODEL, *row) for row in zip(models, EXAMPLES, losses, strict=True)]
     return np.sum(every, axis=0, dtype=np.uint64)
 
 
@@ -85,10 +85,10 @@ def test_what_is_no_sum_of_models_is_refused(position, value):
 
 
 def test_a_client_refuses_what_it_could_not_send_truly():
-    own = trained(1)
-    refused("num-examples: expected 1", average_words, MODEL, own, 2**24 + 1, None)
-    refused("another shape", average_words, MODEL, own | {"w": own["w"][1:]}, 1, None)
-    bad = own | {"w": own["w"] * np.nan}
+    weights = trained(1)
+    refused("num-examples: expected 1", average_words, MODEL, weights, 2**24 + 1, None)
+    refused("another shape", average_words, MODEL, weights | {"w": weights["w"][1:]}, 1, None)
+    bad = weights | {"w": weights["w"] * np.nan}
     refused("expected finite numbers in 'w'", average_words, MODEL, bad, 1, None)
 
 
@@ -97,4 +97,4 @@ def test_the_digest_depends_on_all_that_clients_are_sent():
     assert digest == average_digest(dict(MODEL), "run", 1)
     other = MODEL | {"w": np.nextafter(MODEL["w"], 9)}
     others = [(other, "run", 1), (MODEL, "other", 1), (MODEL, "run", 2)]
-    assert digest not in [average_digest(*own) for own in others]
+    assert digest not in [average_digest(*row) for row in others]

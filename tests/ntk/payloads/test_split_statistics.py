@@ -9,6 +9,8 @@ from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 
+from ...conftest import refused
+
 WIDTH, CLASSES = 4, 3
 FORMAT = SumFormat(WIDTH, CLASSES)
 
@@ -22,8 +24,8 @@ def split(n=20, *, fixed_point=None, seed=0):
     z, y = rows(n, seed)
     held = draw_held_out(y, 0.25, [seed])
     parts = (
-        FeatureStatistics.of([z[own]], y[own], CLASSES, fixed_point=fixed_point)
-        for own in (~held, held)
+        FeatureStatistics.of([z[rows_of_part]], y[rows_of_part], CLASSES, fixed_point=fixed_point)
+        for rows_of_part in (~held, held)
     )
     return SplitStatistics(*parts)
 
@@ -42,8 +44,8 @@ def test_each_class_has_its_share_to_within_one_example(share, counts):
         held = draw_held_out(labels, share, [seed])
         assert int(held.sum()) == total
         for label, count in enumerate(counts):
-            own = int(held[labels == label].sum())
-            assert abs(own - count * total / len(labels)) < 1
+            drawn = int(held[labels == label].sum())
+            assert abs(drawn - count * total / len(labels)) < 1
 
 
 def test_of_one_example_it_is_held_out_as_often_as_the_share_says():
@@ -61,9 +63,9 @@ def test_the_draw_depends_only_on_the_seed():
 @pytest.mark.parametrize("fixed_point", [None, FixedPoint(np.full(WIDTH, 0.25, np.float32), 8)])
 def test_what_travels_comes_back_and_both_parts_are_all_examples(fixed_point):
     """Integers add up to the same bits; in float64 20 products differ by roundings."""
-    own = split(fixed_point=fixed_point)
+    statistics = split(fixed_point=fixed_point)
     expected = SumFormat(WIDTH, CLASSES, fixed_point=fixed_point)
-    again = SplitStatistics.from_arrays(own.to_arrays(fixed_point), expected, 20)
+    again = SplitStatistics.from_arrays(statistics.to_arrays(fixed_point), expected, 20)
     z, y = rows(20)
     together = FeatureStatistics.of([z], y, CLASSES, fixed_point=fixed_point)
     if fixed_point is not None:
@@ -75,11 +77,11 @@ def test_what_travels_comes_back_and_both_parts_are_all_examples(fixed_point):
 
 def test_a_part_may_be_of_no_example_and_its_sums_are_zero():
     z, y = rows(1)
-    own = SplitStatistics(*(FeatureStatistics.of([z[:n]], y[:n], CLASSES) for n in (0, 1)))
-    again = SplitStatistics.from_arrays(own.to_arrays(), FORMAT, 1)
-    assert again.size == own.held_out.size
+    statistics = SplitStatistics(*(FeatureStatistics.of([z[:n]], y[:n], CLASSES) for n in (0, 1)))
+    again = SplitStatistics.from_arrays(statistics.to_arrays(), FORMAT, 1)
+    assert again.size == statistics.held_out.size
     assert (again + split()).fitting.gram.tolist() == split().fitting.gram.tolist()
-    arrays = own.to_arrays()
+    arrays = statistics.to_arrays()
     arrays["gram"] = arrays["held-out-gram"]
     with pytest.raises(BadReply, match=r"gram: expected \(0, 4\), got \(1, 4\)"):
         SplitStatistics.from_arrays(arrays, FORMAT, 1)
@@ -97,8 +99,7 @@ def test_a_part_may_be_of_no_example_and_its_sums_are_zero():
 def test_either_part_refuses_the_whole(part, name, change, reason):
     arrays = split().to_arrays()
     arrays[part + name] = change(arrays[part + name])
-    with pytest.raises(BadReply, match=f"^{reason}: "):
-        SplitStatistics.from_arrays(arrays, FORMAT, 20)
+    refused(f"^{reason}: ", SplitStatistics.from_arrays, arrays, FORMAT, 20, error=BadReply)
 
 
 def test_one_part_alone_is_refused():

@@ -55,36 +55,32 @@ def test_without_compression_every_bit_arrives_in_any_order_of_arrays(structure)
 
 
 def test_layers_that_are_read_out_travel_by_themselves_only_uncompressed():
-    """What is compressed or made private has all of the Jacobian in it."""
+    """What is compressed has all of the Jacobian in it."""
     sent, weights = upload(structure="read out"), MODEL.state_dict()
     arrays = dict(reversed(sent.to_arrays().items()))
-    found = ntk.JacobianUpload.from_arrays(arrays, parameters=SHAPES, weights=weights)
-    assert arrays_of(found) == arrays_of(sent)
-    assert torch.equal(found.jacobian.gram(), sent.jacobian.gram())
-    assert ntk.JacobianUpload.concatenate([found, sent]).jacobian.form == sent.jacobian.form
+    actual = ntk.JacobianUpload.from_arrays(arrays, parameters=SHAPES, weights=weights)
+    assert arrays_of(actual) == arrays_of(sent)
+    assert torch.equal(actual.jacobian.gram(), sent.jacobian.gram())
+    assert ntk.JacobianUpload.concatenate([actual, sent]).jacobian.form == sent.jacobian.form
     refused(
         "^layout: ", ntk.JacobianUpload.from_arrays, arrays, parameters=SHAPES, error=ntk.BadReply
     )
     assert arrays_of(received(compressed(sent))) == arrays_of(upload())
     parcel, limits = JacobianParcel(sent), ntk.UploadLimits(SHAPES)
-    found = JacobianParcel.from_arrays(parcel.to_arrays(), limits=limits, own=parcel)
-    assert arrays_of(found.upload) == arrays_of(sent)
-    options = {"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 0.0}
-    noise = ntk.RowNoise(**options)
-    made = [noise.add(own, np.random.default_rng(0)) for own in (sent, upload())]
-    assert arrays_of(made[0]) == arrays_of(made[1])
+    actual = JacobianParcel.from_arrays(parcel.to_arrays(), limits=limits, receiver=parcel)
+    assert arrays_of(actual.upload) == arrays_of(sent)
 
 
 @both_structures
 def test_each_tensor_is_sparsified_by_itself(structure):
     """In factors, layer inputs and output gradients; literally, each parameter's tensor."""
     sent = upload(structure=structure)
-    found = received(compressed(sent, sparsity=0.5), sparsity=0.5)
-    for before, after in zip(tensors_of(sent), tensors_of(found), strict=True):
+    actual = received(compressed(sent, sparsity=0.5), sparsity=0.5)
+    for before, after in zip(tensors_of(sent), tensors_of(actual), strict=True):
         mask = top_k(before.numpy().reshape(1, -1), 0.5).reshape(before.shape)
         assert np.array_equal(after, np.where(mask, before, 0))
-    assert torch.equal(found.outputs, sent.outputs)
-    assert torch.equal(found.targets, sent.targets)
+    assert torch.equal(actual.outputs, sent.outputs)
+    assert torch.equal(actual.targets, sent.targets)
 
 
 def test_embeddings_tokens_travel_as_they_are():
@@ -93,8 +89,8 @@ def test_embeddings_tokens_travel_as_they_are():
     targets = ntk.one_hot(torch.arange(10) % 3, 3)
     sent = ntk.JacobianUpload(ntk.jacobian(model, x), model(x).detach(), targets)
     limits = ntk.UploadLimits({name: list(p.shape) for name, p in model.named_parameters()}, bits=8)
-    found = ntk.CompressedUpload.from_arrays(compressed(sent, bits=8), limits)
-    assert torch.equal(found.jacobian.blocks[0].inputs, x)
+    actual = ntk.CompressedUpload.from_arrays(compressed(sent, bits=8), limits)
+    assert torch.equal(actual.jacobian.blocks[0].inputs, x)
 
 
 def changed(name, change):
@@ -109,7 +105,7 @@ def reshaped(name, *shape):
 
 
 def without(name):
-    return {own: array for own, array in compressed().items() if own != name}
+    return {key: array for key, array in compressed().items() if key != name}
 
 
 MANY_POSITIONS = reshaped("block-000", 12, 2**20, 6)
@@ -176,25 +172,25 @@ def test_canonical_order_is_the_same_for_every_permutation(structure):
     """Also where outputs and targets are equal, and the Jacobians decide."""
     whole = upload(n=20, structure=structure)
     zeros = torch.zeros(20, 3)
-    for own in (whole, ntk.JacobianUpload(whole.jacobian, zeros, zeros)):
-        expected = arrays_of(own.canonical())
+    for part in (whole, ntk.JacobianUpload(whole.jacobian, zeros, zeros)):
+        expected = arrays_of(part.canonical())
         for seed in range(3):
             order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
-            assert arrays_of(own.rows(order).canonical()) == expected
+            assert arrays_of(part.rows(order).canonical()) == expected
 
 
 def test_rows_keep_jacobian_outputs_and_targets_together():
     whole, order = upload(n=9), torch.tensor([4, 0, 8, 2])
     some, before = (
-        [*tensors_of(own), own.outputs, own.targets] for own in (whole.rows(order), whole)
+        [*tensors_of(part), part.outputs, part.targets] for part in (whole.rows(order), whole)
     )
-    assert all(torch.equal(mine, own[order]) for mine, own in zip(some, before, strict=True))
+    assert all(torch.equal(mine, part[order]) for mine, part in zip(some, before, strict=True))
 
 
 def scaled(rows=1.0, outputs=1.0):
-    own = upload()
-    blocks = [b.with_arrays([*b.arrays[:-1], b.arrays[-1] * rows]) for b in own.jacobian.blocks]
-    return ntk.JacobianUpload(ntk.Jacobian(tuple(blocks)), own.outputs * outputs, own.targets)
+    part = upload()
+    blocks = [b.with_arrays([*b.arrays[:-1], b.arrays[-1] * rows]) for b in part.jacobian.blocks]
+    return ntk.JacobianUpload(ntk.Jacobian(tuple(blocks)), part.outputs * outputs, part.targets)
 
 
 THREE = [upload(n, n) for n in (3, 5, 9)]
@@ -223,17 +219,19 @@ SENT, SOME = upload(), {"sparsity": 0.5, "bits": 6}
 
 
 def parsed(arrays, inputs=None, **limits):
-    own = JacobianParcel(upload(n=5, seed=1), inputs)
-    return JacobianParcel.from_arrays(arrays, limits=ntk.UploadLimits(SHAPES, **limits), own=own)
+    parcel = JacobianParcel(upload(n=5, seed=1), inputs)
+    return JacobianParcel.from_arrays(
+        arrays, limits=ntk.UploadLimits(SHAPES, **limits), receiver=parcel
+    )
 
 
 @pytest.mark.parametrize("options", [{}, SOME, {"bits": 8}, {"sparsity": 0.1}])
 @pytest.mark.parametrize("inputs", [None, INPUTS])
 def test_what_arrives_is_an_upload_compressed_as_asked_and_exact_inputs(options, inputs):
-    found = parsed(JacobianParcel(SENT, inputs).to_arrays(**options), inputs, **options)
+    actual = parsed(JacobianParcel(SENT, inputs).to_arrays(**options), inputs, **options)
     expected = received(compressed(SENT, **options), **options) if options else SENT
-    assert arrays_of(found.upload) == arrays_of(expected)
-    assert found.inputs is inputs is None or torch.equal(found.inputs, inputs)
+    assert arrays_of(actual.upload) == arrays_of(expected)
+    assert actual.inputs is inputs is None or torch.equal(actual.inputs, inputs)
 
 
 ARRAYS = JacobianParcel(SENT, INPUTS).to_arrays()
