@@ -32,7 +32,7 @@ class RunCheckpoints:
     def restore(self, strategy: Any, num_rounds: int) -> Result:
         """Return the result of the newest whole checkpoint, and load its state; else an empty one.
 
-        `strategy` is a BaseStrategy. The result's arrays are those that the next round begins with.
+        `strategy` is a Strategy. The result's arrays are those that the next round begins with.
         """
         self._archive.remove_partial()
         found = self._archive.newest()

@@ -1,62 +1,105 @@
-"""Each client's sums on the server's disk, from which to solve again without some clients."""
+"""Each client's sums, kept by the server, so that a client can be taken out of the model exactly.
 
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+Beyond the papers: a model that is a function of sums over the clients is, without a client's sums,
+exactly the model of a run that never had that client.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from logging import getLogger
 from pathlib import Path
-from typing import Any, TypeVar
 
-from numpy.typing import NDArray
+from fedntk.ntk import NotEnoughMemory, require_disk
+from fedntk.ntk.options import Declared, argument, state
 
-from .array_archive import ArrayArchive
+from .sums import FeatureSums, Sums
+from .sums_on_disk import SumsOnDisk, clients_left
 
-Arrays = dict[str, NDArray[Any]]
-T = TypeVar("T")
+logger = getLogger("flwr")
 
 
-class KeptSums(Mapping[int, T]):
-    """What some clients sent in a run, each read from its folder in `folder` when asked for.
+class KeptSums(Declared):
+    """Each client's sums on the server's disk.
 
-    A checksum detects damaged files. `parse` makes the sums of what :meth:`write` was given.
+    A strategy with :class:`.FeatureSums` calls :meth:`attach` when it is made and :meth:`keep` with
+    what it solves from; it sets `summed` to ``()`` before it asks for sums anew. Its ``without``
+    solves from :meth:`without`. TCT keeps each client's sums once it has solved from them, and may
+    call :meth:`require_disk` when a run begins.
+
+    Attributes
+    ----------
+    summed : tuple of int
+        Clients whose kept sums make up the solution.
     """
 
-    def __init__(self, folder: Path, clients: Sequence[int], parse: Callable[[Arrays], T]) -> None:
-        self.folder, self.clients, self.parse = folder, clients, parse
+    folder: str | Path = argument(
+        "folder on the server's disk in which each client's sums are kept, as many bytes as it "
+        "sent; each run has a folder in it, which nothing removes",
+        kw_only=False,
+    )
+    summed: tuple[int, ...] = state(tuple)
+    sums: FeatureSums = state(lambda: None, saved=False, reset=False)
 
-    def __getitem__(self, client: int) -> T:
-        if (found := ArrayArchive(self._of(client)).newest()) is None:
+    def attach(self, sums: FeatureSums) -> None:
+        """Say what is kept."""
+        self.sums = sums
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run's sums are kept."""
+        return Path(self.folder) / f"run-{self.sums.run_key}"
+
+    def of(self, clients: Sequence[int]) -> SumsOnDisk[Sums]:
+        """Return the kept sums of clients."""
+        return SumsOnDisk(self.run_folder, clients, self.sums.parse)
+
+    def without(self, clients: Sequence[int], restored: Sequence[int] = ()) -> SumsOnDisk[Sums]:
+        """Return the kept sums of all but some clients.
+
+        Those `restored` are among them, though the solution lacks them.
+        """
+        if not self.summed:
             raise ValueError(
-                f"sums: those of client {client} are not in {self.folder} any more, or are "
-                "damaged, and so lost; the model cannot be solved with them: take that client out "
-                "as well"
+                f"storage: no sums were kept in {self.run_folder} by this run yet; they come with "
+                "the round of sums, and the log says if the disk was too small"
             )
-        return self.parse(found)
+        return self.of(clients_left(sorted({*self.summed, *restored}), clients))
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.clients)
+    def require_disk(self, num_clients: int) -> None:
+        """Raise NotEnoughMemory if the sums of so many clients could not be kept."""
+        require_disk(
+            self.sums.upload_bytes() * num_clients,
+            f"the sums of {num_clients} clients",
+            self.run_folder,
+            cure="use fewer features, or set no storage",
+        )
 
-    def __len__(self) -> int:
-        return len(self.clients)
+    def keep(self, sums: Mapping[int, Sums]) -> None:
+        """Write clients' sums; a full disk is logged, and then none are kept."""
+        kept = self.of((*self.summed, *sums))
+        try:
+            self.require_disk(len(sums))
+            for client, part in sums.items():
+                kept.write(client, self.sums.to_arrays(part))
+        except (NotEnoughMemory, OSError) as error:
+            logger.warning("the clients' sums are not kept: %s", error)
+            with contextlib.suppress(OSError):
+                kept.remove(kept)
+            self.summed = ()
+            return
+        self.summed += tuple(sums)
 
-    def write(self, server_round: int, client: int, arrays: Arrays) -> None:
-        """Keep the arrays of a client's sums, in place of those of an earlier round."""
-        ArrayArchive(self._of(client)).save_whole(server_round, arrays)
+    def drop(self, clients: Sequence[int]) -> None:
+        """Note that the solution lacks some clients, whose sums stay on the disk."""
+        self.summed = tuple(client for client in self.summed if client not in clients)
 
-    def remove(self, clients: Iterable[int]) -> None:
-        """Remove the sums of clients, if they are there."""
-        for client in clients:
-            if (folder := self._of(client)).exists():
-                shutil.rmtree(folder)
-
-    def _of(self, client: int) -> Path:
-        return self.folder / f"client-{client}"
+    def forget(self, clients: Sequence[int]) -> None:
+        """Remove the sums of some clients, which `without` must leave out from then on."""
+        self.of(clients).remove(clients)
 
 
-def clients_left(summed: Sequence[int], clients: Sequence[int]) -> list[int]:
-    """Return the clients whose sums are left without some, in the order in which they add up."""
-    if unknown := sorted(set(clients) - set(summed)):
-        known, odd = (", ".join(map(str, clients[:10])) for clients in (summed, unknown))
-        raise ValueError(f"clients: expected some of those in the model, {known}, got {odd}")
-    left = [client for client in summed if client not in set(clients)]
-    if not left:
-        raise ValueError(f"clients: expected fewer than all {len(summed)}, got all of them")
-    return left
+def require_storage(storage: KeptSums | None) -> KeptSums:
+    """Return where sums are kept; ValueError if they are not."""
+    if storage is None:
+        raise ValueError("storage: set KeptSums(folder) before the run; no sums were kept")
+    return storage

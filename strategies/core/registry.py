@@ -98,6 +98,10 @@ class SentParts:
         """Have a client sent all parts again."""
         self._parts.pop(client, None)
 
+    def doubt(self, client: int) -> None:
+        """Have a client that failed sent all parts again: it may have lost them."""
+        self.forget(client)
+
     def state_dict(self) -> dict[str, list[str]]:
         """Return what each client was sent; placeholders end with their nodes."""
         return {str(k): sorted(parts) for k, parts in sorted(self._parts.items()) if k >= 0}

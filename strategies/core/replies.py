@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.averages import all_alike
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.npy import from_npy
 from fedntk.ntk.payloads.screening import screen_sizes
 from fedntk.ntk.support.arrays import require_array, take_arrays
 
-KNOWN_METRICS = ("train-loss", "loss", "accuracy")
+KNOWN_METRICS = (wire.TRAIN_LOSS, "loss", "accuracy")
 MOST_METRICS = 64  # of a reply; others are left out
 MOST_NUMBERS = 10_000  # in the metrics of a reply
 LONGEST_NAME = 64  # characters of a metric's name
@@ -88,12 +89,6 @@ class Reply:
                 kept.add(name)
                 room -= size
         self.metrics = {name: value for name, value in metrics.items() if name in kept}
-
-    def release(self) -> None:
-        """Let go of the arrays, which are needed no more."""
-        records = self.message.content.array_records
-        for name in list(records):
-            del self.message.content[name]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Name -> array of the reply's one ArrayRecord, whatever its name."""

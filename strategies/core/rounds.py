@@ -7,11 +7,20 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MessageType, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Result
 
+from fedntk.trust.secure_sum import FEWEST
+
+from .centre import STAGE, CentreInputs
+from .channel import Conversation
 from .checkpoint import RunCheckpoints
 from .replies import NoUsableReply
+from .round import Round
+from .sampling import Population, await_nodes, patience_with
+from .secure import SecureAggregation
+from .weight_average import WeightAverage
 
+Strategy = Any  # that of core.strategy, which imports this file
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
 GIVE_UP = 3  # first rounds of a run that may pass without any reply that can be used
@@ -19,7 +28,7 @@ logger = getLogger("flwr")
 
 
 def run_rounds(
-    strategy: Any,
+    strategy: Strategy,
     grid: Grid,
     arrays: ArrayRecord,
     num_rounds: int,
@@ -32,7 +41,7 @@ def run_rounds(
 ) -> Result:
     """Run the rounds that remain, in the order of Flower's own ``Strategy.start``.
 
-    `strategy` is a BaseStrategy; the other parameters are those of its ``start``. The newest
+    The other parameters are those of the strategy's ``start``. The newest
     checkpoint, if there is one, takes the place of `arrays`.
     """
     result = Result() if checkpoints is None else checkpoints.restore(strategy, num_rounds)
@@ -40,10 +49,11 @@ def run_rounds(
     name = type(strategy).__name__
     logger.info("Starting %s strategy: rounds %d to %d", name, done + 1, num_rounds)
     strategy.summary()
-    arrays = strategy.begin(result.arrays or arrays, num_rounds, done)
-    if strategy.averaged is not None and strategy.averaged.count:
-        arrays, result.arrays = strategy.averaged.newest, strategy.averaged.mean
-    arrays = strategy.centre(arrays, grid)
+    arrays = open_run(strategy, result.arrays or arrays, num_rounds, done)
+    average = strategy.part_of(WeightAverage)
+    if average is not None and average.count:
+        arrays, result.arrays = average.newest, average.mean
+    arrays = _centre(strategy, arrays, grid)
     started = time.monotonic()
 
     def fault() -> RuntimeError | None:
@@ -63,20 +73,11 @@ def run_rounds(
         logger.info("[ROUND %s/%s]", number, num_rounds)
         messages = strategy.configure_train(number, arrays, train_config, grid)
         replies = strategy.receive(grid, MessageType.TRAIN, messages)
-        found = strategy.aggregate_train(number, replies)
-        if not (isinstance(found, tuple) and isinstance(found[0], ArrayRecord | None)):
-            raise TypeError(
-                f"{name}.aggregate_train: expected to get an ArrayRecord, or None, and metrics, "
-                f"got {found!r:.60}; end it with: return cast_like(new, model), metrics"
-            )
-        found, metrics = found
-        if not strategy.fraction_train:  # nobody was asked
-            strategy.train_metrics.pop(number, None)
-            metrics = None
-        if found is not None:
-            arrays = found
-            if strategy.averaged is not None:
-                strategy.averaged.add(arrays)
+        update, metrics = strategy.aggregate_train(number, replies)
+        if update is not None:
+            arrays = update
+            if average is not None:
+                average.add(arrays)
             result.arrays = strategy.choose_evaluated(arrays)
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
@@ -101,17 +102,19 @@ def run_rounds(
     return result
 
 
-def fault_of(strategy: Any, *, changed: bool) -> RuntimeError | None:
+def fault_of(strategy: Strategy, *, changed: bool) -> RuntimeError | None:
     """Return why all rounds of a run so far were in vain; such a run leaves no checkpoint."""
-    if strategy.last_failure and not changed:
+    if strategy.channel.last_failure and not changed:
         rounds = strategy.server_round
-        return RuntimeError(f"in {rounds} rounds the model never changed: {strategy.last_failure}")
+        return RuntimeError(
+            f"in {rounds} rounds the model never changed: {strategy.channel.last_failure}"
+        )
     trained = [m for m in strategy.train_metrics.values() if "replies-accepted" in m]
     if not trained or any(metrics["replies-accepted"] for metrics in trained):
         return None
     return NoUsableReply(
         f"in {len(trained)} rounds no client's reply could be used; the last refused: "
-        f"{strategy.last_refusal or 'none came at all'}"
+        f"{strategy.channel.last_refusal or 'none came at all'}"
     )
 
 
@@ -129,3 +132,55 @@ def _evaluate(
             "use strategy.predictor(arrays) in place of the network, an nn.Module that gives the "
             "scores in every round"
         ) from error
+
+
+def open_run(
+    strategy: Strategy, initial_arrays: ArrayRecord, num_rounds: int, done: int
+) -> ArrayRecord:
+    """Return the arrays that a run begins with.
+
+    If no round is `done`, what is left of an earlier run of the strategy is forgotten.
+    """
+    strategy.require_memory()
+    strategy.last_round = num_rounds
+    strategy.reset_state(saved_too=strategy.rounds_loaded is None)
+    strategy.rounds_loaded = None
+    begun: ArrayRecord = strategy.begin(initial_arrays, num_rounds, done)
+    return begun
+
+
+def _centre(strategy: Strategy, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
+    """Ask clients for the mean of their inputs, if it is to be taken off them."""
+    centre: CentreInputs | None = strategy.part_of(CentreInputs)
+    if centre is None or not strategy.fraction_train:
+        return arrays
+    fewest = strategy.fewest_replies
+    population = Population(
+        1.0, fewest, 0, strategy.min_available_nodes, strategy.sampling.held_out
+    )
+    channel = strategy.channel
+    channel.grid = grid
+    r = Round(strategy, 0, STAGE, arrays, {}, population, channel=channel)
+    return Conversation(centre.centred(r), channel).run()
+
+
+def require_nodes(strategy: Strategy, grid: Grid) -> None:
+    """Refuse, before any work, what wants more nodes than the grid will ever have."""
+    if patience_with(grid) == float("inf"):
+        return
+    wanted = dict[str, int]()
+    if strategy.fraction_train:
+        wanted["min_train_nodes"] = strategy.min_train_nodes
+        rule = strategy.screening.rule
+        fewest = {
+            "min_completed": int(strategy.min_completed),
+            f"screening.rule = {rule}": strategy.screening.fewest,
+            "secure": 0 if strategy.part_of(SecureAggregation) is None else FEWEST,
+        }
+        held_out = sum(partition >= 0 for partition in set(strategy.sampling.held_out))
+        beside = f" beside {held_out} held out" if held_out else ""
+        wanted |= {f"{name}{beside}": n + held_out for name, n in fewest.items() if n > 1}
+    if strategy.fraction_evaluate:
+        wanted["min_evaluate_nodes"] = strategy.min_evaluate_nodes
+    if wanted:
+        await_nodes(grid, {"min_available_nodes": strategy.min_available_nodes} | wanted)

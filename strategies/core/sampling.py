@@ -6,15 +6,20 @@ and clients are drawn by it, from a generator of (seed, round, stage).
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from flwr.app import MessageType
 from flwr.serverapp import Grid
 
-from fedntk.ntk.options import option
+from fedntk.ntk.options import Declared, option
 
-from .exchange import Exchanges, logger
+from .channel import Channel
+
+logger = getLogger("flwr")
+
 
 SETTLED = 10.0  # seconds in which Flower's simulation registers a node more, if one is to come
 SILENCE = 5.0  # seconds of waiting before the log says so
@@ -57,8 +62,62 @@ def await_nodes(grid: Grid, wanted: Mapping[str, int]) -> list[int]:
     return nodes
 
 
-class Sampling(Exchanges):
-    """A strategy that samples its nodes by the partitions that they report."""
+@dataclass(frozen=True)
+class Population:
+    """How many clients of a round are sampled, and out of which.
+
+    Attributes
+    ----------
+    fraction : float
+        Fraction of the available nodes.
+    minimum : int
+        Fewest clients, which are waited for.
+    needed : int
+        Fewest clients with whom a round can change the model.
+    available : int
+        Nodes to wait for.
+    excluded : collection of int
+        Partitions that are never sampled.
+    """
+
+    fraction: float
+    minimum: int
+    needed: int
+    available: int
+    excluded: Collection[int]
+
+
+class Sample(NamedTuple):
+    """Clients of a round: node ids in the order of the clients.
+
+    `wanted` is the number of replies after which a round goes on, None if it waits for all;
+    `num_clients` the number of clients that are sampled, without those over this number.
+    """
+
+    nodes: tuple[int, ...]
+    wanted: int | None
+    num_clients: int
+
+
+class Candidates(NamedTuple):
+    """(client, node) of all that may be sampled, in order; how many are; replies waited for."""
+
+    pairs: list[tuple[int, int]]
+    size: int
+    wanted: int | None
+    num_clients: int
+
+
+class Sampled(Protocol):
+    """What is asked of a round: its number, its stage, and the channel to the clients."""
+
+    number: int
+    stage: str
+    channel: Channel
+
+
+class Sampling(Declared):
+    """Which clients take part in a round."""
 
     seed: int = option("seed of the sampling of clients", default=0, at_least=0)
     over_selection: float = option(
@@ -72,68 +131,50 @@ class Sampling(Exchanges):
         "partitions never sampled for evaluation", default=(), compared=False
     )
 
-    def sample(
-        self,
-        grid: Grid,
-        server_round: int,
-        stage: str,
-        fraction: float,
-        minimum: int,
-        excluded: Collection[int] = (),
-    ) -> list[int]:
-        """Node ids of a sample drawn by client, in the order of the clients.
+    def draw(self, r: Sampled, population: Population, *, sent_alike: bool = True) -> Sample:
+        """Draw the clients of a round.
 
-        The strategy's seed, round and stage seed the draw of ``max(int(fraction * available),
-        minimum)`` nodes, times `over_selection` for training, or of all if they are fewer, without
-        the `excluded` partitions.
+        The seed, the round and its stage seed the draw of ``max(int(fraction * available),
+        minimum)`` clients, times `over_selection` for training, or of all if they are fewer.
         """
-        if self._owner is not None:
-            self._grid = grid
-            return sorted(grid.get_node_ids(), key=lambda node: (self.registry.client(node), node))
-        candidates, size = self._candidates(grid, stage, fraction, minimum, excluded)
-        generator = np.random.default_rng([self.seed, server_round, *stage.encode()])
-        chosen = np.sort(generator.choice(len(candidates), size=size, replace=False))
-        return [candidates[i][1] for i in chosen]
+        found = self.candidates(r, population, sent_alike=sent_alike)
+        generator = np.random.default_rng([self.seed, r.number, *r.stage.encode()])
+        chosen = np.sort(generator.choice(len(found.pairs), size=found.size, replace=False))
+        return Sample(tuple(found.pairs[i][1] for i in chosen), found.wanted, found.num_clients)
 
-    def _candidates(
-        self,
-        grid: Grid,
-        stage: str,
-        fraction: float,
-        minimum: int,
-        excluded: Collection[int],
-        *,
-        sent_alike: bool = True,
-    ) -> tuple[list[tuple[int, int]], int]:
-        """Return (client, node) of all that may be sampled, in order, and how many are to be.
+    def candidates(
+        self, r: Sampled, population: Population, *, sent_alike: bool = True
+    ) -> Candidates:
+        """Return all clients that may be sampled, when enough of them are there.
 
         `sent_alike`: in the first round it does not matter who is who, if all are sampled.
         """
-        self._grid, options = grid, {"min_available_nodes": self.min_available_nodes}
-        nodes = await_nodes(grid, options | {f"clients to {stage}": minimum})
-        needed = self.fewest_replies if stage == MessageType.TRAIN else 0  # by a defence, too
-        wanted = max(int(fraction * len(nodes)), minimum, needed)
-        if new := self.registry.unknown(nodes):  # ask each once, or have it told with the reply
-            everyone = wanted >= len(nodes) and not excluded
-            if everyone and sent_alike and self._is_first_sample:
-                self.registry.expect(new)
+        channel, registry, stage = r.channel, r.channel.registry, r.stage
+        if channel.grid is None:
+            raise RuntimeError("call configure_train first, which sets the grid")
+        waits_for = {
+            "min_available_nodes": population.available,
+            f"clients to {stage}": population.minimum,
+        }
+        nodes = await_nodes(channel.grid, waits_for)
+        wanted = max(int(population.fraction * len(nodes)), population.minimum, population.needed)
+        if new := registry.unknown(nodes):  # ask each once, or have it told with the reply
+            everyone = wanted >= len(nodes) and not population.excluded
+            is_first = not registry.partitions and r.number <= 1  # no client has state yet
+            if everyone and sent_alike and is_first:
+                registry.expect(new)
             else:
-                self.registry.add(self._ask_partitions(new))
-        self.registry.set_present(nodes)
-        candidates = sorted(
-            (self.registry.client(node), node)
+                registry.add(channel.ask_partitions(new))
+        registry.set_present(nodes)
+        pairs = sorted(
+            (registry.client(node), node)
             for node in nodes
-            if self.registry.partitions[node] not in excluded
+            if registry.partitions[node] not in population.excluded
         )
-        wanted = size = min(wanted, len(candidates))
+        count = size = min(wanted, len(pairs))
+        replies = None
         if stage == MessageType.TRAIN:
-            self.num_sampled = wanted
-            size = min(round(self.over_selection * wanted), len(candidates))
-            self._wanted = wanted if size > wanted else None
-        logger.info("configure_%s: sampled %d of %d nodes", stage, size, len(nodes))
-        return candidates, size
-
-    @property
-    def _is_first_sample(self) -> bool:
-        """Whether no client has state yet, so all are sent the same."""
-        return not self.registry.partitions and self.server_round <= 1
+            size = min(round(self.over_selection * count), len(pairs))
+            replies = count if size > count else None
+        logger.info("%s: sampled %d of %d nodes", stage, size, len(nodes))
+        return Candidates(pairs, size, replies, count)

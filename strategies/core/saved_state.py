@@ -6,8 +6,10 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 import torch
+from flwr.app import ArrayRecord
 
 from .array_archive import under
+from .averaging import named_arrays, record_of
 
 
 def pack(name: str, value: Any) -> dict[str, Any]:
@@ -21,6 +23,8 @@ def pack(name: str, value: Any) -> dict[str, Any]:
     if _is_of_objects(value):
         each = [pack(f"{name}.{k}", own) for k, own in enumerate(value)]
         return {part: own for packed in each for part, own in packed.items()}
+    if isinstance(value, ArrayRecord):
+        return {f"{name}.{key}": array for key, array in named_arrays(value).items()}
     if isinstance(value, torch.Tensor):
         return {name: value.numpy()}
     if isinstance(value, set | frozenset):
@@ -44,6 +48,8 @@ def unpack(name: str, kind: Any, fresh: Any, state: Mapping[str, Any]) -> Any:
         return fresh
     if _is_of_objects(fresh):
         return tuple(unpack(f"{name}.{k}", kind, own, state) for k, own in enumerate(fresh))
+    if isinstance(fresh, ArrayRecord):
+        return record_of(parts)
     whole = get_origin(kind) or kind
     if whole in (dict, Counter):
         key_type = get_args(kind)[0]

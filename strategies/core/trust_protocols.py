@@ -10,7 +10,7 @@ from logging import getLogger
 
 from flwr.app import Message
 
-from fedntk.ntk.options import Declared, argument, option
+from fedntk.ntk.payloads import wire
 from fedntk.trust import (
     KeyServer,
     RemoteKeyServer,
@@ -24,26 +24,6 @@ SealsSeeds = KeyServer | RemoteKeyServer
 VouchesForKeys = KeyServer | RemoteKeyServer
 Shuffles = ShufflingServer | RemoteShufflingServer
 logger = getLogger("flwr")
-
-
-class MaskOptions(Declared):
-    """Options of sums that clients mask: see :class:`~.secure_sums.SecureSums`."""
-
-    secure_aggregation: bool = option(
-        "whether clients mask what they send: the server learns only the sum over all of them "
-        "(Bonawitz et al., CCS 2017); four more exchanges in the round, and at least three "
-        "clients. Sums over features need bits = 2 ... 8, and are the same to the bit as without "
-        "masks; of weights it sees only the average, and cannot screen them",
-        default=False,
-    )
-    secure_threshold: float = option(
-        "share of the clients who must stay to the end of that", default=2 / 3, above=0.5, at_most=1
-    )
-    vouching: VouchesForKeys | None = argument(
-        "vouches for the clients' public keys in the run `run`, such as fedntk.trust.KeyServer; "
-        "without it a server that breaks the protocol could name keys of its own for the clients",
-        default=None,
-    )
 
 
 class SealedSeeds:
@@ -89,7 +69,7 @@ class SealedSeeds:
             raise ValueError(
                 "expected its public key; does its client have projection=SealedProjection(...)?"
             )
-        public_key, challenge = (properties[0].get(k) for k in ("public-key", "challenge"))
+        public_key, challenge = (properties[0].get(k) for k in (wire.PUBLIC_KEY, "challenge"))
         if not isinstance(public_key, bytes) or not isinstance(challenge, bytes):
             raise ValueError("expected a public key and a challenge, as bytes")
         if max(len(public_key), len(challenge)) > LONGEST:
@@ -105,8 +85,8 @@ def public_key_in(reply: Message, key_server: VouchesForKeys | None, run: str) -
     """
     if reply.has_error():
         raise ValueError(reply.error.reason)
-    found = [own["public-key"] for own in reply.content.config_records.values()
-             if "public-key" in own]  # fmt: skip
+    found = [own[wire.PUBLIC_KEY] for own in reply.content.config_records.values()
+             if wire.PUBLIC_KEY in own]  # fmt: skip
     if len(found) != 1 or not isinstance(found[0], bytes) or len(found[0]) > LONGEST:
         raise ValueError("expected its public key, as bytes")
     key = check_public_key(found[0])

@@ -1,0 +1,603 @@
+"""Exchanges with clients: messages out, replies checked whole before any is used.
+
+A reply counts if it answers a message of its exchange, comes from the node that was asked, is the
+first to do so, and can be parsed. All others are dropped, logged and counted; none ends the run.
+A round of a strategy is a generator that yields an :class:`Ask` for each exchange, and is sent the
+:class:`~.uploads.Uploads`; a :class:`Conversation` drives it from Flower's two hooks.
+"""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedntk.ntk import BadReply
+from fedntk.trust import SEALED_SEED
+
+from .registry import ClientRegistry, Exchange
+from .replies import Reply
+from .trust_protocols import SealedSeeds
+from .uploads import WRITE, Upload, Uploads
+
+logger = getLogger("flwr")
+T = TypeVar("T")
+Parse = Callable[[Reply], T]  # or BadReply
+Content = Callable[[int], RecordDict]  # client -> what it is sent
+POLL = 1.0  # seconds between two looks for replies
+REPLIES_AT_ONCE = 100  # that are taken from a grid together
+TRACEBACK = "Traceback (most recent call last)"
+
+
+class Late(Protocol):
+    """Has replies to earlier rounds' messages count: see :class:`~.asynchrony.Asynchrony`."""
+
+    def join(self, exchange: Exchange) -> None:
+        """Let open messages of earlier rounds be answered in this exchange, too."""
+
+    def receive(
+        self,
+        channel: "Channel",
+        grid: Grid,
+        messages: Iterable[Message],
+        timeout: float,
+        at_once: int,
+    ) -> Iterable[Message]:
+        """Send messages; yield replies to these and to open ones until the round goes on.
+
+        `at_once`: number of replies that are taken from the grid together.
+        """
+
+
+class Forgets(Protocol):
+    """Knows what clients were sent, such as :class:`~.registry.SentParts`."""
+
+    def forget(self, client: int) -> None:
+        """Have a client that says that it lost them sent all parts again."""
+
+    def doubt(self, client: int) -> None:
+        """Note that a client failed, and may have lost them."""
+
+
+class Fold(NamedTuple, Generic[T]):
+    """Takes the values of some replies at a time, so that few of them are in memory."""
+
+    at_once: int
+    take: Callable[[Uploads[T]], Uploads[Any]]
+
+
+@dataclass(frozen=True)
+class Ask(Generic[T]):
+    """One exchange: who is asked what, and how replies are read.
+
+    Attributes
+    ----------
+    stage : str
+        Type of the messages: ``"train"``, ``"evaluate"``, or one like ``"query.losses"``.
+    nodes : tuple of int
+        Ids of the nodes that are asked.
+    content : callable
+        Client -> RecordDict, what it is sent.
+    parse : callable
+        Reply -> T, or BadReply. It must change nothing: the reply may yet be dropped.
+    timeout : float
+        Seconds to wait for replies.
+    max_examples : int
+        Most examples that a reply may claim.
+    require_kind : callable
+        Message -> None, or BadReply for a reply of another method's client.
+    of_weights : bool
+        Whether replies are one set of weights.
+    sent : Forgets, optional
+        What clients keep of earlier messages; after an error it is in doubt.
+    wanted : int, optional
+        Number of valid replies that are used, the first; None: all.
+    sampled : int
+        Number of clients whose replies the round wants.
+    late : Late, optional
+        Has replies to earlier rounds' messages count.
+    fold : Fold, optional
+        Takes the values of some replies at a time.
+    """
+
+    stage: str
+    nodes: tuple[int, ...]
+    content: Content
+    parse: Parse[T]
+    timeout: float
+    max_examples: int
+    require_kind: Callable[[Message], None]
+    of_weights: bool = False
+    sent: Forgets | None = None
+    wanted: int | None = None
+    sampled: int = 0
+    late: Late | None = None
+    fold: Fold[T] | None = None
+
+
+@dataclass(frozen=True)
+class JointAsk:
+    """Several exchanges at once, with different clients.
+
+    Attributes
+    ----------
+    asks : tuple of Ask
+        The exchanges. Each is sent its own :class:`~.uploads.Uploads`.
+    wanted : int, optional
+        Replies after which the others are not waited for; None: all.
+    screen : callable, optional
+        (this ask, replies of each exchange) -> verdicts of each, before they are parsed.
+    """
+
+    asks: tuple[Ask[Any], ...]
+    wanted: int | None = None
+    screen: "JointScreen | None" = None
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Ids of the nodes that are asked."""
+        return tuple(node for ask in self.asks for node in ask.nodes)
+
+
+JointScreen = Callable[[JointAsk, Sequence[Sequence[Message]]], Sequence[Sequence[BadReply | None]]]
+
+
+class JointUploads(NamedTuple):
+    """The replies to a :class:`JointAsk`, and the counts of those that answer none of it."""
+
+    parts: list[Uploads[Any]]
+    rejected: Counter[str]
+
+
+AnyAsk = Ask[Any] | JointAsk
+Rounds = Generator[AnyAsk, Any, T]  # what a round is: it asks, and returns a T
+
+
+class Posted(NamedTuple):
+    """An exchange whose messages are made: to be sent, and answered."""
+
+    ask: AnyAsk
+    messages: list[Message]
+    exchanges: list[Exchange]  # one for each ask
+
+
+class Channel:
+    """What a run's messages and replies go through.
+
+    Parameters
+    ----------
+    weighted_by_key, configrecord_key : str
+        Names of the metric that counts examples, and of the configuration's record.
+    seeds : SealedSeeds, optional
+        Clients' sealed seeds, which go with each message.
+    query_timeout : float
+        Seconds to wait for answers to questions without content.
+
+    Attributes
+    ----------
+    registry : ClientRegistry
+        Which node is which client.
+    grid : Grid or None
+        Of the current round; None between rounds.
+    last_refusal, last_failure : str
+        Why the newest reply of training was dropped, and the newest failure of another's strategy.
+    """
+
+    def __init__(
+        self,
+        *,
+        weighted_by_key: str = "num-examples",
+        configrecord_key: str = "config",
+        seeds: SealedSeeds | None = None,
+        query_timeout: float = 600,
+    ) -> None:
+        self.weighted_by_key, self.configrecord_key = weighted_by_key, configrecord_key
+        self.seeds, self.query_timeout = seeds, query_timeout
+        self.registry = ClientRegistry()
+        self.grid: Grid | None = None
+        self.last_refusal = self.last_failure = ""
+        self._claimants: set[int] = set()  # nodes whose newest replies told their partitions
+        self._untold: set[int] = set()  # unknown nodes whose replies do not tell it
+
+    # ----------------------------------------------------------------- sending
+
+    def post(self, ask: AnyAsk) -> Posted:
+        """Make the messages of an exchange, with sealed seeds if there is a key server."""
+        if isinstance(ask, JointAsk):
+            parts = [self.post(part) for part in ask.asks]
+            messages = [message for part in parts for message in part.messages]
+            return Posted(ask, messages, [part.exchanges[0] for part in parts])
+        contents = [ask.content(self.registry.client(node)) for node in ask.nodes]
+        if self.seeds is not None:
+            self.seeds.fetch(ask.nodes, lambda new: self.query(new, "query.keys"))
+            contents = [self._with_seed(c, n) for c, n in zip(contents, ask.nodes, strict=True)]
+        messages = [
+            Message(content=content, message_type=ask.stage, dst_node_id=node)
+            for node, content in zip(ask.nodes, contents, strict=True)
+        ]
+        exchange = Exchange(messages)
+        if ask.late is not None:
+            ask.late.join(exchange)
+        return Posted(ask, messages, [exchange])
+
+    def _with_seed(self, content: RecordDict, node: int) -> RecordDict:
+        sealed = None if self.seeds is None else self.seeds.of(node)
+        if sealed is None:
+            return content
+        config = dict(content.config_records.get(self.configrecord_key, {}))
+        record = ConfigRecord({**config, SEALED_SEED: sealed})
+        return RecordDict({**content, self.configrecord_key: record})
+
+    def exchange(self, ask: AnyAsk) -> Any:
+        """Make one more exchange within a round."""
+        posted = self.post(ask)
+        asks = ask.asks if isinstance(ask, JointAsk) else (ask,)
+        timeout = max((one.timeout for one in asks), default=0.0)
+        return self.receive(posted, self._send(posted.messages, timeout))
+
+    def _send(self, messages: Sequence[Message], timeout: float) -> Iterable[Message]:
+        if self.grid is None:
+            raise RuntimeError("call configure_train first, which sets the grid")
+        return self.grid.send_and_receive(messages, timeout=timeout)
+
+    def query(
+        self,
+        nodes: Sequence[int],
+        stage: str,
+        contents: Sequence[RecordDict] = (),
+        timeout: float | None = None,
+    ) -> list[Message]:
+        """Ask nodes a question, by default without content; return the replies that answer it.
+
+        They are not parsed, and may hold anything.
+        """
+        timeout = self.query_timeout if timeout is None else timeout
+        messages = [
+            Message(content=content, message_type=stage, dst_node_id=node)
+            for node, content in zip(nodes, contents or [RecordDict()] * len(nodes), strict=True)
+        ]
+        exchange, answers = Exchange(messages), []
+        for reply in self._send(messages, timeout):
+            try:
+                exchange.take(reply)
+                answers.append(reply)
+            except BadReply as error:
+                node = reply.metadata.src_node_id
+                logger.warning("dropped an answer to %s, of node %s: %s", stage, node, error)
+        return answers
+
+    def collect(
+        self, posted: Posted | None, grid: Grid, messages: Iterable[Message], timeout: float
+    ) -> Iterable[Message]:
+        """Send a round's first messages, and return the replies, as they come if some may miss."""
+        ask = None if posted is None else posted.ask
+        if isinstance(ask, Ask) and ask.late is not None:
+            at_once = REPLIES_AT_ONCE if ask.fold is None else ask.fold.at_once
+            return ask.late.receive(self, grid, messages, timeout, at_once)
+        if ask is None or ask.wanted is None:
+            return grid.send_and_receive(messages, timeout=timeout)
+        waiting = push(grid, messages)
+        return poll(grid, waiting, timeout, lambda: not waiting)
+
+    # --------------------------------------------------------------- receiving
+
+    def receive(self, posted: Posted, replies: Iterable[Message]) -> Any:
+        """Check the replies to an exchange; Uploads of an Ask, JointUploads of a JointAsk."""
+        if isinstance(posted.ask, JointAsk):
+            return self._receive_joint(posted.ask, posted, replies)
+        ask, (exchange,) = posted.ask, posted.exchanges
+        if ask.fold is None:
+            return self._accept(ask, exchange, replies)
+        uploads: Uploads[Any] = Uploads(self, sampled=ask.sampled)
+        for part in in_parts(replies, ask.fold.at_once):
+            uploads = uploads.merge(ask.fold.take(self._accept(ask, exchange, part)))
+            _release(part)
+        return uploads
+
+    def _receive_joint(
+        self, joint: JointAsk, posted: Posted, replies: Iterable[Message]
+    ) -> JointUploads:
+        place = {node: k for k, ask in enumerate(joint.asks) for node in ask.nodes}
+        rejected, came = Counter[str](), 0
+        parts: list[list[Message]] = [[] for _ in joint.asks]
+        for reply in replies:
+            asked = (exchange.node_asked(reply) for exchange in posted.exchanges)
+            node = next((node for node in asked if node is not None), None)
+            if node is None:
+                bad = BadReply("not-asked", "it answers no message of this round")
+                self.log_drop(reply.metadata.src_node_id, bad)
+                rejected[bad.reason] += 1
+            else:
+                parts[place[node]].append(reply)
+                came += reply.has_content()
+            if came == joint.wanted:  # the strategies have yet to check these
+                break
+        if joint.screen is not None:
+            for k, verdicts in enumerate(joint.screen(joint, parts)):
+                good = []
+                for reply, verdict in zip(parts[k], verdicts, strict=True):
+                    if verdict is None:
+                        good.append(reply)
+                    else:
+                        self.log_drop(reply.metadata.src_node_id, verdict)
+                        rejected[verdict.reason] += 1
+                parts[k] = good
+        uploads = [
+            self.receive(Posted(ask, [], [exchange]), part)
+            for ask, exchange, part in zip(joint.asks, posted.exchanges, parts, strict=True)
+        ]
+        return JointUploads(uploads, rejected)
+
+    def _accept(self, ask: Ask[T], exchange: Exchange, replies: Iterable[Message]) -> Uploads[T]:
+        """Parse replies, and drop those that cannot be used.
+
+        If more clients were asked than are wanted, the first replies that can be parsed are used.
+        Only replies that are used claim a partition.
+        """
+        parsed, rejected = list[tuple[Reply, T]](), Counter[str]()
+        training_refusal = self.last_refusal
+
+        def take(message: Message) -> None:
+            try:
+                client = self.registry.client(exchange.take(message))
+                reply = Reply(message, client, self.weighted_by_key, ask.max_examples)
+                ask.require_kind(message)
+                parsed.append((reply, ask.parse(reply)))
+            except Exception as error:  # a reply may hold anything; none may end the run
+                bad = error if isinstance(error, BadReply) else BadReply("malformed", str(error))
+                self.log_drop(message.metadata.src_node_id, bad)
+                rejected[bad.reason] += 1
+
+        if ask.wanted is not None:  # all that were asked have said before who they are
+            came, every = list[Message](), iter(replies)
+            while len(parsed) < ask.wanted and (message := next(every, None)) is not None:
+                came.append(message)
+                if message.has_content():
+                    take(message)
+            replies = came
+        contents, errors = _split(replies, ask.stage)
+        if errors:
+            rejected["error"] = len(errors)
+        self._identify(contents, exchange)
+        for message in errors:
+            self._book_error(message, ask, exchange)
+        if ask.wanted is None:
+            for message in contents:
+                take(message)
+        if ask.stage.startswith(MessageType.EVALUATE):
+            self.last_refusal = training_refusal
+        uploads = [Upload.of(reply, value) for reply, value in parsed]
+        unused = self._claimants - {upload.node for upload in uploads}
+        return Uploads(self, self.settle(uploads, unused), rejected, sampled=ask.sampled)
+
+    def _book_error(self, message: Message, ask: Ask[Any], exchange: Exchange) -> None:
+        """Note why a client failed, and that it may have lost all that it was sent."""
+        reason = f"{message.error.reason}"
+        if TRACEBACK in reason:  # of a worker of Ray; its last line says what went wrong
+            reason = reason.removesuffix("'>").rstrip().splitlines()[-1]
+        self.last_refusal = reason
+        if (node := exchange.node_asked(message)) is not None:
+            if ask.sent is not None:
+                ask.sent.doubt(self.registry.client(node))
+            if self.seeds is not None:
+                self.seeds.forget(node)
+
+    def log_drop(self, node: int, bad: BadReply) -> None:
+        """Log why a reply is not used."""
+        self.last_refusal = f"node {node}: {bad}"
+        logger.warning("dropped the reply of node %d: %s", node, bad)
+
+    def _identify(self, replies: Iterable[Message], exchange: Exchange) -> None:
+        """Take the partitions from the first replies of nodes that were not asked beforehand.
+
+        Until the replies are accepted these are claims: see :meth:`settle`.
+        """
+        first: dict[int, Message] = {}
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if self.registry.unknown([node]) and exchange.node_asked(reply) == node:
+                first.setdefault(node, reply)
+        reported = _reported_partitions(first.values())
+        self._claimants = set(reported)
+        self._untold = first.keys() - reported.keys()
+        if reported:
+            self.registry.add(reported)
+
+    def ask_partitions(self, nodes: Sequence[int]) -> dict[int, int | None]:
+        """Ask nodes which partition each has; None of one that has none, or does not answer."""
+        return dict.fromkeys(nodes) | _reported_partitions(self.query(nodes, "query.partition"))
+
+    def settle(self, uploads: Sequence[Upload[T]], dropped: Collection[int]) -> list[Upload[T]]:
+        """Give up the dropped nodes' claims to a partition; return uploads with clients' new ids.
+
+        These nodes are asked for their partitions when clients are sampled next; those whose
+        replies are used but do not tell it, such as a user's own, are asked now.
+        """
+        self.registry.expect(self._claimants & set(dropped))
+        if silent := sorted(self._untold & {upload.node for upload in uploads}):
+            self._untold -= set(silent)
+            self._claimants |= set(silent)
+            self.registry.add(self.ask_partitions(silent))
+        return [
+            Upload(self.registry.client(u.node), u.node, u.num_examples, u.metrics, u.left_out,
+                   u.value)
+            for u in uploads
+        ]  # fmt: skip
+
+    def claims(self) -> set[int]:
+        """Return the nodes whose claims to a partition are not settled yet."""
+        return set(self._claimants)
+
+    def add_claims(self, nodes: Collection[int]) -> None:
+        """Add such nodes, of an exchange before the newest."""
+        self._claimants |= set(nodes)
+
+
+class Conversation(Generic[T]):
+    """A round's generator between Flower's two hooks.
+
+    :meth:`begin` returns the messages of its first exchange. :meth:`finish` is given the replies,
+    makes all other exchanges, and returns what the generator does. A round that asks nobody begins
+    without messages.
+    """
+
+    def __init__(self, rounds: Rounds[T], channel: Channel) -> None:
+        if not isinstance(rounds, Generator):
+            raise TypeError(
+                f"expected a round that asks clients, got {type(rounds).__name__}; {WRITE}"
+            )
+        self._rounds, self._channel = rounds, channel
+        self.posted: Posted | None = None
+        self._result: T | None = None
+
+    def begin(self) -> list[Message]:
+        """Return the messages of the first exchange."""
+        try:
+            ask = self._advance(None)
+        except BaseException:
+            self._channel.grid = None
+            raise
+        if ask is None:
+            return []
+        posted = self._channel.post(ask)
+        self.posted = posted._replace(messages=[])  # their contents may be large
+        return posted.messages
+
+    def finish(self, replies: Iterable[Message]) -> T:
+        """Return what the round made of the replies."""
+        posted, self.posted = self.posted, None
+        ask: AnyAsk | None = None
+        if posted is not None:
+            ask = self._advance(self._channel.receive(posted, replies))
+        while ask is not None:
+            ask = self._advance(self._channel.exchange(ask))
+        return cast("T", self._result)
+
+    def run(self) -> T:
+        """Make all exchanges of a round, and return what it returns."""
+        ask = self._advance(None)
+        while ask is not None:
+            ask = self._advance(self._channel.exchange(ask))
+        return cast("T", self._result)
+
+    def _advance(self, value: Any) -> AnyAsk | None:
+        try:
+            ask = self._rounds.send(value)
+        except StopIteration as end:
+            self._result = end.value
+            return None
+        except (TypeError, AttributeError) as error:
+            if "generator" not in str(error) or WRITE in str(error):
+                raise
+            raise TypeError(f"{error}; {WRITE}") from error
+        if not isinstance(ask, Ask | JointAsk):
+            raise TypeError(f"expected an exchange, got {type(ask).__name__}; {WRITE}")
+        return ask
+
+
+def together(
+    rounds: Sequence[Rounds[T]], *, wanted: int | None = None, screen: JointScreen | None = None
+) -> Rounds[tuple[list[T], Counter[str]]]:
+    """Run several rounds whose first exchanges are one; the rest follow one after another.
+
+    Returns what each returned, and the counts of replies that answer none of them. `wanted` and
+    `screen` are those of :class:`JointAsk`.
+    """
+    asks, results = dict[int, Ask[Any]](), dict[int, T]()
+    for k, one in enumerate(rounds):
+        try:
+            ask: Any = next(one)
+            asks[k] = ask
+        except StopIteration as end:  # it asks nobody
+            results[k] = end.value
+    if not asks:
+        return [results[k] for k in range(len(rounds))], Counter()
+    joint: JointUploads = yield JointAsk(tuple(asks.values()), wanted, screen)
+    for k, uploads in zip(asks, joint.parts, strict=True):
+        results[k] = yield from _resume(rounds[k], uploads)
+    return [results[k] for k in range(len(rounds))], joint.rejected
+
+
+def _resume(rounds: Rounds[T], uploads: Any) -> Rounds[T]:
+    """Go on with a round that waits for some uploads."""
+    while True:
+        try:
+            ask = rounds.send(uploads)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        uploads = yield ask
+
+
+def in_parts(values: Iterable[T], size: int | None) -> Iterator[list[T]]:
+    """Yield values as they come, some at a time; all at once without a size."""
+    left = iter(values)
+    while part := list(itertools.islice(left, size)):
+        yield part
+
+
+def push(grid: Grid, messages: Iterable[Message]) -> dict[str, Any]:
+    """Send messages; return the metadata of those that the grid took, by id."""
+    messages = list(messages)
+    taken = set(grid.push_messages(messages))
+    return {m.metadata.message_id: m.metadata for m in messages if m.metadata.message_id in taken}
+
+
+def poll(
+    grid: Grid,
+    waiting: dict[str, Any],
+    timeout: float,
+    is_over: Callable[[], bool],
+    at_once: int = REPLIES_AT_ONCE,
+) -> Iterator[Message]:
+    """Yield replies to messages as they come, for as long as a round waits.
+
+    Answered messages are taken out of those `waiting`, by id.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        for part in in_parts(list(waiting), at_once):
+            for reply in list(grid.pull_messages(part)):
+                waiting.pop(reply.metadata.reply_to_message_id, None)
+                yield reply
+        seconds = end - time.monotonic()
+        if seconds <= 0 or is_over():
+            return
+        time.sleep(min(POLL, seconds))
+
+
+def _release(messages: Iterable[Message]) -> None:
+    """Let go of arrays that are needed no more, whoever holds the messages."""
+    for message in messages:
+        for name in list(message.content.array_records) if message.has_content() else ():
+            del message.content[name]
+
+
+def _split(replies: Iterable[Message], stage: str) -> tuple[list[Message], list[Message]]:
+    """Return the replies with content, and those that report an error, which are logged."""
+    contents, errors = list[Message](), list[Message]()
+    for reply in replies:
+        (errors if reply.has_error() else contents).append(reply)
+    if contents or errors:
+        logger.info("%s: %d replies and %d errors", stage, len(contents), len(errors))
+    for reply in errors:
+        logger.info("\t> node %d failed: %s", reply.metadata.src_node_id, reply.error.reason)
+    return contents, errors
+
+
+def _reported_partitions(replies: Iterable[Message]) -> dict[int, int | None]:
+    """Return the partition that each node reports, None for one that says that it has none."""
+    reported: dict[int, int | None] = {}
+    for reply in replies:
+        if reply.has_error() or len(reply.content.metric_records) != 1:
+            continue
+        (record,) = reply.content.metric_records.values()
+        partition = record.get("partition-id")
+        if isinstance(partition, int) and -1 <= partition < 2**63:  # below 0: placeholders
+            reported[reply.metadata.src_node_id] = None if partition == -1 else partition
+    return reported

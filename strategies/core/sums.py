@@ -1,0 +1,342 @@
+"""Least squares from sums over clients' features: their options, their checks, their solution.
+
+Beyond the papers: sums of whole numbers have the same bits for every split and order of the
+examples; the ridge is chosen on examples that clients hold out, whose sums travel beside the
+others'; and sums may be masked.
+"""
+
+import copy
+import functools
+import math
+import operator
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedntk.ntk import FeatureMap, Normaliser, require_memory
+from fedntk.ntk.convex.pooled_statistics import RIDGES, NormalEquations, best_ridge
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.payloads.compression import UNQUANTISED
+from fedntk.ntk.payloads.convex_task import ConvexTask
+from fedntk.ntk.payloads.feature_statistics import (
+    FEWER,
+    FeatureStatistics,
+    SumFormat,
+    SumStep,
+    packed_size,
+    sums_digest,
+)
+from fedntk.ntk.payloads.split_statistics import SplitStatistics
+from fedntk.ntk.payloads.sum_task import SumOptions
+from fedntk.ntk.predictors.network import load_arrays
+
+from .averaging import named_arrays
+from .secure import SumPlan, WordFormat
+
+logger = getLogger("flwr")
+Sums = FeatureStatistics | SplitStatistics
+Solution = tuple[Normaliser, NDArray[np.float32], float]  # linear model (q, C), and its ridge
+CHUNK_BYTES = 128 * 2**20  # of the validation examples' features
+
+
+@dataclass(frozen=True)
+class SumsProblem:
+    """The problem of which sums are: what a strategy says of it once, when it is made.
+
+    Attributes
+    ----------
+    network : nn.Module
+        The clients' architecture.
+    feature_map : FeatureMap
+        What clients make of an example.
+    num_classes, max_examples : int
+        C, and most examples of a client.
+    equations : callable
+        (Sums over some examples, Normaliser or None) -> the normaliser that was given, or one of
+        the sums' own, and the normal equations of features that it normalises.
+    weights : callable
+        () -> w_c of the classes' examples (C,), None if all weigh 1.
+    noisy : bool
+        Whether totals have noise, and are sums of no examples.
+    """
+
+    network: nn.Module
+    feature_map: FeatureMap
+    num_classes: int
+    max_examples: int
+    equations: Callable[[FeatureStatistics, Normaliser | None], tuple[Normaliser, NormalEquations]]
+    weights: Callable[[], NDArray[np.float64] | None] = lambda: None
+    noisy: bool = False
+
+    @property
+    def width(self) -> int:
+        """Number of features p."""
+        return self.feature_map.width(self.network)
+
+
+class FeatureSums(SumOptions):
+    """Sums over the clients' features, from which least squares are solved.
+
+    A strategy calls :meth:`attach` when it is made, tells clients ``to_config()`` with each
+    message, sets `steps` to :meth:`choose_steps` before it asks for sums, reads replies by
+    :meth:`parse`, and solves the total by :meth:`solve`. Masked sums are those of
+    :meth:`secure_plan`. TCT does so with its tangent features: its `equations` normalise them, its
+    `weights` are those of balanced classes, and it passes ``contents`` and ``sent`` to
+    :meth:`secure_plan`, as its clients keep the network.
+
+    Attributes
+    ----------
+    steps : ndarray, shape (p,)
+        Of fixed-point numbers; empty if features are not rounded.
+    run_key : str
+        Names the run for what clients and the server keep of it.
+    """
+
+    bits: int = SumOptions.options()["bits"].field(default=8)
+    validation_share: float = SumOptions.options()["validation_share"].field(default=0.1)
+    ridge: float = option(
+        "ridge over the mean of the diagonal of Z Z^T; one too small for a Cholesky factor is "
+        "raised tenfold",
+        default=1e-2,
+        above=0,
+    )
+    auto_ridge: bool = option(
+        "whether the ridge is the one of 1e-4 ... 10 with the least squared error on validation "
+        "examples, or on what clients hold out (validation_share)",
+        default=True,
+    )
+    validation: tuple[Tensor, Tensor] | None = argument(
+        "examples x (m, ...) on the server, as the network takes them, that nobody trains on, and "
+        "their labels (m,), int64: for auto_ridge, and for bits, which uses only x",
+        default=None,
+    )
+    device: torch.device | str = argument(
+        "where the server computes features of validation examples; it solves on the CPU",
+        default="cpu",
+    )
+    run_key: str = state(lambda: secrets.token_hex(8))
+    steps: NDArray[np.float32] = state(lambda: np.zeros(0, np.float32))
+    problem: SumsProblem = state(lambda: None, saved=False, reset=False)
+
+    def check(self) -> None:
+        """Refuse to hold out examples that nothing is chosen by."""
+        if self.validation_share and not self.auto_ridge:
+            raise ValueError("validation_share: goes with auto_ridge = True, got False")
+
+    def attach(self, problem: SumsProblem, *, projected: bool = False, needed_by: str = "") -> None:
+        """Say of which problem these sums are, and refuse validation examples that do not fit.
+
+        `projected`: clients project their inputs, which the server cannot. `needed_by` is an option
+        of the strategy for which it needs such examples, with its value.
+        """
+        self.problem = problem
+        if self.validation is None:
+            needed, cure = needed_by, ""
+            if self.needs_validation:
+                needed, cure = "sums.auto_ridge = True", ", or set validation_share"
+            if needed:
+                raise ValueError(f"{needed}: pass sums.validation, examples on the server{cure}")
+            return
+        if projected:
+            raise ValueError(
+                "sums.validation: expected no key_server, which projects examples, got one"
+            )
+        x, labels = self.validation
+        if not 0 < len(x) == len(labels):
+            raise ValueError(
+                "sums.validation: expected examples and as many labels, got "
+                f"{len(x)} and {len(labels)}"
+            )
+        low, high = map(int, labels.aminmax())
+        last = problem.num_classes - 1
+        if low < 0 or high > last:
+            raise ValueError(f"sums.validation: expected labels 0 ... {last}, got {low} ... {high}")
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether the ridge is chosen on examples of the server."""
+        return self.auto_ridge and not self.validation_share
+
+    # ---------------------------------------------------------------- what is sent
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sums are of whole numbers."""
+        return self.bits != UNQUANTISED
+
+    @property
+    def fixed_point(self) -> FixedPoint | None:
+        """How features are rounded, if they are."""
+        return FixedPoint(self.steps, self.bits) if len(self.steps) else None
+
+    @property
+    def format(self) -> SumFormat:
+        """What all clients' sums have to be."""
+        problem = self.problem
+        weights, noisy = problem.weights(), problem.noisy
+        return SumFormat(problem.width, problem.num_classes, weights, self.fixed_point, noisy)
+
+    @property
+    def _kind(self) -> type[FeatureStatistics] | type[SplitStatistics]:
+        return SplitStatistics if self.validation_share else FeatureStatistics
+
+    def choose_steps(self, arrays: ArrayRecord) -> NDArray[np.float32]:
+        """Choose the steps of fixed-point numbers; none if features are not to be rounded.
+
+        They are chosen by the validation examples, or by the largest magnitude of a feature, if the
+        network says one; else ValueError. `arrays` are the network's.
+        """
+        if not self.is_exact:
+            return np.zeros(0, np.float32)
+        if self.validation is not None:
+            return FixedPoint.of(next(self.validation_features(arrays)[0]), self.bits).step
+        problem = self.problem
+        if (bound := problem.feature_map.bound(problem.network)) is None:
+            raise ValueError(
+                f"bits = {self.bits}: pass validation, examples on the server, or a network with "
+                "features of known size before its last layer, such as random Fourier features"
+            )
+        return FixedPoint.within(bound, problem.width, self.bits).step
+
+    def validation_features(self, arrays: ArrayRecord) -> tuple[Iterator[Tensor], Tensor]:
+        """Return the validation examples' features, some at a time, and their labels.
+
+        `arrays` are the network's.
+        """
+        if self.validation is None:
+            raise ValueError("sums.validation: expected the server's validation examples, got none")
+        (x, labels), problem = self.validation, self.problem
+        network: nn.Module = copy.deepcopy(problem.network)
+        load_arrays(network, named_arrays(arrays))
+        extract = problem.feature_map.extractor(network.to(self.device))
+        size = max(1, CHUNK_BYTES // (4 * problem.width))
+        return map(extract, x.split(size)), labels
+
+    def parse(
+        self,
+        arrays: dict[str, NDArray[Any]],
+        num_examples: int | None = None,
+        *,
+        checked: bool = False,
+    ) -> Sums:
+        """Check a client's sums, or read a total of some that were `checked`."""
+        expected = self.format._replace(checked=checked)
+        return self._kind.from_arrays(arrays, expected, num_examples)
+
+    def to_arrays(self, sums: Sums) -> dict[str, NDArray[Any]]:
+        """Return what :meth:`parse` reads."""
+        return sums.to_arrays(self.fixed_point)
+
+    def upload_bytes(self) -> int:
+        """Most bytes of one client's sums, of at most 133,144 examples if they are integers."""
+        width, classes = self.problem.width, self.problem.num_classes
+        gram = packed_size(width)
+        if self.is_exact:
+            one = 4 * (gram + classes * width)
+        else:
+            one = 8 * (min(gram, self.problem.max_examples * width) + classes * width)
+        return (one + 8 * classes) * (2 if self.validation_share else 1)
+
+    def require_memory(
+        self, num_clients: int, *, held: float = math.inf, cure: str = FEWER
+    ) -> None:
+        """Refuse uploads, as they came and as arrays, and their solution, if they do not fit.
+
+        At most `held` bytes of uploads are in memory at a time. Solving takes the sums, two normal
+        equations and a factor.
+        """
+        width = self.problem.width
+        uploads = min(num_clients * self.upload_bytes(), held)
+        require_memory(
+            round((40 if self.validation_share else 36) * width**2 + 2 * uploads),
+            f"sums of {width} features from {num_clients} clients",
+            cure=cure,
+        )
+
+    def network_key(self, arrays: ArrayRecord) -> str:
+        """Return the key of the network among some arrays, and of the features."""
+        network = [arrays[name].numpy() for name in self.problem.network.state_dict()]
+        return ConvexTask.key_of(self.problem.feature_map, network)
+
+    def secure_plan(
+        self, arrays: ArrayRecord, task: Callable[[SumStep], Mapping[str, Any]], **more: Any
+    ) -> SumPlan[Sums]:
+        """Return what a secure sum of these is of; `more` are further fields of the plan.
+
+        `arrays` are the network's, and `task` makes the configuration of a step.
+        """
+        expected, kind, key = self.format, self._kind, self.network_key(arrays)
+
+        def words_of(num_examples: int) -> WordFormat:
+            dtype = expected.word_dtype(num_examples)
+            size = kind.num_words(expected.width, expected.num_classes)
+            return WordFormat(size, dtype, sums_digest(key, expected.fixed_point, dtype))
+
+        def read(words: NDArray[Any], num_examples: int) -> Sums:
+            return kind.from_words(words, expected, None if expected.noisy else num_examples)
+
+        return SumPlan(task, words_of, read, **more)
+
+    # -------------------------------------------------------------------- solution
+
+    def solve(self, total: Sums, arrays: ArrayRecord) -> Solution:
+        """Return the normaliser, the linear model (q, C) of the sums over all, and its ridge.
+
+        `arrays` are the network's.
+        """
+        sums, ridge = total, self.ridge
+        if self.fixed_point is not None:
+            sums = sums.scaled(self.fixed_point)
+        if isinstance(sums, SplitStatistics):
+            ridge, sums = self._ridge_of_held_out(sums), sums.everyone
+        normaliser, equations = self.problem.equations(sums, None)
+        if self.needs_validation:
+            features, labels = self.validation_features(arrays)
+            _, classes, weights, *_ = self.format
+            held_out = FeatureStatistics.of(features, labels, classes, weights=weights)
+            ridge = best_ridge(equations, self.problem.equations(held_out, normaliser)[1])
+        linear, ridge = ridge_solution(equations, ridge)
+        return normaliser, linear, ridge
+
+    def _ridge_of_held_out(self, sums: SplitStatistics) -> float:
+        """Choose the ridge on held-out examples; the normaliser is from the others as well."""
+        if not (sums.fitting.num_examples and sums.held_out.num_examples):
+            raise ValueError(
+                f"validation_share: {sums.held_out.num_examples} examples are held out and "
+                f"{sums.fitting.num_examples} are not; expected some of both"
+            )
+        normaliser, equations = self.problem.equations(sums.fitting, None)
+        return best_ridge(equations, self.problem.equations(sums.held_out, normaliser)[1])
+
+
+def ridge_solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.float32], float]:
+    """Return the linear model and its ridge, raised tenfold while it is too small."""
+    try:
+        linear = equations.solve(ridge).float()
+    except ValueError as error:
+        if ridge >= RIDGES[-1]:
+            raise
+        logger.warning("%s: it is raised to %g", error, 10 * ridge)
+        return ridge_solution(equations, 10 * ridge)
+    if not bool(linear.isfinite().all()):
+        raise ArithmeticError("the solution is not finite")
+    return linear.numpy(), ridge
+
+
+def add_up(sums: Iterable[Sums]) -> Sums:
+    """Add up one or more sums, one after the other."""
+    return functools.reduce(operator.add, sums)
+
+
+def subtract(total: Sums, sums: Iterable[Sums]) -> Sums:
+    """Take sums out of a total, one after the other."""
+    return functools.reduce(operator.sub, sums, total)
