@@ -1,21 +1,28 @@
 """The server half of each method: Flower strategies on the Message API."""
 
-import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
-
 from .closed_form.afl import AFL
-from .closed_form.closed_form import ClosedFormStrategy, GramStrategy
+from .closed_form.closed_form import ClosedFormStrategy
 from .closed_form.deep_afl import DeepAFL
 from .closed_form.fed3r import Fed3R
 from .closed_form.fed_cof import FedCOF
 from .closed_form.fed_ncm import FedNCM
+from .closed_form.noisy_sums import NoisySums
 from .closed_form.one_exchange import OneExchange
-from .core.base import BaseStrategy
-from .core.features import FeatureStrategy
-from .core.inner import CheckedStrategy
-from .core.kept_rounds import KeepingStrategy
-from .core.lost_state import ResendingStrategy
-from .core.replies import NoUsableReply
-from .core.secure_average import AveragingStrategy
+from .core.asynchrony import Asynchrony
+from .core.centre import CentreInputs
+from .core.channel import Rounds, together
+from .core.from_flower import FromFlower
+from .core.kept_sums import KeptSums
+from .core.ledger import Ledger
+from .core.replies import NoUsableReply, Reply
+from .core.round import Round
+from .core.sampling import Sampling
+from .core.screening import Screening
+from .core.secure import SecureAggregation
+from .core.strategy import Strategy
+from .core.sums import FeatureSums
+from .core.uploads import Update, Upload, Uploads
+from .core.weight_average import WeightAverage
 from .ensembles.distillation import Distillation
 from .ensembles.fed_be import FedBE
 from .ensembles.fed_ensemble import FedEnsemble
@@ -24,7 +31,6 @@ from .gossip.d_psgd import DPSGD
 from .gossip.dfedavg import DFedAvg
 from .gossip.dfedsam import DFedSAM
 from .gossip.dispfl import DisPFL
-from .gossip.gossip import GossipStrategy
 from .gossip.ntk_dfl import NTKDFL
 from .gossip.relay import RelayStrategy
 from .gossip.topology import Topology, mixing_matrix, spectral_gap
@@ -48,9 +54,8 @@ __all__ = [
     "NTKFL",
     "SCAFFOLD",
     "TCT",
-    "AveragingStrategy",
-    "BaseStrategy",
-    "CheckedStrategy",
+    "Asynchrony",
+    "CentreInputs",
     "ClosedFormStrategy",
     "DFedAvg",
     "DFedSAM",
@@ -58,7 +63,7 @@ __all__ = [
     "DisPFL",
     "Distillation",
     "Ditto",
-    "FeatureStrategy",
+    "FeatureSums",
     "Fed3R",
     "FedBE",
     "FedBN",
@@ -67,20 +72,32 @@ __all__ = [
     "FedNCM",
     "FedPer",
     "FedProto",
-    "GossipStrategy",
-    "GramStrategy",
-    "KeepingStrategy",
+    "FromFlower",
+    "KeptSums",
+    "Ledger",
     "LocalTraining",
     "Mixing",
     "NoUsableReply",
+    "NoisySums",
     "OneExchange",
     "PersonalStrategy",
     "PersonalisedStrategy",
     "RelayStrategy",
-    "ResendingStrategy",
+    "Reply",
+    "Round",
+    "Rounds",
+    "Sampling",
+    "Screening",
+    "SecureAggregation",
     "SeededFedAvg",
+    "Strategy",
     "Topology",
+    "Update",
+    "Upload",
+    "Uploads",
+    "WeightAverage",
     "WeightedFedAvg",
     "mixing_matrix",
     "spectral_gap",
+    "together",
 ]

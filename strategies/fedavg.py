@@ -1,34 +1,45 @@
-"""Flower's FedAvg, reproducible and safe from single bad replies.
+"""FedAvg: Flower's, reproducible and safe from single bad replies.
 
 Source: McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized Data*,
 AISTATS 2017, algorithm 1: w <- sum over the sampled clients k of (n_k / n) w_k.
 """
 
-from collections.abc import Iterable
-
-from flwr.app import Message
-
+from fedntk.ntk.options import part
 from fedntk.ntk.robust_averages import DEFENCES
 
-from .core.averaging import cast_like, named_arrays
-from .core.exchange import Aggregated
-from .core.secure_average import AveragingStrategy
+from .core.averaging import cast_like
+from .core.centre import CentreInputs
+from .core.channel import Rounds
+from .core.round import Round
+from .core.secure import SecureAggregation
+from .core.strategy import Strategy
+from .core.uploads import Update
+from .core.weight_average import WeightAverage
 
 
-class SeededFedAvg(AveragingStrategy):
+class SeededFedAvg(Strategy):
     """Flower's FedAvg: same seed, same bits; a bad reply is dropped, logged and counted.
 
     Clients are :class:`~fedntk.clients.SGDClient`, or any whose reply is one set of weights. With
     three clients or more, weights that moved over 100 times as far as the median client's are
-    dropped.
+    dropped. With `secure` clients need the mod :class:`~fedntk.clients.MaskedWeights`. The server
+    then learns the mean and the sum of examples; as metrics, the mean ``train-loss``, and how many
+    numbers were out of range and ``clipped``. It cannot screen weights.
     """
 
-    centres = True
-    defences = (*DEFENCES, "validation")
+    rules = (*DEFENCES, "validation")
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Average the accepted weights, in the dtypes of the global model."""
-        model = named_arrays(self.global_arrays)
-        averaged, _, metrics = self.average(replies, model)
-        self.train_metrics[server_round] = metrics
-        return None if averaged is None else cast_like(averaged, model), metrics
+    secure: SecureAggregation | None = part("clients mask their weights", default=None)
+    average: WeightAverage | None = part("average of the weights over rounds", default=None)
+    centre: CentreInputs | None = part("take the mean over all clients off inputs", default=None)
+
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Average the clients' weights, in the dtypes of the global model."""
+        if self.secure is not None:
+            mean, uploads, metrics = yield from self.secure.mean(r, self.enough)
+            return Update(uploads, None if mean is None else cast_like(mean, r.model), metrics)
+        uploads = yield from r.ask(r.weights)
+        uploads = self.screening.drop_outliers(uploads, r.model)
+        if not self.enough(uploads):
+            return Update(uploads)
+        return Update(uploads, cast_like(self.screening.mean(uploads, r.model), r.model))

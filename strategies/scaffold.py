@@ -18,30 +18,36 @@ where n_S and n_M are the sums of the n_i. With equal n_i these are the paper's 
 anew from all c_i in each round; with unequal n_i, sums over only S would make it differ from them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from logging import getLogger
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.averages import all_alike, are_finite, put_back
-from fedntk.ntk.options import option, state
+from fedntk.ntk.options import option, part, state
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.screening import screen_changes
 from fedntk.ntk.robust_averages import DEFENCES, robust_mean
+from fedntk.ntk.support.arrays import ArrayDict
 
-from .core.averaging import cast_like, named_arrays, record_of
-from .core.base import BaseStrategy
-from .core.exchange import Aggregated, logger
+from .core.averaging import cast_like, record_of
+from .core.centre import CentreInputs
+from .core.channel import Rounds
 from .core.replies import Reply, check_weights
+from .core.round import Round
+from .core.strategy import Strategy
+from .core.uploads import Update
+from .core.weight_average import WeightAverage
 
-CORRECTIONS, CONTROLS = "corrections", "controls"  # names of the records
-Arrays = dict[str, NDArray[Any]]
+logger = getLogger("flwr")
+Both = tuple[ArrayDict, ArrayDict]  # weights and controls
 
 
-class SCAFFOLD(BaseStrategy):
+class SCAFFOLD(Strategy):
     """SCAFFOLD (Karimireddy et al. 2020). Clients are :class:`~fedntk.clients.SCAFFOLDClient`.
 
     Clients are stateless: messages have a record ``corrections`` with c - c_i, and replies a record
@@ -64,100 +70,94 @@ class SCAFFOLD(BaseStrategy):
 
     client = "SCAFFOLDClient"
     replies = "weights and controls"
-    centres = True
-    defences = (*DEFENCES, "validation")
+    rules = (*DEFENCES, "validation")
 
     server_learning_rate: float = option(
         "eta_g; at 1 the new weights are the clients' mean", default=1.0, above=0
     )
+    average: WeightAverage | None = part("average of the weights over rounds", default=None)
+    centre: CentreInputs | None = part("take the mean over all clients off inputs", default=None)
     controls: dict[int, NDArray[Any]] = state(dict)
     examples: dict[int, int] = state(dict)
-    _control: NDArray[np.float64] = state(lambda: np.zeros(0), saved=False)  # c of the round
 
-    def control(self) -> NDArray[np.float64]:
-        """Return c (P,), empty before the first reply; clients not heard of count with 0."""
-        clients = self.registry.clients(without=self.held_out, departed=True)
-        clients |= self.controls.keys()
-        if self.defence not in ("none", "validation") and self.controls:
-            known = sorted(self.controls)
-            zero = np.zeros_like(self.controls[known[0]])
-            every = [{"c": self.controls[client]} for client in known]
-            counts = [self.examples[client] for client in known]
-            mean = robust_mean({"c": zero}, every, counts, self.defence, self.liars_expected)["c"]
-            return np.asarray(mean * (len(known) / len(clients)), np.float64)
-        total = sum(self.examples.values())
-        control = np.zeros(len(next(iter(self.controls.values()), ())))
-        for client in sorted(self.controls):
-            weight = self.examples[client] / total * (len(self.controls) / len(clients))
-            control += np.multiply(self.controls[client], weight, dtype=np.float64)
-        if self.controls:
-            own = list(self.controls.values())
-            put_back(control, own[0] * (len(own) / len(clients)), all_alike(own))
-        return control
-
-    def prepare_round(self, server_round: int, nodes: list[int], grid: Grid) -> None:
-        """Form c, now that the live clients are known."""
-        self._control = self.control()
-
-    def content_for(
-        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
-    ) -> RecordDict:
-        """Add c - c_i for training."""
-        content = super().content_for(client, stage, arrays, config)
-        if stage == MessageType.TRAIN:
-            floating = _floating(named_arrays(arrays))
-            ends = np.cumsum([array.size for array in floating.values()])
-            control = self._control if self.controls else np.zeros(ends[-1])
-            if len(control) != ends[-1]:
-                raise ValueError(
-                    f"the model has {ends[-1]} numbers, the controls of {len(control)} are of "
-                    "another; start from the weights that belong to the state"
-                )
-            parts = np.split(control - self.controls.get(client, 0.0), ends[:-1])
-            shaped = zip(floating.items(), parts, strict=True)
-            content[CORRECTIONS] = record_of(
-                {n: part.reshape(a.shape).astype(a.dtype) for (n, a), part in shaped}
-            )
-        return content
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Step towards the mean of the accepted weights, and keep the accepted controls."""
-        model = named_arrays(self.global_arrays)
-        floating = _floating(model)
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Step towards the mean of the clients' weights, and store their controls."""
+        sample = r.sample()
+        floating = _floating(r.model)
         zeros = {name: np.zeros_like(array) for name, array in floating.items()}
+        control = self.control(r)
 
-        def parse(reply: Reply) -> tuple[Arrays, Arrays]:
-            weights, controls = reply.array_records(self.arrayrecord_key, CONTROLS)
-            found = check_weights(weights, model, self.untrained)
-            return found, check_weights(controls, floating)
+        def parse(reply: Reply) -> Both:
+            weights, controls = reply.array_records(r.owner.arrayrecord_key, wire.CONTROLS)
+            checked = check_weights(weights, r.model, self.untrained)
+            return checked, check_weights(controls, floating)
 
-        def screen(own: Sequence[tuple[Arrays, Arrays]], most: float) -> list[BadReply | None]:
-            by_weights = screen_changes(model, [weights for weights, _ in own], most)
-            by_controls = screen_changes(zeros, [controls for _, controls in own], most)
+        def screen(both: Sequence[Both], factor: float) -> list[BadReply | None]:
+            by_weights = screen_changes(r.model, [weights for weights, _ in both], factor)
+            by_controls = screen_changes(zeros, [controls for _, controls in both], factor)
             return [a or b for a, b in zip(by_weights, by_controls, strict=True)]
 
-        pairs, rejected = self.accepted(replies, parse, MessageType.TRAIN)
-        pairs = self.apply_screen(pairs, rejected, screen)
-        pairs = self.judged(pairs, rejected, model, lambda own: own[0])
-        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
-        self.train_metrics[server_round] = metrics
-        if not self.enough(len(pairs)):
-            return None, metrics
-        weights = self.robust_mean_of(model, [(reply, own) for reply, (own, _) in pairs])
+        uploads = yield from r.ask(
+            parse,
+            clients=sample,
+            records=lambda client: {wire.CORRECTIONS: self.corrections(client, control, floating)},
+        )
+        uploads = self.screening.drop(uploads, screen)
+        uploads = self.screening.drop_harmful(uploads, r.model, lambda both: both[0])
+        if not self.enough(uploads):
+            return Update(uploads)
+        changes = uploads.with_values(weights for weights, _ in uploads.values)
+        weights = self.screening.mean(changes, r.model)
         if self.server_learning_rate != 1.0:
             for name, start in floating.items():
-                if any(controls[name].any() for _, (_, controls) in pairs):
+                if any(controls[name].any() for _, controls in uploads.values):
                     step = self.server_learning_rate * (weights[name] - start)
                     weights[name] = put_back(start + step, start, step == 0)
-        if not are_finite({name: weights[name] for name in floating}, model):
+        if not are_finite({name: weights[name] for name in floating}, r.model):
             logger.warning("the new weights are not finite: the model stays as it was")
-            return None, metrics
-        for reply, (_, controls) in pairs:
-            parts = [controls[name].ravel() for name in floating]
-            self.controls[reply.client] = np.concatenate(parts)
-            self.examples[reply.client] = reply.num_examples
-        return cast_like(weights, model), metrics
+            return Update(uploads)
+        for upload in uploads:
+            _, controls = upload.value
+            self.controls[upload.client] = np.concatenate([controls[n].ravel() for n in floating])
+            self.examples[upload.client] = upload.num_examples
+        return Update(uploads, cast_like(weights, r.model))
+
+    def control(self, r: Round) -> NDArray[np.float64]:
+        """Return c (P,), empty before the first reply; clients not heard of count with 0."""
+        clients = r.registry.clients(without=r.held_out, departed=True) | self.controls.keys()
+        if not self.controls:
+            return np.zeros(0)
+        heard = sorted(self.controls)
+        if self.screening.rule not in ("none", "validation"):
+            zero = {"c": np.zeros_like(self.controls[heard[0]])}
+            controls = [{"c": self.controls[client]} for client in heard]
+            counts = [self.examples[client] for client in heard]
+            rule, malicious = self.screening.rule, self.screening.malicious
+            mean = robust_mean(zero, controls, counts, rule, malicious)["c"]
+            return np.asarray(mean * (len(heard) / len(clients)), np.float64)
+        total = sum(self.examples.values())
+        control = np.zeros(len(self.controls[heard[0]]))
+        for client in heard:
+            weight = self.examples[client] / total * (len(heard) / len(clients))
+            control += np.multiply(self.controls[client], weight, dtype=np.float64)
+        every = list(self.controls.values())
+        return put_back(control, every[0] * (len(every) / len(clients)), all_alike(every))
+
+    def corrections(
+        self, client: int, control: NDArray[np.float64], floating: ArrayDict
+    ) -> ArrayRecord:
+        """Return c - c_i for a client, in the shapes and dtypes of the model."""
+        ends = np.cumsum([array.size for array in floating.values()])
+        control = control if self.controls else np.zeros(ends[-1])
+        if len(control) != ends[-1]:
+            raise ValueError(
+                f"the model has {ends[-1]} numbers, the controls of {len(control)} are of another; "
+                "start from the weights that belong to the state"
+            )
+        parts = np.split(control - self.controls.get(client, 0.0), ends[:-1])
+        shaped = zip(floating.items(), parts, strict=True)
+        return record_of({n: p.reshape(a.shape).astype(a.dtype) for (n, a), p in shaped})
 
 
-def _floating(model: Mapping[str, NDArray[Any]]) -> Arrays:
+def _floating(model: Mapping[str, NDArray[Any]]) -> ArrayDict:
     return {name: a for name, a in model.items() if np.issubdtype(a.dtype, np.floating)}

@@ -1,1 +1,1 @@
-"""Methods that compute the last layer in closed form: the server half."""
+"""Last layers in closed form: the server half."""

@@ -23,17 +23,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedntk.ntk.options import option
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
-from .closed_form import GramStrategy, Layer
+from .closed_form import ClosedFormStrategy, Layer, least_squares
 
 
-class AFL(GramStrategy):
+class AFL(ClosedFormStrategy):
     """AFL (He et al. 2025), the paper's with a ridge of 0.
 
     Clients are :class:`~fedntk.clients.ClosedFormClient`.
     """
 
+    ridge: float = option(
+        "ridge of the joint problem, over the examples' mean squared norm; 0: least squares of "
+        "least norm",
+        default=0.0,
+        at_least=0,
+    )
+
     def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:
         """Return the joint solution (C, p), and zeros for a bias."""
-        return self.solution(sums), np.zeros(self.shape[0])
+        joint = FeatureStatistics.join(sums)
+        return least_squares(joint, self.ridge), np.zeros(self.shape[0])

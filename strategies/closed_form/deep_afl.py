@@ -17,22 +17,26 @@ their program's first random layer is what random features are here. Ridges do n
 features' scale. There is no bias, as in the program: one that the network has is set to 0.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord
 
 from fedntk.ntk.convex.ridge import sandwiched_ridge
 from fedntk.ntk.features.residual import RESIDUAL_LAYER, ResidualFeatures
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
-from ..core.exchange import Aggregated
-from .afl import AFL
+from ..core.channel import Rounds
+from ..core.round import Round
+from ..core.solving import result_of
+from ..core.uploads import Update
+from .closed_form import ClosedFormStrategy, Layer, least_squares
 
 
-class DeepAFL(AFL):
+class DeepAFL(ClosedFormStrategy):
     """DeepAFL (Tang et al. 2026): a block in each of the first rounds, asked of all clients.
 
     The network is of :func:`~fedntk.ntk.with_residual_features`; its blocks begin anew. Clients are
@@ -52,8 +56,8 @@ class DeepAFL(AFL):
     )
     num_solved: int = state(int)  # blocks
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def prepare_method(self) -> None:
+        """Find the blocks."""
         name, blocks = ResidualFeatures.find(self.network, self.shape[1])
         prefix = f"{name}." if name else ""
         self.omegas = [f"{prefix}omegas.{t}" for t in range(len(blocks.directions))]
@@ -64,36 +68,45 @@ class DeepAFL(AFL):
         """Number of features that clients add up: p + m."""
         return self.shape[1] + self.block_width
 
-    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+    def first_arrays(self, arrays: ArrayRecord) -> ArrayRecord:
         """Set the blocks to 0 before the first is computed."""
-        arrays = super().begin(initial_arrays, num_rounds, done)
         if self.num_solved:
             return arrays
         zeros = np.zeros((self.block_width, self.shape[1]), np.float32)
         return ArrayRecord({**arrays, **{name: Array(zeros) for name in self.omegas}})
 
-    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+    def task(self) -> dict[str, Any]:
         """Add which layer's random features are to be sent."""
-        super().prepare_config(config, server_round)
-        config[RESIDUAL_LAYER] = self.num_solved
+        return {**super().task(), RESIDUAL_LAYER: self.num_solved}
 
-    def with_layer(self, arrays: ArrayRecord, sums: Sequence[FeatureStatistics]) -> ArrayRecord:
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Compute the next block, and the last layer after it; train no more after the last."""
+        if self.solved:
+            return Update(None)
+        uploads = yield from self.ask_sums(r)  # of (Phi_t, F_t)
+        if not self.enough(uploads):
+            return Update(uploads)
+        arrays = result_of(lambda: self.with_block(r.arrays, uploads.values))
+        if arrays is not None:
+            self.num_solved += 1
+            self.solved = self.num_solved == len(self.omegas)
+        return Update(uploads, arrays)
+
+    def with_block(self, arrays: ArrayRecord, sums: Sequence[FeatureStatistics]) -> ArrayRecord:
         """Return arrays with the next Omega (m, p), and the last layer after it, in place."""
         joint, p = FeatureStatistics.join(sums), self.shape[1]
         matrix = joint.matrix()
-        weight, _ = self.last_layer([joint.mapped(np.eye(self.width, p))])
+        weight, _ = self.last_layer([joint.mapped(np.eye(self.width, p))])  # W_t
         cross = joint.class_sums.T[p:] - matrix[p:, :p] @ weight.T  # F^T (Y - Phi W)
         gram, right, linear = map(torch.from_numpy, (matrix[p:, p:], cross, weight.T))
-        found = sandwiched_ridge(gram, right, linear, self.block_ridge, joint.num_examples)
-        omega = found.numpy()
+        solution = sandwiched_ridge(gram, right, linear, self.block_ridge, joint.num_examples)
+        omega = solution.numpy()
         new = {self.omegas[self.num_solved]: Array(omega.astype(np.float32))}
         step = np.concatenate([np.eye(p), omega])  # Phi_{t+1} = (Phi_t, F_t) times it
-        return super().with_layer(ArrayRecord({**arrays, **new}), [joint.mapped(step)])
+        layer = self.last_layer([joint.mapped(step)])
+        return self.with_layer(ArrayRecord({**arrays, **new}), layer)
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Compute a block, and train no more after the last."""
-        changed, metrics = super().aggregate_train(server_round, replies)
-        if changed is not None:
-            self.num_solved += 1
-            self.solved = self.num_solved == len(self.omegas)
-        return changed, metrics
+    def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:
+        """Return the joint solution (C, p), and zeros for a bias."""
+        joint = FeatureStatistics.join(sums)
+        return least_squares(joint, self.ridge), np.zeros(self.shape[0])

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
-from .closed_form import GramStrategy, Layer, unit_rows
+from .closed_form import ClosedFormStrategy, Layer, least_squares, unit_rows
 
 
-class Fed3R(GramStrategy):
+class Fed3R(ClosedFormStrategy):
     """Fed3R (Fani et al. 2024). Clients are :class:`~fedntk.clients.ClosedFormClient`."""
 
     ridge: float = option(
@@ -36,5 +36,6 @@ class Fed3R(GramStrategy):
 
     def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:
         """Return weights of norm 1 (C, p), and biases; both are 0 for a class that nobody has."""
-        linear, width = self.solution(sums, bias=bool(self.bias)), self.shape[1]
+        joint, width = FeatureStatistics.join(sums), self.shape[1]
+        linear = least_squares(joint, self.ridge, bias=bool(self.bias))
         return unit_rows(linear[:, :width], linear[:, width] if self.bias else 0.0)

@@ -26,13 +26,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedntk.ntk import require_memory
 from fedntk.ntk.convex.ridge import solve_ridge
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads.prototypes import Prototypes
 
-from .closed_form import Layer, unit_rows
-from .fed_ncm import FedNCM
+from .closed_form import ClosedFormStrategy, Layer, unit_rows
 
 
 def deviations(clients: Sequence[Prototypes]) -> NDArray[np.float64]:
@@ -47,19 +45,14 @@ def deviations(clients: Sequence[Prototypes]) -> NDArray[np.float64]:
     return found
 
 
-class FedCOF(FedNCM):
+class FedCOF(ClosedFormStrategy):
     """FedCOF (Goswami et al. 2025). Clients are :class:`~fedntk.clients.ClosedFormClient`."""
+
+    statistics = Prototypes
 
     shrinkage: float = option(
         "gamma over the mean square of a feature of the class means", default=0.1, above=0
     )
-
-    def require_memory(self) -> None:
-        """Refuse a layer that the server lacks the memory to solve for."""
-        num_classes, width = self.shape
-        rows = 24 * num_classes * self.min_available_nodes
-        need = f"covariances of {width} features"
-        require_memory((32 * width + rows) * width, need, cure="use a smaller last layer")
 
     def last_layer(self, sums: Sequence[Prototypes]) -> Layer:
         """Return weights of norm 1 (C, p), and zeros for a bias."""

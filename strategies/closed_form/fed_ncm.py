@@ -24,6 +24,8 @@ from .closed_form import ClosedFormStrategy, Layer, unit_rows
 class FedNCM(ClosedFormStrategy):
     """FedNCM (Legate et al. 2023). Clients are :class:`~fedntk.clients.ClosedFormClient`."""
 
+    statistics = Prototypes
+
     def last_layer(self, sums: Sequence[Prototypes]) -> Layer:
         """Return the class means, each of norm 1 (C, p), and zeros for a bias."""
         return unit_rows(Prototypes.pooled(sums).means.astype(np.float64))

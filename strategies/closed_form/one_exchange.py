@@ -13,130 +13,187 @@ stays as it was: see :class:`~fedntk.ntk.features.scattering.Scattering`, and
 :func:`~fedntk.ntk.with_fourier_features`.
 """
 
-import functools
 import math
-import operator
-import secrets
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply, Normaliser, require_memory
+from fedntk.ntk import Normaliser
+from fedntk.ntk.convex.ledger import ClientLedger, ValidationExamples
 from fedntk.ntk.convex.pooled_statistics import NormalEquations
-from fedntk.ntk.convex.private_sums import SumNoise, solve_noisy
+from fedntk.ntk.convex.private_sums import SumNoise
 from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.noise import Noise
-from fedntk.ntk.options import option, refuse_first, state
-from fedntk.ntk.payloads.compression import UNQUANTISED
-from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
-from fedntk.ntk.payloads.sum_task import NoiseOptions, SumOptions, SumTask
+from fedntk.ntk.options import option, part, state
+from fedntk.ntk.payloads import wire
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumStep
+from fedntk.ntk.payloads.sum_task import NoiseOptions, SumTask
 from fedntk.trust.secure_sum import FEWEST
 
-from ..core.asynchronous import AsynchronousStrategy
+from ..core.asynchrony import Asynchrony
 from ..core.averaging import record_of
-from ..core.client_ledger import LedgerStrategy
-from ..core.exchange import Aggregated, in_parts
-from ..core.feature_sums import Sums, SumsStrategy, add_up
-from ..core.replies import Reply, screen_own_sizes
+from ..core.channel import Fold, Rounds
+from ..core.kept_sums import KeptSums, require_storage
+from ..core.ledger import Ledger, client_ledger
+from ..core.replies import Reply, accuracy_of, screen_accuracies, screen_own_sizes
+from ..core.round import Round
+from ..core.secure import SecureAggregation
+from ..core.solving import result_of
+from ..core.sums import FeatureSums, Sums, SumsProblem, add_up, subtract
+from ..core.uploads import Update, Uploads
 from .closed_form import ClosedFormStrategy, Layer
+from .noisy_sums import NoiseShares, NoisySums
 
 AT_ONCE = 2**26  # bytes of replies in memory, if they can be added as they come
 
 
-class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedFormStrategy):
+class Added(NamedTuple):
+    """A round's sums over clients, None if there is nothing to solve; the replies, and metrics."""
+
+    total: Sums | None
+    uploads: Uploads[Any]
+    metrics: Mapping[str, float] = {}
+    shares: NoiseShares | None = None
+
+
+class Total:
+    """Sums that replies are added to, and kept as they come, if they are kept."""
+
+    def __init__(self, value: Sums | None, storage: KeptSums | None) -> None:
+        self.value, self._storage = value, storage
+
+    def add(self, uploads: Uploads[Sums]) -> Uploads[None]:
+        """Add the replies' sums; return the replies without them."""
+        if self._storage is not None:
+            self._storage.keep({upload.client: upload.value for upload in uploads})
+        if uploads:
+            before = [] if self.value is None else [self.value]
+            self.value = add_up([*before, *uploads.values])
+        return uploads.without_values()
+
+
+class OneExchange(ClosedFormStrategy):
     """Solve for the last layer from one exchange of sums.
 
-    Clients are :class:`~fedntk.clients.ClosedFormClient`. With `bits` a reply is added to the total
-    when it comes, so that the server holds few of them at a time; without, sums are float64, and
-    features of over 100 times the median client's size are dropped.
+    Clients are :class:`~fedntk.clients.ClosedFormClient`. With ``sums.bits`` of 2 ... 8 a reply is
+    added to the total when it comes, so that the server holds few of them at a time; without, sums
+    are float64, and features of over 100 times the median client's size are dropped.
 
-    With `epsilon` the model is differentially private, as :mod:`fedntk.ntk.convex.private_sums`
+    With `noise` the model is differentially private, as :mod:`fedntk.ntk.convex.private_sums`
     derives: it follows from one release of the sums with noise, and it has no bias. Each reply
     counts as one example.
+
+    Attributes
+    ----------
+    ridge_used : float
+        Ridge of the newest solution.
+    total, total_sent : dict of str to ndarray
+        Sums over all counted clients, if `asynchrony`; over all, as clients are sent them, if
+        `personal`.
+    changed : bool
+        Whether clients were taken out of `total` since the last solution.
 
     Examples
     --------
     >>> from torch import nn
     >>> from fedntk.ntk import with_fourier_features
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> strategy = OneExchange(network=with_fourier_features(network, 50, seed=0), bits=8)
+    >>> strategy = OneExchange(network=with_fourier_features(network, 50, seed=0))
     >>> strategy.shape
     (3, 50)
     """
 
-    bits: int = SumOptions.options()["bits"].field(default=8)
-    validation_share: float = SumOptions.options()["validation_share"].field(default=0.1)
-    auto_ridge: bool = SumsStrategy.options()["auto_ridge"].field(default=True)
+    nested_parts = ("storage", "ledger")
+
     personal: bool = option(
         "whether clients evaluate models of their own, in which their examples count more, by a "
         "weight that each chooses on what it holds out; they are sent the sums over all clients",
         default=False,
     )
-    ridge_used: float = state(float)
-    total_sent: dict[str, NDArray[Any]] = state(dict)  # sums over all clients, if `personal`
-    released: bool = state(bool, reset=False)  # whether there are sums with noise
-    epsilon_of_survivors: float = state(float)
-    total: dict[str, NDArray[Any]] = state(dict)  # sums over all counted clients, if asynchronous
-    changed: bool = state(bool)  # whether clients were taken out of it since the last solution
+    sums: FeatureSums = part("sums over features, and how they are solved", default=FeatureSums)
+    noise: NoisySums | None = part("differential privacy by noise in the sums", default=None)
+    secure: SecureAggregation | None = part(
+        "clients mask their sums, which are the same to the bit as without masks", default=None
+    )
+    storage: KeptSums | None = part(
+        "each client's sums are kept, so that `without` can take a client out again", default=None
+    )
+    ledger: Ledger | None = part("clients that harm the model are removed", default=None)
+    asynchrony: Asynchrony | None = part("replies count in whichever round they come", default=None)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_validation()
-        self._survivors: int | None = None
+    ridge_used: float = state(float)
+    total: dict[str, NDArray[Any]] = state(dict)
+    total_sent: dict[str, NDArray[Any]] = state(dict)
+    changed: bool = state(bool)
 
     def check(self) -> None:
-        """Refuse what does not go with a client's own model, noise, or sums in any order."""
-        super().check()
-        whole, late = self.bits != UNQUANTISED, self.asynchronous
-        rules = {
-            "personal: clients that send only masked sums evaluate no model of their own, which "
-            "would show these; expected secure_aggregation = False, got True": (
-                self.personal and self.secure_aggregation
-            ),
-            "personal: expected a validation_share above 0, got 0": (
-                self.personal and not self.validation_share
-            ),
-            f"asynchronous: sums in any order need bits = 2 ... {MOST_BITS}, got {self.bits}": (
-                late and not whole
-            ),
-            "asynchronous: the masks of a secure sum cancel only if all answer in one round; "
-            "expected secure_aggregation = False, got True": late and self.secure_aggregation,
-            "asynchronous: expected a round_deadline, the seconds after which a round goes on with "
-            "what has come, such as 60, got 0": late and not self.round_deadline,
-            "asynchronous: clients are judged when all have answered; expected remove_harmful = "
-            f"0, got {self.remove_harmful}": late and self.remove_harmful,
-        }
-        refuse_first(rules)
+        """Refuse what does not go with a client's own model, masks, or sums in any order."""
+        whole = f"sums.bits = 2 ... {MOST_BITS}, got {self.sums.bits}"
+        if self.secure is not None and not self.sums.is_exact:
+            raise ValueError(f"secure: masks are added to whole numbers; expected {whole}")
+        if self.secure is not None and self.storage is not None:
+            raise ValueError("secure: the server has no client's sums to keep; leave out storage")
+        if self.ledger is not None and self.storage is None:
+            raise ValueError(
+                "ledger: expected storage, as each client's sums are needed; under secure "
+                "aggregation the server has none, and cannot remove a client"
+            )
+        if self.personal and self.secure is not None:
+            raise ValueError(
+                "personal: clients that send only masked sums evaluate no model of their own, "
+                "which would show these; expected secure = None"
+            )
+        if self.personal and not self.sums.validation_share:
+            raise ValueError("personal: expected a sums.validation_share above 0, got 0")
+        if self.asynchrony is not None:
+            self._check_asynchrony(whole)
+
+    def _check_asynchrony(self, whole: str) -> None:
+        if not self.sums.is_exact:
+            raise ValueError(f"asynchrony: sums in any order need {whole}")
+        if self.secure is not None:
+            raise ValueError(
+                "asynchrony: the masks of a secure sum cancel only if all answer in one round; "
+                "expected secure = None"
+            )
+        if not self.round_deadline:
+            raise ValueError(
+                "asynchrony: expected a round_deadline, the seconds after which a round goes on "
+                "with what has come, such as 60, got 0"
+            )
+        if self.ledger is not None:
+            raise ValueError(
+                "asynchrony: clients are judged when all have answered; expected ledger = None"
+            )
 
     @classmethod
     def mechanism_of(cls, options: Any) -> type[Noise] | None:
-        """Return what adds noise if there is an epsilon."""
-        return SumNoise if options.epsilon else None
+        """Return what adds noise, if there is any."""
+        return None if options.noise is None else SumNoise
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Count sums with noise as released: a run that was cut off may have sent the model out."""
-        super().load_state_dict(state)
-        self.released = self.released or bool(self.epsilon)
-
-    def evaluates_in(self, server_round: int) -> bool:
-        """Whether a round is evaluated; before the first exchange the last layer is random."""
-        return server_round > 0 and super().evaluates_in(server_round)
-
-    @property
-    def sum_format(self) -> SumFormat:
-        """What all clients' sums have to be."""
-        num_classes, width = self.shape
-        noisy = bool(self.epsilon and self.secure_aggregation)
-        return SumFormat(width, num_classes, None, self.fixed_point, noisy)
+    def prepare_method(self) -> None:
+        """Say what the sums are of."""
+        problem = SumsProblem(
+            self.network,
+            self.feature_map,
+            num_classes=self.shape[0],
+            max_examples=self.max_examples,
+            equations=self.normal_equations,
+            noisy=self.noise is not None and self.secure is not None,
+        )
+        needed_by = "" if self.ledger is None else f"ledger.alpha = {self.ledger.alpha}"
+        projected = self.key_server is not None
+        self.sums.attach(problem, projected=projected, needed_by=needed_by)
+        if self.storage is not None:
+            self.storage.attach(self.sums)
+        if self.asynchrony is not None:  # a new node's answer is not waited for longer than others
+            self.channel.query_timeout = min(self.query_timeout, self.round_deadline)
 
     def normal_equations(
-        self, sums: FeatureStatistics, normaliser: Normaliser | None = None
+        self, sums: FeatureStatistics, normaliser: Normaliser | None
     ) -> tuple[Normaliser, NormalEquations]:
         """Return the problem of the features as they are."""
         identity = Normaliser.identity(self.width)
@@ -144,196 +201,267 @@ class OneExchange(NoiseOptions, LedgerStrategy, AsynchronousStrategy, ClosedForm
 
     def require_memory(self) -> None:
         """Refuse a layer that the server lacks the memory to solve for."""
-        one = self.upload_bytes()
-        held = self.min_available_nodes * one
-        if self.bits != UNQUANTISED and self.secure is None:  # replies are added as they come
-            held = min(held, max(one, AT_ONCE))
-        require_memory(
-            (36 + 4 * bool(self.validation_share)) * self.width**2 + 2 * held,
-            f"{self.width} features from {self.min_available_nodes} clients",
-            cure="use fewer features, or bits = 8, with which replies are added as they come",
-        )
-        if self.epsilon:
-            shares = math.ceil(self.secure_threshold * self.min_available_nodes)
-            self.noise_of(max(FEWEST, shares) if self.secure_aggregation else 0)
+        held = math.inf
+        if self.sums.is_exact and self.secure is None:  # replies are added as they come
+            held = max(self.sums.upload_bytes(), AT_ONCE)
+        cure = "use fewer features, or bits = 8, with which replies are added as they come"
+        self.sums.require_memory(self.min_available_nodes, held=held, cure=cure)
+        if self.noise is not None:
+            num_classes, width = self.shape
+            SumNoise.of(self.noise, width, num_classes, self._fewest_shares())
 
-    # -------------------------------------------------------------------------- asking
+    def _fewest_shares(self) -> int:
+        """Return the fewest clients of a secure sum over those waited for; 0 without masks."""
+        if self.secure is None:
+            return 0
+        return max(FEWEST, math.ceil(self.secure.threshold * self.min_available_nodes))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count sums with noise as released: a run that was cut off may have sent the model out."""
+        super().load_state_dict(state)
+        if self.noise is not None:
+            self.noise.released = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether as many clients are counted as an asynchronous run ends at."""
+        return self.asynchrony is not None and self.asynchrony.is_complete
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the first rounds must bring a reply; an asynchronous run waits for late ones."""
+        return self.asynchrony is None
+
+    def evaluates_in(self, server_round: int) -> bool:
+        """Whether a round is evaluated; before the first exchange the last layer is random."""
+        return server_round > 0 and super().evaluates_in(server_round)
+
+    # ------------------------------------------------------------------------ rounds
+
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Ask all clients for their sums, add them up, and solve."""
+        if self.solved and self.asynchrony is None:
+            return Update(None)
+        self._begin_sums(r.arrays)
+        if self.secure is not None:
+            added = yield from self._add_masked(r, self.secure)
+        elif self.asynchrony is not None:
+            added = yield from self._add_late(r, self.asynchrony)
+        else:
+            added = yield from self._add_all(r)
+        if self.ledger is not None and self.storage is not None:
+            added = self._without_harmful(added, self.ledger, self.storage, r.arrays)
+        self.solved = False
+        if added.total is None:
+            return Update(added.uploads, None, added.metrics)
+        total, shares = added.total, added.shares
+        arrays = result_of(lambda: self.with_layer(r.arrays, self.solve(total, r.arrays, shares)))
+        if arrays is None:
+            return Update(added.uploads, None, added.metrics)
+        self.solved = True
+        return Update(added.uploads, arrays, {**added.metrics, **self._solution_metrics()})
+
+    def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
+        """Have clients evaluate the network, or models of their own; they are told of noise."""
+        told, records = self.feature_map.to_config(), dict[str, ArrayRecord]()
+        if self.total_sent or self.noise is not None:
+            told = self.task()
+        if self.total_sent:
+            records = {wire.TOTAL: record_of(self.total_sent), **self._step_records()}
+        uploads = yield from r.ask(accuracy_of, config=told, records=lambda _: records)
+        return self.screening.drop(uploads, screen_accuracies)
+
+    def _begin_sums(self, arrays: ArrayRecord) -> None:
+        """Forget what earlier rounds asked for in vain, and choose the steps of whole numbers."""
+        if self.asynchrony is None:
+            if self.noise is not None:
+                self.noise.require_unreleased()
+            if self.storage is not None:
+                self.storage.summed = ()
+            if self.ledger is not None:
+                self.ledger.removed = ()
+        if not self.total:
+            self.sums.steps = self.choose_steps(arrays)
 
     def choose_steps(self, arrays: ArrayRecord) -> NDArray[np.float32]:
-        """Choose the steps of fixed-point numbers: 1 for rows that clients scale to the radius."""
-        return np.ones(self.width, np.float32) if self.epsilon else super().choose_steps(arrays)
+        """Choose the steps of whole numbers: 1 for rows that clients scale to the radius."""
+        if self.noise is not None:
+            return np.ones(self.width, np.float32)
+        return self.sums.choose_steps(arrays)
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask all clients for their sums, or for the public keys of a secure sum."""
-        if self.asynchronous:
-            self.solved = False
-        elif not self.solved:
-            if self.released:
-                raise ValueError(
-                    "epsilon: this strategy has released sums with noise, or may have before its "
-                    "run was cut off, and a second release adds to epsilon; make a new strategy, "
-                    "in another folder, and add up the epsilons of both"
-                )
-            self.summed, self.removed = (), ()
-        if not (self.solved or self.total):
-            self.steps = self.choose_steps(arrays)
-        return super().configure_train(server_round, arrays, config, grid)
+    # ------------------------------------------------------------------------ asking
 
-    def content_for(
-        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
-    ) -> RecordDict:
-        """Add the task, the steps of fixed-point numbers, and what of a secure sum is for it."""
-        evaluating = stage != MessageType.TRAIN
-        if evaluating and not (self.total_sent or self.epsilon):
-            return super().content_for(client, stage, arrays, config)
-        secure = None if evaluating else self.secure
-        options = (*SumOptions.options(), *NoiseOptions.options())
+    def told_options(self) -> dict[str, Any]:
+        """Return the options of sums and of noise, under the names that clients know."""
+        noise = NoiseOptions() if self.noise is None else self.noise
+        return {**self.sums.to_config(), **noise.to_config()}
+
+    def task(self, step: SumStep | None = None) -> dict[str, Any]:
+        """Return what messages tell in a step of a secure sum, or else in the one exchange."""
         task = SumTask(
-            step="statistics" if secure is None else secure.step,
-            run_key=self.run_key,
-            ridge=self.ridge_used,
-            **{name: getattr(self, name) for name in options},
-        )
-        own = ConfigRecord({**config, **task.to_config()})
-        if task.step not in ("statistics", "masked"):  # the exchanges that need no network
-            arrays = ArrayRecord()
-        content = super().content_for(client, stage, arrays, own)
-        if evaluating and self.total_sent:
-            content["total"] = record_of(self.total_sent)
-        if len(self.steps) and arrays and (self.total_sent or not evaluating):
-            content["steps"] = record_of({"step": self.steps})
-        if secure is not None:
-            secure.add_to(content, client)
-        return content
+            step=step or "statistics", run_key=self.sums.run_key, ridge=self.ridge_used
+        ).to_config()
+        return {**self.feature_map.to_config(), **task, **self.told_options()}
+
+    def _step_records(self, client: int = 0) -> dict[str, ArrayRecord]:
+        """Return the record by which all clients round features, if they do."""
+        steps = self.sums.steps
+        return {wire.STEPS: record_of({"step": steps})} if len(steps) else {}
+
+    def parse(self, reply: Reply) -> Sums:
+        """Check a client's sums; with noise to come, of rows within the radius."""
+        if self.noise is None:
+            return self.sums.parse(reply.arrays(), reply.num_examples)
+        self.noise.check_reply(reply)
+        sums = self.sums.parse(reply.arrays())
+        self.noise.check_rows(sums.everyone, self.max_examples)
+        return sums
 
     # ---------------------------------------------------------------------- adding up
 
-    def parse(self, reply: Reply) -> Sums:
-        """Check a client's sums; with noise to come, of rows within the radius, and how many.
+    def _add_masked(self, r: Round, secure: SecureAggregation) -> Rounds[Added]:
+        """Open the sum over the clients that stay to the end."""
+        plan = self.sums.secure_plan(r.arrays, self.task, records=self._step_records)
+        total, uploads, quorum = yield from secure.sum(r, plan, self.enough, r.everyone())
+        if self.noise is not None and total is not None:
+            self.noise.released = True
+        return Added(total, uploads, {}, NoiseShares(len(uploads), quorum))
 
-        A client with more than `client_examples` would not have the privacy that epsilon claims.
-        """
-        if not self.epsilon:
-            return self.parse_sums(reply.arrays(), reply.num_examples)
-        if reply.num_examples != 1:
-            raise BadReply("num-examples", f"expected 1 with noise, got {reply.num_examples}")
-        sums = self.parse_sums(reply.arrays())
-        most = min(self.max_examples, self.client_examples or self.max_examples)
-        sums.everyone.require_rows(self.radius, most)
-        return sums
+    def _add_all(self, r: Round) -> Rounds[Added]:
+        """Add up what all clients send; whole numbers as they come."""
+        total = Total(None, self.storage)
+        uploads: Uploads[Any] = yield from r.ask(
+            self.parse,
+            clients=r.everyone(),
+            config=self.task(),
+            records=self._step_records,
+            fold=Fold(self._replies_at_once, total.add) if self.sums.is_exact else None,
+        )
+        if not self.sums.is_exact:
+            uploads = total.add(self.screening.drop(uploads, screen_own_sizes))
+        return Added(total.value if self.enough(uploads) else None, uploads)
 
-    def collect(self, replies: Iterable[Message]) -> tuple[Sequence[Sums], MetricRecord]:
-        """Return the sums over all clients, in one or more parts, and the round's metrics."""
-        if self.secure is not None:
-            total, added, rejected = self.complete_sum(self.secure, replies)
-            self.released = self.released or bool(self.epsilon and total is not None)
-            self._survivors = len(added)
-            return [] if total is None else [total], self.round_metrics(added, rejected)
-        totals = [self.parse_sums(self.total, checked=True)] if self.total else []
-        added, rejected = list[Reply](), Counter[str]()
-        for part in in_parts(replies, self.replies_at_once if len(self.steps) else None):
-            added += self._add_up(part, totals, rejected)
-        added.sort(key=lambda reply: (reply.client, reply.node))
-        metrics, counted = self.round_metrics(added, rejected), len(added)
-        if self.asynchronous:
-            counted, metrics["clients"] = len(self.counted), len(self.counted)
-            if not added and not self.changed:
-                return [], metrics
-            self.total = totals[0].to_arrays(self.fixed_point) if totals else {}
-            self.changed = False
-        if not self.enough(counted):
-            return [], metrics
-        return self.without_harmful(metrics) if self.remove_harmful else totals, metrics
+    def _add_late(self, r: Round, asynchrony: Asynchrony) -> Rounds[Added]:
+        """Add what comes in this round to the total of those before."""
+        before = self.sums.parse(self.total, checked=True) if self.total else None
+        total = Total(before, self.storage)
+
+        def take(uploads: Uploads[Sums]) -> Uploads[None]:
+            return total.add(asynchrony.count_once(uploads, r))
+
+        uploads: Uploads[Any] = yield from r.ask(
+            self.parse,
+            clients=asynchrony.to_ask(r),
+            config=self.task(),
+            records=self._step_records,
+            late=asynchrony,
+            fold=Fold(self._replies_at_once, take),
+        )
+        metrics = {"clients": len(asynchrony.counted)}
+        if not uploads and not self.changed:
+            return Added(None, uploads, metrics)
+        self.total = {} if total.value is None else self.sums.to_arrays(total.value)
+        self.changed = False
+        enough = self.enough(len(asynchrony.counted))
+        return Added(total.value if enough else None, uploads, metrics)
 
     @property
-    def replies_at_once(self) -> int:
+    def _replies_at_once(self) -> int:
         """Number of replies in memory, if they are added as they come."""
-        return max(1, AT_ONCE // self.upload_bytes())
+        return max(1, AT_ONCE // self.sums.upload_bytes())
 
-    def _add_up(
-        self, part: list[Message], totals: list[Sums], rejected: Counter[str]
-    ) -> list[Reply]:
-        """Add some replies to the one total, or begin it; return those that are in it."""
-        pairs, refused = self.accepted(part, self.parse, MessageType.TRAIN)
-        if not len(self.steps):
-            pairs = self.apply_screen(pairs, refused, screen_own_sizes)
-        if self.asynchronous:
-            pairs = self.count_once(pairs, refused)
-        rejected += refused
-        self.keep({reply.client: own for reply, own in pairs})
-        if pairs:
-            totals[:] = [add_up([*totals, *(own for _, own in pairs)])]
-        for reply, _ in pairs:
-            reply.release()
-        return [reply for reply, _ in pairs]
+    def _without_harmful(
+        self, added: Added, ledger: Ledger, storage: KeptSums, arrays: ArrayRecord
+    ) -> Added:
+        """Take the clients that harm the model out of the sums over enough of them."""
+        if added.total is None:
+            return added
+        total = ledger.without_harmful(storage, arrays)
+        if total is None:
+            return added._replace(total=None)
+        enough = self.enough(len(storage.summed), sampled=added.uploads.sampled)
+        metrics = {**added.metrics, "clients-removed": len(ledger.removed)}
+        return added._replace(total=total if enough else None, metrics=metrics)
+
+    # ------------------------------------------------------------------------ solution
+
+    def last_layer(self, sums: Sequence[Sums]) -> Layer:
+        """Return the layer of some clients' sums, with the network of the newest round."""
+        return self.solve(add_up(sums), self.global_arrays)
+
+    def solve(self, total: Sums, arrays: ArrayRecord, shares: NoiseShares | None = None) -> Layer:
+        """Return weights (C, p) and biases (C,) of the joint solution."""
+        self.total_sent = self.sums.to_arrays(total) if self.personal else {}
+        if self.noise is not None:
+            return self.noise.solve(total.everyone, shares), np.zeros(self.shape[0])
+        _, linear, self.ridge_used = self.sums.solve(total, arrays)
+        bias = linear[self.width] if self.bias else np.zeros(self.shape[0])
+        return linear[: self.width].T.astype(np.float64), bias.astype(np.float64)
+
+    def _solution_metrics(self) -> dict[str, float]:
+        """Return what is told of the newest solution."""
+        if self.noise is not None:
+            return {"epsilon": self.noise.epsilon_reached, "delta": self.noise.delta}
+        return {"ridge": self.ridge_used}
+
+    # -------------------------------------------------------------------- leaving
 
     def leave(self, clients: Collection[int]) -> None:
         """Take what some clients sent out of the sum, and ask them no more.
 
-        It needs keep_sums; of a node that is gone, what it sent stays otherwise, as does what a
+        It needs `storage`; of a node that is gone, what it sent stays otherwise, as does what a
         full disk did not keep. Call it between rounds of an asynchronous run, such as in
-        `evaluate_fn`. Remove clients from `left` to let them back. After a run, and in others,
-        there is `without`.
+        ``evaluate_fn``. Remove clients from ``asynchrony.left`` to let them back. After a run, and
+        in others, there is `without`.
         """
-        self.left |= set(clients)
-        if not (counted := self.counted & set(clients)):
+        if self.asynchrony is None:
+            raise ValueError("leave: expected asynchrony; after a run there is `without`")
+        self.asynchrony.left |= set(clients)
+        counted = self.asynchrony.counted & set(clients)
+        if not counted:
             return
-        kept = self.kept(sorted(counted & set(self.summed)))
+        storage = require_storage(self.storage)
+        kept = storage.of(sorted(counted & set(storage.summed)))
         if not kept:
             return
-        self.counted -= set(kept)
-        total = self.parse_sums(self.total, checked=True)
-        total = functools.reduce(operator.sub, kept.values(), total)
-        self.total = total.to_arrays(self.fixed_point) if self.counted else {}
-        self.summed = tuple(client for client in self.summed if client not in kept.clients)
+        self.asynchrony.counted -= set(kept)
+        total = subtract(self.sums.parse(self.total, checked=True), kept.values())
+        self.total = self.sums.to_arrays(total) if self.asynchrony.counted else {}
+        storage.drop(kept.clients)
         self.changed = True
 
-    def last_layer(self, sums: Sequence[Sums]) -> Layer:
-        """Return weights (C, p) and biases (C,) of the joint solution."""
-        total = add_up(sums)
-        self.total_sent = total.to_arrays(self.fixed_point) if self.personal else {}
-        if self.epsilon:
-            return self._layer_with_noise(total.everyone), np.zeros(self.shape[0])
-        _, linear, self.ridge_used = self.solve_sums(total, self.global_arrays)
-        bias = linear[self.width] if self.bias else np.zeros(self.shape[0])
-        return linear[: self.width].T.astype(np.float64), bias.astype(np.float64)
+    def without(
+        self, clients: Sequence[int], arrays: ArrayRecord, *, restored: Sequence[int] = ()
+    ) -> ArrayRecord:
+        """Return the arrays of the model that never had some clients' examples.
 
-    def noise_of(self, quorum: int) -> SumNoise:
-        """Return the noise; `quorum` is the fewest clients of a secure sum, else 0."""
-        num_classes, width = self.shape
-        return SumNoise.of(self, width, num_classes, quorum)
+        It is solved anew from the kept sums of the others, one client's in memory at a time, with
+        ``sums.auto_ridge`` with a ridge chosen anew; steps of fixed-point numbers stay. So it has
+        the bits of a run that never had these clients, on the same network and machine, if the
+        server accepts the same replies.
 
-    def _layer_with_noise(self, sums: FeatureStatistics) -> NDArray[np.float64]:
-        """Return weights (C, p) from sums with noise, which a trusted server adds here.
-
-        They are those for rows of norm R, times R: for features of norm 1 scores are near one-hot.
+        Parameters
+        ----------
+        clients : sequence of int
+            Ids: partitions, if nodes report them. With no id it is the same model again.
+        arrays : ArrayRecord
+            Result of :meth:`start`, of this object or of one whose state this one has loaded.
+        restored : sequence of int
+            Clients that come back, of those that the ledger has removed.
         """
-        quorum = 0 if self.secure is None else self.secure.quorum
-        noise, counted = self.noise_of(quorum), None
-        if not quorum:
-            sums = noise.add(sums, np.random.default_rng(secrets.randbits(256)))
-            self.released = True  # whatever becomes of them; what `add` refuses has had no noise
-        elif self._survivors is not None:
-            counted = self._survivors - self.colluding
-        self.epsilon_of_survivors = noise.epsilon(self.delta, counted)
-        variance = noise.variances(self._survivors if quorum else None)[0]
-        gram, cross = torch.from_numpy(sums.matrix()), torch.from_numpy(sums.class_sums.T)
-        return self.radius * solve_noisy(gram, cross, float(variance)).T.numpy()
+        removed = () if self.ledger is None else self.ledger.removed
+        unknown = sorted(set(restored) - set(removed))
+        if unknown:
+            raise ValueError(f"restored: expected some of {removed}, got {unknown}")
+        kept = require_storage(self.storage).without(clients, restored)
+        return self._solve_again(add_up(kept.values()), arrays)
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Compute the last layer from the accepted sums."""
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        if arrays is not None and metrics is not None:
-            if self.epsilon:
-                metrics["epsilon"], metrics["delta"] = self.epsilon_of_survivors, self.delta
-            else:
-                metrics["ridge"] = self.ridge_used
-        return arrays, metrics
-
-    def solve_again(self, sums: Sums, arrays: ArrayRecord) -> ArrayRecord:
+    def _solve_again(self, sums: Sums, arrays: ArrayRecord) -> ArrayRecord:
         """Return the arrays with the layer of these sums in its place."""
-        self.global_arrays = arrays
-        self.require_memory()
-        return self.with_layer(arrays, [sums])
+        return self.with_layer(arrays, self.solve(sums, arrays))
+
+    def client_ledger(
+        self, arrays: ArrayRecord, ridge: float
+    ) -> tuple[ClientLedger, ValidationExamples]:
+        """Return the ledger of models with this ridge, and the examples that judge harm."""
+        return client_ledger(self.sums, arrays, ridge)

@@ -1,1 +1,1 @@
-"""Methods that predict with many models: the server half."""
+"""Predictions by many models: the server half."""

@@ -11,46 +11,45 @@ Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
             each model is updated only from the replies of its clients
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from logging import getLogger
+from typing import Any
 
+import flwr.serverapp.strategy
 import numpy as np
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import BadReply, EnsemblePredictor
+from fedntk.ntk.averages import change_size
 from fedntk.ntk.first_weights import Initialisation, draw_weights
-from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.options import argument, option, part, parts_of, state
 from fedntk.ntk.payloads.agreement import Agreement
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
-from fedntk.ntk.payloads.screening import change_size, screen_sizes
+from fedntk.ntk.payloads.screening import screen_sizes
 from fedntk.ntk.robust_averages import DEFENCES
 
 from ..core.averaging import Learned, differing, named_arrays
-from ..core.base import BaseStrategy
-from ..core.exchange import Aggregated, logger
-from ..core.inner import CheckedStrategy, GridSubset
-from ..core.registry import Exchange
-from ..core.replies import Aggregate, check_weights, read_arrays
+from ..core.channel import Ask, JointAsk, Rounds, together
+from ..core.from_flower import FromFlower
+from ..core.replies import accuracy_of, check_weights, read_arrays, screen_accuracies
+from ..core.round import Round
+from ..core.rounds import open_run
+from ..core.screening import Screening
+from ..core.strategy import Strategy
+from ..core.uploads import Update, Uploads
+from ..core.weight_average import WeightAverage
 from .strata import Schedule, Strata, permutations
 
+logger = getLogger("flwr")
+Weights = Mapping[str, NDArray[Any]]
 
-class FedEnsemble(BaseStrategy):
+
+class FedEnsemble(Strategy):
     """Fed-ensemble: K models by any strategy; the mean of their predictions is the ensemble's.
 
     Each client gets one model a round, so it receives, computes and sends what it would in a run of
@@ -74,9 +73,9 @@ class FedEnsemble(BaseStrategy):
     """
 
     client = "FedEnsembleClient"
-    defences = (*DEFENCES, "validation")
+    rules = (*DEFENCES, "validation")
 
-    inner: Callable[[], Strategy] = argument(
+    inner: Callable[[], flwr.serverapp.strategy.Strategy] = argument(
         "makes the strategy of one model, a new one at each call: one of Flower's with replies of "
         "weights (FedAvg, FedAdam, Krum, ...), or one of those here (NTKFL, TCT, SCAFFOLD, ...); "
         "they must differ only in their seeds. Their sampling options are ignored; clients that "
@@ -107,60 +106,63 @@ class FedEnsemble(BaseStrategy):
         "To begin with weights of your own, give start those of all K models, as EnsembleArrays",
         default="he",
     )
-    members: tuple[BaseStrategy, ...] = state(tuple, reset=False)
+    average: WeightAverage | None = part(
+        "average of all models over rounds, if their strategies can have one", default=None
+    )
+    members: tuple[Strategy, ...] = state(tuple, reset=False)
     strata: Strata = state(Strata, reset=False)
-    _model_of: dict[int, int] = state(dict, saved=False)  # node -> model that it trains now
-    _reported: list[RecordDict] = state(list, saved=False)  # clients' metrics of a round
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.strata = Strata(self.num_strata or self.num_models, self.seed)
+    def prepare(self) -> None:
+        """Make the strategies of the models, and give them what the ensemble has."""
+        self.strata = Strata(self.num_strata or self.num_models, self.sampling.seed)
         made = [self.inner() for _ in range(self.num_models)]
         if len({id(strategy) for strategy in made}) < self.num_models:
             raise ValueError("inner: expected a new strategy at each call, got the same one twice")
         if any(isinstance(strategy, FedEnsemble) for strategy in made):
             raise ValueError("inner: expected a strategy of one model, got a FedEnsemble")
-        limits: Any = {"max_examples": self.max_examples, "outlier_factor": self.outlier_factor}
-        self.members = tuple(
-            own if isinstance(own, BaseStrategy) else CheckedStrategy(own, name="inner", **limits)
-            for own in made
-        )
-        if self.defence not in ("none", found := self.members[0].defence):
+        self.members = tuple(map(self._member, made))
+        first = self.members[0]
+        if self.screening.rule not in ("none", first.screening.rule):
             raise ValueError(
-                f"defence: expected that of inner, which follows it, {found}, got {self.defence}"
+                "screening.rule: expected that of inner, which follows it, "
+                f"{first.screening.rule}, got {self.screening.rule}"
             )
-        if self.averaged is not None and not self.members[0].averages:
+        if self.average is not None and "average" not in parts_of(type(first)):
             raise ValueError(
-                f"average_decay: expected 0 with models by {type(self.members[0]).__name__}, whose "
-                f"arrays have no mean over rounds, got {self.averaged.decay}"
+                f"average: expected None with models by {type(first).__name__}, whose arrays have "
+                "no mean over rounds"
             )
-        self._share()
+        self._require_alike()
+        if self.channel.seeds is None:
+            self.channel.seeds = first.channel.seeds
+        self.sampling.held_out = tuple(sorted({*self.sampling.held_out, *first.sampling.held_out}))
+        for member in self.members:
+            member.require_nested("FedEnsemble", everyone=self.num_models == 1)
+            for key in ("weighted_by_key", "arrayrecord_key", "configrecord_key"):
+                setattr(member, key, getattr(self, key))
 
-    def _share(self) -> None:
-        """Give all members what the ensemble has, and the ensemble what they were made with."""
-        first, *others = [{**member.settings(), "seed": 0} for member in self.members]
-        for k, own in enumerate(others, 1):
-            if odd := [name for name in {**first, **own} if first.get(name) != own.get(name)]:
+    def _member(self, strategy: flwr.serverapp.strategy.Strategy) -> Strategy:
+        if isinstance(strategy, Strategy):
+            return strategy
+        screening = Screening(outlier_factor=self.screening.outlier_factor)
+        return FromFlower(
+            strategy, name="inner", max_examples=self.max_examples, screening=screening
+        )
+
+    def _require_alike(self) -> None:
+        first, *others = [_without_seed(member.settings()) for member in self.members]
+        for k, settings in enumerate(others, 1):
+            names = {**first, **settings}
+            if differences := [n for n in names if first.get(n) != settings.get(n)]:
                 raise ValueError(
                     "inner: expected strategies that differ in nothing but their seeds, and model "
-                    f"{k}'s differs in {', '.join(odd)}"
+                    f"{k}'s differs in {', '.join(differences)}"
                 )
-        if self._seeds is None:
-            self._seeds = self.members[0]._seeds
-        self.held_out = tuple(sorted({*self.held_out, *self.members[0].held_out}))
-        for member in self.members:
-            member.work_within(self, everyone=self.num_models == 1)
-            member.train_metrics_aggr_fn = partial(self._collect, member.train_metrics_aggr_fn)
 
-    def _collect(self, aggregate: Aggregate, contents: list[RecordDict], key: str) -> MetricRecord:
-        """Keep the metrics of a member's clients, and aggregate them as it does."""
-        self._reported += contents
-        return aggregate(contents, key)
-
-    def settings(self) -> dict[str, Any]:
-        """Add the first weights, and the inner strategy's settings."""
+    def further_settings(self) -> dict[str, Any]:
+        """Return the first weights, and the inner strategy's settings."""
         init = self.init if isinstance(self.init, str) else "a function"
-        return {**super().settings(), "init": init, "inner": self.members[0].settings()}
+        return {"init": init, "inner": self.members[0].settings()}
 
     @property
     def learned(self) -> str:
@@ -182,15 +184,14 @@ class FedEnsemble(BaseStrategy):
     def predictor(self, arrays: Learned, network: nn.Module | None = None) -> EnsemblePredictor:
         """Make the predictor of the mean of the models' predictions."""
         network = self.network if network is None else network
-        each = self._with_models(named_arrays(arrays))
-        return EnsemblePredictor(member.predictor(model, network) for member, model in each)
+        pairs = self._with_models(named_arrays(arrays))
+        return EnsemblePredictor(member.predictor(model, network) for member, model in pairs)
 
-    def _with_models(self, arrays: Mapping[str, Any]) -> Iterator[tuple[BaseStrategy, Any]]:
+    def _with_models(self, arrays: Mapping[str, Any]) -> Iterator[tuple[Strategy, Any]]:
         return zip(self.members, EnsembleArrays.from_arrays(arrays).models, strict=True)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Draw the first weights of the models, unless all are given."""
-        initial_arrays = super().begin(initial_arrays, num_rounds, done)
         if not done:
             self.strata.of = {}
         if EnsembleArrays.are_in(initial_arrays):
@@ -202,188 +203,220 @@ class FedEnsemble(BaseStrategy):
                 f"initial_arrays: expected one model or {self.num_models}, got {len(models)}"
             )
         begun = tuple(
-            dict(member.begin(ArrayRecord(model), num_rounds, done))
+            dict(open_run(member, ArrayRecord(model), num_rounds, done))
             for member, model in zip(self.members, models, strict=True)
         )
         return ArrayRecord(EnsembleArrays(begun).to_arrays())
 
-    def _draw(self, given: ArrayRecord, k: int) -> dict[str, Array]:
-        """Return the first weights of model k, for the given network."""
+    def _draw(self, network: ArrayRecord, k: int) -> dict[str, Array]:
+        """Return the first weights of model k, for a network."""
         if not isinstance(self.init, str):
             made = dict(ArrayRecord(self.init(k).state_dict()))
-            if odd := differing(made, given):
+            if names := differing(made, network):
                 raise ValueError(
                     f"init: the module of model {k} has other names or shapes than initial_arrays: "
-                    f"{odd[:5]}"
+                    f"{names[:5]}"
                 )
             return made
-        generator = np.random.default_rng([self.seed, k, *b"weights"])
-        drawn = draw_weights(named_arrays(given), self.init, generator, zero_biases=True)
+        generator = np.random.default_rng([self.sampling.seed, k, *b"weights"])
+        drawn = draw_weights(named_arrays(network), self.init, generator, zero_biases=True)
         return {name: Array(array) for name, array in drawn.items()}
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Have each model's strategy instruct the sampled clients of its strata."""
-        self.global_arrays, self.server_round = arrays, server_round
-        if self.fraction_train == 0.0:
-            return []
-        self._model_of = self._assign(grid, server_round)
-        messages: list[Message] = []
-        for k, (member, model) in enumerate(self._with_models(arrays)):
-            if nodes := [node for node, own in self._model_of.items() if own == k]:
-                shown: Any = GridSubset(grid, nodes)
-                own = ConfigRecord(dict(config))
-                messages += member.configure_train(server_round, ArrayRecord(model), own, shown)
-        self._exchanges[MessageType.TRAIN] = Exchange(messages)
-        return messages
+    # --------------------------------------------------------------------- training
 
-    def _assign(self, grid: Grid, server_round: int) -> dict[int, int]:
-        """Return node -> model of a sample of the clients, if a model can visit all strata."""
-        candidates, size = self._candidates(
-            grid,
-            MessageType.TRAIN,
-            self.fraction_train,
-            self.fewest_sampled,
-            self.held_out,
-            sent_alike=self.strata.count == 1,
-        )
-        node_of = dict(candidates)
-        for what, count, cure in (
-            ("clients", len(node_of), "wait for more with min_available_nodes"),
-            ("clients sampled a round", size, "sample more with min_train_nodes"),
-        ):
-            if count < self.strata.count:
-                message = f"{count} {what} for num_strata = {self.strata.count}"
-                if server_round == 1:
-                    raise ValueError(f"{message}: expected at least one each; {cure}, or lower it")
-                logger.warning("%s: some strata are left out", message)
-        age, r = divmod(server_round - 1, self.num_models)
-        self.strata.update(node_of, server_round, new_age=r == 0)
-        order = permutations(self.strata.count, self.num_models, self.schedule, self.seed, age)
-        generator = np.random.default_rng([self.seed, server_round, *MessageType.TRAIN.encode()])
-        chosen = self.strata.sample(size, generator)
-        return {node_of[client]: int(order[self.strata.of[client], r]) for client in chosen}
-
-    def content_for(
-        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
-    ) -> RecordDict:
-        """Return what the inner strategy would send of each model, to evaluate them together."""
-        records, configs = [], []
-        for member, model in self._with_models(arrays):
-            own = ConfigRecord({**config, **member.told_options})
-            content = member.content_for(client, stage, ArrayRecord(model), own)
-            records.append(dict(content.array_records))
-            told = content.config_records[self.configrecord_key]
-            configs.append({n: v for n, v in told.items() if config.get(n) != v})
-        merged = ConfigRecord({**config, **EnsembleArrays(tuple(configs)).to_arrays()})
-        every = EnsembleArrays(tuple(records)).to_arrays()
-        return RecordDict({**every, self.configrecord_key: merged})
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Say what to do if no reply is accepted."""
-        metrics = super().aggregate_evaluate(server_round, replies)
-        if metrics is not None and not metrics["replies-accepted"]:
-            logger.warning(
-                "no client could evaluate the ensemble (%s); each has to be wrapped in "
-                "FedEnsembleClient, or set fraction_evaluate=0.0",
-                self.last_refusal,
-            )
-        return metrics
-
-    def forget_sent(self, client: int) -> None:
-        """Have a client sent all parts of all models again."""
-        for member in self.members:
-            member.forget_sent(client)
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Have each model's strategy aggregate the replies of its clients."""
-        sent = self._exchanges.get(MessageType.TRAIN, Exchange())
-        of_model: dict[int, list[Message]] = {k: [] for k in sorted(set(self._model_of.values()))}
-        rejected, came = Counter[str](), 0
-        for reply in replies:
-            if (node := sent.node_asked(reply)) is None:
-                bad = BadReply("not-asked", "it answers no message of this round")
-                self.drop(reply.metadata.src_node_id, bad, rejected)
-            else:
-                of_model[self._model_of[node]].append(reply)
-                came += reply.has_content()
-            if came == self._wanted:  # the models' strategies have yet to check these
-                break
-        self._drop_outliers(of_model, rejected)
-        models = EnsembleArrays.from_arrays(self.global_arrays).models
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Have each model's strategy do its round with the sampled clients of its strata."""
+        model_of, wanted = self._assign(r)
         states = [m.state_dict() for m in self.members] if self.min_completed != 1 else []
-        new: dict[int, dict[str, Array]] = {}
-        reported: list[MetricRecord] = []
-        self._reported = []
-        for k, own in of_model.items():
-            found, metrics = self.members[k].aggregate_train(server_round, own)
-            if found is not None:
-                new[k] = dict(found)
-            reported += [metrics] if metrics else []
-            self.last_refusal = self.members[k].last_refusal or self.last_refusal
-            self.last_failure = self.members[k].last_failure or self.last_failure
-        record = self._merge_metrics(reported, rejected)
-        false = sum(self.members[k].num_false for k in of_model)
-        if not self.enough(cast(int, record["replies-accepted"]) + false):
+        trained, rounds = list[int](), list[Rounds[Update]]()
+        for k, (member, model) in enumerate(self._with_models(r.arrays)):
+            if nodes := [node for node, chosen in model_of.items() if chosen == k]:
+                trained.append(k)
+                rounds.append(member.train_round(r.within(member, ArrayRecord(model), nodes)))
+        models = EnsembleArrays.from_arrays(r.model).models
+        updates, rejected = yield from together(
+            rounds,
+            wanted=wanted,
+            screen=lambda joint, replies: self._screen(
+                joint, replies, [models[k] for k in trained]
+            ),
+        )
+        record = self._merge_metrics(
+            [(self.members[k], update) for k, update in zip(trained, updates, strict=True)],
+            rejected,
+        )
+        new = {
+            k: dict(update.arrays)
+            for k, update in zip(trained, updates, strict=True)
+            if update.arrays is not None
+        }
+        false = sum(
+            self.members[k].screening.bears(update.uploads)
+            for k, update in zip(trained, updates, strict=True)
+            if update.uploads is not None
+        )
+        accepted = int(record["replies-accepted"])  # type: ignore[arg-type]
+        if not self.enough(accepted + false, sampled=r.sampled):
             new = {}
             for member, before in zip(self.members, states, strict=False):
                 member.load_state_dict(before)
         record["models-updated"] = len(new)
-        self.train_metrics[server_round] = record
         if not new:
-            return None, record
-        updated = tuple(new.get(k, old) for k, old in enumerate(models))
-        return ArrayRecord(EnsembleArrays(updated).to_arrays()), record
+            return Update(None, None, record=record)
+        old = EnsembleArrays.from_arrays(r.arrays).models
+        updated = tuple(new.get(k, model) for k, model in enumerate(old))
+        return Update(None, ArrayRecord(EnsembleArrays(updated).to_arrays()), record=record)
 
-    def _drop_outliers(self, of_model: dict[int, list[Message]], rejected: Counter[str]) -> None:
+    def _assign(self, r: Round) -> tuple[dict[int, int], int | None]:
+        """Return node -> model of a sample of the clients, and how many replies are wanted.
+
+        ValueError in the first round if a model cannot visit all strata.
+        """
+        candidates = self.sampling.candidates(r, r.population, sent_alike=self.strata.count == 1)
+        r.sampled = candidates.num_clients
+        node_of = dict(candidates.pairs)
+        for what, count, cure in (
+            ("clients", len(node_of), "wait for more with min_available_nodes"),
+            ("clients sampled a round", candidates.size, "sample more with min_train_nodes"),
+        ):
+            if count < self.strata.count:
+                message = f"{count} {what} for num_strata = {self.strata.count}"
+                if r.number == 1:
+                    raise ValueError(f"{message}: expected at least one each; {cure}, or lower it")
+                logger.warning("%s: some strata are left out", message)
+        age, step = divmod(r.number - 1, self.num_models)
+        self.strata.update(node_of, r.number, new_age=step == 0)
+        seed = self.sampling.seed
+        order = permutations(self.strata.count, self.num_models, self.schedule, seed, age)
+        generator = np.random.default_rng([seed, r.number, *r.stage.encode()])
+        chosen = self.strata.sample(candidates.size, generator)
+        model_of = {node_of[c]: int(order[self.strata.of[c], step]) for c in chosen}
+        return model_of, candidates.wanted
+
+    def _screen(
+        self, joint: JointAsk, replies: Sequence[Sequence[Message]], models: Sequence[Weights]
+    ) -> list[list[BadReply | None]]:
         """Compare the changes of weights over all models: one may have too few replies by itself.
 
         The models are trained alike, so their clients' changes are of one order of size. Each
         model's own strategy refuses what cannot be read.
         """
-        if not self.members[0].takes_weights:
-            return
-        models = EnsembleArrays.from_arrays(named_arrays(self.global_arrays)).models
+        verdicts: list[list[BadReply | None]] = [[None] * len(part) for part in replies]
+        if not joint.asks[0].of_weights:
+            return verdicts
         sizes = [
-            (k, reply, size)
-            for k, replies in of_model.items()
-            for reply in replies
+            (k, i, size)
+            for k, part in enumerate(replies)
+            for i, reply in enumerate(part)
             if (size := _change(reply, models[k])) is not None
         ]
-        verdicts = screen_sizes([size for _, _, size in sizes], self.outlier_factor)
-        for (k, reply, _), bad in zip(sizes, verdicts, strict=True):
-            if bad is not None:
-                of_model[k] = [other for other in of_model[k] if other is not reply]
-                self.drop(reply.metadata.src_node_id, bad, rejected)
+        judged = screen_sizes([size for *_, size in sizes], self.screening.outlier_factor)
+        for (k, i, _), bad in zip(sizes, judged, strict=True):
+            verdicts[k][i] = bad
+        return verdicts
 
-    def _merge_metrics(self, metrics: list[MetricRecord], rejected: Counter[str]) -> MetricRecord:
+    def _merge_metrics(
+        self, updates: Sequence[tuple[Strategy, Update]], rejected: Mapping[str, int]
+    ) -> MetricRecord:
         """Aggregate the clients' metrics over all models, and combine the strategies' own."""
+        reported = [
+            content
+            for member, update in updates
+            if update.uploads is not None
+            for content in update.uploads.metric_records(
+                self.weighted_by_key, member.permitted_metrics
+            )
+        ]
+        records = [record for m, u in updates if (record := m.metrics_of(u)) is not None]
         early: dict[str, Any] = {f"rejected-{reason}": count for reason, count in rejected.items()}
-        early |= {"num-examples": 0, "replies-accepted": 0, "replies-rejected": rejected.total()}
-        of_clients = {name for content in self._reported for name in content["metrics"]}
+        early |= {"num-examples": 0, "replies-accepted": 0}
+        early["replies-rejected"] = sum(rejected.values())
+        of_clients = {name for content in reported for name in content["metrics"]}
         means: dict[str, Any] = {}
         combined: dict[str, Any] = {}
         rules: dict[str, Any] = dict.fromkeys(("num-examples", "replies-", "rejected-"), sum)
         rules |= self.members[0].combined_by
-        for name in {name: None for own in (early, *metrics) for name in own}:
-            reported = [own for own in (early, *metrics) if isinstance(own.get(name), int | float)]
-            values: Any = [own[name] for own in reported]
-            examples: Any = [own["num-examples"] for own in reported]
+        every = (early, *records)
+        for name in {name: None for record in every for name in record}:
+            with_name = [m for m in every if isinstance(m.get(name), int | float)]
+            values: Any = [m[name] for m in with_name]
+            examples: Any = [m["num-examples"] for m in with_name]
             name_or_group = next((k for k in rules if k[-1] == "-" and name.startswith(k)), name)
             rule = rules.get(name_or_group)
             if rule is not None and values:
                 combined[name] = rule(values)
             elif name not in of_clients and any(examples):
                 means[name] = float(np.average(values, weights=examples))
-        if self._reported:
-            means |= self.train_metrics_aggr_fn(self._reported, self.weighted_by_key)
+        if reported:
+            means |= self.train_metrics_aggr_fn(reported, self.weighted_by_key)
         return MetricRecord({**means, **combined})
 
+    # ------------------------------------------------------------------- evaluation
 
-def _change(reply: Message, model: Mapping[str, NDArray[Any]]) -> float | None:
+    def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
+        """Have clients evaluate all models together."""
+        sample = r.sample()
+        asks = [
+            _first_ask(member, r.within(member, ArrayRecord(model), sample.nodes, speaker=self))
+            for member, model in self._with_models(r.arrays)
+        ]
+        key = self.configrecord_key
+
+        def contents(client: int, config: ConfigRecord) -> RecordDict:
+            each = [ask.content(client) for ask in asks]
+            told = [content.config_records[key] for content in each]
+            differing_keys = tuple(
+                {n: v for n, v in one.items() if config.get(n) != v} for one in told
+            )
+            merged = ConfigRecord({**config, **EnsembleArrays(differing_keys).to_arrays()})
+            records = tuple(dict(content.array_records) for content in each)
+            return RecordDict({**EnsembleArrays(records).to_arrays(), key: merged})
+
+        uploads = yield from r.ask(
+            accuracy_of, clients=sample, contents=contents, sent=_AllSent(asks), resends=False
+        )
+        uploads = self.screening.drop(uploads, screen_accuracies)
+        if not uploads:
+            logger.warning(
+                "no client could evaluate the ensemble (%s); each has to be wrapped in "
+                "FedEnsembleClient, or set fraction_evaluate=0.0",
+                r.channel.last_refusal,
+            )
+        return uploads
+
+
+class _AllSent:
+    """What clients keep of the messages of several strategies."""
+
+    def __init__(self, asks: Sequence[Ask[Any]]) -> None:
+        self._asks = asks
+
+    def forget(self, client: int) -> None:
+        """Have a client sent all parts of all models again."""
+        self.doubt(client)
+
+    def doubt(self, client: int) -> None:
+        """Note that a client failed, for all models."""
+        for ask in self._asks:
+            if ask.sent is not None:
+                ask.sent.doubt(client)
+
+
+def _first_ask(strategy: Strategy, r: Round) -> Ask[Any]:
+    """Return the first exchange of a strategy's evaluation, to be made by another."""
+    rounds = strategy.evaluate_round(r)
+    ask = next(rounds)
+    rounds.close()
+    if not isinstance(ask, Ask):
+        raise TypeError(f"{type(strategy).__name__}: expected one exchange of evaluation")
+    return ask
+
+
+def _without_seed(settings: dict[str, Any]) -> dict[str, Any]:
+    return {**settings, "sampling": {**settings["sampling"], "seed": 0}}
+
+
+def _change(reply: Message, model: Weights) -> float | None:
     """Return how far a reply's weights are from what was sent; None if they cannot be read."""
     if not reply.has_content() or len(reply.content.array_records) != 1:
         return None

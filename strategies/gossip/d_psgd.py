@@ -16,10 +16,14 @@ of several batches goes together with the average is this module's reading, as t
 say it.
 """
 
-from .gossip import GossipStrategy
+from collections.abc import Sequence
+
+from fedntk.ntk.payloads.gossip_options import GossipOptions
+
+from .relay import RelayStrategy, Step
 
 
-class DPSGD(GossipStrategy):
+class DPSGD(GossipOptions, RelayStrategy):
     """D-PSGD (Lian et al. 2017). Clients are :class:`~fedntk.clients.DPSGDClient`.
 
     It differs from :class:`~fedntk.strategies.DFedAvg` with one local epoch in the order: the steps
@@ -27,3 +31,7 @@ class DPSGD(GossipStrategy):
     """
 
     client = "DPSGDClient"
+
+    def plan(self, *, first: bool) -> Sequence[Step]:
+        """Return the exchange, after one of the weights if these are not there yet."""
+        return [Step("weights"), Step("step")] if first else [Step("step")]

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 
 from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
-from .gossip import GossipStrategy
-from .relay import Step
+from .relay import RelayStrategy, Step
 
 
-class DFedAvg(DFedAvgOptions, GossipStrategy):
+class DFedAvg(DFedAvgOptions, RelayStrategy):
     """DFedAvg, and with the clients' momentum DFedAvgM (Sun, Li and Wang 2023).
 
     Clients are :class:`~fedntk.clients.DFedAvgClient`, which have epochs, batches, learning rate
@@ -35,4 +34,9 @@ class DFedAvg(DFedAvgOptions, GossipStrategy):
 
     def plan(self, *, first: bool) -> Sequence[Step]:
         """Return the exchanges: trained weights, then their averages."""
-        return [Step("train"), *(Step("average", k) for k in range(self.gossip_steps))]
+        return train_and_average(self.gossip_steps)
+
+
+def train_and_average(gossip_steps: int) -> list[Step]:
+    """Return the exchanges of a round: trained weights, then their averages."""
+    return [Step("train"), *(Step("average", k) for k in range(gossip_steps))]

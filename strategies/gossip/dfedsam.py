@@ -8,15 +8,20 @@ and (3): g is the gradient of a batch at y, and the step goes along its gradient
     y + rho g / ||g||
 """
 
+from collections.abc import Sequence
+
 from fedntk.ntk.options import shared
+from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
-from .dfedavg import DFedAvg
+from .dfedavg import train_and_average
+from .relay import RelayStrategy, Step
 
 
-class DFedSAM(DFedAvg):
+class DFedSAM(DFedAvgOptions, RelayStrategy):
     """DFedSAM (Shi et al. 2023). Clients are :class:`~fedntk.clients.DFedSAMClient`, with rho."""
 
     client = "DFedSAMClient"
+    ends_with = "averaged"
 
     learning_rate_factor: float = shared(
         "in round k the learning rate is multiplied by factor^(k - 1); 0.95 in the comparison of "
@@ -24,3 +29,7 @@ class DFedSAM(DFedAvg):
         default=0.95,
         above=0,
     )
+
+    def plan(self, *, first: bool) -> Sequence[Step]:
+        """Return the exchanges: trained weights, then their averages."""
+        return train_and_average(self.gossip_steps)

@@ -25,10 +25,10 @@ from fedntk.ntk.averages import masked_mean
 from fedntk.ntk.payloads.gossip_options import DisPFLOptions
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
-from .gossip import GossipStrategy
+from .relay import RelayStrategy, Step
 
 
-class DisPFL(DisPFLOptions, GossipStrategy):
+class DisPFL(DisPFLOptions, RelayStrategy):
     """DisPFL (Dai et al. 2022). Clients are :class:`~fedntk.clients.DisPFLClient`.
 
     Each client is judged by its own model. The global arrays are the mean over the clients of each
@@ -37,7 +37,11 @@ class DisPFL(DisPFLOptions, GossipStrategy):
 
     client = "DisPFLClient"
 
+    def plan(self, *, first: bool) -> Sequence[Step]:
+        """Return the exchange, after one of the weights if these are not there yet."""
+        return [Step("weights"), Step("step")] if first else [Step("step")]
+
     def mean_of(self, models: Sequence[Arrays]) -> ArrayDict:
         """Return the mean of each number over the models in which it is not zero."""
-        masks = [{n: own[n] != 0 for n in own if own[n].dtype.kind == "f"} for own in models]
+        masks = [{n: m[n] != 0 for n in m if m[n].dtype.kind == "f"} for m in models]
         return masked_mean(models, masks, [1] * len(models))

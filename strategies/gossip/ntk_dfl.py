@@ -18,15 +18,14 @@ exchange.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads.agreement import Agreement
-from fedntk.ntk.payloads.gossip_options import FROM, NTKDFLOptions
+from fedntk.ntk.payloads import wire
+from fedntk.ntk.payloads.gossip_options import MixingMatrix, NeighbourScreening, NTKDFLOptions
 
 from .relay import RelayStrategy, Step
 from .topology import mixing_matrix
@@ -36,7 +35,7 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
     """NTK-DFL (Thompson et al. 2025). Clients are :class:`~fedntk.clients.NTKDFLClient`."""
 
     client = "NTKDFLClient"
-    defences = ("none", "leave-one-out")
+    rules = ("none", "leave-one-out")
 
     evolve_once: bool = option(
         "with clusters: one member, drawn anew in each round, averages and evolves for its cluster "
@@ -48,21 +47,34 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
 
     def check(self) -> None:
         """Refuse one evolution for clients that have no average in common."""
-        super().check()
-        if self.evolve_once and (self.topology.kind != "clustered" or not self.average):
+        if self.evolve_once and (self.topology.kind != "clustered" or not self.average_first):
             raise ValueError(
                 "evolve_once: expected clusters whose members average their weights; set "
-                "topology = 'clustered' and average = True, or leave it out"
+                "topology = 'clustered' and average_first = True, or leave it out"
             )
 
-    def agreement(self) -> Agreement:
-        """Add the loss."""
-        return replace(super().agreement(), loss=self.loss)
+    @property
+    def mixing(self) -> MixingMatrix:
+        """How clients count in averages."""
+        return self._neighbour_screening.mixing
+
+    @property
+    def _neighbour_screening(self) -> NeighbourScreening:
+        return NeighbourScreening(rule=self.screening.rule, malicious=self.screening.malicious)
+
+    def told_options(self) -> dict[str, Any]:
+        """Return the options, and how clients bear malicious neighbours."""
+        return {**self.to_config(), **self._neighbour_screening.to_config()}
+
+    @property
+    def agreed_loss(self) -> str:
+        """The loss that evolves."""
+        return self.loss
 
     def plan(self, *, first: bool) -> Sequence[Step]:
         """Return the exchanges: weights where none are there yet, averages, then each batch's."""
         planned = [Step("weights")] if first else []
-        if self.average:
+        if self.average_first:
             planned.append(Step("average"))
         for batch in range(self.batches):
             planned += [Step("jacobians", batch), Step("evolve", batch)]
@@ -70,7 +82,7 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
 
     def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return who exchanges parcels with whom; if hubs evolve, members do only with them."""
-        self._clusters = super().graph(server_round, clients)
+        self._clusters = self.draw_graph(server_round, clients)
         if not self.evolve_once:
             return self._clusters
         stars = self.topology.hubs(server_round, self._clusters)
@@ -79,16 +91,12 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
 
     def averages_of(self, examples: Mapping[int, int]) -> NDArray[np.float64] | None:
         """Return W: a cluster's members all average, though its hub does it for them."""
-        return mixing_matrix(self._clusters, examples, self.mixing) if self.average else None
+        return mixing_matrix(self._clusters, examples, self.mixing) if self.average_first else None
 
-    def content_for(
-        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
-    ) -> RecordDict:
-        """Add whether the client is a hub; others have nothing to average."""
-        content = super().content_for(client, stage, arrays, config)
-        if self.evolve_once and stage == MessageType.TRAIN:
-            content.config_records[self.configrecord_key]["hub"] = client in self._hubs
-            if client not in self._hubs and self._step.name == "average":
-                for name in [n for n in content.array_records if n.startswith(FROM)]:
-                    del content[name]
-        return content
+    def step_config(self, client: int, step: Step) -> dict[str, Any]:
+        """Return whether the client is a hub, if hubs evolve."""
+        return {wire.HUB: client in self._hubs} if self.evolve_once else {}
+
+    def receives(self, client: int, step: Step) -> bool:
+        """Whether a client is handed parcels: those that are no hubs have nothing to average."""
+        return not self.evolve_once or client in self._hubs or step.name != "average"

@@ -7,34 +7,40 @@ encrypt each for its receivers.
 """
 
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.averages import all_alike, equal_mean, put_back
-from fedntk.ntk.options import argument, option, state
-from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, RelayOptions
+from fedntk.ntk.options import argument, option, part, state
+from fedntk.ntk.payloads import wire
+from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, MixingMatrix
 from fedntk.ntk.payloads.screening import screen_changes, screen_distances
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
-from ..core.averaging import cast_like, named_arrays
-from ..core.exchange import Accepted, Aggregated, Pairs, Parse, Screen, logger
-from ..core.kept_rounds import KeepingStrategy
+from ..core.averaging import cast_like
+from ..core.channel import Rounds
+from ..core.client_rounds import ClientRounds
 from ..core.registry import SentParts
-from ..core.replies import Reply, check_weights
-from ..core.trust_protocols import public_key_in
-from .topology import Topology, spectral_gap
+from ..core.replies import Reply, accuracy_of, check_weights, screen_accuracies
+from ..core.round import Round, accept_any, timeout_of
+from ..core.sampling import Population, Sample
+from ..core.strategy import Strategy
+from ..core.trust_protocols import VouchesForKeys, public_key_in
+from ..core.uploads import Update, Uploads
+from ..core.weight_average import WeightAverage
+from .topology import Topology, mixing_matrix, spectral_gap
 
+logger = getLogger("flwr")
 FIRST = "first-weights"  # the part of what a client is sent that it keeps
 MODEL = "evaluate.model"  # a message that asks for a client's model
-Parcels = dict[int, dict[int, ArrayRecord]]  # receiver -> sender -> what was sent
-Arrays = dict[str, NDArray[Any]]
-T = TypeVar("T")
+Records = dict[str, ArrayRecord]
 
 
 class Step(NamedTuple):
@@ -44,7 +50,19 @@ class Step(NamedTuple):
     batch: int = 0  # part of its examples that a client is to use
 
 
-class RelayStrategy(RelayOptions, KeepingStrategy):
+@dataclass
+class Progress:
+    """Where a round stands: its steps, the current one, and the parcels that it hands on.
+
+    `parcels` are by receiver, then by sender.
+    """
+
+    steps: Sequence[Step] = ()
+    position: int = 0
+    parcels: Mapping[int, Mapping[int, ArrayRecord]] = field(default_factory=dict)
+
+
+class RelayStrategy(Strategy):
     """Rounds of a decentralised method, over a graph of the clients.
 
     In each step of a round every client gets the parcels that its neighbours sent in the step
@@ -53,9 +71,9 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
 
     Clients keep their weights on disk. In rounds with an evaluation they are asked for them, and
     the bytes count as evaluation: the global arrays are the equal mean, without models whose norm
-    is an outlier (see `outlier_factor`), and with a `defence` without those far from most. A client
-    that joins later begins with the global arrays as they are then. `fraction_train` is the share
-    of the clients that take part in a round.
+    is an outlier, and with a rule of `screening` without those far from most. A client that joins
+    later begins with the global arrays as they are then. `fraction_train` is the fraction of the
+    clients that take part in a round.
 
     Attributes
     ----------
@@ -65,6 +83,10 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
     neighbours : dict of int to tuple of int
         Graph of the newest round.
     """
+
+    replies = "parcels"
+    nests = "nowhere"
+    ends_with: ClassVar[Literal["trained", "averaged"]] = "trained"  # what a round's models are
 
     topology: Topology = argument(
         "who is whose neighbour; by default five random neighbours each, drawn anew in each round",
@@ -86,47 +108,115 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         "and metrics are not sealed",
         default=False,
     )
+    vouching: VouchesForKeys | None = argument(
+        "vouches for the clients' public keys in the run `run`, with which parcels are sealed",
+        default=None,
+    )
+    average: WeightAverage | None = part("average of the mean model over rounds", default=None)
+
+    trained: ClientRounds = state(ClientRounds)
     sent: SentParts = state(SentParts)
     public_keys: dict[int, tuple[str, str]] = state(dict)  # client -> key, voucher in hexadecimal
-    models: dict[int, Arrays] = state(dict, saved=False)
-    models_before: dict[int, Arrays] = state(dict, saved=False)
-    neighbours: dict[int, tuple[int, ...]] = state(dict, saved=False)
-    _begun: set[int] = state(set, saved=False)  # clients that the newest replies say have them
     _drawn: set[int] = state(set)  # clients that were in a static graph
-    _sent_last: dict[int, dict[str, ArrayRecord]] = state(dict, saved=False)  # as a round ended
-    _parcels: Parcels = state(dict, saved=False)
-    _planned: list[Step] = state(list, saved=False)
-    _position: int = state(int, saved=False)  # in the planned steps
+    models: dict[int, ArrayDict] = state(dict, saved=False)
+    models_before: dict[int, ArrayDict] = state(dict, saved=False)
+    neighbours: dict[int, tuple[int, ...]] = state(dict, saved=False)
+    _ended: dict[int, Records] = state(dict, saved=False)  # what clients sent as a round ended
+    progress: Progress = state(Progress, saved=False)
 
-    replies = "parcels"
-    key_option = "seal"
-    ends_with: ClassVar[Literal["trained", "averaged"]] = "trained"  # what a round's models are
-    _is_first_sample: ClassVar[bool] = False  # clients tell who they are first: parcels go by it
+    def check(self) -> None:
+        """Refuse vouchers for keys that nobody has."""
+        if self.vouching is not None and not (self.seal and self.run):
+            raise ValueError(
+                "vouching: expected seal = True and the name of the run, run=..., as clients have "
+                "it"
+            )
+
+    @property
+    @abstractmethod
+    def mixing(self) -> MixingMatrix:
+        """How clients count in averages with their neighbours."""
 
     @abstractmethod
     def plan(self, *, first: bool) -> Sequence[Step]:
         """Return the steps of a round, the `first` or one that lacks the last round's parcels."""
 
-    @abstractmethod
     def averages_of(self, examples: Mapping[int, int]) -> NDArray[np.float64] | None:
         """Return W of the round, given the clients' numbers of examples; None without averages."""
+        return mixing_matrix(self.neighbours, examples, self.mixing)
 
-    def settings(self) -> dict[str, Any]:
-        """Add the topology."""
-        return {**super().settings(), **self.topology.settings()}
+    def mean_of(self, models: Sequence[Arrays]) -> ArrayDict:
+        """Return the model that stands for all."""
+        return equal_mean(models)
 
-    def prepare_round(self, server_round: int, nodes: list[int], grid: Grid) -> None:
+    def step_config(self, client: int, step: Step) -> dict[str, Any]:
+        """Return what a method tells a client in a step, besides."""
+        return {}
+
+    def receives(self, client: int, step: Step) -> bool:
+        """Whether a client is handed parcels in a step."""
+        return True
+
+    def further_settings(self) -> dict[str, Any]:
+        """Return those of the topology."""
+        return self.topology.settings()
+
+    # ------------------------------------------------------------------------- rounds
+
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Hand parcels on, step by step; then ask for the models, if they are to be evaluated."""
+        clients = r.sample(sent_alike=False)
+        self._begin_round(r, clients)
+        uploads = yield from self._ask_step(r, clients)
+        rejected, refused = uploads.rejected, count_refused(uploads)
+        examples = dict(zip(uploads.clients, uploads.counts, strict=True))
+        for position in range(1, len(self.progress.steps)):
+            self.progress.position = position
+            self.progress.parcels = self._sort(uploads)
+            uploads = yield from self._ask_step(r, uploads)
+            rejected += uploads.rejected
+            refused += count_refused(uploads)
+        self.progress.parcels = {}
+        uploads = uploads.with_rejected(rejected - uploads.rejected)
+        metrics: dict[str, Any] = {REFUSED: refused}
+        if (matrix := self.averages_of(examples)) is not None:
+            metrics["spectral-gap"] = spectral_gap(matrix)
+        if not self.enough(uploads):
+            self._ended = {}
+            return Update(uploads, None, metrics)
+        self._ended = {upload.client: upload.value for upload in uploads}
+        self.trained.set(uploads.clients, r.number)
+        if not self.collect or not self.evaluates_in(r.number):
+            return Update(uploads, None, metrics)
+        arrays, measured = yield from self._mean_model(r)
+        return Update(uploads, arrays, metrics | measured)
+
+    def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
+        """Have clients evaluate their models."""
+        uploads = yield from r.ask(
+            accuracy_of, contents=lambda *told: self._content(r, *told), **self._tracked
+        )
+        uploads = self.screening.drop(uploads, screen_accuracies)
+        if self.average is None:  # else it is of the mean over rounds, which nobody trains from
+            self._mark(uploads)
+        return uploads
+
+    def _begin_round(self, r: Round, sample: Sample) -> None:
         """Draw the graph, and plan the steps."""
-        clients = {self.registry.client(node): node for node in nodes}
+        clients = {r.registry.client(node): node for node in sample.nodes}
         if self.seal:
-            self._ask_keys(grid, clients)
-        self.neighbours = self.graph(server_round, list(clients))
-        first = self.seal or not clients.keys() <= self._sent_last.keys()
-        self._planned, self._position = list(self.plan(first=first)), 0
-        self._parcels = {} if first else self._sort_parcels(self._sent_last)
+            self._ask_keys(r, clients)
+        self.neighbours = self.graph(r.number, list(clients))
+        first = self.seal or not clients.keys() <= self._ended.keys()
+        parcels = {} if first else self._sort_records(self._ended)
+        self.progress = Progress(list(self.plan(first=first)), 0, parcels)
 
     def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return who exchanges parcels with whom; a client that misses a static graph leaves a gap.
+        """Return who exchanges parcels with whom."""
+        return self.draw_graph(server_round, clients)
+
+    def draw_graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Draw the topology's graph; a client that misses a static one leaves a gap.
 
         That graph is one of all clients so far, if all are to take part in each round.
         """
@@ -136,194 +226,204 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         whole = self.topology.neighbours(server_round, self._drawn)
         return {client: tuple(j for j in whole[client] if j in clients) for client in clients}
 
-    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
-        """Add the step."""
-        super().prepare_config(config, server_round)
-        config["outlier-factor"], config["max-examples"] = self.outlier_factor, self.max_examples
-        both = self.collect and self.collect_both
-        config["keep-both"] = both and self.evaluates_in(server_round)
-        if self._planned:
-            config["step"], config["batch"] = self._step
+    def _ask_step(self, r: Round, clients: Sample | Uploads[Any]) -> Rounds[Uploads[Records]]:
+        """Make one exchange of parcels."""
+        uploads = yield from r.ask(
+            self._parcels_in,
+            clients=clients,
+            contents=lambda *told: self._content(r, *told),
+            require_kind=lambda message: self._require_parcels(r, message),
+            **self._tracked,
+        )
+        self._mark(uploads)
+        return uploads
 
     @property
-    def _step(self) -> Step:
-        return self._planned[self._position]
+    def _tracked(self) -> Mapping[str, Any]:
+        """How an exchange tracks what clients have."""
+        return {"sent": _Contacts(self.sent, self.public_keys), "resends": False}
 
-    def content_for(
-        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    def _mark(self, uploads: Uploads[Any]) -> None:
+        """Note that clients with accepted replies have the first weights."""
+        for client in uploads.clients:
+            if self.sent.lacks(client, FIRST):
+                self.sent.mark(client, FIRST)
+
+    def _content(
+        self, r: Round, client: int, config: ConfigRecord, *, training: bool | None = None
     ) -> RecordDict:
         """Return the parcels for a client, and the first weights if it has none of its own."""
-        own = self.config_for(client, config)
-        content = RecordDict({self.configrecord_key: own})
-        if stage == MessageType.TRAIN:
-            own["neighbours"] = list(self.neighbours.get(client, ()))
+        training = r.stage == MessageType.TRAIN if training is None else training
+        told = ConfigRecord({**config, **self.trained.config(client), **self._step_config(r)})
+        content = RecordDict({r.owner.configrecord_key: told})
+        if training:
+            step = self.progress.steps[self.progress.position]
+            neighbours = self.neighbours.get(client, ())
+            told[wire.NEIGHBOURS] = list(neighbours)
             if self.seal:
-                self._add_keys(own, client)
-            for sender, parcel in sorted(self._parcels.get(client, {}).items()):
-                content[f"{FROM}{sender}"] = parcel
+                self._add_keys(told, client)
+            if self.mixing == "metropolis":
+                told[wire.DEGREES] = [len(self.neighbours[other]) for other in neighbours]
+            told.update(self.step_config(client, step))
+            if self.receives(client, step):
+                for sender, parcel in sorted(self.progress.parcels.get(client, {}).items()):
+                    content[f"{FROM}{sender}"] = parcel
         if client not in self.trained and self.sent.lacks(client, FIRST):
-            content[self.arrayrecord_key] = arrays
+            content[r.owner.arrayrecord_key] = r.arrays
         return content
 
-    def accepted(self, replies: Iterable[Message], parse: Parse[T], stage: str) -> Accepted[T]:
-        """Note besides that clients with accepted replies have the first weights.
+    def _step_config(self, r: Round) -> dict[str, Any]:
+        both = self.collect and self.collect_both
+        told: dict[str, Any] = {
+            wire.OUTLIER_FACTOR: self.screening.outlier_factor,
+            wire.MAX_EXAMPLES: self.max_examples,
+            wire.KEEP_BOTH: both and self.evaluates_in(r.number),
+        }
+        if self.progress.steps:
+            step = self.progress.steps[self.progress.position]
+            told |= {wire.STEP: step.name, wire.BATCH: step.batch}
+        return told
 
-        They do not after an evaluation of the mean over rounds, which nobody trains from.
-        """
-        pairs, rejected = super().accepted(replies, parse, stage)
-        self._begun = set()
-        if stage != MessageType.EVALUATE or self.averaged is None:
-            self._begun = {r.client for r, _ in pairs if self.sent.lacks(r.client, FIRST)}
-        for client in self._begun:
-            self.sent.mark(client, FIRST)
-        return pairs, rejected
+    def _require_parcels(self, r: Round, message: Message) -> None:
+        """Tell weights by the record's name, as arrays' names are not read here."""
+        if r.owner.arrayrecord_key in message.content.array_records:
+            raise BadReply(
+                "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
+            )
 
-    def apply_screen(self, pairs: Pairs[T], rejected: Counter[str], screen: Screen[T]) -> Pairs[T]:
-        """Take back that clients have the first weights if the reply that says so is dropped."""
-        kept = super().apply_screen(pairs, rejected, screen)
-        for client in self._begun - {reply.client for reply, _ in kept}:
-            self.sent.forget(client)
-        return kept
+    def _parcels_in(self, reply: Reply) -> Records:
+        """Return a client's parcels by address; what is in them is the receivers' to check."""
+        records = dict(reply.message.content.array_records)
+        addresses = {ALL, *(f"{TO}{other}" for other in self.neighbours.get(reply.client, ()))}
+        if strangers := sorted(records.keys() - addresses):
+            raise BadReply("arrays", f"parcels for clients that are no neighbours: {strangers[:5]}")
+        return records
 
-    def forget_sent(self, client: int) -> None:
-        """Forget the client's key as well."""
-        super().forget_sent(client)
-        self.public_keys.pop(client, None)
+    def _sort(self, uploads: Uploads[Records]) -> dict[int, dict[int, ArrayRecord]]:
+        return self._sort_records({upload.client: upload.value for upload in uploads})
 
-    def _ask_keys(self, grid: Grid, nodes: Mapping[int, int]) -> None:
+    def _sort_records(
+        self, sent: Mapping[int, Mapping[str, ArrayRecord]]
+    ) -> dict[int, dict[int, ArrayRecord]]:
+        """Return receiver -> sender -> parcel."""
+        parcels: dict[int, dict[int, ArrayRecord]] = {}
+        for receiver, others in self.neighbours.items():
+            for sender in others:
+                records = sent.get(sender, {})
+                parcel = records.get(f"{TO}{receiver}", records.get(ALL))
+                if parcel is not None:
+                    parcels.setdefault(receiver, {})[sender] = parcel
+        return parcels
+
+    # -------------------------------------------------------------------- public keys
+
+    def _ask_keys(self, r: Round, nodes: Mapping[int, int]) -> None:
         """Ask clients for public keys that are not known; `nodes` has their nodes."""
-        asked, stage = [k for k in nodes if k not in self.public_keys], "query.public_key"
-        if not asked:
+        clients = [client for client in nodes if client not in self.public_keys]
+        if not clients:
             return
-        config = ConfigRecord()
-        super().prepare_config(config, self.server_round)
+        stage = "query.public_key"
+        common = r.common_config(stage)
         contents = [
-            RecordDict({self.configrecord_key: self.config_for(client, config)}) for client in asked
+            RecordDict(
+                {r.owner.configrecord_key: ConfigRecord({**common, **self.trained.config(client)})}
+            )
+            for client in clients
         ]
-        messages = self.address([nodes[client] for client in asked], contents, stage)
-        for reply in grid.send_and_receive(messages, timeout=self.timeout_of(stage)):
+        replies = r.channel.query(
+            [nodes[client] for client in clients], stage, contents, timeout_of(self, stage)
+        )
+        for reply in replies:
             node = reply.metadata.src_node_id
             try:
-                client = self.registry.client(self._exchanges[stage].take(reply))
-                self.public_keys[client] = public_key_in(reply, self.vouching, self.run)
+                key = public_key_in(reply, self.vouching, self.run)
+                self.public_keys[r.registry.client(node)] = key
             except Exception as error:  # a reply may hold anything; none may end the run
                 logger.warning("node %d has no public key: %s", node, error)
 
     def _add_keys(self, config: ConfigRecord, client: int) -> None:
         """Add the receivers' keys; the last step has none, as next round's are not known yet."""
-        last = self._position == len(self._planned) - 1
-        others = () if last else self.neighbours.get(client, ())
-        known = {j: self.public_keys[j] for j in others if j in self.public_keys}
-        config["parcel-run"] = self.run_key
-        config["parcel-exchange"] = self._position
-        config["parcel-sender"] = client
-        config["parcel-own-key"] = bytes.fromhex(self.public_keys.get(client, ("", ""))[0])
-        config["parcel-receivers"] = list(known)
-        config["parcel-keys"] = [bytes.fromhex(key) for key, _ in known.values()]
-        config["parcel-vouchers"] = [bytes.fromhex(voucher) for _, voucher in known.values()]
+        position = self.progress.position
+        is_last = position == len(self.progress.steps) - 1
+        others = () if is_last else self.neighbours.get(client, ())
+        keys = {j: self.public_keys[j] for j in others if j in self.public_keys}
+        config[wire.PARCEL_RUN] = self.trained.run_key
+        config[wire.PARCEL_EXCHANGE] = position
+        config[wire.PARCEL_SENDER] = client
+        config[wire.PARCEL_OWN_KEY] = bytes.fromhex(self.public_keys.get(client, ("", ""))[0])
+        config[wire.PARCEL_RECEIVERS] = list(keys)
+        config[wire.PARCEL_KEYS] = [bytes.fromhex(key) for key, _ in keys.values()]
+        config[wire.PARCEL_VOUCHERS] = [bytes.fromhex(voucher) for _, voucher in keys.values()]
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Hand parcels on, step by step; then ask for the models, if they are to be evaluated."""
-        pairs, rejected = self.accepted(replies, self._parse, MessageType.TRAIN)
-        refused = count_refused(pairs)
-        examples = {reply.client: reply.num_examples for reply, _ in pairs}
-        for position in range(1, len(self._planned)):
-            self._position = position
-            self._parcels = self._sort_parcels({reply.client: sent for reply, sent in pairs})
-            nodes = [reply.node for reply, _ in pairs]
-            pairs, more = self.exchange(nodes, MessageType.TRAIN, self.global_arrays, self._parse)
-            rejected += more
-            refused += count_refused(pairs)
-        self._parcels = {}
-        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
-        metrics[REFUSED] = refused
-        if (matrix := self.averages_of(examples)) is not None:
-            metrics["spectral-gap"] = spectral_gap(matrix)
-        self.train_metrics[server_round] = metrics
-        if not self.enough(len(pairs)):
-            self._sent_last = {}
-            return None, metrics
-        self._sent_last = {reply.client: sent for reply, sent in pairs}
-        self.trained |= {reply.client: server_round for reply, _ in pairs}
-        if not self.collect or not self.evaluates_in(server_round):
-            return None, metrics
-        return self._mean_model(metrics), metrics
+    # ------------------------------------------------------------------- mean model
 
-    def _require_kind(self, message: Message, stage: str) -> None:
-        """Tell weights by the record's name, as arrays' names are not read here."""
-        if stage == MessageType.TRAIN and self.arrayrecord_key in message.content.array_records:
-            raise BadReply(
-                "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
-            )
-
-    def _parse(self, reply: Reply) -> dict[str, ArrayRecord]:
-        """Return a client's parcels by address; what is in them is the receivers' to check."""
-        records = dict(reply.message.content.array_records)
-        known = {ALL, *(f"{TO}{other}" for other in self.neighbours.get(reply.client, ()))}
-        if odd := sorted(records.keys() - known):
-            raise BadReply("arrays", f"parcels for clients that are no neighbours: {odd[:5]}")
-        return records
-
-    def _sort_parcels(self, sent: Mapping[int, Mapping[str, ArrayRecord]]) -> Parcels:
-        parcels: Parcels = {}
-        for receiver, others in self.neighbours.items():
-            for sender in others:
-                own = sent.get(sender, {})
-                parcel = own.get(f"{TO}{receiver}", own.get(ALL))
-                if parcel is not None:
-                    parcels.setdefault(receiver, {})[sender] = parcel
-        return parcels
-
-    def _mean_model(self, metrics: MetricRecord) -> ArrayRecord | None:
-        """Ask all clients for their models; return the equal mean of what came."""
-        network = named_arrays(self.global_arrays)
-        if self._grid is None:
-            raise RuntimeError("call configure_train first, which sets the grid")
-        nodes = self.sample(self._grid, self.server_round, MODEL, 1.0, 1, self.held_out)
-        pairs, rejected = self.exchange(
-            nodes, MODEL, self.global_arrays, lambda reply: self._models_of(reply, network)
+    def _mean_model(self, r: Round) -> Rounds[tuple[ArrayRecord | None, dict[str, Any]]]:
+        """Ask all clients for their models; return the equal mean of what came, and metrics."""
+        population = Population(1.0, 1, 0, self.min_available_nodes, self.sampling.held_out)
+        everyone = self.sampling.draw(r, population, sent_alike=False)
+        uploads = yield from r.ask(
+            lambda reply: self._models_in(reply, r.model),
+            stage=MODEL,
+            clients=everyone._replace(wanted=None),
+            contents=lambda *told: self._content(r, *told, training=False),
+            require_kind=accept_any,
+            **self._tracked,
         )
-        zero = {name: np.zeros_like(array) for name, array in network.items()}
-        pairs = self.apply_screen(  # by norms: how far they moved says how often they were sampled
-            pairs,
-            rejected,
+        zero = {name: np.zeros_like(array) for name, array in r.model.items()}
+        uploads = self.screening.drop(  # by norms: how far they moved says how often they trained
+            uploads,
             lambda models, factor: screen_changes(zero, [m["arrays"] for m in models], factor),
         )
-        if self.defence != "none" and pairs:
-            pairs = self.apply_screen(
-                pairs, rejected, lambda own, _: screen_distances([m["arrays"] for m in own])
-            )
-        metrics["models-collected"] = len(pairs)
-        if rejected:
-            logger.warning("%d clients' models could not be used", rejected.total())
-        if not pairs:
-            return None
-        self.models = {reply.client: own["arrays"] for reply, own in pairs}
-        self.models_before = {r.client: own["before"] for r, own in pairs if "before" in own}
+        if self.screening.is_robust and uploads:
+            uploads = uploads.judge(screen_distances([m["arrays"] for m in uploads.values]))
+        self._mark(uploads)
+        metrics: dict[str, Any] = {"models-collected": len(uploads)}
+        if uploads.rejected:
+            logger.warning("%d clients' models could not be used", uploads.rejected.total())
+        if not uploads:
+            return None, metrics
+        self.models = {upload.client: upload.value["arrays"] for upload in uploads}
+        self.models_before = {
+            upload.client: upload.value[wire.BEFORE]
+            for upload in uploads
+            if wire.BEFORE in upload.value
+        }
         models = list(self.models.values())
         metrics["inter-client-deviation"] = deviation(models)
-        return cast_like(self.mean_of(models), network)
+        return cast_like(self.mean_of(models), r.model), metrics
 
-    def _models_of(self, reply: Reply, network: Arrays) -> dict[str, Arrays]:
-        both = self.collect_both and "before" in reply.message.content.array_records
-        names = ("arrays", "before") if both else ("arrays",)
-        found = zip(names, reply.array_records(*names), strict=True)
-        return {name: check_weights(arrays, network) for name, arrays in found}
+    def _models_in(self, reply: Reply, network: ArrayDict) -> dict[str, ArrayDict]:
+        both = self.collect_both and wire.BEFORE in reply.message.content.array_records
+        names = ("arrays", wire.BEFORE) if both else ("arrays",)
+        records = zip(names, reply.array_records(*names), strict=True)
+        return {name: check_weights(arrays, network) for name, arrays in records}
 
     @property
-    def models_at(self) -> dict[str, dict[int, Arrays]]:
+    def models_at(self) -> dict[str, dict[int, ArrayDict]]:
         """Clients' models by what was done last: ``"averaged"`` and ``"trained"``."""
         other = "averaged" if self.ends_with == "trained" else "trained"
         return {self.ends_with: self.models, other: self.models_before}
 
-    def mean_of(self, models: Sequence[Mapping[str, NDArray[Any]]]) -> Arrays:
-        """Return the model that stands for all."""
-        return equal_mean(models)
+
+class _Contacts:
+    """What clients have of the first weights, and which public keys are theirs."""
+
+    def __init__(self, sent: SentParts, keys: dict[int, tuple[str, str]]) -> None:
+        self._sent, self._keys = sent, keys
+
+    def forget(self, client: int) -> None:
+        """Have a client sent the first weights again, and asked for its key."""
+        self._sent.forget(client)
+        self._keys.pop(client, None)
+
+    def doubt(self, client: int) -> None:
+        """Do the same for a client that failed."""
+        self.forget(client)
 
 
-def count_refused(pairs: Sequence[tuple[Reply, Any]]) -> int:
+def count_refused(uploads: Uploads[Any]) -> int:
     """Return how many parcels clients say that they refused in a step; at most all they got."""
-    counts = [reply.metrics.get(REFUSED, 0) for reply, _ in pairs]
+    counts = [upload.metrics.get(REFUSED, 0) for upload in uploads]
     return sum(min(n, len(counts)) for n in counts if isinstance(n, int) and n > 0)
 
 

@@ -179,7 +179,7 @@ def mixing_matrix(
     """Return W of the clients with examples, in order: row i has the shares of i's average.
 
     Neighbours without examples are left out: their shares go to the others of the row, or with
-    ``"metropolis"`` to the client itself. :class:`~fedntk.strategies.GossipStrategy` has the rules.
+    ``"metropolis"`` to the client itself. :class:`~fedntk.strategies.RelayStrategy` has the rules.
     """
     members = sorted(client for client in neighbours if client in examples)
     place = {client: i for i, client in enumerate(members)}

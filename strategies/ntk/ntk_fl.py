@@ -10,14 +10,14 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import ClassVar, Literal
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from logging import getLogger
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import MessageType
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, JacobianUpload, require_memory
@@ -27,16 +27,23 @@ from fedntk.ntk.evolution.flow_options import FlowOptions
 from fedntk.ntk.evolution.gradient_flow import GradientFlow
 from fedntk.ntk.evolution.learning_rate import AUTO_STEPS
 from fedntk.ntk.evolution.solver import SolverStep
-from fedntk.ntk.options import argument, option, state
-from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.options import argument, option, part, state
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.leave_one_out import screen_harmful
 from fedntk.ntk.payloads.screening import screen_losses, screen_uploads
 
-from ..core.averaging import named_arrays, record_of
-from ..core.base import BaseStrategy
-from ..core.exchange import UNUSABLE, Aggregated, logger, result_of
+from ..core.averaging import record_of
+from ..core.centre import CentreInputs
+from ..core.channel import Rounds
 from ..core.replies import Reply
+from ..core.round import Round
+from ..core.screening import Screening
+from ..core.solving import UNUSABLE, result_of
+from ..core.strategy import Strategy
+from ..core.uploads import Update, Uploads
+from ..core.weight_average import WeightAverage
 
+logger = getLogger("flwr")
 DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
 SHORT, LONG = 10, 60  # seconds: what lasts longer is logged, or comes with advice
 EXPENSIVE = (
@@ -46,24 +53,19 @@ EXPENSIVE = (
 AUTO_RATE = "use learning_rate='auto' (setting auto-learning-rate), a lower rate, or give"
 LARGEST_LOSS = 1e30  # a client's; float32's infinity and more count as infinite
 Selection = Literal["clients", "linearised", "validation"]
-Gathered = tuple[list[Reply], list[JacobianUpload], Counter[str]]
+Gathered = tuple[Uploads[Any], list[JacobianUpload]]  # who sent rows, and the rows
+# candidates, what was added to the outputs, and metrics
+Evolved = tuple[Candidates, torch.Tensor, dict[str, float]]
 
 
-class NTKFL(FlowOptions, BaseStrategy):
-    """NTK-FL (Yue et al. 2022, section 4.1). Clients are :class:`~fedntk.clients.NTKFLClient`.
+class KernelStrategy(FlowOptions, Strategy):
+    """Rounds of a method in which clients send rows of a Jacobian, and the server evolves.
 
-    Examples
-    --------
-    >>> strategy = NTKFL(learning_rate=0.01, min_train_nodes=10, min_completed=5)
-    >>> strategy.steps[0], strategy.steps[-1]
-    (0.0, 2000.0)
+    A method says in :meth:`gather` how rows are sent and checked.
     """
 
-    client = "NTKFLClient"
-    replies = "Jacobians"
     tells_options = False  # the server evolves
-    defences = ("none", "leave-one-out")
-    centres = True
+    rules = ("none", "leave-one-out")
     combined_by: ClassVar = {
         "kernel-products": sum,
         "solver-steps": sum,
@@ -113,63 +115,142 @@ class NTKFL(FlowOptions, BaseStrategy):
     )
     device: torch.device | str = argument("where kernel and evolution are computed", default="cpu")
 
-    rounds_without_step: int = state(int)  # in a row, for the log
-    _class_counts: NDArray[np.float64] = state(lambda: np.zeros(0))  # of all rounds so far
+    average: WeightAverage | None = part("average of the weights over rounds", default=None)
+    centre: CentreInputs | None = part("take the mean over all clients off inputs", default=None)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = (self.validation_loss is not None) + (len(self.validation_partitions) > 0)
-        if given != (self.selection == "validation"):
-            raise ValueError(
-                "selection='validation' goes with validation_loss or validation_partitions, not "
-                f"both; got selection={self.selection!r} and {given} of them"
-            )
-        self.held_out = (*self.held_out, *self.validation_partitions)
+    rounds_without_step: int = state(int)  # in a row, for the log
+    class_counts: NDArray[np.float64] = state(lambda: np.zeros(0))  # of all rounds so far
+
+    def prepare(self) -> None:
+        """Hold out the validation partitions, and make the gradient flow."""
+        held_out = (*self.sampling.held_out, *self.validation_partitions)
+        self.sampling.held_out = held_out
         steps = self.steps or (AUTO_STEPS if self.has_auto_rate else DEFAULT_STEPS)
         if self.allow_no_step and steps[0] > 0:
             steps = (0, *steps)
-        shared = {name: getattr(self, name) for name in FlowOptions.options()}
+        options = {name: getattr(self, name) for name in FlowOptions.options()}
         budget = round(self.memory_budget * 1e9) or None
-        self.flow = GradientFlow(**{**shared, "steps": steps, "memory_budget": budget})
+        self.flow = GradientFlow(**{**options, "steps": steps, "memory_budget": budget})
         self.steps = self.flow.steps
-        self._offset: list[float] = []  # of the outputs, in the current round
 
     def check(self) -> None:
         """Refuse options that do not go together."""
-        super().check()
         if len(self.steps) and self.steps[-1] == 0:
             raise ValueError(f"steps: expected at least one t above 0, got {list(self.steps)}")
         if self.class_prior and self.loss != "cross-entropy":
             raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
         if self.class_target == "seen" and not self.class_prior:
             raise ValueError("class_target: 'seen' goes with class_prior=True, got False")
+        on_server = self.screening.validation_loss is not None
+        sources = on_server + (len(self.validation_partitions) > 0)
+        if sources != (self.selection == "validation"):
+            raise ValueError(
+                "selection='validation' goes with screening.validation_loss or "
+                f"validation_partitions, not both; got selection={self.selection!r} and {sources} "
+                "of them"
+            )
 
-    def agreement(self) -> Agreement:
-        """Add the loss."""
-        return replace(super().agreement(), loss=self.loss)
+    @property
+    def agreed_loss(self) -> str:
+        """The loss that evolves."""
+        return self.loss
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Do steps 3 and 4: global Jacobian, kernel, evolution and choice of t."""
-        clients, uploads, rejected = self.gather(server_round, replies)
-        metrics = self.round_metrics(clients, rejected)
-        self.train_metrics[server_round] = metrics
-        if not self.enough(len(clients)) or not uploads:
-            return None, metrics
-        candidates = result_of(lambda: self.candidates(uploads, metrics), "evolution")
-        if candidates is None:
-            return None, metrics
-        losses = self.candidate_losses(candidates, clients, metrics)
+    @abstractmethod
+    def gather(self, r: Round) -> Rounds[Gathered]:
+        """Return the clients with rows that are used, and these (step 2).
+
+        The order of the rows does not depend on that of the replies.
+        """
+
+    @abstractmethod
+    def pool(self, rows: Sequence[JacobianUpload]) -> tuple[JacobianUpload, dict[str, float]]:
+        """Stack the clients' rows, eq. (8); return them and metrics of the round."""
+
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Gather rows, evolve under their kernel, and choose t."""
+        uploads, rows = yield from self.gather(r)  # steps 1 and 2
+        if not self.enough(uploads) or not rows:
+            return Update(uploads)
+        evolved = result_of(lambda: self._evolve(r, rows), "evolution")  # step 3
+        if evolved is None:
+            return Update(uploads)
+        candidates, offset, metrics = evolved
+        evolution = candidates.evolution
+        metrics["kernel-products"] = evolution.kernel_products
+        metrics["solver-steps"] = evolution.solver_steps
+        metrics["solver-error-estimate"] = evolution.error_estimate
+        losses, counts = yield from self._losses_of(r, candidates, uploads, offset)  # step 4
+        metrics |= counts
         best = lowest_loss(losses)
         if best is None:
             logger.warning("no candidate has a finite loss: the model stays as it was")
-            return None, metrics
+            return Update(uploads, None, metrics)
         metrics["t"] = float(self.steps[best])
-        metrics["learning-rate"] = candidates.evolution.learning_rate
+        metrics["learning-rate"] = evolution.learning_rate
         metrics["candidate-loss"] = losses[best]
         metrics["linearised-loss"] = candidates.linearised_losses[best]
         if self.steps[best] > 0:
             self.rounds_without_step = 0
-            return record_of(candidates.weights_at(best)), metrics
+            return Update(uploads, record_of(candidates.weights_at(best)), metrics)
+        self._note_no_step(evolution.learning_rate)
+        return Update(uploads, None, metrics)
+
+    def _evolve(self, r: Round, rows: Sequence[JacobianUpload]) -> Evolved:
+        """Return weights w^(k,t) for each t, and the losses of f^(k,t): eq. (8) to (10)."""
+        pooled, metrics = self.pool(rows)
+        offset = self._class_offset(pooled.targets)
+        candidates = Candidates.of(
+            r.model,
+            pooled.jacobian.to(self.device),
+            (pooled.outputs + offset).to(self.device),
+            pooled.targets.to(self.device),
+            self.flow,
+            _Progress(pooled, self.flow.kernel),
+        )
+        return candidates, offset, metrics
+
+    def _class_offset(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the outputs of a round's examples; zeros without a prior."""
+        if not self.class_prior:
+            return torch.zeros(targets.shape[1])
+        counts = targets.sum(0, dtype=torch.float64).cpu().numpy()
+        self.class_counts = counts + (self.class_counts if len(self.class_counts) else 0)
+        seen = torch.from_numpy(self.class_counts) if self.class_target == "seen" else None
+        return log_class_prior(targets, seen)
+
+    def _losses_of(
+        self, r: Round, candidates: Candidates, uploads: Uploads[Any], offset: torch.Tensor
+    ) -> Rounds[tuple[Sequence[float], dict[str, float]]]:
+        """Return each candidate's loss, by the rule that is chosen for eq. (11a), and counts."""
+        if self.selection == "linearised":
+            return candidates.linearised_losses, {}
+        if (validation_loss := self.screening.validation_loss) is not None:
+            weights = map(candidates.weights_at, range(len(candidates)))
+            return [float(validation_loss(record_of(each))) for each in weights], {}
+        asks_trainers = self.selection == "clients"
+        count, validators = len(candidates), self.validation_partitions
+        answers = yield from r.ask(
+            lambda reply: _check_losses(reply, count),
+            stage=MessageType.QUERY,
+            clients=uploads if asks_trainers else r.registry.nodes_of(validators),
+            arrays=record_of(candidates.weights),
+            config=(
+                {OUTPUT_OFFSET: offset.tolist()} if self.class_prior and asks_trainers else None
+            ),
+        )
+        answers = self.screening.drop(answers, screen_losses)
+        metrics: dict[str, float] = {"losses-accepted": len(answers)}
+        for reason, refused in sorted(answers.rejected.items()):
+            metrics[f"losses-rejected-{reason}"] = refused
+        infinite = [math.inf] * count
+        if self.screening.is_robust:  # numbers of examples are claims
+            return trimmed_losses(answers.values, self.screening.malicious) or infinite, metrics
+        trained_on = dict(zip(uploads.nodes, uploads.counts, strict=True))
+        counts = [trained_on.get(answer.node, answer.num_examples) for answer in answers]
+        return mean_losses(answers.values, counts) or infinite, metrics
+
+    def _note_no_step(self, learning_rate: float) -> None:
+        """Count and log a round that leaves the model as it was."""
         self.rounds_without_step += 1
         logger.info("t = 0 has the lowest loss: the model stays as it was")
         if self.rounds_without_step >= 2:
@@ -178,114 +259,72 @@ class NTKFL(FlowOptions, BaseStrategy):
                 "first of steps, goes beyond where the network is close to its linearisation; %s "
                 "steps below it",
                 self.rounds_without_step,
-                candidates.evolution.learning_rate,
+                learning_rate,
                 self.steps[1],
                 "give" if self.has_auto_rate else AUTO_RATE,
             )
-        return None, metrics
 
-    def gather(self, server_round: int, replies: Iterable[Message]) -> Gathered:
-        """Return the clients whose rows are used, uploads with these, and refusals (step 2).
 
-        The order of the uploads does not depend on that of the replies.
-        """
-        pairs, rejected = self.accepted(replies, self.parser(), MessageType.TRAIN)
-        pairs = self.apply_screen(pairs, rejected, screen_uploads)
-        if self.defence == "leave-one-out":
-            try:
-                pairs = self.apply_screen(
-                    pairs, rejected, lambda uploads, _: screen_harmful(uploads, self.liars_expected)
-                )
-            except UNUSABLE as error:
-                logger.warning("clients cannot be judged: %s", error)
-                pairs = []
-        return [reply for reply, _ in pairs], [upload for _, upload in pairs], rejected
+class NTKFL(KernelStrategy):
+    """NTK-FL (Yue et al. 2022, section 4.1). Clients are :class:`~fedntk.clients.NTKFLClient`.
 
-    def parser(self) -> Callable[[Reply], JacobianUpload]:
-        """Make what checks each reply of a round, or raises BadReply."""
-        sent = {n: torch.from_numpy(a) for n, a in named_arrays(self.global_arrays).items()}
-        shapes = {name: tensor.shape for name, tensor in sent.items()}
+    Examples
+    --------
+    >>> strategy = NTKFL(learning_rate=0.01, min_train_nodes=10, min_completed=5)
+    >>> strategy.steps[0], strategy.steps[-1]
+    (0.0, 2000.0)
+    """
 
-        def parse(reply: Reply) -> JacobianUpload:
-            upload = JacobianUpload.from_arrays(reply.arrays(), parameters=shapes, weights=sent)
-            return upload.claimed(reply.num_examples)
+    client = "NTKFLClient"
+    replies = "Jacobians"
 
-        return parse
+    def gather(self, r: Round) -> Rounds[Gathered]:
+        """Return the clients with rows that are used, and these (step 2)."""
+        uploads = yield from r.ask(parser_of(r))
+        uploads = screen_rows(uploads, self.screening)
+        return uploads, uploads.values
 
-    def candidates(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> Candidates:
-        """Return weights w^(k,t) for each t, and the losses of f^(k,t) (step 3)."""
-        require_memory(
-            2 * sum(upload.jacobian.nbytes for upload in uploads),
-            f"the global Jacobian of {len(uploads)} clients",
-            cure="sample fewer clients a round, or have them send structure='factored'",
-        )
-        whole = self.pooled(uploads, metrics)
-        offset = self._class_offset(whole.targets)
-        self._offset = offset.tolist()
-        candidates = Candidates.of(
-            named_arrays(self.global_arrays),
-            whole.jacobian.to(self.device),
-            (whole.outputs + offset).to(self.device),
-            whole.targets.to(self.device),
-            self.flow,
-            _Progress(whole, self.flow.kernel),
-        )
-        evolution = candidates.evolution
-        metrics["kernel-products"] = evolution.kernel_products
-        metrics["solver-steps"] = evolution.solver_steps
-        metrics["solver-error-estimate"] = evolution.error_estimate
-        return candidates
+    def pool(self, rows: Sequence[JacobianUpload]) -> tuple[JacobianUpload, dict[str, float]]:
+        """Stack the clients' rows: eq. (8)."""
+        return stack(rows), {}
 
-    def pooled(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> JacobianUpload:
-        """Stack the rows of the uploads: eq. (8)."""
-        return uploads[0] if len(uploads) == 1 else JacobianUpload.concatenate(uploads)
 
-    def _class_offset(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the outputs of a round's examples; zeros without a prior."""
-        if not self.class_prior:
-            return torch.zeros(targets.shape[1])
-        counts = targets.sum(0, dtype=torch.float64).cpu().numpy()
-        self._class_counts = counts + (self._class_counts if len(self._class_counts) else 0)
-        seen = torch.from_numpy(self._class_counts) if self.class_target == "seen" else None
-        return log_class_prior(targets, seen)
+def parser_of(r: Round) -> Callable[[Reply], JacobianUpload]:
+    """Make what checks each Jacobian of a round, or raises BadReply."""
+    weights = {name: torch.from_numpy(array) for name, array in r.model.items()}
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
 
-    def content_for(
-        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
-    ) -> RecordDict:
-        """Add the offset of the outputs where losses are asked for on the round's examples."""
-        if stage == MessageType.QUERY and self.class_prior and self.selection == "clients":
-            config = ConfigRecord({**config, OUTPUT_OFFSET: self._offset})
-        return super().content_for(client, stage, arrays, config)
+    def parse(reply: Reply) -> JacobianUpload:
+        upload = JacobianUpload.from_arrays(reply.arrays(), parameters=shapes, weights=weights)
+        return upload.claimed(reply.num_examples)
 
-    def candidate_losses(
-        self, candidates: Candidates, clients: Sequence[Reply], metrics: MetricRecord
-    ) -> Sequence[float]:
-        """Return each candidate's loss, by the rule that is chosen for eq. (11a) (step 4)."""
-        if self.selection == "linearised":
-            return candidates.linearised_losses
-        if self.validation_loss is not None:
-            each = map(candidates.weights_at, range(len(candidates)))
-            return [float(self.validation_loss(record_of(weights))) for weights in each]
-        nodes = [client.node for client in clients]
-        if self.selection == "validation":
-            nodes = self.registry.nodes_of(self.validation_partitions)
-        count = len(candidates)
-        pairs, rejected = self.exchange(
-            nodes,
-            MessageType.QUERY,
-            record_of(candidates.weights),
-            lambda reply: _check_losses(reply, count),
-        )
-        pairs = self.apply_screen(pairs, rejected, screen_losses)
-        metrics["losses-accepted"] = len(pairs)
-        for reason, refused in sorted(rejected.items()):
-            metrics[f"losses-rejected-{reason}"] = refused
-        if self.defence != "none":  # numbers of examples are claims
-            trimmed = trimmed_losses([losses for _, losses in pairs], self.liars_expected)
-            return trimmed or [math.inf] * count
-        trained_on = {client.node: client.num_examples for client in clients}
-        counts = [trained_on.get(reply.node, reply.num_examples) for reply, _ in pairs]
-        return mean_losses([losses for _, losses in pairs], counts) or [math.inf] * count
+    return parse
+
+
+def screen_rows(uploads: Uploads[JacobianUpload], screening: Screening) -> Uploads[JacobianUpload]:
+    """Drop rows far from the others', and those without which the others' loss would be lower.
+
+    If the rule is to find these and none can be judged, all are dropped.
+    """
+    uploads = screening.drop(uploads, screen_uploads)
+    if not screening.is_robust:
+        return uploads
+    try:
+        verdicts = screen_harmful(uploads.values, screening.malicious)
+    except UNUSABLE as error:
+        logger.warning("clients cannot be judged: %s", error)
+        return uploads.keep(())
+    return uploads.judge(verdicts)
+
+
+def stack(rows: Sequence[JacobianUpload]) -> JacobianUpload:
+    """Stack the rows of several uploads; NotEnoughMemory if they are too many."""
+    require_memory(
+        2 * sum(upload.jacobian.nbytes for upload in rows),
+        f"the global Jacobian of {len(rows)} clients",
+        cure="sample fewer clients a round, or have them send structure='factored'",
+    )
+    return rows[0] if len(rows) == 1 else JacobianUpload.concatenate(rows)
 
 
 class _Progress:
@@ -315,7 +354,7 @@ class _Progress:
 
 
 def _check_losses(reply: Reply, count: int) -> NDArray[np.float64]:
-    losses = reply.metrics.get("losses")
+    losses = reply.metrics.get(wire.LOSSES)
     if not isinstance(losses, list) or len(losses) != count:
         raise BadReply("losses", f"expected {count} losses, got {str(losses)[:80]}")
     values = np.array(losses, dtype=np.float64)

@@ -1,1 +1,1 @@
-"""Methods with a model for each client: the server half."""
+"""A model for each client: the server half."""

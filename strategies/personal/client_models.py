@@ -2,13 +2,15 @@
 
 import tempfile
 from collections.abc import Iterator, MutableMapping
+from logging import getLogger
 
 import numpy as np
 
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from ..core.array_archive import under
-from ..core.exchange import logger
+
+logger = getLogger("flwr")
 
 
 class ClientModels(MutableMapping[int, Arrays]):

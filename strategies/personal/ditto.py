@@ -6,8 +6,10 @@ Personalization*, ICML 2021, section 3 and algorithm 1:
     min over v_k of  F_k(v_k) + (lambda / 2) ||v_k - w*||^2,  with w* the global model's optimum
 """
 
+from fedntk.ntk.options import part
 from fedntk.ntk.robust_averages import DEFENCES
 
+from ..core.secure import SecureAggregation
 from .personalised import PersonalStrategy
 
 
@@ -20,5 +22,6 @@ class Ditto(PersonalStrategy):
 
     client = "DittoClient"
     replies = "global weights"
-    masks = True
-    defences = (*DEFENCES, "validation")
+    rules = (*DEFENCES, "validation")
+
+    secure: SecureAggregation | None = part("clients mask their weights", default=None)

@@ -7,9 +7,10 @@ parameters and statistics are each client's own.
 
 from torch import nn
 
-from fedntk.ntk.options import argument
+from fedntk.ntk.options import argument, part
 from fedntk.ntk.parts import batch_norm_arrays
 
+from ..core.secure import SecureAggregation
 from .personalised import PersonalStrategy
 
 
@@ -23,12 +24,11 @@ class FedBN(PersonalStrategy):
     ['1.bias', '1.num_batches_tracked']
     """
 
-    masks = True
-
     network: nn.Module = argument("clients' architecture; its weights do not matter")
+    secure: SecureAggregation | None = part("clients mask their weights", default=None)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def prepare(self) -> None:
+        """Find BatchNorm's arrays."""
         self.personal = batch_norm_arrays(self.network)
         if not self.personal:
             raise ValueError(

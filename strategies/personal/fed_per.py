@@ -7,9 +7,10 @@ last linear layer, the paper's K_P = 1.
 
 from torch import nn
 
-from fedntk.ntk.options import argument, option
+from fedntk.ntk.options import argument, option, part
 from fedntk.ntk.parts import head_arrays
 
+from ..core.secure import SecureAggregation
 from .personalised import PersonalStrategy
 
 
@@ -23,13 +24,13 @@ class FedPer(PersonalStrategy):
     ['2.bias', '2.weight']
     """
 
-    masks = True
-
     network: nn.Module = argument("clients' architecture; its weights do not matter")
     head: str = option(
         "layer that stays with the clients; the last linear one by default", default=""
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    secure: SecureAggregation | None = part("clients mask their weights", default=None)
+
+    def prepare(self) -> None:
+        """Find the head's arrays."""
         self.personal = head_arrays(self.network, self.head)

@@ -10,23 +10,26 @@ come. It is left out: so C^j is the mean over all examples of the class, and one
 own. (The authors' program takes the plain mean over clients.)
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.app import Array, ArrayRecord
-from numpy.typing import NDArray
+from torch import nn
 
-from fedntk.ntk import BadReply
+from fedntk.ntk import FeatureMap
+from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES, Prototypes
 
-from ..core.averaging import named_arrays
-from ..core.exchange import Pairs
-from ..core.features import FeatureStrategy
-from ..core.replies import screen_own_sizes
-from .personalised import PersonalStrategy
+from ..core.averaging import cast_like, named_arrays
+from ..core.channel import Rounds
+from ..core.client_rounds import ClientRounds
+from ..core.replies import Reply, accuracy_of, screen_accuracies, screen_own_sizes
+from ..core.round import Round
+from ..core.strategy import Strategy
+from ..core.uploads import Update, Uploads
+from .personalised import ask_personal
 
 
-class FedProto(FeatureStrategy, PersonalStrategy):
+class FedProto(Strategy):
     """FedProto (Tan et al. 2022). Clients are :class:`~fedntk.clients.FedProtoClient`.
 
     The whole network stays with the clients, which start from the same weights. The Result holds
@@ -37,16 +40,28 @@ class FedProto(FeatureStrategy, PersonalStrategy):
 
     client = "FedProtoClient"
     replies = "prototypes"
-    defences = ("none", "geometric-median")
+    rules = ("none", "geometric-median")
+    nests = "nowhere"
+
+    network: nn.Module = argument("clients' architecture; its weights do not matter")
+    head: str = option(
+        "layer before which features are taken; the last linear one by default", default=""
+    )
+    trained: ClientRounds = state(ClientRounds)
+
+    def prepare(self) -> None:
+        """Find the last layer."""
+        self.feature_map = FeatureMap("last-layer", head=self.head)
+        _, last = self.feature_map.last_layer(self.network)
+        self.shape = (last.out_features, last.in_features)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Begin without prototypes, unless a state was loaded."""
-        network = self.network_of(initial_arrays)
-        self.personal = frozenset(network)
-        if not done:
-            none = Prototypes.none(*self.shape).to_global_arrays()
-            initial_arrays = ArrayRecord({**network, **{n: Array(a) for n, a in none.items()}})
-        return super().begin(initial_arrays, num_rounds, done)
+        if done:
+            return initial_arrays
+        none = Prototypes.none(*self.shape).to_global_arrays()
+        prototypes = {name: Array(array) for name, array in none.items()}
+        return ArrayRecord({**self.network_of(initial_arrays), **prototypes})
 
     def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the first weights, which all clients start from."""
@@ -57,16 +72,35 @@ class FedProto(FeatureStrategy, PersonalStrategy):
         """The global prototypes with which the current round, or the last one, began."""
         return Prototypes.from_global_arrays(named_arrays(self.global_arrays))
 
-    def screen(self, own: Sequence[Prototypes], most: float) -> list[BadReply | None]:
-        """Refuse prototypes whose root mean square is far above that of others."""
-        return screen_own_sizes(own, most)
-
-    def merge(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
-        """Return the mean prototype of each class, and the former one where none came.
-
-        With ``defence="geometric-median"`` it is :meth:`Prototypes.geometric_median`.
-        """
-        robust = self.defence == "geometric-median"
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Pool the clients' prototypes; a class without any keeps its former one."""
+        personal = frozenset(self.network_of(r.arrays))
+        place = self.feature_map.to_config()
+        uploads = yield from ask_personal(r, self._parse, personal, self.trained, config=place)
+        uploads = self.screening.drop(uploads, screen_own_sizes)
+        if not self.enough(uploads):
+            return Update(uploads)
+        robust = self.screening.rule == "geometric-median"
         pool = Prototypes.geometric_median if robust else Prototypes.pooled
-        pooled = pool([own for _, own in pairs])
-        return self.prototypes.update_from(pooled).to_global_arrays()
+        before = Prototypes.from_global_arrays(r.model)
+        new = before.update_from(pool(uploads.values)).to_global_arrays()
+        self.trained.set(uploads.clients, r.number)
+        expected = {name: r.model[name] for name in new}
+        return Update(uploads, ArrayRecord({**r.arrays, **cast_like(new, expected)}))
+
+    def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
+        """Have clients evaluate their own networks."""
+        personal = frozenset(self.network_of(r.arrays))
+        place = self.feature_map.to_config()
+        uploads = yield from ask_personal(r, accuracy_of, personal, self.trained, config=place)
+        return self.screening.drop(uploads, screen_accuracies)
+
+    def _parse(self, reply: Reply) -> Prototypes:
+        """Check a client's class means, which must be of as many examples as it reports."""
+        return Prototypes.from_arrays(
+            reply.arrays(),
+            num_classes=self.shape[0],
+            width=self.shape[1],
+            max_examples=self.max_examples,
+            num_examples=reply.num_examples,
+        )

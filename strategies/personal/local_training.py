@@ -1,4 +1,4 @@
-"""Training without communication: each client has a network of its own ("SingleSet").
+"""Local training ("SingleSet"): each client has a network of its own, and nothing is shared.
 
 Source: Huang et al., *Understanding Convergence and Generalization in Federated Learning through
 Feature Learning Theory*, ICLR 2024, section 6: the baseline that any federated method has to beat.
@@ -16,9 +16,8 @@ class LocalTraining(PersonalStrategy):
     send only metrics. The Result holds the first weights.
     """
 
-    defences = ("none",)
+    rules = ("none",)
 
-    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+    def personal_names(self, arrays: ArrayRecord) -> frozenset[str]:
         """Have all arrays stay with the clients."""
-        self.personal = frozenset(initial_arrays)
-        return super().begin(initial_arrays, num_rounds, done)
+        return frozenset(arrays)

@@ -4,27 +4,28 @@ Source: Pillutla et al., *Federated Learning with Partial Model Personalization*
 u <- sum over the sampled clients k of (n_k / n) u_k, and v_k stays with client k.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
-from numpy.typing import NDArray
+from flwr.app import ArrayRecord
 
-from fedntk.ntk import BadReply
-from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads.screening import screen_changes
+from fedntk.ntk.options import option, part, state
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.robust_averages import DEFENCES
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.exchange import Aggregated, Pairs
-from ..core.kept_rounds import KeepingStrategy
-from ..core.replies import Reply, check_weights
-from ..core.secure_average import Average, AveragingStrategy
+from ..core.channel import Parse, Rounds
+from ..core.client_rounds import ClientRounds
+from ..core.replies import accuracy_of, check_weights, screen_accuracies
+from ..core.round import Round, accept_any
+from ..core.secure import SecureAggregation
+from ..core.strategy import Strategy
+from ..core.uploads import Update, Uploads
 
-PERSONAL = "personal"  # record of first values
+T = TypeVar("T")
 
 
-class PersonalStrategy(KeepingStrategy, AveragingStrategy):
+class PersonalStrategy(Strategy):
     """Average the shared arrays, and leave the personal ones with the clients.
 
     Clients are :class:`~fedntk.clients.PersonalisedClient`. The arrays named in ``personal``, which
@@ -37,83 +38,57 @@ class PersonalStrategy(KeepingStrategy, AveragingStrategy):
 
     client = "PersonalisedClient"
     replies = "shared weights"
-    averages = False
-    masks = False  # a method whose `merge` is this mean sets True
-    defences = DEFENCES
+    rules = DEFENCES
+    nests = "nowhere"
 
+    trained: ClientRounds = state(ClientRounds)
     personal: Collection[str] = state(frozenset, saved=False, reset=False)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Check that the network has the personal arrays."""
-        if odd := sorted(set(self.personal) - initial_arrays.keys()):
-            raise ValueError(f"personal: the network has no arrays named {odd[:5]}")
-        return super().begin(initial_arrays, num_rounds, done)
+        self.personal = self.personal_names(initial_arrays)
+        if missing := sorted(set(self.personal) - initial_arrays.keys()):
+            raise ValueError(f"personal: the network has no arrays named {missing[:5]}")
+        return initial_arrays
 
-    def content_for(
-        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
-    ) -> RecordDict:
-        """Return the client's shared arrays, and the initial personal ones if it has none."""
-        shared = ArrayRecord({n: a for n, a in arrays.items() if n not in self.personal})
-        own = self.config_for(client, config)
-        content = super().content_for(client, stage, self.shared_for(client, shared), own)
-        if self.personal and client not in self.trained:
-            content[PERSONAL] = ArrayRecord({n: arrays[n] for n in arrays if n in self.personal})
-        return content
+    def personal_names(self, arrays: ArrayRecord) -> Collection[str]:
+        """Return the names of the arrays that stay with the clients."""
+        return self.personal
 
-    def shared_for(self, client: int, shared: ArrayRecord) -> ArrayRecord:
-        """Return a client's shared arrays: the global ones by default."""
-        return shared
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Average the shared arrays, and note whose personal arrays are of this round."""
+        shared = split(r.arrays, self.personal)[0]
+        model = named_arrays(shared)
+        metrics: Mapping[str, Any] = {}
+        secure = self.part_of(SecureAggregation)
+        if secure is not None:
+            mean, uploads, metrics = yield from secure.mean(
+                r,
+                self.enough,
+                arrays=shared,
+                config=self.trained.config,
+                records=lambda client: first_values(r, self.personal, self.trained, client),
+                sent=self.trained,
+            )
+        else:
+            uploads = yield from ask_personal(
+                r, lambda reply: check_weights(reply.arrays(), model), self.personal, self.trained
+            )
+            uploads = self.screening.drop_outliers(uploads, model)
+            enough = self.enough(uploads)
+            mean = self.screening.mean(uploads, model) if enough and model else {}
+            if not enough:
+                return Update(uploads, None, metrics)
+        if mean is None:
+            return Update(uploads, None, metrics)
+        self.trained.set(uploads.clients, r.number)
+        arrays = ArrayRecord({**r.arrays, **cast_like(mean, model)})
+        return Update(uploads, arrays, metrics)
 
-    def forget_lost(self, client: int) -> None:
-        """Have a client start from the initial personal arrays again."""
-        self.trained.pop(client, None)
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Merge what was accepted, and note whose personal arrays are of this round."""
-        merged, added, metrics = self.collect(replies)
-        self.train_metrics[server_round] = metrics
-        if merged is None:
-            return None, metrics
-        self.trained |= {reply.client: server_round for reply in added}
-        expected = {n: a for n, a in named_arrays(self.global_arrays).items() if n in merged}
-        return ArrayRecord({**self.global_arrays, **cast_like(merged, expected)}), metrics
-
-    def collect(self, replies: Iterable[Message]) -> Average:
-        """Return what the accepted replies change of the global arrays, those, and metrics."""
-        if self.secure_aggregation:
-            return self.average(replies, self.shared)
-        pairs, rejected, _ = self.answers(replies, self.parse, MessageType.TRAIN)
-        pairs = self.apply_screen(pairs, rejected, self.screen)
-        pairs = self.judged(pairs, rejected, self.shared, lambda own: own)
-        added = [reply for reply, _ in pairs]
-        metrics = self.round_metrics(added, rejected)
-        self.train_metrics[self.server_round] = metrics  # to which `merge` may add
-        return self.merge(pairs) if self.enough(len(pairs)) else None, added, metrics
-
-    @property
-    def takes_weights(self) -> bool:
-        """Whether nothing is personal, so that clients reply with all weights."""
-        return not self.personal or super().takes_weights
-
-    @property
-    def shared(self) -> dict[str, NDArray[Any]]:
-        """The global arrays that travel, as they were when the current round began."""
-        arrays = named_arrays(self.global_arrays)
-        return {name: array for name, array in arrays.items() if name not in self.personal}
-
-    def parse(self, reply: Reply) -> Any:
-        """Return what the method needs of a reply, or raise BadReply; by default its weights."""
-        return check_weights(reply.arrays(), self.shared)
-
-    def screen(self, own: Sequence[Any], most: float) -> list[BadReply | None]:
-        """Refuse what :meth:`parse` made of replies that are far out of the others' range."""
-        return screen_changes(self.shared, own, most)
-
-    def merge(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
-        """Return what the accepted replies change of the global arrays."""
-        if not self.shared:
-            return {}
-        return self.robust_mean_of(self.shared, pairs)
+    def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
+        """Have clients evaluate their own models."""
+        uploads = yield from ask_personal(r, accuracy_of, self.personal, self.trained)
+        return self.screening.drop(uploads, screen_accuracies)
 
 
 class PersonalisedStrategy(PersonalStrategy):
@@ -125,10 +100,56 @@ class PersonalisedStrategy(PersonalStrategy):
     ('2.bias', '2.weight')
     """
 
-    masks = True
-
     personal: Sequence[str] = option("names of arrays that stay with the clients", default=())
+    secure: SecureAggregation | None = part("clients mask their weights", default=None)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def prepare(self) -> None:
+        """Sort the names."""
         self.personal = tuple(sorted(self.personal))
+
+
+def split(arrays: ArrayRecord, personal: Collection[str]) -> tuple[ArrayRecord, ArrayRecord]:
+    """Return the shared arrays and the personal ones."""
+    shared = {name: array for name, array in arrays.items() if name not in personal}
+    return ArrayRecord(shared), ArrayRecord({n: arrays[n] for n in arrays if n in personal})
+
+
+def first_values(
+    r: Round, personal: Collection[str], trained: ClientRounds, client: int
+) -> dict[str, ArrayRecord]:
+    """Return the initial personal arrays as a record, for a client that has none."""
+    if not personal or client in trained:
+        return {}
+    return {wire.PERSONAL: split(r.arrays, personal)[1]}
+
+
+def ask_personal(
+    r: Round,
+    parse: Parse[T],
+    personal: Collection[str],
+    trained: ClientRounds,
+    *,
+    config: Mapping[str, Any] | None = None,
+    shared_for: Callable[[int, ArrayRecord], ArrayRecord] | None = None,
+) -> Rounds[Uploads[T]]:
+    """Ask clients of which each has some personal arrays; ones that lost them begin anew.
+
+    `shared_for` makes the shared arrays of a client from the global ones, which it gets otherwise.
+    """
+    key = r.owner.arrayrecord_key
+    shared = split(r.arrays, personal)[0]
+
+    def records(client: int) -> dict[str, ArrayRecord]:
+        model = {} if shared_for is None else {key: shared_for(client, shared)}
+        return {**model, **first_values(r, personal, trained, client)}
+
+    return (
+        yield from r.ask(
+            parse,
+            arrays=shared,
+            config=lambda client: {**(config or {}), **trained.config(client)},
+            records=records,
+            sent=trained,
+            require_kind=None if personal else accept_any,  # all weights travel
+        )
+    )

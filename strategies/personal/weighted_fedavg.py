@@ -17,24 +17,31 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
+from torch import nn
 
-from fedntk.ntk import BadReply, FeatureMap
-from fedntk.ntk.averages import mixtures
-from fedntk.ntk.options import option, state
+from fedntk.ntk import FeatureMap
+from fedntk.ntk.averages import change_size, mixtures
+from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.parts import batch_norm_arrays
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.prototypes import Prototypes
-from fedntk.ntk.payloads.screening import change_size, screen_sizes
+from fedntk.ntk.payloads.screening import screen_sizes
 from fedntk.ntk.robust_averages import bound_changes
 from fedntk.ntk.similarity import Absent, cosine_similarities, similarity_weights
-from fedntk.ntk.support.arrays import Arrays
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
-from ..core.exchange import Pairs
-from ..core.features import FeatureStrategy
-from ..core.replies import Reply, check_weights
+from ..core.array_archive import under
+from ..core.averaging import cast_like, named_arrays
+from ..core.channel import Rounds
+from ..core.client_rounds import ClientRounds
+from ..core.replies import Reply, accuracy_of, check_weights, screen_accuracies
+from ..core.round import Round
+from ..core.strategy import Strategy
+from ..core.uploads import Update, Uploads
 from .client_models import ClientModels
-from .personalised import PersonalStrategy
+from .personalised import ask_personal, split
 
-PROTOTYPES = "prototypes"  # record of a reply
+Both = tuple[ArrayDict, Prototypes]
 
 
 class Mixing(NamedTuple):
@@ -46,13 +53,37 @@ class Mixing(NamedTuple):
     server_round: int
 
 
-class _Upload(NamedTuple):
-    client: int
-    weights: dict[str, NDArray[Any]]
-    prototypes: Prototypes
+class Profiles:
+    """Client -> the class means that it last sent, and its number of examples."""
+
+    def __init__(self) -> None:
+        self.means: dict[int, Prototypes] = {}
+        self.examples: dict[int, int] = {}
+
+    def add(self, client: int, prototypes: Prototypes, num_examples: int) -> None:
+        """Note what a client sent."""
+        self.means[client] = prototypes
+        self.examples[client] = num_examples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all, but of placeholder ids of clients, which end with their nodes."""
+        clients = [client for client in sorted(self.means) if client >= 0]
+        state: dict[str, Any] = {
+            "examples": {str(k): n for k, n in sorted(self.examples.items()) if k >= 0}
+        }
+        for client in clients:
+            state[f"means.{client}"] = self.means[client].means
+            state[f"counts.{client}"] = self.means[client].counts
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self.examples = {int(client): int(n) for client, n in state["examples"].items()}
+        means, counts = under("means.", state), under("counts.", state)
+        self.means = {int(k): Prototypes(np.array(means[k]), np.array(counts[k])) for k in means}
 
 
-class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
+class WeightedFedAvg(Strategy):
     """Similarity-weighted FedAvg (Huang et al. 2024, section 6.2).
 
     Clients are :class:`~fedntk.clients.WeightedFedAvgClient`. Each trains a model of its own, which
@@ -65,7 +96,13 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
 
     client = "WeightedFedAvgClient"
     replies = "weights and prototypes"
-    defences = ("none", "norm-bound")
+    rules = ("none", "norm-bound")
+    nests = "nowhere"
+
+    network: nn.Module = argument("clients' architecture; its weights do not matter")
+    head: str = option(
+        "layer before which features are taken; the last linear one by default", default=""
+    )
 
     similarity: Literal["prototypes", "entk"] = option(
         "by what clients are compared: class means of the last layer's inputs, as by Huang et al. "
@@ -107,32 +144,82 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
         compared=False,
     )
     mixing: Mixing | None = state(lambda: None, saved=False)
+    trained: ClientRounds = state(ClientRounds)
     # W_k; with over="all", what each last sent, and the mixtures of it that were asked for
-    _models: ClientModels = state(ClientModels)
-    _mixed: ClientModels = state(ClientModels, saved=False)
-    # prototypes that each client last sent; with over="round" they are not needed later
-    _means: dict[int, NDArray[Any]] = state(dict)
-    _counts: dict[int, NDArray[Any]] = state(dict)
-    _examples: dict[int, int] = state(dict)
+    models: ClientModels = state(ClientModels)
+    mixed: ClientModels = state(ClientModels, saved=False)
+    profiles: Profiles = state(Profiles)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.personal = batch_norm_arrays(self.network) if self.personal_batch_norm else ()
-        if self.personal_batch_norm and not self.personal:
-            raise ValueError("personal_batch_norm: the network has no BatchNorm layers")
+    def prepare(self) -> None:
+        """Find the arrays that stay with the clients, and the features to compare them by."""
+        self.personal = frozenset[str]()
+        if self.personal_batch_norm:
+            self.personal = frozenset(batch_norm_arrays(self.network))
+            if not self.personal:
+                raise ValueError("personal_batch_norm: the network has no BatchNorm layers")
+        self.feature_map = FeatureMap("last-layer", head=self.head)
+        self.num_classes = self.feature_map.last_layer(self.network)[1].out_features
         if self.similarity == "entk":
             self.feature_map = FeatureMap("entk", self.num_features, self.feature_seed, self.head)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Divide the budget of memory."""
-        initial_arrays = super().begin(initial_arrays, num_rounds, done)
-        both = (self._models, self._mixed) if self.over == "all" else (self._models,)
-        for models in both:
-            models.limit_to(self.memory_budget * 2**30 / len(both))
+        stores = (self.models, self.mixed) if self.over == "all" else (self.models,)
+        for store in stores:
+            store.limit_to(self.memory_budget * 2**30 / len(stores))
         return initial_arrays
 
-    def shared_for(self, client: int, shared: ArrayRecord) -> ArrayRecord:
-        """Return a client's own model, without what stays with it."""
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Mix a model for each client; the global one is the mean of what came."""
+        shared = named_arrays(split(r.arrays, self.personal)[0])
+        width = self.feature_map.width(self.network)
+
+        def parse(reply: Reply) -> Both:
+            weights, prototypes = reply.array_records(r.owner.arrayrecord_key, wire.PROTOTYPES)
+            checked = check_weights(weights, shared)
+            return checked, Prototypes.from_arrays(
+                prototypes,
+                num_classes=self.num_classes,
+                width=width,
+                max_examples=self.max_examples,
+                num_examples=None,
+            )
+
+        uploads = yield from ask_personal(
+            r,
+            parse,
+            self.personal,
+            self.trained,
+            config=self.feature_map.to_config(),
+            shared_for=self._model_for,
+        )
+        changes = [
+            change_size(self.model_of(upload.client) or shared, upload.value[0])
+            for upload in uploads
+        ]
+        uploads = uploads.judge(screen_sizes(changes, self.screening.outlier_factor))
+        if not self.enough(uploads):
+            return Update(uploads)
+        metrics = self._mix(r, uploads, shared)
+        self.trained.set(uploads.clients, r.number)
+        weights = uploads.with_values(weights for weights, _ in uploads.values)
+        mean = self.screening.mean(weights, shared) if shared else {}
+        return Update(uploads, ArrayRecord({**r.arrays, **cast_like(mean, shared)}), metrics)
+
+    def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
+        """Have clients evaluate their own models."""
+        uploads = yield from ask_personal(
+            r,
+            accuracy_of,
+            self.personal,
+            self.trained,
+            config=self.feature_map.to_config(),
+            shared_for=self._model_for,
+        )
+        return self.screening.drop(uploads, screen_accuracies)
+
+    def _model_for(self, client: int, shared: ArrayRecord) -> ArrayRecord:
+        """Return a client's model, without what stays with it."""
         model = self.model_of(client)
         return shared if model is None else ArrayRecord({n: Array(model[n]) for n in shared})
 
@@ -141,66 +228,49 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
 
         `client` is its id in the registry: its partition.
         """
-        if client not in self._models:
+        if client not in self.models:
             return None
         if self.over == "round":
-            return self._models[client]
-        if client not in self._mixed:
-            known = sorted(self._means)
-            _, weights = self._compare([client], known)
-            self._mixed[client] = next(mixtures(weights, [self._models[k] for k in known]))
-        return self._mixed[client]
+            return self.models[client]
+        if client not in self.mixed:
+            others = sorted(self.profiles.means)
+            _, weights = self._compare([client], others)
+            self.mixed[client] = next(mixtures(weights, [self.models[k] for k in others]))
+        return self.mixed[client]
 
-    def parse(self, reply: Reply) -> _Upload:
-        """Check weights and prototypes."""
-        weights, prototypes = reply.array_records(self.arrayrecord_key, PROTOTYPES)
-        checked = check_weights(weights, self.shared)
-        return _Upload(reply.client, checked, self.check_prototypes(prototypes))
-
-    def screen(self, own: Sequence[_Upload], most: float) -> list[BadReply | None]:
-        """Refuse weights that are much farther from what was sent than those of others."""
-        shared = self.shared
-        sizes = [change_size(self.model_of(k) or shared, weights) for k, weights, _ in own]
-        return screen_sizes(sizes, most)
-
-    def merge(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
-        """Mix a model for each client, and return the mean of what came."""
-        for reply, own in pairs:
-            self._means[reply.client] = own.prototypes.means
-            self._counts[reply.client] = own.prototypes.counts
-            self._examples[reply.client] = reply.num_examples
-        clients = [reply.client for reply, _ in pairs]
-        sent = [own.weights for _, own in pairs]
-        everyone = sorted(self._means) if self.over == "all" else clients
-        if self.defence == "norm-bound":
-            sent = bound_changes([self.model_of(k) or self.shared for k in clients], sent)
+    def _mix(self, r: Round, uploads: Uploads[Both], shared: Arrays) -> dict[str, float]:
+        """Mix a model for each client; return metrics of the mixing."""
+        for upload in uploads:
+            self.profiles.add(upload.client, upload.value[1], upload.num_examples)
+        clients = uploads.clients
+        sent = [weights for weights, _ in uploads.values]
+        everyone = sorted(self.profiles.means) if self.over == "all" else clients
+        if self.screening.rule == "norm-bound":
+            sent = bound_changes([self.model_of(k) or shared for k in clients], sent)
         similarities, weights = self._compare(everyone, everyone)
         if self.over == "all":
-            self._mixed = ClientModels(self._mixed.budget)
-            self._models.update(zip(clients, sent, strict=True))
+            self.mixed = ClientModels(self.mixed.budget)
+            self.models.update(zip(clients, sent, strict=True))
         else:
-            self._means, self._counts = {}, {}
-            self._models.update(zip(clients, mixtures(weights, sent), strict=True))
-        self.mixing = Mixing(tuple(everyone), similarities, weights, self.server_round)
+            self.profiles.means.clear()  # they are not needed later
+            self.models.update(zip(clients, mixtures(weights, sent), strict=True))
+        self.mixing = Mixing(tuple(everyone), similarities, weights, r.number)
         others = ~np.eye(len(everyone), dtype=bool)
         entropy = -(weights * np.log(np.maximum(weights, 1e-300))).sum(1)
-        metrics = self.train_metrics[self.server_round]
-        metrics["similarity-mean"] = float(similarities[others].mean()) if others.any() else 1.0
-        metrics["own-weight-mean"] = float(np.diag(weights).mean())
-        metrics["effective-clients"] = float(np.exp(entropy).mean())
-        return super().merge([(reply, own.weights) for reply, own in pairs])
+        return {
+            "similarity-mean": float(similarities[others].mean()) if others.any() else 1.0,
+            "own-weight-mean": float(np.diag(weights).mean()),
+            "effective-clients": float(np.exp(entropy).mean()),
+        }
 
     def _compare(
         self, clients: Sequence[int], others: Sequence[int]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return similarities and weights of clients (rows) and others (columns)."""
-        own, their = (
-            [Prototypes(self._means[k], self._counts[k]) for k in each]
-            for each in (clients, others)
-        )
-        similarities = cosine_similarities(own, their, absent=self.absent)
+        rows, columns = ([self.profiles.means[k] for k in each] for each in (clients, others))
+        similarities = cosine_similarities(rows, columns, absent=self.absent)
         for row, client in enumerate(clients):
             similarities[row, [k == client for k in others]] = 1.0
-        examples = [self._examples[k] for k in others] if self.by_examples else None
+        examples = [self.profiles.examples[k] for k in others] if self.by_examples else None
         weights = similarity_weights(similarities, temperature=self.temperature, examples=examples)
         return similarities, weights

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedntk.ntk.convex.local_steps import mean_gradient
-from fedntk.ntk.options import Declared, state
+from fedntk.ntk.options import Declared, saved_state, state
 
 from ..core.saved_state import pack, unpack
 
@@ -81,9 +81,12 @@ class ControlVariate(Declared):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later rounds depend on."""
-        return {k: v for name in self.states() for k, v in pack(name, getattr(self, name)).items()}
+        saved: dict[str, Any] = {}
+        for name in saved_state(self):
+            saved |= pack(name, getattr(self, name))
+        return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned."""
-        for name, kind in self.states().items():
+        for name, (_, _, kind) in saved_state(self).items():
             setattr(self, name, unpack(name, kind, getattr(self, name), state))
