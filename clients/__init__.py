@@ -1,11 +1,11 @@
 """The client half of each method: NumPyClients, and the adapter that puts them on messages."""
 
-import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
-
 from .closed_form.closed_form import ClosedFormClient
 from .core.adapter import client_app, received
 from .core.base import ModelClient, sample_size
 from .core.disk_store import DiskStore, cache_dir
+from .core.local_sgd import LocalSGD
+from .core.masked_sums import MaskedSums
 from .core.masked_weights import MaskedWeights
 from .core.named_arrays import NamedArrays
 from .core.privacy_ledger import PrivacyLedger, PrivacyLimits
@@ -23,14 +23,16 @@ from .ntk.cp_ntk_fl import CPNTKFLClient
 from .ntk.ntk_fl import NTKFLClient
 from .personal.ditto import DittoClient
 from .personal.fed_proto import FedProtoClient
+from .personal.personal_client import PersonalClient
 from .personal.personalised import PersonalisedClient
 from .personal.weighted_fedavg import WeightedFedAvgClient
 from .scaffold import SCAFFOLDClient
 from .sgd import SGDClient
 from .tct.feature_store import FeatureStore, shrink
-from .tct.tct import TCTClient
+from .tct.tct import BootstrapSGD, TCTClient
 
 __all__ = [
+    "BootstrapSGD",
     "CPNTKFLClient",
     "ClosedFormClient",
     "DFedAvgClient",
@@ -43,11 +45,14 @@ __all__ = [
     "FedEnsembleClient",
     "FedProtoClient",
     "GossipClient",
+    "LocalSGD",
+    "MaskedSums",
     "MaskedWeights",
     "ModelClient",
     "NTKDFLClient",
     "NTKFLClient",
     "NamedArrays",
+    "PersonalClient",
     "PersonalisedClient",
     "PrivacyLedger",
     "PrivacyLimits",

@@ -19,17 +19,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import options
+from fedntk.ntk.options import option, part
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.support.shared_arrays import first_names
 
+from .core.base import ModelClient
+from .core.local_sgd import LocalSGD
 from .core.named_arrays import NamedArrays, records_of
-from .core.randomness import own_randomness
-from .core.sgd_steps import Gradients, held_gradients
+from .core.randomness import own_randomness, torch_seed
+from .core.sgd_steps import Gradients, held_gradients, trained_parameters
 from .core.weights import Config, Fit, Parameters, set_weights
-from .sgd import SGDClient
 
 
-class SCAFFOLDClient(SGDClient):
+class SCAFFOLDClient(ModelClient):
     """Trains on corrected gradients; sends weights and its new control (algorithm 1).
 
     The client keeps nothing: its control c_i lives on the server, which sends c - c_i with the
@@ -38,15 +40,17 @@ class SCAFFOLDClient(SGDClient):
 
     A control is a gradient of the client's examples, and tells the server what a gradient tells.
 
-    Weight decay counts as part of the gradient in both options. `momentum` is of the corrected
-    gradients and begins at zero in each round; the paper has none. Option II's control is then
-    still the mean of the gradients, no longer the difference of the weights.
+    Weight decay counts as part of the gradient in both options. Momentum is of the corrected
+    gradients; the paper has none. Option II's control is then still the mean of the gradients, no
+    longer the difference of the weights.
     """
 
     strategy = "SCAFFOLD"
     replies = "weights and controls"
+    config_keys = frozenset({"lr"})
 
-    option: Literal["I", "II"] = options.option(
+    sgd: LocalSGD = part("local training", default=LocalSGD)
+    option: Literal["I", "II"] = option(
         "new control: II: the mean gradient of the local steps, which costs nothing; I: the "
         "gradient of all examples at the received weights, one more pass, in mini-batches and in "
         "training mode",
@@ -55,34 +59,31 @@ class SCAFFOLDClient(SGDClient):
 
     def check(self) -> None:
         """Refuse what has no place in SCAFFOLD."""
-        super().check()
-        if self.local_epochs < 1:
-            raise ValueError(
-                f"local_epochs: expected at least 1 with SCAFFOLD, got {self.local_epochs}"
-            )
-        _refuse_mu("proximal_mu", self.proximal_mu)
+        self.sgd.require_loss(self.loss)
+        self.sgd.refuse_proximal_term("SCAFFOLD has no proximal term")
+        if self.sgd.epochs < 1:
+            raise ValueError(f"epochs: expected at least 1 with SCAFFOLD, got {self.sgd.epochs}")
 
-    def fit(self, parameters: Parameters, config: Config) -> Fit:
-        """Run E epochs of corrected SGD from the received weights: see :meth:`SGDClient.descend`.
+    def step_train(self, parameters: Parameters, config: Config) -> Fit:
+        """Run E epochs of corrected SGD from the received weights: see :meth:`LocalSGD.descend`.
 
         Records that come are ``arrays``, the global model, and ``corrections``: c - c_i of each
         array of floating point, by its name. The reply has the new weights, ``controls`` of the
         c_i+, and ``train-loss``.
         """
-        _refuse_mu("proximal-mu", config.get("proximal-mu", 0))
-        records = records_of(parameters, "corrections", strategy=self.strategy)
-        corrections = self._tensors(records["corrections"])
-        others = [name for name in records if name != "corrections"]
+        records = records_of(parameters, wire.CORRECTIONS, strategy=self.strategy)
+        corrections = self._read_corrections(records[wire.CORRECTIONS])
+        others = [name for name in records if name != wire.CORRECTIONS]
         if len(others) != 1:
             raise ValueError(
                 f"expected one record of weights beside corrections, got {len(others)}"
             )
         weights = list(records[others[0]].values())
-        set_weights(self.model, weights)
         x, targets = self.training_examples(config)
-        corrected = _Corrected(self.trainable, corrections, self.weight_decay)
-        train_loss = self.descend(weights, x, targets, config, corrected)
-        trained = self.model_weights()
+        trained = trained_parameters(self.model)
+        corrected = _Corrected(trained, corrections, self.sgd.weight_decay)
+        train_loss = self.sgd.descend(self, weights, x, targets, config, corrected)
+        new_weights = self.model_weights()
         if self.option == "II":
             control = corrected.mean_gradients()
         else:
@@ -90,41 +91,42 @@ class SCAFFOLDClient(SGDClient):
         first = first_names(self.model)
         controls = {
             key: control.get(first[key], torch.zeros_like(tensor)).cpu().numpy()
-            for key, tensor in self._floating().items()
+            for key, tensor in _floating_arrays(self.model).items()
         }
-        reply = NamedArrays({others[0]: trained, "controls": controls})
-        return reply, len(x), {"train-loss": train_loss}
+        reply = NamedArrays({others[0]: new_weights, wire.CONTROLS: controls})
+        return reply, len(x), {wire.TRAIN_LOSS: train_loss}
 
-    def _floating(self) -> dict[str, Tensor]:
-        return {n: t for n, t in self.model.state_dict().items() if t.is_floating_point()}
-
-    def _tensors(self, corrections: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
+    def _read_corrections(self, corrections: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
         """Check the corrections; return them on the model's device."""
-        floating = self._floating()
-        shapes, found = (
-            {n: tuple(a.shape) for n, a in of.items()} for of in (floating, corrections)
-        )
-        if odd := [n for n in {**shapes, **found} if shapes.get(n) != found.get(n)]:
+        floating = _floating_arrays(self.model)
+        expected = {name: tuple(tensor.shape) for name, tensor in floating.items()}
+        shapes = {name: array.shape for name, array in corrections.items()}
+        if shapes != expected:
+            names = [n for n in {**expected, **shapes} if expected.get(n) != shapes.get(n)]
             raise ValueError(
                 f"corrections: expected one for each floating-point array of the model, differing "
-                f"in {odd[:5]}; the strategy's initial arrays must be of the client's network"
+                f"in {names[:5]}; the strategy's initial arrays must be of the client's network"
             )
-        return {n: torch.from_numpy(corrections[n].copy()).to(own) for n, own in floating.items()}
+        return {n: torch.from_numpy(corrections[n].copy()).to(t) for n, t in floating.items()}
 
     def _gradient(
         self, weights: Sequence[NDArray[Any]], x: Tensor, targets: Tensor, config: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Option I: gradient of the mean loss of all examples, in the mini-batches' mode."""
-        trainable, targets = self.trainable, self._compact(targets)
-        with own_randomness(self.model, x[:2].to(self.device), self._draws(config)):
+        parameters = trained_parameters(self.model)
+        batch_loss = self.sgd.batch_loss(self, x, targets)
+        seed = torch_seed(self.seed, config)
+        with own_randomness(self.model, x[:2].to(self.device), seed):
             set_weights(self.model, weights)
             self.model.train()
             self.model.zero_grad()
-            for batch in self._batches(torch.arange(len(x))):
-                loss = self._batch_loss(x, targets, batch)
-                (loss * (len(batch) / len(x))).backward()
-        gradients = held_gradients(trainable)
-        return _decay(_all(gradients, trainable), trainable, self.weight_decay)
+            for batch in self.sgd.batches(self.model, torch.arange(len(x))):
+                (batch_loss(batch) * (len(batch) / len(x))).backward()
+        gradients = held_gradients(parameters)
+        return _decay(_all(gradients, parameters), parameters, self.sgd.weight_decay)
+
+
+def _floating_arrays(model: nn.Module) -> dict[str, Tensor]:
+    return {n: t for n, t in model.state_dict().items() if t.is_floating_point()}
 
 
 class _Corrected:
@@ -170,8 +172,3 @@ def _decay(
     weights = [parameter.detach() for parameter in trainable.values()]
     decayed = torch._foreach_add(list(gradients.values()), weights, alpha=weight_decay)
     return dict(zip(gradients, decayed, strict=True))
-
-
-def _refuse_mu(name: str, mu: Any) -> None:
-    if mu:
-        raise ValueError(f"{name}: expected 0, as SCAFFOLD has no proximal term, got {mu!r}")

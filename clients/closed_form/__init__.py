@@ -1,1 +1,1 @@
-"""Methods that compute the last layer in closed form: the client half."""
+"""Last layers in closed form: the client half."""

@@ -18,20 +18,24 @@ from fedntk.ntk.convex.private_sums import SumNoise, bound_rows
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.features.fourier import one_by_one
 from fedntk.ntk.features.residual import RESIDUAL_LAYER, ResidualFeatures
+from fedntk.ntk.options import read_task
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.convex_task import ConvexTask
-from fedntk.ntk.payloads.feature_statistics import SECURE_STEPS, FeatureStatistics, SumFormat
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
 
+from ..core.base import sample_size
+from ..core.disk_store import client_name
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
-from ..core.masking import Arrays
+from ..core.masked_sums import Arrays, SumRequest
 from ..core.named_arrays import NamedArrays
 from ..core.privacy_ledger import Release
-from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
+from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, get_weights, set_weights
 
 Records = dict[str, Arrays]
-BESIDE = ("steps", "secure-sum", "total")  # records beside the network's
+BESIDE = (wire.STEPS, wire.SECURE_SUM, wire.TOTAL)  # records beside the network's
 
 
 class ClosedFormClient(SumsClient):
@@ -39,110 +43,116 @@ class ClosedFormClient(SumsClient):
 
     It keeps nothing from one message to the next, except for the keys of a secure sum and its
     owner's ledger. In memory are features of `batch_size_eval` examples, and 8 p^2 bytes for
-    p features if their Gram matrix is asked for.
+    p features if their Gram matrix is asked for. The network's
+    :class:`~fedntk.ntk.features.residual.ResidualFeatures` may add a layer's random features. The
+    metric ``train-loss`` is the received network's. With noise asked for, one example is reported,
+    and no loss.
     """
 
     strategy = "ClosedFormStrategy"
     replies = "sums of features"
     config_keys = frozenset({RESIDUAL_LAYER, *FeatureMap("last-layer").to_config()})
+    usual_step = "class-means"
+    task_kind = SumTask
 
-    def fit(self, parameters: Parameters, config: Config) -> Fit:
-        """Sum up the features of the round's examples.
-
-        The arrays are those of FeatureStatistics, or of SplitStatistics if a share is held out;
-        masked words of these, and what goes before and after them; or, if no Gram matrix is asked
-        for, those of Prototypes. The network's
-        :class:`~fedntk.ntk.features.residual.ResidualFeatures` may add a layer's random features.
-        The metric ``train-loss`` is the received network's. With noise asked for, one example is
-        reported, and no loss.
-        """
-        task, records = SumTask.of_message(config), dict(getattr(parameters, "records", {}))
-        step = "class means" if task is None else task.step
-        private = task is not None and task.epsilon > 0
-        self.require_masked(step, SECURE_STEPS, noisy=private)
-        if private:
+    def require_permitted_step(self, step: str, config: Mapping[str, Any]) -> None:
+        """Refuse sums that are neither masked nor have noise, and noise that does not cover."""
+        task = read_task(SumTask, config)
+        noisy = task is not None and task.epsilon > 0
+        self.secure.require_masked(step, noisy=noisy)
+        if noisy:
             self.require_covered(SumNoise)
-        if task is not None and private and step == "statistics":
-            name = f"sums of {task.run_key[:64]} by {self._name(config)}"
-            self.reserve(name, task, config)  # a trusted server may ask again
+
+    def step_class_means(self, parameters: Parameters, config: Config) -> Fit:
+        """Return the arrays of Prototypes: each class's mean features."""
         x, targets = self.training_examples(config)
-        count = 1 if private else len(x)
-        if task is not None and 0 < task.client_examples < len(x):
-            generator = np.random.default_rng([*self.seed, *b"drawn"])
-            drawn = torch.from_numpy(generator.choice(len(x), task.client_examples, replace=False))
-            x, targets = x[drawn], targets[drawn]
-        if task is not None and step in SECURE_STEPS and step != "masked":
-            return NamedArrays({"arrays": self.answer_sum(step, task, records, config)}), count, {}
-        weights, beside = self._load_network(parameters)
-        sums, fixed_point, train_loss = self._sum_up(task, x, targets, beside, config)
-        if task is None:
-            arrays: Arrays = sums.to_arrays()
-        elif step == "masked":
-            message = beside["secure-sum"]
-            sums = self.add_noise(sums, task, message, config) if private else sums
-            key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
-            arrays = self.mask(sums, task, message, config, key=key, fixed_point=fixed_point)
-        else:
-            arrays = sums.to_arrays(fixed_point, packed=private)  # one size for any n
-        return NamedArrays({"arrays": arrays}), count, {} if private else {"train-loss": train_loss}
+        self._load_network(parameters)
+        features = _Features(self, targets, config)
+        means = Prototypes.of(features, x, targets.argmax(1), targets.shape[1])
+        reply = NamedArrays({"arrays": means.to_arrays()})
+        return reply, len(x), {wire.TRAIN_LOSS: features.loss(targets)}
+
+    def step_statistics(self, parameters: Parameters, config: Config) -> Fit:
+        """Return the arrays of FeatureStatistics, or of SplitStatistics with a held-out share."""
+        task = SumTask.from_config(config)
+        if task.epsilon:  # a trusted server may ask again
+            request = self.sum_request(task, config)
+            self.secure.reserve(request, f"sums of {task.run_key[:64]} by {request.client}")
+        examples = self.training_examples(config)
+        _, records = self._load_network(parameters)
+        sums, fixed_point, train_loss = self._sum_up(task, examples, records, config)
+        packed = task.epsilon > 0  # one size for any n
+        reply = NamedArrays({"arrays": sums.to_arrays(fixed_point, packed=packed)})
+        return reply, self.reported_examples(task), _metrics(task, train_loss)
+
+    def step_masked(self, parameters: Parameters, config: Config) -> Fit:
+        """Return the masked words of the same sums."""
+        task, examples = SumTask.from_config(config), self.training_examples(config)
+        weights, records = self._load_network(parameters)
+        sums, fixed_point, train_loss = self._sum_up(task, examples, records, config)
+        request, message = self.sum_request(task, config), records[wire.SECURE_SUM]
+        if task.epsilon:
+            sums = self._add_noise(sums, request, message)
+        key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
+        arrays = self.mask_sums(sums, request, message, key=key, fixed_point=fixed_point)
+        reply = NamedArrays({"arrays": arrays})
+        return reply, self.reported_examples(task), _metrics(task, train_loss)
+
+    def reported_examples(self, task: SumTask) -> int:
+        """Return the number of the round's examples; 1 with noise."""
+        return 1 if task.epsilon else sample_size(self.num_examples, self.sampling_rate)
+
+    def sum_request(self, task: SumTask, config: Mapping[str, Any]) -> SumRequest:
+        """Return what a message asks of this client's part in a sum, with its noise.
+
+        The noise of a whole client is of all examples that the owner has.
+        """
+        release = Release(task.run_key[:64])
+        if task.epsilon:
+            release = Release(task.run_key[:64], task.epsilon, task.delta)
+        examples = None if task.client_examples else self.owned_examples()
+        return SumRequest(task, client_name(config, self.seed), release, examples)
 
     def _sum_up(
-        self, task: SumTask | None, x: Tensor, targets: Tensor, beside: Records, config: Config
+        self, task: SumTask, examples: tuple[Tensor, Tensor], records: Records, config: Config
     ) -> tuple[Any, FixedPoint | None, float]:
-        """Return sums or class means, how features are rounded, and the received network's loss."""
-        feature_map, num_classes = FeatureMap.from_config(config), targets.shape[1]
-        feature_map.require_outputs(self.model, num_classes)
-        both, noisy = feature_map.extractor_with_outputs(self.model), bool(task and task.epsilon)
-        size = 1 if noisy else self.batch_size_eval
-        width, layer = feature_map.width(self.model), config.get(RESIDUAL_LAYER)
-        outputs, seen = list[Tensor](), list[Tensor]()  # scores, and their targets
-        if layer is not None:
-            _, blocks = ResidualFeatures.find(self.model, width)
-            width += blocks.directions.shape[2]
-
-        def features(part: Tensor) -> Tensor:
-            with one_by_one() if noisy else nullcontext():  # so a row depends on no other example
-                z, scores = both(part)
-            outputs.append(scores)
-            z = z if layer is None else blocks.beside(z, int(layer))
-            return bound_rows(z, task.radius) if task is not None and noisy else z
+        x, targets = self._draw(task, *examples)
+        features = _Features(self, targets, config, task.radius if task.epsilon else 0)
+        if task.epsilon:  # whatever the server says
+            features.require_independent_rows(x)
+            fixed_point: FixedPoint | None = FixedPoint(
+                np.ones(features.width, np.float32), task.bits
+            )
+        else:
+            fixed_point = fixed_point_in(records, task.bits, features.width)
+        size = 1 if task.epsilon else self.batch_size_eval
+        order = list[Tensor]()  # targets in the order of the outputs
 
         def in_chunks(chosen: Tensor | slice) -> Iterator[Tensor]:
-            seen.append(targets[chosen])
+            order.append(targets[chosen])
             return map(features, x[chosen].split(size))
 
-        fixed_point = None
-        if noisy:
-            both(x[:16])  # is the network a function of one example?
-        if task is None:
-            seen.append(targets)
-            found: Any = Prototypes.of(features, x, targets.argmax(1), num_classes)
-        else:
-            fixed_point, share = fixed_point_in(beside, task.bits, width), task.validation_share
-            if noisy:  # whatever the server says
-                fixed_point = FixedPoint(np.ones(width, np.float32), task.bits)
-            found = self.add_up(in_chunks, targets, width, share=share, fixed_point=fixed_point)
-        return found, fixed_point, loss_value(torch.cat(outputs), torch.cat(seen), self.loss)
+        share = task.validation_share
+        sums = self.add_up(in_chunks, targets, features.width, share=share, fixed_point=fixed_point)
+        return sums, fixed_point, features.loss(torch.cat(order))
 
-    def release_of(self, task: SumTask, config: Mapping[str, Any]) -> Release:
-        """Return the sums of a run, with their epsilon and delta if they have noise."""
-        if not task.epsilon:
-            return super().release_of(task, config)
-        return Release(task.run_key[:64], task.epsilon, task.delta)
+    def _draw(self, task: SumTask, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw examples if there are more than the noise of a whole client covers."""
+        if not 0 < task.client_examples < len(x):
+            return x, targets
+        generator = np.random.default_rng([*self.seed, *b"drawn"])
+        chosen = torch.from_numpy(generator.choice(len(x), task.client_examples, replace=False))
+        return x[chosen], targets[chosen]
 
-    def owned_examples(self, task: SumTask) -> Any:
-        """Return the training examples, or None if the noise is of the whole client."""
-        return None if task.client_examples else super().owned_examples(task)
-
-    def add_noise(self, sums: Sums, task: SumTask, parcels: Arrays, config: Config) -> Sums:
+    def _add_noise(self, sums: Sums, request: SumRequest, parcels: Arrays) -> Sums:
         """Add this client's share of the noise.
 
         Shares are sized for the fewest clients who can open the sum, as agreed on among them.
         """
         if not isinstance(sums, FeatureStatistics):
             raise ValueError("epsilon: expected validation_share = 0, got held-out sums as well")
-        quorum = self.secure_sum(task, config).quorum(parcels)
-        noise = SumNoise.of(task, sums.width, len(sums.counts), quorum)
+        quorum = self.secure.secure_sum(request).quorum(parcels)
+        noise = SumNoise.of(request.task, sums.width, len(sums.counts), quorum)
         return noise.add(sums, np.random.default_rng(secrets.randbits(256)))
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
@@ -152,20 +162,19 @@ class ClosedFormClient(SumsClient):
         is evaluated, and the metric ``personal-weight`` is w of
         :func:`~fedntk.ntk.convex.pooled_statistics.personal_model`.
         """
-        task = SumTask.of_message(config)
+        task = read_task(SumTask, config)
         if task is not None and task.epsilon:
             self.require_test_examples()
-        metrics = self._load_own_network(parameters, config)
-        loss, num_examples, found = super().evaluate(get_weights(self.model), config)
-        return loss, num_examples, {**found, **metrics}
+        personal = self._load_personal_network(parameters, config)
+        loss, num_examples, metrics = self.evaluate_model(config)
+        return loss, num_examples, {**metrics, **personal}
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the network that the client would evaluate."""
-        self._load_own_network(parameters, config)
-        return super().predictor(get_weights(self.model), config)
+        self._load_personal_network(parameters, config)
+        return self.network_predictor(get_weights(self.model))
 
     def _load_network(self, parameters: Parameters) -> tuple[Parameters, Records]:
-        """Load the received network; return its weights, and the records beside it."""
         records = dict(getattr(parameters, "records", {}))
         beside = {name: records.pop(name, {}) for name in BESIDE}
         named = [array for record in records.values() for array in record.values()]
@@ -173,30 +182,71 @@ class ClosedFormClient(SumsClient):
         set_weights(self.model, weights)
         return weights, beside
 
-    def _load_own_network(self, parameters: Parameters, config: Config) -> dict[str, float]:
+    def _load_personal_network(self, parameters: Parameters, config: Config) -> dict[str, Scalar]:
         """Load the received network, with a last layer of the client's own if sums came with it.
 
         The client's sums are formed anew, from the same examples as before if neither
         `sampling_rate` nor augmentation draws others for this round.
         """
-        _, beside = self._load_network(parameters)
-        if not beside["total"]:
+        _, records = self._load_network(parameters)
+        if not records[wire.TOTAL]:
             return {}
         if self.is_private:
             raise ValueError(
                 "this client promises what its messages tell of its sums, and a model of its own "
                 "is computed from the exact ones; have the strategy set personal = False"
             )
-        task, (x, targets) = SumTask.from_config(config), self.training_examples(config)
-        own, fixed, _ = self._sum_up(task, x, targets, beside, config)
+        task, examples = SumTask.from_config(config), self.training_examples(config)
+        sums, fixed_point, _ = self._sum_up(task, examples, records, config)
         _, layer = FeatureMap.from_config(config).last_layer(self.model)
-        expected = SumFormat(layer.in_features, targets.shape[1], None, fixed)
-        total = SplitStatistics.from_arrays(beside["total"], expected)
-        if fixed is not None:
-            own, total = own.scaled(fixed), total.scaled(fixed)
-        linear, weight = personal_model(total, own, task.ridge, bias=layer.bias is not None)
+        expected = SumFormat(layer.in_features, examples[1].shape[1], None, fixed_point)
+        total = SplitStatistics.from_arrays(records[wire.TOTAL], expected)
+        if fixed_point is not None:
+            sums, total = sums.scaled(fixed_point), total.scaled(fixed_point)
+        linear, weight = personal_model(total, sums, task.ridge, bias=layer.bias is not None)
         with torch.no_grad():
             layer.weight.copy_(linear[: layer.in_features].T)
             if layer.bias is not None:
                 layer.bias.copy_(linear[layer.in_features])
         return {"personal-weight": weight}
+
+
+class _Features:
+    """Maps examples to rows of features, and remembers the outputs met on the way.
+
+    `width` is the length of a row; with a `radius` rows are bounded, and each depends on its own
+    example only.
+    """
+
+    def __init__(
+        self, client: ClosedFormClient, targets: Tensor, config: Config, radius: int = 0
+    ) -> None:
+        feature_map = FeatureMap.from_config(config)
+        feature_map.require_outputs(client.model, targets.shape[1])
+        self.extract = feature_map.extractor_with_outputs(client.model)
+        self.width, self.radius = feature_map.width(client.model), radius
+        self.layer, self.loss_kind = config.get(RESIDUAL_LAYER), client.loss
+        if self.layer is not None:
+            _, self.blocks = ResidualFeatures.find(client.model, self.width)
+            self.width += self.blocks.directions.shape[2]
+        self.outputs = list[Tensor]()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with one_by_one() if self.radius else nullcontext():
+            rows, scores = self.extract(x)
+        self.outputs.append(scores)
+        if self.layer is not None:
+            rows = self.blocks.beside(rows, int(self.layer))
+        return bound_rows(rows, self.radius) if self.radius else rows
+
+    def require_independent_rows(self, x: Tensor) -> None:
+        """Refuse a network whose outputs are no function of one example."""
+        self.extract(x[:16])
+
+    def loss(self, targets: Tensor) -> float:
+        """Return the loss of the outputs so far, whose targets are given in their order."""
+        return loss_value(torch.cat(self.outputs), targets, self.loss_kind)
+
+
+def _metrics(task: SumTask, train_loss: float) -> dict[str, Scalar]:
+    return {} if task.epsilon else {wire.TRAIN_LOSS: train_loss}

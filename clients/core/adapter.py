@@ -13,6 +13,8 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from fedntk.ntk.features.centred_inputs import INPUT_SUMS
+from fedntk.ntk.options import read_task
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.agreement import Agreement
 from fedntk.ntk.payloads.masked_average import AverageTask
 from fedntk.ntk.payloads.npy import from_npy, to_npy
@@ -80,9 +82,9 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
 
     docs/drop-in.md shows an app with an evaluation of its own.
     """
-    own = ClientApp(**options)
-    _register(own, client_fn)
-    return _ReplaceableApp(own, **options)
+    default = ClientApp(**options)
+    _register(default, client_fn)
+    return _ReplaceableApp(default, **options)
 
 
 class _ReplaceableApp(ClientApp):
@@ -121,9 +123,7 @@ class _ReplaceableApp(ClientApp):
 
 
 def _register(app: ClientApp, client_fn: ClientFn) -> None:
-    """Have an app answer with the client that `client_fn` makes."""
-
-    def given(message: Message, context: Context) -> tuple[Any, NamedArrays, dict[str, Any]]:
+    def unpack(message: Message, context: Context) -> tuple[Any, NamedArrays, dict[str, Any]]:
         client = _make_client(client_fn, context)
         if (require := getattr(client, "require_permitted", None)) is not None:
             require(message.metadata.message_type)
@@ -131,11 +131,11 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        client, parameters, config = given(message, context)
-        task = AverageTask.of_message(config, "masked_step")
+        client, parameters, config = unpack(message, context)
+        task = read_task(AverageTask, config, "masked_step")
         if task is not None and task.masked_step != "masked":  # which the mod answers
             raise ValueError(
-                "the strategy has secure_aggregation, and this app does not mask: make it with "
+                "the strategy has secure aggregation, and this app does not mask: make it with "
                 "client_app(client_fn, mods=[MaskedWeights()])"
             )
         if (require := getattr(client, "require_agreement", None)) is not None:
@@ -144,32 +144,32 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        client, parameters, config = given(message, context)
-        if (require := getattr(client, "require_schema", None)) is not None:
-            require(_agreement_in(message))
+        client, parameters, config = unpack(message, context)
+        if (require := getattr(client, "require_agreement", None)) is not None:
+            require(_agreement_in(message), to_train=False)
         loss, num_examples, metrics = client.evaluate(parameters, config)
         return make_reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 
     @app.evaluate("model")
     def model(message: Message, context: Context) -> Message:
-        client, parameters, config = given(message, context)
+        client, parameters, config = unpack(message, context)
         return _reply_with_arrays(message, context, parameters, client.report(parameters, config))
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        client, parameters, config = given(message, context)
+        client, parameters, config = unpack(message, context)
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return make_reply(message, context, answer(parameters, config))
         return make_reply(message, context, client.get_properties(config))
 
     @app.query("public_key")
     def public_key(message: Message, context: Context) -> Message:
-        client, _, config = given(message, context)
-        return make_reply(message, context, {"public-key": client.public_key(config)})
+        client, _, config = unpack(message, context)
+        return make_reply(message, context, {wire.PUBLIC_KEY: client.public_key(config)})
 
     @app.query("input_sums")
     def input_sums(message: Message, context: Context) -> Message:
-        client, _, config = given(message, context)
+        client, _, config = unpack(message, context)
         client.require_agreement(_agreement_in(message))
         sums, num_examples = client.input_sums(config)
         records = {"arrays": {INPUT_SUMS: sums}}
@@ -214,17 +214,16 @@ def unpack_content(content: RecordDict, client_id: str) -> tuple[NamedArrays, di
                 raise
             unreadable[record] = str(error)
     config: dict[str, Any] = {CLIENT_ID: client_id}
-    for own in content.config_records.values():
-        config.update({name: value for name, value in own.items() if name != CLIENT_ID})
+    for values in content.config_records.values():
+        config.update({name: value for name, value in values.items() if name != CLIENT_ID})
     return NamedArrays(records, unreadable), config
 
 
 def _agreement_in(message: Message) -> dict[str, Any]:
-    """Return the configuration that says what must agree, under any name."""
     records = message.content.config_records
-    for own in records.values():
-        if any(Agreement.owns(key) for key in own):
-            return dict(own)
+    for record in records.values():
+        if any(Agreement.owns(key) for key in record):
+            return dict(record)
     return dict(records.get("config", {}))
 
 
@@ -235,9 +234,9 @@ def _client_id(context: Context) -> str:
 
 
 def _reply_with_arrays(
-    message: Message, context: Context, received: NamedArrays, found: Fit
+    message: Message, context: Context, received: NamedArrays, reply: Fit
 ) -> Message:
-    result, num_examples, metrics = found
+    result, num_examples, metrics = reply
     if isinstance(result, NamedArrays) and result is not received:  # else it may be changed
         records = result.records
     else:

@@ -4,7 +4,7 @@ Examples may be sampled anew each round, and projected by a matrix that the serv
 Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, ClassVar
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fedntk.ntk import CentredInputs, Loss, NetworkPredictor, Predictor, loss_value, one_hot
 from fedntk.ntk.noise import ANSWERED, Noise
-from fedntk.ntk.options import Declared, argument, option
+from fedntk.ntk.options import PREFIX, Declared, argument, option
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.agreement import Agreement
 from fedntk.ntk.support.shared_arrays import require_separate
 from fedntk.trust import SEALED_SEED
@@ -27,10 +28,11 @@ from .model_probe import cast_examples, check_dtypes, num_outputs
 from .numpy_client import NumPyClient
 from .projection import SealedProjection
 from .randomness import round_seed
-from .weights import Config, Evaluation, Parameters, Scalar, get_weights, set_weights
+from .weights import Config, Evaluation, Fit, Parameters, Scalar, get_weights, set_weights
 
-WEIGHTS = "weights"  # what strategies of Flower's own take
 PROMISED = ContextVar("PROMISED", default=False)  # whether a mod makes all clients private
+STEP = "step_"  # begins the names of methods that answer training messages
+STEP_OPTION = PREFIX + "step"  # key of a step that is an option of a task
 OF_EVERY_MESSAGE = ("server-round", CLIENT_ID, SEALED_SEED)
 
 
@@ -60,6 +62,7 @@ class ModelClient(Declared, NumPyClient):
     replies: ClassVar[str] = ""  # what it replies with: see Agreement; empty: not checked
     config_keys: ClassVar[frozenset[str]] = frozenset()  # of train_config that it uses
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.float16)
+    usual_step: ClassVar[str] = "train"  # of a training message that names no step
 
     model: nn.Module = argument(
         "maps (n, ...) to (n, C), C at least 2 (for MSE, 1); its weights are overwritten",
@@ -119,6 +122,11 @@ class ModelClient(Declared, NumPyClient):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._has_seed = self.seed is not None
+        if self.x_test is None and self.y_test is not None:
+            raise ValueError(
+                "x_test: expected the examples of y_test, got none; give x_test, or leave both out "
+                "to evaluate on the training examples"
+            )
         self.seed: tuple[int, ...] = _check_seed(self.seed)
         check_dtypes(self.model, self.dtypes)
         require_separate(self.model)  # a move to another device would part them
@@ -133,29 +141,19 @@ class ModelClient(Declared, NumPyClient):
             self._probe(test)
         del self.x, self.y, self.x_test, self.y_test  # kept once, as read
 
-    def check(self) -> None:
-        """Refuse test labels without examples."""
-        super().check()
-        if self.x_test is None and self.y_test is not None:
-            raise ValueError(
-                "x_test: expected the examples of y_test, got none; give x_test, or leave both out "
-                "to evaluate on the training examples"
-            )
-
     def identify(self, client_id: str) -> None:
         """Set the seed by the client's id in the federation, unless one was given."""
         if not self._has_seed:
             self.seed = (0, *client_id.encode())
 
     def _probe(self, examples: LabelledExamples) -> None:
-        """Give the model one example, and check all that are in memory."""
         x, labels = examples.read([*self.seed, 0], torch.zeros(1, dtype=torch.int64))
         x = cast_examples(x, self.model)
         probe = x if self.projection is None else self.projection.probe(x)
         fewest = 1 if self.loss == "mse" else 2  # a single score of one class has no cross-entropy
-        self._num_outputs = num_outputs(self.model, probe.to(self.device), self.loss, fewest=fewest)
+        self.num_outputs = num_outputs(self.model, probe.to(self.device), self.loss, fewest=fewest)
         if examples.may_change:
-            class_numbers(labels, self._num_outputs, name=examples.name)
+            class_numbers(labels, self.num_outputs, name=examples.name)
         else:
             _ = self._all_training if examples is self._training else self._all_testing
 
@@ -163,8 +161,8 @@ class ModelClient(Declared, NumPyClient):
         self, examples: LabelledExamples, seed: Sequence[int], chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         x, labels = examples.read(seed, chosen)
-        numbers = class_numbers(labels, self._num_outputs, name=examples.name)
-        return cast_examples(x, self.model), one_hot(numbers, self._num_outputs)
+        numbers = class_numbers(labels, self.num_outputs, name=examples.name)
+        return cast_examples(x, self.model), one_hot(numbers, self.num_outputs)
 
     @cached_property
     def _all_training(self) -> tuple[Tensor, Tensor]:
@@ -196,25 +194,75 @@ class ModelClient(Declared, NumPyClient):
         """Their one-hot targets (n, C)."""
         return self._all_testing[1]
 
-    def require_agreement(self, config: Mapping[str, Any]) -> None:
-        """Refuse a training message for another client, loss or projection, or of unknown keys."""
-        own, expected = type(self).__name__, Agreement.from_config(config)
-        self.require_schema(config)
+    @property
+    def num_examples(self) -> int:
+        """Number of training examples."""
+        return len(self._training)
+
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
+        """Answer a training message by the method ``step_<name>`` of the step that it names.
+
+        A step returns arrays, the number of examples, and metrics.
+        """
+        answer: Fit = step_method(self, self.step_in(config))(parameters, config)
+        return answer
+
+    def step_in(self, config: Mapping[str, Any]) -> str:
+        """Return the step that a training message names; ValueError if this client may not."""
+        step = str(config.get(wire.STEP, config.get(STEP_OPTION, self.usual_step)))
+        self.require_permitted_step(step, config)
+        return step
+
+    def require_permitted_step(self, step: str, config: Mapping[str, Any]) -> None:
+        """Refuse a step that is not among those which a private client answers."""
+
+    def require_agreement(self, config: Mapping[str, Any], *, to_train: bool = True) -> None:
+        """Refuse a message of a strategy for other examples.
+
+        To train, also one for another client, loss or projection, or of unknown keys.
+        """
+        client, expected = type(self).__name__, Agreement.from_config(config)
         if expected is not None:
-            self._require(expected, own)
-        elif self.replies not in ("", WEIGHTS):
+            self._require_expected(client, expected, to_train=to_train)
+        elif to_train and self.replies not in ("", wire.WEIGHTS):
             raise ValueError(
-                f"{own} replies with {self.replies}, and the message comes from a strategy that "
+                f"{client} replies with {self.replies}, and the message comes from a strategy that "
                 f"takes no such replies; use fedntk.strategies.{self.strategy} on the server"
             )
-        known = {*OF_EVERY_MESSAGE, *self.config_keys}
-        keys = {key for key in config if not (Agreement.owns(key) or Declared.owns(key))}
-        if self.replies and (unknown := sorted(keys - known)):
+        if not (to_train and self.replies):
+            return
+        keys = {key for key in config if not (key.startswith(PREFIX) or Agreement.owns(key))}
+        if unknown := sorted(keys - {*OF_EVERY_MESSAGE, *self.config_keys}):
             supported = ", ".join(sorted(self.config_keys)) or "none"
             raise ValueError(
-                f"train_config: unknown keys {', '.join(unknown)} for {own}; supported: "
+                f"train_config: unknown keys {', '.join(unknown)} for {client}; supported: "
                 f"{supported}. Set them where client or strategy is made, or add them to "
                 "config_keys of a client class of your own"
+            )
+
+    def _require_expected(self, client: str, expected: Agreement, *, to_train: bool) -> None:
+        if expected.schema not in ("", self.schema):
+            raise ValueError(
+                f"schema: {expected.strategy} expects examples of {expected.schema!r}, and this "
+                f"client's are of {self.schema or 'none'!r}; have both name the same columns, "
+                "classes and units, such as by one copy of the data set"
+            )
+        if not to_train:
+            return
+        if self.replies not in ("", expected.replies):
+            raise ValueError(
+                f"{expected.strategy} takes {expected.replies}, and {client} replies with "
+                f"{self.replies}; have client_fn return a {expected.client}"
+            )
+        if expected.loss not in ("", self.loss):
+            raise ValueError(
+                f"{expected.strategy} has the loss {expected.loss}, and {client} has {self.loss}; "
+                "give both the same loss"
+            )
+        if expected.projected and self.projection is None:
+            raise ValueError(
+                f"{expected.strategy} has a key_server, and {client} projects nothing; give it "
+                "projection=SealedProjection(...), or leave key_server out"
             )
 
     @property
@@ -250,33 +298,6 @@ class ModelClient(Declared, NumPyClient):
                 "read anew for each message"
             )
 
-    def require_schema(self, config: Mapping[str, Any]) -> None:
-        """Refuse a message of a strategy that states another schema of the examples."""
-        expected = Agreement.from_config(config)
-        if expected is not None and expected.schema not in ("", self.schema):
-            raise ValueError(
-                f"schema: {expected.strategy} expects examples of {expected.schema!r}, and this "
-                f"client's are of {self.schema or 'none'!r}; have both name the same columns, "
-                "classes and units, such as by one copy of the data set"
-            )
-
-    def _require(self, expected: Agreement, own: str) -> None:
-        if self.replies not in ("", expected.replies):
-            raise ValueError(
-                f"{expected.strategy} takes {expected.replies}, and {own} replies with "
-                f"{self.replies}; have client_fn return a {expected.client}"
-            )
-        if expected.loss not in ("", self.loss):
-            raise ValueError(
-                f"{expected.strategy} has the loss {expected.loss}, and {own} has {self.loss}; "
-                "give both the same loss"
-            )
-        if expected.projected and self.projection is None:
-            raise ValueError(
-                f"{expected.strategy} has a key_server, and {own} projects nothing; give it "
-                "projection=SealedProjection(...), or leave key_server out"
-            )
-
     def get_parameters(self, config: Config) -> Parameters:
         """Return the model's current weights."""
         return get_weights(self.model)
@@ -290,19 +311,8 @@ class ModelClient(Declared, NumPyClient):
         return {} if self.projection is None else dict(self.projection.keys.request())
 
     def input_sums(self, config: Config) -> tuple[NDArray[np.float64], int]:
-        """Return the sum of all training inputs, of one input's shape, and their number.
-
-        The inputs are as the model takes them, projected if there is a projection. ValueError for a
-        model without centred inputs, which needs no mean.
-        """
-        self.require_permitted("query.input_sums")
-        if not isinstance(self.model, CentredInputs):
-            raise ValueError(
-                "centre_inputs: the strategy asks for the sum of this client's inputs, but its "
-                "model is no CentredInputs(network, input_shape), and subtracts no mean"
-            )
-        x = self._project(self.inputs, config)
-        return x.sum(0, dtype=torch.float64).cpu().numpy(), len(x)
+        """Return the sum of all training inputs, of one input's shape, and their number."""
+        return sum_inputs(self, config)
 
     def training_examples(self, config: Config) -> tuple[Tensor, Tensor]:
         """Return this round's sample of the training examples, projected, and their targets.
@@ -321,7 +331,7 @@ class ModelClient(Declared, NumPyClient):
             x, targets = self.inputs, self.targets
         else:
             x, targets = self.inputs[chosen], self.targets[chosen]
-        return self._project(x, config), targets
+        return self.project(x, config), targets
 
     def test_examples(self, config: Config) -> tuple[Tensor, Tensor]:
         """Return the examples for evaluation, projected, and their one-hot targets.
@@ -330,14 +340,19 @@ class ModelClient(Declared, NumPyClient):
         """
         if self.is_private:
             self.require_test_examples()
-        return self._project(self.test_inputs, config), self.test_targets
+        return self.project(self.test_inputs, config), self.test_targets
 
-    def _project(self, x: Tensor, config: Config) -> Tensor:
+    def project(self, x: Tensor, config: Config) -> Tensor:
+        """Return examples as the model takes them: projected if there is a projection."""
         return x if self.projection is None else self.projection(x, config)
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Return loss, number of examples and ``{"accuracy": ...}`` on the test examples."""
         set_weights(self.model, parameters)
+        return self.evaluate_model(config)
+
+    def evaluate_model(self, config: Config) -> Evaluation:
+        """Evaluate the model with the weights that it holds: see :meth:`evaluate`."""
         x, targets = self.test_examples(config)
         outputs = self.outputs(x)
         hits = outputs.argmax(1) == targets.argmax(1)
@@ -350,7 +365,11 @@ class ModelClient(Declared, NumPyClient):
         Parameters are those of :func:`~fedntk.clients.received`; the module maps examples,
         projected if there is a projection, to scores.
         """
-        set_weights(self.model, parameters)
+        return self.network_predictor(parameters)
+
+    def network_predictor(self, weights: Parameters) -> Predictor:
+        """Make a predictor of the client's network with some weights."""
+        set_weights(self.model, weights)
         return NetworkPredictor(self.model, loss=self.loss, device=self.device)
 
     @torch.no_grad()
@@ -360,20 +379,46 @@ class ModelClient(Declared, NumPyClient):
         chunks = x.split(self.batch_size_eval)  # copied: a network may write into its input
         return torch.cat([self.model(c.to(self.device, copy=True)).cpu() for c in chunks])
 
-    def candidate_losses(
-        self,
-        candidates: Sequence[Sequence[NDArray[Any]]],
-        x: Tensor,
-        targets: Tensor,
-        offset: Tensor | float = 0.0,
-    ) -> list[float]:
-        """Return the loss of each candidate, with `offset` added to outputs; infinity for NaN."""
-        losses = []
-        for candidate in candidates:
-            set_weights(self.model, candidate)
-            value = loss_value(self.outputs(x) + offset, targets, self.loss)
-            losses.append(float("inf") if np.isnan(value) else value)
-        return losses
+
+def step_method(client: object, step: str) -> Callable[..., Any]:
+    """Return a client's method ``step_<name>``; ValueError if there is none."""
+    steps = [name.removeprefix(STEP) for name in dir(client) if name.startswith(STEP)]
+    name = step.replace("-", "_")
+    if name not in steps:
+        raise ValueError(f"step: expected one of {', '.join(steps)}, got {step!r}")
+    return getattr(client, STEP + name)  # type: ignore[no-any-return]
+
+
+def sum_inputs(client: ModelClient, config: Config) -> tuple[NDArray[np.float64], int]:
+    """Return the sum of a client's training inputs, of one input's shape, and their number.
+
+    The inputs are as the model takes them, projected if there is a projection. ValueError for a
+    model without centred inputs, which needs no mean.
+    """
+    client.require_permitted("query.input_sums")
+    if not isinstance(client.model, CentredInputs):
+        raise ValueError(
+            "centre_inputs: the strategy asks for the sum of this client's inputs, but its "
+            "model is no CentredInputs(network, input_shape), and subtracts no mean"
+        )
+    x = client.project(client.inputs, config)
+    return x.sum(0, dtype=torch.float64).cpu().numpy(), len(x)
+
+
+def candidate_losses(
+    client: ModelClient,
+    candidates: Sequence[Sequence[NDArray[Any]]],
+    x: Tensor,
+    targets: Tensor,
+    offset: Tensor | float = 0.0,
+) -> list[float]:
+    """Return the loss of each candidate, with `offset` added to outputs; infinity for NaN."""
+    losses = []
+    for candidate in candidates:
+        set_weights(client.model, candidate)
+        value = loss_value(client.outputs(x) + offset, targets, client.loss)
+        losses.append(float("inf") if np.isnan(value) else value)
+    return losses
 
 
 def _check_seed(seed: Any) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from torch import Tensor
 from fedntk.ntk import require_disk
 from fedntk.ntk.payloads.npy import from_npy
 from fedntk.ntk.support.files import whole, whole_path
+
+from .adapter import CLIENT_ID
 
 logger = getLogger("flwr")
 STALE = 24 * 3600  # seconds after which another run's folder counts as left behind
@@ -45,14 +47,30 @@ def client_folder(cache: Path, run: str, client: object) -> Path:
     return cache / f"client-{client}" / f"run-{run}"
 
 
-def make_private(folder: Path) -> None:
-    """Make a client's folder, and that of one run in it, for their owner only."""
+def client_name(config: Mapping[str, Any], seed: Sequence[int]) -> str:
+    """Name a client by its id in the federation; by its seed if the message brings none.
+
+    Messages bring it through :func:`~fedntk.clients.client_app`.
+    """
+    return str(config.get(CLIENT_ID, "-".join(map(str, seed))))
+
+
+def run_folder(cache: str | os.PathLike[str], run: str, client: str) -> Path:
+    """Return a client's folder of a run: see :func:`make_folder`."""
+    folder = client_folder(Path(cache), run, client)
+    make_folder(folder)
+    return folder
+
+
+def make_folder(folder: Path) -> None:
+    """Make a client's folder of a run, for its owner only, unless it is there.
+
+    With a new one the client's folders of other runs go that nobody has used for a day.
+    """
+    if folder.exists():
+        return
     for part in (folder.parent, folder):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-def remove_stale(folder: Path) -> None:
-    """Remove a client's folders of other runs that nobody has used for a day."""
     for other in folder.parent.glob("run-*/"):
         with contextlib.suppress(FileNotFoundError):
             key = other / "key.json"  # is touched when the folder is used
@@ -76,8 +94,8 @@ def example_digests(x: Tensor, targets: Tensor) -> NDArray[np.uint64]:
     inputs, labels = (t.detach().cpu().contiguous().numpy() for t in (x, targets))
     kind = f"{inputs.dtype} {inputs.shape[1:]} {labels.dtype}".encode()
     rows = (
-        hashlib.blake2b(own.tobytes() + label.tobytes(), digest_size=16, key=kind[:64]).digest()
-        for own, label in zip(inputs, labels, strict=True)
+        hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16, key=kind[:64]).digest()
+        for row, label in zip(inputs, labels, strict=True)
     )
     return np.frombuffer(b"".join(rows), np.uint64).reshape(len(inputs), 2)
 
@@ -91,12 +109,12 @@ class DiskStore:
 
     def __init__(self, folder: Path, key: object, *, cure: str = "") -> None:
         self.folder, self._cure = folder, cure
-        found, expected = folder / "key.json", json.dumps(key).encode()
-        if not found.exists() or found.read_bytes() != expected:
+        key_file, expected = folder / "key.json", json.dumps(key).encode()
+        if not key_file.exists() or key_file.read_bytes() != expected:
             shutil.rmtree(folder, ignore_errors=True)
-            make_private(folder)
-            found.write_bytes(expected)
-        os.utime(found)  # when the folder was last used
+            folder.mkdir(mode=0o700, parents=True)
+            key_file.write_bytes(expected)
+        os.utime(key_file)  # when the folder was last used
 
     def save(self, name: str, **arrays: NDArray[Any]) -> None:
         """Keep some arrays under a name."""

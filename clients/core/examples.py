@@ -186,7 +186,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array, not a single number."""
     return hasattr(value, "__array__") and getattr(value, "ndim", 1) > 0
 
 
@@ -283,7 +282,6 @@ def _batch_tensor(name: str, part: Any, what: str, cure: str) -> Tensor:
 
 
 def _tensor(name: str, values: Any) -> Tensor:
-    """Return a tensor of these values; it shares a NumPy array's memory if it can."""
     if isinstance(values, Tensor):
         if values.ndim:
             return values.detach()

@@ -4,35 +4,70 @@ What such a client gives away: sums over all of its examples. Those of one examp
 and those of few hold them. The number of examples of each class is among the sums.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.options import Declared, part
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, sums_digest
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 
-from .base import ModelClient
-from .masking import Arrays, Masking
+from .base import PROMISED, ModelClient, step_method
+from .disk_store import client_name
+from .masked_sums import Arrays, MaskedSums, SumRequest
+from .named_arrays import NamedArrays
 from .privacy_ledger import Release
+from .weights import Config, Fit, Parameters
 
 Sums = FeatureStatistics | SplitStatistics
 
 
-class SumsClient(Masking, ModelClient):
-    """A client that adds up features, and can mask the sums."""
+class SumsClient(ModelClient):
+    """A client that adds up features, and can mask the sums.
 
-    def release_of(self, task: Any, config: Mapping[str, Any]) -> Release:
-        """Return the exact sums of a run."""
-        return Release(task.run_key[:64])
+    `task_kind` is the class of what its strategy asks for. Its method ``step_masked`` forms the
+    numbers of a secure sum, and `secure` answers the steps before and after that.
+    """
 
-    def owned_examples(self, task: Any) -> Any:
-        """Return the training examples (n, ...)."""
-        return self.inputs
+    task_kind: ClassVar[type[Declared]]
+
+    secure: MaskedSums = part("its share in secure sums", default=MaskedSums)
+
+    def fit(self, parameters: Parameters, config: Config) -> Fit:
+        """Answer a training message: see :meth:`ModelClient.fit`."""
+        step = self.step_in(config)
+        if not self.secure.answers(step):
+            answer: Fit = step_method(self, step)(parameters, config)
+            return answer
+        task = self.task_kind.from_config(config)
+        message = getattr(parameters, "records", {}).get(wire.SECURE_SUM, {})
+        arrays = self.secure.answer(step, self.sum_request(task, config), message)
+        return NamedArrays({"arrays": arrays}), self.reported_examples(task), {}
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the client sends only masked sums, or is private for another reason."""
+        return self.secure.is_private or PROMISED.get()
+
+    @abstractmethod
+    def reported_examples(self, task: Any) -> int:
+        """Return the number of examples that a reply states."""
+
+    def sum_request(self, task: Any, config: Mapping[str, Any]) -> SumRequest:
+        """Return what a message asks of this client's part in a sum: exact sums of a run."""
+        release, examples = Release(task.run_key[:64]), self.owned_examples()
+        return SumRequest(task, client_name(config, self.seed), release, examples)
+
+    def owned_examples(self) -> Tensor | None:
+        """Return the training examples (n, ...) if a ledger is kept, else None."""
+        return None if self.secure.privacy is None else self.inputs
 
     def add_up(
         self,
@@ -51,24 +86,23 @@ class SumsClient(Masking, ModelClient):
         point, and weighted by class if there are weights.
         """
 
-        def sums(own: Tensor | slice = slice(None)) -> FeatureStatistics:
-            labels = targets[own].argmax(1)
-            chunks = features(own) if len(labels) else [torch.empty(0, width)]
+        def sums(chosen: Tensor | slice = slice(None)) -> FeatureStatistics:
+            labels = targets[chosen].argmax(1)
+            chunks = features(chosen) if len(labels) else [torch.empty(0, width)]
             return FeatureStatistics.of(
                 chunks, labels, targets.shape[1], weights=weights, fixed_point=fixed_point
             )
 
         if not share:
             return sums()
-        held = draw_held_out(targets.argmax(1), share, [*self.seed, *b"held-out"])
-        return SplitStatistics(sums(~held), sums(held))
+        held_out = draw_held_out(targets.argmax(1), share, [*self.seed, *b"held-out"])
+        return SplitStatistics(sums(~held_out), sums(held_out))
 
-    def mask(
+    def mask_sums(
         self,
         sums: Sums,
-        task: Any,
+        request: SumRequest,
         message: Arrays,
-        config: Any,
         *,
         key: str,
         fixed_point: FixedPoint | None,
@@ -76,12 +110,12 @@ class SumsClient(Masking, ModelClient):
         """Return the masked words of sums; `key` is of the network and the feature map."""
         words = sums.to_words(f"u{int(message['word-bytes'])}")
         about = sums_digest(key, fixed_point, words.dtype)
-        return self.mask_words(words, about, message, task, config)
+        return self.secure.mask(words, about, request, message)
 
 
 def fixed_point_in(records: Mapping[str, Arrays], bits: int, width: int) -> FixedPoint | None:
     """Return how features are rounded, by the one array of the record "steps"; None if not."""
     if bits == UNQUANTISED:
         return None
-    (step,) = records["steps"].values()
+    (step,) = records[wire.STEPS].values()
     return FixedPoint.from_arrays(step, bits, width)

@@ -13,20 +13,23 @@ from typing import Any
 from flwr.app import Context, Message, MessageType, RecordDict
 
 from fedntk.ntk.noise import ANSWERED
+from fedntk.ntk.options import read_task
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.masked_average import AverageTask, average_digest, average_words
 from fedntk.ntk.payloads.npy import from_npy
 
 from .adapter import Function, make_reply, received
 from .base import PROMISED
-from .masking import Arrays, Masking
+from .disk_store import client_name
+from .masked_sums import Arrays, MaskedSums, SumRequest
 from .privacy_ledger import Release
 
 OPEN = ANSWERED - {MessageType.TRAIN}  # messages that tell of no training
-COUNT, LOSS = "num-examples", "train-loss"  # metrics of a reply
+COUNT = "num-examples"  # metric of a reply
 
 
-class MaskedWeights(Masking):
-    """Mask the weights with which a ClientApp replies, for strategies with `secure_aggregation`.
+class MaskedWeights(MaskedSums, frozen=True):
+    """Mask the weights with which a ClientApp replies, for strategies with secure aggregation.
 
     It goes with any client or function whose reply is one set of weights::
 
@@ -39,9 +42,7 @@ class MaskedWeights(Masking):
     client of fedntk's refuses to evaluate on its training examples.
     """
 
-    cache_name = "weights"
-
-    only_masked: bool = Masking.options()["only_masked"].field(default=True)
+    only_masked: bool = MaskedSums.options()["only_masked"].field(default=True)
 
     def __call__(self, message: Message, context: Context, call_next: Function) -> Message:
         """Answer an exchange of a secure sum; other messages go on to the app."""
@@ -49,7 +50,7 @@ class MaskedWeights(Masking):
         for record in message.content.config_records.values():
             config.update(record)
         training = kind == MessageType.TRAIN
-        task = AverageTask.of_message(config, "masked_step") if training else None
+        task = read_task(AverageTask, config, "masked_step") if training else None
         if task is None:
             self.require_masked(kind, OPEN)
             promised = PROMISED.set(self.is_private)  # no evaluation on training examples
@@ -58,51 +59,44 @@ class MaskedWeights(Masking):
             finally:
                 PROMISED.reset(promised)
         parameters, config = received(message, context)
-        sent: dict[str, Arrays] = dict(parameters.records)
-        if task.masked_step != "masked":
-            found = self.answer_sum(task.masked_step, task, sent, config)
+        records: dict[str, Arrays] = dict(parameters.records)
+        protocol = records.pop(wire.SECURE_SUM, {})
+        # the weights of each round are another function of the data
+        release = Release(task.run_key[:64], server_round=int(config["server-round"]))
+        request = SumRequest(task, client_name(config, ()), release)
+        if self.answers(task.masked_step):
+            arrays = self.answer(task.masked_step, request, protocol)
         else:
-            protocol = sent.pop("secure-sum")
             reply = call_next(_without_masks(message), context)
-            own = reply.content.array_records if reply.has_content() else {}
-            if not any(own.values()):  # an error, or a client that lost its state
+            weights = reply.content.array_records if reply.has_content() else {}
+            if not any(weights.values()):  # an error, or a client that lost its state
                 return reply
-            found = self._mask(reply, task, sent, protocol, config)
-        return make_reply(message, context, {COUNT: 1}, {"arrays": found})
+            arrays = self._mask_reply(reply, request, records, protocol)
+        return make_reply(message, context, {COUNT: 1}, {"arrays": arrays})
 
-    def _mask(
-        self,
-        reply: Message,
-        task: AverageTask,
-        sent: Mapping[str, Arrays],
-        protocol: Arrays,
-        config: Mapping[str, Any],
+    def _mask_reply(
+        self, reply: Message, request: SumRequest, records: Mapping[str, Arrays], protocol: Arrays
     ) -> Arrays:
-        """Return the masked words of a reply; `sent` are the records that came with the model."""
         (record,) = reply.content.array_records.values()
         (metrics,) = reply.content.metric_records.values()
-        own = {name: from_npy(array.data) for name, array in record.items()}
-        model = next((arrays for arrays in sent.values() if arrays.keys() == own.keys()), None)
+        weights = {name: from_npy(array.data) for name, array in record.items()}
+        model = next((a for a in records.values() if a.keys() == weights.keys()), None)
         if model is None:
             raise ValueError(
-                f"weights: expected arrays with the names that came, got {sorted(own)[:5]}"
+                f"weights: expected arrays with the names that came, got {sorted(weights)[:5]}"
             )
-        told: dict[str, Any] = dict(metrics)
-        loss = told.get(LOSS)
+        values: dict[str, Any] = dict(metrics)
+        loss = values.get(wire.TRAIN_LOSS)
         if not isinstance(loss, int | float) or not math.isfinite(loss):
             loss = None
-        words = average_words(model, own, told[COUNT], loss)
-        about = average_digest(model, task.run_key, int(config["server-round"]))
-        return self.mask_words(words, about, protocol, task, config)
-
-    def release_of(self, task: AverageTask, config: Mapping[str, Any]) -> Release:
-        """Return a round of a run: the weights of each round are another function of the data."""
-        return Release(task.run_key[:64], server_round=int(config["server-round"]))
+        words = average_words(model, weights, values[COUNT], loss)
+        about = average_digest(model, request.task.run_key, request.release.server_round)
+        return self.mask(words, about, request, protocol)
 
 
 def _without_masks(message: Message) -> Message:
     """Return a message as the app knows it; the one that came, which others may hold, stays."""
     bare = copy.copy(message)
-    kept = {name: message.content[name] for name in message.content if name != "secure-sum"}
-    bare.content = RecordDict(kept)
+    records = {name: message.content[name] for name in message.content if name != wire.SECURE_SUM}
+    bare.content = RecordDict(records)
     return bare

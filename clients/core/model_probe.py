@@ -16,9 +16,9 @@ def check_dtypes(model: nn.Module, allowed: Collection[torch.dtype]) -> None:
         raise TypeError(f"model: expected an nn.Module as the first argument, got {got}")
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and tensor.dtype not in allowed:
-            known = " or ".join(dtype_name(dtype) for dtype in allowed)
+            names = " or ".join(dtype_name(dtype) for dtype in allowed)
             raise ValueError(
-                f"model: expected arrays of {known}, which can be sent, got "
+                f"model: expected arrays of {names}, which can be sent, got "
                 f"{dtype_name(tensor.dtype)} in {name}; convert it with model.float()"
             )
 
@@ -64,16 +64,16 @@ def num_outputs(model: nn.Module, example: Tensor, loss: Loss, *, fewest: int = 
             f"model: expected one tensor of scores (n, C), got a {type(outputs).__name__}; wrap "
             f"the model in one whose forward returns {part}"
         )
-    found = tuple(outputs.shape)
-    if found == (2,) or (found == (2, 1) and fewest > 1):
+    scores = tuple(outputs.shape)
+    if scores == (2,) or (scores == (2, 1) and fewest > 1):
         raise ValueError(
             f"model: expected scores of at least two classes, got one number per example (shape "
-            f"{found} for 2 examples); give its last layer two outputs"
+            f"{scores} for 2 examples); give its last layer two outputs"
         )
-    if len(found) != 2 or found[0] != 2 or not outputs.is_floating_point():
+    if len(scores) != 2 or scores[0] != 2 or not outputs.is_floating_point():
         raise ValueError(
             f"model: expected scores of shape (2, C) for 2 examples of {shape}, got "
-            f"{dtype_name(outputs.dtype)} of shape {found}; have its forward return one row of "
+            f"{dtype_name(outputs.dtype)} of shape {scores}; have its forward return one row of "
             "scores per example"
         )
     numbers = outputs[0].cpu().double().numpy()
@@ -81,7 +81,7 @@ def num_outputs(model: nn.Module, example: Tensor, loss: Loss, *, fewest: int = 
     if (low >= 0 and high <= 1) or high <= 0:  # else a graph would only cost time
         with torch.enable_grad():
             require_scores(model(torch.cat([example, example])), loss)
-    return found[1]
+    return scores[1]
 
 
 def training_pass(model: nn.Module, x: Tensor) -> Any:

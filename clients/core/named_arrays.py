@@ -42,9 +42,9 @@ def records_of(
         )
     records = parameters.records
     if missing := [name for name in names if name not in records]:
-        found = ", ".join(records) or "none"
+        received = ", ".join(records) or "none"
         raise ValueError(
-            f"expected the records {', '.join(names)}, got {found}; {', '.join(missing)} comes "
+            f"expected the records {', '.join(names)}, got {received}; {', '.join(missing)} comes "
             f"from the strategy {strategy}"
         )
     return records

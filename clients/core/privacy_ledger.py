@@ -76,32 +76,31 @@ class PrivacyLedger:
         """
         with self._content() as (key, sets, releases):
             checksums = _checksums(key, examples)
-            own = set[str]().union(*checksums.values())
-            shared = {name for name, rows in sets.items() if not own.isdisjoint(rows)}
-            if own and sets and not shared:
+            rows = set[str]().union(*checksums.values())
+            shared = {name for name, others in sets.items() if not rows.isdisjoint(others)}
+            if rows and sets and not shared:
                 raise ValueError(
                     f"privacy ledger {self.path}: it is of other examples than this client's; name "
                     f"theirs, or, if they gave nothing before, make one with {NEW}"
                 )
             release = release._replace(examples="".join(checksums))
             if release not in releases:
-                allow([r for r in releases if r.examples in {"", *shared} or not own])
+                allow([r for r in releases if r.examples in {"", *shared} or not rows])
                 if release.exchange:
                     releases.append(release)
                     sets.update(checksums)
 
     def settle(self, exchange: str, *, opened: bool) -> None:
         """Write down that a sum may have opened; or take it out, unless it may have before."""
-        with self._content() as (_, _, every):
-            own = [r for r in every if r.exchange == exchange and (opened or r.spent)]
-            if opened and not own:
+        with self._content() as (_, _, releases):
+            spent = [r for r in releases if r.exchange == exchange and (opened or r.spent)]
+            if opened and not spent:
                 raise ValueError(f"privacy ledger {self.path}: it has no sum that was to be opened")
-            every[:] = [r for r in every if r.exchange != exchange]
-            every += [r._replace(spent=True) for r in own]
+            releases[:] = [r for r in releases if r.exchange != exchange]
+            releases += [r._replace(spent=True) for r in spent]
 
     @contextlib.contextmanager
     def _content(self) -> Iterator[tuple[str, dict[str, list[str]], list[Release]]]:
-        """Yield key, sets and releases, for one client at a time, and write what changed."""
         if not self.path.is_file():
             raise FileNotFoundError(
                 f"privacy ledger {self.path}: there is no such file; bring it back, or, only if "
@@ -112,11 +111,11 @@ class PrivacyLedger:
         with claimed(self.path.parent, self.path.name, seconds=WAIT):
             before = self.path.read_bytes()
             try:
-                key, sets, given = json.loads(before)
-                content = key, dict(sets), [Release(*own) for own in given]
+                key, sets, rows = json.loads(before)
+                content = key, dict(sets), [Release(*row) for row in rows]
             except (ValueError, TypeError) as error:
-                said = f"privacy ledger {self.path}: damaged ({error}); bring back a copy"
-                raise DamagedFile(said) from error
+                text = f"privacy ledger {self.path}: damaged ({error}); bring back a copy"
+                raise DamagedFile(text) from error
             yield content
             after = json.dumps(content).encode()
             if after != before:
@@ -139,7 +138,7 @@ class PrivacyLimits(Declared, frozen=True):
     fewest_clients: int = option("fewest clients that open a masked sum", default=FEWEST)
     least_colluding: int = option("least colluding of masked noise", default=0)
     most_radius: int = option("largest radius of sums with noise", default=10**4)
-    liars_expected: int = option(
+    malicious: int = option(
         "clients who may say that they gave a closed sum up, and help to open it", default=1
     )
     most_bits: int = option("most bits of numbers in such and masked sums", default=MOST_BITS)
@@ -156,40 +155,51 @@ class PrivacyLimits(Declared, frozen=True):
 
         `task` is what the server asks for. With `repeats` only epsilon limits how many there are.
         """
-        asked = {"most_bits": (self.most_bits, getattr(task, "bits", 0))}
-        if release.epsilon < math.inf:
-            asked["most_radius"] = self.most_radius, task.radius
-            if task.step != "statistics":  # a trusted server's noise has one share
-                asked["least_colluding"] = self.least_colluding, task.colluding
-        for name, (bound, value) in asked.items():
-            if value < bound if name.startswith("least") else value > bound:
-                raise ValueError(
-                    f"{name}: this client's owner allows {bound}, and the server asks for {value}; "
-                    "change the strategy's, or have the owner change the limit"
-                )
+        self._require_limits(release, task)
 
-        def allow(before: Sequence[Release]) -> None:
-            counted = [*before, release]
-            total = [math.fsum(r.epsilon for r in counted), math.fsum(r.delta for r in counted)]
-            most = [self.epsilon, self.delta]
-            over = any(n > (1 + 1e-9) * limit for n, limit in zip(total, most, strict=True))
-            if self.epsilon < math.inf and over:
-                raise ValueError(
-                    f"privacy: this client's sums would have epsilon and delta of {total} in all "
-                    f"runs, and its owner allows {most}, and can raise that"
-                )
-            now, run = release.server_round, release.run  # sums of weights have a round
-            kin = [r.server_round for r in before if not now or r.run == run]
-            same = any(n >= now > 0 for n in kin) if now else 0 in kin
-            if same and not repeats and self.epsilon == math.inf:
+        def allow(earlier: Sequence[Release]) -> None:
+            self._require_epsilon([*earlier, release])
+            if self.epsilon == math.inf and not repeats and _repeats(release, earlier):
                 raise ValueError(
                     "this client has given a sum of the same data before, and the difference of "
                     "two sums over different clients is what one of them sent; only its owner can "
                     "allow another, with allow_repeats"
                 )
 
-        own = examples if self.examples is None else self.examples
-        PrivacyLedger(self.ledger).reserve(release, own, allow)
+        rows = examples if self.examples is None else self.examples
+        PrivacyLedger(self.ledger).reserve(release, rows, allow)
+
+    def _require_limits(self, release: Release, task: Any) -> None:
+        self._require("most_bits", getattr(task, "bits", 0) <= self.most_bits, task)
+        if release.epsilon < math.inf:
+            self._require("most_radius", task.radius <= self.most_radius, task)
+            if task.step != "statistics":  # a trusted server's noise has one share
+                self._require("least_colluding", task.colluding >= self.least_colluding, task)
+
+    def _require(self, name: str, holds: bool, task: Any) -> None:
+        if not holds:
+            value = getattr(task, name.partition("_")[2])
+            raise ValueError(
+                f"{name}: this client's owner allows {getattr(self, name)}, and the server asks "
+                f"for {value}; change the strategy's, or have the owner change the limit"
+            )
+
+    def _require_epsilon(self, releases: Sequence[Release]) -> None:
+        total = [math.fsum(r.epsilon for r in releases), math.fsum(r.delta for r in releases)]
+        limits = [self.epsilon, self.delta]
+        within = all(n <= (1 + 1e-9) * limit for n, limit in zip(total, limits, strict=True))
+        if self.epsilon < math.inf and not within:
+            raise ValueError(
+                f"privacy: this client's sums would have epsilon and delta of {total} in all "
+                f"runs, and its owner allows {limits}, and can raise that"
+            )
+
+
+def _repeats(release: Release, earlier: Sequence[Release]) -> bool:
+    """Whether a release is of the same numbers as one before; sums of weights have a round."""
+    if not release.server_round:
+        return any(not r.server_round for r in earlier)
+    return any(r.run == release.run and r.server_round >= release.server_round for r in earlier)
 
 
 def _checksums(key: str, examples: Any) -> dict[str, list[str]]:
@@ -200,5 +210,5 @@ def _checksums(key: str, examples: Any) -> dict[str, list[str]]:
     x = x.astype(np.float32) if x.dtype.kind == "f" else x
     kind, secret = f"{x.dtype} {x.shape[1:]} ".encode(), bytes.fromhex(key)
     rows = (hashlib.blake2b(kind + row.tobytes(), digest_size=8, key=secret) for row in x)
-    found = sorted({row.hexdigest() for row in rows})
-    return {hashlib.blake2b("".join(found).encode(), digest_size=8).hexdigest(): found}
+    checksums = sorted({row.hexdigest() for row in rows})
+    return {hashlib.blake2b("".join(checksums).encode(), digest_size=8).hexdigest(): checksums}

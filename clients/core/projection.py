@@ -31,8 +31,8 @@ class SealedProjection:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ProjectionKind):
-            known = ", ".join(get_args(ProjectionKind))
-            raise ValueError(f"projection: expected the kind {known}, got {self.kind!r}")
+            kinds = ", ".join(get_args(ProjectionKind))
+            raise ValueError(f"projection: expected the kind {kinds}, got {self.kind!r}")
 
     def probe(self, x: Tensor) -> Tensor:
         """Return one projected example of zeros; refuse examples that cannot be projected."""

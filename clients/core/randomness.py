@@ -25,6 +25,12 @@ def round_seed(seed: Sequence[int], config: Mapping[str, Any]) -> list[int]:
     return [*seed, int(config.get("server-round", 0))]
 
 
+def torch_seed(seed: Sequence[int], config: Mapping[str, Any]) -> int:
+    """Return :func:`round_seed` as the one number that torch takes."""
+    entropy = np.random.SeedSequence(round_seed(seed, config))
+    return int(entropy.generate_state(1)[0])
+
+
 @contextlib.contextmanager
 def own_randomness(model: nn.Module, x: Tensor, seed: int) -> Iterator[torch.Generator]:
     """Yield a generator, and let what `model` draws while it trains depend only on `seed`.
@@ -67,7 +73,6 @@ def seeded_generators(seed: Sequence[int]) -> Iterator[None]:
 
 @torch.no_grad()
 def _draws(model: nn.Module, x: Tensor, devices: list[torch.device]) -> bool:
-    """Whether a forward pass in training mode changes torch's global state."""
     training = model.training
     with GLOBAL_STATE, torch.random.fork_rng(devices=devices):
         before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

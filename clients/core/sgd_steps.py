@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 Gradients = dict[str, Tensor]
 Adjust = Callable[[Gradients], Gradients]  # what is stepped along instead; changes none in place
+BatchLoss = Callable[[Tensor], Tensor]  # positions of a batch's examples -> their mean loss
+BatchGradients = Callable[
+    [Callable[[], Tensor], Mapping[str, nn.Parameter]], tuple[Tensor, Gradients]
+]  # a batch's loss, parameters -> loss, gradients
 
 
 def gradients_of(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> Gradients:
@@ -23,6 +27,19 @@ def gradients_of(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> Gradie
         parameter.grad = None
     loss.backward()
     return held_gradients(parameters)
+
+
+def plain_gradients(
+    batch_loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]
+) -> tuple[Tensor, Gradients]:
+    """Return a batch's loss and its gradients."""
+    loss = batch_loss()
+    return loss, gradients_of(loss, parameters)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of those that are trained."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def held_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
@@ -76,14 +93,16 @@ def proximal_term(
     By default the centre is w as it is now. It is copied, and may hold more than w has.
     """
     weights = _detach(parameters)
-    given = weights if centre is None else {n: centre[n].to(w) for n, w in weights.items()}
-    centres = {name: weight.clone() for name, weight in given.items()}
+    if centre is not None:
+        centre = {name: centre[name].to(weight) for name, weight in weights.items()}
+    centres = {name: weight.clone() for name, weight in (centre or weights).items()}
 
     def adjust(gradients: Gradients) -> Gradients:
         if not gradients:
             return gradients
-        own, around = ([of[name] for name in gradients] for of in (weights, centres))
-        moved = torch._foreach_sub(own, around)
+        moved = torch._foreach_sub(
+            [weights[name] for name in gradients], [centres[name] for name in gradients]
+        )
         pulled = torch._foreach_add(list(gradients.values()), moved, alpha=mu)
         return dict(zip(gradients, pulled, strict=True))
 

@@ -1,1 +1,1 @@
-"""Methods that predict with many models: the client half."""
+"""Predictions by many models: the client half."""

@@ -65,11 +65,10 @@ class FedEnsembleClient(NumPyClient):
             )
         models = EnsembleArrays.from_arrays(records).models
         return EnsemblePredictor(
-            self.client.predictor(NamedArrays(model), config | _own(config, f"model-{k}."))
+            self.client.predictor(NamedArrays(model), config | _config_of(config, f"model-{k}."))
             for k, model in enumerate(models)
         )
 
 
-def _own(config: Config, prefix: str) -> dict[str, Scalar]:
-    """Return what a configuration has for one model, by its own names."""
+def _config_of(config: Config, prefix: str) -> dict[str, Scalar]:
     return {n.removeprefix(prefix): value for n, value in config.items() if n.startswith(prefix)}

@@ -28,27 +28,26 @@ class DPSGDClient(GossipClient):
 
     def step_step(self, message: Message) -> Answer:
         """Average the x_j, add what training moved x_i by, and send the new weights."""
-        own, lost = self.current(message.config)
-        others = self.read_weights(message, own)
-        trained, metrics = self.train_from(own, message)
-        average = self.mix(own, others, message, with_own=not lost)
-        self.keep_before(average, message.config)
+        weights, lost = message.memory.current()
+        others = self.read_weights(message, weights)
+        trained, metrics = self.train_from(weights, message)
+        average = self.mix(weights, others, message, with_own=not lost)
+        message.memory.keep_before(average)
         if lost and others:
             new = average
         else:
-            new = _add_step(own, trained, average)
+            new = _add_step(weights, trained, average)
             statistics = self.mix(trained, others, message)
             new |= {name: statistics[name] for name, _ in self.model.named_buffers() if name in new}
             new = unify(self.model, new)
-        self.keep(new, message.config)
+        message.memory.keep(new)
         metrics |= {RESTARTED: int(lost), HEARD: len(others)}
         return {ALL: self.parcel(new)}, metrics
 
 
-def _add_step(own: ArrayDict, trained: ArrayDict, average: ArrayDict) -> ArrayDict:
-    """Return average + (trained - own), in float64 and cast back."""
+def _add_step(start: ArrayDict, trained: ArrayDict, average: ArrayDict) -> ArrayDict:
     moved: ArrayDict = {}
     for name, centre in average.items():
-        before, after = (np.asarray(w[name], np.float64) for w in (own, trained))
-        moved[name] = np.asarray(centre + (after - before)).astype(centre.dtype)
+        step = np.asarray(trained[name], np.float64) - np.asarray(start[name], np.float64)
+        moved[name] = np.asarray(centre + step).astype(centre.dtype)
     return moved

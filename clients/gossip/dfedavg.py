@@ -6,6 +6,7 @@ and Machine Intelligence 45, 2023 (arXiv 2104.11375).
 
 from fedntk.ntk.payloads.gossip_options import ALL, DFedAvgOptions
 
+from ..core.sgd_steps import BatchGradients
 from .gossip import GossipClient
 from .relay import HEARD, RESTARTED, Answer, Message
 
@@ -24,27 +25,40 @@ class DFedAvgClient(GossipClient):
 
     def step_train(self, message: Message) -> Answer:
         """Train from x_i, and send z_i to the neighbours."""
-        own, lost = self.current(message.config)
-        trained, metrics = self.train_from(own, message)
-        metrics |= {RESTARTED: int(lost)}
-        self.keep_within(message.config, "weights", trained)
-        self.keep_within(message.config, "metrics", {**metrics, AVERAGED: 0})
-        self.keep_before(trained, message.config)
-        sent = {} if lost and message.neighbours else {ALL: self.parcel(trained)}
-        return sent, metrics
+        return train_and_send(self, message)
 
     def step_average(self, message: Message) -> Answer:
         """Average what was trained, or averaged in the step before, with the neighbours'."""
-        own, metrics = self.weights_within(message), self.metrics_within(message)
-        averaged = metrics.pop(AVERAGED)
-        others = self.read_weights(message, own)
-        average = self.mix(own, others, message, with_own=bool(averaged) or not metrics[RESTARTED])
-        last = message.batch == message.options.gossip_steps - 1
-        if last:
-            self.keep(average, message.config)
-        else:
-            kept = {**metrics, AVERAGED: int(averaged or bool(others))}
-            self.keep_within(message.config, "weights", average)
-            self.keep_within(message.config, "metrics", kept)
-        metrics |= {HEARD: len(others)}
-        return {} if last else {ALL: self.parcel(average)}, metrics
+        return average(self, message)
+
+
+def train_and_send(
+    client: GossipClient, message: Message, gradients: BatchGradients | None = None
+) -> Answer:
+    """Train from x_i, and send z_i to the neighbours."""
+    weights, lost = message.memory.current()
+    trained, metrics = client.train_from(weights, message, gradients=gradients)
+    metrics |= {RESTARTED: int(lost)}
+    message.memory.keep_within("weights", trained)
+    message.memory.keep_within("metrics", {**metrics, AVERAGED: 0})
+    message.memory.keep_before(trained)
+    sent = {} if lost and message.neighbours else {ALL: client.parcel(trained)}
+    return sent, metrics
+
+
+def average(client: GossipClient, message: Message) -> Answer:
+    """Average what was trained, or averaged in the step before, with the neighbours'."""
+    weights, metrics = message.memory.weights_within(), message.memory.metrics_within()
+    averaged = metrics.pop(AVERAGED)
+    others = client.read_weights(message, weights)
+    with_own = bool(averaged) or not metrics[RESTARTED]
+    mean = client.mix(weights, others, message, with_own=with_own)
+    last = message.batch == message.options.gossip_steps - 1
+    if last:
+        message.memory.keep(mean)
+    else:
+        within = {**metrics, AVERAGED: int(averaged or bool(others))}
+        message.memory.keep_within("weights", mean)
+        message.memory.keep_within("metrics", within)
+    metrics |= {HEARD: len(others)}
+    return {} if last else {ALL: client.parcel(mean)}, metrics

@@ -5,45 +5,58 @@ Sources: Shi et al., *Improving the Model Consistency of Decentralized Federated
 Generalization*, ICLR 2021, eq. (2) and (3).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from fedntk.ntk.options import option
+from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
-from ..core.sgd_steps import Gradients
-from .dfedavg import DFedAvgClient
+from ..core.sgd_steps import Gradients, plain_gradients
+from .dfedavg import average, train_and_send
+from .gossip import GossipClient
+from .relay import Answer, Message
 
 
-class DFedSAMClient(DFedAvgClient):
+class DFedSAMClient(GossipClient):
     """Steps along the gradient at w + rho g / ||g||, where g is the batch's gradient at w.
 
-    Both gradients are of the same batch. ||g|| is over all parameters that are trained. Buffers,
-    such as BatchNorm's statistics, are those of the first pass. Each step takes two passes.
+    Its round is that of :class:`DFedAvgClient`. Both gradients are of the same batch. ||g|| is over
+    all parameters that are trained. Buffers, such as BatchNorm's statistics, are those of the first
+    pass. Each step takes two passes.
     """
 
     strategy = "DFedSAM"
+    options_kind = DFedAvgOptions
 
     rho: float = option(
         "radius of the sharpest point; 0: DFedAvg, bit for bit", default=0.01, at_least=0
     )
 
-    def batch_gradients(
-        self, x: Tensor, targets: Tensor, batch: Tensor, trainable: Mapping[str, nn.Parameter]
+    def step_train(self, message: Message) -> Answer:
+        """Train from x_i, and send z_i to the neighbours."""
+        return train_and_send(self, message, self.sharp_gradients)
+
+    def step_average(self, message: Message) -> Answer:
+        """Average what was trained, or averaged in the step before, with the neighbours'."""
+        return average(self, message)
+
+    def sharp_gradients(
+        self, batch_loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]
     ) -> tuple[Tensor, Gradients]:
         """Return a batch's loss at w, and its gradients at the point nearby."""
-        loss, gradients = super().batch_gradients(x, targets, batch, trainable)
+        loss, gradients = plain_gradients(batch_loss, parameters)
         if not self.rho or not gradients:
             return loss, gradients
         ascent = list(gradients.values())
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(ascent)))
-        weights = [trainable[name].detach() for name in gradients]
+        weights = [parameters[name].detach() for name in gradients]
         before = [weight.clone() for weight in weights]
         statistics = [buffer.clone() for buffer in self.model.buffers()]
         scale = torch.where(norm > 0, self.rho / norm, torch.zeros_like(norm))
         torch._foreach_add_(weights, torch._foreach_mul(ascent, scale))
-        _, nearby = super().batch_gradients(x, targets, batch, trainable)
+        _, nearby = plain_gradients(batch_loss, parameters)
         torch._foreach_copy_(weights, before)
         for buffer, value in zip(self.model.buffers(), statistics, strict=True):
             buffer.copy_(value)

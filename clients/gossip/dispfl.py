@@ -19,11 +19,10 @@ from fedntk.ntk.support.arrays import ArrayDict, require_array, take_arrays
 from fedntk.ntk.support.shared_arrays import unify
 
 from ..core.randomness import round_seed
-from ..core.sgd_steps import Adjust, Gradients, gradients_of
-from ..personal.personal_store import ROUND
+from ..core.sgd_steps import Adjust, Gradients, gradients_of, trained_parameters
 from .dispfl_masks import Masks, first_masks, search
 from .gossip import GossipClient
-from .relay import COUNT, HEARD, RESTARTED, Answer, Message, WeightsParcel, round_of
+from .relay import COUNT, HEARD, RESTARTED, Answer, Message, WeightsParcel
 
 MASKS = "sparse-masks"  # name of an array beside the weights
 SENT, NEXT = "sent ", "next "  # before names beside kept weights: of their mask, and the next one
@@ -63,9 +62,8 @@ class SparseWeights(NamedTuple):
         masks = {n: p.reshape(expected[n].shape) for n, p in zip(masked, parts, strict=True)}
         whole = {name: arrays[name] for name in arrays.keys() - {MASKS}}
         for name, mask in masks.items():
-            own = expected[name]
-            require_array(name, arrays[name], shape=(int(mask.sum()),), dtype=own.dtype)
-            whole[name] = np.zeros_like(own)
+            require_array(name, arrays[name], shape=(int(mask.sum()),), dtype=expected[name].dtype)
+            whole[name] = np.zeros_like(expected[name])
             whole[name][mask] = arrays[name]
         parcel = WeightsParcel.from_arrays(whole, expected, max_examples)
         return cls(parcel.weights, masks, parcel.num_examples)
@@ -76,7 +74,7 @@ class DisPFLClient(GossipClient):
 
     Arrays of two axes or more that are trained have masks; biases, norms and buffers are whole. A
     client that lost its weights begins with the first ones again: it sends nothing until it has
-    averaged. ``batch_size`` is also that of the gradient by which masks regrow.
+    averaged. The batch size of `sgd` is also that of the gradient by which masks regrow.
     """
 
     strategy = "DisPFL"
@@ -84,29 +82,29 @@ class DisPFLClient(GossipClient):
 
     def step_weights(self, message: Message) -> Answer:
         """Send the weights and the mask that they have."""
-        own, _, lost = self._state(message)
-        sent = {} if lost and message.neighbours else {ALL: own.to_arrays()}
+        sparse, _, lost = self._state(message)
+        sent = {} if lost and message.neighbours else {ALL: sparse.to_arrays()}
         return sent, {RESTARTED: int(lost)}
 
     def step_step(self, message: Message) -> Answer:
         """Average over those that have a coordinate, train in the mask, and search for the next."""
-        own, mask, lost = self._state(message)
+        sparse, mask, lost = self._state(message)
         parse = partial(SparseWeights.from_arrays, masked=list(mask))
-        others: list[tuple[int, SparseWeights]] = self.read_weights(message, own.weights, parse)
+        others: list[tuple[int, SparseWeights]] = self.read_weights(message, sparse.weights, parse)
         shares = self.shares([(j, parcel.num_examples) for j, parcel in others], message)
         first = int(lost and bool(others))  # without oneself
-        parcels, shares = [own, *(parcel for _, parcel in others)][first:], shares[first:]
+        parcels, shares = [sparse, *(parcel for _, parcel in others)][first:], shares[first:]
         begun = _apply_masks(
             masked_mean([p.weights for p in parcels], [p.masks for p in parcels], shares), mask
         )
         begun = unify(self.model, begun)
-        self.keep_before(begun, message.config)
+        message.memory.keep_before(begun)
         trained, metrics = self.train_from(begun, message, self._mask_gradients(mask))
         following = self._search(trained, mask, message)
         masks = {SENT + name: array for name, array in mask.items()}
         masks |= {NEXT + name: array for name, array in following.items()}
-        self.keep({**trained, **masks}, message.config)
-        sent = SparseWeights(trained, mask, len(self._training))
+        message.memory.keep({**trained, **masks})
+        sent = SparseWeights(trained, mask, self.num_examples)
         metrics |= {
             RESTARTED: int(lost),
             HEARD: len(others),
@@ -116,23 +114,23 @@ class DisPFLClient(GossipClient):
         return {ALL: sent.to_arrays()}, metrics
 
     def _state(self, message: Message) -> tuple[SparseWeights, Masks, bool]:
-        """Return the weights with their mask, the next mask, and whether they were lost."""
-        weights, lost = self.current(message.config)
-        counted, options = int(message.config.get(ROUND, 0)), message.options
+        weights, lost = message.memory.current()
+        counted, options = message.memory.counted, message.options
         if counted and not lost:
-            kept = self.store(message.config).load(counted) or {}
-            names = [name for name, p in self.trainable.items() if p.ndim > 1]
-            masks, following = ({name: kept[way + name] for name in names} for way in (SENT, NEXT))
-            return SparseWeights(weights, masks, len(self._training)), following, False
+            saved = message.memory.store().load(counted) or {}
+            names = [name for name, p in trained_parameters(self.model).items() if p.ndim > 1]
+            masks = {name: saved[SENT + name] for name in names}
+            following = {name: saved[NEXT + name] for name in names}
+            return SparseWeights(weights, masks, self.num_examples), following, False
         drawn = [options.seed] if options.same_masks else list(self.seed)
         generator = np.random.default_rng([*drawn, *b"first-masks"])
-        shapes = {name: tuple(p.shape) for name, p in self.trainable.items()}
+        parameters = trained_parameters(self.model)
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         masks = first_masks(shapes, 1 - options.sparsity, generator)
-        own = SparseWeights(_apply_masks(weights, masks), masks, len(self._training))
-        return own, masks, lost
+        sparse = SparseWeights(_apply_masks(weights, masks), masks, self.num_examples)
+        return sparse, masks, lost
 
     def _mask_gradients(self, masks: Masks) -> Adjust:
-        """Return what keeps SGD within masks: gradients, and so momenta, are zero outside."""
         tensors = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
 
         def adjust(gradients: Gradients) -> Gradients:
@@ -141,17 +139,17 @@ class DisPFLClient(GossipClient):
         return adjust
 
     def _search(self, trained: ArrayDict, masks: Masks, message: Message) -> Masks:
-        """Return the next masks: by the weights, and by the gradients of one batch at them."""
-        config, share = message.config, message.options.pruned_share(round_of(message.config))
+        config, share = message.config, message.options.pruned_share(message.memory.round)
         if not share:
             return masks
         self.load_weights(trained)
         self.model.eval()
         x, targets = self.training_examples(dict(config))
         generator = np.random.default_rng([*round_seed(self.seed, config), *b"mask-search"])
-        batch = torch.from_numpy(np.sort(generator.permutation(len(x))[: self.batch_size]))
-        found = gradients_of(self._batch_loss(x, self._compact(targets), batch), self.trainable)
-        slopes = {name: slope.cpu().numpy() for name, slope in found.items()}
+        batch = torch.from_numpy(np.sort(generator.permutation(len(x))[: self.sgd.batch_size]))
+        loss = self.sgd.batch_loss(self, x, targets)(batch)
+        gradients = gradients_of(loss, trained_parameters(self.model))
+        slopes = {name: slope.cpu().numpy() for name, slope in gradients.items()}
         self.model.zero_grad()
         return {
             name: search(mask, trained[name], slopes.get(name, np.zeros(mask.shape)), share)

@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
-from fedntk.ntk.averages import are_finite, weighted_sum
+from fedntk.ntk.averages import are_finite, change_size, weighted_sum
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, trimmed_losses
 from fedntk.ntk.options import argument
-from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLOptions, mixing_row
+from fedntk.ntk.payloads import wire
+from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLTask, mixing_row
 from fedntk.ntk.payloads.jacobian_parcel import JacobianParcel, compresses
 from fedntk.ntk.payloads.leave_one_out import screen_harmful
 from fedntk.ntk.payloads.screening import (
     STRANGER_FACTOR,
     MemoryBudget,
-    change_size,
     screen_losses,
     screen_sizes,
     screen_strangers,
@@ -35,12 +35,12 @@ from fedntk.ntk.payloads.screening import (
 )
 from fedntk.ntk.support.arrays import ArrayDict, require_array, take_arrays
 
+from ..core.base import candidate_losses
 from ..core.randomness import round_seed
 from ..core.weights import Scalar
-from .relay import HEARD, RESTARTED, Answer, Message, RelayClient, WeightsParcel, round_of
+from .relay import HEARD, RESTARTED, Answer, Message, RelayClient, WeightsParcel
 
-HUB = "hub"  # in a message's configuration: whether the client is one; missing without hubs
-LOSS, T = "train-loss", "t"  # metrics
+T = "t"  # metric
 BESIDE = "metric-"  # before the names of metrics beside weights
 
 
@@ -76,9 +76,9 @@ class NTKDFLClient(RelayClient):
     """
 
     strategy = "NTKDFL"
-    config_keys = RelayClient.config_keys | {HUB}
+    config_keys = RelayClient.config_keys | {wire.HUB}
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
-    options_kind = NTKDFLOptions
+    options_kind = NTKDFLTask
 
     chunk_size: int | None = argument(
         "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
@@ -86,63 +86,65 @@ class NTKDFLClient(RelayClient):
 
     def step_weights(self, message: Message) -> Answer:
         """Send the weights; without averages also those of a client that lost its own."""
-        if message.options.average:
-            return super().step_weights(message)
-        own, lost = self.current(message.config)
-        return {ALL: self.parcel(own)}, {RESTARTED: int(lost)}
+        weights, lost = message.memory.current()
+        silent = lost and message.options.average_first and message.neighbours
+        return {} if silent else {ALL: self.parcel(weights)}, {RESTARTED: int(lost)}
 
     def step_average(self, message: Message) -> Answer:
         """Average with the neighbours' weights, and send the average (algorithm 2)."""
-        if message.config.get(HUB) is False:
+        if message.config.get(wire.HUB) is False:
             return {}, {}
-        own, lost = self.current(message.config)
-        others = self.read_weights(message, own)
-        if message.options.defence == "leave-one-out":
-            distances = [change_size(own, parcel.weights) for _, parcel in others]
+        weights, lost = message.memory.current()
+        others = self.read_weights(message, weights)
+        if message.options.rule == "leave-one-out":
+            distances = [change_size(weights, parcel.weights) for _, parcel in others]
             others = self.screen(others, [None, *screen_sizes(distances, STRANGER_FACTOR)])
-            each = [list(w.values()) for w in (own, *(parcel.weights for _, parcel in others))]
-            losses = self.candidate_losses(each, *self.training_examples(dict(message.config)))
+            models = [
+                list(w.values()) for w in (weights, *(parcel.weights for _, parcel in others))
+            ]
+            losses = candidate_losses(self, models, *self.training_examples(dict(message.config)))
             others = self.screen(others, screen_strangers(losses))
-        mine = [WeightsParcel(own, len(self._training))] * (not lost or not others)
-        parcels = [*mine, *(parcel for _, parcel in others)]
+        parcels = [parcel for _, parcel in others]
+        if not (lost and others):
+            parcels = [WeightsParcel(weights, self.num_examples), *parcels]
         shares = mixing_row(message.options.mixing, [parcel.num_examples for parcel in parcels])
         average = weighted_sum([parcel.weights for parcel in parcels], shares)
-        self.keep_within(message.config, "weights", average)
-        self.keep_before(average, message.config)
+        message.memory.keep_within("weights", average)
+        message.memory.keep_before(average)
         return {ALL: self.parcel(average)}, {RESTARTED: int(lost)}
 
     def step_jacobians(self, message: Message) -> Answer:
         """Send each neighbour the rows of the own examples at its weights (algorithm 3)."""
-        own, _ = self.current(message.config)
+        weights, _ = message.memory.current()
         options, config = message.options, message.config
-        if not options.average and message.batch == 0:
-            self.keep_within(config, "weights", own)
-        x, targets = self._part(message)
+        if not options.average_first and message.batch == 0:
+            message.memory.keep_within("weights", weights)
+        x, targets = _batch_of(self, message)
         outgoing = {}
-        for sender, parcel in self.read_weights(message, own):
+        for sender, parcel in self.read_weights(message, weights):
             rows = self._rows(parcel.weights, x, targets)
             if not _is_finite(rows):
                 bad = BadReply("non-finite", "the network's rows at its weights are not finite")
                 self.refuse(sender, bad)
                 continue
-            if HUB in config:
+            if wire.HUB in config:
                 loss = loss_value(rows.outputs, rows.targets, self.loss)
-                self.keep_within(config, "metrics", {LOSS: loss})
-                if options.average and message.batch == 0:
-                    self.keep_before(parcel.weights, config)
+                message.memory.keep_within("metrics", {wire.TRAIN_LOSS: loss})
+                if options.average_first and message.batch == 0:
+                    message.memory.keep_before(parcel.weights)
             sent = JacobianParcel(rows, x if options.selection == "true-loss" else None)
             outgoing[f"{TO}{sender}"] = sent.to_arrays(sparsity=options.sparsity, bits=options.bits)
         return outgoing, {}
 
     def step_evolve(self, message: Message) -> Answer:
         """Evolve from the average, choose t, and send the new weights (algorithm 4)."""
-        if message.config.get(HUB) is False:
+        if message.config.get(wire.HUB) is False:
             return {}, {}
-        average, options = self.weights_within(message), message.options
-        own, others = self._all_rows(average, message)
-        whole = JacobianUpload.concatenate([own.upload, *(each.upload for _, each in others)])
+        average, options = message.memory.weights_within(), message.options
+        rows, others = self._all_rows(average, message)
+        whole = JacobianUpload.concatenate([rows.upload, *(parcel.upload for _, parcel in others)])
         offset = log_class_prior(whole.targets) if options.class_prior else torch.zeros(())
-        flow = options.flow_in(round_of(message.config))
+        flow = options.flow_in(message.memory.round)
         candidates = Candidates.of(
             average,
             whole.jacobian.to(self.device),
@@ -150,36 +152,36 @@ class NTKDFLClient(RelayClient):
             whole.targets.to(self.device),
             flow,
         )
-        best = self._choose(candidates, own, others, message, offset)
+        best = self._choose(candidates, rows, others, message, offset)
         weights = average if best is None else candidates.weights_at(best)
         if not are_finite(weights, average):
             weights, best = average, None
         metrics: dict[str, Scalar] = {
-            LOSS: loss_value(own.upload.outputs, own.upload.targets, self.loss),
+            wire.TRAIN_LOSS: loss_value(rows.upload.outputs, rows.upload.targets, self.loss),
             T: 0.0 if best is None else float(flow.steps[best]),
             HEARD: len(others),
-            RESTARTED: int(self.current(message.config)[1]),
+            RESTARTED: int(message.memory.current()[1]),
         }
-        new = WeightsParcel(weights, len(self._training))
+        new = WeightsParcel(weights, self.num_examples)
         is_last = message.batch == options.batches - 1
-        if is_last and HUB not in message.config:
-            self.keep(weights, message.config)
+        if is_last and wire.HUB not in message.config:
+            message.memory.keep(weights)
             return {ALL: new.to_arrays()}, metrics
-        self.keep_within(message.config, "weights", weights)
-        self.keep_within(message.config, "metrics", metrics)
+        message.memory.keep_within("weights", weights)
+        message.memory.keep_within("metrics", metrics)
         sent = EvolvedParcel(new, float(metrics[T]), len(others)) if is_last else new
         return {ALL: sent.to_arrays()}, metrics
 
     def step_adopt(self, message: Message) -> Answer:
         """Take the weights that the cluster's hub has found, and send them (appendix E.2)."""
-        noted, (expected, lost) = self.metrics_within(message), self.current(message.config)
-        if LOSS not in noted:
+        noted, (expected, lost) = message.memory.metrics_within(), message.memory.current()
+        if wire.TRAIN_LOSS not in noted:
             raise ValueError(
                 "adopt: the client has no Jacobian in this round; it keeps its weights, and goes "
                 "on with the next round"
             )
-        if message.config[HUB]:
-            weights, t, heard = self.weights_within(message), noted[T], noted[HEARD]
+        if message.config[wire.HUB]:
+            weights, t, heard = message.memory.weights_within(), noted[T], noted[HEARD]
         else:
             most = message.max_examples
             others = self.open(
@@ -191,23 +193,16 @@ class NTKDFLClient(RelayClient):
                     "with the next round"
                 )
             ((weights, _), t, heard) = others[0][1]
-        self.keep(weights, message.config)
-        metrics: dict[str, Scalar] = {LOSS: noted[LOSS], T: t, HEARD: heard, RESTARTED: int(lost)}
+        message.memory.keep(weights)
+        metrics: dict[str, Scalar] = {
+            wire.TRAIN_LOSS: noted[wire.TRAIN_LOSS],
+            T: t,
+            HEARD: heard,
+            RESTARTED: int(lost),
+        }
         return {ALL: self.parcel(weights)}, metrics
 
-    def _part(self, message: Message) -> tuple[Tensor, Tensor]:
-        """Return a batch's examples; parts come again if there are fewer examples than batches."""
-        x, targets = self.training_examples(dict(message.config))
-        batches = message.options.batches
-        if batches == 1:
-            return x, targets
-        generator = np.random.default_rng([*round_seed(self.seed, message.config), *b"batches"])
-        parts = np.array_split(generator.permutation(len(x)), min(batches, len(x)))
-        chosen = torch.from_numpy(np.sort(parts[message.batch % len(parts)]))
-        return x[chosen], targets[chosen]
-
     def _rows(self, weights: ArrayDict, x: Tensor, targets: Tensor) -> JacobianUpload:
-        """Return Jacobian, outputs and targets at some weights: eq. (2)."""
         self.load_weights(weights)
         rows = jacobian(self.model, x.to(self.device), chunk_size=self.chunk_size)
         outputs = self.outputs(x)
@@ -216,35 +211,34 @@ class NTKDFLClient(RelayClient):
     def _all_rows(
         self, average: ArrayDict, message: Message
     ) -> tuple[JacobianParcel, list[tuple[int, JacobianParcel]]]:
-        """Return the client's rows at its average, and its neighbours' that can be used."""
-        x, targets = self._part(message)
+        x, targets = _batch_of(self, message)
         upload, options = self._rows(average, x, targets), message.options
         if compresses(options.sparsity, options.bits):
             upload = replace(upload, jacobian=upload.jacobian.expanded())
-        own = JacobianParcel(upload, None if options.selection == "last" else x)
+        rows = JacobianParcel(upload, None if options.selection == "last" else x)
         form = JacobianParcel(upload, x if options.selection == "true-loss" else None)
         shapes = {name: array.shape for name, array in average.items()}
         limits = UploadLimits(shapes, message.max_examples, options.sparsity, options.bits)
         budget = MemoryBudget()
 
         def parse(_: int, arrays: ArrayDict) -> JacobianParcel:
-            parcel = JacobianParcel.from_arrays(arrays, limits=limits, own=form)
+            parcel = JacobianParcel.from_arrays(arrays, limits=limits, receiver=form)
             budget.hold(parcel.upload)
             return parcel
 
         heard = self.open(message.parcels, parse)
-        uploads = [upload, *(each.upload for _, each in heard)]
+        uploads = [upload, *(parcel.upload for _, parcel in heard)]
         others = self.screen(heard, screen_uploads(uploads, message.outlier_factor))
-        if options.defence == "leave-one-out":
-            uploads = [upload, *(each.upload for _, each in others)]
-            verdicts = screen_harmful(uploads, options.liars_expected, trusted=1)
+        if options.rule == "leave-one-out":
+            uploads = [upload, *(parcel.upload for _, parcel in others)]
+            verdicts = screen_harmful(uploads, options.malicious, trusted=1)
             others = self.screen(others, verdicts)
-        return own, others
+        return rows, others
 
     def _choose(
         self,
         candidates: Candidates,
-        own: JacobianParcel,
+        rows: JacobianParcel,
         others: list[tuple[int, JacobianParcel]],
         message: Message,
         offset: Tensor,
@@ -253,25 +247,35 @@ class NTKDFLClient(RelayClient):
 
         Neighbours with losses out of all proportion have no say.
         """
-        if own.inputs is None:
+        if rows.inputs is None:
             return len(candidates) - 1
-        each = [list(candidates.weights_at(k).values()) for k in range(len(candidates))]
+        models = [list(candidates.weights_at(k).values()) for k in range(len(candidates))]
 
         def judge(x: Tensor, targets: Tensor) -> tuple[NDArray[np.float64], int]:
-            return np.array(self.candidate_losses(each, x, targets, offset)), len(targets)
+            return np.array(candidate_losses(self, models, x, targets, offset)), len(targets)
 
-        mine = judge(own.inputs, own.upload.targets)
-        heard = [
-            (sender, judge(parcel.inputs, parcel.upload.targets))
-            for sender, parcel in others
-            if parcel.inputs is not None
-        ]
-        each_loss = [mine[0], *(own[0] for _, own in heard)]
-        agreed = self.screen(heard, screen_losses(each_loss, message.outlier_factor))
-        losses, counts = zip(mine, *(own for _, own in agreed), strict=True)
-        if message.options.defence != "none":
-            return lowest_loss(trimmed_losses(losses, message.options.liars_expected))
+        first = judge(rows.inputs, rows.upload.targets)
+        judged = [(j, judge(p.inputs, p.upload.targets)) for j, p in others if p.inputs is not None]
+        verdicts = screen_losses(
+            [first[0], *(losses for _, (losses, _) in judged)], message.outlier_factor
+        )
+        agreed = self.screen(judged, verdicts)
+        losses, counts = zip(first, *(judgement for _, judgement in agreed), strict=True)
+        if message.options.rule != "none":
+            return lowest_loss(trimmed_losses(losses, message.options.malicious))
         return lowest_loss(mean_losses(losses, counts))
+
+
+def _batch_of(client: NTKDFLClient, message: Message) -> tuple[Tensor, Tensor]:
+    """Return a batch's examples; parts come again if there are fewer examples than batches."""
+    x, targets = client.training_examples(dict(message.config))
+    batches = message.options.batches
+    if batches == 1:
+        return x, targets
+    generator = np.random.default_rng([*round_seed(client.seed, message.config), *b"batches"])
+    parts = np.array_split(generator.permutation(len(x)), min(batches, len(x)))
+    chosen = torch.from_numpy(np.sort(parts[message.batch % len(parts)]))
+    return x[chosen], targets[chosen]
 
 
 def _is_finite(rows: JacobianUpload) -> bool:

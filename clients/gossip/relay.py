@@ -14,26 +14,22 @@ import numpy as np
 
 from fedntk.ntk import BadReply, Predictor
 from fedntk.ntk.averages import all_alike
-from fedntk.ntk.first_weights import draw_weights
 from fedntk.ntk.options import argument, state
-from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, RelayOptions
+from fedntk.ntk.payloads import wire
+from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, GossipOptions
 from fedntk.ntk.payloads.screening import OUTLIER_FACTOR, screen_changes
 from fedntk.ntk.support.arrays import ArrayDict, Arrays, require_array, take_arrays
-from fedntk.ntk.support.shared_arrays import unify
 from fedntk.trust import ParcelKeys
 
-from ..core.base import ModelClient
+from ..core.base import ModelClient, step_method
 from ..core.named_arrays import NamedArrays
 from ..core.secure_sum import load_or_draw_key
 from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, set_weights
-from ..personal.personal_store import ROUND, RUN, PersonalStore
-from .sealed_parcels import OF_SEALING, SealedParcels
+from ..personal.personal_store import PersonalStore
+from .relay_memory import RelayMemory
+from .sealed_parcels import SealedParcels
 
-STEP = "step_"  # begins the names of methods
-OF_RELAYS = OF_SEALING | {
-    RUN, ROUND, "step", "batch", "neighbours", "outlier-factor", "max-examples", "keep-both",
-}  # fmt: skip
-KEYS, WITHIN = "-keys", "-within-round"  # what else is kept beside the weights, in folders
+KEYS = "-keys"  # name of a folder beside that of the weights
 COUNT = "num-examples"  # name of an array beside weights
 RESTARTED, HEARD = "restarted", "neighbours-heard"  # metrics
 LARGEST = 1e12  # of a neighbour's weight
@@ -56,15 +52,15 @@ class WeightsParcel(NamedTuple):
     @classmethod
     def from_arrays(cls, arrays: Arrays, expected: ArrayDict, max_examples: int) -> "WeightsParcel":
         """Check what :meth:`to_arrays` made against a network's arrays; raise BadReply."""
-        *given, count = take_arrays(arrays, *expected, COUNT)
-        weights = dict(zip(expected, given, strict=True))
-        for name, own in expected.items():
+        *values, count = take_arrays(arrays, *expected, COUNT)
+        weights = dict(zip(expected, values, strict=True))
+        for name, array in expected.items():
             low = 0.0 if name.endswith("running_var") else None
-            same_kind = (weights[name].dtype, weights[name].shape) == (own.dtype, own.shape)
-            if same_kind and all_alike([weights[name], own]).all():
+            same_kind = (weights[name].dtype, weights[name].shape) == (array.dtype, array.shape)
+            if same_kind and all_alike([weights[name], array]).all():
                 continue  # frozen arrays may hold anything
             require_array(
-                name, weights[name], shape=own.shape, dtype=own.dtype, limit=LARGEST, low=low
+                name, weights[name], shape=array.shape, dtype=array.dtype, limit=LARGEST, low=low
             )
         require_array(COUNT, count, shape=(), dtype=np.int64, low=1, high=max_examples)
         return cls(weights, int(count))
@@ -76,6 +72,7 @@ class Message(NamedTuple):
     config: Mapping[str, Any]
     parcels: dict[int, ArrayDict]  # neighbour -> what it sent in the exchange before
     options: Any  # the strategy's, of the class `options_kind`
+    memory: RelayMemory
     batch: int = 0  # part of its examples that the client is to use
     neighbours: tuple[int, ...] = ()  # ids of those to whom parcels may go
     max_examples: int = 10_000_000  # that a neighbour may claim
@@ -91,8 +88,9 @@ class RelayClient(ModelClient):
     """
 
     replies = "parcels"
-    config_keys = OF_RELAYS
-    options_kind: ClassVar[type[RelayOptions]] = RelayOptions  # what its strategy's messages bring
+    config_keys = wire.OF_NEIGHBOURS
+    usual_step = ""  # a message names its step
+    options_kind: ClassVar[type[Any]] = GossipOptions  # what messages bring
 
     cache: str | os.PathLike[str] | None = argument(
         "folder for its weights; fedntk/personal in $XDG_CACHE_HOME or ~/.cache by default, see "
@@ -121,48 +119,51 @@ class RelayClient(ModelClient):
         sealing = self._sealing(config)
         if sealing is not None:
             parcels = dict(self.open(parcels, sealing.open))
-        told: Any = {name.replace("-", "_"): value for name, value in config.items()}
-        own = {name: told[name] for name in Message._field_defaults if name in told}
-        message = Message(config, parcels, self.options_kind.from_config(config), **own)
-        known = [name.removeprefix(STEP) for name in dir(self) if name.startswith(STEP)]
-        if (step := config.get("step")) not in known:
-            raise ValueError(f"step: expected one of {', '.join(known)}, got {step!r}")
-        self._take_first(parameters, config)
-        outgoing, found = getattr(self, f"{STEP}{step}")(message)
+        answer = step_method(self, self.step_in(config))
+        options = self.options_kind.from_config(config)
+        fields: Any = {name.replace("-", "_"): value for name, value in config.items()}
+        fields = {name: fields[name] for name in Message._field_defaults if name in fields}
+        memory = self.memory_for(parameters, config)
+        outgoing, metrics = answer(Message(config, parcels, options, memory, **fields))
         if sealing is not None:
             outgoing = sealing.seal(outgoing)
-        metrics = {**found, REFUSED: self._rejected}  # always, as means need all
-        return NamedArrays(outgoing), len(self._training), metrics
+        metrics = {**metrics, REFUSED: self._rejected}  # always, as means need all
+        return NamedArrays(outgoing), self.num_examples, metrics
 
     def report(self, parameters: Parameters, config: Config) -> Fit:
         """Return the client's weights, for the mean model that is evaluated.
 
-        With ``keep-both`` a record ``before`` has those of :meth:`keep_before`, if it took part.
+        With ``keep-both`` a record ``before`` has those of :meth:`RelayMemory.before`, if it took
+        part.
         """
-        records = {"arrays": self.own_weights(parameters, config)}
-        if config.get("keep-both") and int(config.get(ROUND, 0)) == round_of(config):
-            before = self._of_network(self.load_within(config, "before"))
-            records |= {"before": before} if before else {}
-        return NamedArrays(records), len(self._training), {}
+        memory = self.memory_for(parameters, config)
+        records = {"arrays": memory.current()[0]}
+        if before := memory.before():
+            records[wire.BEFORE] = before
+        return NamedArrays(records), self.num_examples, {}
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Loss and accuracy of the client's own weights on its examples for evaluation."""
-        return super().evaluate(list(self.own_weights(parameters, config).values()), config)
+        self.load_weights(self.memory_for(parameters, config).current()[0])
+        return self.evaluate_model(config)
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the client's own weights."""
-        return super().predictor(list(self.own_weights(parameters, config).values()), config)
+        weights, _ = self.memory_for(parameters, config).current()
+        return self.network_predictor(list(weights.values()))
 
     def public_key(self, config: Mapping[str, Any]) -> bytes:
         """Return the public key with which others seal for this client, 32 raw bytes."""
         return self._keys(config).public_key
 
     def _keys(self, config: Mapping[str, Any]) -> ParcelKeys:
-        return self.parcel_keys or ParcelKeys(load_or_draw_key(self.store(config, KEYS).folder))
+        return self.parcel_keys or ParcelKeys(
+            load_or_draw_key(PersonalStore(self.cache, config, self.seed, KEYS).folder)
+        )
 
     def _sealing(self, config: Mapping[str, Any]) -> SealedParcels | None:
         """Return what opens and seals a message's parcels; None if they are in the clear."""
-        if "parcel-run" in config:
+        if wire.PARCEL_RUN in config:
             return SealedParcels(self._keys(config), config)
         if self.parcel_keys is not None:
             raise ValueError(
@@ -171,89 +172,12 @@ class RelayClient(ModelClient):
             )
         return None
 
-    def own_weights(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict:
-        """Return the weights that count as the client's own, in the network's order."""
-        self._take_first(parameters, config)
-        return self.current(config)[0]
-
-    def _take_first(self, parameters: Parameters, config: Mapping[str, Any]) -> None:
-        """Keep first weights, which come once; after round 1 they are the newest mean model."""
-        first = dict(getattr(parameters, "records", {}).get("arrays", {}))
-        if not first or int(config.get(ROUND, 0)):
-            return
-        if not self._of_network(first):
-            raise ValueError(f"arrays: expected those of the network, got {sorted(first)[:5]}")
-        late = round_of(config) > 1
-        self.store(config).save(0, first if late else self._draw_first(first, config))
-
-    def current(self, config: Mapping[str, Any]) -> tuple[ArrayDict, bool]:
-        """Return the client's weights from the round that counts, and whether they were lost.
-
-        Then they are the first ones; if these are lost as well, the model's.
-        """
-        counted = int(config.get(ROUND, 0))
-        if kept := self._load_kept(counted, config):
-            return kept, False
-        if not counted:
-            raise ValueError(
-                f"{self.store(config).folder}: the first weights of this run are lost; the "
-                "strategy sends them again"
-            )
-        logger.warning("a client lost its weights, and begins with the first ones again")
-        first = self._load_kept(0, config) or self._draw_first(self.model_weights(), config)
-        return first, True
-
-    def _draw_first(self, weights: ArrayDict, config: Mapping[str, Any]) -> ArrayDict:
-        """Return weights of the client's own if clients begin with different ones."""
-        if self.options_kind.from_config(config).same_weights:
-            return weights
-        generator = np.random.default_rng([*self.seed, *b"first-weights"])
-        return unify(self.model, draw_weights(weights, "he", generator))
-
-    def _load_kept(self, server_round: int, config: Mapping[str, Any]) -> ArrayDict:
-        return self._of_network(self.store(config).load(server_round) or {})
-
-    def _of_network(self, kept: ArrayDict) -> ArrayDict:
-        """Return the network's arrays among what was kept, in its order; empty if some lack."""
-        names = list(self.model.state_dict())
-        return {name: kept[name] for name in names} if kept.keys() >= set(names) else {}
-
-    def keep(self, weights: Arrays, config: Mapping[str, Any]) -> None:
-        """Keep the current round's weights, and those that count until that round does."""
-        self.store(config).save(round_of(config), weights, needed=int(config.get(ROUND, 0)))
-
-    def keep_within(self, config: Mapping[str, Any], part: str, arrays: Mapping[str, Any]) -> None:
-        """Keep a part of the round's work: ``weights``, ``metrics``, or the weights ``before``."""
-        self.store(config, f"-{part}{WITHIN}").save(round_of(config), arrays)
-
-    def load_within(self, config: Mapping[str, Any], part: str) -> ArrayDict:
-        """Return what was kept of a part in earlier steps of the round; empty if it was not."""
-        return self.store(config, f"-{part}{WITHIN}").load(round_of(config)) or {}
-
-    def metrics_within(self, message: Message) -> dict[str, Scalar]:
-        """Return the metrics that were kept in earlier steps of the round, if any."""
-        kept = self.load_within(message.config, "metrics")
-        return {name: array.item() for name, array in kept.items()}
-
-    def weights_within(self, message: Message) -> ArrayDict:
-        """Return the weights that were kept in earlier steps of the round."""
-        weights = self._of_network(self.load_within(message.config, "weights"))
-        if not weights:
-            folder = self.store(message.config).folder
-            raise ValueError(
-                f"{folder}: the weights of this round are lost; the client goes on with the next "
-                "round"
-            )
-        return weights
-
-    def keep_before(self, weights: Arrays, config: Mapping[str, Any]) -> None:
-        """Keep weights from before the last thing done in a round, for evaluation."""
-        if config.get("keep-both"):
-            self.keep_within(config, "before", weights)
-
-    def store(self, config: Mapping[str, Any], what: str = "") -> PersonalStore:
-        """Return the folder of the client's weights, or of something else that it keeps."""
-        return PersonalStore(self.cache, config, self.seed, what)
+    def memory_for(self, parameters: Parameters, config: Mapping[str, Any]) -> RelayMemory:
+        """Return what the client keeps, with first weights that came now."""
+        same_weights = self.options_kind.from_config(config).same_weights
+        memory = RelayMemory(self.cache, self.model, self.seed, config, same_weights=same_weights)
+        memory.keep_first(parameters)
+        return memory
 
     def load_weights(self, weights: Arrays) -> None:
         """Put weights into the model."""
@@ -261,13 +185,13 @@ class RelayClient(ModelClient):
 
     def parcel(self, weights: ArrayDict) -> Arrays:
         """Return weights as they go to neighbours."""
-        return WeightsParcel(weights, len(self._training)).to_arrays()
+        return WeightsParcel(weights, self.num_examples).to_arrays()
 
     def step_weights(self, message: Message) -> Answer:
         """Send the client's weights to all neighbours; one that lost them has nothing to say."""
-        own, lost = self.current(message.config)
+        weights, lost = message.memory.current()
         silent = lost and message.neighbours
-        return {} if silent else {ALL: self.parcel(own)}, {RESTARTED: int(lost)}
+        return {} if silent else {ALL: self.parcel(weights)}, {RESTARTED: int(lost)}
 
     def open(
         self, parcels: Mapping[int, ArrayDict], read: Callable[[int, ArrayDict], T]
@@ -284,14 +208,15 @@ class RelayClient(ModelClient):
     def read_weights(
         self,
         message: Message,
-        own: ArrayDict,
+        weights: ArrayDict,
         parse: Callable[..., Any] = WeightsParcel.from_arrays,
     ) -> list[tuple[int, Any]]:
         """Return the neighbours' weights, without those of a norm out of all proportion."""
-        most, zero = message.max_examples, {name: np.zeros_like(a) for name, a in own.items()}
-        heard = self.open(message.parcels, lambda _, arrays: parse(arrays, own, most))
-        weights = [own, *(parcel.weights for _, parcel in heard)]
-        return self.screen(heard, screen_changes(zero, weights, message.outlier_factor))
+        most = message.max_examples
+        heard = self.open(message.parcels, lambda _, arrays: parse(arrays, weights, most))
+        zero = {name: np.zeros_like(array) for name, array in weights.items()}
+        models = [weights, *(parcel.weights for _, parcel in heard)]
+        return self.screen(heard, screen_changes(zero, models, message.outlier_factor))
 
     def screen(
         self, heard: Sequence[tuple[int, T]], verdicts: Sequence[BadReply | None]
@@ -300,14 +225,9 @@ class RelayClient(ModelClient):
         for (sender, _), bad in zip(heard, verdicts[1:], strict=True):
             if bad is not None:
                 self.refuse(sender, bad)
-        return [each for each, bad in zip(heard, verdicts[1:], strict=True) if bad is None]
+        return [parcel for parcel, bad in zip(heard, verdicts[1:], strict=True) if bad is None]
 
     def refuse(self, sender: int, reason: Exception) -> None:
         """Count what a neighbour sent as refused, and log why."""
         self._rejected += 1
         logger.warning("dropped what neighbour %d sent: %s", sender, reason)
-
-
-def round_of(config: Mapping[str, Any]) -> int:
-    """Return the number of a message's round."""
-    return int(config.get("server-round", 0))

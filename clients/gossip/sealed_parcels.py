@@ -4,15 +4,11 @@ from collections.abc import Mapping
 from logging import getLogger
 from typing import Any
 
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.gossip_options import ALL, TO
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 from fedntk.trust import ParcelKeys, SealError, open_parcel, seal_parcel
 
-# in a message's configuration: all of them if parcels are sealed, else none
-OF_SEALING = frozenset(
-    f"parcel-{name}"
-    for name in ("run", "exchange", "sender", "own-key", "receivers", "keys", "vouchers")
-)
 logger = getLogger("flwr")
 
 
@@ -25,7 +21,7 @@ class SealedParcels:
 
     def __init__(self, keys: ParcelKeys, config: Mapping[str, Any]) -> None:
         self._keys, self._config = keys, config
-        if config["parcel-own-key"] != keys.public_key:
+        if config[wire.PARCEL_OWN_KEY] != keys.public_key:
             raise ValueError(
                 "the relay has another public key of this client, which lost or replaced its own; "
                 "it is asked again before the next round"
@@ -33,24 +29,26 @@ class SealedParcels:
 
     def open(self, sender: int, parcel: Arrays) -> ArrayDict:
         """Open a parcel of the exchange before; SealError if it is something else."""
-        info = self._binding(sender, int(self._config["parcel-exchange"]) - 1)
+        info = self._binding(sender, int(self._config[wire.PARCEL_EXCHANGE]) - 1)
         return open_parcel(parcel, self._keys.private_key, info)
 
     def seal(self, outgoing: Mapping[str, Arrays]) -> dict[str, Arrays]:
         """Seal the records of a reply, each for its receivers; omit those without any."""
-        sender, exchange = (int(self._config[f"parcel-{name}"]) for name in ("sender", "exchange"))
-        info, receivers = self._binding(sender, exchange), self._receivers()
+        sender = int(self._config[wire.PARCEL_SENDER])
+        info = self._binding(sender, int(self._config[wire.PARCEL_EXCHANGE]))
+        receivers = self._receivers()
         sealed: dict[str, Arrays] = {}
         for name, arrays in outgoing.items():
-            if own := [key for j, key in receivers.items() if name in (ALL, f"{TO}{j}")]:
-                sealed[name] = seal_parcel(arrays, own, info)
+            if keys := [key for j, key in receivers.items() if name in (ALL, f"{TO}{j}")]:
+                sealed[name] = seal_parcel(arrays, keys, info)
         return sealed
 
     def _receivers(self) -> dict[int, bytes]:
         """Return the receivers' public keys, without those that nobody vouches for."""
         trusted = {}
-        given = (self._config[f"parcel-{name}"] for name in ("receivers", "keys", "vouchers"))
-        for neighbour, key, voucher in zip(*given, strict=True):
+        columns = wire.PARCEL_RECEIVERS, wire.PARCEL_KEYS, wire.PARCEL_VOUCHERS
+        rows = zip(*(self._config[name] for name in columns), strict=True)
+        for neighbour, key, voucher in rows:
             try:
                 self._keys.require_vouched(key, voucher)
                 trusted[int(neighbour)] = key
@@ -60,5 +58,5 @@ class SealedParcels:
 
     def _binding(self, sender: int, exchange: int) -> bytes:
         number = int(self._config.get("server-round", 0))
-        run = self._config["parcel-run"]
+        run = self._config[wire.PARCEL_RUN]
         return f"fedntk parcel 1\0{run}\0{number}\0{exchange}\0{sender}".encode()

@@ -15,8 +15,9 @@ from fedntk.ntk import JacobianUpload, jacobian, loss_value
 from fedntk.ntk.class_prior import offset_of
 from fedntk.ntk.evolution.candidates import unstack_candidates
 from fedntk.ntk.options import argument, option
+from fedntk.ntk.payloads import wire
 
-from ..core.base import ModelClient
+from ..core.base import ModelClient, candidate_losses
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Fit, Parameters, set_weights
 
@@ -40,7 +41,7 @@ class NTKFLClient(ModelClient):
         "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
     )
 
-    def fit(self, parameters: Parameters, config: Config) -> Fit:
+    def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Return a :class:`~fedntk.ntk.JacobianUpload` as arrays; the weights stay.
 
         The metric ``train-loss`` is at the received weights.
@@ -48,28 +49,27 @@ class NTKFLClient(ModelClient):
         upload = self.upload(parameters, config)
         train_loss = loss_value(upload.outputs, upload.targets, self.loss)
         arrays = NamedArrays({"arrays": upload.to_arrays()})
-        return arrays, len(upload.outputs), {"train-loss": train_loss}
+        return arrays, len(upload.outputs), {wire.TRAIN_LOSS: train_loss}
 
     def upload(self, parameters: Parameters, config: Config) -> JacobianUpload:
         """Return Jacobian, outputs and targets of the round's examples at the given weights."""
         set_weights(self.model, parameters)
         x, targets = self.training_examples(config)
-        single = self.is_private  # a row then depends on no other example
-        rows = jacobian(self.model, x.to(self.device), chunk_size=1 if single else self.chunk_size)
+        rows = jacobian(self.model, x.to(self.device), chunk_size=self.chunk_size)
         if self.structure == "dense":
             rows = rows.to_dense()
-        outputs = torch.cat([*map(self.outputs, x.split(1))]) if single else self.outputs(x)
+        outputs = self.outputs(x)
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
     def query(self, parameters: Parameters, config: Config) -> dict[str, list[float] | int]:
         """Loss of the true network at each candidate: eq. (11a), this client's share.
 
-        Weights come stacked over candidates. The round's sample is that of :meth:`fit`;
+        Weights come stacked over candidates. The round's sample is that of :meth:`step_train`;
         ``"output-offset"``, C numbers, is added to the outputs before their loss is taken. Returns
         ``{"losses": [...], "num-examples": n}``, the losses averaged over the local examples.
         """
         self.require_permitted("query")
         x, targets = self.training_examples(config)
         offset = offset_of(config, targets.shape[1])
-        losses = self.candidate_losses(unstack_candidates(parameters), x, targets, offset)
-        return {"losses": losses, "num-examples": len(x)}
+        losses = candidate_losses(self, unstack_candidates(parameters), x, targets, offset)
+        return {wire.LOSSES: losses, "num-examples": len(x)}

@@ -1,1 +1,1 @@
-"""Methods with a model for each client: the client half."""
+"""A model for each client: the client half."""

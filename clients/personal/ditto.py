@@ -12,19 +12,22 @@ from logging import getLogger
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedntk.ntk.options import option
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.support.arrays import ArrayDict
 
-from ..core.sgd_steps import proximal_term
-from ..core.weights import Config, Fit, Parameters, set_weights
-from .personalised import PersonalisedClient
+from ..core.named_arrays import NamedArrays
+from ..core.sgd_steps import proximal_term, trained_parameters
+from ..core.weights import Config, Fit, Parameters, Scalar, set_weights
+from .personal_client import PersonalClient
 
 logger = getLogger("flwr")
 
 
-class DittoClient(PersonalisedClient):
-    """Trains the received weights as :class:`SGDClient`, and beside them a model that it keeps.
+class DittoClient(PersonalClient):
+    """Trains the received weights as :class:`SGDClient`, and keeps a model of its own beside them.
 
     The personal model v_k begins as the first weights that the client is sent, or receives after it
     lost v_k. In each round it is trained on F_k(v) + (lambda / 2) ||v - w^t||^2, with w^t the
@@ -38,45 +41,61 @@ class DittoClient(PersonalisedClient):
 
     pull: float = option(
         "lambda: how strongly the personal model is pulled to the received weights; 0: not at all; "
-        "steps do not overshoot as long as learning_rate * pull is at most 1",
+        "steps do not overshoot as long as its learning rate times pull is at most 1",
         default=1.0,
         at_least=0,
     )
     personal_epochs: int = option(
-        "passes over the local examples that train the personal model; 0: as many as local_epochs",
+        "passes over the local examples that train the personal model; 0: as many as those of sgd",
         default=0,
         at_least=0,
     )
 
-    def fit(self, parameters: Parameters, config: Config) -> Fit:
+    def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Train both models, and return the global one.
 
         Metrics are ``train-loss`` of w_k and ``personal-loss`` of v_k, as of
-        :meth:`SGDClient.descend`, and ``restarted``: 1 if v_k was lost, else 0.
+        :meth:`LocalSGD.descend`, and ``restarted``: 1 if v_k was lost, else 0.
         """
-        kept = self.kept(config)
-        result, num_examples, metrics = super().fit(parameters, config)
-        personal_loss = self._train_own(parameters, config, kept)
-        self.keep(self.model_weights(), config)
-        more = {"personal-loss": personal_loss, "restarted": float(kept is None)}
-        return result, num_examples, {**metrics, **more}
-
-    def _train_own(self, parameters: Parameters, config: Config, kept: ArrayDict | None) -> float:
-        """Train v_k towards the received weights; the model holds it then."""
-        received, _ = self.records(parameters)
-        start = list(self._personal(received, kept).values())
-        set_weights(self.model, start)
-        x, targets = self.training_examples(config)
-        centre = {name: torch.from_numpy(array) for name, array in received.items()}
-        adjust = proximal_term(self.trainable, self.pull, centre) if self.pull else None
-        return self.descend(start, x, targets, config, adjust, epochs=self.personal_epochs or None)
+        received, _ = self.split_records(parameters)
+        network = self.assemble(received, {}, config)
+        if network is None:
+            return self.lost_reply()
+        saved = self.load_personal(config)
+        examples = self.training_examples(config)
+        shared, train_loss = self.train_network(network, examples, config, list(received))
+        personal_loss = self._train_personal(received, saved, examples, config)
+        self.save_personal(self.model_weights(), config)
+        metrics: dict[str, Scalar] = {
+            wire.TRAIN_LOSS: train_loss,
+            "personal-loss": personal_loss,
+            "restarted": float(saved is None),
+        }
+        return NamedArrays({self.record_name(parameters): shared}), len(examples[0]), metrics
 
     def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict:
         """Return v_k as it was kept; the received weights before that, or if it is lost."""
-        return self._personal(self.records(parameters)[0], self.kept(config))
+        received, _ = self.split_records(parameters)
+        return self._personal_weights(received, self.load_personal(config))
 
-    def _personal(self, received: ArrayDict, kept: ArrayDict | None) -> ArrayDict:
-        if kept is None:
+    def _train_personal(
+        self,
+        received: ArrayDict,
+        saved: ArrayDict | None,
+        examples: tuple[Tensor, Tensor],
+        config: Config,
+    ) -> float:
+        start = list(self._personal_weights(received, saved).values())
+        adjust = None
+        if self.pull:
+            set_weights(self.model, start)
+            centre = {name: torch.from_numpy(array) for name, array in received.items()}
+            adjust = proximal_term(trained_parameters(self.model), self.pull, centre)
+        sgd = self.sgd.copy(epochs=self.personal_epochs or self.sgd.epochs)
+        return sgd.descend(self, start, *examples, config, adjust)
+
+    def _personal_weights(self, received: ArrayDict, saved: ArrayDict | None) -> ArrayDict:
+        if saved is None:
             logger.warning("the personal model is lost: it begins again with the global weights")
-        own = kept or received
-        return {name: own[name] for name in self.model.state_dict()}
+        weights = saved or received
+        return {name: weights[name] for name in self.model.state_dict()}

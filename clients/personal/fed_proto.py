@@ -8,23 +8,26 @@ Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous
 As in the authors' program, d is taken example by example: the mean square over the features.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap, Predictor, PrototypePredictor
 from fedntk.ntk.features.feature_map import record_input
 from fedntk.ntk.options import option
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES, Prototypes
 from fedntk.ntk.support.arrays import ArrayDict
 
 from ..core.named_arrays import NamedArrays
+from ..core.sgd_steps import BatchLoss
 from ..core.weights import Config, Evaluation, Fit, Parameters
-from .personalised import PersonalisedClient
+from .personal_client import PersonalClient
 
 
-class FedProtoClient(PersonalisedClient):
+class FedProtoClient(PersonalClient):
     """Trains a network of its own towards the server's class prototypes; sends its own of these.
 
     To the loss of a batch of m examples is added
@@ -38,7 +41,7 @@ class FedProtoClient(PersonalisedClient):
 
     strategy = "FedProto"
     replies = "prototypes"
-    config_keys = PersonalisedClient.config_keys | FeatureMap("last-layer").to_config().keys()
+    config_keys = PersonalClient.config_keys | FeatureMap("last-layer").to_config().keys()
 
     pull: float = option(
         "lambda: how strongly features are drawn to the prototypes; 0: not at all",
@@ -51,9 +54,9 @@ class FedProtoClient(PersonalisedClient):
         default="prototype",
     )
 
-    def fit(self, parameters: Parameters, config: Config) -> Fit:
-        """Train as :meth:`PersonalisedClient.fit`, with the pull, and send only the prototypes."""
-        prototypes, feature_map = self._prototypes_in(parameters), FeatureMap.from_config(config)
+    def step_train(self, parameters: Parameters, config: Config) -> Fit:
+        """Train as :class:`PersonalisedClient`, with the pull, and send only the prototypes."""
+        prototypes, feature_map = self._read_prototypes(parameters), FeatureMap.from_config(config)
         _, head = feature_map.last_layer(self.model)
         if prototypes.means.shape != (head.out_features, head.in_features):
             raise ValueError(
@@ -61,41 +64,45 @@ class FedProtoClient(PersonalisedClient):
                 f"of the last layer, got {prototypes.means.shape}; give the strategy the client's "
                 "network"
             )
-        self._head, self._pulls = head, bool(self.pull and prototypes.present.any())
-        self._means = torch.from_numpy(prototypes.means.copy()).to(head.weight)
-        self._present = torch.from_numpy(prototypes.present).to(head.weight)
-        result, num_examples, metrics = super().fit(parameters, config)
-        if not isinstance(result, NamedArrays):  # what it kept is lost
-            return result, num_examples, metrics
+        network = self.own_network(parameters, config)
+        if network is None:
+            return self.lost_reply()
         x, targets = self.training_examples(config)
+        pulled = None
+        if self.pull and prototypes.present.any():
+            pulled = self._pulled_loss(head, prototypes, x, targets)
+        _, train_loss = self.train_network(network, (x, targets), config, [], pulled)
         extract = feature_map.extractor(self.model)
-        own = Prototypes.of(extract, x, targets.argmax(1), targets.shape[1])
-        return NamedArrays({self.record_name(parameters): own.to_arrays()}), num_examples, metrics
+        new = Prototypes.of(extract, x, targets.argmax(1), targets.shape[1])
+        reply = NamedArrays({self.record_name(parameters): new.to_arrays()})
+        return reply, len(x), {wire.TRAIN_LOSS: train_loss}
 
-    def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
-        """See :meth:`PersonalisedClient.evaluate`; by prototypes or by the last layer."""
-        self.refuse_own_arrays()
-        if not self._by_prototypes(parameters) or self.assemble(parameters, config) is None:
-            return super().evaluate(parameters, config)
+    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict | None:
+        """Return the client's network, none of whose arrays are shared; None if it is lost."""
+        _, first = self.split_records(parameters)
+        return self.assemble({}, first, config)
+
+    def evaluate_by(self, parameters: Parameters, config: Config) -> Evaluation:
+        """Evaluate the network by prototypes or by its last layer."""
+        if not self._by_prototypes(parameters):
+            return self.evaluate_model(config)
         x, targets = self.test_examples(config)
         evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
         return evaluated.loss, len(x), {"accuracy": evaluated.accuracy}
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of what the client evaluates."""
-        predictor = super().predictor(parameters, config)
+        network = self.own_network(parameters, config)
+        if network is None:
+            raise ValueError(f"{self.store(config).folder}: what was kept there is lost")
+        predictor = self.network_predictor(list(network.values()))
         if not self._by_prototypes(parameters):
             return predictor
-        feature_map, prototypes = FeatureMap.from_config(config), self._prototypes_in(parameters)
-        return PrototypePredictor(self.model, prototypes, head=feature_map.head, device=self.device)
+        head, prototypes = FeatureMap.from_config(config).head, self._read_prototypes(parameters)
+        return PrototypePredictor(self.model, prototypes, head=head, device=self.device)
 
-    def records(self, parameters: Parameters) -> tuple[ArrayDict, ArrayDict]:
-        """Return no arrays of the network as shared, and first values of all as personal."""
-        _, first = super().records(parameters)
-        return {}, first
-
-    def _prototypes_in(self, parameters: Parameters) -> Prototypes:
-        arrays, _ = super().records(parameters)
+    def _read_prototypes(self, parameters: Parameters) -> Prototypes:
+        arrays, _ = self.split_records(parameters)
         if arrays.keys() != set(GLOBAL_PROTOTYPES):
             raise ValueError(
                 f"arrays: expected {' and '.join(GLOBAL_PROTOTYPES)}, got {sorted(arrays)[:5]}"
@@ -103,15 +110,21 @@ class FedProtoClient(PersonalisedClient):
         return Prototypes.from_global_arrays(arrays)
 
     def _by_prototypes(self, parameters: Parameters) -> bool:
-        there = bool(self._prototypes_in(parameters).present.any())
-        return there and self.predict == "prototype"
+        present = bool(self._read_prototypes(parameters).present.any())
+        return present and self.predict == "prototype"
 
-    def _batch_loss(self, x: Tensor, targets: Tensor, batch: Tensor) -> Tensor:
-        if not self._pulls:
-            return super()._batch_loss(x, targets, batch)
-        with record_input(self._head, len(batch)) as seen:
-            loss = super()._batch_loss(x, targets, batch)
-        own = targets.index_select(0, batch)
-        labels = (own if own.ndim == 1 else own.argmax(1)).to(self._means.device)
-        distances = (seen[0] - self._means[labels]).square().mean(1)
-        return loss + self.pull * (self._present[labels] * distances).mean()
+    def _pulled_loss(
+        self, head: nn.Linear, prototypes: Prototypes, x: Tensor, targets: Tensor
+    ) -> BatchLoss:
+        plain = self.sgd.batch_loss(self, x, targets)
+        means = torch.from_numpy(prototypes.means.copy()).to(head.weight)
+        present = torch.from_numpy(prototypes.present).to(head.weight)
+
+        def loss(batch: Tensor) -> Tensor:
+            with record_input(head, len(batch)) as seen:
+                value = plain(batch)
+            labels = targets.index_select(0, batch).argmax(1).to(means.device)
+            distances = (seen[0] - means[labels]).square().mean(1)
+            return value + self.pull * (present[labels] * distances).mean()
+
+        return loss

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
-from ..core.adapter import CLIENT_ID
-from ..core.disk_store import DiskStore, cache_dir, client_folder, remove_stale
-
-RUN, ROUND = "personal-run", "personal-round"  # in a message's configuration
+from ..core.disk_store import DiskStore, cache_dir, client_folder, client_name, make_folder
 
 KEPT = 20  # of the newest rounds that a client took part in: a run may go on from any of them
 KEPT_BYTES = 64 * 2**20  # limit of these together; the newest two stay in any case
@@ -26,7 +24,7 @@ class PersonalStore:
     long as it takes no more than 64 MiB, and that of the newest two in any case: so a run that was
     cut off goes on from its checkpoint to the same bits.
 
-    The `cache` is of all clients on this machine: see :class:`PersonalisedClient`. A message's
+    The `cache` is of all clients on this machine: see :class:`PersonalClient`. A message's
     `config` names run and client; if it names no client, as it does not come through
     :func:`~fedntk.clients.client_app`, the `seed` does. `what` tells a client's stores apart.
     """
@@ -39,23 +37,22 @@ class PersonalStore:
         what: str = "",
     ) -> None:
         cache = cache_dir() / "personal" if cache is None else Path(cache)
-        client = str(config.get(CLIENT_ID, "-".join(map(str, seed))))
-        self.folder = client_folder(cache, str(config.get(RUN, "")), client + what)
+        client = client_name(config, seed) + what
+        self.folder = client_folder(cache, str(config.get(wire.RUN, "")), client)
 
     def load(self, server_round: int) -> ArrayDict | None:
         """Return what was kept in a round; None if it is missing or damaged."""
         if not self.folder.exists():
             return None
-        kept = self._disk().load(_file(server_round))
-        return {name.removeprefix(PREFIX): array for name, array in kept.items()} or None
+        saved = self._disk().load(_file(server_round))
+        return {name.removeprefix(PREFIX): array for name, array in saved.items()} or None
 
     def save(self, server_round: int, arrays: Arrays, *, needed: int = 0) -> None:
         """Keep some arrays, under their names, as those of a round.
 
         Those of the round `needed` stay, however old: the new ones may yet be refused.
         """
-        if not self.folder.exists():
-            remove_stale(self.folder)
+        make_folder(self.folder)
         disk = self._disk()
         disk.save(_file(server_round), **{PREFIX + k: np.asarray(a) for k, a in arrays.items()})
         size = sum(np.asarray(a).nbytes for a in arrays.values())

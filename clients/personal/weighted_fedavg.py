@@ -6,14 +6,15 @@ j, with g_k the trained network without its last linear layer.
 """
 
 from fedntk.ntk import FeatureMap
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.prototypes import Prototypes
 
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Config, Fit, Parameters
-from .personalised import PersonalisedClient
+from .personal_client import PersonalClient
 
 
-class WeightedFedAvgClient(PersonalisedClient):
+class WeightedFedAvgClient(PersonalClient):
     """Trains the model that is sent only to it; sends it back with its classes' mean features.
 
     The message says which features. They tell the server what an average example of each class
@@ -22,18 +23,20 @@ class WeightedFedAvgClient(PersonalisedClient):
 
     strategy = "WeightedFedAvg"
     replies = "weights and prototypes"
-    config_keys = PersonalisedClient.config_keys | FeatureMap("last-layer").to_config().keys()
+    config_keys = PersonalClient.config_keys | FeatureMap("last-layer").to_config().keys()
 
-    def fit(self, parameters: Parameters, config: Config) -> Fit:
-        """Train as :meth:`PersonalisedClient.fit`, then form the prototypes.
+    def step_train(self, parameters: Parameters, config: Config) -> Fit:
+        """Train as :class:`PersonalisedClient`, then form the prototypes.
 
         They go in a record of that name: see :class:`~fedntk.ntk.payloads.prototypes.Prototypes`.
         """
-        result, num_examples, metrics = super().fit(parameters, config)
-        if not isinstance(result, NamedArrays):  # what it kept is lost
-            return result, num_examples, metrics
+        network = self.own_network(parameters, config)
+        if network is None:
+            return self.lost_reply()
+        names = list(self.split_records(parameters)[0])
         x, targets = self.training_examples(config)
+        shared, train_loss = self.train_network(network, (x, targets), config, names)
         extract = FeatureMap.from_config(config).extractor(self.model)
         prototypes = Prototypes.of(extract, x, targets.argmax(1), targets.shape[1])
-        records = {**result.records, "prototypes": prototypes.to_arrays()}
-        return NamedArrays(records), num_examples, metrics
+        records = {self.record_name(parameters): shared, wire.PROTOTYPES: prototypes.to_arrays()}
+        return NamedArrays(records), len(x), {wire.TRAIN_LOSS: train_loss}

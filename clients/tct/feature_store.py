@@ -1,19 +1,20 @@
 """What a client of TCT computes once and keeps on disk: its features, their kernel, its state."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import FeatureMap, Normaliser
+from fedntk.ntk import FeatureMap, Normaliser, require_disk, require_memory
 from fedntk.ntk.convex.local_steps import Spectrum
 from fedntk.ntk.features.rows import CACHED_BYTES, FeatureRows
+from fedntk.ntk.payloads import wire
 
 from ..core.disk_store import DiskStore
 from ..core.weights import set_weights
@@ -21,9 +22,10 @@ from ..core.weights import set_weights
 logger = getLogger("flwr")
 STATES = 20  # of the newest rounds that a client took part in: any may be gone on from
 SENT = 2  # models of the newest rounds: a round may be asked for again
+SQUARE_BYTES = 12  # of n^2 numbers: kernel and eigenvectors, on disk and in memory
 CHUNK_BYTES = 128 * 2**20  # of features that are computed at a time
-WITHOUT_NORMALISER = ("network", "raw-train", "raw-test", "examples-train", "examples-test")
-LESS_DISK = "lower num_features, choose another cache, or use keep = 'nothing'"
+WITHOUT_NORMALISER = (wire.NETWORK, "raw-train", "raw-test", "examples-train", "examples-test")
+LESS_DISK = "lower num_features, or choose another cache"
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -31,11 +33,37 @@ def shrink(cache: Path) -> None:
     """Remove from all clients' folders what can be made again, and their state of old rounds."""
     for folder in cache.glob("client-*/run-*/"):
         states = sorted(folder.glob("state-*.npz"), reverse=True)
-        kept = {"key.json", "examples-train.npz", *(path.name for path in states[:2])}
-        kept |= {path.name for path in folder.glob("carried-*.npz")}
+        names = {"key.json", "examples-train.npz", *(path.name for path in states[:2])}
         for path in folder.iterdir():
-            if path.name not in kept:
+            if path.name not in names:
                 path.unlink()
+
+
+def require_room(folder: Path, n: int, width: int, dtype: str, *, decomposes: bool) -> None:
+    """Refuse n examples whose features do not fit on disk, or whose kernel not in memory."""
+    needed = n * width * (4 + np.dtype(dtype).itemsize)
+    require_disk(needed, f"{width} features of {n} examples", folder, cure=LESS_DISK)
+    if decomposes:
+        needed = (Spectrum.BYTES + SQUARE_BYTES) * n * n
+        cure = "give the client fewer examples"
+        require_memory(needed, f"stage 2 with {n} examples", cure=cure)
+
+
+class ClientControl(NamedTuple):
+    """SCAFFOLD's c_k = v - Z^T A_k; one of both is zero, and is not kept.
+
+    A_k is of the examples that the features Z are of; v is c_k from before these changed.
+    """
+
+    coefficients: Tensor  # A_k (n, C), float64
+    vector: Tensor  # v (p, C), float32
+
+    @classmethod
+    def of(cls, arrays: Arrays, shape: tuple[int, ...], width: int) -> Self:
+        """Read what is kept of a round, for targets of a shape (n, C) and p = `width`."""
+        zeros = np.zeros(shape), np.zeros((width, shape[1]), np.float32)
+        parts = zip(cls._fields, zeros, strict=True)
+        return cls(*(torch.from_numpy(arrays.get(name, zero)) for name, zero in parts))
 
 
 class FeatureStore(DiskStore):
@@ -55,12 +83,11 @@ class FeatureStore(DiskStore):
         feature_map: FeatureMap,
         *,
         dtype: Literal["float32", "float16"],
-        keep: Literal["features", "nothing"],
         chunk_size: int | None = None,
     ) -> None:
         super().__init__(folder, [key, dtype], cure=LESS_DISK)
         self.model, self.feature_map = model, feature_map
-        self.dtype, self.keep, self.chunk_size = dtype, keep, chunk_size
+        self.dtype, self.chunk_size = dtype, chunk_size
         self.width = feature_map.width(model)
 
     def take(self, records: Mapping[str, Arrays]) -> None:
@@ -68,17 +95,17 @@ class FeatureStore(DiskStore):
 
         A new normaliser makes void what was computed with the one before.
         """
-        if "network" in records:
-            arrays = records["network"].values()
-            self.save("network", **{str(i): array for i, array in enumerate(arrays)})
-        if "normaliser" in records:
-            parts = list(records["normaliser"].values())
+        if wire.NETWORK in records:
+            arrays = records[wire.NETWORK].values()
+            self.save(wire.NETWORK, **{str(i): array for i, array in enumerate(arrays)})
+        if wire.NORMALISER in records:
+            parts = list(records[wire.NORMALISER].values())
             if len(parts) != 2:
                 raise ValueError(f"record normaliser: expected mean and scale, got {len(parts)}")
-            old = self.load("normaliser")
+            old = self.load(wire.NORMALISER)
             if old and not all(map(np.array_equal, old.values(), parts)):
                 self.remove(all_but=WITHOUT_NORMALISER)
-            self.save("normaliser", mean=parts[0], inv_std=parts[1])
+            self.save(wire.NORMALISER, mean=parts[0], inv_std=parts[1])
 
     def holds(self, *names: str) -> bool:
         """Whether these have come: ``"network"``, ``"normaliser"``."""
@@ -87,13 +114,13 @@ class FeatureStore(DiskStore):
     @property
     def network(self) -> list[NDArray[Any]]:
         """The network's weights, in the order of its state dict."""
-        saved = self.load("network")
+        saved = self.load(wire.NETWORK)
         return [saved[str(i)] for i in range(len(saved))]
 
     @property
     def normaliser(self) -> Normaliser:
         """The normaliser that came last."""
-        return Normaliser(**self.load("normaliser"))
+        return Normaliser(**self.load(wire.NORMALISER))
 
     def examples(self, name: str) -> NDArray[np.uint64] | None:
         """Return the sorted digests (n, 2) of examples, ``"train"`` or ``"test"``, if any."""
@@ -101,33 +128,31 @@ class FeatureStore(DiskStore):
 
     def has(self, name: str, digests: NDArray[np.uint64]) -> bool:
         """Whether a set's content was computed from these examples."""
-        kept = self.examples(name)
-        return kept is not None and np.array_equal(kept, digests)
+        saved = self.examples(name)
+        return saved is not None and np.array_equal(saved, digests)
 
     def replace(self, name: str, digests: NDArray[np.uint64]) -> None:
         """Keep these examples under a name, and nothing of others."""
         patterns = [f"raw-{name}.npy", f"features-{name}.npy"]
         if name == "train":
-            patterns += ["kernel.npz", "spectrum.npz", "state-*.npz"]
+            patterns += ["kernel.npz", "spectrum.npz"]
         for pattern in patterns:
             self.remove(pattern=pattern)
         self.save(f"examples-{name}", digests=digests)
 
-    def raw(self, name: str, x: Tensor) -> Iterator[Tensor]:
-        """Yield the features of examples (n, ...) before they are normalised, (m, p) at a time.
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield the features of examples (n, ...) before they are normalised, (m, p) at a time."""
+        set_weights(self.model, self.network)
+        extract = self.feature_map.extractor(self.model, chunk_size=self.chunk_size)
+        yield from map(extract, x.split(max(1, CHUNK_BYTES // (4 * self.width))))
 
-        They are kept until the normaliser comes.
-        """
-        extract, chunks = self._extractor(), x.split(max(1, CHUNK_BYTES // (4 * self.width)))
-        if self.keep == "nothing":
-            yield from map(extract, chunks)
-            return
+    def raw(self, name: str, x: Tensor) -> Iterator[Tensor]:
+        """Do the same, and keep them until the normaliser comes."""
         start = 0
         with self._fill(f"raw-{name}", len(x), "float32") as stored:
-            for chunk in chunks:
-                features = extract(chunk)
-                stored[start : start + len(chunk)] = features.numpy()
-                start += len(chunk)
+            for features in self.stream(x):
+                stored[start : start + len(features)] = features.numpy()
+                start += len(features)
                 yield features
 
     def rows(self, name: str, x: Tensor, *, bias: bool, device: torch.device | str) -> FeatureRows:
@@ -137,14 +162,6 @@ class FeatureStore(DiskStore):
         if self.dtype == "float16" and not normalise.mean.any() and (normalise.inv_std == 1).all():
             raise ValueError(
                 "dtype = float16 would lose small features that are not normalised; use float32"
-            )
-        if self.keep == "nothing":
-            extract = self._extractor()
-            return FeatureRows(
-                lambda start, stop: normalise(extract(x[start:stop])),
-                shape,
-                device=device,
-                bias=bias,
             )
         features = self.mapped(f"features-{name}", shape)
         if features is None:
@@ -195,54 +212,57 @@ class FeatureStore(DiskStore):
         """Return its eigenvalues and -vectors on the CPU, found once, on a device."""
         if saved := self.load("spectrum"):
             return Spectrum(**{name: torch.from_numpy(array) for name, array in saved.items()})
-        there = Spectrum.of(kernel.to(device))
-        found = Spectrum(there.values.cpu(), there.vectors.cpu())
-        self.save("spectrum", values=found.values.numpy(), vectors=found.vectors.numpy())
-        return found
-
-    def _extractor(self) -> Callable[[Tensor], Tensor]:
-        set_weights(self.model, self.network)
-        return self.feature_map.extractor(self.model, chunk_size=self.chunk_size)
+        on_device = Spectrum.of(kernel.to(device))
+        spectrum = Spectrum(on_device.values.cpu(), on_device.vectors.cpu())
+        self.save("spectrum", values=spectrum.values.numpy(), vectors=spectrum.vectors.numpy())
+        return spectrum
 
     def remember(
         self, server_round: int, coefficients: Tensor, linear: Tensor, *, needed: int = 0
     ) -> None:
         """Keep A_k (n, C) of this round and the model sent, beside those of some rounds before.
 
-        A_k of the round `needed` stays, however old: the reply of this one may yet be lost.
+        c_k of the round `needed` stays, however old: the reply of this one may yet be lost.
         """
-        self.save(f"state-{server_round:06}", coefficients=coefficients.numpy())
-        self.save(f"sent-{server_round:06}", linear=linear.numpy())
+        self.save(_state(server_round), coefficients=coefficients.numpy())
+        self.save(_sent(server_round), linear=linear.numpy())
         self.remove(pattern="sent-*.npz", all_but=self.names("sent-*.npz")[-SENT:])
-        kept = [*self.names("state-*.npz")[-STATES:], f"state-{needed:06}"]
-        self.remove(pattern="state-*.npz", all_but=kept)
+        newest = [*self.names("state-*.npz")[-STATES:], _state(needed)]
+        self.remove(pattern="state-*.npz", all_but=newest)
 
-    def of_round(self, kind: Literal["state", "sent", "carried"], number: int) -> Tensor | None:
-        """Return what is kept of a round: A_k after it, the model sent, or c_k itself; or None."""
-        return self._tensor(f"{kind}-{number:06}")
+    def control(self, server_round: int) -> Arrays:
+        """Return what is kept of c_k after a round: see :class:`ClientControl`; empty if lost."""
+        return self.load(_state(server_round))
+
+    def sent(self, server_round: int) -> Tensor | None:
+        """Return the model that was sent in a round, if it is kept."""
+        return self._tensor(_sent(server_round))
 
     def carry(self, server_round: int, *, bias: bool, device: torch.device | str) -> None:
-        """Keep c_k = -Z^T A_k of a round as a vector (p, C), before the examples change.
-
-        Nothing is kept if A_k or the features are not there, or the vector is there already.
-        """
-        coefficients = self.of_round("state", server_round)
-        if coefficients is None or self.of_round("carried", server_round) is not None:
-            return
-        features = self.mapped("features-train", (len(coefficients), self.width))
-        if features is not None:
-            rows = FeatureRows.of(features, device=device, bias=bias)
-            control = -rows.transposed_matmul(coefficients.float())
-            self.remember_vector(server_round, control)
-
-    def remember_vector(self, server_round: int, control: Tensor, *, needed: int = 0) -> None:
-        """Keep c_k (p, C) of a round itself, where its features are not kept or will change."""
-        self.save(f"carried-{server_round:06}", control=control.numpy())
-        kept = [*self.names("carried-*.npz")[-SENT:], f"carried-{needed:06}"]
-        self.remove(pattern="carried-*.npz", all_but=kept)
+        """Keep c_k of a round as a vector v, before the examples change; A_k of others go."""
+        for name in self.names("state-*.npz"):
+            coefficients = self.load(name).get("coefficients")
+            if coefficients is None:
+                continue
+            features = self.mapped("features-train", (len(coefficients), self.width))
+            if name == _state(server_round) and features is not None:
+                rows = FeatureRows.of(features, device=device, bias=bias)
+                vector = -rows.transposed_matmul(torch.from_numpy(coefficients).float())
+                self.save(name, vector=vector.numpy())
+            else:
+                self.remove(pattern=f"{name}.npz")
+        self.remove(pattern="state-*.npz", all_but=self.names("state-*.npz")[-SENT:])
 
     def _tensor(self, name: str) -> Tensor | None:
         return next(map(torch.from_numpy, self.load(name).values()), None)
+
+
+def _state(server_round: int) -> str:
+    return f"state-{server_round:06}"
+
+
+def _sent(server_round: int) -> str:
+    return f"sent-{server_round:06}"
 
 
 def _require_range(features: Tensor, dtype: str) -> None:

@@ -8,14 +8,14 @@ is all that a client keeps from its own past; and c = (theta^{t-1} - theta^t) / 
 it keeps the last model it was sent.
 
 What a client gives away: with few examples, the moments of its features are close to the features,
-and these are gradients that hold inputs of a first linear layer. ``solve="server"`` hands over the
-features themselves. ``solve="statistics"`` gives sums over all of a client's examples: those of one
-example are its features, and those of few hold them.
+and these are gradients that hold inputs of a first linear layer. ``solve="statistics"`` gives sums
+over all of a client's examples: those of one example are its features, and those of few hold them.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from logging import getLogger
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,37 +23,45 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedntk.ntk import Moments, Predictor, TCTModel, require_disk, require_memory
+from fedntk.ntk import Moments, Predictor, TCTModel
 from fedntk.ntk.convex.local_steps import (
     Spectrum,
     centred_targets,
     convex_loss,
-    looped_steps,
     mean_gradient,
     residual_sum,
 )
+from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.features.rows import FeatureRows
-from fedntk.ntk.options import argument, option
+from fedntk.ntk.options import argument, option, part, read_task
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.convex_task import ConvexTask
-from fedntk.ntk.payloads.feature_statistics import SECURE_STEPS, FeatureStatistics
-from fedntk.ntk.payloads.feature_upload import FeatureUpload
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.split_statistics import SplitStatistics
 
-from ..core.disk_store import example_digests
-from ..core.feature_sums import SumsClient, fixed_point_in
+from ..core.disk_store import cache_dir, client_name, example_digests, run_folder
+from ..core.feature_sums import Sums, SumsClient, fixed_point_in
+from ..core.local_sgd import SGD_KEYS, LocalSGD
 from ..core.named_arrays import NamedArrays, records_of
-from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, set_weights
-from ..sgd import SGDClient
-from .feature_store import LESS_DISK, FeatureStore
+from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, get_weights, set_weights
+from .feature_store import ClientControl, FeatureStore, require_room
 
-ONCE = ("features", "statistics", "masked")  # steps whose features are used once
+STAGE_1 = ("train", "bootstrap")  # steps
 logger = getLogger("flwr")
 Arrays = Mapping[str, NDArray[Any]]
 Records = Mapping[str, Arrays]
 Steps = tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]  # W_M, A_k, Z W_0, metrics
 
 
-class TCTClient(SumsClient, SGDClient):
+class BootstrapSGD(LocalSGD, frozen=True):
+    """Local training of stage 1, with the defaults of Yu et al. 2022; TCTClient takes no other."""
+
+    epochs: int = LocalSGD.options()["epochs"].field(default=5)
+    batch_size: int = LocalSGD.options()["batch_size"].field(default=64)
+    weight_decay: float = LocalSGD.options()["weight_decay"].field(default=1e-5)
+
+
+class TCTClient(SumsClient):
     """Trains in stage 1 as :class:`SGDClient`; in stage 2 solves its part of the convex problem.
 
     All settings of stage 2 come from the strategy; ``config["lr"]`` is of stage 1. What is computed
@@ -74,210 +82,226 @@ class TCTClient(SumsClient, SGDClient):
 
     strategy = "TCT"
     replies = "weights, then linear models"
-    cache_name = "tct"
+    config_keys = SGD_KEYS
+    task_kind = ConvexTask
 
+    sgd: BootstrapSGD = part("local training of stage 1", default=BootstrapSGD)
     dtype: Literal["float32", "float16"] = option(
         "dtype in which features are kept; one that float16 cannot hold has its set kept in "
         "float32. Products are formed in float32",
         default="float32",
     )
-    keep: Literal["features", "nothing"] = option(
-        "what a client keeps on disk; nothing: features are computed anew whenever they are "
-        "needed, twice a round, and for the kernel once for each pair of its blocks of 512 MiB",
-        default="features",
-    )
-    local_solver: Literal["closed", "loop"] = option(
-        "the M steps in closed form, or one after another as in eq. (3), with all features in "
-        "memory",
-        default="closed",
-    )
     chunk_size: int | None = argument("examples differentiated at a time", default=None)
-    local_epochs: int = option("local epochs of stage 1", default=5, at_least=0)
-    batch_size: int = option("batch size of stage 1", default=64, at_least=1)
-    learning_rate: float = option("learning rate of stage 1", default=0.01, at_least=0)
-    weight_decay: float = option("weight decay of stage 1", default=1e-5, at_least=0)
+    cache: Path | str | None = argument(
+        "folder for what is computed once: a client's folder in it has one for each run. By "
+        "default fedntk/tct in $XDG_CACHE_HOME or ~/.cache",
+        default=None,
+    )
 
-    def fit(self, parameters: Parameters, config: Config) -> Fit:
-        """Return what the stage asks for, the number of examples, and metrics.
+    def check(self) -> None:
+        """Refuse local training that does not go with the loss."""
+        self.sgd.require_loss(self.loss)
 
-        In stage 1 the arrays are the new weights. In stage 2 they are the new linear model (p, C);
-        those of Moments, FeatureUpload, FeatureStatistics or SplitStatistics; masked sums and what
-        goes before and after them; or the classes' counts. ``"train-loss"`` is at the received
-        model. A client that lacks what the message presumes returns no arrays and ``"lost-state"``:
-        1 if its c_k is lost, 0 if the server can send what is. One whose steps overflow returns
-        none, and ``"diverged"``.
-        """
-        task = ConvexTask.of_message(config)
-        if task is None or task.step == "bootstrap":
-            if self.privacy is not None:
-                raise ValueError(
-                    "privacy: stage 1 sends weights without masks, which its ledger does not "
-                    "count; have the strategy begin with stage 2, without bootstrap rounds"
-                )
-            if task is not None and int(config.get("server-round", 0)) == 1:
-                self._check(task, parameters, config)
-            return super().fit(parameters, config)
-        self.require_masked(task.step, SECURE_STEPS)
-        if task.step in SECURE_STEPS and task.step != "masked":
-            sent = getattr(parameters, "records", {})
-            return _reply(self.answer_sum(task.step, task, sent, config), len(self.inputs), {})
-        if task.step == "counts":
-            counts = {"counts": _counts(self.targets)}
-            return _reply(counts, len(self.inputs), _loss_at_zero(task, self.targets))
-        needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
-        records = records_of(parameters, *needed, strategy=self.strategy)
-        store = self._store(task, records, config)
-        if not store.holds(*(["network"] if task.step != "linear" else ["network", "normaliser"])):
+    def require_permitted_step(self, step: str, config: Mapping[str, Any]) -> None:
+        """Refuse, as a private client, what is not masked; in stage 1 if there is a ledger."""
+        if step not in STAGE_1:
+            self.secure.require_masked(step)
+        elif self.secure.privacy is not None:
+            raise ValueError(
+                "privacy: stage 1 sends weights without masks, which its ledger does not "
+                "count; have the strategy begin with stage 2, without bootstrap rounds"
+            )
+
+    def reported_examples(self, task: ConvexTask) -> int:
+        """Return the number of training examples."""
+        return self.num_examples
+
+    def step_train(self, parameters: Parameters, config: Config) -> Fit:
+        """Train from the received weights (stage 1), as :class:`SGDClient`."""
+        x, targets = self.training_examples(config)
+        train_loss = self.sgd.train(self, parameters, x, targets, config)
+        return get_weights(self.model), len(x), {wire.TRAIN_LOSS: train_loss}
+
+    def step_bootstrap(self, parameters: Parameters, config: Config) -> Fit:
+        """Do the same; refuse in round 1 what stage 2 could not do or not hold in memory."""
+        if int(config.get("server-round", 0)) == 1:
+            self._require_stage_2(ConvexTask.from_config(config), parameters, config)
+        return self.step_train(parameters, config)
+
+    def step_counts(self, parameters: Parameters, config: Config) -> Fit:
+        """Return the number of examples of each class."""
+        task = ConvexTask.from_config(config)
+        counts = {wire.COUNTS: _counts(self.targets)}
+        return _reply(counts, self.num_examples, _loss_at_zero(task, self.targets))
+
+    def step_moments(self, parameters: Parameters, config: Config) -> Fit:
+        """Return the arrays of the Moments of the features."""
+        work = self._start_work(parameters, config, wire.NETWORK)
+        if work is None:
             return _lost(0)
-        digests, order = _sort_examples(self.inputs, self.targets)
-        x = self._project(self.inputs[order], config)
-        work = _Work(task, records, store, x, self.targets[order], config)
-        if task.step in ONCE:
-            arrays = _features(work) if task.step == "features" else self._sums(work)
-            return _reply(arrays, len(x), _loss_at_zero(task, work.targets))
-        changed = self._note_examples(task, store, digests, config)
-        if task.step == "moments":
-            moments = Moments.join(map(Moments.of, store.raw("train", x)))
-            if task.bias:
-                moments = replace(moments, class_counts=_counts(work.targets))
-            result = _reply(moments.to_arrays(), len(x), _loss_at_zero(task, work.targets))
-        else:
-            result = self._linear(work)
-        if "lost-state" not in result[2]:
-            result[2]["examples-changed"] = int(changed)
-        return result
+        changed = self._note_examples(work)
+        moments = Moments.join(map(Moments.of, work.store.raw("train", work.x)))
+        if work.task.bias:
+            moments = replace(moments, class_counts=_counts(work.targets))
+        metrics = _loss_at_zero(work.task, work.targets)
+        metrics[wire.EXAMPLES_CHANGED] = int(changed)
+        return _reply(moments.to_arrays(), len(work.x), metrics)
 
-    def _note_examples(
-        self,
-        task: ConvexTask,
-        store: FeatureStore,
-        digests: NDArray[np.uint64],
-        config: Mapping[str, Any],
-    ) -> bool:
+    def step_statistics(self, parameters: Parameters, config: Config) -> Fit:
+        """Return the arrays of FeatureStatistics or SplitStatistics."""
+        work = self._start_work(parameters, config, wire.NETWORK)
+        if work is None:
+            return _lost(0)
+        sums, fixed_point = self._sum_up(work)
+        metrics = _loss_at_zero(work.task, work.targets)
+        return _reply(sums.to_arrays(fixed_point), len(work.x), metrics)
+
+    def step_masked(self, parameters: Parameters, config: Config) -> Fit:
+        """Return the masked words of the same sums."""
+        work = self._start_work(parameters, config, wire.NETWORK)
+        if work is None:
+            return _lost(0)
+        sums, fixed_point = self._sum_up(work)
+        task, message = work.task, work.records[wire.SECURE_SUM]
+        key = task.key_of(task.feature_map, work.store.network)
+        request = self.sum_request(task, config)
+        arrays = self.mask_sums(sums, request, message, key=key, fixed_point=fixed_point)
+        return _reply(arrays, len(work.x), _loss_at_zero(task, work.targets))
+
+    def step_linear(self, parameters: Parameters, config: Config) -> Fit:
+        """Take M corrected steps from the received model, and return the new one (algorithm 1).
+
+        ``"train-loss"`` is at the received model. A client that lacks what the message presumes
+        returns no arrays and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send what
+        is. One whose steps overflow returns none, and ``"diverged"``.
+        """
+        work = self._start_work(parameters, config, wire.NETWORK, wire.NORMALISER)
+        if work is None:
+            return _lost(0)
+        changed = int(self._note_examples(work))
+        task, store = work.task, work.store
+        targets = centred_targets(work.targets, task.loss)
+        server_round = int(config.get("server-round", 0))
+        theta = _only(work.records, wire.LINEAR)
+        client_control = _client_control(task, store, targets)
+        control = _server_control(task, work.records, store, theta, server_round)
+        if client_control is None or control is None:
+            return _lost(client_control is None)
+        rows = store.rows("train", work.x, bias=task.bias, device=self.device)
+        model, after, outputs, metrics = _take_steps(
+            work, rows, theta, client_control.coefficients, control - client_control.vector
+        )
+        if not bool(torch.isfinite(model).all()):
+            return [], len(targets), {**metrics, wire.DIVERGED: 1, wire.EXAMPLES_CHANGED: changed}
+        if task.corrected:
+            store.remember(server_round, after, theta, needed=task.state_round)
+        metrics[wire.TRAIN_LOSS] = convex_loss(outputs, targets, task.loss)
+        metrics[wire.EXAMPLES_CHANGED] = changed
+        return _reply({TCTModel.ARRAYS[0]: model.numpy()}, len(targets), metrics)
+
+    def _start_work(self, parameters: Parameters, config: Config, *needed: str) -> "_Work | None":
+        """Read a message of stage 2; None if the client lacks the network or the normaliser."""
+        task = ConvexTask.from_config(config)
+        names = [wire.LINEAR] if task.step == "linear" else []
+        if task.control == "sent":
+            names.append(wire.CONTROL)
+        records = records_of(parameters, *names, strategy=self.strategy)
+        store = self._store(task, records, config)
+        if not store.holds(*needed):
+            return None
+        digests, order = _sort_examples(self.inputs, self.targets)
+        x = self.project(self.inputs[order], config)
+        return _Work(task, records, store, digests, x, self.targets[order], config)
+
+    def _note_examples(self, work: "_Work") -> bool:
         """Return whether these are other examples than before.
 
         Then c_k stays as it was, and all else is computed anew.
         """
+        task, store, digests = work.task, work.store, work.digests
         before = store.examples("train")
         if before is None:
             store.save("examples-train", digests=digests)
         if before is None or store.has("train", digests):
             return False
-        known = set(map(tuple, before.tolist()))
+        previous = set(map(tuple, before.tolist()))
         logger.warning(
             "client-%s: %d of its %d examples are the same as before; features are computed anew. "
             "Return the same examples, in any order, in all rounds of a run",
-            self._name(config),
-            sum(tuple(row) in known for row in digests.tolist()),
+            client_name(work.config, self.seed),
+            sum(tuple(row) in previous for row in digests.tolist()),
             len(digests),
         )
-        if task.corrected and task.state_round:
-            store.carry(task.state_round, bias=task.bias, device=self.device)
+        counted = task.state_round if task.corrected else 0
+        store.carry(counted, bias=task.bias, device=self.device)
         store.replace("train", digests)
         return True
 
-    def _check(self, task: ConvexTask, parameters: Parameters, config: Config) -> None:
-        """Refuse, before stage 1, what stage 2 could not do or not hold in memory."""
+    def _require_stage_2(self, task: ConvexTask, parameters: Parameters, config: Config) -> None:
         set_weights(self.model, parameters)
         task.feature_map.require_outputs(self.model, self.targets.shape[1])
-        task.feature_map.extractor(self.model)(self._project(self.inputs[:1], config))
+        task.feature_map.extractor(self.model)(self.project(self.inputs[:1], config))
         n, width = len(self.inputs), task.feature_map.width(self.model)
         folder = self.folder(task, config)  # an error now if it cannot be made
         if task.solve == "statistics":
             sums = SplitStatistics if task.validation_share else FeatureStatistics
             sums.require_memory(width)
             return
-        if self.keep == "features":
-            needed = n * width * (4 + np.dtype(self.dtype).itemsize)
-            require_disk(needed, f"{width} features of {n} examples", folder, cure=LESS_DISK)
-        require_memory(
-            52 * n * n * (task.num_steps > 1),
-            f"stage 2 with {n} examples",
-            cure="give the client fewer examples, or have it take its steps in a loop",
-        )
+        require_room(folder, n, width, self.dtype, decomposes=task.num_steps > 1)
+
+    def folder(self, task: ConvexTask, config: Mapping[str, Any]) -> Path:
+        """Return the folder of what this client keeps in a run."""
+        cache = cache_dir() / "tct" if self.cache is None else self.cache
+        return run_folder(cache, task.run_key, client_name(config, self.seed))
 
     def _store(self, task: ConvexTask, records: Records, config: Mapping[str, Any]) -> FeatureStore:
-        """Return what this client keeps, with what came now."""
         store = FeatureStore(
             self.folder(task, config),
             f"{task.network_key} {task.bias}",
             self.model,
             task.feature_map,
             dtype=self.dtype,
-            keep="nothing" if task.step in ONCE else self.keep,
             chunk_size=self.chunk_size,
         )
         store.take(records)
         return store
 
-    def _sums(self, work: "_Work") -> Arrays:
-        """Return the sums over the features, masked if that is asked for."""
+    def _sum_up(self, work: "_Work") -> tuple[Sums, FixedPoint | None]:
         task, width = work.task, work.store.width
         fixed_point = fixed_point_in(work.records, task.bits, width)
         sums = self.add_up(
-            lambda own: work.store.raw("train", work.x[own]),
+            lambda chosen: work.store.stream(work.x[chosen]),
             work.targets,
             width,
             share=task.validation_share,
-            weights=_only(work.records, "class-weights").numpy() if task.balanced else None,
+            weights=_only(work.records, wire.CLASS_WEIGHTS).numpy() if task.balanced else None,
             fixed_point=fixed_point,
         )
-        if task.step == "statistics":
-            return sums.to_arrays(fixed_point)
-        key, message = task.key_of(task.feature_map, work.store.network), work.records["secure-sum"]
-        return self.mask(sums, task, message, work.config, key=key, fixed_point=fixed_point)
-
-    def _linear(self, work: "_Work") -> Fit:
-        """Take M corrected steps from the received model (algorithm 1)."""
-        task, store = work.task, work.store
-        targets = centred_targets(work.targets, task.loss)
-        server_round = int(work.config.get("server-round", 0))
-        theta = _only(work.records, "linear")
-        own = _own_control(task, store, targets)
-        control = _server_control(task, work.records, store, theta, server_round)
-        if own is None or control is None:
-            return _lost(own is None)
-        rows = store.rows("train", work.x, bias=task.bias, device=self.device)
-        take_steps = _take_steps if self.local_solver == "loop" else _sum_steps
-        coefficients, vector = own
-        result, after, outputs, metrics = take_steps(
-            work, rows, theta, coefficients, control - vector
-        )
-        if not bool(torch.isfinite(result).all()):
-            return [], len(targets), {**metrics, "diverged": 1}
-        if task.corrected:
-            store.remember(server_round, after, theta, needed=task.state_round)
-            if self.keep == "nothing":  # c_k = c_k - c - (theta_k - theta) / (M eta)
-                kept = task.state_round
-                before = store.of_round("carried", kept) if kept else torch.zeros(1)
-                if before is not None:
-                    vector = before - control - (result - theta) / task.span
-                    store.remember_vector(server_round, vector, needed=kept)
-        metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
-        return _reply({TCTModel.ARRAYS[0]: result.numpy()}, len(targets), metrics)
+        return sums, fixed_point
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Loss and accuracy on the local test examples, of the network or of the linear model.
 
         A client that lacks the network of stage 2 says ``"lost-state"``: 0 instead.
         """
-        task = ConvexTask.of_message(config)
+        task = read_task(ConvexTask, config)
         if task is None:
-            return super().evaluate(parameters, config)
+            set_weights(self.model, parameters)
+            return self.evaluate_model(config)
         if self.is_private:
             self.require_test_examples()
-        records = records_of(parameters, "linear", strategy=self.strategy)
+        records = records_of(parameters, wire.LINEAR, strategy=self.strategy)
         store = self._store(task, records, config)
-        if not store.holds("network", "normaliser"):
-            return 0.0, 1, {"lost-state": 0}
+        if not store.holds(wire.NETWORK, wire.NORMALISER):
+            return 0.0, 1, {wire.LOST_STATE: 0}
         digests, order = _sort_examples(self.test_inputs, self.test_targets)
         same = self.test_inputs is self.inputs and store.has("train", digests)
         name = "train" if same else "test"
         if not store.has(name, digests):
             store.replace(name, digests)
-        x = self._project(self.test_inputs[order], config)
+        x = self.project(self.test_inputs[order], config)
         rows = store.rows(name, x, bias=task.bias, device=self.device)
-        outputs, targets = rows @ _only(records, "linear"), self.test_targets[order]
+        outputs, targets = rows @ _only(records, wire.LINEAR), self.test_targets[order]
         hits = outputs.argmax(1) == targets.argmax(1)
         value = convex_loss(outputs, centred_targets(targets, task.loss), task.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}
@@ -287,15 +311,15 @@ class TCTClient(SumsClient, SGDClient):
 
         LookupError if the client lacks the network of stage 2, which is sent again next time.
         """
-        task = ConvexTask.of_message(config)
+        task = read_task(ConvexTask, config)
         if task is None:
-            return super().predictor(parameters, config)
-        records = records_of(parameters, "linear", strategy=self.strategy)
+            return self.network_predictor(parameters)
+        records = records_of(parameters, wire.LINEAR, strategy=self.strategy)
         store = self._store(task, records, config)
-        if not store.holds("network", "normaliser"):
+        if not store.holds(wire.NETWORK, wire.NORMALISER):
             raise LookupError("the network of stage 2 is lost: it is sent again with a later round")
         set_weights(self.model, store.network)
-        linear = _only(records, "linear").numpy()
+        linear = _only(records, wire.LINEAR).numpy()
         return TCTModel(self.model, task.feature_map, store.normaliser, linear, loss=task.loss)
 
 
@@ -305,6 +329,7 @@ class _Work(NamedTuple):
     task: ConvexTask
     records: Records
     store: FeatureStore
+    digests: NDArray[np.uint64]  # of the examples, (n, 2)
     x: Tensor  # projected, (n, ...)
     targets: Tensor  # one-hot, (n, C)
     config: Mapping[str, Any]
@@ -314,45 +339,14 @@ def _counts(targets: Tensor) -> NDArray[np.int64]:
     return targets.sum(0).numpy().astype(np.int64)
 
 
-def _features(work: _Work) -> Arrays:
-    task, store, x = work.task, work.store, work.x
-    require_memory(
-        3 * 4 * len(x) * store.width,
-        f"sending {store.width} features of {len(x)} examples",
-        cure="lower num_features, or solve on the clients",
-    )
-    upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), work.targets)
-    return upload.to_arrays(sparsity=task.sparsity, bits=task.bits)
+def _take_steps(
+    work: _Work, rows: FeatureRows, theta: Tensor, before: Tensor, shift: Tensor
+) -> Steps:
+    """Take the steps of eq. (3), by the sum of the residuals in the kernel's eigenbasis.
 
-
-def _take_steps(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: Tensor) -> Steps:
-    """Take the steps of eq. (3): return the new model, A_k, and the outputs before.
-
-    The correction h_k is -Z^T A_k, by the A_k (n, C) before, minus `shift` (p, C).
+    Returned are the new model, A_k, and the outputs before. The correction h_k is -Z^T A_k, by the
+    A_k (n, C) `before`, minus `shift` (p, C).
     """
-    task = work.task
-    require_memory(
-        4 * rows.shape[0] * work.store.width,
-        f"{work.store.width} features of {rows.shape[0]} examples",
-        cure="use local_solver = 'closed', which reads them in chunks",
-    )
-    features = rows[:]  # where products are formed
-    start, own, shift = (t.to(features) for t in (theta, own, shift))
-    result, total = looped_steps(
-        features,
-        start,
-        centred_targets(work.targets, task.loss).to(features),
-        -(features.T @ own) - shift,
-        learning_rate=task.learning_rate,
-        local_steps=task.num_steps,
-        loss=task.loss,
-    )
-    after = total.cpu().double() / (len(features) * task.num_steps)
-    return result.cpu(), after, (features @ start).cpu(), {}
-
-
-def _sum_steps(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: Tensor) -> Steps:
-    """Do the same by the sum of the residuals, in the kernel's eigenbasis."""
     task, store = work.task, work.store
     metrics: dict[str, Scalar] = {}
     outputs, along = (rows @ torch.cat([theta, shift], 1)).split(theta.shape[1], 1)
@@ -360,10 +354,10 @@ def _sum_steps(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift
     drift = torch.zeros_like(outputs)
     if task.num_steps > 1:
         matrix = store.kernel(rows)
-        drift = -(matrix.double() @ own) - along
+        drift = -(matrix.double() @ before) - along
         kernel = store.spectrum(matrix, rows.device) if task.loss == "mse" else matrix
     if isinstance(kernel, Spectrum):
-        metrics["rate-times-lambda"] = kernel.rate(task.learning_rate)
+        metrics[wire.RATE_TIMES_LAMBDA] = kernel.rate(task.learning_rate)
     total = residual_sum(
         kernel,
         outputs,
@@ -374,33 +368,23 @@ def _sum_steps(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift
         loss=task.loss,
     )
     after = total / (rows.shape[0] * task.num_steps)
-    change = rows.transposed_matmul((after - own).float())
+    change = rows.transposed_matmul((after - before).float())
     return theta + task.span * (change - shift), after, outputs, metrics
 
 
 def _sort_examples(x: Tensor, targets: Tensor) -> tuple[NDArray[np.uint64], Tensor]:
-    """Return digests of examples in an order that does not depend on theirs, and that order."""
     digests = example_digests(x, targets)
     order = np.lexsort(digests.T)
     return digests[order], torch.from_numpy(order)
 
 
-def _own_control(
-    task: ConvexTask, store: FeatureStore, targets: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Return A_k (n, C) and v (p, C) of c_k = v - Z^T A_k, either of them zero; None if lost.
-
-    v is of a round in which the examples were others.
-    """
-    none = torch.zeros(targets.shape, dtype=torch.float64)
-    zero = torch.zeros(store.width + task.bias, targets.shape[1])
-    if not task.corrected or not task.state_round:
-        return none, zero
-    coefficients = store.of_round("state", task.state_round)
-    if coefficients is not None:
-        return coefficients, zero
-    vector = store.of_round("carried", task.state_round)
-    return None if vector is None else (none, vector)
+def _client_control(task: ConvexTask, store: FeatureStore, targets: Tensor) -> ClientControl | None:
+    """Return c_k; None if it is lost."""
+    counts = task.corrected and task.state_round > 0
+    arrays = store.control(task.state_round) if counts else {}
+    if counts and not arrays:
+        return None
+    return ClientControl.of(arrays, tuple(targets.shape), store.width + task.bias)
 
 
 def _server_control(
@@ -408,16 +392,16 @@ def _server_control(
 ) -> Tensor | None:
     """Return c (p, C); None if the model that it is the difference to is lost."""
     if task.control == "sent":
-        return _only(records, "control")
+        return _only(records, wire.CONTROL)
     if task.control == "last":
-        last = store.of_round("sent", server_round - 1)
+        last = store.sent(server_round - 1)
         return None if last is None else mean_gradient(last, theta, task.span)
     return torch.zeros_like(theta)
 
 
 def _loss_at_zero(task: ConvexTask, targets: Tensor) -> dict[str, Scalar]:
     centred = centred_targets(targets, task.loss)
-    return {"train-loss": convex_loss(torch.zeros_like(centred), centred, task.loss)}
+    return {wire.TRAIN_LOSS: convex_loss(torch.zeros_like(centred), centred, task.loss)}
 
 
 def _only(records: Records, name: str) -> Tensor:
@@ -433,4 +417,4 @@ def _reply(arrays: Arrays, num_examples: int, metrics: dict[str, Scalar]) -> Fit
 
 def _lost(state: bool | int) -> Fit:
     """Say that something was lost: c_k itself (1), or what the server can send again (0)."""
-    return [], 1, {"lost-state": int(state)}
+    return [], 1, {wire.LOST_STATE: int(state)}

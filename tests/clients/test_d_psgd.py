@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from fedntk.clients import DFedAvgClient, DPSGDClient, NamedArrays
+from fedntk.clients import DFedAvgClient, DPSGDClient, LocalSGD, NamedArrays
 from fedntk.clients.gossip.relay import Message, WeightsParcel
+from fedntk.clients.gossip.relay_memory import RelayMemory
 from fedntk.ntk.payloads.gossip_options import GossipOptions
 
 from ..strategies.federation import examples, network
@@ -19,10 +20,11 @@ def test_dpsgd_adds_what_training_moved_to_the_average(lost, heard):
             "personal-round": int(lost), "step": "step", **GossipOptions().to_config()}  # fmt: skip
     x, y = examples(3)
     parcel = {"from-8": WeightsParcel(larger, len(x)).to_arrays()} if heard else {}
-    own = DPSGDClient(network().double(), x, y, learning_rate=0.1, batch_size=4)
+    own = DPSGDClient(network().double(), x, y, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
     sent, _, metrics = own.fit(NamedArrays({"arrays": weights, **parcel}), told)
-    single = DFedAvgClient(network().double(), x, y, learning_rate=0.1, batch_size=4)
-    trained, _ = single.train_from(weights, Message(told, {}, GossipOptions()))
+    single = DFedAvgClient(network().double(), x, y, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
+    memory = RelayMemory(None, single.model, single.seed, told, same_weights=True)
+    trained, _ = single.train_from(weights, Message(told, {}, GossipOptions(), memory))
     expected = {name: array + 0.5 * heard for name, array in trained.items()}
     if heard:
         expected |= {n: (trained[n] + larger[n]) / 2 for n, _ in network().named_buffers()}

@@ -5,13 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import DFedSAMClient
+from fedntk.clients import DFedSAMClient, LocalSGD
 from fedntk.clients.gossip.relay import Message
+from fedntk.clients.gossip.relay_memory import RelayMemory
 from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
 from ..strategies.federation import examples, network
 
-MESSAGE = Message({"server-round": 1}, {}, DFedAvgOptions())
+MEMORY = RelayMemory(None, nn.Identity(), (0,), {"server-round": 1}, same_weights=True)
+MESSAGE = Message({"server-round": 1}, {}, DFedAvgOptions(), MEMORY)
 
 
 @pytest.mark.parametrize("rho", [0.0, 1.0])
@@ -20,9 +22,14 @@ def test_dfedsam_steps_along_the_gradient_at_the_point_nearby(rho):
     x, y = examples(2)
     x, targets = x.double(), nn.functional.one_hot(y, 3).double()
     own = DFedSAMClient(
-        nn.Linear(4, 3).double(), x, y, rho=rho, learning_rate=0.2, momentum=0.9,
-        weight_decay=0.01, batch_size=len(x), local_epochs=3,
-    )  # fmt: skip
+        nn.Linear(4, 3).double(),
+        x,
+        y,
+        rho=rho,
+        sgd=LocalSGD(
+            epochs=3, learning_rate=0.2, momentum=0.9, weight_decay=0.01, batch_size=len(x)
+        ),
+    )
     rows = torch.cat([x, torch.ones(len(x), 1)], 1)
 
     def gradient(w):
@@ -35,7 +42,7 @@ def test_dfedsam_steps_along_the_gradient_at_the_point_nearby(rho):
         slope = gradient(w)
         velocity = 0.9 * velocity + gradient(w + rho * slope / slope.norm()) + 0.01 * w
         w = w - 0.2 * velocity
-    trained, metrics = own.train_from(first, MESSAGE)
+    trained, metrics = own.train_from(first, MESSAGE, gradients=own.sharp_gradients)
     found = np.column_stack([trained["weight"], trained["bias"]])
     np.testing.assert_allclose(found, w.numpy(), rtol=0, atol=1e-12)
     assert metrics["train-loss"] > 0
@@ -45,11 +52,13 @@ def test_dfedsams_loss_and_batchnorms_statistics_are_those_of_the_first_pass():
     """One step: they do not depend on the radius, and its counter counts one pass."""
     x, y = examples(4)
     plain, sharp = (
-        DFedSAMClient(network(), x, y, learning_rate=0.1, batch_size=len(x), rho=rho)
+        DFedSAMClient(network(), x, y, sgd=LocalSGD(learning_rate=0.1, batch_size=len(x)), rho=rho)
         for rho in (0, 0.5)
     )
     weights = plain.model_weights()
-    (plain, loss), (sharp, same) = (own.train_from(weights, MESSAGE) for own in (plain, sharp))
+    (plain, loss), (sharp, same) = (
+        own.train_from(weights, MESSAGE, gradients=own.sharp_gradients) for own in (plain, sharp)
+    )
     assert loss == same
     for name, _ in network().named_buffers():
         assert plain[name].tobytes() == sharp[name].tobytes()
@@ -62,5 +71,5 @@ def test_no_gradient_means_no_point_nearby():
     weights = {"weight": np.zeros((1, 4), np.float32), "bias": np.ones(1, np.float32)}
     targets = torch.zeros(5, dtype=torch.int64)
     own = DFedSAMClient(nn.Linear(4, 1), torch.ones(5, 4), targets, loss="mse")
-    trained, _ = own.train_from(weights, MESSAGE)
+    trained, _ = own.train_from(weights, MESSAGE, gradients=own.sharp_gradients)
     np.testing.assert_equal(trained, weights)

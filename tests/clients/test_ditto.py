@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedntk.clients import DittoClient, NamedArrays
+from fedntk.clients import DittoClient, LocalSGD, NamedArrays
 
 from ..strategies.federation import examples
 
@@ -32,7 +32,12 @@ def test_steps_are_the_papers_with_the_received_weights_as_the_centre():
     w, b = torch.zeros(3, 4).double(), torch.zeros(3).double()
     v, c = w, b
     own = DittoClient(
-        linear(), x, y, learning_rate=rate, batch_size=len(x), pull=pull, personal_epochs=3
+        linear(),
+        x,
+        y,
+        sgd=LocalSGD(learning_rate=rate, batch_size=len(x)),
+        pull=pull,
+        personal_epochs=3,
     )
     for number in (1, 2):
         received = {"weight": w.float().numpy(), "bias": b.float().numpy()}
@@ -49,7 +54,7 @@ def test_steps_are_the_papers_with_the_received_weights_as_the_centre():
         w, b = w - rate * dw, b - rate * db
         sent = result.records["arrays"]
         np.testing.assert_allclose(sent["weight"], w.numpy(), atol=1e-5)
-        kept = own.kept(config | {"personal-round": number})
+        kept = own.load_personal(config | {"personal-round": number})
         np.testing.assert_allclose(kept["weight"], v.numpy(), atol=1e-5)
         np.testing.assert_allclose(kept["bias"], c.numpy(), atol=1e-5)
     assert np.abs(kept["weight"] - sent["weight"]).max() > 0.01

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import FedProtoClient, NamedArrays, get_weights
+from fedntk.clients import FedProtoClient, LocalSGD, NamedArrays, get_weights
 from fedntk.ntk import FeatureMap, NetworkPredictor, PrototypePredictor
 from fedntk.ntk.payloads.prototypes import Prototypes
 
@@ -41,7 +41,7 @@ def test_a_step_is_along_the_gradient_of_cross_entropy_and_the_examples_distance
     loss = nn.functional.cross_entropy(model[2](z), y) + pull * distances[y < 2].sum() / 9
     loss.backward()
     expected = [w - rate * p.grad.numpy() for w, p in zip(before, model.parameters(), strict=True)]
-    own = FedProtoClient(model, x, y, pull=pull, learning_rate=rate, batch_size=9)
+    own = FedProtoClient(model, x, y, pull=pull, sgd=LocalSGD(learning_rate=rate, batch_size=9))
     own.targets = own.targets.double()
     _, _, metrics = own.fit(message(model, prototypes), config_of())
     for found, wanted in zip(get_weights(model), expected, strict=True):

@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fedntk.clients import NTKFLClient, SGDClient, client_app
+from fedntk.clients import LocalSGD, NTKFLClient, SGDClient, client_app
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import NTKFL, NoUsableReply, SeededFedAvg
 
@@ -36,7 +36,7 @@ with torch.random.fork_rng(devices=[]):
 
 def trained(workers):
     def client_fn(context):
-        return SGDClient(net(), Augmented(), batch_size=4, local_epochs=3)
+        return SGDClient(net(), Augmented(), sgd=LocalSGD(epochs=3, batch_size=4))
 
     strategy = SeededFedAvg(fraction_evaluate=0.0)
     with LocalGrid(client_app(client_fn), 12, {}, workers=workers) as grid:

@@ -6,7 +6,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from fedntk.clients import DFedSAMClient, DittoClient, NTKFLClient, SCAFFOLDClient, SGDClient
+from fedntk.clients import (
+    DFedSAMClient,
+    DittoClient,
+    LocalSGD,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SGDClient,
+)
 from fedntk.clients.core.named_arrays import NamedArrays
 
 TOKENS = torch.randint(0, 6, (9, 4), generator=torch.Generator().manual_seed(0))
@@ -25,13 +32,18 @@ class Mean(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.1}, {"option": "I"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sgd": LocalSGD(batch_size=4, momentum=0.9, weight_decay=0.1)}, {"option": "I"}],
+)
 def test_sparse_embeddings_are_trained_as_dense_ones(kind, options):
     """With equal tokens in a batch, whose rows a sparse gradient has twice."""
     make = SCAFFOLDClient if "option" in options else SGDClient
     found = []
     for sparse in (False, True):
-        client = make(embedding(kind, sparse=sparse), TOKENS, Y, batch_size=4, **options)
+        client = make(
+            embedding(kind, sparse=sparse), TOKENS, Y, **{"sgd": LocalSGD(batch_size=4), **options}
+        )
         arrays = client.model_weights()
         zero = {name: np.zeros_like(array) for name, array in arrays.items()}
         sent = {"arrays": arrays} | ({"corrections": zero} if "option" in options else {})
@@ -80,7 +92,7 @@ def test_other_outputs_in_training_are_refused_before_a_step(said, make):
     client = make(Training(OUTPUTS[said]), X, Y, seed=0)
     before = client.model_weights()
     with pytest.raises(ValueError, match=rf"scores \(9, 3\) in training mode.* got {said};"):
-        client.descend(list(before.values()), X, client.targets, {})
+        client.sgd.descend(client, list(before.values()), X, client.targets, {})
     for name, array in client.model_weights().items():
         np.testing.assert_array_equal(array, before[name])
 
@@ -88,7 +100,7 @@ def test_other_outputs_in_training_are_refused_before_a_step(said, make):
 @pytest.mark.parametrize(("n", "batch_size", "rate"), [(1, 32, 1.0), (9, 1, 1.0), (9, 32, 0.1)])
 def test_one_example_under_batch_norm_is_refused(n, batch_size, rate):
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    options = {"batch_size": batch_size, "sampling_rate": rate}
+    options = {"sgd": LocalSGD(batch_size=batch_size), "sampling_rate": rate}
     client = SGDClient(network, X[:n], Y[:n], **options)
     with pytest.raises(ValueError, match=r"x: expected batches of at least 2.*BatchNorm.* GroupN"):
         client.fit(client.get_parameters({}), {})

@@ -7,7 +7,7 @@ from fedntk.clients import NamedArrays, NTKDFLClient
 from fedntk.clients.gossip.ntk_dfl import EvolvedParcel
 from fedntk.clients.gossip.relay import WeightsParcel
 from fedntk.ntk import BadReply
-from fedntk.ntk.payloads.gossip_options import NTKDFLOptions
+from fedntk.ntk.payloads.gossip_options import NTKDFLTask
 
 from ..strategies.federation import examples, network
 
@@ -26,7 +26,7 @@ def message(step, *, options=(), told=(), **records):
     task = {"learning_rate": 0.1, "steps": (1.0, 4.0), "loss": "mse", **dict(options)}
     config = {
         "server-round": 1, "step": step, "batch": 0, "neighbours": [2, 5], "personal-run": "r",
-        "personal-round": 0, **NTKDFLOptions(**task).to_config(), **dict(told),
+        "personal-round": 0, **NTKDFLTask(**task).to_config(), **dict(told),
     }  # fmt: skip
     named = {name.replace("_", "-"): record for name, record in records.items()}
     return NamedArrays({"arrays": weights(), **named}), config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.clients import NamedArrays, PersonalisedClient, get_weights
+from fedntk.clients import LocalSGD, NamedArrays, PersonalisedClient, get_weights
 
 from ..conftest import refused
 from ..strategies.federation import examples, loaded, network
@@ -14,7 +14,7 @@ from ..strategies.federation import examples, loaded, network
 WEIGHTS = dict(zip(network().state_dict(), get_weights(network()), strict=True))
 PERSONAL = {name: array for name, array in WEIGHTS.items() if name[0] == "3"}
 SHARED = {name: array for name, array in WEIGHTS.items() if name[0] != "3"}
-SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 2}
+SGD = {"sgd": LocalSGD(epochs=2, learning_rate=0.1, batch_size=4)}
 X, Y = examples(3)
 
 
@@ -32,7 +32,7 @@ def first(cache):
     message = NamedArrays({"personal": PERSONAL, "arrays": dict(reversed(SHARED.items()))})
     result, _, _ = client(cache).fit(message, config(1))
     assert list(result.records) == ["arrays"]
-    return result.records["arrays"], client(cache).kept(config(2, kept=1))
+    return result.records["arrays"], client(cache).load_personal(config(2, kept=1))
 
 
 def test_evaluation_and_predictor_are_of_its_own_network(tmp_path):

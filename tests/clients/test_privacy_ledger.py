@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.clients import ClosedFormClient, PrivacyLedger, PrivacyLimits
+from fedntk.clients import ClosedFormClient, MaskedSums, PrivacyLedger, PrivacyLimits
 from fedntk.clients.core.privacy_ledger import Release
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads.sum_task import SumTask
@@ -125,7 +125,8 @@ def test_a_client_refuses_beyond_each_limit_before_it_draws_a_key(
 ):
     privacy = PrivacyLimits(ledger=path, **{"epsilon": 5.0, "delta": 1e-3} | limit)
     cache = tmp_path / "cache"
-    client = ClosedFormClient(network(), *examples(0), cache=cache, privacy=privacy)
+    secure = MaskedSums(cache=cache, privacy=privacy)
+    client = ClosedFormClient(network(), *examples(0), secure=secure)
     task = SumTask(**{"epsilon": 1.0, "delta": 1e-6, "bits": 8, "step": step} | asked)
     config = {**task.to_config(), **FeatureMap("last-layer").to_config()}
     refused(said, client.fit, [], config)
@@ -139,16 +140,20 @@ def test_neither_a_node_nor_a_runs_name_gives_a_fresh_budget(path, tmp_path):
 
     def client(number):
         cache = tmp_path / f"run {number}"
-        own = ClosedFormClient(network(), *examples(0), cache=cache, privacy=privacy)
+        secure = MaskedSums(cache=cache, privacy=privacy)
+        own = ClosedFormClient(network(), *examples(0), secure=secure)
         own.identify(f"node{number}")
         return own
 
     def of(run):
         return SumTask(epsilon=1.0, delta=1e-6, bits=8, step="masked", run_key=run)
 
-    client(1).reserve("first", of("a run"), {})
+    def reserve(own, exchange, task):
+        own.secure.reserve(own.sum_request(task, {}), exchange)
+
+    reserve(client(1), "first", of("a run"))
     for run in ("a run", "another"):
-        refused("delta of .2.0", client(2).reserve, "second", of(run), {})
+        refused("delta of .2.0", reserve, client(2), "second", of(run))
     assert [r.epsilon for r in PrivacyLedger(path).releases()] == [1.0]
     assert math.isinf(PrivacyLimits(ledger=path).epsilon)
 

@@ -1,6 +1,8 @@
 """What clients that promise something tell of their training examples: a list, and nothing else."""
 
+import inspect
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,36 +12,41 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import nn
 from torch.utils.data import Dataset
 
+import fedntk.clients
 from fedntk.clients import (
     ClosedFormClient,
     CPNTKFLClient,
     DittoClient,
     FedEnsembleClient,
     FedProtoClient,
+    MaskedSums,
     MaskedWeights,
+    ModelClient,
     NamedArrays,
+    NTKFLClient,
     PersonalisedClient,
     PrivacyLimits,
     SGDClient,
     TCTClient,
     client_app,
 )
+from fedntk.clients.core.base import STEP
+from fedntk.clients.tct import tct
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.noise import ANSWERED, HARMLESS, Noise
-from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
+from fedntk.ntk.options import parameters_of, parts_of
+from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.payloads.convex_task import ConvexTask
+from fedntk.ntk.payloads.feature_statistics import SECURE_STEPS, FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.sum_task import SumTask
 from fedntk.simulations.engine._flower import become_server
-from fedntk.strategies import CPNTKFL, OneExchange
+from fedntk.strategies import FeatureSums, NoisySums, OneExchange
 
 from ..conftest import refused
 
 GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.randn(41, 1, 12, 12, generator=GENERATOR), torch.arange(41) % 3
-KINDS = (
-    *("train", "evaluate", "query", "query.partition", "query.keys", "query.input_sums"),
-    *("query.public_key", "evaluate.model"),
-)
 
 
 def network(*more):
@@ -49,16 +56,15 @@ def network(*more):
         return nn.Sequential(*layers, nn.Linear(40, 3))
 
 
-NOISE = {"clip": 1.0, "noise_multiplier": 1.0, "noise_seed": (0,)}
 TESTS = {"x_test": X[:5], "y_test": Y[:5]}
 LIMITS = PrivacyLimits(ledger="nobody reads it here", epsilon=3.0)
+MASKED, LIMITED = MaskedSums(only_masked=True), MaskedSums(privacy=LIMITS)
 PRIVATE = {
-    "masked sums": lambda **own: ClosedFormClient(network(), X, Y, only_masked=True, **own),
-    "a budget": lambda **own: ClosedFormClient(network(), X, Y, privacy=LIMITS, **own),
-    "masked TCT": lambda **own: TCTClient(network(), X, Y, only_masked=True, **own),
-    "rows with noise": lambda **own: CPNTKFLClient(network(), X, Y, **NOISE, **own),
+    "masked sums": lambda **own: ClosedFormClient(network(), X, Y, secure=MASKED, **own),
+    "a budget": lambda **own: ClosedFormClient(network(), X, Y, secure=LIMITED, **own),
+    "masked TCT": lambda **own: TCTClient(network(), X, Y, secure=MASKED, **own),
     "in an ensemble": lambda **own: FedEnsembleClient(
-        CPNTKFLClient(network(), X, Y, **NOISE, **own)
+        ClosedFormClient(network(), X, Y, secure=MASKED, **own)
     ),
 }
 
@@ -71,11 +77,74 @@ def answer(app, kind, config=None, arrays=None):
     return app(Message(RecordDict(content), 2, kind), context).content
 
 
-@pytest.mark.parametrize("name", PRIVATE)
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - ANSWERED))
-def test_a_private_client_answers_no_message_that_is_not_on_the_list(name, kind):
-    app = client_app(lambda _: PRIVATE[name](**TESTS))
-    refused(f"answers only evaluate, .*; got {kind}:", answer, app, kind)
+def served(kind, **options):
+    return client_app(lambda _: kind(network(), X, Y, **TESTS, **options))
+
+
+def guarded(kind, **options):
+    mods = [MaskedWeights(**options)]
+    return client_app(lambda _: kind(network(), X, Y, **TESTS), mods=mods)
+
+
+def in_ensemble(kind, **options):
+    return client_app(lambda _: FedEnsembleClient(kind(network(), X, Y, **TESTS, **options)))
+
+
+EXPORTS = [getattr(fedntk.clients, name) for name in fedntk.clients.__all__]
+CLIENTS = [
+    kind
+    for kind in EXPORTS
+    if inspect.isclass(kind) and issubclass(kind, ModelClient) and not inspect.isabstract(kind)
+]
+MASKING = [kind for kind in CLIENTS if "secure" in parts_of(kind)]
+PROMISES = {"masked": {"only_masked": True}, "limited": {"only_masked": False, "privacy": LIMITS}}
+EVERY_PRIVATE = {
+    **{
+        f"{kind.__name__}, {name}{way}": partial(make, kind, secure=MaskedSums(**promise))
+        for kind in MASKING
+        for name, promise in PROMISES.items()
+        for way, make in (("", served), (", in an ensemble", in_ensemble))
+    },
+    **{
+        f"{kind.__name__}, {name} by the mod": partial(guarded, kind, **promise)
+        for kind in CLIENTS
+        for name, promise in PROMISES.items()
+    },
+}
+KINDS = {k.removesuffix(".default") for k in client_app(None)._default_app._registered_funcs}
+STEPS = (
+    {
+        name.removeprefix(STEP).replace("_", "-")
+        for kind in CLIENTS
+        for name in dir(kind)
+        if name.startswith(STEP)
+    }
+    | set(ConvexTask.options()["step"].choices)
+    | set(SumTask.options()["step"].choices)
+)
+REFUSALS = "sends only masked sums|promises what its messages tell|stage 1 sends weights"
+UNKNOWN = "step: expected one of"  # a step of another client
+
+
+def permitted_steps(name):
+    """Return the steps that a private client's mechanism lists."""
+    stage_1 = set(tct.STAGE_1) if name.startswith("TCTClient, masked") else set()
+    return set() if name.endswith("mod") else {*SECURE_STEPS, *stage_1}
+
+
+@pytest.mark.parametrize("name", EVERY_PRIVATE)
+def test_a_private_client_answers_no_kind_of_message_that_its_mechanism_does_not_list(name):
+    """All types of messages and steps of training that any client of the room answers."""
+    assert {"train", "evaluate", "query", "query.input_sums", "evaluate.model"} <= KINDS
+    assert {"train", "moments", "linear", "statistics", "class-means", "evolve"} <= STEPS
+    app = EVERY_PRIVATE[name]()
+    for kind in sorted(KINDS - ANSWERED):
+        refused(REFUSALS, answer, app, kind)
+    kind = getattr(fedntk.clients, name.partition(",")[0])
+    agreed = Agreement(kind.strategy, kind.__name__, kind.replies).to_config()
+    task = agreed | SumTask().to_config() | ConvexTask(step="linear").to_config()
+    for step in sorted(STEPS - permitted_steps(name)):
+        refused(f"{REFUSALS}|{UNKNOWN}", answer, app, "train", task | {"option-step": step})
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -96,6 +165,16 @@ def test_a_mod_that_masks_lets_no_client_evaluate_on_its_training_examples():
     app = client_app(lambda _: SGDClient(network(), X, Y), mods=[limited])
     refused("give it examples for evaluation", answer, app, "evaluate")
     refused("sends only masked sums", answer, masked(**TESTS), "query.input_sums")
+
+
+@pytest.mark.parametrize("kind", [CPNTKFLClient, NTKFLClient])
+def test_a_mod_that_masks_lets_no_jacobian_leave(kind):
+    """Nor losses of candidates: CP-NTK-FL has no noise that an owner could demand."""
+    mods = [MaskedWeights(privacy=LIMITS)], [MaskedWeights(privacy=LIMITS, only_masked=False)]
+    for mod in mods:
+        app = client_app(lambda _: kind(network(), X, Y, **TESTS), mods=mod)
+        for message in ("train", "query", "query.input_sums"):
+            refused("sends only masked sums", answer, app, message)
 
 
 def asked(client, total=None, **options):
@@ -119,20 +198,20 @@ def test_a_private_client_evaluates_no_arrays_of_its_own_and_trains_no_weights_i
     for kind in (PersonalisedClient, DittoClient, FedProtoClient):
         app = client_app(lambda _, k=kind: k(network(), X, Y, **TESTS), mods=[MaskedWeights()])
         refused("arrays of its own are computed from these", answer, app, "evaluate")
-    limited = TCTClient(network(), X, Y, privacy=LIMITS, **TESTS)
+    limited = TCTClient(network(), X, Y, secure=LIMITED, **TESTS)
     weights = [v.numpy() for v in network().state_dict().values()]
     refused("stage 1 sends weights without masks", limited.fit, weights, {"server-round": 2})
 
 
 @pytest.mark.parametrize("name", ["masked sums", "a budget"])
-def test_a_private_client_makes_no_model_of_a_total_that_the_server_sends(name, tmp_path):
+def test_a_private_client_makes_no_model_of_a_total_that_the_server_sends(name):
     """It would be an exact function of the client's own sums, as often as asked for."""
-    client = PRIVATE[name](**TESTS, cache=tmp_path)
+    client = PRIVATE[name](**TESTS)
     total = FeatureStatistics.of([torch.ones(2, 40)], torch.arange(2), 3)
     message = asked(client, total=total.to_arrays())
     refused("have the strategy set personal = False", client.evaluate, *message)
-    refused("secure_aggregation = False, got True", OneExchange, personal=True,
-            network=network(), secure_aggregation=True)  # fmt: skip
+    refused("expected secure = None", OneExchange, personal=True,
+            network=network(), secure=True)  # fmt: skip
 
 
 def parsed(arrays, width):
@@ -141,7 +220,8 @@ def parsed(arrays, width):
 
 
 def client_of(chosen, cache, model=None, **own):
-    return ClosedFormClient(model or network(), X[chosen], Y[chosen], cache=cache, **own)
+    secure = MaskedSums(cache=cache)
+    return ClosedFormClient(model or network(), X[chosen], Y[chosen], secure=secure, **own)
 
 
 class Neighbours(nn.Module):
@@ -162,7 +242,7 @@ def test_a_row_depends_on_its_own_example_to_the_last_bit(tmp_path):
 
     def sums(*left_out):
         chosen = np.delete(np.arange(300), left_out)
-        client = ClosedFormClient(model, x[chosen], chosen % 3, cache=tmp_path)
+        client = ClosedFormClient(model, x[chosen], chosen % 3, secure=MaskedSums(cache=tmp_path))
         return parsed(sums_of(client)[0], 50)
 
     whole = sums()
@@ -171,7 +251,9 @@ def test_a_row_depends_on_its_own_example_to_the_last_bit(tmp_path):
         others = sums(left_out)
         np.testing.assert_array_equal(whole.gram - others.gram, only.gram)
         np.testing.assert_array_equal(whole.class_sums - others.class_sums, only.class_sums)
-    _, count, metrics = sums_of(ClosedFormClient(network(), X, Y, cache=tmp_path))
+    _, count, metrics = sums_of(
+        ClosedFormClient(network(), X, Y, secure=MaskedSums(cache=tmp_path))
+    )
     assert (count, metrics) == (1, {})
 
 
@@ -183,54 +265,48 @@ class Augmented(Dataset):
         return X[i] + torch.randn(1), int(Y[i])
 
 
-def test_a_jacobians_row_with_noise_depends_on_its_own_example():
-    x, labels = torch.randn(40, 10, generator=GENERATOR), torch.arange(40) % 3
-    model = nn.Sequential(nn.Linear(10, 6), Neighbours(), nn.Linear(6, 3))
-    weights = [array.detach().numpy() for array in model.state_dict().values()]
-    changed = x.clone()
-    changed[-1] = 9.0
-    config, rows = {"server-round": 1}, []
-    for own in (x, changed):
-        client = CPNTKFLClient(model, own, labels, **NOISE)
-        upload = client.upload(weights, config)
-        blocks = [a for b in upload.jacobian.expanded().blocks for a in b.arrays]
-        rows.append([array[:39] for array in (upload.outputs, *blocks)])
-    for first, second in zip(*rows, strict=True):
-        assert torch.equal(first, second)
-
-
 def test_rows_that_depend_on_other_rows_are_refused(tmp_path):
     sampled = client_of(range(20), tmp_path, sampling_rate=0.5)
     refused("sampling_rate: with noise .* expected 1.0, got 0.5", sums_of, sampled)
-    augmented = ClosedFormClient(network(), Augmented(), cache=tmp_path)
+    augmented = ClosedFormClient(network(), Augmented(), secure=MaskedSums(cache=tmp_path))
     refused("expected arrays of examples", sums_of, augmented)
-    noisy = CPNTKFLClient(network(), Augmented(), **NOISE)
-    weights = [v.numpy() for v in network().state_dict().values()]
-    refused("expected arrays of examples", noisy.fit, weights, {"server-round": 1})
     across = client_of(range(20), tmp_path, network(nn.BatchNorm2d(5, track_running_stats=False)))
     refused("depend only on the example", sums_of, across)
     sums_of(client_of(range(20), tmp_path, network(nn.InstanceNorm2d(5))))  # of an example's own
 
 
-@pytest.mark.parametrize("kind", [OneExchange, CPNTKFL])
-def test_an_option_that_no_list_has_keeps_its_default_with_noise(kind):
+def test_an_option_that_no_list_has_keeps_its_default_with_noise():
     """A method of one's own may add an option; at its default it is as if it were not there."""
-    names = {name for one in (OneExchange, CPNTKFL, *map(type, (client() for client in
-             list(PRIVATE.values())[:4]))) for name in one.options()}  # fmt: skip
+
+    def holder(**values):
+        made = object.__new__(kind)
+        vars(made).update(values)
+        return made
+
+    kind = OneExchange
+    names = parameters_of(OneExchange).keys() | parameters_of(ClosedFormClient).keys()
     assert names >= HARMLESS
-    mechanism = kind.mechanism_of(SimpleNamespace(epsilon=1.0, noise_multiplier=1.0))
+    mechanism = kind.mechanism_of(SimpleNamespace(noise=NoisySums(epsilon=1.0)))
     assert issubclass(mechanism, Noise)
-    values = {name: option.default for name, option in kind.options().items()}
-    values |= {name: allowed[0] for name, allowed in mechanism.needs.items()}
-    mechanism.require_covered(SimpleNamespace(options=kind.options, **values))
-    free = HARMLESS | mechanism.covers
-    for name in kind.options().keys() - free:
-        odd = SimpleNamespace(options=kind.options, **values | {name: object()})
+    values = {name: declared.default for name, declared in parameters_of(kind).items()}
+    values["sums"] = FeatureSums(auto_ridge=False, validation_share=0.0)
+    mechanism.require_covered(holder(**values))
+    always = {name for name, part in parts_of(kind).items() if not part.optional}
+    for name in parameters_of(kind).keys() - HARMLESS - mechanism.covers - always:
+        odd = holder(**values | {name: object()})
         refused(f"^{name}: with noise only what", mechanism.require_covered, odd)
+    for name in always - HARMLESS - mechanism.covers:
+        for below in values[name].options():
+            if f"{name}.{below}" in mechanism.covers:
+                continue
+            changed = values[name].copy()
+            setattr(changed, below, object())
+            odd = holder(**values | {name: changed})
+            refused(rf"^{name}\.{below}: with noise only", mechanism.require_covered, odd)
 
 
 def test_only_listed_metrics_of_replies_are_counted_with_noise():
     told = {"num-examples": 3, "train-loss": 0.7, "replies-rejected": 1, "mean-age": 51.0}
-    mechanism = OneExchange.mechanism_of(SimpleNamespace(epsilon=1.0))
+    mechanism = OneExchange.mechanism_of(SimpleNamespace(noise=NoisySums(epsilon=1.0)))
     assert mechanism.filtered(told) == {"num-examples": 3, "replies-rejected": 1}
     json.dumps(mechanism.releases)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import NamedArrays, SCAFFOLDClient, SGDClient, get_weights
+from fedntk.clients import LocalSGD, NamedArrays, SCAFFOLDClient, SGDClient, get_weights
 
 from ..strategies.federation import assert_near, bits
 
@@ -71,8 +71,10 @@ def test_full_batch_steps_and_both_controls_by_the_formulas(option, steps, weigh
         velocity = {n: momentum * velocity[n] + g + corrections[n] for n, g in met[-1].items()}
         weights = {n: w - 0.5 * velocity[n] for n, w in weights.items()}
     control = met[0] if option == "I" else {n: sum(g[n] for g in met) / steps for n in start}
-    options = {"weight_decay": weight_decay, "momentum": momentum, "local_epochs": steps}
-    own = client(model, option=option, learning_rate=0.5, batch_size=20, **options)
+    sgd = LocalSGD(
+        epochs=steps, learning_rate=0.5, batch_size=20, weight_decay=weight_decay, momentum=momentum
+    )
+    own = client(model, option=option, sgd=sgd)
     arrays, controls = answer(own, corrections)
     assert_near(arrays, weights, 1e-12, 1e-12)
     assert_near(controls, control, 1e-12, 1e-12)
@@ -83,7 +85,7 @@ def test_mini_batches_count_by_their_examples_or_as_steps(option):
     """2 epochs of batches of 6, 6, 6 and 2 make K = 8 steps: float64, 1e-11."""
     model = nn.Linear(4, 3).double()
     start, corrections = weights_of(model), drawn(model)
-    own = client(model, option=option, learning_rate=0.1, batch_size=6, local_epochs=2)
+    own = client(model, option=option, sgd=LocalSGD(epochs=2, learning_rate=0.1, batch_size=6))
     arrays, controls = answer(own, corrections)
     moved = {n: -c + (start[n] - arrays[n]) / (8 * 0.1) for n, c in corrections.items()}
     assert_near(controls, gradient(start) if option == "I" else moved, 1e-11, 1e-11)
@@ -96,10 +98,8 @@ def test_without_corrections_the_weights_are_those_of_sgd_bit_for_bit(option):
     Statistics of BatchNorm have controls of zero.
     """
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3))
-    options = {
-        "batch_size": 3, "local_epochs": 2, "momentum": 0.9, "weight_decay": 0.1,
-        "learning_rate": 0.1, "seed": (3, 1),
-    }  # fmt: skip
+    sgd = LocalSGD(epochs=2, batch_size=3, momentum=0.9, weight_decay=0.1, learning_rate=0.1)
+    options = {"sgd": sgd, "seed": (3, 1)}
     plain = SGDClient(copy.deepcopy(model), X, Y, **options)
     expected, *told = plain.fit(get_weights(model), {"server-round": 2})
     records = {"arrays": weights_of(model), "corrections": filled(model)}
@@ -119,7 +119,7 @@ def test_frozen_and_unused_parameters_have_a_gradient_of_zero(option):
     model = nn.Linear(4, 3)
     model.spare = nn.Parameter(torch.ones(2))
     model.weight.requires_grad_(False)
-    own = client(model, option=option, batch_size=20, learning_rate=0.25)
+    own = client(model, option=option, sgd=LocalSGD(batch_size=20, learning_rate=0.25))
     arrays, controls = answer(own, filled(model, 2))
     np.testing.assert_array_equal(arrays["weight"], weights_of(model)["weight"])
     np.testing.assert_array_equal(arrays["spare"], [0.5, 0.5])  # 1 - 0.25 * (0 + 2)
@@ -129,9 +129,13 @@ def test_frozen_and_unused_parameters_have_a_gradient_of_zero(option):
 @pytest.mark.parametrize(
     ("options", "config", "change", "message"),
     [
-        ({"local_epochs": 0}, {}, {}, "local_epochs: expected at least 1 with SCAFFOLD, got 0"),
-        ({"proximal_mu": 0.1}, {}, {}, "proximal_mu: expected 0, as SCAFFOLD has no proximal"),
-        ({}, {"proximal-mu": 0.5}, {}, "proximal-mu: expected 0, as SCAFFOLD"),
+        ({"sgd": LocalSGD(epochs=0)}, {}, {}, "epochs: expected at least 1 with SCAFFOLD, got 0"),
+        (
+            {"sgd": LocalSGD(proximal_mu=0.1)},
+            {},
+            {},
+            "expected 0, got 0.1; SCAFFOLD has no proximal",
+        ),
         ({}, {}, {"corrections": None}, "records corrections, got arrays; .* strategy SCAFFOLD"),
         ({}, {}, {"arrays": None}, "one record of weights beside corrections, got 0"),
         ({}, {}, {"more": {}}, "one record of weights beside corrections, got 2"),

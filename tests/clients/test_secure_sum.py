@@ -86,8 +86,8 @@ def test_who_gave_a_sum_up_takes_part_in_it_no_more_and_counts_who_else_did(clie
     np.testing.assert_array_equal(clients[0].confirm(nobody)["tags"], void[0])
     kept = (tmp_path / "0" / f"sum-{everyone['exchange'].tobytes().hex()}").read_bytes()
     parts = [json.loads(kind) for kind in (secret, kept)]
-    assert not {parts[0]["seed"], parts[0]["own"], *parts[0]["received"].values()} & {
-        parts[1]["seed"], parts[1]["own"], *parts[1]["received"].values()
+    assert not {parts[0]["seed"], parts[0]["self_mask"], *parts[0]["received"].values()} & {
+        parts[1]["seed"], parts[1]["self_mask"], *parts[1]["received"].values()
     }  # fmt: skip
 
     tags = {**everyone, "tags": np.stack([own[0] for own in confirmed])}

@@ -9,7 +9,8 @@ import torch
 from flwr.serverapp.strategy import FedProx
 from torch import nn
 
-from fedntk.clients import SGDClient, get_weights
+from fedntk.clients import LocalSGD, SGDClient, get_weights
+from fedntk.clients.core.randomness import torch_seed
 from fedntk.ntk import one_hot
 from fedntk.ntk.class_prior import log_class_prior
 
@@ -19,10 +20,10 @@ X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.ara
 X64, TARGETS = X.double(), one_hot(Y, 3).double()
 
 
-def exact_client(model, **options):
+def exact_client(model, loss="cross-entropy", **sgd):
     """In float64, with one step an epoch unless `batch_size` says otherwise."""
-    options = {"batch_size": 20, "learning_rate": 0.5, **options}
-    own = SGDClient(model.double(), X64, Y, **options)
+    sgd = LocalSGD(**{"batch_size": 20, "learning_rate": 0.5, **sgd})
+    own = SGDClient(model.double(), X64, Y, loss=loss, sgd=sgd)
     own.targets = TARGETS
     return own
 
@@ -42,12 +43,12 @@ def test_steps_are_those_of_torchs_optimizer_bit_for_bit(loss, momentum, weight_
     ours, theirs = models
     options = {"momentum": momentum, "weight_decay": weight_decay}
     own = SGDClient(
-        ours, X, Y, loss=loss, learning_rate=0.3, batch_size=6, local_epochs=3, **options
+        ours, X, Y, loss=loss, sgd=LocalSGD(epochs=3, learning_rate=0.3, batch_size=6, **options)
     )
     trained, _, metrics = own.fit(get_weights(theirs), {})
     trainable = [p for p in theirs.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.3, **options)
-    drawn, total = torch.Generator().manual_seed(own._draws({})), 0.0
+    drawn, total = torch.Generator().manual_seed(torch_seed(own.seed, {})), 0.0
     theirs.train()
     for _ in range(3):
         for rows in torch.randperm(20, generator=drawn).split(6):
@@ -78,7 +79,7 @@ def test_proximal_steps_are_those_of_the_formula():
         velocity = 0.9 * velocity + error.T @ x / (20 * 3) + 0.7 * (weight - start) + 0.3 * weight
         weight = weight - 0.5 * velocity
     options = {"proximal_mu": 0.7, "momentum": 0.9, "weight_decay": 0.3}
-    own = exact_client(model, loss="mse", local_epochs=4, **options)
+    own = exact_client(model, loss="mse", epochs=4, **options)
     (after,), _, metrics = own.fit([start], {})
     np.testing.assert_allclose(after, weight, rtol=1e-12, atol=1e-12)
     assert metrics["train-loss"] == pytest.approx(np.mean(losses), rel=1e-12)
@@ -92,21 +93,21 @@ def test_the_class_prior_is_an_offset_of_the_outputs_only_in_training():
     outputs = model(X64) + log_class_prior(one_hot(labels, 3).double())
     loss = nn.functional.cross_entropy(outputs, labels)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    own = SGDClient(model, X64, labels, class_prior=True, **options)
+    own = SGDClient(model, X64, labels, sgd=LocalSGD(class_prior=True, **options))
     arrays, _, metrics = own.fit(start, {})
     for after, before, gradient in zip(arrays, start, gradients, strict=True):  # a float32 offset
         np.testing.assert_allclose(after, before - 0.5 * gradient.numpy(), rtol=1e-6, atol=1e-7)
     assert metrics["train-loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert own.evaluate(start, {}) == SGDClient(model, X64, labels).evaluate(start, {})
     with pytest.raises(ValueError, match="class_prior: expected the loss cross-entropy, got mse"):
-        SGDClient(model, X64, labels, loss="mse", class_prior=True)
+        SGDClient(model, X64, labels, loss="mse", sgd=LocalSGD(class_prior=True))
 
 
 def test_train_loss_without_epochs_is_that_of_the_received_weights():
     """In evaluation mode: dropout plays no part. Sums of 9 products in float64: 1e-12."""
     model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.9), nn.Linear(9, 3)).double()
     start = get_weights(model)
-    arrays, _, metrics = exact_client(model, local_epochs=0).fit(start, {})
+    arrays, _, metrics = exact_client(model, epochs=0).fit(start, {})
     assert [a.tobytes() for a in arrays] == [a.tobytes() for a in start]
     expected = nn.functional.cross_entropy(model[2](model[0](X64)), Y)
     assert metrics["train-loss"] == pytest.approx(expected.item(), rel=1e-12)
@@ -131,7 +132,7 @@ def test_shuffling_and_dropout_follow_seed_and_round_and_nothing_else(dropout):
     def fit(seed, number):
         torch.manual_seed(np.random.default_rng().integers(1 << 30))  # plays no part
         before = torch.get_rng_state()
-        own = SGDClient(model, X, Y, batch_size=3, seed=seed)
+        own = SGDClient(model, X, Y, sgd=LocalSGD(batch_size=3), seed=seed)
         arrays, _, _ = own.fit(start, {"server-round": number})
         assert torch.equal(before, torch.get_rng_state())
         return b"".join(a.tobytes() for a in arrays)
@@ -143,7 +144,9 @@ def test_shuffling_and_dropout_follow_seed_and_round_and_nothing_else(dropout):
 def test_batch_norm_takes_a_last_batch_of_one_with_the_batch_before():
     """20 examples in batches of 19: one step on all 20, as with batches of 20."""
     start = get_weights(network())
-    joined, whole = (SGDClient(network(), X, Y, batch_size=b).fit(start, {})[0] for b in (19, 20))
+    joined, whole = (
+        SGDClient(network(), X, Y, sgd=LocalSGD(batch_size=b)).fit(start, {})[0] for b in (19, 20)
+    )
     assert [a.tobytes() for a in joined] == [a.tobytes() for a in whole]
 
 
@@ -151,7 +154,9 @@ def test_flowers_fedprox_drives_it_and_its_mu_counts():
     """Two rounds over clients with a mu of their own."""
 
     def run(mu, own):
-        clients = app(SGDClient, learning_rate=0.1, batch_size=4, local_epochs=3, proximal_mu=own)
+        clients = app(
+            SGDClient, sgd=LocalSGD(epochs=3, proximal_mu=own, learning_rate=0.1, batch_size=4)
+        )
         strategy = FedProx(proximal_mu=mu, fraction_evaluate=0.0, min_available_nodes=6)
         return bits(start(strategy, InOrder(clients), rounds=2))
 

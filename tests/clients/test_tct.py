@@ -8,21 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.clients import NamedArrays, TCTClient, get_weights, shrink
+from fedntk.clients import BootstrapSGD, LocalSGD, NamedArrays, TCTClient, get_weights, shrink
 from fedntk.clients.core.disk_store import example_digests
 from fedntk.clients.tct import feature_store
 from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory, one_hot
-from fedntk.ntk.convex.local_steps import looped_steps
 from fedntk.ntk.features import tangent
 from fedntk.ntk.jacobian import differentiate
 from fedntk.ntk.payloads.convex_task import ConvexTask
 
+from ..ntk.arithmetic import looped_steps
 from ..strategies.federation import network
 from ..strategies.tct_problem import distance
 
 MAP = FeatureMap(num_features=20)
 MOMENTS = ConvexTask(step="moments", network_key="k", num_features=20, bias=False)
-FEATURES = dataclasses.replace(MOMENTS, step="features")
 MEAN, SCALE = "tct.mean", "tct.scale"
 
 
@@ -99,8 +98,7 @@ def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch)
 SOLVERS = {
     "plain": {},
     "half precision": {"dtype": "float16"},
-    "loop, nothing kept": {"local_solver": "loop", "keep": "nothing"},
-    "nothing kept, differentiated one by one": {"keep": "nothing", "chunk_size": 1},
+    "differentiated one by one": {"chunk_size": 1},
 }
 
 
@@ -179,21 +177,16 @@ def test_only_the_newest_states_are_kept_and_no_raw_features(tmp_path, monkeypat
     assert {path.name for path in folder(who).iterdir()} == states | models | {*made}
     shrink(tmp_path)
     assert {path.name for path in folder(who).iterdir()} == states
-    who = client(tmp_path / "nothing", keep="nothing")
-    step(who, linear_task(), message())
-    assert not list(folder(who).glob("*.npy"))
 
 
-@pytest.mark.parametrize(("solver", "keep"), [("closed", "features"), ("loop", "nothing")])
-def test_examples_may_come_in_another_order_in_each_message(tmp_path, solver, keep):
+def test_examples_may_come_in_another_order_in_each_message(tmp_path):
     x, y, results = torch.cat([X[:1], X[:10]]), torch.cat([Y[:1], Y[:10]]), []
     steps = [(MOMENTS, message("network")), (linear_task(), message()), (LAST, message("linear"))]
     for name in ("as they are", "shuffled"):
         for number, (task, records) in enumerate(steps, 3):
             order = torch.randperm(11, generator=torch.Generator().manual_seed(number))
             order = order if name == "shuffled" else torch.arange(11)
-            options = {"keep": keep, "local_solver": solver}
-            who = client(tmp_path / name, data=(x[order], y[order]), **options)
+            who = client(tmp_path / name, data=(x[order], y[order]))
             arrays, _, metrics = step(who, task, records, number)
             evaluated = who.evaluate(NamedArrays(message()), linear_task().to_config())
             assert metrics["examples-changed"] == 0
@@ -237,7 +230,6 @@ def test_what_can_be_made_again_is_and_nothing_of_another_setting_is_used(tmp_pa
     ("task", "options", "memory", "disk", "what"),
     [
         (linear_task(), {}, 100, 10**9, "the kernel of 11 examples"),
-        (FEATURES, {}, 100, 10**9, "sending 20 features of 11 examples"),
         (MOMENTS, {}, 10**9, 4 * 11 * 20 - 1, "20 features of 11 examples"),
     ],
 )
@@ -259,3 +251,10 @@ IDENTITY = {MEAN: np.zeros(20, np.float32), SCALE: np.ones(20, np.float32)}
 def test_raw_features_are_not_kept_in_float16(tmp_path):
     with pytest.raises(ValueError, match="float16 would lose small features"):
         step(client(tmp_path, dtype="float16"), linear_task(), message() | {"normaliser": IDENTITY})
+
+
+def test_stage_1_keeps_its_defaults_beside_an_option_of_ones_own(tmp_path):
+    sgd = client(tmp_path, sgd=BootstrapSGD(learning_rate=0.1)).sgd
+    assert (sgd.epochs, sgd.batch_size, sgd.weight_decay) == (5, 64, 1e-5)  # of the paper
+    with pytest.raises(ValueError, match=r"sgd: expected BootstrapSGD, .* write sgd=BootstrapSGD"):
+        client(tmp_path, sgd=LocalSGD(learning_rate=0.1))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.clients import NamedArrays, PersonalisedClient, WeightedFedAvgClient
+from fedntk.clients import LocalSGD, NamedArrays, PersonalisedClient, WeightedFedAvgClient
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads.prototypes import Prototypes
 
@@ -12,7 +12,7 @@ from ..strategies.federation import bits, loaded, network
 
 X = torch.randn(11, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 2] * 5 + [2])
-LOCAL = {"learning_rate": 0.1, "batch_size": 4, "seed": 3}
+LOCAL = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4), "seed": 3}
 
 
 def message():

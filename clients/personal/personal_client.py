@@ -1,0 +1,141 @@
+"""The base of clients that keep arrays of their own on their disk, from round to round."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fedntk.ntk import Predictor
+from fedntk.ntk.options import argument, part
+from fedntk.ntk.payloads import wire
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
+from fedntk.ntk.support.shared_arrays import require_whole
+
+from ..core.base import ModelClient
+from ..core.local_sgd import SGD_KEYS, LocalSGD
+from ..core.named_arrays import records_of
+from ..core.sgd_steps import BatchLoss
+from ..core.weights import Config, Evaluation, Fit, Parameters, set_weights
+from .personal_store import PersonalStore
+
+
+class PersonalClient(ModelClient):
+    """A client that evaluates a network of its own, and keeps what of it is not shared.
+
+    What is personal is what the record ``arrays`` of a message lacks of the network. With the first
+    message come first values for it, in a record ``personal``. After each training it is kept on
+    this machine's disk. The strategy names the round to take it from: the last one in which it
+    accepted the client's reply. A client that finds it missing says so, and is sent the first
+    values again.
+    """
+
+    strategy = "PersonalisedStrategy"
+    replies = "shared weights"
+    config_keys = SGD_KEYS | {wire.RUN, wire.ROUND}
+
+    sgd: LocalSGD = part("local training", default=LocalSGD)
+    cache: str | os.PathLike[str] | None = argument(
+        "folder for what is personal; fedntk/personal in $XDG_CACHE_HOME or ~/.cache by default. "
+        "It holds a folder for each run and client, with the newest 20 rounds (64 MiB at most, or "
+        "the newest two), which goes when this client begins another run more than a day after its "
+        "last use",
+        default=None,
+    )
+
+    def check(self) -> None:
+        """Refuse local training that does not go with the loss."""
+        self.sgd.require_loss(self.loss)
+
+    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict | None:
+        """Return the network that the client evaluates, in its order; None if it is lost."""
+        return self.assemble(*self.split_records(parameters), config)
+
+    def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
+        """Evaluate the client's own network on its examples for evaluation.
+
+        A client that lost what it kept reports ``{"lost-state": 0}`` instead.
+        """
+        self.refuse_own_arrays()
+        network = self.own_network(parameters, config)
+        if network is None:
+            return 0.0, self.num_examples, {wire.LOST_STATE: 0}
+        set_weights(self.model, list(network.values()))
+        return self.evaluate_by(parameters, config)
+
+    def evaluate_by(self, parameters: Parameters, config: Config) -> Evaluation:
+        """Evaluate the network, which the model holds, as the method predicts."""
+        return self.evaluate_model(config)
+
+    def predictor(self, parameters: Parameters, config: Config) -> Predictor:
+        """Make a module of the client's own network: see :meth:`ModelClient.predictor`."""
+        network = self.own_network(parameters, config)
+        if network is None:
+            raise ValueError(f"{self.store(config).folder}: what was kept there is lost")
+        return self.network_predictor(list(network.values()))
+
+    def refuse_own_arrays(self) -> None:
+        """Refuse, as a private client, to evaluate arrays that it computed from its examples."""
+        if self.is_private:
+            raise ValueError(
+                "this client promises what its messages tell of its training examples, and arrays "
+                "of its own are computed from these; set fraction_evaluate = 0"
+            )
+
+    def split_records(self, parameters: Parameters) -> tuple[ArrayDict, ArrayDict]:
+        """Return the shared arrays that came, and first values of the personal ones."""
+        name = self.record_name(parameters)
+        records = records_of(parameters, name, strategy=self.strategy)
+        return records[name], records.get(wire.PERSONAL, {})
+
+    def record_name(self, parameters: Parameters) -> str:
+        """Return the name of the record that is not of personal arrays: the strategy's choice."""
+        names = [name for name in getattr(parameters, "records", {}) if name != wire.PERSONAL]
+        return names[0] if len(names) == 1 else "arrays"
+
+    def assemble(
+        self, shared: ArrayDict, first: ArrayDict, config: Mapping[str, Any]
+    ) -> ArrayDict | None:
+        """Return the client's whole network, in its order; None if its own part is lost."""
+        expected = self.model.state_dict()
+        personal = [name for name in expected if name not in shared]
+        if unknown := sorted(shared.keys() - expected.keys()):
+            raise ValueError(f"arrays: the network has none of the names {unknown[:5]}")
+        require_whole(self.model, shared, "be shared")
+        saved = (self.load_personal(config) if personal else {}) or first
+        if any(name not in saved for name in personal):
+            return None
+        return {name: shared[name] if name in shared else saved[name] for name in expected}
+
+    def train_network(
+        self,
+        network: ArrayDict,
+        examples: tuple[Tensor, Tensor],
+        config: Mapping[str, Any],
+        shared: Sequence[str],
+        batch_loss: BatchLoss | None = None,
+    ) -> tuple[ArrayDict, float]:
+        """Train a network and keep what is not shared; return what is, and the mean loss."""
+        loss = self.sgd.train(self, list(network.values()), *examples, config, batch_loss)
+        trained = self.model_weights()
+        self.save_personal({n: a for n, a in trained.items() if n not in shared}, config)
+        return {name: trained[name] for name in shared}, loss
+
+    def lost_reply(self) -> Fit:
+        """Say that what the client kept is lost: no arrays, and ``{"lost-state": 0}``."""
+        return [], self.num_examples, {wire.LOST_STATE: 0}
+
+    def load_personal(self, config: Mapping[str, Any]) -> ArrayDict | None:
+        """Return what the client kept in the round that the message names; None if it is lost."""
+        server_round = int(config.get(wire.ROUND, 0))
+        return self.store(config).load(server_round) if server_round else {}
+
+    def save_personal(self, arrays: Arrays, config: Mapping[str, Any]) -> None:
+        """Keep the current round's arrays, and those from which they were made."""
+        if arrays:
+            needed = int(config.get(wire.ROUND, 0))
+            self.store(config).save(int(config.get("server-round", 0)), arrays, needed=needed)
+
+    def store(self, config: Mapping[str, Any]) -> PersonalStore:
+        """Return the folder of what the client keeps in a run."""
+        return PersonalStore(self.cache, config, self.seed)
