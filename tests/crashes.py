@@ -50,7 +50,8 @@ DISK = 20 * 2**20
 SUMS: dict[str, Any] = {"num_clients": 6, "clients_per_round": 6, "random_features": 50}
 MASKED: dict[str, Any] = SUMS | {"clients_per_evaluation": 0, "validation_examples": 30}
 TCT: dict[str, Any] = {"method": "tct", "rounds": 2, **MASKED}
-OF_SUMS = {"solve": "statistics", "bootstrap_rounds": 1, "num_features": 60, "bits": 8}
+PLAIN = {"auto_ridge": False, "validation_share": 0.0}
+OF_SUMS = {"sums": PLAIN, "bootstrap_rounds": 1, "num_features": 60}
 CASES: dict[str, dict[str, Any]] = {
     **{
         method: {"method": method, **SETTINGS[method]}
@@ -59,21 +60,21 @@ CASES: dict[str, dict[str, Any]] = {
             "d-psgd", "dfedavg", "dispfl", "ntk-dfl", "fed-be", "fed-ensemble", "tct",
         )
     },
-    "fedavg, masked": {"method": "fedavg", **MASKED, "fedavg": {"secure_aggregation": True}},
-    "fed-per, masked": {"method": "fed-per", **MASKED, "fed_per": {"secure_aggregation": True}},
+    "fedavg, masked": {"method": "fedavg", **MASKED, "secure": True},
+    "fed-per, masked": {"method": "fed-per", **MASKED, "secure": True},
     "one-exchange, kept sums": {
-        "method": "one-exchange", **SUMS, "one_exchange": {"keep_sums": True}
+        "method": "one-exchange", **SUMS, "one_exchange": {"storage": True}
     },
     "one-exchange, masked": {
-        "method": "one-exchange", **MASKED, "one_exchange": {"secure_aggregation": True, "bits": 8}
+        "method": "one-exchange", **MASKED, "secure": True
     },
     "one-exchange, asynchronous": {
         "method": "one-exchange", **SUMS, "rounds": 6, "lost_share": 0.4,
         "round_deadline": 0.01,
-        "one_exchange": {"asynchronous": True, "keep_sums": True},
+        "asynchrony": True, "one_exchange": {"storage": True},
     },
-    "tct, kept sums": TCT | {"tct": OF_SUMS | {"keep_sums": True}},
-    "tct, masked": TCT | {"tct": OF_SUMS | {"secure_aggregation": True}},
+    "tct, kept sums": TCT | {"tct": OF_SUMS | {"storage": True}},
+    "tct, masked": TCT | {"tct": OF_SUMS, "secure": True},
 }  # fmt: skip
 SHARES = {"kill": 1, "disk": 4, "loss": 4}  # one full disk and one loss for four kills
 STORES = "cache", "details/sums"  # in a run's folder
@@ -99,7 +100,7 @@ def attempt(
             on_round = (lambda record: then(folder, int(record["round"]))) if then else None
             try:
                 done = run(config, out=folder, progress=False, on_round=on_round)
-                if getattr(config.settings, "keep_sums", False):
+                if getattr(config.settings, "storage", None) is not None:
                     unlearn(done, [0])
             except BaseException as error:
                 log.write(f"{first_line(error)}\n")

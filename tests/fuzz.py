@@ -47,7 +47,14 @@ from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 from tqdm import tqdm
 
-from fedntk.clients import ClosedFormClient, DFedAvgClient, SGDClient, TCTClient
+from fedntk.clients import (
+    BootstrapSGD,
+    ClosedFormClient,
+    DFedAvgClient,
+    LocalSGD,
+    SGDClient,
+    TCTClient,
+)
 from fedntk.ntk import CentredInputs, TCTModel
 from fedntk.ntk.robust_averages import Defence
 from fedntk.simulations.check import failed
@@ -55,15 +62,23 @@ from fedntk.simulations.engine._flower import own_copy
 from fedntk.strategies import (
     CPNTKFL,
     TCT,
+    Asynchrony,
+    CentreInputs,
     DFedAvg,
+    FeatureSums,
     FedEnsemble,
+    KeptSums,
+    Ledger,
+    NoisySums,
     NoUsableReply,
     OneExchange,
+    Screening,
+    SecureAggregation,
     SeededFedAvg,
     Topology,
 )
-from fedntk.strategies.core.exchange import result_of
-from fedntk.strategies.core.feature_sums import Sums, add_up
+from fedntk.strategies.core.solving import result_of
+from fedntk.strategies.core.sums import Sums
 from fedntk.trust import ShufflingServer, new_key, public_bytes
 
 from .lies import LIES, LOUD, TWO, Draw, Lie, Replies, World, pick
@@ -86,14 +101,16 @@ MOST_ANSWERS = 10_000  # of clients, in memory
 SECONDS = 10  # of the processor, in a run that takes a tenth of one
 MOST_BYTES = 2 * 2**30  # of address space that a run may add
 ASYNCHRONOUS = "asynchronous OneExchange"
-SECURE = {"bits": 8, "secure_aggregation": True, "validation": examples(7)}
-LATE = {"asynchronous": True, "round_deadline": 1e-9, "validation": examples(7)}
-SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
+SUMS = {"sums": FeatureSums(validation=examples(7))}
+SECURE = SUMS | {"secure": SecureAggregation()}
+LATE = SUMS | {"asynchrony": Asynchrony(), "round_deadline": 1e-9}
+SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
 NOISY = {
-    "bits": 8, "auto_ridge": False, "validation_share": 0.0, "epsilon": 4.0, "delta": 1e-3,
+    "sums": FeatureSums(auto_ridge=False, validation_share=0.0), "noise": NoisySums(4.0, delta=1e-3)
 }  # fmt: skip
+FEW = {"noise": NoisySums(4.0, delta=1e-3, client_examples=4)}
 KEPT = tempfile.TemporaryDirectory(prefix="fedntk-kept-")  # sums on the server's disk
-HARM = {"keep_sums": KEPT.name, "remove_harmful": 0.05, "validation": examples(7)}
+HARM = SUMS | {"storage": KeptSums(KEPT.name), "ledger": Ledger(0.05)}
 KEYS, SHUFFLING_KEY, SEALING = test_cp_ntk_fl.Parties(), new_key(), test_cp_ntk_fl.sealing
 NTK = {"learning_rate": 0.1, "steps": [5, 20, 50], "run": test_cp_ntk_fl.RUN}
 
@@ -106,11 +123,11 @@ def validation_loss(arrays: ArrayRecord) -> float:
     return float(nn.functional.cross_entropy(loaded(own)(x), y).detach())
 
 
-JUDGED = {"defence": "validation", "validation_loss": validation_loss}
-TRIED = {"defence": "leave-one-out"}
+JUDGED = {"screening": Screening("validation", validation_loss=validation_loss)}
+TRIED = {"screening": Screening("leave-one-out")}
 DEFENCES = {
     "SeededFedAvg": JUDGED, "SCAFFOLD": JUDGED, "Ditto": JUDGED, "TCT, stage 2": JUDGED,
-    "FedProto": {"defence": "geometric-median"},
+    "FedProto": {"screening": Screening("geometric-median")},
     "NTKFL": TRIED, "CPNTKFL": TRIED, "NTKDFL, line, class prior, compressed": TRIED,
 }  # fmt: skip
 
@@ -129,10 +146,11 @@ def shuffled(**options: Any) -> CPNTKFL:
 class CountingExchange(OneExchange):
     """Solves nothing with more examples than clients may have."""
 
-    def last_layer(self, sums: Sequence[Sums]) -> Any:
-        count, most = add_up(sums).everyone.num_examples, self.client_examples or self.max_examples
+    def solve(self, total: Sums, *args: Any) -> Any:
+        count = total.everyone.num_examples
+        most = (self.noise and self.noise.client_examples) or self.max_examples
         assert count <= self.min_available_nodes * most, f"{count} examples"
-        return super().last_layer(sums)
+        return super().solve(total, *args)
 
 
 # what CONTRACTS lack: secure sums, with and without noise, sums in any order, those that are judged
@@ -142,25 +160,24 @@ FEDERATIONS = CONTRACTS | {
         partial(CountingExchange, network=network(), **SECURE), app(ClosedFormClient)
     ),
     "secure TCT": Contract(
-        partial(TCT, network=network(), solve="statistics", num_features=12, **SECURE),
-        app(TCTClient, **SGD),
+        partial(TCT, network=network(), num_features=12, **SECURE),
+        app(TCTClient, sgd=BootstrapSGD(learning_rate=0.1, batch_size=4)),
     ),
     ASYNCHRONOUS: Contract(
         partial(CountingExchange, network=network(), **LATE), app(ClosedFormClient)
     ),
     f"{ASYNCHRONOUS} that keeps sums": Contract(
-        partial(CountingExchange, network=network(), keep_sums=KEPT.name, **LATE),
+        partial(CountingExchange, network=network(), storage=KeptSums(KEPT.name), **LATE),
         app(ClosedFormClient),
     ),
     "OneExchange with noise": Contract(
         partial(CountingExchange, network=network(), **NOISY), app(ClosedFormClient)
     ),
     "OneExchange with noise for a client's examples": Contract(
-        partial(CountingExchange, network=network(), client_examples=4, **NOISY),
-        app(ClosedFormClient),
+        partial(CountingExchange, network=network(), **NOISY | FEW), app(ClosedFormClient)
     ),
     "secure OneExchange with noise": Contract(
-        partial(CountingExchange, network=network(), secure_aggregation=True, **NOISY),
+        partial(CountingExchange, network=network(), secure=SecureAggregation(), **NOISY),
         app(ClosedFormClient),
     ),
     "OneExchange that judges sums": Contract(
@@ -171,7 +188,7 @@ FEDERATIONS = CONTRACTS | {
     ),
     "shuffled CPNTKFL": Contract(shuffled, app(SEALING, shuffling_key=public_bytes(SHUFFLING_KEY))),
     "centred SeededFedAvg": Contract(
-        partial(SeededFedAvg, centre_inputs=True), app(centred, **SGD)
+        partial(SeededFedAvg, centre=CentreInputs()), app(centred, **SGD)
     ),
     **{
         f"{name} with a defence": CONTRACTS[name]._replace(
@@ -382,8 +399,9 @@ def run(
             arrays = start(strategy, grid, rounds, MODELS.get(name))
         except NoUsableReply:
             arrays, end = arrays_of(strategy.global_arrays), "no usable reply"
-        if len(summed := getattr(strategy, "summed", ())) > 1 and strategy.keep_sums:
-            left = result_of(lambda: strategy.without(summed[:1], strategy.global_arrays))
+        kept = getattr(strategy, "storage", None)
+        if kept is not None and len(kept.summed) > 1:
+            left = result_of(lambda: strategy.without(kept.summed[:1], strategy.global_arrays))
             arrays |= {f"without {n}": a for n, a in arrays_of(left or ArrayRecord()).items()}
     measured = {
         (stage, number, metric): np.asarray(value)

@@ -1,10 +1,9 @@
 """Liars' replies by the thousand break no rule, and the fuzzer finds rules that are broken."""
 
 import pytest
-from flwr.app import MetricRecord
 
-from fedntk.strategies import BaseStrategy, OneExchange
-from fedntk.strategies.core import base, exchange
+from fedntk.strategies import OneExchange, Uploads
+from fedntk.strategies.core import round as round_module
 
 from . import fuzz
 
@@ -53,16 +52,17 @@ def believe(arrays, *_):
     return dict(arrays)
 
 
-def remember(own, node, bad, rejected):
-    """Drop a reply, and let the metrics know it, in place of Exchanges.drop."""
-    rejected[bad.reason] += 1
-    exchange.logger.warning("dropped the reply of node %d: %s", node, bad)
-    own.train_metrics_aggr_fn = lambda *_: MetricRecord({"train-loss": -1.0})
+def remember(uploads, *options, metrics=Uploads.metrics):
+    """Have metrics depend on what was dropped, in place of Uploads.metrics."""
+    record = metrics(uploads, *options)
+    if uploads.rejected:
+        record["train-loss"] = -1.0
+    return record
 
 
 FAULTS = {  # what the failure says -> what is broken, by what
-    "ValueError": (base, "check_weights", believe),
-    "left traces in": (BaseStrategy, "drop", remember),
+    "ValueError": (round_module, "check_weights", believe),
+    "left traces in": (Uploads, "metrics", remember),
 }
 
 
@@ -80,7 +80,7 @@ def test_a_broken_rule_is_found_and_shown_by_a_program_with_the_fewest_lies(said
 def test_sums_of_more_examples_than_a_client_may_have_are_found(monkeypatch):
     """Where nobody checks what counts and sums claim in agreement, before there is noise."""
     monkeypatch.setattr(
-        OneExchange, "parse", lambda own, reply: own.parse_sums(reply.arrays(), checked=True)
+        OneExchange, "parse", lambda own, reply: own.sums.parse(reply.arrays(), checked=True)
     )
     with pytest.raises(AssertionError, match="500000013 examples"):
         fuzz.run("OneExchange with noise", 3, [fuzz.Lie(0, 1, "as if more", 1)])

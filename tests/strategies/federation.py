@@ -14,14 +14,14 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from torch import Tensor, nn
 
 from fedntk.clients import PrivacyLedger, PrivacyLimits, cache_dir, client_app
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.simulations.check import failed, from_node
 from fedntk.simulations.engine.engines import LocalGrid
-from fedntk.strategies import BaseStrategy, NoUsableReply
+from fedntk.strategies import NoUsableReply, Strategy
 
 NUM_CLIENTS = 6
 
@@ -29,7 +29,7 @@ NUM_CLIENTS = 6
 class Contract(NamedTuple):
     """How ``test_contract.py`` runs a strategy: a test file's ``CONTRACT`` has these by name."""
 
-    strategy: Callable[..., BaseStrategy]  # of the options of all strategies
+    strategy: Callable[..., Strategy]  # of the options of all strategies
     clients: ClientApp
     sends_queries: bool = False
     grows: bool = False  # what is learned has more arrays after the first round than before it
@@ -39,7 +39,7 @@ class Contract(NamedTuple):
     sends_arrays: bool = True  # clients reply with arrays, and not with metrics alone
 
 
-T = TypeVar("T", bound=BaseStrategy)
+T = TypeVar("T", bound=Strategy)
 Change = Callable[[Message], Message | list[Message] | None]
 SUPERLINK = 1_000_000  # a node id that no client has
 
@@ -159,7 +159,7 @@ def owned(folder: Path, client: object, **limits: Any) -> PrivacyLimits:
     return PrivacyLimits(ledger=path, **limits)
 
 
-def first_model(strategy: Strategy) -> nn.Module:
+def first_model(strategy: FlowerStrategy) -> nn.Module:
     """Return the strategy's network if its arrays have other names than those of network()."""
     usual, own = network(), getattr(strategy, "network", None)
     other = own is not None and own.state_dict().keys() != usual.state_dict().keys()
@@ -167,7 +167,11 @@ def first_model(strategy: Strategy) -> nn.Module:
 
 
 def start(
-    strategy: Strategy, grid: Grid, rounds: int = 1, model: nn.Module | None = None, **options: Any
+    strategy: FlowerStrategy,
+    grid: Grid,
+    rounds: int = 1,
+    model: nn.Module | None = None,
+    **options: Any,
 ) -> dict[str, np.ndarray]:
     """Weights after some rounds, from those of the network or of another model."""
     initial = ArrayRecord(dict((model or first_model(strategy)).state_dict()))
@@ -181,11 +185,14 @@ def told(strategy: Any, name: str = "replies-accepted") -> list[Any]:
 
 def asked_first(strategy: T, grid: Grid) -> T:
     """Return the strategy, all clients asked for their partitions: it may sample some of them."""
-    strategy.sample(grid, 0, "nothing", fraction=0.5, minimum=1)
+    nodes, channel = list(grid.get_node_ids()), strategy.channel
+    channel.grid = grid
+    channel.registry.add(channel.ask_partitions(nodes))
+    channel.registry.set_present(nodes)
     return strategy
 
 
-def start_in_vain(strategy: BaseStrategy, grid: Grid, rounds: int = 1) -> dict[str, np.ndarray]:
+def start_in_vain(strategy: Strategy, grid: Grid, rounds: int = 1) -> dict[str, np.ndarray]:
     """Weights after rounds in which no reply could be used: the run says so in the end."""
     with pytest.raises(NoUsableReply, match=f"in {rounds} rounds no client's reply could be used"):
         start(strategy, grid, rounds)
@@ -215,7 +222,7 @@ def initial_bits(model: nn.Module | None = None) -> dict[str, bytes]:
 
 def kept_by(strategy: Any, client: int | str, server_round: int) -> dict[str, np.ndarray]:
     """What a client keeps to itself of a round."""
-    folder = cache_dir() / "personal" / f"client-{client}" / f"run-{strategy.run_key}"
+    folder = cache_dir() / "personal" / f"client-{client}" / f"run-{strategy.trained.run_key}"
     with np.load(folder / f"round-{server_round:08}.npz") as kept:
         return {name.removeprefix("array "): kept[name] for name in kept.files}
 
@@ -225,7 +232,9 @@ def forgetting(strategy: Any, until: int = 1_000) -> Change:
 
     def forget(reply: Message) -> Message:
         if strategy.server_round < until:
-            for folder in (cache_dir() / "personal").glob(f"client-*/run-{strategy.run_key}*"):
+            for folder in (cache_dir() / "personal").glob(
+                f"client-*/run-{strategy.trained.run_key}*"
+            ):
                 shutil.rmtree(folder)
         return reply
 
@@ -384,10 +393,7 @@ DAMAGED_REPLIES: dict[str, tuple[Change, str]] = {
 
 
 def run_damaged(
-    strategy: BaseStrategy,
-    clients: ClientApp,
-    kinds: list[str],
-    odd: dict[int, Change] | None = None,
+    strategy: Strategy, clients: ClientApp, kinds: list[str], odd: dict[int, Change] | None = None
 ) -> dict[str, bytes]:
     """Weights after a round in which all but two clients send damaged arrays, which is seen."""
     strategy.min_completed = 1

@@ -9,10 +9,11 @@ import torch
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedntk.clients import TCTClient
+from fedntk.clients import BootstrapSGD, TCTClient
 from fedntk.ntk import FeatureMap, one_hot
 from fedntk.ntk.convex.pooled_statistics import RIDGES
-from fedntk.strategies import TCT
+from fedntk.ntk.payloads.compression import UNQUANTISED
+from fedntk.strategies import TCT, FeatureSums
 
 from .federation import app, examples, network
 
@@ -28,11 +29,15 @@ def make(clients: int = 6, **options: Any) -> TCT:
 
 
 def sums(clients: int = 6, **options: Any) -> TCT:
-    return make(clients, **{"solve": "statistics"} | options)
+    """Solve from float64 sums; options of the sums may stand beside the strategy's."""
+    of_sums = {"bits": UNQUANTISED, "validation_share": 0.0, "auto_ridge": False}
+    of_sums |= {name: options.pop(name) for name in FeatureSums.options().keys() & options.keys()}
+    return make(clients, sums=FeatureSums(**of_sums), **options)
 
 
 def served(cache: Path, kind: type[TCTClient] = TCTClient, **options: Any) -> ClientApp:
-    return app(kind, cache=cache, learning_rate=0.1, batch_size=4, local_epochs=1, **options)
+    sgd = BootstrapSGD(epochs=1, learning_rate=0.1, batch_size=4)
+    return app(kind, cache=cache, sgd=sgd, **options)
 
 
 def pooled(partitions: Iterable[int] = range(6)) -> tuple[Tensor, Tensor]:

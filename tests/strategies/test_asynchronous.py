@@ -10,13 +10,14 @@ from flwr.app import Context, Message, RecordDict
 from fedntk.simulations.check import failed
 from fedntk.simulations.engine._flower import log_from
 from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.strategies import Asynchrony, KeptSums
 
 from .federation import Grid, bits, lost, with_arrays, with_metrics
 from .test_one_exchange import CLIENTS, fixed, run
 
 SOON = 1e-9  # s, in which a round looks for replies once
 open_strategy = partial(
-    fixed, asynchronous=True, round_deadline=SOON, min_available_nodes=1, min_train_nodes=1
+    fixed, asynchrony=True, round_deadline=SOON, min_available_nodes=1, min_train_nodes=1
 )
 ROUNDS, EVERYONE = 4, range(6)
 _contents: dict[int, RecordDict] = {}  # partition -> what its client always answers
@@ -112,7 +113,8 @@ def test_random_orders_delays_joins_and_leaves_give_the_same_bits(leave, count, 
     for seed in range(count):
         generator = np.random.default_rng([seed, count])
         gone = [k for k in EVERYONE if leave and generator.random() < 0.4][:5]
-        own, when = open_strategy(keep_sums=tmp_path if leave else None), generator.integers(ROUNDS)
+        own = open_strategy(storage=KeptSums(tmp_path) if leave else None)
+        when = generator.integers(ROUNDS)
 
         def evaluate(server_round, arrays, own=own, gone=gone, when=when):
             if server_round == when:
@@ -123,7 +125,7 @@ def test_random_orders_delays_joins_and_leaves_give_the_same_bits(leave, count, 
             found = bits(run(own, grid, rounds=ROUNDS, evaluate_fn=evaluate))
         left = set(EVERYONE) - set(gone)
         assert found == bits_of(left), seed
-        assert own.counted == left
+        assert own.asynchrony.counted == left
         asked += len(grid.asked)
     assert asked > (4 if leave else 6) * count
 
@@ -149,7 +151,7 @@ def test_sums_that_rounding_alone_lets_through_end_no_run():
     own = open_strategy()
     late = Lying(own, lambda _: {k + 10: k for k in EVERYONE}, lambda m: int(_is_of({5}, m)))
     run(own, late, rounds=2)
-    assert own.counted == set(EVERYONE)
+    assert own.asynchrony.counted == set(EVERYONE)
 
 
 def test_nobody_waits_for_two_stragglers_in_six(bits_of):
@@ -191,7 +193,7 @@ def test_after_a_crash_who_was_counted_is_not_asked_again(bits_of, tmp_path):
 
 
 def test_a_client_may_leave_and_the_run_ends_at_a_number(bits_of, tmp_path):
-    own = open_strategy(keep_sums=tmp_path, stop_at_clients=6)
+    own = open_strategy(storage=KeptSums(tmp_path), asynchrony=Asynchrony(stop_at_clients=6))
     nodes = {k + 10: k for k in EVERYONE}
     grid = LateGrid(own, lambda number: {n: k for n, k in nodes.items() if k < max(number, 1) + 2})
 
@@ -199,7 +201,7 @@ def test_a_client_may_leave_and_the_run_ends_at_a_number(bits_of, tmp_path):
         if server_round == 2:
             own.leave([1])
         if server_round == 3:
-            own.left.clear()
+            own.asynchrony.left.clear()
 
     found = bits(run(own, grid, rounds=9, evaluate_fn=evaluate))
     assert found == bits_of(EVERYONE)
@@ -231,8 +233,8 @@ def test_a_late_reply_answers_its_own_message_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"secure_aggregation": True}, "cancel only if all answer in one round"),
-        ({"bits": 32}, "sums in any order need bits = 2 ... 8, got 32"),
+        ({"secure": True}, "cancel only if all answer in one round"),
+        ({"bits": 32}, "sums in any order need sums.bits = 2 ... 8, got 32"),
     ],
 )
 def test_what_needs_all_sums_at_once_is_refused(options, message):

@@ -5,16 +5,15 @@ from functools import partial
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from fedntk.clients import NTKFLClient, SGDClient
-from fedntk.strategies import NTKFL, SeededFedAvg
-from fedntk.strategies.core.averaged_model import AveragedModel
+from fedntk.clients import LocalSGD, NTKFLClient, SGDClient
+from fedntk.strategies import NTKFL, SeededFedAvg, WeightAverage
 
 from .federation import Contract, Grid, app, arrays_of, bits, lost, start
 
-CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
+CLIENTS = app(SGDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
 CONTRACT = {
     "averaged NTKFL": Contract(
-        partial(NTKFL, learning_rate=0.1, steps=[5, 20, 50], average_decay=0.6),
+        partial(NTKFL, learning_rate=0.1, steps=[5, 20, 50], average=WeightAverage(0.6)),
         app(NTKFLClient),
         sends_queries=True,
     )
@@ -26,7 +25,7 @@ def curve(decay):
     and the result, of three rounds."""
     evaluated, grid = [], Grid(CLIENTS)
     options = {"evaluate_fn": lambda _, arrays: evaluated.append(arrays_of(arrays))}
-    result = start(SeededFedAvg(average_decay=decay), grid, 3, **options)
+    result = start(SeededFedAvg(average=decay and WeightAverage(decay)), grid, 3, **options)
     sent = {"train": [], "evaluate": []}
     for message in [message for way, message in grid.seen if way == "down"]:
         sent[message.metadata.message_type].append(bits(arrays_of(message.content["arrays"])))
@@ -34,7 +33,7 @@ def curve(decay):
 
 
 def test_the_mean_is_evaluated_and_returned_and_the_newest_weights_are_trained_from():
-    plain, newest, _ = curve(0.0)
+    plain, newest, _ = curve(None)
     means, sent, result = curve(0.7)
     assert sent["train"] == newest["train"]
     assert bits(means[0]) == bits(plain[0])  # before the first round
@@ -50,17 +49,17 @@ def test_the_mean_is_evaluated_and_returned_and_the_newest_weights_are_trained_f
 
 
 def test_a_round_that_changes_nothing_counts_for_nothing():
-    strategy = SeededFedAvg(average_decay=0.7)
+    strategy = SeededFedAvg(average=WeightAverage(0.7))
     once = bits(start(strategy, Grid(CLIENTS)))
     strategy.load_state_dict(strategy.state_dict())
     empty = Grid(CLIENTS, changes=dict.fromkeys(range(6), lost))
     assert bits(start(strategy, empty, rounds=3)) == once
-    assert strategy.averaged.count == 1
+    assert strategy.average.count == 1
     assert bits(start(strategy, Grid(CLIENTS))) == once  # another run begins anew
 
 
 def test_weights_that_stay_are_their_own_mean():
-    averaged = AveragedModel(0.9)
+    averaged = WeightAverage(0.9)
     record = ArrayRecord({"w": Array(np.float32([1 / 3, 1e-30, 7e30]))})
     for _ in range(50):
         averaged.add(record)

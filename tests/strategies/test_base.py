@@ -1,5 +1,6 @@
 """What the base does for every strategy, shown with FedAvg, the shortest of them."""
 
+import errno
 from functools import partial
 
 import numpy as np
@@ -7,15 +8,17 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp.strategy import Strategy
 
-from fedntk.clients import SGDClient
+from fedntk.clients import LocalSGD, SGDClient
 from fedntk.ntk import BadReply
 from fedntk.ntk.support.files import claimed
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
 from fedntk.simulations.engine.losses import LossyGrid
-from fedntk.strategies import NoUsableReply, SeededFedAvg
+from fedntk.strategies import NoUsableReply, Sampling, Screening, SecureAggregation, SeededFedAvg
 from fedntk.strategies.core import sampling
+from fedntk.strategies.core.channel import Conversation
 from fedntk.strategies.core.replies import screen_accuracies
 from fedntk.strategies.core.sampling import NotEnoughNodes
+from fedntk.strategies.core.strategy import round_of
 
 from .federation import (
     DAMAGED_REPLIES,
@@ -35,7 +38,7 @@ from .federation import (
     with_metrics,
 )
 
-CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
+CLIENTS = app(SGDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
 ALL = {"fraction_evaluate": 0.0}
 IDS = [50, 20, 90, 10, 60, 30]
 KINDS = sorted(DAMAGED_REPLIES)
@@ -76,7 +79,7 @@ def test_no_answer_about_a_partition_ends_the_run():
     own = {"num_clients": len(ids), "changed_kind": "query.partition"}
     strategy = run(ask=True, changes=changes, node_ids=ids, **own)[1]
     assert strategy.train_metrics[1]["replies-accepted"] == len(ids)
-    known = dict(enumerate(map(strategy.registry.client, ids)))
+    known = dict(enumerate(map(strategy.channel.registry.client, ids)))
     assert all(client in (k, ids[k]) for k, client in known.items())
     assert (known[0], known[len(kinds) + 1]) == (0, len(kinds) + 1)
     assert max(known.values()) >= 100
@@ -197,8 +200,9 @@ def test_the_same_clients_are_sampled_by_fraction_or_by_number_whatever_their_no
         weights, _, grid = run(2, ALL | options, **of_grid)
         return weights, {*grid.trained[:3]}, {*grid.trained[3:]}
 
-    first = sampled({"seed": 3, "fraction_train": 0.5, "min_train_nodes": 3})
-    assert first == sampled({"seed": 3} | by_number, node_ids=IDS, order=1) != sampled(by_number)
+    seed = {"sampling": Sampling(seed=3)}
+    first = sampled(seed | {"fraction_train": 0.5, "min_train_nodes": 3})
+    assert first == sampled(seed | by_number, node_ids=IDS, order=1) != sampled(by_number)
     assert (len(first[1]), len(first[2])) == (3, 3)
     assert first[1] != first[2]
 
@@ -209,8 +213,11 @@ def test_the_same_clients_are_sampled_by_fraction_or_by_number_whatever_their_no
         ({"min_available_nodes": 7}, "min_available_nodes = 7"),
         ({"min_train_nodes": 7}, "min_train_nodes = 7"),
         ({"min_completed": 7}, "min_completed = 7"),
-        ({"min_completed": 5, "held_out": [0, 1]}, "min_completed beside 2 held out = 7"),
-        ({"defence": "krum", "liars_expected": 2}, "defence = krum = 7"),
+        (
+            {"min_completed": 5, "sampling": Sampling(held_out=[0, 1])},
+            "min_completed beside 2 held out = 7",
+        ),
+        ({"screening": Screening(rule="krum", malicious=2)}, "screening.rule = krum = 7"),
         ({"fraction_evaluate": 0.1, "min_evaluate_nodes": 7}, "min_evaluate_nodes = 7"),
         ({"min_available_nodes": 9, "min_train_nodes": 8}, "min_available_nodes = 9, min_train"),
     ],
@@ -230,9 +237,14 @@ def test_more_nodes_than_there_will_ever_be_are_refused_before_any_work(options,
 
 
 def test_sums_under_masks_need_three_clients_and_what_is_not_done_needs_none():
-    with pytest.raises(NotEnoughNodes, match="secure_aggregation = 3: this grid has 2 nodes"):
-        start(SeededFedAvg(secure_aggregation=True, **ALL), Grid(CLIENTS, num_clients=2))
-    strategy = SeededFedAvg(**ALL, min_evaluate_nodes=50, over_selection=3, liars_expected=9)
+    with pytest.raises(NotEnoughNodes, match="secure = 3: this grid has 2 nodes"):
+        start(SeededFedAvg(secure=SecureAggregation(), **ALL), Grid(CLIENTS, num_clients=2))
+    strategy = SeededFedAvg(
+        **ALL,
+        min_evaluate_nodes=50,
+        sampling=Sampling(over_selection=3),
+        screening=Screening(malicious=9),
+    )
     start(strategy, Grid(CLIENTS))
     assert strategy.train_metrics[1]["replies-accepted"] == 6
 
@@ -278,7 +290,9 @@ def test_a_number_of_replies_is_whole_or_a_share(least):
 
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
     claims = {"changes": {3: with_metrics(partition_id=0)}, "changed_kind": "query.partition"}
-    _, _, grid = run(options=ALL | {"held_out": [0], "min_train_nodes": 1}, **claims)
+    _, _, grid = run(
+        options=ALL | {"sampling": Sampling(held_out=[0]), "min_train_nodes": 1}, **claims
+    )
     assert sorted(grid.trained) == [1, 2, 4, 5]
 
 
@@ -290,7 +304,7 @@ def test_a_partition_that_cannot_be_is_none(claimed, kind):
     ask, options = kind == "query.partition", {"min_evaluate_nodes": 6}
     _, strategy, _ = run(options=options, ask=ask, changes=claims, changed_kind=kind)
     last = 5 if kind == "train" and claimed != -1 else 6  # or its id
-    assert strategy.registry.clients() == {0, 1, 2, -5, 4, last}
+    assert strategy.channel.registry.clients() == {0, 1, 2, -5, 4, last}
     assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, last]
 
 
@@ -302,7 +316,7 @@ ASKED, SILENT = ("query.partition", 6), with_metrics(partition_id=None)
     [
         ({}, {}, [("train", 6), ("train", 6)]),  # they come with the first replies
         ({"fraction_train": 0.5}, {}, [ASKED, ("train", 3), ("train", 3)]),
-        ({"held_out": [0]}, {}, [ASKED, ("train", 5), ("train", 5)]),
+        ({"sampling": Sampling(held_out=[0])}, {}, [ASKED, ("train", 5), ("train", 5)]),
         # those that failed are asked before the second round
         ({}, {2: failed, 4: lost}, [("train", 6), ("query.partition", 2), ("train", 6)]),
         # whoever leaves it out, as a user's own function may, is asked at once
@@ -313,7 +327,7 @@ def test_partitions_that_come_with_no_reply_are_asked_for_once(options, changes,
     options = ALL | {"min_train_nodes": 1} | options
     _, strategy, grid = run(2, options, changes=changes, node_ids=IDS)
     assert grid.exchanges == exchanges
-    assert strategy.registry.clients(departed=True) == {0, 1, 2, 3, 4, 5}
+    assert strategy.channel.registry.clients(departed=True) == {0, 1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(
@@ -325,7 +339,7 @@ def test_a_refused_reply_claims_no_partition(damage):
     changes = {2: lambda reply: damage(claim(reply))}
     weights, strategy, _ = run(options={"min_evaluate_nodes": 6}, changes=changes)
     assert strategy.train_metrics[1]["replies-accepted"] == 5
-    assert strategy.registry.clients() == {0, 1, 2, 3, 4, 5}
+    assert strategy.channel.registry.clients() == {0, 1, 2, 3, 4, 5}
     assert weights == run(changes={2: lost})[0]
 
 
@@ -348,11 +362,13 @@ def test_an_exchange_within_a_round_is_checked_as_any_other():
         return float(reply.metrics["loss"])
 
     changes = {1: lambda reply: [reply, reply], 2: failed}
-    _, strategy, _ = run(changes=changes, changed_kind="evaluate", order=2)
-    pairs, rejected = strategy.exchange(range(1, 7), "evaluate", strategy.global_arrays, parse)
-    assert [reply.client for reply, _ in pairs] == [0, 1, 3]
-    assert rejected == {"duplicate": 1, "error": 1, "odd": 1, "malformed": 1}
-    assert not strategy.last_refusal  # in training, which is what a run in vain names
+    _, strategy, grid = run(changes=changes, changed_kind="evaluate", order=2)
+    strategy.channel.grid = grid
+    r = round_of(strategy, 2, "evaluate", strategy.global_arrays, {})
+    uploads = Conversation(r.ask(parse, clients=range(1, 7)), strategy.channel).run()
+    assert uploads.clients == [0, 1, 3]
+    assert uploads.rejected == {"duplicate": 1, "error": 1, "odd": 1, "malformed": 1}
+    assert not strategy.channel.last_refusal  # in training, which is what a run in vain names
 
 
 # ------------------------------------------------------------------- rounds and state
@@ -379,7 +395,10 @@ def checkpointed(folder, rounds=1, net=None, lr=0.1, **options):
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"seed": 1}, r"holds another run \(state: expected seed = 1, got 0; "),
+        (
+            {"sampling": Sampling(seed=1)},
+            r"holds another run \(state: expected sampling\.seed = 1, got 0; ",
+        ),
         # its names and shapes are all there
         ({"net": network()[:1]}, r"of another network, which differs in \['1.weight', "),
         ({"lr": 0.2}, r"holds a run with train_config = {'lr': 0.1}, got {'lr': 0.2}"),
@@ -407,6 +426,32 @@ def test_a_run_that_is_over_is_not_run_again(tmp_path):
 def test_a_checkpoint_is_one_process_own_folder(tmp_path):
     with claimed(tmp_path, "checkpoint"), pytest.raises(BlockingIOError, match="another process"):
         checkpointed(tmp_path)
+
+
+@pytest.mark.parametrize("full_from", [1, 3])
+def test_a_disk_that_is_full_ends_a_run_only_before_its_first_round(
+    full_from, tmp_path, monkeypatch, caplog
+):
+    """Later the log says it, and the same call goes on from the checkpoint before."""
+    saves = []
+
+    def fsync(_):
+        saves.append(len(saves) + 1)
+        if saves[-1] >= full_from:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fsync)
+        if full_from == 1:
+            with pytest.raises(OSError, match="No space left"):
+                checkpointed(tmp_path, 3)
+            assert saves == [1]
+        else:
+            assert checkpointed(tmp_path, 3) == run(3)[0]
+            assert "no checkpoint of round 3: [Errno 28] No space left" in caplog.text
+    names = [path.name for path in tmp_path.glob("round-*")]
+    assert sorted(names) == [f"round-{r:06}.safetensors" for r in range(full_from - 1)]
+    assert checkpointed(tmp_path, 3) == run(3)[0]
 
 
 def test_rounds_are_those_of_flower():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient
+from fedntk.clients import LocalSGD, NTKFLClient, SCAFFOLDClient, SGDClient
 from fedntk.ntk import CentredInputs
 from fedntk.ntk.features.centred_inputs import CENTRE
-from fedntk.strategies import NTKFL, SCAFFOLD, NoUsableReply, SeededFedAvg
+from fedntk.strategies import NTKFL, SCAFFOLD, NoUsableReply, Sampling, SeededFedAvg, WeightAverage
 
 from .federation import (
     Grid,
@@ -26,7 +26,7 @@ from .federation import (
 
 BOUND = 1e-9
 NTK = {"learning_rate": 0.1, "steps": [5, 20, 50]}
-SGD = {"learning_rate": 0.1, "batch_size": 4}
+SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
 METHODS = {
     "NTKFL": (lambda **options: NTKFL(**NTK, **options), NTKFLClient, {}),
     "SeededFedAvg": (SeededFedAvg, SGDClient, SGD),
@@ -35,7 +35,7 @@ METHODS = {
 
 
 def made(method, **options):
-    return METHODS[method][0](**{"fraction_evaluate": 0.0, "centre_inputs": True} | options)
+    return METHODS[method][0](**{"fraction_evaluate": 0.0, "centre": True} | options)
 
 
 def centred():
@@ -70,7 +70,7 @@ def run(strategy, grid, rounds=1, **options):
 def test_it_is_training_on_inputs_that_were_centred_before(method):
     common = {"fraction_train": 0.5, "min_available_nodes": 6}
     found = run(made(method, **common), grid := Grid(clients(method)), rounds=2)
-    plain = made(method, centre_inputs=False, **common)
+    plain = made(method, centre=False, **common)
     expected = start(plain, Grid(clients(method, by_hand=True)), 2, network().double())
     np.testing.assert_allclose(found.pop(CENTRE), mean_without(), rtol=BOUND)
     assert len(found) == len(expected)
@@ -115,7 +115,7 @@ def test_with_half_the_answers_nothing_is_begun(change):
 
 
 def test_clients_held_out_are_not_in_the_mean_and_a_second_run_asks_anew():
-    strategy = made("SeededFedAvg", held_out=[1, 4])
+    strategy = made("SeededFedAvg", sampling=Sampling(held_out=[1, 4]))
     for _ in range(2):
         found = run(strategy, grid := Grid(clients("SeededFedAvg")))
         np.testing.assert_allclose(found[CENTRE], mean_without(1, 4), rtol=BOUND)
@@ -136,7 +136,7 @@ def test_a_reply_with_another_mean_is_dropped_under_any_name(method, change):
 
 @pytest.mark.parametrize("done", [0, 2])
 def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path, done):
-    options = {"fraction_train": 0.5, "average_decay": 0.5}
+    options = {"fraction_train": 0.5, "average": WeightAverage(0.5)}
     whole = run(made("NTKFL", **options), Grid(clients("NTKFL")), 4)
     run(made("NTKFL", **options), Grid(clients("NTKFL")), done, checkpoint=tmp_path)
     grid = Grid(clients("NTKFL"))

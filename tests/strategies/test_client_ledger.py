@@ -5,11 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from fedntk.strategies import OneExchange
+from fedntk.strategies import KeptSums, Ledger
 
 from ..conftest import refused
 from .federation import Grid, bits, damaged, lost
-from .test_one_exchange import OPTIONS, clients_of, features, run
+from .test_one_exchange import clients_of, run
+from .test_one_exchange import strategy as any_strategy
 
 
 def draw(count: int, seed: int, moved: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,15 +23,15 @@ def draw(count: int, seed: int, moved: int = 0) -> tuple[torch.Tensor, torch.Ten
 
 CLIENTS = clients_of([draw(120, k, moved=int(k == 4)) for k in range(6)])
 VALIDATION = draw(900, 99)
-strategy = partial(OneExchange, network=features(), validation=VALIDATION, **OPTIONS)
+strategy = partial(any_strategy, validation=VALIDATION)
 
 
 @pytest.mark.parametrize("bits_", [8, 32])
 def test_a_liar_is_removed_and_comes_back_on_request(bits_, tmp_path):
     """The model is that of a run in which the liar was lost; restored, that of all clients."""
-    own = strategy(keep_sums=tmp_path, remove_harmful=0.05, bits=bits_)
+    own = strategy(storage=KeptSums(tmp_path), ledger=Ledger(0.05), bits=bits_)
     found = run(own, Grid(CLIENTS))
-    assert (own.removed, own.summed) == ((4,), (0, 1, 2, 3, 5))
+    assert (own.ledger.removed, own.storage.summed) == ((4,), (0, 1, 2, 3, 5))
     assert own.train_metrics[1]["clients-removed"] == 1
     assert bits(found) == bits(run(strategy(bits=bits_), Grid(CLIENTS, changes={4: lost})))
     back = own.without([], own.global_arrays, restored=[4])
@@ -42,15 +43,16 @@ def test_a_liar_is_removed_and_comes_back_on_request(bits_, tmp_path):
 
 def test_sums_of_no_examples_are_removed_and_said(tmp_path, caplog):
     """All class sums times 1.2 pass every check of one number."""
-    own = strategy(keep_sums=tmp_path, remove_harmful=0.05, auto_ridge=False, validation_share=0.0)
+    parts = {"storage": KeptSums(tmp_path), "ledger": Ledger(0.05)}
+    own = strategy(**parts, auto_ridge=False, validation_share=0.0)
     change = damaged(1, lambda sums: sums + sums // 2)
     run(own, Grid(clients_of([draw(60, k) for k in range(6)]), changes={2: change}))
-    assert own.removed == (2,)
+    assert own.ledger.removed == (2,)
     assert "client 2 is removed: no examples have its sums" in caplog.text
 
 
 def test_honest_clients_stay(tmp_path):
-    own = strategy(keep_sums=tmp_path, remove_harmful=0.05)
+    own = strategy(storage=KeptSums(tmp_path), ledger=Ledger(0.05))
     honest = clients_of([draw(60, k) for k in range(6)])
     found = run(own, Grid(honest))
     assert own.train_metrics[1]["clients-removed"] == 0
@@ -58,6 +60,6 @@ def test_honest_clients_stay(tmp_path):
 
 
 def test_removal_needs_each_clients_sums_and_examples(tmp_path):
-    refused("remove_harmful: expected keep_sums", strategy, remove_harmful=0.05)
-    judging = partial(strategy, remove_harmful=0.05, keep_sums=tmp_path)
-    refused("remove_harmful = 0.05: pass validation", judging, validation=None)
+    refused("ledger: expected storage", strategy, ledger=Ledger(0.05))
+    judging = partial(strategy, ledger=Ledger(0.05), storage=KeptSums(tmp_path))
+    refused("ledger.alpha = 0.05: pass sums.validation", judging, validation=None)

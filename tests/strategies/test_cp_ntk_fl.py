@@ -23,8 +23,9 @@ from fedntk.clients import (
     client_app,
     project,
 )
-from fedntk.ntk import BadReply, RowNoise
+from fedntk.ntk import BadReply
 from fedntk.strategies import CPNTKFL, NTKFL, FedEnsemble, NoUsableReply, SeededFedAvg
+from fedntk.strategies.ntk.ntk_fl import stack
 from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, new_key, public_bytes
 
 from .federation import (
@@ -70,8 +71,8 @@ def sealing(*data, seed, **options):
 class SortedRows(NTKFL):
     """NTK-FL that adds up rows in the order of their bytes, whoever sent them."""
 
-    def pooled(self, uploads, metrics):
-        return super().pooled(uploads, metrics).canonical()
+    def pool(self, rows):
+        return stack(rows).canonical(), {}
 
 
 def shuffled(changes=None, server=None, in_vain=False, tools=TOOLS):
@@ -305,49 +306,6 @@ def test_clients_that_lost_their_state_are_asked_again(nodes, server, counts):
 
     strategy, _ = run_projected(parties, server(parties.server), grid, evaluate_fn=lose)
     assert told(strategy) == counts
-
-
-NOISE = {"noise_multiplier": 4.0, "label_noise": 0.2}
-
-
-@pytest.mark.filterwarnings("ignore")  # of Opacus' imports
-@pytest.mark.parametrize(("known", "label_noise"), [(False, 0.2), (True, 0.0)])
-def test_epsilon_is_that_of_the_client_asked_most_often(known, label_noise):
-    """A node without a partition that is started again has another id, and would count from 0."""
-    half = {"fraction_train": 0.5, "min_train_nodes": 3, "selection": "linearised"}
-    noise = {"noise_multiplier": 4.0, "label_noise": label_noise}
-    strategy = CPNTKFL(**OPTIONS | half | noise)
-    unknown = {} if known else dict.fromkeys(range(NUM_CLIENTS), with_metrics(partition_id=None))
-    clients = app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **noise)
-    start(strategy, Grid(clients, changes=unknown, changed_kind="query.partition"), rounds=3)
-    assert all("train-loss" not in metrics for metrics in strategy.train_metrics.values())
-    assert strategy.uploads_asked.total() == 3 * 3
-    most = max(strategy.uploads_asked.values()) if known else 3
-    expected = RowNoise(clip=1.0, **noise).epsilon(1e-5, most, num_outputs=3)
-    name = "epsilon" if label_noise else "epsilon-without-labels"
-    found = {k: v for k, v in strategy.train_metrics[3].items() if "epsilon" in k}
-    assert found == {name: expected}
-    assert 0 < expected < float("inf")
-    asked = strategy.uploads_asked
-    strategy.load_state_dict(strategy.state_dict())  # into an object that has run: counts once
-    assert strategy.uploads_asked == asked
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("own", "claims", "refused"),
-    [
-        (NOISE, {"noise_multiplier": 2.0}, 1),
-        (NOISE, {"label_noise": 0.0}, 1),
-        ({}, {}, NUM_CLIENTS),  # that no one accounts for
-    ],
-)
-def test_a_client_with_other_noise_than_the_accountings_is_refused(own, claims, refused):
-    strategy = CPNTKFL(**OPTIONS, selection="linearised", **own)
-    clients = app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **NOISE)
-    run = start if own else start_in_vain
-    run(strategy, Grid(clients, changes={2: with_metrics(**claims)}))
-    assert strategy.train_metrics[1]["rejected-noise"] == refused
 
 
 def test_a_client_that_sends_more_than_was_asked_for_is_dropped():

@@ -4,7 +4,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 from torch import nn
 
-from fedntk.clients import DPSGDClient
+from fedntk.clients import DPSGDClient, LocalSGD
 from fedntk.strategies import DPSGD, Topology
 
 from .federation import Grid, app, examples, kept_by
@@ -21,7 +21,9 @@ def test_a_round_of_one_batch_is_algorithm_1():
 
     def make(_, x, y, **more):
         layer = nn.Linear(4, 3, bias=False).double()
-        return DPSGDClient(layer, x.double(), y, learning_rate=rate, batch_size=20, **more)
+        return DPSGDClient(
+            layer, x.double(), y, sgd=LocalSGD(learning_rate=rate, batch_size=20), **more
+        )
 
     own.start(Grid(app(make)), ArrayRecord({"weight": Array(first)}), num_rounds=3)
     held = np.stack([first] * 6)

@@ -10,6 +10,7 @@ from flwr.app import Array, ArrayRecord
 from fedntk.clients import (
     DittoClient,
     FedEnsembleClient,
+    LocalSGD,
     NTKDFLClient,
     NTKFLClient,
     PersonalisedClient,
@@ -31,6 +32,7 @@ from fedntk.strategies import (
     FedBN,
     FedEnsemble,
     NoUsableReply,
+    Screening,
     SeededFedAvg,
     Topology,
     WeightedFedAvg,
@@ -53,10 +55,11 @@ from .federation import (
     with_arrays,
 )
 
+LOOSE = Screening(outlier_factor=np.inf)
 ROBUST = [defence for defence in DEFENCES if defence != "none"]
 CASES = {
-    "fedavg": (partial(SeededFedAvg, outlier_factor=np.inf), app(SGDClient)),
-    "scaffold": (partial(SCAFFOLD, outlier_factor=np.inf), app(SCAFFOLDClient)),
+    "fedavg": (partial(SeededFedAvg, screening=LOOSE), app(SGDClient)),
+    "scaffold": (partial(SCAFFOLD, screening=LOOSE), app(SCAFFOLDClient)),
 }
 
 
@@ -77,7 +80,7 @@ def test_a_liar_that_moves_the_mean_far_moves_the_defended_little(name, defence)
     first = arrays_of(ArrayRecord(dict(network().state_dict())))
     moved = distance(first, honest)
     undefended = start(make(), lying(clients), 2)
-    defended = start(make(defence=defence), lying(clients), 2)
+    defended = start(make(screening=LOOSE.copy(rule=defence)), lying(clients), 2)
     assert distance(undefended, honest) > 3 * moved
     assert distance(defended, honest) < 2 * moved
 
@@ -85,14 +88,14 @@ def test_a_liar_that_moves_the_mean_far_moves_the_defended_little(name, defence)
 def test_the_option_is_no_change_without_it_and_another_with_it():
     plain = start(SeededFedAvg(), Grid(CASES["fedavg"][1]), 2)
     for defence, same in (("none", True), ("median", False)):
-        own = start(SeededFedAvg(defence=defence), Grid(CASES["fedavg"][1]), 2)
+        own = start(SeededFedAvg(screening=Screening(defence)), Grid(CASES["fedavg"][1]), 2)
         assert (distance(plain, own) == 0) == same
 
 
-def test_too_few_replies_for_the_liars_expected_leave_the_model():
+def test_too_few_replies_for_the_malicious_clients_leave_the_model():
     """Krum bears two liars among seven, and six clients reply; with six clients none ever do."""
-    strategy = SeededFedAvg(defence="krum", liars_expected=2, fraction_train=0.1)
-    with pytest.raises(NotEnoughNodes, match="defence = krum = 7: this grid has 6 nodes"):
+    strategy = SeededFedAvg(screening=Screening("krum", malicious=2), fraction_train=0.1)
+    with pytest.raises(NotEnoughNodes, match=r"screening\.rule = krum = 7: this grid has 6 nodes"):
         start(strategy, Grid(CASES["fedavg"][1]))
     after = start(strategy, Grid(CASES["fedavg"][1], num_clients=7, changes={6: lost}))
     assert told(strategy) == [6]
@@ -100,10 +103,10 @@ def test_too_few_replies_for_the_liars_expected_leave_the_model():
 
 
 def test_personal_methods_defend_what_is_shared():
-    make = partial(FedBN, network=network(), outlier_factor=np.inf)
+    make = partial(FedBN, network=network(), screening=LOOSE)
     clients = app(PersonalisedClient)
     honest = start(make(), Grid(clients), 2)
-    defended = start(make(defence="nnm"), lying(clients), 2)
+    defended = start(make(screening=LOOSE.copy(rule="nnm")), lying(clients), 2)
     assert distance(defended, honest) < distance(start(make(), lying(clients), 2), honest) / 3
 
 
@@ -116,8 +119,8 @@ def test_personal_methods_defend_what_is_shared():
     ],
 )
 def test_methods_without_such_a_mean_refuse(make, expected):
-    with pytest.raises(ValueError, match=f"defence: expected {expected}"):
-        make(defence="median")
+    with pytest.raises(ValueError, match=rf"screening\.rule: expected {expected}"):
+        make(screening=Screening("median"))
 
 
 def many(kind):
@@ -133,7 +136,7 @@ def many(kind):
 
 def alike(kind):
     """Clients whose steps are so small that none is worse than the others by 0.5 %."""
-    return many(partial(kind, learning_rate=1e-3))
+    return many(partial(kind, sgd=LocalSGD(learning_rate=1e-3)))
 
 
 def shift(arrays):
@@ -141,9 +144,9 @@ def shift(arrays):
     return arrays | {"targets": np.roll(arrays["targets"], 1, axis=1)}
 
 
-def ntk_fl(defence="leave-one-out", **options):
+def ntk_fl(screening=Screening("leave-one-out"), **options):  # noqa: B008
     options = {"learning_rate": 0.5, "steps": (20, 80), "selection": "linearised", **options}
-    return NTKFL(defence=defence, fraction_evaluate=0.0, **options)
+    return NTKFL(screening=screening, fraction_evaluate=0.0, **options)
 
 
 def test_false_labels_in_ntk_fl_have_the_result_of_a_lost_reply():
@@ -165,8 +168,7 @@ def far(own):
 
 
 JUDGED = {
-    "defence": "validation", "validation_loss": judge, "fraction_evaluate": 0.0,
-    "outlier_factor": np.inf,
+    "screening": LOOSE.copy(rule="validation", validation_loss=judge), "fraction_evaluate": 0.0,
 }  # fmt: skip
 
 
@@ -180,7 +182,7 @@ def test_weights_that_raise_the_validation_loss_have_the_result_of_a_lost_reply(
     with pytest.raises(NoUsableReply):
         start(kind(**JUDGED), Grid(clients, changes=dict.fromkeys(range(6), lost)))
     with pytest.raises(ValueError, match="validation_loss: expected one"):
-        kind(defence="validation")
+        kind(screening=Screening("validation"))
 
 
 def test_replies_that_a_defence_dropped_count_as_completed():
@@ -206,7 +208,7 @@ def test_tct_judges_networks_and_linear_models_by_the_validation_loss():
         return judge(arrays)
 
     options = {"num_features": 20, "local_steps": 5, "learning_rate": 1e-3, "normalise": False}
-    options |= {**JUDGED, "validation_loss": loss}
+    options |= {**JUDGED, "screening": JUDGED["screening"].copy(validation_loss=loss)}
 
     def tct():
         return TCT(network=network(), bootstrap=SeededFedAvg(), bootstrap_rounds=1, **options)
@@ -220,7 +222,9 @@ def test_honest_jacobians_are_all_used():
     """Twice the bits of a run without a defence; t is chosen by the same losses."""
     clients = many(NTKFLClient)
     strategy = ntk_fl()
-    assert bits(start(strategy, Grid(clients), 2)) == bits(start(ntk_fl("none"), Grid(clients), 2))
+    assert bits(start(strategy, Grid(clients), 2)) == bits(
+        start(ntk_fl(Screening()), Grid(clients), 2)
+    )
     assert told(strategy) == [6, 6]
 
 
@@ -233,7 +237,7 @@ def test_a_minority_s_losses_do_not_choose_t():
 
     chosen = []
     for defence in ("none", "leave-one-out"):
-        strategy = ntk_fl(defence, selection="clients", outlier_factor=np.inf)
+        strategy = ntk_fl(LOOSE.copy(rule=defence), selection="clients")
         start(strategy, Grid(many(NTKFLClient), changes={2: lie}, changed_kind="query"))
         chosen.append(told(strategy, "t")[0] > 0)
     assert chosen == [False, True]
@@ -241,7 +245,7 @@ def test_a_minority_s_losses_do_not_choose_t():
 
 def test_too_few_to_judge_leave_the_model():
     grid = Grid(many(NTKFLClient), num_clients=7, changes={6: lost})
-    after = start(ntk_fl(liars_expected=3), grid)  # seven are needed
+    after = start(ntk_fl(Screening("leave-one-out", malicious=3)), grid)  # seven are needed
     assert distance(after, arrays_of(ArrayRecord(dict(network().state_dict())))) == 0
 
 
@@ -249,7 +253,7 @@ def test_shuffled_rows_cannot_be_judged():
     with pytest.raises(ValueError, match="do not say whose they are"):
         CPNTKFL(
             learning_rate=0.1,
-            defence="leave-one-out",
+            screening=Screening("leave-one-out"),
             run="r",
             shuffling_server=ShufflingServer([]),
         )
@@ -259,8 +263,8 @@ def test_shuffled_rows_cannot_be_judged():
 def gossip_models(defence, lie=None):
     """Clients' models after a round of NTK-DFL in which client 2 may lie."""
     strategy = NTKDFL(
-        learning_rate=0.1, steps=(20.0,), topology=Topology("line"), defence=defence,
-        outlier_factor=np.inf,
+        learning_rate=0.1, steps=(20.0,), topology=Topology("line"),
+        screening=LOOSE.copy(rule=defence),
     )  # fmt: skip
     start(strategy, Grid(many(NTKDFLClient), changes={2: lie} if lie else {}, num_clients=6))
     return strategy.models
@@ -290,7 +294,7 @@ def test_neighbours_in_ntk_dfl_are_judged_by_the_client_s_own_examples(what):
 
 
 def test_the_mean_of_neighbours_models_is_without_one_that_is_far_away():
-    """Weights that are 20 times as large are below the 100 of `outlier_factor`."""
+    """Weights that are 20 times as large are below the outlier factor of 100."""
 
     def lie(reply):
         arrays = arrays_of(reply.content["arrays"])
@@ -301,7 +305,10 @@ def test_the_mean_of_neighbours_models_is_without_one_that_is_far_away():
     found = {}
     for defence in ("none", "leave-one-out"):
         strategy = NTKDFL(
-            learning_rate=0.1, steps=(20.0,), topology=Topology("line"), defence=defence
+            learning_rate=0.1,
+            steps=(20.0,),
+            topology=Topology("line"),
+            screening=Screening(defence),
         )
         grid = Grid(many(NTKDFLClient), changes={2: lie}, changed_kind=MODEL, num_clients=6)
         found[defence] = start(strategy, grid), set(strategy.models)

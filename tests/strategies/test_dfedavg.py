@@ -4,12 +4,12 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from fedntk.clients import DFedAvgClient, SGDClient
+from fedntk.clients import DFedAvgClient, LocalSGD, SGDClient
 from fedntk.strategies import DFedAvg, SeededFedAvg, Topology, spectral_gap
 
 from .federation import Contract, Grid, app, bits, examples, kept_by, network, start, told
 
-SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 2}
+SGD = {"learning_rate": 0.1, "batch_size": 4, "epochs": 2}
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 COMPLETE = Topology("complete")
 GRAPH = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (1, 4), (0, 2)]
@@ -20,7 +20,7 @@ def contract(kind, client, *, personal=False, **options):
     given = {"topology": Topology("regular", degree=3), **options}
     return Contract(
         lambda **more: kind(**given, **more),
-        app(client, **SGD),
+        app(client, sgd=LocalSGD(**SGD)),
         sends_arrays=False,
         one_exchange=False,
         personal=personal,
@@ -39,8 +39,9 @@ def net():
     return network().double()
 
 
-def in_double(kind, **options):
-    return app(lambda _, x, y, **more: kind(net(), x.double(), y, **more, **{**SGD, **options}))
+def in_double(kind, sgd=None, **options):
+    local = LocalSGD(**SGD | (sgd or {}))
+    return app(lambda _, x, y, **more: kind(net(), x.double(), y, sgd=local, **more, **options))
 
 
 def run(of, grid, rounds=1, **options):
@@ -85,7 +86,7 @@ def test_without_epochs_rounds_are_powers_of_the_mixing_matrix(rule, steps):
     """An uneven graph: after two rounds of Q gossip steps W^2Q X, X the weights of round 0."""
     options = {"topology": Topology("own", graph=GRAPH), "same_weights": False, **OPTIONS}
     own = DFedAvg(mixing=rule, gossip_steps=steps, **options)
-    run(own, grid := Grid(in_double(DFedAvgClient, local_epochs=0)), 2)
+    run(own, grid := Grid(in_double(DFedAvgClient, {"epochs": 0})), 2)
     assert grid.exchanges.count(("train", 6)) == 2 * (1 + steps)
     w = mixing_matrix(rule)
     first, last = ([kept_by(own, k, n)["3.weight"].ravel() for k in range(6)] for n in (0, 2))
@@ -98,10 +99,12 @@ def test_without_neighbours_it_is_local_training_at_a_rate_that_falls_by_its_fac
     """Two rounds of client 4 are two visits of SGD, one from where the other ended."""
     topology, sgd = Topology("own", graph=[]), SGD | {"momentum": 0.5}
     own = DFedAvg(topology=topology, learning_rate_factor=0.5, collect=False, **OPTIONS)
-    run(own, Grid(in_double(DFedAvgClient, momentum=0.5)), 2)
+    run(own, Grid(in_double(DFedAvgClient, {"momentum": 0.5})), 2)
     (x, y), weights = examples(4), [tensor.numpy() for tensor in net().state_dict().values()]
     for number, rate in ((1, 0.1), (2, 0.05)):
-        client = SGDClient(net(), x.double(), y, seed=(0, 4), **sgd | {"learning_rate": rate})
+        client = SGDClient(
+            net(), x.double(), y, seed=(0, 4), sgd=LocalSGD(**sgd | {"learning_rate": rate})
+        )
         weights, _, _ = client.fit(weights, {"server-round": number})
     kept = kept_by(own, 4, 2)
     assert bits(kept) == bits(dict(zip(kept, map(np.asarray, weights), strict=True)))

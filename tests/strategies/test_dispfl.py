@@ -34,7 +34,7 @@ def test_with_no_sparsity_clients_train_as_in_dfedavg():
 def test_masks_keep_their_densities_and_change_as_the_cosine_has_it_and_weights_stay_in_them():
     """T = 2: nothing changes in round 3. The model is the mean over those that have a number."""
     own = DisPFL(topology=Topology("ring"), same_masks=False, annealing_rounds=2, **OPTIONS)
-    grid = Grid(in_double(DisPFLClient, momentum=0.9, weight_decay=1e-3))
+    grid = Grid(in_double(DisPFLClient, {"momentum": 0.9, "weight_decay": 1e-3}))
     mean, each = run(own, grid, 3), [kept_by(own, k, 3) for k in range(6)]
     densities = layer_densities({n: tuple(p.shape) for n, p in net().named_parameters()}, 0.5)
     up = [m.content for way, m in grid.seen if way == "up" and "to-neighbours" in m.content]
@@ -64,7 +64,7 @@ def test_an_average_is_over_those_that_have_the_coordinate():
     """Without epochs or search, on the complete graph: by hand, from what round 1 kept."""
     options = {"prune_share": 0.0, "same_masks": False, "same_weights": False, **OPTIONS}
     own = DisPFL(topology=COMPLETE, **options)
-    run(own, Grid(in_double(DisPFLClient, local_epochs=0)), 2)
+    run(own, Grid(in_double(DisPFLClient, {"epochs": 0})), 2)
     found, after = ([kept_by(own, k, number) for k in range(6)] for number in (1, 2))
     for name in MASKED:
         masks = [masks_of(own, k, 1, name)[0] for k in range(6)]

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import DittoClient, NamedArrays, PersonalisedClient, SGDClient
+from fedntk.clients import DittoClient, LocalSGD, NamedArrays, PersonalisedClient, SGDClient
 from fedntk.strategies import Ditto, LocalTraining, SeededFedAvg
 
 from .federation import Contract, Grid, app, bits, examples, forgetting, kept_by, loaded, start
 
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 EVALUATED = {"min_available_nodes": 6, "fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
-SGD = {"learning_rate": 0.1, "batch_size": 4}
+SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
 CLIENTS, PLAIN = app(DittoClient, **SGD), app(SGDClient, **SGD)
 CONTRACT = {"Ditto": Contract(Ditto, CLIENTS, personal=True)}
 
@@ -42,7 +42,7 @@ def test_one_that_lost_its_model_begins_again_with_the_global_one_and_says_so(ca
     own = DittoClient(loaded(two), *examples(4), seed=(0, 4), **SGD)
     config = {"server-round": 3, "personal-run": "single", "client-id": "4"}
     own.fit(NamedArrays({"arrays": two}), config)
-    assert bits(own.kept(config | {"personal-round": 3})) == bits(kept_by(forgetful, 4, 3))
+    assert bits(own.load_personal(config | {"personal-round": 3})) == bits(kept_by(forgetful, 4, 3))
 
 
 def test_clients_evaluate_their_own_model_and_the_global_one_before_they_have_one():

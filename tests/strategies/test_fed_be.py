@@ -2,19 +2,20 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import SGDClient
+from fedntk.clients import LocalSGD, SGDClient
 from fedntk.ntk.averages import convex_combination, weighted_mean
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.ntk.predictors.network import arrays_of as arrays_of_network
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup, make_strategy
-from fedntk.strategies import Distillation, FedBE, SeededFedAvg
+from fedntk.strategies import Distillation, FedBE, Sampling, SeededFedAvg
 from fedntk.strategies.core.averaging import cast_like
 from fedntk.strategies.ensembles.distillation import descend, distil, sharpen
 from fedntk.strategies.ensembles.model_samples import (
@@ -27,7 +28,7 @@ from fedntk.strategies.ensembles.model_samples import (
 from .federation import Contract, Grid, app, arrays_of, bits, network, start
 
 OPTIONS = {"fraction_evaluate": 0.0}
-CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
+CLIENTS = app(SGDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
 
 
 def server_examples(n=30):
@@ -126,13 +127,20 @@ def test_models_are_drawn_by_seed_round_and_number():
 
     def drawn(server_round=1, **options):
         strategy = FedBE(client_models=False, **options)
-        mean, *models = strategy._ensemble(server_round, MEAN, MODELS, SIZES)
+        r, uploads = (
+            SimpleNamespace(number=server_round),
+            SimpleNamespace(values=MODELS, counts=SIZES),
+        )
+        mean, *models = strategy.models_of(r, MEAN, uploads)
         assert mean is MEAN
         return [arrays_of(model)["weight"].tobytes() for model in models]
 
     two, five = drawn(num_samples=2), drawn(num_samples=5)
     assert five[:2] == two
-    assert len({*five, *drawn(num_samples=2, seed=1), *drawn(2, num_samples=2)}) == 9
+    assert (
+        len({*five, *drawn(num_samples=2, sampling=Sampling(seed=1)), *drawn(2, num_samples=2)})
+        == 9
+    )
 
 
 def teachers_labels(n=30):
@@ -295,7 +303,7 @@ def test_another_network_or_state_than_the_distillations_is_refused_before_the_f
         start(strategy, grid)
     assert grid.trained == []
     state = FedBE(distill=distillation()).state_dict()
-    with pytest.raises(ValueError, match="expected distill = "):
+    with pytest.raises(ValueError, match=r"expected distill\.temperature = "):
         FedBE(distill=distillation(temperature=1.0)).load_state_dict(state)
 
 

@@ -11,9 +11,16 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx
 from torch import nn
 
-from fedntk.clients import FedEnsembleClient, NTKFLClient, SCAFFOLDClient, SGDClient, TCTClient
+from fedntk.clients import (
+    FedEnsembleClient,
+    LocalSGD,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SGDClient,
+    TCTClient,
+)
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
-from fedntk.strategies import NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
+from fedntk.strategies import NTKFL, SCAFFOLD, TCT, FedEnsemble, Sampling, SeededFedAvg
 from fedntk.strategies.ensembles.strata import Strata, permutations
 
 from ..conftest import ROOT, refused
@@ -36,7 +43,7 @@ from .federation import (
 
 OPTIONS = {"fraction_evaluate": 0.0}
 BALANCED = OPTIONS | {"schedule": "balanced", "min_train_nodes": 6}
-CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
+CLIENTS = app(SGDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
 CACHE = tempfile.TemporaryDirectory()
 OF_TCT = {"network": network(), "learning_rate": 0.05, "local_steps": 5}
 
@@ -56,7 +63,7 @@ def contract(clients, **own):
 CONTRACT = {
     # one step a round: two models have half of the rounds. The momenta are part of the state
     "FedEnsemble": contract(
-        ensemble_app(learning_rate=0.1),
+        ensemble_app(sgd=LocalSGD(learning_rate=0.1)),
         inner=lambda: FedAvgM(server_momentum=0.5),
         schedule="balanced",
     ),
@@ -94,13 +101,19 @@ def test_in_an_age_each_model_visits_each_stratum_once_and_each_order_is_as_like
         assert (strata.max(0) - strata.min(0)).max() <= 1
 
 
+def assigned(strategy, messages):
+    """Return node -> number of the model that a message has."""
+    each = [bits(model) for model in models(arrays_of(strategy.global_arrays))]
+    return {m.metadata.dst_node_id: each.index(bits(arrays_of(m.content["arrays"])))
+            for m in messages if "arrays" in m.content}  # fmt: skip
+
+
 def test_a_run_goes_by_the_orders_of_each_age():
     strategy, seen = FedEnsemble(num_models=3, **BALANCED), []
-    note = {"evaluate_fn": lambda *_: seen.append(dict(strategy._model_of))}
-    start(strategy, Grid(CLIENTS), 6, **note)
+    start(strategy, Grid(CLIENTS, on_send=lambda sent: seen.append(assigned(strategy, sent))), 6)
     orders = [permutations(3, 3, "balanced", 0, age) for age in (0, 1)]
     assert (orders[0] != orders[1]).any()
-    for n, own in enumerate(seen[1:]):
+    for n, own in enumerate(filter(None, seen)):
         assert own == {k: orders[n // 3][strategy.strata.of[k - 1], n % 3] for k in range(1, 7)}
 
 
@@ -168,7 +181,11 @@ def test_one_model_is_the_strategy_of_flowers_itself(make, bound):
 )
 def test_one_model_is_a_strategy_of_ours_itself(make, client):
     """SCAFFOLD, whose c is a mean over all clients but those held out; NTK-FL with its queries."""
-    half = OPTIONS | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 3, "held_out": [5]}
+    half = OPTIONS | {
+        "fraction_train": 0.5,
+        "min_train_nodes": 3,
+        "sampling": Sampling(seed=3, held_out=[5]),
+    }
     alone, one = make(**half), FedEnsemble(inner=make, num_models=1, init=network, **half)
     grids = Grid(app(client)), Grid(app(client))
     (own,) = models(start(one, grids[0], rounds=2))
@@ -179,17 +196,18 @@ def test_one_model_is_a_strategy_of_ours_itself(make, client):
 
 def test_each_model_is_what_its_own_clients_alone_would_make():
     """Of one round, and a model of which all clients fail stays as it was."""
-    three = {"num_models": 3, "schedule": "balanced", "seed": 1, **OPTIONS}
-    start(probe := FedEnsemble(**three), Grid(CLIENTS))
-    assigned = {node - 1: k for node, k in probe._model_of.items()}
-    assert set(assigned) == set(range(6))
+    three = {"num_models": 3, "schedule": "balanced", "sampling": Sampling(seed=1), **OPTIONS}
+    probe, sent = FedEnsemble(**three), {}
+    start(probe, Grid(CLIENTS, on_send=lambda messages: sent.update(assigned(probe, messages))))
+    model_of = {node - 1: k for node, k in sent.items()}
+    assert set(model_of) == set(range(6))
     strategy = FedEnsemble(**three)
     first = first_models(strategy)
-    fails = {client: failed for client, k in assigned.items() if k == 1}
+    fails = {client: failed for client, k in model_of.items() if k == 1}
     after = models(start(strategy, Grid(CLIENTS, changes=fails)))
     assert bits(after[1]) == bits(first[1])
     for k in (0, 2):
-        others = {client: lost for client, model in assigned.items() if model != k}
+        others = {client: lost for client, model in model_of.items() if model != k}
         alone = SeededFedAvg(min_completed=1, **OPTIONS)
         expected = alone.start(Grid(CLIENTS, changes=others), as_record(first[k]), num_rounds=1)
         assert bits(after[k]) == bits(arrays_of(expected.arrays))
@@ -227,7 +245,9 @@ def test_first_weights_can_come_from_a_function_or_another_run():
 @pytest.mark.parametrize("num_models", [2, 6])
 def test_one_hostile_reply_is_told_by_those_for_the_other_models(num_models):
     """Six clients: a model has three replies or one, too few by itself. And a list for a loss."""
-    attacked, without = (FedEnsemble(num_models=num_models, seed=1, **BALANCED) for _ in range(2))
+    attacked, without = (
+        FedEnsemble(num_models=num_models, sampling=Sampling(seed=1), **BALANCED) for _ in range(2)
+    )
     far, told = damaged(0, lambda a: a + 1e4), with_metrics(train_loss=[1.0, 2.0])
     after = start(attacked, Grid(CLIENTS, changes={2: far, 3: told}))
     metrics = attacked.train_metrics[1]
@@ -236,12 +256,15 @@ def test_one_hostile_reply_is_told_by_those_for_the_other_models(num_models):
     assert bits(after) == bits(start(without, Grid(CLIENTS, changes={2: lost})))
 
 
-def test_metrics_of_the_inner_strategies_are_combined_as_these_say():
+def test_metrics_of_the_inner_strategies_are_combined_as_these_say(monkeypatch):
+    own, metrics_of = [], NTKFL.metrics_of
+    monkeypatch.setattr(NTKFL, "metrics_of", lambda *of: own.append(metrics_of(*of)) or own[-1])
     inner = ntk_fl((0, 5, 10), selection="clients")
     strategy = FedEnsemble(inner=inner, num_models=2, **BALANCED)
     seen = dict.fromkeys(range(6), with_metrics(num_examples_seen=10))
     start(strategy, Grid(app(NTKFLClient), changes=seen))
-    whole, own = strategy.train_metrics[1], [m.train_metrics[1] for m in strategy.members]
+    whole = strategy.train_metrics[1]
+    assert len(own) == 2
     assert whole["num-examples-seen"] == pytest.approx(10)  # a client's own: a mean
     assert whole["losses-accepted"] == 6 == sum(each["losses-accepted"] for each in own)
     assert whole["kernel-products"] == sum(each["kernel-products"] for each in own) > 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import FedProtoClient, PersonalisedClient
+from fedntk.clients import FedProtoClient, LocalSGD, PersonalisedClient
 from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES
 from fedntk.strategies import FedProto, LocalTraining
 
@@ -31,7 +31,7 @@ from .federation import (
 
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 EVALUATED = {"min_available_nodes": 6, "fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
-SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 5}
+SGD = {"sgd": LocalSGD(epochs=5, learning_rate=0.1, batch_size=4)}
 CLIENTS = app(FedProtoClient, **SGD)
 CONTRACT = {
     "FedProto": Contract(partial(FedProto, network=network()), CLIENTS, personal=True),

@@ -6,18 +6,16 @@ import torch
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedYogi
 from torch import nn
 
-from fedntk.clients import SGDClient
-from fedntk.strategies import SCAFFOLD, CheckedStrategy, SeededFedAvg
+from fedntk.clients import LocalSGD, SGDClient
+from fedntk.strategies import SCAFFOLD, FromFlower, Sampling, SeededFedAvg
 
 from .federation import Contract, Grid, InOrder, app, bits, damaged, network, run_as_if_lost, start
 
-CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
+CLIENTS = app(SGDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
 ALL = {"fraction_evaluate": 0.0}
 CONTRACT = {
     "SeededFedAvg": Contract(SeededFedAvg, CLIENTS),
-    "CheckedStrategy": Contract(
-        lambda **o: CheckedStrategy(FedAvgM(server_momentum=0.5), **o), CLIENTS
-    ),
+    "FromFlower": Contract(lambda **o: FromFlower(FedAvgM(server_momentum=0.5), **o), CLIENTS),
 }
 
 
@@ -59,8 +57,8 @@ def test_a_buffer_that_no_client_changes_stays_and_may_hold_anything():
 
 def test_flowers_fedavg_checked_is_ours():
     """The same sums of the same replies, so the same bits; half of the clients a round."""
-    half = ALL | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 3}
-    checked = start(CheckedStrategy(FedAvg(), **half), Grid(CLIENTS), rounds=3)
+    half = ALL | {"fraction_train": 0.5, "min_train_nodes": 3, "sampling": Sampling(seed=3)}
+    checked = start(FromFlower(FedAvg(), **half), Grid(CLIENTS), rounds=3)
     floating = [name for name, array in checked.items() if array.dtype == np.float32]
     ours = start(SeededFedAvg(**half), Grid(CLIENTS), rounds=3)
     assert bits({n: checked[n] for n in floating}) == bits({n: ours[n] for n in floating})
@@ -79,7 +77,7 @@ def test_flowers_means_and_steps_leave_frozen_arrays_alone(make):
 
     clients = app(lambda _, x, y, **options: SGDClient(frozen(), x, y, **options))
     model = frozen()
-    after = start(CheckedStrategy(make(), **ALL), Grid(clients), 3, model)
+    after = start(FromFlower(make(), **ALL), Grid(clients), 3, model)
     assert after["table"].tobytes() == table.numpy().tobytes()
     assert after["hash"].tolist() == [2**53 + 1, 2**61 - 1]
     assert (after["weight"] != model.weight.detach().numpy()).all()
@@ -87,17 +85,17 @@ def test_flowers_means_and_steps_leave_frozen_arrays_alone(make):
 
 def test_what_a_strategy_of_flowers_keeps_is_saved_and_given_back():
     """Also to one that has gone on meanwhile: what it was without is gone again."""
-    expected = start(CheckedStrategy(FedAdam(), **ALL), Grid(CLIENTS), rounds=2)
-    used = CheckedStrategy(FedAdam(), **ALL)
+    expected = start(FromFlower(FedAdam(), **ALL), Grid(CLIENTS), rounds=2)
+    used = FromFlower(FedAdam(), **ALL)
     fresh = used.state_dict()
     start(used, Grid(CLIENTS), rounds=1)
     used.load_state_dict(fresh)
     assert bits(start(used, Grid(CLIENTS), rounds=2)) == bits(expected)
 
 
-def test_one_whose_replies_are_more_than_weights_is_refused():
-    with pytest.raises(ValueError, match="strategy: expected a strategy whose replies are one set"):
-        CheckedStrategy(SCAFFOLD())
+def test_a_strategy_of_ours_is_no_other_ones():
+    with pytest.raises(ValueError, match="strategy: expected another one's, got SCAFFOLD"):
+        FromFlower(SCAFFOLD())
 
 
 # ------------------------------------------------------------------ hostile weights

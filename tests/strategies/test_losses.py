@@ -6,7 +6,8 @@ import pytest
 
 from fedntk.clients import SGDClient
 from fedntk.simulations.engine.losses import LossyGrid
-from fedntk.strategies import FedEnsemble, SeededFedAvg
+from fedntk.strategies import FedEnsemble, Sampling, SeededFedAvg
+from fedntk.strategies.core.round import timeout_of
 
 from .federation import NUM_CLIENTS, Grid, app, asked_first, bits, failed, lost, start, with_metrics
 from .test_contract import STRATEGIES, richest
@@ -62,7 +63,11 @@ class Arriving(Grid):
 
 def over_selected(make, clients, **options):
     """Weights after a round for which five of ten are wanted, the round's metrics, and the grid."""
-    own = {"fraction_train": 0.5, "min_available_nodes": CLIENTS, "over_selection": 1.6}
+    own = {
+        "fraction_train": 0.5,
+        "min_available_nodes": CLIENTS,
+        "sampling": Sampling(over_selection=1.6),
+    }
     strategy, grid = make(**own, round_deadline=SOON), Arriving(clients, num_clients=CLIENTS)
     vars(grid).update(options)
     return bits(start(strategy, grid)), strategy.train_metrics[1], grid
@@ -86,7 +91,7 @@ def test_over_selection_uses_the_first_valid_replies(name):
 @pytest.mark.parametrize(("deadline", "expected"), [(0, (3600, 600)), (20, (20, 20))])
 def test_each_exchange_of_a_round_ends_at_the_deadline(deadline, expected):
     strategy = SeededFedAvg(round_deadline=deadline)
-    found = [strategy.timeout_of(stage) for stage in ("train", "evaluate", "query")]
+    found = [timeout_of(strategy, stage) for stage in ("train", "evaluate", "query")]
     assert found == [expected[0], *expected]
 
 
@@ -100,7 +105,10 @@ def test_over_selection_waits_for_no_more_than_it_wants_and_no_longer_than_the_d
             return super().pull_messages(message_ids) if len(looks) > 1 else []
 
     strategy = SeededFedAvg(
-        fraction_train=0.5, fraction_evaluate=0.0, over_selection=2.0, round_deadline=60
+        fraction_train=0.5,
+        fraction_evaluate=0.0,
+        sampling=Sampling(over_selection=2.0),
+        round_deadline=60,
     )
     start(strategy, Slow(app(SGDClient)))
     assert looks == [6, 6]

@@ -7,7 +7,14 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from fedntk.clients import CPNTKFLClient, NTKFLClient, SCAFFOLDClient, SGDClient, TCTClient
+from fedntk.clients import (
+    CPNTKFLClient,
+    LocalSGD,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SGDClient,
+    TCTClient,
+)
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, NoUsableReply, SeededFedAvg
 
 from .federation import Grid, app, bits, network, start
@@ -90,7 +97,7 @@ def test_a_learning_rate_in_train_config_is_that_of_the_steps(kind):
         return bits(run(MADE[kind](), app(kind, **own), 2))
 
     sent = bits(run(MADE[kind](), app(kind), 2, lr=0.5))
-    assert sent == trained(learning_rate=0.5) != trained()
+    assert sent == trained(sgd=LocalSGD(learning_rate=0.5)) != trained()
 
 
 class Coloured(NTKFLClient):

@@ -87,7 +87,7 @@ def batches_of(client, number, count):
     [
         ({"learning_rate_decay": 0.5}, 4 + 3, 1e-9),
         ({"loss": "cross-entropy", "class_prior": True}, 4 + 3, 1e-4),
-        ({"average": False}, 3 + 2, 1e-9),
+        ({"average_first": False}, 3 + 2, 1e-9),
         ({"batches": 2}, 6 + 5, 1e-9),
         ({"kernel": "corrected"}, 4 + 3, 1e-9),
         ({"residuals": "sum"}, 4 + 3, 1e-9),
@@ -105,7 +105,7 @@ def test_rounds_are_those_of_the_algorithms_on_one_machine(options, exchanges, b
     flow = {name: given[name] for name in ("kernel", "residuals", "loss") if name in given}
     for number in (1, 2):
         near = {k: [k, *j] for k, j in topology.neighbours(number, range(6)).items()}
-        if own.average:
+        if own.average_first:
             held = {
                 k: mean_of([held[j] for j in near[k]], [count[j] for j in near[k]]) for k in near
             }
@@ -181,7 +181,7 @@ def test_inputs_out_of_proportion_have_no_say_in_which_t_is_taken():
 
     def sends(value):
         def change(reply):
-            if own._step.name == "jacobians":
+            if own.progress.steps[own.progress.position].name == "jacobians":
                 for record in reply.content.array_records.values():
                     record["inputs"] = Array(np.full_like(record["inputs"].numpy(), value))
             return reply
@@ -198,11 +198,11 @@ def test_a_client_that_fails_in_a_step_is_out_for_the_round_and_goes_on_with_its
     own = strategy(**MSE)
 
     def fails(step):
-        return lambda r: failed(r) if (own.server_round, own._position) == (1, step) else r
+        return lambda r: failed(r) if (own.server_round, own.progress.position) == (1, step) else r
 
     run(own, Grid(clients(), changes={k: fails(k - 1) for k in (1, 2, 3, 4)}), 2)
     assert told(own) == [2, 6]
-    assert own.trained == dict.fromkeys(range(6), 2)
+    assert own.trained.last == dict.fromkeys(range(6), 2)
     for k in (0, 5):  # the others sent no Jacobian, but for client 4, which failed after that
         parts = [examples(j) for j in (0, 4, 5)]
         agree(kept_by(own, k, 1), candidates(FIRST, parts)[0][-1], 1e-9)
@@ -221,7 +221,7 @@ def test_a_client_that_joins_begins_with_the_global_arrays(collect):
             after.update(arrays_of(arrays) if collect else {})
 
     run(own, grid, 2, evaluate_fn=evaluate)
-    assert own.trained == dict.fromkeys(range(6), 2)
+    assert own.trained.last == dict.fromkeys(range(6), 2)
     held = [*(kept_by(own, k, 1) for k in range(5)), after]
     average = kept_by(own, "5-weights-within-round", 2)
     agree(average, mean_of(held, range(5, 11)), 1e-12)

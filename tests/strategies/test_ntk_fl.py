@@ -12,7 +12,7 @@ from fedntk.clients import NTKFLClient
 from fedntk.ntk import Jacobian, evolve, jacobian, loss_value, one_hot
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution.learning_rate import AUTO_STEPS
-from fedntk.strategies import NTKFL
+from fedntk.strategies import NTKFL, Screening
 
 from .federation import (
     NUM_CLIENTS,
@@ -133,7 +133,9 @@ def test_validation_on_the_server_decides(other):
     def validation_loss(arrays):
         return 0.0 if bits(arrays_of(arrays)) == wanted else other
 
-    strategy = NTKFL(selection="validation", validation_loss=validation_loss, **OPTIONS)
+    strategy = NTKFL(
+        selection="validation", screening=Screening(validation_loss=validation_loss), **OPTIONS
+    )
     assert bits(start(strategy, grid := Grid(CLIENTS))) == wanted
     assert [kind for kind, _ in grid.exchanges] == ["train"]
 

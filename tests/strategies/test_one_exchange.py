@@ -12,7 +12,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from torch import nn
 
-from fedntk.clients import ClosedFormClient, PrivacyLedger, client_app
+from fedntk.clients import ClosedFormClient, MaskedSums, PrivacyLedger, client_app
 from fedntk.clients.core.adapter import unpack_content
 from fedntk.ntk import FeatureMap, NotEnoughMemory, with_fourier_features
 from fedntk.ntk.convex.pooled_statistics import personal_model
@@ -22,7 +22,15 @@ from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 from fedntk.ntk.payloads.sum_task import SumTask
-from fedntk.strategies import NoUsableReply, OneExchange
+from fedntk.strategies import (
+    FeatureSums,
+    KeptSums,
+    Ledger,
+    NoisySums,
+    NoUsableReply,
+    OneExchange,
+    SecureAggregation,
+)
 
 from ..conftest import refused
 from .federation import (
@@ -47,15 +55,14 @@ def features():
     return with_fourier_features(network(), 20, 0)
 
 
-def clients_of(parts, limits=None, **options):
+def clients_of(parts, limits=None, cache=None, **masks):
     """Clients with these parts, whose owners have limits and ledgers."""
 
     def client_fn(context: Context):
         i = int(context.node_config["partition-id"])
-        own = {"cache": options["cache"] / str(i)} if "cache" in options else {}
-        if limits is not None:
-            own["privacy"] = owned(options["cache"], i, **limits)
-        return ClosedFormClient(features(), *parts[i], seed=(0, i), **{**options, **own})
+        privacy = None if limits is None else owned(cache, i, **limits)
+        secure = MaskedSums(cache=cache and cache / str(i), privacy=privacy, **masks)
+        return ClosedFormClient(features(), *parts[i], seed=(0, i), secure=secure)
 
     return client_app(client_fn)
 
@@ -64,21 +71,30 @@ PARTS = list(map(examples, range(6)))
 CLIENTS = clients_of(PARTS)
 WEIGHT, BIAS = "3.1.weight", "3.1.bias"
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
-strategy = partial(OneExchange, network=features(), **OPTIONS)
+
+
+def strategy(**options):
+    """Make a strategy; options of its sums and of their noise may stand beside its own."""
+    for name, kind in (("sums", FeatureSums), ("noise", NoisySums)):
+        if names := kind.options().keys() & options.keys():
+            options[name] = kind(**{name: options.pop(name) for name in names})
+    return OneExchange(**{"network": features(), **OPTIONS, **options})
+
+
 fixed = partial(strategy, auto_ridge=False, validation_share=0.0, ridge=0.01)
 private = partial(fixed, epsilon=3.0)
 run = partial(start, model=features())
 CONTRACT = {
     "OneExchange": Contract(
-        partial(OneExchange, network=network(), validation=examples(7)),
+        partial(strategy, network=network(), validation=examples(7)),
         app(ClosedFormClient),
         once=True,
     ),
     "OneExchange of float64 sums": Contract(
-        partial(OneExchange, network=network(), bits=32), app(ClosedFormClient), once=True
+        partial(strategy, network=network(), bits=32), app(ClosedFormClient), once=True
     ),
     "OneExchange with models for each client": Contract(
-        partial(OneExchange, network=network(), bits=32, personal=True),
+        partial(strategy, network=network(), bits=32, personal=True),
         app(ClosedFormClient),
         once=True,
     ),
@@ -135,13 +151,13 @@ def test_masks_leave_the_bits_also_if_a_client_is_lost(tmp_path):
     masked = clients_of(PARTS, cache=tmp_path, only_masked=True, allow_repeats=True)
     changes = {2: lost}
     for make in (fixed, strategy):
-        after = run(make(secure_aggregation=True), Grid(masked, changes=changes))
+        after = run(make(secure=True), Grid(masked, changes=changes))
         assert bits(after) == bits(run(make(), Grid(CLIENTS, changes=changes)))
 
 
 @pytest.mark.parametrize("bits_", [8, 32])
 def test_without_a_client_it_is_the_model_of_a_run_that_never_had_it(bits_, tmp_path):
-    own = strategy(keep_sums=tmp_path, bits=bits_)
+    own = strategy(storage=KeptSums(tmp_path), bits=bits_)
     run(own, Grid(CLIENTS))
     found = own.without([2, 4], own.global_arrays)
     never = run(strategy(bits=bits_), Grid(CLIENTS, changes={2: lost, 4: lost}))
@@ -153,17 +169,18 @@ def test_clients_have_the_models_of_the_sums_and_their_own_examples(bits_):
     """Also of one whose sums are not in the total; after a checkpoint as before it."""
     own = strategy(personal=True, validation_share=0.3, bits=bits_)
     after = run(own, Grid(CLIENTS, changes={2: lost}))
-    again = strategy(personal=True, validation_share=0.3, bits=bits_)
+    again = strategy(personal=True, validation_share=0.3, bits=bits_, fraction_evaluate=1.0)
     again.load_state_dict(own.state_dict())
     arrays = ArrayRecord({name: Array(array) for name, array in after.items()})
-    sums = [sums_of(k, own.fixed_point) for k in range(6)]
+    sums = [sums_of(k, own.sums.fixed_point) for k in range(6)]
     total = functools.reduce(operator.add, [sums[k] for k in (0, 1, 3, 4, 5)])
     if bits_ == 8:
-        total, *sums = (part.scaled(own.fixed_point) for part in (total, *sums))
+        total, *sums = (part.scaled(own.sums.fixed_point) for part in (total, *sums))
+    grid = Grid(CLIENTS, node_ids=range(6))
+    messages = again.configure_evaluate(1, arrays, ConfigRecord(), grid)
+    contents = {message.metadata.dst_node_id: message.content for message in messages}
     for client in (1, 2):
-        config = ConfigRecord({"server-round": 1})
-        again.prepare_config(config, 1)
-        content = again.content_for(client, "evaluate", arrays, config)
+        content = contents[client]
         made = ClosedFormClient(features(), *PARTS[client], seed=(0, client))
         layer = made.predictor(*unpack_content(content, str(client))).network[3][1]
         linear, weight = personal_model(total, sums[client], own.ridge_used, bias=True)
@@ -174,8 +191,8 @@ def test_clients_have_the_models_of_the_sums_and_their_own_examples(bits_):
 
 
 SMALL = clients_of([(x[:5], y[:5]) for x, y in PARTS])
-LATE = {"asynchronous": True, "round_deadline": 60.0, "min_train_nodes": 1}
-JUDGED = {"keep_sums": True, "remove_harmful": 0.2, "validation": examples(40)}
+LATE = {"asynchrony": True, "round_deadline": 60.0, "min_train_nodes": 1}
+JUDGED = {"ledger": Ledger(0.2), "validation": examples(40)}
 WAYS = {
     "one sum": fixed,
     "two sums": partial(strategy, validation_share=0.3),
@@ -192,12 +209,14 @@ def test_few_examples_sums_have_fewer_bytes_and_give_the_same_bits(way, tmp_path
     for few in (True, False):
         if not few:
             monkeypatch.setattr(feature_statistics, "_are_few", lambda *_: False)
-        own = WAYS[way](keep_sums=tmp_path / str(few))
+        own = WAYS[way](storage=KeptSums(tmp_path / str(few)))
         after = run(own, Grid(SMALL))
-        left = own.without([own.summed[0]], own.global_arrays)
+        left = own.without([own.storage.summed[0]], own.global_arrays)
         models = after, {name: array.numpy() for name, array in left.items()}
-        found.append([*map(bits, models), own.summed, own.removed, told(own)])
-        kept_bytes.append(sum(p.stat().st_size for p in own.kept_folder.rglob("*") if p.is_file()))
+        removed = () if own.ledger is None else own.ledger.removed
+        found.append([*map(bits, models), own.storage.summed, removed, told(own)])
+        files = own.storage.run_folder.rglob("*")
+        kept_bytes.append(sum(path.stat().st_size for path in files if path.is_file()))
     assert found[0] == found[1]
     assert kept_bytes[0] < kept_bytes[1]
 
@@ -207,11 +226,11 @@ def test_no_bytes_tell_how_many_examples_are_in_sums_with_noise_or_masks(
     masked, tmp_path, monkeypatch
 ):
     """Of 1, 5 and 10 examples, with 20 features."""
-    monkeypatch.setattr("fedntk.strategies.core.replies.Reply.release", lambda reply: None)
+    monkeypatch.setattr("fedntk.strategies.core.channel._release", lambda messages: None)
     parts = [(x[:n], y[:n]) for (x, y), n in zip(PARTS, (1, 5, 5, 5, 9, 10), strict=True)]
     own = {"only_masked": masked, "allow_repeats": True}
     grid = Grid(clients_of(parts, cache=tmp_path, **own))
-    run(strategy(secure_aggregation=True) if masked else private(), grid)
+    run(strategy(secure=True) if masked else private(), grid)
     replies = [m.content["arrays"] for way, m in grid.seen if way == "up" and "arrays" in m.content]
     sizes = [tuple((k, v.numpy().nbytes) for k, v in own.items()) for own in replies if own]
     assert {sizes.count(own) for own in sizes} == {6}
@@ -239,11 +258,10 @@ def test_with_hardly_any_noise_the_layer_is_that_of_the_exact_sums(masked, tmp_p
 
     A client that is lost is not in the sums, and its share of the noise is missing.
     """
-    own = private(epsilon=1e16, secure_aggregation=masked)
+    own = private(epsilon=1e16, secure=masked)
     clients = clients_of(PARTS, {"epsilon": 1e16}, cache=tmp_path, only_masked=masked)
     after = run(own, Grid(clients, changes={2: lost}))
-    quorum = own.secure.quorum if masked else 0
-    noise = SumNoise.of(own, 20, 3, quorum)
+    noise = SumNoise.of(own.noise, 20, 3, 4 if masked else 0)
     variance = float(noise.variances(5 if masked else None)[0])
     assert variance < 1e-7
     expected = solve_directly([part for i, part in enumerate(PARTS) if i != 2], variance)
@@ -259,18 +277,18 @@ def test_with_hardly_any_noise_the_layer_is_that_of_the_exact_sums(masked, tmp_p
 @pytest.mark.parametrize("masked", [False, True])
 def test_sums_with_noise_are_released_once(masked, tmp_path, monkeypatch):
     """The server asks no second time, and a client answers another strategy of the run no more."""
-    own = private(secure_aggregation=masked)
+    own = private(secure=masked)
     limits = {"epsilon": 7.0, "delta": 1e-3}  # of two releases
     clients = clients_of(PARTS, limits, cache=tmp_path, only_masked=masked)
-    first, key = run(own, Grid(clients)), own.run_key
+    first, key = run(own, Grid(clients)), own.sums.run_key
     refused("a second release adds to epsilon", run, own, Grid(clients))
-    assert bits(run(private(secure_aggregation=masked), Grid(clients))) != bits(first)
+    assert bits(run(private(secure=masked), Grid(clients))) != bits(first)
     monkeypatch.setattr("tests.strategies.federation.network", features)
-    monkeypatch.setattr("fedntk.strategies.core.feature_sums.secrets.token_hex", lambda _: key)
-    third = private(secure_aggregation=masked)
+    monkeypatch.setattr("secrets.token_hex", lambda _: key)
+    third = private(secure=masked)
     if masked:  # the run's name is the server's
         start_in_vain(third, Grid(clients))
-        assert "epsilon and delta of [9.0" in third.last_refusal
+        assert "epsilon and delta of [9.0" in third.channel.last_refusal
     else:  # who has the exact sums, and is trusted with them, may get them again
         run(third, Grid(clients))
 
@@ -284,12 +302,12 @@ def test_after_a_crash_sums_with_noise_are_not_released_again(masked, tmp_path):
         if server_round:
             raise RuntimeError("cut off")
 
-    own = private(secure_aggregation=masked)
+    own = private(secure=masked)
     with pytest.raises(RuntimeError, match="cut off"):
         run(own, Grid(clients), checkpoint=tmp_path, evaluate_fn=cut_off)
-    assert own.released
+    assert own.noise.released
     with pytest.raises(ValueError, match="or may have before its run was cut off"):
-        run(private(secure_aggregation=masked), Grid(clients), checkpoint=tmp_path)
+        run(private(secure=masked), Grid(clients), checkpoint=tmp_path)
 
 
 class Losing(Grid):
@@ -312,7 +330,7 @@ def losing(clients, **gone):
     return grid
 
 
-five_of_six = partial(fixed, secure_aggregation=True, secure_threshold=0.8)
+five_of_six = partial(fixed, secure=SecureAggregation(threshold=0.8))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +354,7 @@ def test_a_client_gives_one_sum_of_its_data_in_all_runs(gone, opens, tmp_path):
         run(again, Grid(clients, changes={2: lost}))
     if opens:
         allowed = clients_of(PARTS, {}, cache=tmp_path, only_masked=True, allow_repeats=True)
-        run(fixed(secure_aggregation=True), Grid(allowed, changes={2: lost}))
+        run(fixed(secure=True), Grid(allowed, changes={2: lost}))
 
 
 def given_in(folder):
@@ -360,29 +378,30 @@ def test_a_budget_is_not_spent_on_a_sum_that_clients_gave_up(tmp_path):
     """But those who do not hear from enough others that it was given up have spent it."""
     limits = {"epsilon": 3.0, "delta": 1e-5}
     clients = clients_of(PARTS, limits, cache=tmp_path, only_masked=True)
-    closed = private(secure_aggregation=True, secure_threshold=0.8)
+    closed = private(secure=SecureAggregation(threshold=0.8))
     with pytest.raises(NoUsableReply, match="4 clients are left"):
         run(closed, losing(clients, masked=(1, 4), void=(1,)))
-    again = private(secure_aggregation=True)
+    again = private(secure=True)
     run(again, Grid(clients))
     assert told(again) == [5]
-    assert "privacy: this client's sums" in again.last_refusal
-    assert again.epsilon_of_survivors <= 3.0
+    assert "privacy: this client's sums" in again.channel.last_refusal
+    assert again.noise.epsilon_reached <= 3.0
 
 
 def test_what_is_spent_or_of_another_sum_is_not_freed(tmp_path):
     """Nor is what a trusted server was sent, whose run may have the name of an exchange."""
     limits = owned(tmp_path, 0, epsilon=9.0, delta=0.5)
-    client = ClosedFormClient(features(), *PARTS[0], seed=(0, 0), cache=tmp_path, privacy=limits)
+    secure = MaskedSums(cache=tmp_path, privacy=limits)
+    client = ClosedFormClient(features(), *PARTS[0], seed=(0, 0), secure=secure)
     task = SumTask(bits=8, epsilon=1.0, run_key="a run")
     for name in ("55", "66", "77"):
-        client.reserve(name, replace(task, run_key=name), {})
+        client.secure.reserve(client.sum_request(replace(task, run_key=name), {}), name)
     limits.settle("66", opened=True)
     for name in ("55", "66", "88", "a run"):
         limits.settle(name, opened=False)
     assert {r.exchange: r.spent for r in given_in(tmp_path)} == {"66": True, "77": False}
     run(strategy := private(), Grid(clients_of(PARTS, {"epsilon": 9.0}, cache=tmp_path / "b")))
-    names = {f"sums of {strategy.run_key} by {client}" for client in range(6)}
+    names = {f"sums of {strategy.sums.run_key} by {client}" for client in range(6)}
     assert {r.exchange for r in given_in(tmp_path / "b")} == names
 
 
@@ -392,18 +411,18 @@ def test_a_clients_budget_is_of_all_its_runs(masked, tmp_path):
     of = partial(clients_of, PARTS, cache=tmp_path, only_masked=masked)
     clients = of({"epsilon": 2.0, "delta": 2e-5})
     for _ in range(2):
-        run(strategy := private(epsilon=1.0, secure_aggregation=masked), Grid(clients))
+        run(strategy := private(epsilon=1.0, secure=masked), Grid(clients))
         assert told(strategy) == [6]
     for epsilon, delta in ((2.5, 2.1e-5), (9.0, 2.1e-5), (2.5, 1e-3)):
         limited = Grid(of({"epsilon": epsilon, "delta": delta}))
         with pytest.raises(NoUsableReply, match=r"epsilon and delta of \[3.0, 3"):
-            run(private(epsilon=1.0, secure_aggregation=masked), limited)
+            run(private(epsilon=1.0, secure=masked), limited)
     raised = of({"epsilon": 9.0, "delta": 1e-3})
-    run(private(epsilon=1.0, secure_aggregation=masked), Grid(raised))
+    run(private(epsilon=1.0, secure=masked), Grid(raised))
     if masked:  # exact sums leave no room for any noise to help
-        run(fixed(secure_aggregation=True), Grid(of({}, allow_repeats=True)))
+        run(fixed(secure=True), Grid(of({}, allow_repeats=True)))
         with pytest.raises(NoUsableReply, match=r"delta of \[inf"):
-            run(private(epsilon=1.0, secure_aggregation=True), Grid(raised))
+            run(private(epsilon=1.0, secure=True), Grid(raised))
 
 
 @pytest.mark.parametrize(
@@ -412,10 +431,10 @@ def test_a_clients_budget_is_of_all_its_runs(masked, tmp_path):
         ({"auto_ridge": True, "validation_share": 0.1}, "validation_share: .* expected 0.0, got"),
         ({"auto_ridge": True}, "auto_ridge: .* expected False, got True"),
         ({"validation": examples(7)}, "validation: .* expected None, got"),
-        ({"keep_sums": "folder"}, "keep_sums: .* expected None, got 'folder'"),
+        ({"storage": KeptSums("folder")}, "storage: .* expected None, got KeptSums"),
         ({"bits": 32}, "bits: .* expected 2 or 3 or .* or 8, got 32"),
-        ({"remove_harmful": 0.1}, "remove_harmful: .* expected 0.0, got 0.1"),
-        ({"asynchronous": True}, "asynchronous: .* expected False, got True"),
+        ({"ledger": Ledger(0.1)}, "ledger: .* expected None, got Ledger"),
+        ({"asynchrony": True}, "asynchrony: .* expected None, got Asynchrony"),
     ],
 )
 def test_what_would_tell_more_than_the_sums_with_noise_is_refused(options, said):
@@ -465,12 +484,12 @@ def test_sums_of_no_rows_that_a_client_may_have_are_dropped(change, reason, opti
     monkeypatch.setattr("tests.strategies.federation.network", features)
     monkeypatch.setattr("secrets.randbits", lambda n: 2**n // 3)  # the same noise
     own, _ = run_as_if_lost(partial(private, **options), CLIENTS, change, reason)
-    assert own.released
+    assert own.noise.released
 
 
 @pytest.mark.parametrize(("where", "burnt"), [("require_memory", False), ("solve_noisy", True)])
 def test_what_fails_before_the_noise_is_no_release_and_after_it_is_one(where, burnt, monkeypatch):
-    module = SumNoise.__module__ if where == "require_memory" else OneExchange.__module__
+    module = SumNoise.__module__ if where == "require_memory" else NoisySums.__module__
     raised = []
 
     def fail(*_, **__):
@@ -490,21 +509,23 @@ def test_what_fails_before_the_noise_is_no_release_and_after_it_is_one(where, bu
 def test_features_of_unknown_size_need_examples_on_the_server_or_float64():
     own = OneExchange(network=network(), **OPTIONS)
     refused("bits = 8: pass validation, examples on the server, or a", start, own, Grid(CLIENTS))
-    own = OneExchange(network=network(), validation=examples(7), **OPTIONS)
+    own = strategy(network=network(), validation=examples(7))
     assert (own.choose_steps(ArrayRecord(network().state_dict())) > 0).all()
 
 
 def test_whole_numbers_are_added_as_they_come_so_many_clients_need_memory_for_few():
     many = {"min_available_nodes": 10**12}
     strategy(**many).require_memory()
-    for own in ({"bits": 32}, {"secure_aggregation": True}):
+    for own in ({"bits": 32}, {"secure": True}):
         with pytest.raises(NotEnoughMemory, match="20 features from 1000000000000 clients"):
             strategy(**many, **own).require_memory()
 
 
 def test_held_out_examples_are_needed_for_clients_models_and_to_choose_the_ridge():
-    refused("personal: expected a validation_share above 0", fixed, personal=True)
-    refused("auto_ridge = True: pass validation, .*, or set vali", strategy, validation_share=0.0)
+    refused("personal: expected a sums.validation_share above 0", fixed, personal=True)
+    refused(
+        "auto_ridge = True: pass sums.validation, .*, or set vali", strategy, validation_share=0.0
+    )
 
 
 @pytest.mark.parametrize(

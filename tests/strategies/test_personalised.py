@@ -12,6 +12,7 @@ from fedntk.clients import (
     DittoClient,
     FedEnsembleClient,
     FedProtoClient,
+    LocalSGD,
     PersonalisedClient,
     SGDClient,
     WeightedFedAvgClient,
@@ -44,8 +45,8 @@ from .federation import (
 )
 
 NORM = tuple(name for name in network().state_dict() if name.startswith("1."))
-CLIENTS = app(PersonalisedClient, learning_rate=0.1, batch_size=4)
-PLAIN = app(SGDClient, learning_rate=0.1, batch_size=4)
+CLIENTS = app(PersonalisedClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
+PLAIN = app(SGDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 EVALUATED = {"min_available_nodes": 6, "min_evaluate_nodes": 6, "fraction_evaluate": 1.0}
 ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "fraction_evaluate": 0.0}
@@ -59,7 +60,7 @@ CONTRACT = {"PersonalisedStrategy": Contract(personal, CLIENTS, personal=True)}
 
 
 def folders(strategy):
-    return sorted((cache_dir() / "personal").glob(f"client-*/run-{strategy.run_key}*"))
+    return sorted((cache_dir() / "personal").glob(f"client-*/run-{strategy.trained.run_key}*"))
 
 
 def test_with_nothing_personal_it_is_fedavg_and_personal_arrays_travel_once_down_and_never_up():
@@ -125,7 +126,7 @@ def test_replies_that_are_not_used_claim_no_partition():
     grid = Grid(CLIENTS, changes={k: in_rounds(strategy, [1], own) for k, own in odd.items()})
     start(strategy, grid, rounds=2)
     assert [strategy.train_metrics[k]["replies-accepted"] for k in (1, 2)] == [4, 6]
-    assert strategy.registry.clients() == set(range(6))
+    assert strategy.channel.registry.clients() == set(range(6))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_reply_that_is_lost_leaves_both_parts_of_the_client_as_they_were(make,
     start(strategy, grid, rounds=3)
     asked = [m.content["config"].get("personal-round") for way, m in grid.seen if way == "down"]
     assert asked == [None] * 6 + [1] * 6 + [2, 2, 1, 2, 2, 2]
-    assert strategy.trained == dict.fromkeys(range(6), 3)
+    assert strategy.trained.last == dict.fromkeys(range(6), 3)
 
 
 def test_a_client_whose_replies_are_refused_for_long_goes_on_from_the_last_one_taken(monkeypatch):
@@ -163,10 +164,10 @@ def test_two_nodes_that_claim_one_partition_keep_what_is_theirs_apart():
     strategy = LocalTraining(min_available_nodes=4, fraction_evaluate=0.0)
     start(strategy, grid, rounds=3)
     assert strategy.train_metrics[3]["replies-accepted"] == 4
-    assert strategy.trained == {-10: 3, 0: 3, 1: 3, 2: 3}
-    assert strategy.state_dict()["trained"] == {"0": 3, "1": 3, "2": 3}
+    assert strategy.trained.last == {-10: 3, 0: 3, 1: 3, 2: 3}
+    assert strategy.state_dict()["trained.last"] == {"0": 3, "1": 3, "2": 3}
     names = [path.relative_to(cache_dir() / "personal") for path in folders(strategy)]
-    runs = [f"client-{own}/run-{strategy.run_key}" for own in (0, 1, 2, 2)]
+    runs = [f"client-{own}/run-{strategy.trained.run_key}" for own in (0, 1, 2, 2)]
     assert [str(name) for name in names] == [*runs[:3], f"{runs[3]}-9"]
 
 

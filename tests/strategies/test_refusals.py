@@ -13,19 +13,28 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from torch import nn
 
 import fedntk.clients
-from fedntk.ntk.options import Declared
+from fedntk.ntk.convex.private_sums import SumNoise
+from fedntk.ntk.options import Declared, parts_of
 from fedntk.strategies import (
     CPNTKFL,
     NTKDFL,
     NTKFL,
     SCAFFOLD,
     TCT,
+    CentreInputs,
     DFedAvg,
     Distillation,
+    FeatureSums,
     FedBE,
     FedEnsemble,
     FedPer,
+    FromFlower,
+    KeptSums,
+    Screening,
+    SecureAggregation,
+    SeededFedAvg,
     Topology,
+    WeightAverage,
     WeightedFedAvg,
 )
 from fedntk.trust import KeyServer, ShufflingServer
@@ -36,16 +45,21 @@ SERVER = ShufflingServer([])
 KEYS = KeyServer(bytes(32), [], Ed25519PrivateKey.generate())
 SHARED = itertools.repeat(FedAvg())  # the same strategy at each call
 UNLIKE = iter([FedAdam() if k else FedAdam(eta=0.5) for k in range(5)])
-SUMS = {"solve": "statistics"}
+PLAIN = {"auto_ridge": False, "validation_share": 0.0}
+
+
+def sums(**options):
+    """Return float64 sums of no validation examples, by default."""
+    return {"sums": FeatureSums(**{"bits": 32} | PLAIN | options)}
+
+
+KEPT, SECURE = {"storage": KeptSums("sums")}, {"secure": SecureAggregation()}
+VOUCHED = {"secure": SecureAggregation(vouching=KEYS)}
 NAN = float("nan")
-SECURE = SUMS | {"bits": 8, "secure_aggregation": True}
-NOISE = {"noise_multiplier": 1.0}
 CLIPPING = functools.partial(DifferentialPrivacyServerSideFixedClipping, FedAvg(), 1.0, 1.0, 6)
-BOTH = {"validation_partitions": (1,), "validation_loss": lambda arrays: 0.0}
-LINEARISED = NOISE | {"selection": "linearised"}
-VALIDATED = NOISE | {"selection": "validation", "validation_partitions": [1]}
+BOTH = {"validation_partitions": (1,), "screening": Screening(validation_loss=lambda arrays: 0.0)}
 SHUFFLED = {"shuffling_server": SERVER, "run": "a run"}
-CENTRED = {"centre_inputs": True}
+CENTRED = {"centre": CentreInputs()}
 NET = nn.Linear(4, 3)
 EVOLUTION = {"learning_rate": 0.1, "steps": [5, 20, 50]}
 ntk_fl = functools.partial(NTKFL, **EVOLUTION)
@@ -53,12 +67,17 @@ cp_ntk_fl = functools.partial(CPNTKFL, **EVOLUTION)
 weighted = functools.partial(WeightedFedAvg, network=NET)
 fed_per = functools.partial(FedPer, network=NET)
 tct = functools.partial(TCT, network=NET)
-noisy = functools.partial(cp_ntk_fl, **LINEARISED)
 own_graph = functools.partial(Topology, "own")
 DISTILLED = {"network": NET, "examples": torch.ones(5, 4)}
 distillation = functools.partial(
     Distillation, **DISTILLED, learning_rate=0.05, final_learning_rate=0.01
 )
+
+
+class Noisy(SeededFedAvg):
+    @classmethod
+    def mechanism_of(cls, options):
+        return SumNoise
 
 
 def held(count, label=0):
@@ -69,7 +88,7 @@ REFUSED = [
     (ntk_fl, {"steps": (2, 1)}, "steps: expected increasing times"),
     (ntk_fl, {"class_prior": True, "loss": "mse"}, "expected the loss cross-entropy"),
     (ntk_fl, {"class_target": "seen"}, "'seen' goes with class_prior=True, got False"),
-    (ntk_fl, {"selection": "validation"}, "goes with validation_loss or validation_partitions"),
+    (ntk_fl, {"selection": "validation"}, "goes with screening.validation_loss or"),
     (ntk_fl, {"selection": "validation"} | BOTH, "not both"),
     (FedBE, {"distill": torch.ones(3)}, "expected a Distillation(network, examples), got"),
     (distillation, {"final_learning_rate": 1.0}, "expected at most learning_rate = 0.05"),
@@ -80,37 +99,34 @@ REFUSED = [
     (FedEnsemble, {"inner": UNLIKE.__next__}, "model 1's differs in inner"),
     (FedEnsemble, {"inner": CLIPPING}, "expected a strategy that aggregates itself, got"),
     (FedEnsemble, {"inner": tct}, "a round shows only some of the clients"),
-    (FedEnsemble, {"inner": noisy}, "noise is refused within a FedEnsemble"),
-    (fed_per, {"average_decay": 0.5}, "average_decay: expected 0 for FedPer"),
+    (FedEnsemble, {"inner": Noisy}, "noise is refused within a FedEnsemble"),
     (weighted, {"personal_batch_norm": True}, "personal_batch_norm: the network has no BatchNorm"),
-    (tct, {"average_decay": 0.5}, "average_decay: expected 0 for TCT"),
-    (FedEnsemble, {"inner": FedBE, "average_decay": 0.5}, "expected 0 with models by FedBE"),
+    (FedEnsemble, {"inner": FedBE, "average": WeightAverage(0.5)}, "None with models by FedBE"),
     (NTKDFL, {"bits": 17}, "bits: expected 1 ... 16"),
     (NTKDFL, {"evolve_once": True}, "evolve_once: expected clusters whose members average"),
     (DFedAvg, {"vouching": KEYS, "seal": True}, "vouching: expected seal = True and the name"),
     (Topology, {"kind": "own"}, "expected one with topology = 'own'"),
     (own_graph, {"graph": nx.DiGraph([(0, 1)])}, "got a DiGraph; give graph.to_undirected()"),
-    (NTKDFL, CENTRED, "centre_inputs: expected False for NTKDFL"),
     (tct, {"bootstrap": SCAFFOLD()}, "bootstrap: expected a strategy whose replies are one set"),
-    (tct, {"bits": 8}, "sparsity, bits: go with solve = server"),
-    (tct, {"solve": "server", "loss": "cross-entropy"}, "loss: expected mse for solve = server"),
+    (tct, SECURE, "secure: goes with sums, got sums = None"),
+    (tct, KEPT, "storage: goes with sums, got sums = None"),
+    (tct, {"balanced": True}, "balanced: goes with sums, got sums = None"),
+    (tct, sums() | {"loss": "cross-entropy"}, "loss: expected mse with sums"),
     (tct, {"head": "7"}, "head: expected the name of the network's last nn.Linear"),
-    (tct, SUMS | {"auto_ridge": True}, "auto_ridge = True: pass validation"),
-    (tct, SUMS | {"bits": 8}, "bits = 8: pass validation"),
-    (tct, SUMS | {"sparsity": 0.5}, "sparsity: expected 0"),
-    (tct, SUMS | {"bits": 8, "balanced": True}, "balanced: sums of weighted examples"),
-    (tct, SUMS | {"validation_share": 0.2}, "validation_share: goes with auto_ridge"),
-    (tct, SUMS | {"balanced": True, "keep_sums": "sums"}, "expected balanced = False"),
-    (tct, {"solve": "server", "validation": held(2)}, "validation: goes with solve = statistics"),
-    (tct, SUMS | {"validation": held(1, label=3)}, "labels 0 ... 2, got 3 ... 3"),
-    (tct, SUMS | {"secure_aggregation": True}, "masks are added to whole numbers"),
-    (tct, SECURE | {"keep_sums": "sums"}, "no client's sums to keep"),
-    (tct, SECURE | {"vouching": KEYS}, "the name of the run"),
-    (cp_ntk_fl, NOISE, "expected 'linearised' or 'validation', got 'clients'"),
-    (cp_ntk_fl, VALIDATED, "validation_partitions: with noise only"),
-    (cp_ntk_fl, LINEARISED | CENTRED, "centre_inputs: with noise only"),
+    (tct, sums(auto_ridge=True), "auto_ridge = True: pass sums.validation"),
+    (tct, sums(bits=8), "sums.bits = 8: pass sums.validation"),
+    (tct, sums(bits=8) | {"balanced": True}, "balanced: sums of weighted examples"),
+    (sums, {"validation_share": 0.2}, "validation_share: goes with auto_ridge"),
+    (tct, sums() | KEPT | {"balanced": True}, "expected balanced = False"),
+    (
+        tct,
+        sums(validation=held(1, label=3)),
+        "sums.validation: expected labels 0 ... 2, got 3 ... 3",
+    ),
+    (tct, sums() | SECURE, "masks are added to whole numbers"),
+    (tct, sums(bits=8) | SECURE | KEPT, "no client's sums to keep"),
+    (tct, sums(bits=8) | VOUCHED, "the name of the run"),
     (cp_ntk_fl, SHUFFLED | CENTRED, "which helps to tell rows apart"),
-    (cp_ntk_fl, {"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
     (cp_ntk_fl, {"shuffling_server": SERVER}, "shuffling_server: name the training run"),
 ]
 
@@ -135,6 +151,7 @@ KINDS = {type(made): vars(made) for made in MADE} | {
     for kind in map(vars(fedntk.clients).get, fedntk.clients.__all__)
     if isinstance(kind, type) and issubclass(kind, Declared)
 }
+KINDS |= {part.kind: {} for kind in list(KINDS) for part in parts_of(kind).values()}
 # what several methods inherit is tried with one of them
 DECLARED = {own.name + str(own): (kind, own) for kind in KINDS for own in kind.options().values()}
 LIMITS = [
@@ -155,9 +172,22 @@ def test_an_option_beyond_its_limits_is_refused_by_name(kind, own, value):
         kind(**required | {own.name: value})
 
 
-@pytest.mark.filterwarnings("ignore")  # of Opacus' imports
 @pytest.mark.parametrize(("make", "options", "message"), REFUSED)
 def test_arguments_are_refused_by_name(make, options, message):
     with pytest.raises(ValueError) as caught:
         make(**options)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (fed_per, {"average": WeightAverage(0.5)}),
+        (tct, {"average": WeightAverage(0.5)}),
+        (NTKDFL, CENTRED),
+        (functools.partial(FromFlower, FedAvg()), SECURE),
+    ],
+)
+def test_a_part_that_a_method_cannot_have_is_no_argument_of_it(make, options):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(options))}'"):
+        make(**options)

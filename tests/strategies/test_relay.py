@@ -11,7 +11,7 @@ from flwr.app import Array
 
 import fedntk.clients
 import fedntk.strategies
-from fedntk.clients import cache_dir
+from fedntk.clients import LocalSGD, cache_dir
 from fedntk.clients.personal import personal_store
 from fedntk.ntk.payloads.gossip_options import REFUSED
 from fedntk.strategies import DFedAvg, NoUsableReply, Topology
@@ -20,7 +20,7 @@ from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_byt
 
 from .federation import Grid, app, arrays_of, as_record, bits, failed, kept_by, lost, start, told
 
-SGD = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
+SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
 MSE = {"loss": "mse"}
 ALL = {
     "topology": Topology("complete"), "min_available_nodes": 6, "fraction_evaluate": 0.0,
@@ -86,13 +86,13 @@ silent = on_parcels(lambda _: None)
 
 def in_step(own, number, position, change):
     return lambda reply: (
-        change(reply) if (own.server_round, own._position) == (number, position) else reply
+        change(reply) if (own.server_round, own.progress.position) == (number, position) else reply
     )
 
 
 def forgets(own, what):
     def change(reply):
-        shutil.rmtree(cache_dir() / "personal" / f"client-{what}" / f"run-{own.run_key}")
+        shutil.rmtree(cache_dir() / "personal" / f"client-{what}" / f"run-{own.trained.run_key}")
         return reply
 
     return change
@@ -157,7 +157,7 @@ def test_parcels_open_only_with_their_receivers_keys():
     opened = Counter()
     for receiver, sender, parcel in parcels(grid):
         for k, key in enumerate(keys):
-            opened[k == receiver] += opens(parcel, key, own.run_key, sender)
+            opened[k == receiver] += opens(parcel, key, own.trained.run_key, sender)
     assert opened == {True: 6 * 2 * 3, False: 6 * 2 * 2}
 
 
@@ -175,7 +175,7 @@ def test_a_parcel_that_is_damaged_replayed_or_in_clear_counts_as_none():
         return reply
 
     def leave_out(own):
-        later = lambda r: r if (own.server_round, own._position) == (1, 0) else silent(r)  # noqa: E731
+        later = lambda r: r if (own.server_round, own.progress.position) == (1, 0) else silent(r)  # noqa: E731
         return {1: later, 2: silent, 3: silent}
 
     clear = on_parcels(lambda _: {"a": np.zeros(3, np.float32)})
@@ -236,7 +236,7 @@ def test_a_relay_that_swaps_keys_reads_along_unless_a_key_server_vouches(vouched
     given = {"vouching": server, "run": "a"} if vouched else {}
     own = Swapping(seal=True, **ALL, **given)
     start(own, grid := Grid(own_clients))
-    readable = [opens(parcel, own.thief, own.run_key, k) for _, k, parcel in parcels(grid)]
+    readable = [opens(parcel, own.thief, own.trained.run_key, k) for _, k, parcel in parcels(grid)]
     assert (any(readable), told(own)) == (not vouched, [6 - vouched])
 
 
@@ -324,13 +324,13 @@ def test_replies_with_weights_or_parcels_for_strangers_are_refused():
     own, _ = run("DFedAvg", 1, lambda _: changes, topology=path)
     metrics = own.train_metrics[1]
     assert (metrics["rejected-weights"], metrics["rejected-arrays"], told(own)) == (1, 1, [4])
-    assert f"is the client a {own.client}?" in own.last_refusal
+    assert f"is the client a {own.client}?" in own.channel.last_refusal
 
 
 def test_what_clients_say_of_refused_parcels_counts_within_reason():
     """At most as many as there are clients, each; what is no whole number above 0 does not."""
     said = [[1, 2], -5, 0.5, 10**15, 2, 0]
-    assert count_refused([(SimpleNamespace(metrics={REFUSED: n}), None) for n in said]) == 6 + 2
+    assert count_refused([SimpleNamespace(metrics={REFUSED: n}) for n in said]) == 6 + 2
 
 
 # ----------------------------------------------------------- who is gone, or returns
@@ -355,14 +355,14 @@ def test_a_client_that_returns_after_rounds_goes_on_with_its_weights(name, monke
     collected = []
 
     def absent(reply):
-        last = own._position == len(own._planned) - 1
+        last = own.progress.position == len(own.progress.steps) - 1
         return failed(reply) if own.server_round in (2, 3) and last else reply
 
     own = make(name, collect=True, collect_both=True)
     grid = Grid(clients(name), changes={5: absent})
     note = lambda *_: collected.append((len(own.models), len(own.models_before)))  # noqa: E731
     start(own, grid, rounds=4, evaluate_fn=note)
-    assert (told(own), own.trained) == ([6, 5, 5, 6], dict.fromkeys(range(6), 4))
+    assert (told(own), own.trained.last) == ([6, 5, 5, 6], dict.fromkeys(range(6), 4))
     assert own.train_metrics[4].get("restarted", 0) == 0
     planned = sum(len(own.plan(first=first)) for first in (True, False, True, True))
     assert [kind for kind, _ in grid.exchanges].count("train") == planned

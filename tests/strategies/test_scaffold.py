@@ -6,8 +6,9 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import nn
 
-from fedntk.clients import SCAFFOLDClient, SGDClient
-from fedntk.strategies import SCAFFOLD, SeededFedAvg
+from fedntk.clients import LocalSGD, SCAFFOLDClient, SGDClient
+from fedntk.strategies import SCAFFOLD, Sampling, SeededFedAvg
+from fedntk.strategies.core.strategy import round_of
 
 from .federation import (
     Contract,
@@ -26,8 +27,8 @@ from .federation import (
 )
 
 ALL = {"fraction_evaluate": 0.0}
-CLIENTS = app(SCAFFOLDClient, learning_rate=0.1, batch_size=4)
-PLAIN = app(SGDClient, learning_rate=0.1, batch_size=4)
+CLIENTS = app(SCAFFOLDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
+PLAIN = app(SGDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
 CONTRACT = {"SCAFFOLD": Contract(SCAFFOLD, CLIENTS)}
 
 # Client i's examples are x = a_i with target 1: F_i(w) = (a_i w - 1)^2 / 2 has its minimum at
@@ -42,7 +43,7 @@ def scalar(**options):
         slope, count = SLOPES[seed[1]], COUNTS[seed[1]]
         x, y = torch.full((count, 1), slope).double(), torch.zeros(count, dtype=torch.int64)
         model = nn.Linear(1, 1, bias=False).double()
-        own = SCAFFOLDClient(model, x, y, loss="mse", batch_size=10, **options)
+        own = SCAFFOLDClient(model, x, y, loss="mse", **options)
         own.targets = own.targets.double()
         return own
 
@@ -56,6 +57,10 @@ def descend(strategy, clients, rounds, *, first=0.0, **grid):
     return float(result.arrays["weight"].numpy()[0, 0])
 
 
+def control_of(strategy):
+    return strategy.control(round_of(strategy, 99, "train", strategy.global_arrays, {}))
+
+
 def test_scaffold_ends_in_the_pooled_optimum():
     """Three clients of 2, 2 and 6 examples, two a round: (2 + 4 + 9) / (2 + 8 + 13.5) = 0.638.
 
@@ -63,9 +68,9 @@ def test_scaffold_ends_in_the_pooled_optimum():
     """
     sampling = {"fraction_train": 0.1, "min_train_nodes": 2, "min_available_nodes": 3, **ALL}
     strategy = SCAFFOLD(server_learning_rate=1.5, **sampling)
-    clients = scalar(learning_rate=0.05, local_epochs=4)
+    clients = scalar(sgd=LocalSGD(learning_rate=0.05, epochs=4, batch_size=10))
     assert descend(strategy, clients, 60, num_clients=3) == pytest.approx(15 / 23.5, rel=1e-10)
-    assert strategy.control() == pytest.approx([0.0], abs=1e-10)  # c is the pooled gradient there
+    assert control_of(strategy) == pytest.approx([0.0], abs=1e-10)  # c is the pooled gradient there
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
@@ -74,7 +79,9 @@ def test_algorithm_1_by_hand(option):
     local_rate, steps, global_rate = 0.1, 3, 0.7
     x, c, own = 0.3, 0.0, np.zeros(3)
     strategy = SCAFFOLD(server_learning_rate=global_rate, **ALL)
-    clients = scalar(option=option, learning_rate=local_rate, local_epochs=steps)
+    clients = scalar(
+        option=option, sgd=LocalSGD(learning_rate=local_rate, epochs=steps, batch_size=10)
+    )
     changes = {1: in_rounds(strategy, [2, 4], lost)}
     found = descend(strategy, clients, 5, first=x, num_clients=3, changes=changes)
     for number in range(1, 6):
@@ -89,17 +96,20 @@ def test_algorithm_1_by_hand(option):
         x += global_rate * np.average(moved, weights=[COUNTS[i] for i in chosen])
         own = new
         c = np.average(own, weights=COUNTS)
-    numbers = [found, *strategy.control(), *(float(strategy.controls[i][0]) for i in range(3))]
+    numbers = [found, *control_of(strategy), *(float(strategy.controls[i][0]) for i in range(3))]
     assert numbers == pytest.approx([x, c, *own], rel=1e-12)
 
 
 def test_clients_not_heard_of_count_with_zero_and_those_held_out_not():
     """c = (|S| / N) mean over S of (c_i+ - 0); at w = 0 these are a (a w - 1) = -a."""
-    for options, silent, control in (({}, (1, 2), -1 / 3), ({"held_out": [2]}, (), -3 / 2)):
+    for options, silent, control in (
+        ({}, (1, 2), -1 / 3),
+        ({"sampling": Sampling(held_out=[2])}, (), -3 / 2),
+    ):
         strategy = SCAFFOLD(min_completed=1, **options, **ALL)
         changes = dict.fromkeys(silent, lost)
         descend(strategy, scalar(), 1, num_clients=3, changes=changes)
-        assert strategy.control() == pytest.approx([control])
+        assert control_of(strategy) == pytest.approx([control])
 
 
 def test_the_first_round_is_fedavgs_and_other_server_rates_step_only_parameters():

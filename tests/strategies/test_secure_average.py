@@ -6,9 +6,23 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
 
-from fedntk.clients import DittoClient, MaskedWeights, PersonalisedClient, SGDClient, client_app
+from fedntk.clients import (
+    DittoClient,
+    LocalSGD,
+    MaskedWeights,
+    PersonalisedClient,
+    SGDClient,
+    client_app,
+)
 from fedntk.ntk.payloads.masked_average import average_of, average_words
-from fedntk.strategies import CheckedStrategy, Ditto, PersonalisedStrategy
+from fedntk.strategies import (
+    CentreInputs,
+    Ditto,
+    FromFlower,
+    PersonalisedStrategy,
+    Screening,
+    SecureAggregation,
+)
 from fedntk.strategies import SeededFedAvg as FedAvg
 from fedntk.strategies.core.averaging import cast_like
 
@@ -31,7 +45,7 @@ from .federation import (
 )
 
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
-SGD = {"learning_rate": 0.1, "batch_size": 4}
+SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
 NORM = tuple(name for name in network().state_dict() if name.startswith("1."))
 STEPS = ("public-key", "shares", "masked", "confirm", "reveal")
 KINDS = {
@@ -42,7 +56,7 @@ KINDS = {
 
 
 def make(kind=FedAvg, **options):
-    return kind(**OPTIONS | {"secure_aggregation": True} | options)
+    return kind(**OPTIONS | {"secure": True} | options)
 
 
 @pytest.fixture
@@ -183,11 +197,11 @@ def test_a_client_gives_one_sum_of_its_weights_in_a_round(tmp_path, monkeypatch)
     masked, strategy = remembering(tmp_path), make()
     start(strategy, Grid(masked()), rounds=2)
     assert told(strategy) == [6, 6]  # each round is another function of the data
-    key = strategy.run_key
-    monkeypatch.setattr("fedntk.strategies.core.secure_average.secrets.token_hex", lambda _: key)
+    key = strategy.secure.run_key
+    monkeypatch.setattr("fedntk.strategies.core.secure.secrets.token_hex", lambda _: key)
     again = make(min_available_nodes=5)
     start_in_vain(again, Grid(masked(), changes={0: lost}), rounds=2)
-    assert "only its owner can allow" in again.last_refusal
+    assert "only its owner can allow" in again.channel.last_refusal
     start(allowed := make(), Grid(masked(allow_repeats=True)), rounds=3)
     assert told(allowed) == [6, 6, 6]
 
@@ -195,13 +209,16 @@ def test_a_client_gives_one_sum_of_its_weights_in_a_round(tmp_path, monkeypatch)
 def test_a_round_whose_sum_clients_gave_up_is_not_counted(tmp_path, monkeypatch):
     """But one that closed after they gave their shares is, whose round is asked for again."""
     for step, accepted in (("masked", [6, 6]), ("reveal", [0, 6])):
-        closed, grid = make(secure_threshold=0.8), Lossy(remembering(tmp_path / step)())
+        closed, grid = (
+            make(secure=SecureAggregation(threshold=0.8)),
+            Lossy(remembering(tmp_path / step)()),
+        )
         grid.gone = step
         start_in_vain(closed, grid)
-        assert "4 clients are left, 5 are needed" in closed.last_refusal
-        key = closed.run_key
+        assert "4 clients are left, 5 are needed" in closed.channel.last_refusal
+        key = closed.secure.run_key
         with monkeypatch.context() as patch:
-            patch.setattr("fedntk.strategies.core.secure_average.secrets.token_hex", lambda _: key)  # noqa: B023
+            patch.setattr("fedntk.strategies.core.secure.secrets.token_hex", lambda _: key)  # noqa: B023
             start(again := make(), Grid(remembering(tmp_path / step)()), rounds=2)
         assert told(again) == accepted
 
@@ -215,11 +232,14 @@ def test_a_client_insists_on_enough_clients_and_on_masks(masked, tmp_path):
     start(make(), Grid(insisting(4)))
     few = make()
     start_in_vain(few, Grid(insisting(5)))
-    assert "opens only with 5 clients or more, got one that opens with 4 of 6" in few.last_refusal
-    start(make(secure_threshold=0.8), Grid(insisting(5)))
+    assert (
+        "opens only with 5 clients or more, got one that opens with 4 of 6"
+        in few.channel.last_refusal
+    )
+    start(make(secure=SecureAggregation(threshold=0.8)), Grid(insisting(5)))
     plain = FedAvg(**OPTIONS)
     start_in_vain(plain, Grid(masked()))
-    assert "sends only masked sums, and was asked for train" in plain.last_refusal
+    assert "sends only masked sums, and was asked for train" in plain.channel.last_refusal
     x, y = examples(9)
     for tests, accepted in (({}, 0), ({"x_test": x, "y_test": y}, 6)):
         evaluated = make(fraction_evaluate=1.0)
@@ -227,7 +247,7 @@ def test_a_client_insists_on_enough_clients_and_on_masks(masked, tmp_path):
         assert evaluated.evaluate_metrics[1]["replies-accepted"] == accepted
     start(FedAvg(**OPTIONS), Grid(masked(only_masked=False)))
     start_in_vain(unnamed := make(), Grid(masked(allow_repeats=None)))
-    assert "fedntk privacy-ledger --new PATH" in unnamed.last_refusal
+    assert "fedntk privacy-ledger --new PATH" in unnamed.channel.last_refusal
 
 
 def test_weights_that_are_not_finite_are_their_clients_error(masked):
@@ -239,7 +259,7 @@ def test_weights_that_are_not_finite_are_their_clients_error(masked):
     strategy = make()
     after = start(strategy, Grid(masked(Diverging)))
     assert bits(after) == bits(fixed_point(FedAvg(**OPTIONS), SGDClient, (3,))[0])
-    assert "lower the step size" in strategy.last_refusal
+    assert "lower the step size" in strategy.channel.last_refusal
     assert strategy.train_metrics[1]["rejected-error"] == 1
 
 
@@ -261,9 +281,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(masked, tmp_path):
 
 
 def test_strategies_that_need_each_clients_reply_refuse():
-    secret = {"secure_aggregation": True}
-    said = "secure_aggregation: expected False for CheckedStrategy, which needs what each"
-    refused(said, CheckedStrategy, FedAvg(), **secret)
-    refused("strategy: expected secure_aggregation = False, got True", CheckedStrategy, make())
-    refused("expected False for SeededFedAvg with secure_agg", make, centre_inputs=True)
-    refused("no client's weights under secure_aggregation", make, defence="median")
+    secret = {"secure": SecureAggregation()}
+    refused("unexpected keyword argument 'secure'", FromFlower, FedAvg(), **secret, error=TypeError)
+    refused("centre: expected None with secure aggregation", make, centre=CentreInputs())
+    refused("no client's weights under secure aggregation", make, screening=Screening("median"))

@@ -12,10 +12,11 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedntk.clients import SGDClient, TCTClient, received
+from fedntk.clients import LocalSGD, SGDClient, TCTClient, received
 from fedntk.clients.tct import feature_store
 from fedntk.ntk import FeatureMap
-from fedntk.strategies import TCT, SeededFedAvg
+from fedntk.ntk.payloads.compression import UNQUANTISED
+from fedntk.strategies import TCT, FeatureSums, Sampling, SeededFedAvg
 
 from .federation import (
     Contract,
@@ -33,7 +34,7 @@ from .federation import (
     start,
     with_metrics,
 )
-from .tct_problem import LINEAR, distance, features, first, make, pooled, served, solved
+from .tct_problem import LINEAR, distance, features, first, make, pooled, served
 
 CACHE = tempfile.TemporaryDirectory()  # removed when the tests end
 FLOWERS = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
@@ -45,7 +46,8 @@ def contract(once=False, **own):
     return Contract(lambda **options: TCT(network=network(), **own | options), clients, once=once)
 
 
-SHARE = {"solve": "statistics", "auto_ridge": True, "validation_share": 0.25}
+FLOAT64 = FeatureSums(bits=UNQUANTISED, validation_share=0.0, auto_ridge=False)
+SHARE = {"sums": FeatureSums(bits=UNQUANTISED, validation_share=0.25)}
 CONTRACT = {
     "TCT, stage 1": contract(bootstrap=FLOWERS),
     "TCT, stage 2": contract(normalise=False, learning_rate=0.05, local_steps=5),
@@ -124,31 +126,16 @@ def test_a_reply_that_never_came_does_not_change_c(clients):
     assert distance(after[LINEAR], expected) < 1e-4
 
 
-@pytest.mark.parametrize("keep", ["features", "nothing"])
-def test_a_client_whose_replies_are_lost_for_long_goes_on_from_its_last_c_k(
-    keep, tmp_path, monkeypatch
-):
+def test_a_client_whose_replies_are_lost_for_long_goes_on_from_its_last_c_k(clients, monkeypatch):
     """More rounds in a row than states are kept: no correction starts again."""
     monkeypatch.setattr(feature_store, "STATES", 2)
-    strategy, grid = make(normalise=False), Grid(served(tmp_path, keep=keep))
+    strategy, grid = make(normalise=False), Grid(clients)
     rounds = 2 + 3
     grid.changes = {2: in_rounds(strategy, range(3, rounds + 1), lost)}
     after = start(strategy, grid, rounds=rounds + 2)
     sampled = [range(6)] * 2 + [[0, 1, 3, 4, 5]] * (rounds - 2) + [range(6)] * 2
     assert distance(after[LINEAR], scaffold(sampled, normalise=False)) < 1e-4
     assert "rejected-lost-state" not in strategy.train_metrics[rounds + 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "bound"),
-    [({}, 5e-3), ({"bias": False}, 5e-3), ({"bits": 8}, 0.1), ({"sparsity": 0.5, "bits": 16}, 0.7)],
-)
-def test_the_server_solves_the_ridge_regression_of_the_pooled_features(clients, options, bound):
-    """Features travel in float16, 2^-11 of each feature's largest magnitude, or compressed."""
-    grid, expected = Grid(clients), solved(0.1, bias=options.get("bias", True))
-    after = start(make(solve="server", ridge=0.1, **options), grid, rounds=3)
-    assert distance(after[LINEAR], expected) < bound
-    assert [kind for kind, _ in grid.exchanges].count("train") == 1  # then it is solved
 
 
 @pytest.mark.parametrize(
@@ -161,9 +148,10 @@ def test_stage_1_is_the_bootstrap_strategy_run_by_itself(tmp_path, kind, own):
     Clients train as in section 5.1 by default: 5 epochs, batches of 64, weight decay 1e-5.
     """
     options = {"fraction_evaluate": 0.0, "min_available_nodes": 6} | own
-    sgd = {"local_epochs": 5, "batch_size": 64, "learning_rate": 0.01, "weight_decay": 1e-5}
+    sgd = LocalSGD(epochs=5, batch_size=64, learning_rate=0.01, weight_decay=1e-5)
+    assert make(3, bootstrap=kind(**options)).min_available_nodes == 6
     for rounds in (1, 2):
-        expected = start(kind(**options), InOrder(app(SGDClient, **sgd)), rounds)
+        expected = start(kind(**options), InOrder(app(SGDClient, sgd=sgd)), rounds)
         strategy = make(bootstrap=kind(**options), bootstrap_rounds=2)
         after = start(strategy, Grid(app(TCTClient, cache=tmp_path)), rounds)
         for key, tensor in network().state_dict().items():
@@ -174,11 +162,7 @@ def test_stage_1_is_the_bootstrap_strategy_run_by_itself(tmp_path, kind, own):
                 assert not exact or (after[key] == expected[key]).all()
 
 
-def test_what_stage_1_or_2_could_not_begin_with_is_refused(clients):
-    bootstrap = FedAvg(fraction_evaluate=0.0, min_available_nodes=6)
-    strategy = make(bootstrap=bootstrap, fraction_train=0.5, min_train_nodes=3)
-    with pytest.raises(ValueError, match="waits for min_available_nodes = 6, and 3 nodes"):
-        start(strategy, Grid(clients))
+def test_other_arrays_than_those_of_the_network_are_refused(clients):
     with pytest.raises(ValueError, match="initial_arrays: not those of the network"):
         start(make(), Grid(clients), 1, nn.Linear(4, 3))
 
@@ -214,7 +198,6 @@ def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, stage
         ({"normalise": False}, damaged(0, lambda a: np.full_like(a, 3e38)), "scale", 2),  # c, too
         ({}, damaged(0, lambda a: (a + 1) * 1e30), "scale", 1),
         ({}, damaged(1, lambda a: -np.abs(a) - 1), "range", 1),
-        ({"solve": "server"}, damaged(1, lambda a: (a + 1) * 1e30), "scale", 1),  # features' scale
     ],
 )
 def test_what_is_far_beyond_the_others_is_dropped(clients, options, change, reason, rounds):
@@ -257,16 +240,6 @@ def test_what_clients_say_of_their_examples_gives_no_more_weight(clients):
     after = start(strategy, grid, rounds=4)
     assert strategy.train_metrics[3]["replies-accepted"] == 6
     assert bits(after) == bits(start(make(), Grid(clients), rounds=4))
-
-
-def test_more_examples_than_can_be_solved_for_are_left_out(clients, monkeypatch):
-    """24 n^2 bytes: 9 + 8 + 7 + 6 + 5 = 35 examples take 29,400, client 5's 10 more 48,600."""
-    monkeypatch.setattr("fedntk.strategies.tct.phases.available_memory", lambda: 30_000)
-    strategy = make(solve="server")
-    start(strategy, Grid(clients))
-    metrics = strategy.train_metrics[1]
-    assert (metrics["rejected-too-large"], metrics["replies-accepted"]) == (1, 5)
-    assert (strategy.phase, strategy.linear_rounds) == (None, 1)
 
 
 def test_divergence_is_reported_and_is_the_loops_own_until_it_overflows(clients):
@@ -337,9 +310,9 @@ def test_a_users_own_evaluation_is_given_a_module_in_every_round(clients, tmp_pa
 @pytest.mark.parametrize(
     ("options", "done"),
     [
-        ({"fraction_train": 0.5, "min_train_nodes": 3, "seed": 4}, 1),
-        ({"fraction_train": 0.5, "min_train_nodes": 3, "seed": 4}, 3),
-        ({"solve": "statistics", "balanced": True}, 2),
+        ({"fraction_train": 0.5, "min_train_nodes": 3, "sampling": Sampling(seed=4)}, 1),
+        ({"fraction_train": 0.5, "min_train_nodes": 3, "sampling": Sampling(seed=4)}, 3),
+        ({"sums": FLOAT64, "balanced": True}, 2),
     ],
 )
 def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(clients, tmp_path, options, done):
@@ -356,10 +329,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(clients, tmp_path, opti
     assert run(4, "cut", node_ids=[9, 8, 7, 6, 5, 4]) == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "options"),
-    [(failed, {}), (lost, {"solve": "server"}), (lost, {"solve": "statistics"})],
-)
+@pytest.mark.parametrize(("change", "options"), [(failed, {}), (lost, {"sums": FLOAT64})])
 def test_a_round_without_enough_answers_is_tried_again(clients, change, options):
     strategy, grid = make(min_completed=6, **options), Grid(clients)
     grid.changes = {2: in_rounds(strategy, [1], change)}

@@ -9,25 +9,28 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Array, ArrayRecord
 
-from fedntk.clients import NamedArrays, TCTClient
+from fedntk.clients import MaskedSums, NamedArrays, TCTClient
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.options import read_task
 from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.strategies import SecureAggregation
 from fedntk.trust import KeyServer, ParcelKeys, new_key, public_bytes
 
 from .federation import Grid, app, bits, examples, lost, network, owned, start, start_in_vain
 from .tct_problem import FIXED, LINEAR, held, served, sums
+from .tct_problem import make as local
 
 STEPS = ("public-key", "shares", "masked", "confirm", "reveal")
 
 
 def make(clients=6, **options):
-    return sums(clients, **{"secure_aggregation": True} | FIXED | options)
+    return sums(clients, **{"secure": SecureAggregation()} | FIXED | options)
 
 
 def step_of(config):
-    return getattr(ConvexTask.of_message(config), "step", None)
+    return getattr(read_task(ConvexTask, config), "step", None)
 
 
 def acting(step, change, *partitions, only_round=0):
@@ -55,7 +58,7 @@ def clients(tmp_path):
 def without(*partitions):
     with tempfile.TemporaryDirectory() as cache:
         grid = Grid(served(Path(cache)), changes=dict.fromkeys(partitions, lost))
-        return bits(start(make(secure_aggregation=False), grid))
+        return bits(start(make(secure=None), grid))
 
 
 @pytest.mark.parametrize("step", ["", *STEPS])
@@ -70,7 +73,7 @@ def test_the_model_is_that_of_plain_sums_of_those_who_stayed_to_the_bit(clients,
 
 @pytest.mark.parametrize("step", ["masked", "reveal"])
 def test_with_too_few_left_the_sum_stays_closed_and_the_next_round_begins_anew(clients, step):
-    strategy = make(secure_threshold=0.8)  # five of six
+    strategy = make(secure=SecureAggregation(threshold=0.8))  # five of six
     found = start(strategy, Grid(clients(acting(step, gone, 1, 4, only_round=1))), rounds=2)
     assert bits(found) == without()
     assert "ridge" not in strategy.train_metrics[1]
@@ -158,7 +161,7 @@ def test_givers_of_false_shares_are_named_and_the_sum_opens(clients):
     metrics = strategy.train_metrics[1]
     assert metrics["replies-accepted"] == 6
     assert metrics["rejected-false-shares"] == 2
-    assert "false-shares: of clients [0, 1, 2, 3, 4, 5], or" in strategy.last_refusal
+    assert "false-shares: of clients [0, 1, 2, 3, 4, 5], or" in strategy.channel.last_refusal
 
 
 @pytest.mark.parametrize("record", ["network", "steps"])
@@ -182,7 +185,11 @@ def test_a_client_that_was_asked_about_other_features_keeps_the_sum_closed(clien
 def with_keys(cache, keys):
     """Clients, some of which have key pairs that are not drawn for the run."""
     make = functools.partial(TCTClient, cache=cache)
-    return app(lambda *of, seed: make(*of, seed=seed, parcel_keys=keys.get(seed[1])))
+    return app(
+        lambda *of, seed: make(
+            *of, seed=seed, secure=MaskedSums(cache=cache, parcel_keys=keys.get(seed[1]))
+        )
+    )
 
 
 def test_a_copied_public_key_leaves_out_those_who_sent_it(tmp_path):
@@ -195,7 +202,10 @@ def test_vouched_keys_give_the_same_sum_and_one_of_the_servers_own_none(tmp_path
     server = KeyServer(bytes(32), list(map(public_bytes, keys)), Ed25519PrivateKey.generate())
     own = {k: ParcelKeys(key, "a run", server.verify_key) for k, key in enumerate(keys)}
     federation = with_keys(tmp_path, own)
-    assert bits(start(make(vouching=server, run="a run"), Grid(federation))) == without()
+    assert (
+        bits(start(make(secure=SecureAggregation(vouching=server), run="a run"), Grid(federation)))
+        == without()
+    )
 
     class Lying:
         """Has a key of its own passed off as a client's, with that client's voucher."""
@@ -203,7 +213,7 @@ def test_vouched_keys_give_the_same_sum_and_one_of_the_servers_own_none(tmp_path
         def voucher(self, public_key, run):
             return server.voucher(public_key, "another run")
 
-    start_in_vain(make(vouching=Lying(), run="a run"), Grid(federation))
+    start_in_vain(make(secure=SecureAggregation(vouching=Lying()), run="a run"), Grid(federation))
 
 
 def test_a_client_gives_one_sum_of_its_data_and_insists_on_enough_clients(tmp_path):
@@ -211,28 +221,38 @@ def test_a_client_gives_one_sum_of_its_data_and_insists_on_enough_clients(tmp_pa
 
     def owners(**limits):
         def made(*of, seed, **options):
-            return TCTClient(*of, seed=seed, privacy=owned(tmp_path, seed[1], **limits), **options)
+            return TCTClient(
+                *of,
+                seed=seed,
+                secure=MaskedSums(cache=tmp_path, privacy=owned(tmp_path, seed[1], **limits)),
+                **options,
+            )
 
         return served(tmp_path, made)
 
     few = make()
     start_in_vain(few, Grid(owners(fewest_clients=5)))
-    assert "opens only with 5 clients or more, got one that opens with 4 of 6" in few.last_refusal
+    assert (
+        "opens only with 5 clients or more, got one that opens with 4 of 6"
+        in few.channel.last_refusal
+    )
     few_bits = make()
     start_in_vain(few_bits, Grid(owners(most_bits=7)))
-    assert "most_bits: this client's owner allows 7, and the server asks" in few_bits.last_refusal
+    assert (
+        "most_bits: this client's owner allows 7, and the server asks"
+        in few_bits.channel.last_refusal
+    )
     start(make(), Grid(owners()))
     again = make(num_features=11)
     start_in_vain(again, Grid(owners()))
-    assert "only its owner can allow" in again.last_refusal
+    assert "only its owner can allow" in again.channel.last_refusal
 
 
 def test_a_client_that_only_masks_refuses_what_is_not_masked(clients):
-    app = clients(only_masked=True, allow_repeats=True)
+    app = clients(secure=MaskedSums(only_masked=True, allow_repeats=True))
     assert bits(start(make(), Grid(app))) == without()
-    ways = [{}, {"solve": "server"}, {"solve": "clients"}]
-    for way in [*ways, {"solve": "clients", "normalise": False}]:
-        assert not start_in_vain(sums(**way), Grid(app))[LINEAR].any()
+    for strategy in (sums(), local(), local(normalise=False)):
+        assert not start_in_vain(strategy, Grid(app))[LINEAR].any()
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -243,5 +263,5 @@ def test_a_client_that_only_masks_evaluates_no_linear_model_on_what_its_sums_are
     x, y = examples(7)
     own = {"x_test": x, "y_test": y} if held_out else {}
     strategy = make(fraction_evaluate=1.0)
-    start(strategy, Grid(clients(only_masked=True, allow_repeats=True, **own)))
+    start(strategy, Grid(clients(secure=MaskedSums(only_masked=True, allow_repeats=True), **own)))
     assert ("accuracy" in strategy.evaluate_metrics.get(1, {})) == held_out

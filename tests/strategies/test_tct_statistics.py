@@ -12,7 +12,7 @@ from fedntk.clients.core.disk_store import example_digests
 from fedntk.ntk import NotEnoughMemory, one_hot
 from fedntk.ntk.convex.pooled_statistics import class_weights
 from fedntk.ntk.payloads.split_statistics import draw_held_out
-from fedntk.strategies import NoUsableReply, SeededFedAvg
+from fedntk.strategies import KeptSums, NoUsableReply, Sampling, SecureAggregation, SeededFedAvg
 
 from ..conftest import refused
 from .federation import (
@@ -50,7 +50,7 @@ def test_the_sums_give_the_solution_of_the_pooled_rows(clients, options, toleran
     assert distance(after[LINEAR], solved(**options)) < tolerance
     assert strategy.normalise or (after["tct.scale"] == 1).all()
     assert [kind for kind, _ in grid.exchanges].count("train") == 1  # then it is solved
-    assert (strategy.train_metrics[1]["ridge"], strategy.phase) == (1e-2, None)
+    assert (strategy.train_metrics[1]["ridge"], strategy.stage) == (1e-2, "solved")
 
 
 def regrouped(groups, cache):
@@ -151,7 +151,7 @@ def test_a_network_that_diverged_leaves_the_model(clients):
     """On the server, which computes features of its own for fixed-point numbers, and on clients."""
     broken = network()
     nn.init.constant_(broken[0].weight, torch.nan)
-    for options in (FIXED, FIXED | {"secure_aggregation": True}, {}):
+    for options in (FIXED, FIXED | {"secure": SecureAggregation()}, {}):
         with pytest.raises(NoUsableReply):
             start(sums(**options), Grid(clients), 1, broken)
 
@@ -168,9 +168,9 @@ def raw(arrays):
                                      SHARE | FIXED])  # fmt: skip
 def test_it_is_to_the_bit_the_model_of_a_run_that_never_had_them(clients, tmp_path, options):
     """Float64 adds up in the order of the clients, whatever that of nodes and replies."""
-    strategy = sums(keep_sums=tmp_path / "sums", **options)
+    strategy = sums(storage=KeptSums(tmp_path / "sums"), **options)
     arrays = started(strategy, Grid(clients, node_ids=[90, 12, 55, 7, 31, 68], order=1))
-    expected = started(sums(held_out=[5, 0], **options), Grid(clients))
+    expected = started(sums(sampling=Sampling(held_out=[5, 0]), **options), Grid(clients))
     found = strategy.without([5, 0], arrays)
     assert raw(found) == raw(expected)
     assert raw(found)[LINEAR] != raw(arrays)[LINEAR]
@@ -178,26 +178,27 @@ def test_it_is_to_the_bit_the_model_of_a_run_that_never_had_them(clients, tmp_pa
 
 
 def test_a_client_whose_reply_never_came_is_not_in_the_model(clients, tmp_path):
-    strategy = sums(keep_sums=tmp_path / "sums", **FIXED)
+    strategy = sums(storage=KeptSums(tmp_path / "sums"), **FIXED)
     arrays = started(strategy, Grid(clients, changes={2: lost}))
     refused(r"clients: expected some of .* 0, 1, 3, 4, 5, got 2", strategy.without, [2], arrays)
-    expected = started(sums(held_out=[2, 4], **FIXED), Grid(clients))
+    expected = started(sums(sampling=Sampling(held_out=[2, 4]), **FIXED), Grid(clients))
     assert raw(strategy.without([4], arrays)) == raw(expected)
 
 
 def test_a_network_that_was_trained_stays_as_it_is(clients, tmp_path):
     """Stage 1 has seen the client."""
     options = {"bootstrap": SeededFedAvg(), "bootstrap_rounds": 1, **FIXED}
-    strategy = sums(keep_sums=tmp_path / "sums", **options)
+    strategy = sums(storage=KeptSums(tmp_path / "sums"), **options)
     arrays = started(strategy, Grid(clients), rounds=3)
     trained = {name: arrays[name].numpy() for name in network().state_dict()}
-    expected = started(sums(held_out=[1], **FIXED), Grid(clients), 1, loaded(trained))
+    expected = started(
+        sums(sampling=Sampling(held_out=[1]), **FIXED), Grid(clients), 1, loaded(trained)
+    )
     assert raw(strategy.without([1], arrays)) == raw(expected)
 
 
 def test_each_run_keeps_its_own_and_one_that_was_cut_off_finds_them_again(clients, tmp_path):
-    options = {"keep_sums": tmp_path / "sums", **FIXED}
-    first, again = sums(**options), sums(**options)
+    first, again = (sums(storage=KeptSums(tmp_path / "sums"), **FIXED) for _ in range(2))
     before = started(first, Grid(clients), 1, checkpoint=tmp_path / "cut")
     expected = raw(first.without([4], before))
     assert expected == raw(first.without([4], started(first, Grid(clients))))
@@ -207,22 +208,22 @@ def test_each_run_keeps_its_own_and_one_that_was_cut_off_finds_them_again(client
 
 
 def test_what_was_forgotten_or_damaged_is_gone_and_has_to_be_named_from_then_on(clients, tmp_path):
-    strategy = sums(keep_sums=tmp_path / "sums")
+    strategy = sums(storage=KeptSums(tmp_path / "sums"))
     arrays = started(strategy, Grid(clients))
-    strategy.forget_kept([3])
+    strategy.storage.forget([3])
     refused(r"those of client 3 are not in .* take that client out", strategy.without, [1], arrays)
-    (path,) = tmp_path.glob("sums/*/client-4/*.safetensors")
+    (path,) = tmp_path.glob("sums/*/client-4.safetensors")
     content = bytearray(path.read_bytes())
     content[-40] ^= 1
     path.write_bytes(content)
     refused(r"those of client 4 are not in .* or are damaged", strategy.without, [1, 3], arrays)
-    expected = started(sums(held_out=[1, 3, 4]), Grid(clients))
+    expected = started(sums(sampling=Sampling(held_out=[1, 3, 4])), Grid(clients))
     assert raw(strategy.without([1, 3, 4], arrays)) == raw(expected)
 
 
 def test_what_cannot_be_solved_again_or_would_not_fit_is_refused(clients, tmp_path, monkeypatch):
-    strategy, arrays = sums(keep_sums=tmp_path / "sums"), started(sums(), Grid(clients))
+    strategy, arrays = sums(storage=KeptSums(tmp_path / "sums")), started(sums(), Grid(clients))
     refused(r"no sums were kept .* the round of sums", strategy.without, [1], arrays)
     monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda _: 2000)
-    with pytest.raises(NotEnoughMemory, match=r"pooled-statistics of 12 features from 6 clients"):
+    with pytest.raises(NotEnoughMemory, match=r"sums of 12 features from 6 clients"):
         start(sums(), Grid(clients))

@@ -5,14 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord
 
-from fedntk.clients import PersonalisedClient, SGDClient, WeightedFedAvgClient
+from fedntk.clients import LocalSGD, PersonalisedClient, SGDClient, WeightedFedAvgClient
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.averages import mixtures
 from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.ntk.similarity import cosine_similarities, similarity_weights
-from fedntk.strategies import FedBN, LocalTraining, SeededFedAvg, WeightedFedAvg
+from fedntk.strategies import (
+    FedBN,
+    LocalTraining,
+    Sampling,
+    Screening,
+    SeededFedAvg,
+    WeightedFedAvg,
+)
 from fedntk.strategies.personal.client_models import ClientModels
 
 from .federation import (
@@ -30,10 +36,10 @@ from .federation import (
     start,
 )
 
-LOCAL = {"learning_rate": 0.1, "batch_size": 4}
+LOCAL = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
 CLIENTS = app(WeightedFedAvgClient, **LOCAL)
 ALL = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
-HALF = ALL | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 1}
+HALF = ALL | {"fraction_train": 0.5, "min_train_nodes": 3, "sampling": Sampling(seed=1)}
 weighted = partial(WeightedFedAvg, network=network())
 OVER_ALL = {"over": "all", "similarity": "entk", "temperature": 0.1, "by_examples": True}
 CONTRACT = {
@@ -113,11 +119,11 @@ def test_a_client_is_sent_the_mixture_of_its_last_round_or_of_what_all_last_sent
 def test_clients_are_told_the_tangent_features_and_those_of_the_same_classes_mixed_most():
     """Clients k and k + 3 have the same two classes, and a third client at most one of them."""
     strategy = weighted(similarity="entk", temperature=0.1, num_features=20, **ALL)
-    start(strategy, Grid(CLIENTS))
+    start(strategy, grid := Grid(CLIENTS))
     weights = strategy.mixing.weights - np.eye(6)
     assert [int(np.argmax(row)) for row in weights] == [3, 4, 5, 0, 1, 2]
-    strategy.prepare_config(config := ConfigRecord(), 1)
-    assert FeatureMap.from_config(config) == FeatureMap("entk", 20)
+    for _, message in [one for one in grid.seen if one[0] == "down"]:
+        assert FeatureMap.from_config(message.content["config"]) == FeatureMap("entk", 20)
 
 
 @pytest.mark.parametrize("personal", [False, True])
@@ -182,11 +188,11 @@ def test_a_bad_upload_is_dropped_and_changes_nothing_for_the_others(change, reas
 
 def test_a_reply_is_an_outlier_by_its_distance_from_what_its_client_was_sent():
     """Client 0's model has 40 more in each logit, which changes no probability or gradient."""
-    strategy, again = (weighted(outlier_factor=20, **ALL) for _ in range(2))
+    strategy, again = (weighted(screening=Screening(outlier_factor=20), **ALL) for _ in range(2))
     start(strategy, Grid(CLIENTS))
     own = dict(strategy.model_of(0))
     again.load_state_dict(
-        strategy.state_dict() | {"_models.0.3.bias": own["3.bias"] + np.float32(40)}
+        strategy.state_dict() | {"models.0.3.bias": own["3.bias"] + np.float32(40)}
     )
     grid = Grid(CLIENTS)
     again.start(grid, as_record(own), num_rounds=2)

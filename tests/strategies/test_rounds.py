@@ -1,0 +1,193 @@
+"""Rounds as generators: what drives them, what is left of them, and what is said of wrong ones."""
+
+import copy
+import pickle
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAdam, FedAvgM
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+
+from fedntk.clients import FedEnsembleClient, LocalSGD, SGDClient
+from fedntk.strategies import FedEnsemble, FromFlower, SeededFedAvg, Strategy, Update
+
+from .federation import NUM_CLIENTS, Grid, app, arrays_of, bits, failed, first_model, network, start
+from .test_contract import FEWER, STRATEGIES, frozen, richest
+
+ALL = {"min_available_nodes": NUM_CLIENTS, "fraction_evaluate": 0.0}
+SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
+CLIENTS = app(SGDClient, **SGD)
+ENSEMBLE = app(lambda *of, **more: FedEnsembleClient(SGDClient(*of, **more)), **SGD)
+
+
+def initial(strategy):
+    return ArrayRecord(dict(first_model(strategy).state_dict()))
+
+
+@richest(lambda _: True)
+def test_after_a_run_a_strategy_is_copied_with_its_state(name):
+    """It holds no grid and no round; the copy goes on to the bits of the strategy itself."""
+    make, clients = STRATEGIES[name]
+    strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=FEWER, min_available_nodes=FEWER)
+    after = start(strategy, Grid(clients, num_clients=FEWER))
+    assert strategy.channel.grid is None
+    again = copy.deepcopy(strategy)
+    assert frozen(again) == frozen(strategy)
+    assert bits(start(again, Grid(clients, num_clients=FEWER))) == bits(after)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "clients"),
+    [
+        (SeededFedAvg(**ALL), CLIENTS),
+        (FromFlower(FedAvgM(server_momentum=0.5), **ALL), CLIENTS),
+        (FedEnsemble(inner=FedAdam, num_models=2, **ALL), ENSEMBLE),
+    ],
+)
+def test_after_a_run_a_strategy_is_pickled_with_its_state(strategy, clients):
+    after = start(strategy, Grid(clients), rounds=2)
+    again = pickle.loads(pickle.dumps(strategy))  # noqa: S301 - our own
+    assert frozen(again) == frozen(strategy)
+    assert bits(start(again, Grid(clients), rounds=2)) == bits(after)
+
+
+@richest(lambda _: True)
+def test_flowers_own_start_drives_the_rounds_to_the_same_bits(name):
+    make, clients = STRATEGIES[name]
+    options = {"fraction_evaluate": 1.0, "min_evaluate_nodes": FEWER, "min_available_nodes": FEWER}
+    ours, theirs = make(**options), make(**options)
+    expected = ours.start(Grid(clients, num_clients=FEWER), initial(ours), num_rounds=2)
+    arrays = theirs.begin(initial(theirs), 2, 0)
+    theirs.last_round = 2
+    result = FlowerStrategy.start(theirs, Grid(clients, num_clients=FEWER), arrays, num_rounds=2)
+    assert bits(arrays_of(result.arrays)) == bits(arrays_of(expected.arrays))
+    for history in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
+        own, other = getattr(expected, history), getattr(result, history)
+        assert {k: dict(v) for k, v in own.items()} == {k: dict(v) for k, v in other.items()}
+
+
+def test_flowers_wrapper_for_privacy_drives_a_strategy_of_ours():
+    """Without clipping or noise the result is the strategy's, up to the rounding of clipping."""
+    expected = start(SeededFedAvg(**ALL), Grid(CLIENTS), rounds=2)
+    wrapped = DifferentialPrivacyServerSideFixedClipping(
+        SeededFedAvg(**ALL), noise_multiplier=0.0, clipping_norm=1e9, num_sampled_clients=6
+    )
+    after = start(wrapped, Grid(CLIENTS), rounds=2)
+    for key, array in expected.items():
+        assert after[key] == pytest.approx(array, rel=1e-5, abs=1e-6)
+
+
+class Bare(SeededFedAvg):
+    """Uses what it should have waited for."""
+
+    def train_round(self, r):
+        uploads = r.ask(r.weights)
+        yield from ()
+        uploads = self.screening.drop_outliers(uploads, r.model)
+        return Update(uploads)
+
+
+class Counted(Bare):
+    """Does so in another place."""
+
+    def train_round(self, r):
+        uploads = r.ask(r.weights)
+        yield from ()
+        return Update(uploads if self.enough(uploads) else None)
+
+
+class Returned(Bare):
+    """Returns it."""
+
+    def train_round(self, r):
+        yield from ()
+        return Update(r.ask(r.weights))
+
+
+class Handed(SeededFedAvg):
+    """Hands on a round in place of an exchange."""
+
+    def train_round(self, r):
+        uploads = yield r.ask(r.weights)
+        return Update(uploads)
+
+
+class Plain(SeededFedAvg):
+    """Asks nobody, and is no generator."""
+
+    def train_round(self, r):
+        return Update(r.ask(r.weights))
+
+
+@pytest.mark.parametrize("kind", [Bare, Counted, Returned, Handed, Plain])
+def test_a_round_without_yield_from_says_what_to_write(kind):
+    with pytest.raises(TypeError, match=r"uploads = yield from r\.ask\(\.\.\.\)"):
+        start(kind(**ALL), Grid(CLIENTS))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_round_that_raises_leaves_the_strategy_usable(at):
+    """Before its first exchange, or after it; for training and for evaluation."""
+
+    class Failing(SeededFedAvg):
+        fails = False
+
+        def train_round(self, r):
+            if self.fails and not at:
+                raise ConnectionError
+            update = yield from SeededFedAvg.train_round(self, r)
+            if self.fails:
+                raise ConnectionError
+            return update
+
+    strategy = Failing(**ALL)
+    expected = start(strategy, Grid(CLIENTS), rounds=2)
+    strategy.fails = True
+    with pytest.raises(ConnectionError):
+        start(strategy, Grid(CLIENTS), rounds=2)
+    copy.deepcopy(strategy)
+    strategy.fails = False
+    assert bits(start(strategy, Grid(CLIENTS), rounds=2)) == bits(expected)
+
+
+def test_over_flowers_hooks_a_round_that_was_not_finished_is_forgotten():
+    strategy, grid = SeededFedAvg(**ALL), Grid(CLIENTS)
+    strategy.configure_train(1, initial(strategy), ConfigRecord(), grid)
+    expected = start(SeededFedAvg(**ALL), Grid(CLIENTS))
+    assert bits(start(strategy, grid)) == bits(expected)
+    assert strategy.aggregate_train(2, []) == (None, None)
+
+
+class Anonymous(Grid):
+    """Gives messages no ids."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = super().send_and_receive(messages, timeout=timeout)
+        for message in [*messages, *replies]:
+            vars(message.metadata)["_message_id"] = ""
+        return replies
+
+
+def test_on_a_grid_without_message_ids_replies_count_by_node():
+    changes = {1: failed, 2: lambda reply: [reply, reply]}
+    plain, bare = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
+    expected = start(plain, Grid(CLIENTS, changes=changes), rounds=2)
+    assert bits(start(bare, Anonymous(CLIENTS, changes=changes), rounds=2)) == bits(expected)
+    metrics = bare.train_metrics[2]
+    assert (metrics["rejected-error"], metrics["rejected-duplicate"]) == (1, 1)
+
+
+def test_a_round_that_asks_nobody_goes_on_to_the_next():
+    class Every(Strategy):
+        """Trains in each second round."""
+
+        def train_round(self, r):
+            if r.number % 2 == 0:
+                return Update(None)
+            uploads = yield from r.ask(r.weights)
+            return Update(uploads, r.arrays)
+
+    strategy = Every(**ALL)
+    start(strategy, grid := Grid(CLIENTS), rounds=3, model=network())
+    assert sorted(strategy.train_metrics) == [1, 3]
+    assert grid.exchanges == [("train", NUM_CLIENTS)] * 2
