@@ -80,7 +80,6 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        importlib.import_module("fedntk.ntk")  # before torch: how its threads wait
         with warnings.catch_warnings():  # of progress bars that Jupyter cannot show
             warnings.filterwarnings("ignore", "IProgress not found")
             return getattr(importlib.import_module(f".{home}", __name__), name)

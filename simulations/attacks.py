@@ -95,7 +95,7 @@ def is_named(name: str, key: str) -> bool:
 
 ATTACKS: Mapping[str, Attack] = {
     "none": Attack(),
-    "absent": Attack(),  # never asked to train: what a defence that knew the liars would leave
+    "absent": Attack(),  # never asked to train: what a screening that knew the liars would leave
     "label-shift": Attack(_shift_labels),
     "label-flip": Attack(_rename_class),
     "random-labels": Attack(

@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
-from fedntk.ntk.options import STATE, key_of
+from fedntk.ntk.options import STATE, Declared, key_of
 from fedntk.strategies.core.averaging import named_arrays
 
 from .config.config import Config
@@ -86,7 +86,11 @@ def _shared_by(*kinds: type) -> dict[str, Any]:
     for kind in {kind: None for own in kinds for kind in own.__mro__}:
         if kind.__module__.partition(".")[0] not in ("builtins", "fedntk", "flwr"):
             module = vars(sys.modules[kind.__module__]).items()
-            values = {f"{kind.__name__}.{name}": value for name, value in vars(kind).items()}
+            values = {
+                f"{kind.__name__}.{name}": value
+                for name, value in vars(kind).items()
+                if name not in vars(Declared)  # such as the list of its options
+            }
             values |= {name: value for name, value in module if isinstance(value, DATA)}
             found |= {n: _plain(own, {}) for n, own in values.items() if "__" not in n}
     return found
@@ -218,7 +222,7 @@ class Contract:
                 raise ValueError(f"{self.config.settings} became {found.settings}")
 
     def arrays_keep_names_dtypes_and_shapes(self) -> None:
-        """Return cast_like(new, named_arrays(self.global_arrays)), of strategies.core.averaging."""
+        """Return Update(uploads, cast_like(new, r.model)), of strategies.core.averaging."""
         kinds = [
             [f"{name} ({array.dtype}, {tuple(array.shape)})" for name, array in arrays.items()]
             for arrays in (self.first, self.after)
@@ -233,7 +237,7 @@ class Contract:
             raise ValueError(f"in round {self.config.rounds} differ: {', '.join(self._varying)}")
 
     def the_order_of_replies_changes_no_bit(self) -> None:
-        """Take the replies as accept_weights or accepted returns them: sorted by client."""
+        """Take the replies as r.ask returns them: sorted by client."""
         for order in range(3):
             self._require_same(order=order)
 
@@ -255,7 +259,7 @@ class Contract:
             raise ValueError(f"in round {self.config.rounds} differ: {', '.join(differing)}")
 
     def no_reply_of_a_client_ends_a_run(self) -> None:
-        """Use only what accept_weights or accepted returns; a bad reply is a BadReply of parse."""
+        """Use only what r.ask returns, and end if not self.enough; its parse raises BadReply."""
         usable: list[Change] = [lambda reply: [reply], lambda _: []]
         expected = [self._run(change=change)[1] for change in usable]
         for kind, change in HOSTILE.items():

@@ -342,8 +342,8 @@ def unlearn_command(
 ) -> None:
     """Take clients out of what a run learned, as if they had never taken part; no round is run.
 
-    For models that are solved from sums that the run has kept: tct with tct.solve = statistics and
-    tct.keep-sums = true. A network that these clients helped to train stays. Accuracies are of the
+    For models that are solved from sums that the run has kept: tct with tct.sums and
+    tct.storage = true. A network that these clients helped to train stays. Accuracies are of the
     test set.
 
     [b]Examples[/]
@@ -367,7 +367,7 @@ def ledger_command(
 ) -> None:
     """Show each client's part in what a run learned from sums, the most harmful first.
 
-    For runs of one-exchange with one-exchange.keep-sums = true and validation-examples. Writes
+    For runs of one-exchange with one-exchange.storage = true and validation-examples. Writes
     ledger.parquet, with all clients, and ledger.png into the run's folder.
 
     [b]Examples[/]

@@ -162,7 +162,7 @@ class ScatteringNetwork(nn.Sequential):
     def __init__(self, input_shape: InputShape, num_classes: int) -> None:
         channels, *size = _image(input_shape, "scattering", at_least=8)
         scattering = Scattering(size)
-        width = channels * scattering.num_channels * math.prod(scattering.kept)
+        width = channels * scattering.num_channels * math.prod(scattering.map_size)
         super().__init__(scattering, LogStandardise(), nn.Linear(width, num_classes))
 
 
@@ -275,13 +275,13 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(config.seed)
             model = _by_name(config, input_shape, num_classes)
-            probe = torch.full((1, *input_shape), -1.5 * config.centre_inputs)
+            probe = torch.full((1, *input_shape), -1.5 * (config.centre is not None))
             with torch.enable_grad():
                 outputs = model.eval()(probe)
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's factory or network raises
-        centred = ", centred by centre-inputs" * config.centre_inputs
+        centred = "" if config.centre is None else ", centred by centre"
         raise ConfigError(
             f"model = {config.model}: fails for examples of shape {input_shape}{centred}: "
             f"{first_line(error)}"
@@ -301,7 +301,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         weights = {name: torch.from_numpy(array) for name, array in drawn.items()}
         model.load_state_dict(weights, strict=False)
     if config.weights:
-        _load_weights(model, Path(config.weights), centred=config.centre_inputs)
+        _load_weights(model, Path(config.weights), centred=config.centre is not None)
     if shape != (1, num_classes):
         raise ConfigError(
             f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
@@ -319,7 +319,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         with naming("random-features", ValueError):
             model = expansions[config.expand](model, num_features, config.seed)
     model = config.chosen_method.adapt(model, config)
-    return CentredInputs(model, input_shape) if config.centre_inputs else model
+    return model if config.centre is None else CentredInputs(model, input_shape)
 
 
 def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
@@ -331,7 +331,7 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
         if not centred:
             raise ConfigError(
                 f"weights = {path}: of a network for inputs with their mean taken off; set "
-                "centre-inputs = true, or give weights of a run without it"
+                "centre = true, or give weights of a run without it"
             )
         tensors = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
     for name, own in first.items():  # a file may hold an array under one of its names

@@ -7,6 +7,8 @@ import numpy as np
 
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.strategies.core.kept_sums import require_storage
+from fedntk.strategies.core.ledger import clients_sums
 
 from ..config.settings import ConfigError
 from ..errors import naming, place_in
@@ -21,7 +23,7 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
     """Return each client's part in what a run learned from sums, a row each, the worst first.
 
     Losses are half the mean squared error, and accuracies shares, on the run's validation-examples.
-    It needs the settings keep-sums and validation-examples, and takes one solution for each client.
+    It needs the settings storage and validation-examples, and takes one solution for each client.
 
     Parameters
     ----------
@@ -53,22 +55,26 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
     """
     import pandas as pd
 
-    run, checkpoint, setup, strategy = load_strategy(run, "ledger", trust)
+    run, checkpoint, setup, strategy = load_strategy(run, "client_ledger", trust)
     labels = setup.data.inputs.classes
     with naming(str(run.folder), ValueError, ArithmeticError, NotEnoughMemory):
-        strategy.validation = strategy.validation or setup.data.train(setup.split.validation)
-        if not len(strategy.validation[1]):
+        sums_options = strategy.sums
+        if sums_options.validation is None:
+            sums_options.validation = setup.data.train(setup.split.validation)
+        if not len(sums_options.validation[1]):
             raise ConfigError("ledger: harm is judged on validation-examples, got 0 of them")
-        clients = strategy.kept_clients(list(strategy.kept_without((), strategy.removed)))
-        made, examples = strategy.ledger(checkpoint.arrays, strategy.ridge_used)
-        total = FeatureStatistics.join(clients[client] for client in strategy.summed)
+        storage = require_storage(strategy.storage)
+        removed = () if strategy.ledger is None else strategy.ledger.removed
+        clients = clients_sums(storage, list(storage.without((), removed)))
+        made, examples = strategy.client_ledger(checkpoint.arrays, strategy.ridge_used)
+        total = FeatureStatistics.join(clients[client] for client in storage.summed)
         rows = []
-        for client, own, *models in made.parts(total, clients, strategy.removed):
+        for client, sums, *models in made.parts(total, clients, removed):
             hits = (examples.rows.double() @ models[1]).argmax(1) == examples.labels
-            losses, removed = map(made.validation.loss, models), client in strategy.removed
+            losses, is_removed = map(made.validation.loss, models), client in removed
             mean = float(hits.double().mean())
-            start, weight = (client, own.num_examples, removed), examples.weight_score(own)
-            rows.append((*start, *losses, mean, weight, *own.counts.tolist()))
+            start, weight = (client, sums.num_examples, is_removed), examples.weight_score(sums)
+            rows.append((*start, *losses, mean, weight, *sums.counts.tolist()))
         classes = [f"class-{label}" for label in labels]
         names = ["client", "examples", "removed", "loss-with", "loss-without", "accuracy-without"]
         table = pd.DataFrame(rows, columns=[*names, "weight-score", *classes])
@@ -77,9 +83,9 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
         scores = examples.scores(harms.to_numpy(), counts, equations, made.ridge)
         table = table.assign(harm=harms, score=scores)
         if shapley:
-            summed = strategy.kept_clients(strategy.summed)
-            found = made.shapley(summed, shapley, np.random.default_rng(0))
-            for name, values in zip(("shapley", "shapley-error"), found, strict=True):
+            summed = clients_sums(storage, storage.summed)
+            estimates = made.shapley(summed, shapley, np.random.default_rng(0))
+            for name, values in zip(("shapley", "shapley-error"), estimates, strict=True):
                 table[name] = table["client"].map(dict(zip(summed, values, strict=True)))
     table[classes] /= table[classes].sum().clip(lower=1)
     table = table.sort_values("score", ascending=False, ignore_index=True)

@@ -210,8 +210,8 @@ class Assessment:
 
     def _rejection_table(self) -> pd.DataFrame:
         rows, whole = [], self.rejection[self.rejection.model == self.table.index[0]]
-        for measure, own in whole.groupby("measure", sort=False):
-            at = own.set_index((100 * own.rejected).round().astype(int)).accuracy
+        for measure, table in whole.groupby("measure", sort=False):
+            at = table.set_index((100 * table.rejected).round().astype(int)).accuracy
             shares = {f"{r} %": f"{100 * at[r]:.1f}" for r in (0, 5, 10, 20, 30, 50)}
             rows.append({"rejected by": MEASURES[str(measure)], **shares})
         return pd.DataFrame(rows)
@@ -275,18 +275,18 @@ def assess(
     data, tested = load_data(config), slice(config.test_examples or None)
     models = _by_model(predictor, data.x_test[tested])
     labels = torch.from_numpy(data.y_test[tested])
-    examples = {name: _examples(own, labels) for name, own in models.items()}
-    table = pd.DataFrame({n: calibration(_together(own), labels) for n, own in models.items()}).T
+    examples = {name: _examples(logs, labels) for name, logs in models.items()}
+    table = pd.DataFrame({n: calibration(_together(logs), labels) for n, logs in models.items()}).T
     whole_name = next(iter(models))  # the ensemble, or the single model
     others: dict[str, pd.DataFrame] = {}
     if strangers is not None:
-        others = {name: _examples(own) for name, own in _by_model(predictor, strangers).items()}
+        others = {name: _examples(logs) for name, logs in _by_model(predictor, strangers).items()}
         for measure in MEASURES:
             table[f"auroc_{measure}"] = [
                 auroc(examples[name][measure].to_numpy(), others[name][measure].to_numpy())
-                if measure in _measures(own)
+                if measure in _measures(logs)
                 else float("nan")
-                for name, own in models.items()
+                for name, logs in models.items()
             ]
     sets = None
     if held_out is not None and coverage is not None:
@@ -302,7 +302,7 @@ def assess(
         unfamiliar=others.get(whole_name),
         unfamiliar_name=unfamiliar or "",
         rejection=_rejection(models, examples),
-        reliability={n: reliability(_together(own).exp(), labels) for n, own in models.items()},
+        reliability={n: reliability(_together(logs).exp(), labels) for n, logs in models.items()},
         sets=sets,
     )
 
@@ -341,10 +341,10 @@ def _examples(log_p: Tensor, labels: Tensor | None = None) -> pd.DataFrame:
 def _rejection(models: Mapping[str, Tensor], examples: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Accuracy of what is left, by model, measure and share rejected."""
     parts = []
-    for name, own in examples.items():
-        correct = (own.prediction == own.label).to_numpy()
+    for name, table in examples.items():
+        correct = (table.prediction == table.label).to_numpy()
         for measure in _measures(models[name]):
-            accuracy = rejection_curve(own[measure].to_numpy(), correct)
+            accuracy = rejection_curve(table[measure].to_numpy(), correct)
             columns = {"model": name, "measure": measure, "rejected": SHARES, "accuracy": accuracy}
             parts.append(pd.DataFrame(columns))
     return pd.concat(parts, ignore_index=True)
@@ -424,7 +424,7 @@ def _make_sets(
     sizes: NDArray[np.int64] = sets.sum(1).numpy()
     k = rank(len(held), coverage)
     low, high = betabinom(len(p), k, len(held) + 1 - k).interval(0.95)
-    found = ConformalSets(
+    conformal = ConformalSets(
         coverage=coverage,
         score=score,
         calibrated_on=held_out.described,
@@ -437,4 +437,4 @@ def _make_sets(
         empty=float((sizes == 0).mean()),
         note=held_out.note,
     )
-    return found, sizes
+    return conformal, sizes

@@ -13,13 +13,13 @@ from fedntk.ntk import NotEnoughMemory
 from fedntk.strategies.core.array_archive import save_tensors
 from fedntk.strategies.core.averaging import named_arrays
 
+from ..checkpoints import Checkpoint
 from ..config.settings import ConfigError
-from ..deploy.simulated_trust import projected
 from ..engine.building import load_checkpoint, load_setup, make_strategy
-from ..engine.checkpoints import Checkpoint
 from ..errors import naming, place_in
 from ..methods.method import Setup
 from ..report.results import Run, run_with_its_data, write_json
+from ..simulated_trust import projected
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Unlearned:
         """Return a summary in words, as lines."""
         clients = f"client{'s' * (len(self.clients) > 1)} {', '.join(map(str, self.clients))}"
         rows = {"all classes": self.overall}
-        rows |= {f"class {label}": own for label, own in self.by_class.items()}
+        rows |= {f"class {label}": accuracy for label, accuracy in self.by_class.items()}
         return [
             f"Without {clients}, with {self.examples} training examples. Test accuracy:",
             *(
-                f"  {name}: {100 * own.before:.1f} % before, {100 * own.after:.1f} % now "
-                f"({own.examples} examples)"
-                for name, own in rows.items()
+                f"  {name}: {100 * accuracy.before:.1f} % before, {100 * accuracy.after:.1f} % now "
+                f"({accuracy.examples} examples)"
+                for name, accuracy in rows.items()
             ),
             "Taken only out of the sums: if they helped to train the network, it has seen them.",
             f"The model: {self.folder}",
@@ -97,11 +97,12 @@ def unlearn(
     --------
     >>> import tempfile
     >>> from fedntk.simulations import Config, run, unlearn
-    >>> own = {"solve": "statistics", "keep_sums": True, "num_features": 50, "bootstrap_rounds": 0}
+    >>> sums = {"bits": 32, "auto_ridge": False, "validation_share": 0}
+    >>> tct = {"sums": sums, "storage": True, "num_features": 50, "bootstrap_rounds": 0}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     result = run(Config(method="tct", rounds=1, tct=own, out=folder), progress=False)
-    ...     found = unlearn(result, [3, 5])
-    >>> found.folder.name
+    ...     result = run(Config(method="tct", rounds=1, tct=tct, out=folder), progress=False)
+    ...     unlearned = unlearn(result, [3, 5])
+    >>> unlearned.folder.name
     'without-3-5'
     """
     gone = tuple(sorted(set(clients)))
@@ -124,22 +125,22 @@ def unlearn(
         hits.append(predictor.predict(x).argmax(1) == labels)
 
     def accuracy(of: Tensor) -> Accuracy:
-        return Accuracy(int(of.sum()), *(float(own[of].double().mean()) for own in hits))
+        return Accuracy(int(of.sum()), *(float(hit[of].double().mean()) for hit in hits))
 
     theirs = np.concatenate([setup.split.train_and_test(k, config)[0] for k in gone])
     by_class = {int(label): labels == label for label in np.unique(setup.data.y_train[theirs])}
-    found = Unlearned(
+    unlearned = Unlearned(
         folder,
         gone,
         len(theirs),
         accuracy(torch.ones_like(labels, dtype=torch.bool)),
-        {label: accuracy(own) for label, own in by_class.items() if own.any()},
+        {label: accuracy(selected) for label, selected in by_class.items() if selected.any()},
     )
-    content = asdict(found) | {"folder": str(folder), "run": str(run.folder)}
+    content = asdict(unlearned) | {"folder": str(folder), "run": str(run.folder)}
     write_json(folder / "unlearned.json", content)
     if forget:
-        strategy.forget_kept(gone)
-    return found
+        strategy.storage.forget(gone)
+    return unlearned
 
 
 def load_strategy(run: Any, needed: str, trust: bool) -> tuple[Run, Checkpoint, Setup, Any]:

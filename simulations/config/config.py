@@ -18,20 +18,27 @@ from typing import Any, Literal, Self
 
 import tomli_w
 
-from fedntk.clients import SGDClient
+from fedntk.clients import LocalSGD, SGDClient
 from fedntk.ntk.noise import Noise
-from fedntk.ntk.options import refuse_first
-from fedntk.ntk.robust_averages import Defence
+from fedntk.ntk.options import part, parts_of, refuse_first
 from fedntk.ntk.support.files import whole
-from fedntk.strategies import BaseStrategy
+from fedntk.strategies import Strategy
 
 from ..attacks import ATTACKS
-from ..data.settings import SplitSettings, absolute_dataset
 from ..errors import naming
-from ..metrics import metrics_of, metrics_setting
+from .data import SplitSettings, absolute_dataset
 from .importing import STRANGE, UNTRUSTED, whole_name
+from .metrics import metrics_of, metrics_setting
 from .private import public_parts
 from .registry import all_methods, find_method, known_methods, own_methods
+from .sections import (
+    AsynchronySettings,
+    AverageSettings,
+    CentreSettings,
+    SamplingSettings,
+    ScreeningSettings,
+    SecureSettings,
+)
 from .settings import ConfigError, Settings, Value, key_of, nearest, setting
 
 # keys that do not change what a run computes, only where, how safely and with what machine
@@ -84,22 +91,13 @@ class Config(SplitSettings, frozen=True, eq=True):
     evaluate_every: int = setting(
         1, "rounds from one evaluation to the next; the last round always has one", at_least=1
     )
-    min_completed: float = BaseStrategy.options()["min_completed"].field()
-    over_selection: float = BaseStrategy.options()["over_selection"].field()
-    round_deadline: float = BaseStrategy.options()["round_deadline"].field()
+    min_completed: float = Strategy.options()["min_completed"].field()
+    round_deadline: float = Strategy.options()["round_deadline"].field()
     lost_share: float = setting(
         0.0, "share of clients, drawn anew in each round, that are gone for it", at_least=0, below=1
     )
     late_share: float = setting(
         0.0, "share of clients that train, and answer after round-deadline", at_least=0, below=1
-    )
-    average_decay: float = BaseStrategy.options()["average_decay"].field()
-    defence: Defence = BaseStrategy.options()["defence"].field()
-    liars_expected: int = BaseStrategy.options()["liars_expected"].field()
-    centre_inputs: bool = setting(
-        False,
-        "subtract the mean over all clients from the inputs, after a projection if there is one; "
-        "clients are asked for their sums before the first round",
     )
     max_examples: int = setting(
         0, "most examples that a client may claim; 0: as many as the training set has", at_least=0
@@ -198,16 +196,16 @@ class Config(SplitSettings, frozen=True, eq=True):
     batch_size: int = setting(32, "B: examples in a step of local SGD", at_least=1)
     momentum: float = setting(0.0, "momentum of local SGD", at_least=0, below=1)
     weight_decay: float = setting(0.0, "weight decay of local SGD", at_least=0)
-    class_prior: bool = SGDClient.options()["class_prior"].field()
+    class_prior: bool = LocalSGD.options()["class_prior"].field()
 
     attack: str = setting(
         "none",
-        "what clients that lie do, to test defences. To their examples: label-shift (each label is "
-        "the next class), label-flip (their most frequent class becomes the next), random-labels, "
-        "backdoor (half of the images get a patch and class 0). To their replies: sign-flip, "
-        "scaling, false-prototypes, false-gram, false-jacobians (large ones, of shifted labels); "
-        "little-is-enough, inner-product and mimic know the honest replies. absent: they are never "
-        "asked to train, which is what a defence that knew them would leave",
+        "what clients that lie do, to test screening. To their examples: label-shift (each label "
+        "is the next class), label-flip (their most frequent class becomes the next), random-"
+        "labels, backdoor (half of the images get a patch and class 0). To their replies: "
+        "sign-flip, scaling, false-prototypes, false-gram, false-jacobians (large ones, of shifted "
+        "labels); little-is-enough, inner-product and mimic know the honest replies. absent: they "
+        "are never asked to train, which is what a screening that knew them would leave",
     )
     liars: int = setting(
         0, "clients that lie, drawn among those of at least the median size", at_least=0
@@ -232,6 +230,34 @@ class Config(SplitSettings, frozen=True, eq=True):
         0, "CPU threads of torch on the server; 0: all, or what OMP_NUM_THREADS says", at_least=0
     )
 
+    screening: ScreeningSettings = part(
+        "how malicious replies are found and borne", default=ScreeningSettings
+    )
+    secure: SecureSettings | None = part(
+        "secure aggregation: clients mask what they send, and the server learns only the sum over "
+        "all of them (Bonawitz et al., CCS 2017); four more exchanges in the round, and at least "
+        "three clients. Sums over features need bits = 2 ... 8, and are the same to the bit as "
+        "without masks; of weights it sees only the average, and cannot screen them",
+        default=None,
+    )
+    sampling: SamplingSettings = part("which clients are asked", default=SamplingSettings)
+    average: AverageSettings | None = part(
+        "an exponential mean of the weights over the rounds that changed them is evaluated and "
+        "returned in their place, while clients train from the newest weights",
+        default=None,
+    )
+    centre: CentreSettings | None = part(
+        "subtract the mean over all clients from the inputs, after a projection if there is one; "
+        "clients are asked for their sums before the first round",
+        default=None,
+    )
+    asynchrony: AsynchronySettings | None = part(
+        "a reply counts in whichever round it comes: a round asks the live clients that have yet "
+        "to answer, and ends when all have, when a new node is there, or at its round-deadline, "
+        "which is needed; a client without an answer after the run's timeout is asked again",
+        default=None,
+    )
+
     tables: tuple[Settings, ...] = ()  # of the chosen method, and others' that are not defaults
 
     def __init__(self, **values: Any) -> None:
@@ -251,9 +277,11 @@ class Config(SplitSettings, frozen=True, eq=True):
         common = by_table.get("", {})
         for name, option in self.options().items():
             object.__setattr__(self, name, common.get(name, option.default))
+        for name in parts_of(type(self)):
+            object.__setattr__(self, name, self.section_from(name, by_table))
         self.__post_init__()
         methods = known_methods().items()
-        every = [method.settings(**by_table.get(name, {})) for name, method in methods]
+        every = [method.settings.from_tables(by_table) for _, method in methods]
         installed = [own for own in every if own.table in all_methods()]
         kept = [
             own
@@ -403,13 +431,15 @@ class Config(SplitSettings, frozen=True, eq=True):
     def home_of(cls, key: str) -> tuple[type[Settings], str]:
         """Return the class that has the setting of a key, and its name there."""
         table, name = _locate(key_of(key))
-        return (known_methods()[table].settings if table else cls), name
+        method = known_methods().get(table.partition(".")[0])
+        home = cls if method is None else method.settings
+        return home.sections().get(table, home), name
 
     def replace(self, **overrides: Any) -> Self:
         """Return a copy with other settings (snake_case): ``replace(tct={"bias": True})``."""
         if "method" in overrides:
             find_method(overrides["method"])
-        return self.parse({**self.values(), **_flatten(overrides)})
+        return self.parse(_replaced(self.values(), _flatten(overrides)))
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Self:
@@ -434,7 +464,7 @@ class Config(SplitSettings, frozen=True, eq=True):
             for given in (values, overrides):
                 if "method" in given:  # whose table may be in either
                     find_method(given["method"])
-            return cls.parse({**_flatten(values), **_flatten(overrides)})
+            return cls.parse(_replaced(_flatten(values), _flatten(overrides)))
 
     @classmethod
     def of_run(cls, folder: str | Path, *, trust: bool = False) -> Self:
@@ -467,6 +497,16 @@ class Config(SplitSettings, frozen=True, eq=True):
             (values if own.table in known else others).update(own.values())
         return {**values, PLUGGED_IN: json.dumps(others) if others else ""}
 
+    @classmethod
+    def run_config_defaults(cls) -> dict[str, Value]:
+        """Return all keys of Flower's run-config with their defaults, as the app lists them."""
+        values = cls().run_config()
+        for home in (cls, *(method.settings for method in own_methods().values())):
+            values |= {} if home is cls else home().values()
+            for section in home.sections().values():
+                values |= section().values()
+        return values
+
     def save(self, path: str | Path) -> None:
         """Write :meth:`values` as TOML, with a last line that says that it is whole."""
         with whole(Path(path)) as file:
@@ -486,50 +526,82 @@ class Config(SplitSettings, frozen=True, eq=True):
         return named.get(name) or super().choices(name)
 
 
+def _replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flat values with changes; what is said later of a part wins."""
+    left = dict(values)
+    for table in _tables():
+        if changes.get(table) is False:
+            left = {key: value for key, value in left.items() if not key.startswith(f"{table}.")}
+        elif any(key.startswith(f"{table}.") for key in changes):
+            left.pop(table, None)
+    return {**left, **changes}
+
+
 def nest(values: Mapping[str, Value]) -> dict[str, Any]:
-    """Turn keys with a dot into tables."""
+    """Turn keys with a dot into tables; a table says that an optional part is there."""
     result: dict[str, Any] = {}
+    tables = {key.rpartition(".")[0] for key in values}
     for key, value in values.items():
-        table, _, name = key.rpartition(".")
-        (result.setdefault(table, {}) if table else result)[name] = value
+        if key not in tables:
+            *above, name = key.split(".")
+            home = result
+            for table in above:
+                home = home.setdefault(table, {})
+            home[name] = value
     return result
 
 
-def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], table: str = "") -> dict[str, Any]:
     """Turn tables into keys with a dot, all in kebab-case."""
     flat: dict[str, Any] = {}
     for given, value in values.items():
-        key = key_of(given)
+        key = f"{table}.{key_of(given)}" if table else key_of(given)
         if key == PLUGGED_IN and isinstance(value, str):
             try:
                 flat |= json.loads(value) if value else {}
             except (TypeError, ValueError):
                 raise ConfigError(f"{PLUGGED_IN}: expected JSON, got {value!r}") from None
-        elif key in known_methods():
-            if isinstance(value, Settings):
-                value = {name: getattr(value, name) for name in value.options()}
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{key}: expected a table of settings, got {type(value).__name__} {value!r}"
-                )
-            flat |= {f"{key}.{key_of(name)}": own for name, own in value.items()}
-        else:
+        elif (is_optional := _tables().get(key)) is None:
             flat[key] = value
+        elif isinstance(value, Settings):
+            flat |= ({key: True} if is_optional else {}) | value.values()
+        elif isinstance(value, Mapping):
+            flat |= ({key: True} if is_optional else {}) | _flatten(value, key)
+        elif is_optional:
+            flat[key] = False if value is None else value
+        else:
+            raise ConfigError(
+                f"{key}: expected a table of settings, got {type(value).__name__} {value!r}"
+            )
     return flat
 
 
+def _tables() -> dict[str, bool]:
+    """Return the table of each method and of each part -> whether it is optional."""
+    return _tables_of(tuple(_homes()))
+
+
 @functools.lru_cache(maxsize=8)
-def _keys(*tables: type[Settings]) -> dict[str, tuple[str, str]]:
-    """Return key -> table (empty: none) and field name, of all settings or those of tables."""
-    known = {Config.key(name): ("", name) for name in Config.options()}
-    for own in tables:
-        known |= {own.key(name): (own.table, name) for name in own.options()}
-    return known
+def _tables_of(homes: tuple[Any, ...]) -> dict[str, bool]:
+    tables = {home.table: False for home in homes if home.table}
+    for home in homes:
+        tables |= {home.key(name): own.optional for name, own in parts_of(home).items()}
+    return tables
+
+
+@functools.lru_cache(maxsize=8)
+def _places(homes: tuple[Any, ...]) -> dict[str, tuple[str, str]]:
+    """Return key -> table (empty: none) and field name."""
+    return {key: place for home in homes for key, place in home.places().items()}
+
+
+def _homes() -> list[type[Settings]]:
+    return [Config, *(method.settings for method in known_methods().values())]
 
 
 def _locate(key: str) -> tuple[str, str]:
     """Return table and field name of a key."""
-    known = _keys(*(method.settings for method in known_methods().values()))
+    known = _places(tuple(_homes()))
     if key in known:
         return known[key]
     in_tables = [full for full in known if full.endswith(f".{key}")]

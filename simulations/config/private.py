@@ -22,10 +22,20 @@ PUBLIC = {
 # settings that concern no value of a training example: what is run, where and when, the test set,
 # and which client has which examples
 HARMLESS_SETTINGS = HARMLESS - {"max_examples"} | {
-    *("method", "name", "out", "rounds", "clients_per_round", "clients_per_evaluation"),
+    *("average", "method", "name", "out", "rounds", "clients_per_round", "clients_per_evaluation"),
     *("lost_share", "late_share", "targets", "metrics", "monitor", "patience", "checkpoint_every"),
-    *("test_examples", "width", "init", "norm", "random_features", "expand", "bandwidth"),
-    *("projection_kind", "local_epochs", "batch_size", "momentum", "weight_decay", "public"),
+    *(
+        "test_examples",
+        "width",
+        "init",
+        "norm",
+        "learning_rate",
+        "random_features",
+        "expand",
+        "bandwidth",
+    ),
+    *("projection_kind", "local_epochs", "batch_size", "learning_rate", "momentum"),
+    *("weight_decay", "public"),
     *("ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
     *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
     *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),
@@ -70,12 +80,10 @@ def require_covered(mechanism: type[Noise], config: Any, settings: Settings) -> 
 
 def describe_released(config: Any) -> dict[str, Any]:
     """Say what a run with noise protects, what it releases, and what its epsilon is not of."""
-    seeded = bool(config.chosen_method.seeded_protection(config)) and not config.may_be_private
     return {
         "protects": config.mechanism.protects,
         "released": list(config.mechanism.releases),
         "not-covered": [
-            *["against whoever draws the noise again, which follows from the seed"] * seeded,
             *(PUBLIC[part] for part in public_parts(config.public)),
             "metrics of examples for evaluation",
             "times and sizes of messages, and whether clients answer",

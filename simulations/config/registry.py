@@ -22,6 +22,7 @@ from logging import getLogger
 from types import MappingProxyType
 from typing import Any
 
+import fedntk.clients
 from fedntk.ntk.options import nearest
 
 from ..errors import ConfigError, first_line
@@ -136,7 +137,7 @@ def named_client(strategy: Any) -> Any:
     It is looked for in the module of the class that names it, and in :mod:`fedntk.clients`.
     """
     home = next(kind for kind in strategy.__mro__ if "client" in vars(kind)).__module__
-    places = (sys.modules.get(home), importlib.import_module("fedntk.clients"))
+    places = (sys.modules.get(home), fedntk.clients)
     return next(filter(None, (getattr(own, strategy.client, None) for own in places)), None)
 
 

@@ -1,8 +1,11 @@
 """Settings: what configurations are made of."""
 
-from typing import Any, ClassVar
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, cast
 
-from fedntk.ntk.options import Declared, key_of, nearest, option
+from fedntk.ntk.options import Declared, Option, Part, key_of, nearest, option, part, parts_of
 
 from ..errors import ConfigError
 
@@ -14,6 +17,11 @@ Value = bool | float | int | str
 def setting(default: Any, meaning: str, **limits: Any) -> Any:
     """Declare one setting; limits are those of :func:`fedntk.ntk.options.option`."""
     return option(meaning, default=default, **limits)
+
+
+def vars_of(settings: Declared) -> dict[str, Any]:
+    """Return name -> value of the options of an object, without those of its parts."""
+    return {name: getattr(settings, name) for name in settings.options()}
 
 
 class Settings(Declared, frozen=True, eq=True):
@@ -33,12 +41,45 @@ class Settings(Declared, frozen=True, eq=True):
     def __post_init__(self) -> None:
         for name in self.options():
             object.__setattr__(self, name, self.checked(name, getattr(self, name)))
+        for name, declared in parts_of(type(self)).items():
+            object.__setattr__(self, name, declared.check(getattr(self, name), self.key(name)))
         self.check()
+
+    @classmethod
+    def sections(cls) -> dict[str, type["Settings"]]:
+        """Return the table of each part -> the class of its settings."""
+        kinds = [cast("type[Settings]", declared.kind) for declared in parts_of(cls).values()]
+        return {kind.table: kind for kind in kinds}
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Make settings from table -> name -> value, with those of their parts."""
+        parts = {name: cls.section_from(name, tables) for name in parts_of(cls)}
+        return cls(**{**tables.get(cls.table, {}), **parts})
+
+    @classmethod
+    def section_from(cls, name: str, tables: Mapping[str, Mapping[str, Any]]) -> "Settings | None":
+        """Return a part's settings; None if it is optional and neither set nor has settings.
+
+        Flower's run-config has all keys of a part that is not there, with their defaults.
+        """
+        declared, switch = parts_of(cls)[name], tables.get(cls.table, {}).get(name)
+        kind = cls.sections()[cls.key(name)]
+        values = tables.get(kind.table, {})
+        defaults = {name: option.default for name, option in kind.options().items()}
+        section = kind(**{n: value for n, value in values.items() if value != defaults.get(n, ...)})
+        if not declared.optional or switch is True:
+            return section
+        if switch not in (None, False):
+            raise ConfigError(
+                f"{cls.key(name)}: expected true, false or a table of settings, got {switch!r}"
+            )
+        return section if (values if switch is None else section != kind()) else None
 
     @classmethod
     def checked(cls, name: str, value: Any, *, from_text: bool = False) -> Any:
         """Return a setting's value as its type; several numbers may always come as text."""
-        own = cls.options()[name]
+        own = cls.setting_of(name)
         from_text = from_text or (isinstance(value, str) and isinstance(own.default, tuple))
         try:
             return (own.from_text if from_text else own.check)(value, cls.key(name))
@@ -57,17 +98,76 @@ class Settings(Declared, frozen=True, eq=True):
         return f"{cls.table}.{key_of(name)}" if cls.table else key_of(name)
 
     @classmethod
+    def setting_of(cls, name: str) -> Option:
+        """Return the declaration of a setting; that of an optional part is whether it is there."""
+        if name in cls.options():
+            return cls.options()[name]
+        return Option(name, bool, False, parts_of(cls)[name].meaning, {}, False, True, True)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of the settings, with those of the optional parts."""
+        parts = parts_of(cls).items()
+        return [*cls.options(), *(name for name, declared in parts if declared.optional)]
+
+    @classmethod
     def choices(cls, name: str) -> tuple[str, ...]:
         """Return what a setting may be, if it is one of several words."""
-        return cls.options()[name].choices
+        return cls.setting_of(name).choices
+
+    @classmethod
+    def places(cls) -> dict[str, tuple[str, str]]:
+        """Return key -> table and name there, with those of the parts."""
+        places = {cls.key(name): (cls.table, name) for name in cls.names()}
+        for section in cls.sections().values():
+            places |= section.places()
+        return places
 
     def values(self) -> dict[str, Value]:
-        """Key -> value, with the table's name in the keys; lists are text."""
-        return {self.key(n): own.plain(getattr(self, n)) for n, own in self.options().items()}
+        """Key -> value, with the tables' names in the keys, those of parts last; lists are text."""
+        values = {self.key(n): o.plain(getattr(self, n)) for n, o in self.options().items()}
+        for name, declared in parts_of(type(self)).items():
+            section: Settings | None = getattr(self, name)
+            if declared.optional:
+                values[self.key(name)] = section is not None
+            values |= {} if section is None else section.values()
+        return values
 
     @classmethod
     def describe(cls) -> list[str]:
-        """One line for each key: default, choices, meaning."""
-        return [
-            own.describe(cls.key(name), cls.choices(name)) for name, own in cls.options().items()
+        """One line for each key, those of parts last: default, choices, meaning."""
+        lines = [
+            cls.setting_of(name).describe(cls.key(name), cls.choices(name)) for name in cls.names()
         ]
+        return lines + [line for own in cls.sections().values() for line in own.describe()]
+
+
+def settings_class(
+    table: str,
+    options: Mapping[str, Option],
+    parts: Mapping[str, Part],
+    base: type[Settings] = Settings,
+) -> Any:
+    """Make a class of settings from options, and from parts, which have tables of their own.
+
+    A number that must be given is 0 until it is, and a word is empty: their classes refuse these.
+    """
+    annotations, fields = dict[str, Any](), dict[str, Any]()
+    for name, declared in options.items():
+        default = declared.default
+        if default is dataclasses.MISSING:
+            default = declared.kind() if declared.kind in (bool, int, float) else ""
+        annotations[name], fields[name] = declared.kind, declared.field(default=default)
+    for name, own in parts.items():
+        in_files = {key: o for key, o in own.kind.options().items() if o.in_files}
+        if isinstance(own.default, Declared):
+            in_files = {
+                key: dataclasses.replace(o, default=getattr(own.default, key))
+                for key, o in in_files.items()
+            }
+        section = settings_class(f"{table}.{key_of(name)}", in_files, {})
+        annotations[name] = section | None if own.optional else section
+        fields[name] = part(own.meaning, default=None if own.default is None else section)
+    body = {"table": table, "__doc__": f"Settings of {table}.", "__annotations__": annotations}
+    keywords = {"frozen": True, "eq": True}
+    return types.new_class("TableSettings", (base,), keywords, lambda n: n.update(body | fields))

@@ -163,7 +163,7 @@ class Data:
     def _arrays(self) -> dict[str, NDArray[Any]]:
         split, sizes = None, None
         if self.split is not None:
-            split, sizes = np.concatenate(self.split), np.array([len(own) for own in self.split])
+            split, sizes = np.concatenate(self.split), np.array([len(part) for part in self.split])
         parts = (
             *(self.x_train, self.y_train, self.natural_ids),
             *(self.x_test, self.y_test, self.natural_ids_test),

@@ -47,7 +47,7 @@ def enlarge(x: NDArray[Any]) -> Pixels:
 
     grey = np.rint(x[:, 0] * (255 / 16)).astype(np.uint8)
     how = Image.Resampling.BILINEAR
-    large = [np.asarray(Image.fromarray(own).resize((SIDE, SIDE), how)) for own in grey]
+    large = [np.asarray(Image.fromarray(picture).resize((SIDE, SIDE), how)) for picture in grey]
     return np.stack(large)[:, None]
 
 
@@ -70,19 +70,21 @@ def digit_domains(
     (n, 1, 8, 8) of 0 ... 16. Numbers of examples are of each domain; 0: ten times the smallest
     class of scikit-learn's digits.
     """
-    given = dict(zip(("train", "test"), (num_examples, num_test_examples), strict=True))
+    counts = dict(zip(("train", "test"), (num_examples, num_test_examples), strict=True))
 
     def make(source: Domain, name: str, change: Callable[[Any], Pixels], block: int) -> Domain:
         parts = []
-        for own, smallest, (part, count) in zip(source, digits, given.items(), strict=True):
+        for source_part, smallest, (part, count) in zip(
+            source, digits, counts.items(), strict=True
+        ):
             number = count or 10 * int(np.bincount(smallest.y, minlength=10).min())
-            chosen = select_balanced(own.y, number, part, name, block)
-            parts.append(Part(change(own.x[chosen]), own.y[chosen]))
+            chosen = select_balanced(source_part.y, number, part, name, block)
+            parts.append(Part(change(source_part.x[chosen]), source_part.y[chosen]))
         return Domain(*parts)
 
     return join_domains(
         [
-            *(make(mnist, "MNIST", own, i) for i, own in enumerate(_OF_MNIST.values())),
+            *(make(mnist, "MNIST", change, i) for i, change in enumerate(_OF_MNIST.values())),
             make(digits, "scikit-learn's set of digits", enlarge, 0),
         ]
     )

@@ -38,16 +38,16 @@ def digits_five(folder: str, num_examples: int = 0, num_test_examples: int = 0) 
     place = existing_folder(folder, "digits-five")
     sources = {}
     for name, hub in DIGIT_SETS.items():
-        own = place is not None and (place / name).is_dir()
-        if not own and not hub:
+        is_local = place is not None and (place / name).is_dir()
+        if not is_local and not hub:
             raise ConfigError(
                 f"dataset = digits-five: {name} is on no hub that we know of; set "
                 f"dataset = digits-five:<folder>, with its Parquet files in <folder>/{name}"
             )
-        sources[name] = (f"{place}/{name}",) if own else hub
+        sources[name] = (f"{place}/{name}",) if is_local else hub
     numbers = {"train": num_examples, "test": num_test_examples}
     return join_domains(
-        Domain(*(_part(load_splits(*source), name, *own) for own in numbers.items()))
+        Domain(*(_part(load_splits(*source), name, *number) for number in numbers.items()))
         for name, source in sources.items()
     )
 
@@ -58,8 +58,8 @@ def _part(splits: Any, name: str, part: str, count: int) -> Part:
     split = splits[part]
     y = np.asarray(split[class_column(split, name)], dtype=np.int64)
     if count:
-        own = select_balanced(y, count, part, name)
-        split, y = split.select(own), y[own]
+        indices = select_balanced(y, count, part, name)
+        split, y = split.select(indices), y[indices]
     return Part(stack_pictures(map(_resize, split[image_column(split)])), y)
 
 

@@ -40,15 +40,15 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
     names = names or [str(k) for k in range(int(y.max(initial=-1)) + 1)]
     if digits:
         digit_of = np.array([int(name) if name in "0123456789" else -1 for name in names])
-        if (found := int((digit_of >= 0).sum())) != 10:
-            raise ConfigError(f"dataset = femnist-digits: expected 10 digits, got {found}")
+        if (count := int((digit_of >= 0).sum())) != 10:
+            raise ConfigError(f"dataset = femnist-digits: expected 10 digits, got {count}")
         chosen = np.flatnonzero(digit_of[y] >= 0)
         split, writers = split.select(chosen), writers[chosen]
         y, names = digit_of[y[chosen]], names[:10]
     image, to_grey = image_column(split), methodcaller("convert", "L")
     chunks = (split.select(range(i, min(i + CHUNK, len(y)))) for i in range(0, len(y), CHUNK))
-    x = np.concatenate([stack_pictures(map(to_grey, own[image])) for own in chunks])
+    x = np.concatenate([stack_pictures(map(to_grey, chunk[image])) for chunk in chunks])
     positions = pd.Series(writers).groupby(writers).cumcount().to_numpy()
     test = positions % TEST_EVERY == TEST_EVERY - 1
-    train, tested = (Part(x[own], y[own], writers[own]) for own in (~test, test))
+    train, tested = (Part(x[rows], y[rows], writers[rows]) for rows in (~test, test))
     return train, tested, len(names)

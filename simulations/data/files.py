@@ -47,12 +47,12 @@ def named_splits(names: Iterable[Any]) -> dict[str, Any]:
     splits = defaultdict[str, list[Any]](list)
     for name in names:
         splits[split_of(str(name)) or str(name)].append(name)
-    if twice := [", ".join(map(str, own)) for own in splits.values() if len(own) > 1]:
+    if twice := [", ".join(map(str, paths)) for paths in splits.values() if len(paths) > 1]:
         raise ConfigError(
             f"dataset: expected one part for each of train, test and validation, got {twice[0]}; "
             "join these, or rename one"
         )
-    return {split: own[0] for split, own in splits.items()}
+    return {split: paths[0] for split, paths in splits.items()}
 
 
 def read_files(kind: str, place: Path, target: str, client_column: str) -> Any:
@@ -64,9 +64,11 @@ def read_files(kind: str, place: Path, target: str, client_column: str) -> Any:
     places = {"": place}
     entries = _visible(place)
     if kind == "folder":
-        parts = {own.name: own for own in entries if own.is_dir()}
+        parts = {path.name: path for path in entries if path.is_dir()}
     else:  # train.csv, and train.csv.gz
-        parts = {own.name.split(".")[0]: own for own in entries if f".{kind}" in own.suffixes[-2:]}
+        parts = {
+            path.name.split(".")[0]: path for path in entries if f".{kind}" in path.suffixes[-2:]
+        }
     if place.is_dir() and (kind != "folder" or any(map(split_of, parts))):
         places = {split: parts[name] for split, name in named_splits(parts).items()}
         if "train" not in places:
@@ -77,9 +79,9 @@ def read_files(kind: str, place: Path, target: str, client_column: str) -> Any:
                 f"dataset: expected a {kind} file, or a folder with train, got the folder {place} "
                 f"of {', '.join(parts) or 'none'}; {cure}"
             )
-    used = {split: own for split, own in places.items() if split in ("", "train", "test")}
+    used = {split: part for split, part in places.items() if split in ("", "train", "test")}
     if kind == "folder":
-        data: Mapping[str, Any] = {split: _pictures(own) for split, own in used.items()}
+        data: Mapping[str, Any] = {split: _pictures(part) for split, part in used.items()}
     else:
         data = read_tables(kind, used, target, client_column)
     return data[""] if "" in data else {split: data.get(split) for split in places}
@@ -107,7 +109,7 @@ def read_tables(
         having = [frame for frame in frames.values() if name in frame]
         cells = {cell: cell.strip() for frame in having for cell in frame[name].unique()}
         values = [value for value in cells.values() if value.lower() not in MISSING]
-        names: dict[str, Any] = {own: own for own in cells.values() if own not in ("", "?")}
+        names: dict[str, Any] = {cell: cell for cell in cells.values() if cell not in ("", "?")}
         if values and all(map(number.fullmatch, values)):
             names = dict(zip(values, pd.to_numeric(values).tolist(), strict=True))
         for frame in having:
@@ -161,7 +163,7 @@ def _read_csv(path: Path, text: Sequence[str]) -> "pd.DataFrame":
 def _visible(place: Path) -> list[Path]:
     """Return what a folder holds, without the entries that systems and editors hide."""
     entries = sorted(place.iterdir()) if place.is_dir() else []
-    return [own for own in entries if own.name[0] != "." and own.name.lower() not in HIDDEN]
+    return [entry for entry in entries if entry.name[0] != "." and entry.name.lower() not in HIDDEN]
 
 
 def _is_picture(path: Path) -> bool:
@@ -170,19 +172,19 @@ def _is_picture(path: Path) -> bool:
 
 def _pictures(place: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     """Read pictures (n, channels, height, width), labelled by their folders' names."""
-    classes = [own for own in _visible(place) if own.is_dir()]
-    files = {own.name: [*_files(own)] for own in classes}
-    paths = sorted(path for own in files.values() for path in own if _is_picture(path))
+    classes = [folder for folder in _visible(place) if folder.is_dir()]
+    files = {folder.name: [*_files(folder)] for folder in classes}
+    paths = sorted(path for members in files.values() for path in members if _is_picture(path))
     if not paths:
         raise ConfigError(
             f"dataset: expected a folder of pictures for each class, got none in {place}"
         )
-    if empty := [name for name, own in files.items() if not any(map(_is_picture, own))]:
+    if empty := [name for name, members in files.items() if not any(map(_is_picture, members))]:
         raise ConfigError(
             f"dataset: expected pictures in each class, got none in {', '.join(empty)} of {place}; "
             f"remove the folder, or convert its files to {', '.join(sorted(IMAGES))}"
         )
-    inside = [{sub.name for sub in _visible(own) if sub.is_dir()} for own in classes]
+    inside = [{sub.name for sub in _visible(folder) if sub.is_dir()} for folder in classes]
     if len(inside) > 1 and len(common := set.intersection(*inside)) > 1:  # cat and dog in each
         raise ConfigError(
             f"dataset: expected a folder for each class, got {', '.join(files)}, which all hold "
@@ -191,7 +193,7 @@ def _pictures(place: Path) -> tuple[NDArray[Any], NDArray[Any]]:
         )
     unused = {*filterfalse(Path.is_dir, _visible(place)), *chain(*files.values())} - {*paths}
     if unused:
-        shown = ", ".join(str(own.relative_to(place)) for own in sorted(unused)[:5])
+        shown = ", ".join(str(path.relative_to(place)) for path in sorted(unused)[:5])
         logger.warning("data: %d files of %s are not used: %s", len(unused), place, shown)
     labels = [path.relative_to(place).parts[0] for path in paths]
     return stack_pictures(map(_open, paths)), np.array(labels)
@@ -201,8 +203,8 @@ def _files(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, without hidden ones, and links to folders, unfollowed."""
     for root, folders, _ in os.walk(folder):
         entries = _visible(Path(root))
-        folders[:] = [own.name for own in entries if own.is_dir()]
-        yield from (own for own in entries if not own.is_dir() or own.is_symlink())
+        folders[:] = [entry.name for entry in entries if entry.is_dir()]
+        yield from (entry for entry in entries if not entry.is_dir() or entry.is_symlink())
 
 
 def _open(path: Path) -> Any:

@@ -24,7 +24,7 @@ def load_splits(name: str, subset: str = "") -> Any:
         )
     if not place.is_dir() and (place.exists() or name.startswith((".", "/", "~"))):
         raise ConfigError(f"dataset: no folder at {place.absolute()}")
-    if tables := [own for own in place.rglob("*.csv") if own.stem != "metadata"]:  # of pictures
+    if tables := [path for path in place.rglob("*.csv") if path.stem != "metadata"]:  # of pictures
         raise ConfigError(
             f"dataset: hf: would read the numbers of names such as 001 in {tables[0]}; use csv:"
         )
@@ -42,10 +42,10 @@ def load_splits(name: str, subset: str = "") -> Any:
             f"dataset: {name!r} cannot be read: {first_line(error)}; for a folder with a folder "
             "of pictures for each class use folder:"
         ) from error
-    names = [own.name for own in place.iterdir()] if place.is_dir() else []
-    if odd := [name for name in names if split_of(name) not in ("", *splits)]:
+    names = [path.name for path in place.iterdir()] if place.is_dir() else []
+    if unread := [name for name in names if split_of(name) not in ("", *splits)]:
         raise ConfigError(
-            f"dataset: {odd[0]} of {place} is not read as a split, as it is by the names train, "
+            f"dataset: {unread[0]} of {place} is not read as a split, as it is by the names train, "
             "test and validation; rename it, or use folder: or csv:"
         )
     return splits
@@ -58,13 +58,13 @@ def class_column(split: "Dataset", name: str) -> str:
     features = split.features.items()
     labels = [key for key, feature in features if isinstance(feature, ClassLabel)]
     numbers = [key for key, feature in features if "int" in str(getattr(feature, "dtype", ""))]
-    found: list[str] = labels or numbers
-    if len(found) != 1:
+    columns: list[str] = labels or numbers
+    if len(columns) != 1:
         raise ConfigError(
             f"dataset: {name!r} has the columns {', '.join(split.features)}; expected one of class "
-            f"labels, or one of whole numbers, got {', '.join(found) or 'none'}"
+            f"labels, or one of whole numbers, got {', '.join(columns) or 'none'}"
         )
-    return found[0]
+    return columns[0]
 
 
 def image_column(split: "Dataset") -> str:
@@ -95,15 +95,15 @@ def plain_rows(split: "Dataset", picture: str, what: str) -> "Dataset":
     return split
 
 
-def require_column(setting: str, given: str, columns: Iterable[str], whose: str) -> str:
+def require_column(setting: str, column: str, columns: Iterable[str], whose: str) -> str:
     """Return a column that a setting names, if it is there."""
-    known = [str(name) for name in columns]
-    if given not in known:
-        shown = ", ".join(known[:10]) + (f" and {len(known) - 10} more" * (len(known) > 10))
+    names = [str(name) for name in columns]
+    if column not in names:
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" * (len(names) > 10))
         raise ConfigError(
-            f"{setting}: {whose} has the columns {shown}, got {given!r}{nearest(given, known)}"
+            f"{setting}: {whose} has the columns {shown}, got {column!r}{nearest(column, names)}"
         )
-    return given
+    return column
 
 
 def existing_folder(folder: str, dataset: str) -> Path | None:

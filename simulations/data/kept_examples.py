@@ -47,14 +47,14 @@ class KeptExamples:
 
     def of(self, partition: int, make: Callable[[], Own]) -> Own:
         """Return a partition's kept examples, or make them."""
-        own, versions = self._kept.pop(partition, (None, []))
-        if own is not None:
-            self.nbytes -= own.nbytes
-        if own is None or own.versions != versions:
-            own = make()
-        self._kept[partition] = own, own.versions
-        self.nbytes += own.nbytes
+        examples, versions = self._kept.pop(partition, (None, []))
+        if examples is not None:
+            self.nbytes -= examples.nbytes
+        if examples is None or examples.versions != versions:
+            examples = make()
+        self._kept[partition] = examples, examples.versions
+        self.nbytes += examples.nbytes
         while self.nbytes > self.most_bytes:
             _, (oldest, _) = self._kept.popitem(last=False)
             self.nbytes -= oldest.nbytes
-        return own
+        return examples

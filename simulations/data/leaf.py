@@ -55,8 +55,8 @@ def _examples(folder: Path, part: str) -> Iterator[Row]:
         with naming(f"dataset: {path} is not in {form}", KeyError, TypeError, ValueError):
             content = json.loads(path.read_text(encoding="utf-8"))
             for user in content["users"]:
-                own = content["user_data"][user]
-                for x, y in zip(own["x"], own["y"], strict=True):
+                rows = content["user_data"][user]
+                for x, y in zip(rows["x"], rows["y"], strict=True):
                     yield x, y, str(user)
 
 

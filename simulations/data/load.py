@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from fedntk.clients import cache_dir
 from fedntk.ntk.predictors.inputs import channels_first
 
+from ..config.data import DatasetSettings
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line, naming
 from .data import PASSED, Data, data_kept
@@ -24,7 +25,6 @@ from .kept_examples import Own
 from .leaf import load_leaf
 from .own import read_arrays, read_own
 from .parts import Domain, Part
-from .settings import DatasetSettings
 from .two_patch import TwoPatchOptions, draw_two_patch
 
 PASSED_FILE = "passed.npz"  # in a run's folder, while processes of Ray's need it
@@ -45,15 +45,15 @@ def load_own(path: str, data: Data, max_examples: int, *, check_ranges: bool = T
     files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
     if len(files) != 1 or not files[0].is_file():
         raise ConfigError(f"data-path: expected an npz file, or a folder with one, got {place}")
-    found = read_arrays("data-path", files[0], "x", "y")
-    x, y = found["x"], found["y"]
+    arrays = read_arrays("data-path", files[0], "x", "y")
+    x, y = arrays["x"], arrays["y"]
     if not 0 < len(y) <= max_examples:
         raise ConfigError(
             f"data-path: expected 1 ... {max_examples} examples, got {len(y)} in {files[0]}; "
             "max-examples says how many a client may have"
         )
-    test = found.get("x_test", x[:0]), found.get("y_test", y[:0])
-    options: Any = {key: found.get(key, np.zeros(0)).tolist() for key in ("columns", "classes")}
+    test = arrays.get("x_test", x[:0]), arrays.get("y_test", y[:0])
+    options: Any = {key: arrays.get(key, np.zeros(0)).tolist() for key in ("columns", "classes")}
     options["check_ranges"] = check_ranges
     with naming(f"data-path: {files[0]}", ValueError):
         train = data.convert_examples(x, y, **options)
@@ -101,8 +101,8 @@ def _load(settings: DatasetSettings, _modified: object) -> Data:
     folder = Path(settings.data_dir).expanduser()
     per_domain = settings.examples_per_domain, settings.test_examples_per_domain
     standardise, more = settings.standardise and name != "two-patch", dict[str, Any]()
-    if rest and (own := read_own(settings)) is not None:
-        return own
+    if rest and (data := read_own(settings)) is not None:
+        return data
     if name == "leaf" and rest:
         train, test, num_classes, more["alphabet"] = load_leaf(Path(rest).expanduser())
     elif name == "two-patch":
@@ -112,7 +112,7 @@ def _load(settings: DatasetSettings, _modified: object) -> Data:
     elif name == "digits-five":
         (train, test), num_classes = digits_five(rest, *per_domain), 10
     elif settings.dataset == "digit-domains":
-        mnist, digits = (Domain(*_BY_NAME[own](folder)[:2]) for own in ("mnist", "digits"))
+        mnist, digits = (Domain(*_BY_NAME[name](folder)[:2]) for name in ("mnist", "digits"))
         (train, test), num_classes = digit_domains(mnist, digits, *per_domain), 10
     elif settings.dataset in _BY_NAME:
         train, test, num_classes = _BY_NAME[settings.dataset](folder)
@@ -121,12 +121,12 @@ def _load(settings: DatasetSettings, _modified: object) -> Data:
     return Data.of(train, test, num_classes, standardise=standardise, **more)
 
 
-def _unknown(given: str) -> ConfigError:
+def _unknown(dataset: str) -> ConfigError:
     """Return the error about no data set, with the name, or the form of a path, that is meant."""
     names = (*_BY_NAME, "femnist", "femnist-digits", "digit-domains", "digits-five")
-    place = Path(given).expanduser()
+    place = Path(dataset).expanduser()
     kind = "folder" if place.is_dir() else place.suffix.removeprefix(".")
-    meant = nearest(given, (*names, "two-patch"))
+    meant = nearest(dataset, (*names, "two-patch"))
     if place.exists() and kind in ("csv", "parquet", "npz", "folder"):
         meant = f"; did you mean {f'{kind}:{place}'!r}?"
     elif place.exists() and kind == "py":
@@ -135,7 +135,7 @@ def _unknown(given: str) -> ConfigError:
         f"dataset: expected {', '.join(names)}, digits-five:<folder>, femnist:<folder>, "
         "two-patch:<options>; or your own: csv:<file>, parquet:<file>, folder:<class folders>, "
         "hf:<name or folder>, leaf:<folder>, npz:<file>, <file>.py:<function>; got "
-        f"{given!r}{meant}"
+        f"{dataset!r}{meant}"
     )
 
 
@@ -170,7 +170,7 @@ def _torchvision(class_name: str, folder: str, data_dir: Path) -> Loaded:
             f"{class_name} is not in {data_dir} and cannot be downloaded ({error}); set data-dir "
             "to a folder in torchvision's layout"
         ) from error
-    train, test = (_images(np.asarray(own.data), np.asarray(own.targets)) for own in parts)
+    train, test = (_images(np.asarray(part.data), np.asarray(part.targets)) for part in parts)
     return train, test, len(parts[0].classes)
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fedntk.ntk.predictors.inputs import stack_pictures
 from fedntk.ntk.support.arrays import require_unmasked
 
+from ..config.data import DatasetSettings
 from ..config.importing import import_named
 from ..config.settings import ConfigError
 from ..errors import first_line, naming
@@ -23,7 +24,6 @@ from .data import NPZ, Data, Indices, check_examples
 from .files import named_splits, read_files
 from .hugging_face import image_column, load_splits, plain_rows, require_column
 from .parts import Part
-from .settings import DatasetSettings
 
 MANY_CLASSES = 20  # up to so many may be of any number of examples
 MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are likely no classes
@@ -59,8 +59,8 @@ class OwnData:
     Examples
     --------
     >>> x, y = np.eye(6, dtype=np.float32), np.arange(6) % 2
-    >>> own = OwnData((x, y), split=[[0, 1], [2, 3]], test_share=0.3).read()
-    >>> len(own.y_train), len(own.y_test), own.classes
+    >>> data = OwnData((x, y), split=[[0, 1], [2, 3]], test_share=0.3).read()
+    >>> len(data.y_train), len(data.y_test), data.classes
     (4, 2, ())
     """
 
@@ -102,13 +102,13 @@ class OwnData:
         if second is not None:
             train, test = self._match(train, self._table(second, "test set"))
         _require_classes(train, 0 if test is None else len(test.y))
-        split, kept = self._split(train), None
+        split, tested = self._split(train), None
         if test is None:
-            kept = self._draw_test(train, split)
+            tested = self._draw_test(train, split)
             if split is not None:
-                numbers = np.cumsum(~kept) - 1
-                split = tuple(numbers[own[~kept[own]]] for own in split)
-            train, test = train.select(~kept), train.select(kept)
+                numbers = np.cumsum(~tested) - 1
+                split = tuple(numbers[indices[~tested[indices]]] for indices in split)
+            train, test = train.select(~tested), train.select(tested)
         classes = train.classes
         if classes == (*range(len(classes)),):
             classes = ()
@@ -188,37 +188,37 @@ class OwnData:
 
     def _require_columns(self, columns: Iterable[Any], what: str) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
-        own = {"target": self.target, "client-column": self.client_column or self.target}
-        return [require_column(key, name, columns, f"the {what}") for key, name in own.items()]
+        settings = {"target": self.target, "client-column": self.client_column or self.target}
+        return [require_column(key, name, columns, f"the {what}") for key, name in settings.items()]
 
     def _frame(self, frame: Any, what: str, x: NDArray[Any] | None = None) -> Part:
         """Read a data frame; of examples `x`, if given, it has only labels and owners."""
         frame = frame.rename(columns=str).infer_objects()
         if twice := ", ".join(frame.columns[frame.columns.duplicated()]):
             raise ConfigError(f"{what}: expected columns of different names, got twice {twice}")
-        own = self._require_columns(frame.columns, what)
+        required = self._require_columns(frame.columns, what)
         index = ("__index_level_", "Unnamed: 0")  # of pandas, in parquet and csv
-        inputs = frame[[c for c in frame if c not in own and not c.startswith(index)]]
+        inputs = frame[[c for c in frame if c not in required and not c.startswith(index)]]
         if x is not None:
             inputs = inputs[[]]
-        odd = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
-        if dates := ", ".join(name for name in odd if _holds_dates(inputs[name])):
+        others = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
+        if dates := ", ".join(name for name in others if _holds_dates(inputs[name])):
             raise ConfigError(
                 f"{what}: expected numbers in all columns but the target, got dates in {dates}; "
                 "make numbers of them, such as (column - column.min()).dt.days after "
                 "pandas.to_datetime, or leave them out"
             )
-        if odd:
-            words = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in odd[:10])
+        if others:
+            words = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in others[:10])
             raise ConfigError(
                 f"{what}: expected numbers in all columns but the target, got others in {words}; "
                 "encode them first, such as words with pandas.get_dummies and lists with "
                 "numpy.stack, or leave them out; an empty cell stands for a missing number"
             )
-        gaps = frame[[*dict.fromkeys(own), *inputs.columns]].isna().sum()
-        if found := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
+        gaps = frame[[*dict.fromkeys(required), *inputs.columns]].isna().sum()
+        if lacking := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
             raise ConfigError(
-                f"{what}: expected a value in each row, got columns with gaps (rows): {found}; "
+                f"{what}: expected a value in each row, got columns with gaps (rows): {lacking}; "
                 "fill them, or leave these rows out, as frame.dropna() does"
             )
         for name in inputs.columns[[kind.kind in "iu" for kind in inputs.dtypes]]:
@@ -237,15 +237,15 @@ class OwnData:
 
         Classes and owners that are words in one set and numbers in the other are words in both.
         """
-        if odd := ", ".join(sorted(set(train.columns) ^ set(test.columns))[:10]):
-            raise ConfigError(f"test set: other columns than the train set: {odd}")
+        if differing := ", ".join(sorted(set(train.columns) ^ set(test.columns))[:10]):
+            raise ConfigError(f"test set: other columns than the train set: {differing}")
         if isinstance(train.classes[0], str) != isinstance((*test.classes, "")[0], str):
             train, test = (p._replace(classes=(*map(str, p.classes),)) for p in (train, test))
-        kinds = {own.owners.dtype.kind == "U" for own in (train, test) if own.owners is not None}
+        kinds = {part.owners.dtype.kind == "U" for part in (train, test) if part.owners is not None}
         if len(kinds) > 1:
             train, test = (p._replace(owners=np.array(p.owners, str)) for p in (train, test))
-        if odd := ", ".join(sorted(map(str, set(test.classes) - set(train.classes)))[:10]):
-            raise ConfigError(f"test set: no training example has the labels {odd}")
+        if differing := ", ".join(sorted(map(str, set(test.classes) - set(train.classes)))[:10]):
+            raise ConfigError(f"test set: no training example has the labels {differing}")
         order = [test.columns.index(name) for name in train.columns]
         numbers = np.array([train.classes.index(name) for name in test.classes])
         x = test.x[:, order] if order else test.x
@@ -253,7 +253,7 @@ class OwnData:
 
     def _draw_test(self, train: Part, split: tuple[Indices, ...] | None) -> NDArray[np.bool_]:
         """Draw the test set: what no client has, or a share of each class, and not all of it."""
-        share, kept = self.test_share, np.zeros(len(train.y), bool)
+        share, tested = self.test_share, np.zeros(len(train.y), bool)
         if not share:
             raise ConfigError(
                 "test-share: the data have no test set; give one, or expected a share, such as 0.2"
@@ -261,23 +261,23 @@ class OwnData:
         generator = np.random.default_rng([self.test_seed, *b"test set"])
         for label in np.unique(train.y):
             members = generator.permutation(np.flatnonzero(train.y == label))
-            kept[members[: min(max(1, round(share * len(members))), len(members) - 1)]] = True
+            tested[members[: min(max(1, round(share * len(members))), len(members) - 1)]] = True
         if split is not None:
-            free = ~np.isin(np.arange(len(kept)), np.concatenate(split))
-            kept = free if free.mean() >= share else kept
-            firsts = [own[0] for own in split if kept[own].all()]
+            free = ~np.isin(np.arange(len(tested)), np.concatenate(split))
+            tested = free if free.mean() >= share else tested
+            firsts = [indices[0] for indices in split if tested[indices].all()]
         elif train.owners is not None:
-            _, each, number = np.unique(train.owners, return_index=True, return_inverse=True)
-            firsts = each[np.bincount(number, ~kept) == 0]
+            _, first_of, number = np.unique(train.owners, return_index=True, return_inverse=True)
+            firsts = first_of[np.bincount(number, ~tested) == 0]
         else:
             firsts = []
-        kept[firsts] = False  # each client keeps an example
-        if not kept.any():
+        tested[firsts] = False  # each client keeps an example
+        if not tested.any():
             raise ConfigError(
                 "test-share: no example is left for a test set, as each client keeps one; give a "
                 "test set"
             )
-        return kept
+        return tested
 
     def _split(self, train: Part) -> tuple[Indices, ...] | None:
         """Return each client's indices by the user's own split, if there is one."""
@@ -294,13 +294,13 @@ class OwnData:
             split = [split.load_partition(i)["index"] for i in range(split.num_partitions)]
         split = split.values() if isinstance(split, Mapping) else split
         clients = tuple(np.asarray(list(indices)) for indices in split)
-        for i, own in enumerate(clients):
-            repeated = len(own) - len(np.unique(own))
-            wrong = own[(own < 0) | (own >= most)] if own.dtype.kind in "iu" else own
-            if not len(own) or repeated or len(wrong):
+        for i, ids in enumerate(clients):
+            repeated = len(ids) - len(np.unique(ids))
+            wrong = ids[(ids < 0) | (ids >= most)] if ids.dtype.kind in "iu" else ids
+            if not len(ids) or repeated or len(wrong):
                 raise ConfigError(
                     f"split: expected indices 0 ... {most - 1} for client {i}, each once, got "
-                    f"{len(own)} of {own.dtype}, {repeated} repeated, {len(wrong)} no such index: "
+                    f"{len(ids)} of {ids.dtype}, {repeated} repeated, {len(wrong)} no such index: "
                     f"{', '.join(map(str, wrong[:5]))}"
                 )
         return clients
@@ -432,20 +432,20 @@ def read_own(settings: DatasetSettings) -> Data | None:
 
 
 def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
-    found: dict[str, Any] = read_arrays("dataset", path, "x_train", "y_train")
-    if odd := ", ".join(sorted(found.keys() - set(NPZ))):
-        raise ConfigError(f"dataset: {path} has {odd}; expected some of {', '.join(NPZ)}")
-    if ("x_test" in found) != ("y_test" in found):
+    arrays: dict[str, Any] = read_arrays("dataset", path, "x_train", "y_train")
+    if unread := ", ".join(sorted(arrays.keys() - set(NPZ))):
+        raise ConfigError(f"dataset: {path} has {unread}; expected some of {', '.join(NPZ)}")
+    if ("x_test" in arrays) != ("y_test" in arrays):
         raise ConfigError(f"dataset: {path} must hold both x_test and y_test, or neither")
-    names = [tuple(found.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")]
+    names = [tuple(arrays.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")]
     parts = {
-        part: Part(found[f"x_{part}"], found[f"y_{part}"], found.get(f"clients_{part}"), *names)
+        part: Part(arrays[f"x_{part}"], arrays[f"y_{part}"], arrays.get(f"clients_{part}"), *names)
         for part in ("train", "test")
-        if f"x_{part}" in found
+        if f"x_{part}" in arrays
     }
     split = None
-    if "split" in found:
-        split = np.split(found["split"], np.cumsum(found["split_sizes"])[:-1])
+    if "split" in arrays:
+        split = np.split(arrays["split"], np.cumsum(arrays["split_sizes"])[:-1])
     return OwnData.of(parts, settings, split=split)
 
 
@@ -458,15 +458,15 @@ def read_arrays(key: str, path: Path, *names: str) -> dict[str, NDArray[Any]]:
         )
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            found = dict(file)
+            arrays = dict(file)
     except (ValueError, OSError) as error:
         said = first_line(error)
         if "allow_pickle" in said:
             said = "expected arrays of numbers or texts, got Python objects, as of dtype object"
         raise ConfigError(f"{key}: {path} cannot be read: {said}") from None
-    if missing := [name for name in names if name not in found]:
+    if missing := [name for name in names if name not in arrays]:
         raise ConfigError(
             f"{key}: {path} must hold {' and '.join(names)}; it lacks {', '.join(missing)} and "
-            f"has {', '.join(found) or 'nothing'}"
+            f"has {', '.join(arrays) or 'nothing'}"
         )
-    return found
+    return arrays

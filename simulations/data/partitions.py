@@ -15,10 +15,10 @@ import numpy as np
 from fedntk.clients import cache_dir
 from fedntk.ntk.support.files import whole
 
+from ..config.data import SplitSettings
 from ..config.settings import ConfigError
 from .data import Data, Indices
 from .load import load_data
-from .settings import SplitSettings
 
 logger = getLogger("flwr")
 OF_TESTS = ("local_test_fraction", "private_test")
@@ -47,10 +47,10 @@ class Split:
 
     def train_and_test(self, partition: int, settings: SplitSettings) -> tuple[Indices, Indices]:
         """Return a client's own examples for training and for evaluation, without overlap."""
-        own, count = self.clients[partition], self.num_kept(partition, settings)
+        indices, count = self.clients[partition], self.num_kept(partition, settings)
         generator = np.random.default_rng([settings.seed, partition])
-        own = generator.permutation(own) if count else own
-        return own[count:], own[:count]
+        indices = generator.permutation(indices) if count else indices
+        return indices[count:], indices[:count]
 
     def num_kept(self, partition: int, settings: SplitSettings) -> int:
         """Return how many of a client's examples are kept out of its training."""
@@ -114,7 +114,7 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
             f"partition = {settings.partition}: {str(error).strip()}"
             + (f"; it works with num-clients = {served}" if served else "")
         ) from error
-    if empty := [i for i, own in enumerate(clients) if not len(own)]:
+    if empty := [i for i, indices in enumerate(clients) if not len(indices)]:
         raise ConfigError(
             f"partition = {settings.partition}: client {empty[0]} would have no examples; use "
             "fewer clients or a larger alpha"
@@ -128,7 +128,7 @@ def _fill(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indices, 
     Ten draws left some empty, as with few classes and many clients.
     """
     clients = list(_partition(settings, rest, data, least=0))
-    empty = [i for i, own in enumerate(clients) if not len(own)]
+    empty = [i for i, indices in enumerate(clients) if not len(indices)]
     for i in empty:
         largest = max(range(len(clients)), key=lambda j: len(clients[j]))
         clients[i], clients[largest] = clients[largest][-1:], clients[largest][:-1]
@@ -157,7 +157,7 @@ def _partition(
 ) -> tuple[Indices, ...]:
     labels = data.y_train[rest]
     if settings.partition == "client-dirichlet":
-        return tuple(rest[own] for own in client_dirichlet(settings, labels))
+        return tuple(rest[indices] for indices in client_dirichlet(settings, labels))
     with warnings.catch_warnings():
         # of a progress bar that Jupyter cannot show, and of each draw that Dirichlet discards
         warnings.simplefilter("ignore")
@@ -197,7 +197,7 @@ def _partition(
                 "many, and so on"
             )
         parts = (rest[partitioner.load_partition(i)] for i in range(num_parts))
-        return tuple(own for part in parts for own in np.array_split(part, clients_each))
+        return tuple(shard for part in parts for shard in np.array_split(part, clients_each))
 
 
 def client_dirichlet(settings: SplitSettings, labels: Indices) -> Iterator[Indices]:
@@ -240,8 +240,8 @@ def _load_split(settings: SplitSettings, data: Data) -> Split:
     if settings.may_be_private:
         return split_data(settings, data)
     digest = hashlib.sha256(data.y_train.tobytes())
-    for given in (data.natural_ids, *(data.split or ())):
-        digest.update(b"" if given is None else repr(given.tolist()).encode())
+    for array in (data.natural_ids, *(data.split or ())):
+        digest.update(b"" if array is None else repr(array.tolist()).encode())
     digest.update(repr([(name, getattr(settings, name)) for name in SPLIT_SETTINGS]).encode())
     digest.update(importlib.metadata.version("flwr-datasets").encode())
     path = cache_dir() / "splits" / f"{digest.hexdigest()}.npz"
@@ -251,7 +251,7 @@ def _load_split(settings: SplitSettings, data: Data) -> Split:
             np.savez(
                 file,
                 clients=np.concatenate(split.clients),
-                sizes=[len(own) for own in split.clients],
+                sizes=[len(indices) for indices in split.clients],
                 validation=split.validation,
             )
     with np.load(path) as saved:
@@ -275,7 +275,7 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
     by_owner = settings.partition == "natural" and ids is not None and ids_test is not None
     owners: tuple[Any, Any] = np.zeros(len(split.clients)), np.zeros(len(data.y_test))
     if by_owner and ids is not None:
-        owners = ids[[own[0] for own in split.clients]], ids_test
+        owners = ids[[indices[0] for indices in split.clients]], ids_test
     groups: list[Any] = [pd.Series(each).groupby(each).indices for each in owners]
     clients_of, tests_of = groups
     generator = np.random.default_rng([settings.seed, *b"private-test"])
@@ -286,16 +286,16 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
         held = np.stack([np.bincount(y, minlength=data.num_classes) for y in labels_held])
         labels = data.y_test[members]
         for label in np.unique(labels):
-            own = generator.permutation(members[labels == label])
+            indices = generator.permutation(members[labels == label])
             order = generator.permutation(len(clients))
             counts = held[:, label]
             if by_owner and not counts.any():  # new to all of the owner's clients
                 counts = held.sum(1)
             if counts.any():
-                ends = np.cumsum(apportion(len(own), counts, order))
-                for i, part in zip(clients, np.split(own, ends[:-1]), strict=True):
+                ends = np.cumsum(apportion(len(indices), counts, order))
+                for i, part in zip(clients, np.split(indices, ends[:-1]), strict=True):
                     parts[i].append(part)
-    return replace(split, tests=tuple(np.sort(np.concatenate(own)) for own in parts))
+    return replace(split, tests=tuple(np.sort(np.concatenate(indices)) for indices in parts))
 
 
 def apportion(total: int, counts: Indices, order: Indices) -> Indices:

@@ -53,16 +53,18 @@ def select_balanced(
     calls, each of `count`, are passed over.
     """
     key = "examples-per-domain" if part == "train" else "test-examples-per-domain"
-    each, rest = divmod(count, 10)
+    per_class, rest = divmod(count, 10)
     if rest:
         raise ConfigError(
             f"{key}: expected a multiple of 10, as many examples of each class, got {count}"
         )
     most = int(np.bincount(y, minlength=10).min())
-    if each * (block + 1) > most:
+    if per_class * (block + 1) > most:
         raise ConfigError(
             f"{key}: expected at most {10 * (most // (block + 1))}, as {name} has {most} examples "
             f"of a class, got {count}"
         )
-    own = [np.flatnonzero(y == k)[block * each : (block + 1) * each] for k in range(10)]
-    return np.sort(np.concatenate(own))
+    indices = [
+        np.flatnonzero(y == k)[block * per_class : (block + 1) * per_class] for k in range(10)
+    ]
+    return np.sort(np.concatenate(indices))

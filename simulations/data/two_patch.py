@@ -35,17 +35,17 @@ class TwoPatchOptions(Settings, frozen=True, eq=True):
     @classmethod
     def read(cls, text: str) -> Self:
         """Read options with commas between them; the others are defaults."""
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for pair in text.split(",") if text else []:
             name, _, value = pair.partition("=")
             if name not in cls.options():
-                known = ", ".join(f"{own}=..." for own in cls.options())
+                names = ", ".join(f"{name}=..." for name in cls.options())
                 raise ConfigError(
-                    f"two-patch: expected options {known}, got {pair!r}"
+                    f"two-patch: expected options {names}, got {pair!r}"
                     f"{nearest(name, cls.options())}"
                 )
-            given[name] = cls.checked(name, value, from_text=True)
-        return cls(**given)
+            options[name] = cls.checked(name, value, from_text=True)
+        return cls(**options)
 
     def check(self) -> None:
         """Refuse groups that are not sizes, or are more than the signals leave room for."""

@@ -8,31 +8,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import ConfigRecord, MessageType
+from flwr.app import ArrayRecord, MessageType, RecordDict
 
 from fedntk.clients.core.adapter import unpack_content
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.predictors.network import Predictor
-from fedntk.strategies import BaseStrategy
+from fedntk.strategies import Sampling, Strategy
 from fedntk.strategies.core.array_archive import checksum, load_tensors
+from fedntk.strategies.core.strategy import round_of
 
 from ..attacks import ATTACKS
+from ..checkpoints import Checkpoint, Checkpoints
 from ..config.config import Config
 from ..config.importing import ID, place_of, source_checksum
+from ..config.metrics import metrics_of
 from ..config.private import named_for
 from ..config.registry import all_methods
 from ..config.settings import ConfigError
 from ..data.kept_examples import Own
 from ..data.load import load_data
-from ..deploy.simulated_trust import key_server, projected, run_name, sealed_projection
 from ..methods.method import Method, Setup
-from ..metrics import metrics_of
 from ..models import build_model, name_model, network_checksum, sample_outputs
 from ..report.results import read_summary, require_same
+from ..simulated_trust import key_server, projected, run_name, sealed_projection
 from ._flower import log_from
-from .checkpoints import Checkpoint, Checkpoints
 
 
 def load_setup(config: Config) -> Setup:
@@ -83,7 +84,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def make_strategy(setup: Setup) -> BaseStrategy:
+def make_strategy(setup: Setup) -> Strategy:
     """Make the strategy that the configuration names."""
     config = setup.config
     method: Method = config.chosen_method
@@ -99,9 +100,13 @@ def make_strategy(setup: Setup) -> BaseStrategy:
         "fraction_evaluate": evaluating / config.num_clients,
         "min_evaluate_nodes": evaluating,
         "min_available_nodes": config.num_clients,
-        # no method trains on clients held out for validation, or on liars that are absent
-        "held_out": sorted({*range(training, config.num_clients), *setup.absent}),
-        "evaluate_without": without,
+        # no method trains on clients held out for validation, or on absent liars
+        "sampling": Sampling(
+            seed=config.seed,
+            over_selection=config.sampling.over_selection,
+            held_out=sorted({*range(training, config.num_clients), *setup.absent}),
+            evaluate_without=without,
+        ),
         "key_server": key_server(config) if config.projection else None,
         "run": run_name(config),
     }
@@ -134,8 +139,8 @@ def make_client(
         own = setup.examples(partition)
     elif seeded := config.chosen_method.seeded_protection(config):
         raise ConfigError(
-            f"{', '.join(seeded)}: this app derives the keys and the noise from the seed, so they "
-            "protect nothing; write a client with keys of its own for data-path"
+            f"{', '.join(seeded)}: this app derives the keys from the seed, so they protect "
+            "nothing; write a client with keys of its own for data-path"
         )
     (x, y), (x_test, y_test) = own.train, own.test
     lie = ATTACKS[config.attack].on_examples
@@ -155,8 +160,7 @@ def make_client(
         options["projection"] = sealed_projection(config, partition, state)
     if len(y_test):
         options["x_test"], options["y_test"] = x_test, y_test
-    if hasattr(config.chosen_method.client_class, "release_of"):
-        options |= own.owner
+    options["owner"] = own.owner
     client: NumPyClient = config.chosen_method.client(setup, partition, options)
     return client
 
@@ -225,11 +229,18 @@ def load_predictor(
     own, strategy = make_client(setup, client, {}), make_strategy(setup)
     strategy.load_state_dict(checkpoint.strategy)
     arrays_then = strategy.begin(checkpoint.arrays, checkpoint.round, done=checkpoint.round)
-    strategy.forget_sent(client)  # what it keeps may have been removed
-    settings = ConfigRecord()
-    strategy.prepare_config(settings, checkpoint.round)
-    content = strategy.content_for(client, MessageType.EVALUATE, arrays_then, settings)
+    content = _evaluation_message(strategy, client, arrays_then)
     client_model: Any = own
     predictor = client_model.predictor(*unpack_content(content, str(client)))
     predictor.inputs = inputs
     return predictor
+
+
+def _evaluation_message(strategy: Strategy, client: int, arrays: ArrayRecord) -> RecordDict:
+    """Return what a client that has been sent nothing before is sent to evaluate."""
+    r = round_of(strategy, strategy.server_round, MessageType.EVALUATE, arrays, {})
+    ask: Any = next(strategy.evaluate_round(r.within(strategy, arrays, [client])))
+    if ask.sent is not None:
+        ask.sent.doubt(client)  # what it keeps may have been removed
+    content: RecordDict = ask.content(client)
+    return content

@@ -4,12 +4,13 @@ import copy
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from logging import getLogger
 from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message
+from flwr.clientapp import ClientApp
 
 from fedntk.clients import MaskedWeights, PrivacyLimits, cache_dir, client_app
 from fedntk.clients.core.numpy_client import NumPyClient
@@ -19,18 +20,30 @@ from ..config.settings import ConfigError
 from ..data.kept_examples import KeptExamples
 from ..data.load import load_own
 from ..errors import TRACEBACKS, first_line, naming
-from ..methods.method import PERSONAL, Setup
+from ..methods.method import PERSONAL, Setup, masks_itself
 from .building import load_setup, make_client
 from .engines import CLIENT_APP_RAISED_EXCEPTION
 from .meter import meter
 
 logger = getLogger("flwr")
 Function = Callable[[Message, Context], Message]
+Load = Callable[[Context], Setup]
 STATE = "fedntk.client"  # name of the record that a client keeps
 DATA, PRIVACY = "data-path", "privacy-"  # a node's own examples; begins what their owner allows
 
 
-def client_fn(context: Context) -> NumPyClient:
+@lru_cache(maxsize=1)
+def _load_once(_run_id: int, config: Config) -> Setup:
+    """Load it once a run: what the settings name may change between runs."""
+    return load_setup(config)
+
+
+def load(context: Context) -> Setup:
+    """Load the setup that a run's settings say."""
+    return _load_once(context.run_id, Config.parse(context.run_config))
+
+
+def client_fn(context: Context, load: Load = load) -> NumPyClient:
     """Make the client of a node; its configuration says which examples it has.
 
     ``data-path`` names a file of its own; else it has the part of the data set that
@@ -47,7 +60,7 @@ def client_fn(context: Context) -> NumPyClient:
             "'partition-id=0' for a part of the data set, or with 'data-path=\"examples.npz\"' "
             "for examples of its own"
         )
-    setup = _own_setup(context)
+    setup = _own_setup(context, load)
     torch.set_num_threads(setup.config.client_threads)
     number = context.node_id if partition is None else int(partition)
     own, owner = None, owner_of(node)
@@ -85,7 +98,7 @@ def owner_of(node: Mapping[str, Any]) -> dict[str, Any]:
     return {**limits, "cache": cache_dir() / PERSONAL, **owner} if DATA in node else owner
 
 
-def _own_setup(context: Context) -> Setup:
+def _own_setup(context: Context, load: Load) -> Setup:
     """Return what the clients of one run share in a thread: every message overwrites the weights.
 
     Examples are also kept for one thread: a network may change in place what it is given.
@@ -93,7 +106,7 @@ def _own_setup(context: Context) -> Setup:
     run = context.run_id, dict(context.run_config)
     if getattr(_thread, "run", None) != run:
         # one client is made at a time
-        template = _template(context.run_id, Config.parse(context.run_config))
+        template = load(context)
         network = copy.deepcopy(template.network)
         _thread.setup = replace(template, network=network, kept=KeptExamples())
         _thread.run = run
@@ -102,12 +115,6 @@ def _own_setup(context: Context) -> Setup:
 
 
 _thread = threading.local()
-
-
-@lru_cache(maxsize=1)
-def _template(_run_id: int, config: Config) -> Setup:
-    """Make it once a run: what the settings name may change between runs."""
-    return load_setup(config)
 
 
 def _say_where(message: Message, context: Context, call_next: Function) -> Message:
@@ -119,22 +126,28 @@ def _say_where(message: Message, context: Context, call_next: Function) -> Messa
         return Message(Error(CLIENT_APP_RAISED_EXCEPTION, first_line(error)), reply_to=message)
 
 
-def _mask(message: Message, context: Context, call_next: Function) -> Message:
+def _mask(message: Message, context: Context, call_next: Function, *, load: Load) -> Message:
     """Mask the weights of a client if the strategy asks for that."""
     owner = tuple((k, v) for k, v in context.node_config.items() if k.startswith((DATA, PRIVACY)))
-    return _masks(tuple(context.run_config.items()), owner)(message, context, call_next)
+    return _masks(load(context).config, owner)(message, context, call_next)
 
 
 @lru_cache(maxsize=4)
-def _masks(*configs: tuple[tuple[str, Any], ...]) -> MaskedWeights:
+def _masks(config: Config, node: tuple[tuple[str, Any], ...]) -> MaskedWeights:
     """Return the mod of a run; it may answer again, as a run that was cut off asks again.
 
     A node's owner may allow less. Clients that mask sums themselves refuse what is not masked.
     """
-    config, owner = Config.parse(dict(configs[0])), owner_of(dict(configs[1]))
-    if hasattr(config.chosen_method.client_class, "release_of"):
+    owner = owner_of(dict(node))
+    if masks_itself(config.chosen_method.client_class):
         owner |= {"only_masked": False, "privacy": None}
     return MaskedWeights(**{"cache": config.cache / PERSONAL, "only_masked": False, **owner})
 
 
-app = client_app(client_fn, mods=[meter, _say_where, _mask])
+def make_app(load: Load) -> ClientApp:
+    """Make the client half of runs whose setup is what `load` returns."""
+    mask = partial(_mask, load=load)
+    return client_app(partial(client_fn, load=load), mods=[meter, _say_where, mask])
+
+
+app = make_app(load)

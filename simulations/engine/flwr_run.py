@@ -7,10 +7,10 @@ from pathlib import Path
 
 import tomli_w
 
-from ..config.config import Config, nest
+from ..checkpoints import OnRound
+from ..config.config import Config
 from ..errors import RunFailed
 from . import processes
-from .checkpoints import OnRound
 from .processes import Process, tool
 
 APP = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
     data_dir = config.data_dir and str(Path(config.data_dir).expanduser().absolute())
     config = config.replace(out=str(folder), data_dir=data_dir)
     settings = folder / "run-config.toml"
-    settings.write_text(tomli_w.dumps(nest(config.run_config())), encoding="utf-8")
+    settings.write_text(tomli_w.dumps(config.run_config()), encoding="utf-8")
     federation = (
         f"num-supernodes={config.num_clients} client-resources-num-cpus={config.client_cpus} "
         f"client-resources-num-gpus={config.client_gpus}"

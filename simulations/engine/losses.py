@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import Error, Message, MessageType
 from flwr.serverapp import Grid
 
-from fedntk.strategies import BaseStrategy
+from fedntk.strategies import Strategy
 
 from ._flower import stamp
 from .engines import NODE_UNAVAILABLE, ForwardingGrid
@@ -24,9 +24,7 @@ class LossyGrid(ForwardingGrid):
     `late` are probabilities. Evaluation loses nothing.
     """
 
-    def __init__(
-        self, grid: Grid, strategy: BaseStrategy, seed: int, lost: float, late: float
-    ) -> None:
+    def __init__(self, grid: Grid, strategy: Strategy, seed: int, lost: float, late: float) -> None:
         super().__init__(grid)
         self._strategy, self._seed = strategy, seed
         self._lost, self._late = lost, late
@@ -71,7 +69,7 @@ class LossyGrid(ForwardingGrid):
         """Return errors for what is lost, and the messages that are answered in time and late."""
         now, by_fate = self._strategy.server_round, defaultdict[str, list[Message]](list)
         for message in messages:
-            client = self._strategy.registry.client(message.metadata.dst_node_id)
+            client = self._strategy.channel.registry.client(message.metadata.dst_node_id)
             training = message.metadata.message_type == MessageType.TRAIN
             by_fate[self.fate(client, now) if training else "in time"].append(message)
         error = Error(NODE_UNAVAILABLE, f"lost in round {now}, as the settings say")

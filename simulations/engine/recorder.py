@@ -14,13 +14,13 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.network import Evaluation
-from fedntk.strategies import BaseStrategy
+from fedntk.strategies import Strategy
 from fedntk.strategies.core.replies import INCOMPLETE
 from fedntk.strategies.core.rounds import fault_of
 
+from ..checkpoints import Best, Checkpoint, Checkpoints, OnRound, Record, Round
 from ..config.config import Config
-from ..metrics import MEASURED, MEASURED_PREFIXES, metrics_of
-from .checkpoints import Best, Checkpoint, Checkpoints, OnRound, Record, Round
+from ..config.metrics import MEASURED, MEASURED_PREFIXES, metrics_of
 from .engines import MeteredGrid
 from .meter import peak_memory, reset_peak_memory
 
@@ -93,12 +93,12 @@ class Recorder:
     """Evaluates what was learned after each round; records and saves what the round did.
 
     It calls `on_round` with the metrics of each round, and writes `source` into each
-    :class:`~fedntk.simulations.engine.checkpoints.Checkpoint`.
+    :class:`~fedntk.simulations.checkpoints.Checkpoint`.
     """
 
     config: Config
     grid: MeteredGrid
-    strategy: BaseStrategy
+    strategy: Strategy
     evaluate: Callable[[dict[str, NDArray[Any]]], Evaluation]
     checkpoints: Checkpoints
     source: dict[str, str]

@@ -1,6 +1,7 @@
 """Run a configuration, or compare several, in this process or through ``flwr run`` on Ray."""
 
 import contextlib
+import copy
 import os
 import shlex
 import tomllib
@@ -15,9 +16,11 @@ import torch
 
 from fedntk.ntk.support.files import claimed
 
+from ..checkpoints import Checkpoints, OnRound, Record
 from ..config import importing
 from ..config.config import OBJECTS, Config
 from ..config.importing import ID, renew_names
+from ..config.metrics import metrics_of
 from ..config.private import named_for
 from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
@@ -26,7 +29,6 @@ from ..data.load import PASSED_FILE, forget_loaded, load_data
 from ..data.own import OwnData
 from ..errors import CONTROL, RunFailed, first_line, naming
 from ..methods.method import Method
-from ..metrics import metrics_of
 from ..models import name_model
 from ..report.results import (
     MOSTLY_FAILED,
@@ -42,14 +44,13 @@ from ..report.results import (
 )
 from ._flower import log_from
 from .building import code_checksums, load_setup, source_of
-from .checkpoints import Checkpoints, OnRound, Record
-from .client_app import app as client_application
+from .client_app import make_app
 from .engines import LocalGrid
 from .flwr_run import flwr_run
 from .processes import end_with
 from .progress import Progress, silence_bars
 from .progress import progress as show_progress
-from .server_app import Prepared, prepare, private, serve
+from .server_app import Prepared, at_work, prepare, private, train
 from .writers import check_writers, writing
 
 if TYPE_CHECKING:  # slow to import
@@ -417,8 +418,11 @@ def _run(
             elif state != "finished":
                 options: Any = {"workers": workers, "on_answer": shown.on_answer}
                 clients = config.num_clients, config.run_config()
-                with LocalGrid(client_application, *clients, **options) as grid:
-                    serve(grid, config, on_round, prepared)
+                setup, strategy = prepared or prepare(config)
+                first = replace(setup, network=copy.deepcopy(setup.network))
+                application = make_app(lambda _: first)
+                with LocalGrid(application, *clients, **options) as grid, at_work(config):
+                    train(grid, setup, strategy, on_round, resume=state == "interrupted")
     run = read_run(folder)
     ending = "done"
     if state == "finished":

@@ -14,22 +14,21 @@ from flwr.serverapp import Grid, ServerApp
 from fedntk.ntk.predictors.network import Evaluation
 from fedntk.ntk.support.arrays import ArrayDict
 from fedntk.ntk.support.files import PARTIAL, claimed
-from fedntk.ntk.support.threads import warn_of_spinning
-from fedntk.strategies import BaseStrategy
+from fedntk.strategies import Strategy
 
 from ..attacks import ATTACKS
+from ..checkpoints import Checkpoints, OnRound
 from ..config.config import Config
+from ..config.metrics import load_metrics
 from ..config.private import describe_released
 from ..config.settings import ConfigError
 from ..data.kept_examples import KeptExamples
-from ..deploy.simulated_trust import projected
 from ..errors import Stopped, first_line
 from ..methods.method import Setup
-from ..metrics import load_metrics
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
+from ..simulated_trust import projected
 from ._flower import outlive_workers
 from .building import load_setup, make_client, make_strategy, source_of
-from .checkpoints import Checkpoints, OnRound
 from .engines import MeteredGrid
 from .lies import LyingGrid
 from .losses import LossyGrid
@@ -52,7 +51,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 # what a run needs besides clients; made, and so checked, before the first round
-Prepared = tuple[Setup, BaseStrategy]
+Prepared = tuple[Setup, Strategy]
 
 
 def prepare(config: Config) -> Prepared:
@@ -74,26 +73,24 @@ def private(config: Config) -> Iterator[None]:
             os.umask(before)
 
 
-def serve(
-    grid: Grid, config: Config, on_round: OnRound | None = None, prepared: Prepared | None = None
-) -> None:
-    """Run a configured method on a grid and write its results into ``config.folder``.
-
-    If there are checkpoints of this run already, it goes on from the newest that is whole, to the
-    same bits as if it had never been interrupted; if it is finished, nothing is done. The nodes
-    hold :data:`fedntk.simulations.engine.client_app.app`; `prepared` is made of `config`.
-    """
-    folder = config.folder
+def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
+    """Run a configuration on a grid, unless it is finished, as :func:`train` does."""
     state = run_state(config)
     if state == "finished":
-        logger.info("finished before; results are in %s", folder)
+        logger.info("finished before; results are in %s", config.folder)
         return
-    threads = torch.get_num_threads()
+    with at_work(config):
+        train(grid, *prepare(config), on_round, resume=state == "interrupted")
+
+
+@contextlib.contextmanager
+def at_work(config: Config) -> Iterator[None]:
+    """Claim the run's folder, set torch's threads, and write into the folder what ends the run."""
+    folder, threads = config.folder, torch.get_num_threads()
     with private(config), claimed(folder, "server"):
         try:
             torch.set_num_threads(config.server_threads or threads)
-            warn_of_spinning(torch.get_num_threads())
-            _serve(grid, config, on_round, prepared, resume=state == "interrupted")
+            yield
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit | Stopped)
             reason = first_line(error)
@@ -107,15 +104,21 @@ def serve(
             torch.set_num_threads(threads)
 
 
-def _serve(
-    grid: Grid, config: Config, on_round: OnRound | None, prepared: Prepared | None, *, resume: bool
+def train(
+    grid: Grid, setup: Setup, strategy: Strategy, on_round: OnRound | None, *, resume: bool
 ) -> None:
+    """Run a strategy on a grid and write the results into the run's folder.
+
+    To `resume` is to go on from the newest checkpoint that is whole, to the same bits as if the run
+    had never been interrupted. The nodes hold
+    :data:`fedntk.simulations.engine.client_app.app`.
+    """
+    config = setup.config
     folder, method = config.folder, config.chosen_method
     for path in folder.rglob(f"*{PARTIAL}"):  # what killed processes left half written
         path.unlink(missing_ok=True)
     checkpoints = Checkpoints(folder)
     checkpoint = checkpoints.newest() if resume else None
-    setup, strategy = prepared or prepare(config)
     source = {  # what the bits of a run depend on besides its configuration
         **source_of(setup),
         "device": setup.device,
@@ -165,7 +168,10 @@ def _serve(
     if config.lost_share or config.late_share:
         shares = config.lost_share, config.late_share
         used = LossyGrid(metered, strategy, config.seed, *shares)
-        strategy.sample(used, 0, "losses", 0.0, 1)  # asks who is who: losses are drawn by client
+        nodes, channel = sorted(used.get_node_ids()), strategy.channel
+        channel.grid = used
+        channel.registry.add(channel.ask_partitions(nodes))  # losses are drawn by client
+        channel.registry.set_present(nodes)
     try:
         strategy.start(
             grid=used,

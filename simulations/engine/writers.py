@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..checkpoints import OnRound, Record
 from ..config.config import Config
 from ..config.settings import ConfigError
-from .checkpoints import OnRound, Record
 
 Records = Sequence[Record]
 

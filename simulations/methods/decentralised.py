@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fedntk.ntk.support.arrays import Arrays
 from fedntk.ntk.support.files import whole
-from fedntk.strategies import BaseStrategy, RelayStrategy, Topology
+from fedntk.strategies import RelayStrategy, Strategy, Topology
 from fedntk.strategies.core.averaging import cast_like, named_arrays
 from fedntk.strategies.gossip.topology import TopologyKind
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
-from ..deploy.simulated_trust import projected
 from ..errors import naming
+from ..simulated_trust import projected
 from .method import Method, Setup
 
 if TYPE_CHECKING:  # slow to import
@@ -101,7 +101,7 @@ class DecentralisedMethod(Method):
         """Return the graphs, and whether clients send two models."""
         return {"topology": settings.graphs(config), "collect_both": settings.both_accuracies}
 
-    def measure(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
+    def measure(self, setup: Setup, strategy: Strategy) -> Mapping[str, float]:
         """Return how accurate the clients' models are, on the server's examples."""
         measured: dict[str, float] = {}
         models_at = cast(RelayStrategy, strategy).models_at
@@ -117,14 +117,14 @@ class DecentralisedMethod(Method):
                 measured |= {f"{point}-accuracy-{name}": float(v) for name, v in found.items()}
         return measured
 
-    def after_run(self, setup: Setup, strategy: BaseStrategy, folder: Path) -> None:
+    def after_run(self, setup: Setup, strategy: Strategy, folder: Path) -> None:
         """Write ``selection.parquet``: the accuracy of means of some of the last models."""
         relay, points = cast(RelayStrategy, strategy), self.own(setup.config).selection_points
         if not (points and relay.models):
             return
         (x, y), held = selection_sets(setup)
         x, x_held = projected(setup.config, x), projected(setup.config, held[0])
-        from ..assessment.selection import selection_curves
+        from ..selection import selection_curves
 
         expected = next(iter(relay.models.values()))
         curves = selection_curves(

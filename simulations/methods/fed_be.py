@@ -3,7 +3,7 @@
 from typing import Any
 
 from fedntk.ntk.options import refuse_first
-from fedntk.strategies import BaseStrategy, Distillation, FedBE
+from fedntk.strategies import Distillation, FedBE, Strategy
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
@@ -45,7 +45,7 @@ class _FedBE(Method):
     def validates(self, config: Config) -> str:
         return "fed-be.distill" if self.own(config).distill else ""
 
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
         if self.own(setup.config).distill:
             examples, _ = setup.data.train(setup.split.validation)
             options["distill"] = self._make(Distillation, setup, {"examples": examples})

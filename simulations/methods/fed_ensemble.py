@@ -12,7 +12,7 @@ from fedntk.ntk import EnsemblePredictor, Predictor
 from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.ntk.support.arrays import Arrays
-from fedntk.strategies import BaseStrategy, FedEnsemble
+from fedntk.strategies import FedEnsemble, Sampling, Strategy
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
@@ -70,7 +70,7 @@ class _FedEnsemble(Method):
         refuse_first(rules, ConfigError)
         self.inner(config).check(config, config.settings_of(settings.inner))
 
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
         own, inner = self.own(setup.config), self.inner(setup.config)
 
         def drawn(k: int) -> nn.Module:
@@ -78,8 +78,14 @@ class _FedEnsemble(Method):
             return build_model(config, setup.data.input_shape, setup.data.num_classes)
 
         seeds = itertools.count(setup.config.seed, step=FAR)
-        of_inner = {**options, "key_server": None, "min_completed": 1, "average_decay": 0.0}
-        options["inner"] = lambda: inner.strategy(setup, {**of_inner, "seed": next(seeds)})
+        of_inner = {**options, "key_server": None, "min_completed": 1, "average": None}
+        sampling: Sampling = options["sampling"]
+
+        def make_inner() -> Strategy:
+            drawn = sampling.copy(seed=next(seeds))
+            return inner.strategy(setup, {**of_inner, "sampling": drawn})
+
+        options["inner"] = make_inner
         options["init"] = drawn if own.init == "network" else own.init
         return super().strategy(setup, options)
 

@@ -1,7 +1,6 @@
 """What the simulations ask of a method; this file knows none of them."""
 
 import re
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,27 +13,27 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 import fedntk.clients
+from fedntk.clients import LocalSGD, MaskedSums
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
 from fedntk.ntk.noise import Noise
-from fedntk.ntk.options import Declared, Option
+from fedntk.ntk.options import Declared, Option, check_together, parts_of
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.ntk.support.arrays import Arrays
-from fedntk.strategies import BaseStrategy
+from fedntk.strategies import Strategy
 from fedntk.strategies.core.averaging import named_arrays
-from fedntk.strategies.core.trust_protocols import MaskOptions
 from fedntk.trust.secure_sum import FEWEST
 
 from ..attacks import choose_liars
 from ..config.config import Config
 from ..config.private import require_covered
-from ..config.registry import named_client
-from ..config.settings import ConfigError, Settings
+from ..config.registry import all_methods, named_client
+from ..config.settings import ConfigError, Settings, key_of, settings_class, vars_of
 from ..data.data import Data
 from ..data.kept_examples import KeptExamples, Own
 from ..data.load import load_data
 from ..data.partitions import Split, load_split
-from ..deploy.simulated_trust import projected
+from ..simulated_trust import projected
 
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
@@ -148,6 +147,20 @@ class Setup:
         return name
 
 
+def _unmeasured(arrays: ArrayRecord) -> float:
+    raise RuntimeError("settings are only checked: there are no examples")
+
+
+def _options(kind: type[Declared]) -> Mapping[str, Option]:
+    """Return the options of a class that settings of the same names hold."""
+    return {name: o for name, o in kind.options().items() if (kind, name) != (LocalSGD, "epochs")}
+
+
+def masks_itself(client_class: Any) -> bool:
+    """Whether clients of a class mask sums of their own."""
+    return issubclass(client_class, Declared) and "secure" in parts_of(client_class)
+
+
 class Method:
     """All that the simulations know of one method.
 
@@ -168,7 +181,7 @@ class Method:
 
     name: ClassVar[str]
     settings: type[Settings]
-    strategy_class: ClassVar[type[BaseStrategy]]
+    strategy_class: ClassVar[type[Strategy]]
     parts: ClassVar[tuple[type[Declared], ...]] = ()  # from which the strategy is made, as well
     # settings that the classes lack, or have with another default or meaning
     own_settings: ClassVar[type[Settings]] = Settings
@@ -192,9 +205,9 @@ class Method:
         names = ("name", "strategy_class", "client_class")
         vars(self).update(zip(names, row, strict=False), **more)
         kind = self.strategy_class
-        if not (isinstance(kind, type) and issubclass(kind, BaseStrategy)):
+        if not (isinstance(kind, type) and issubclass(kind, Strategy)):
             raise ConfigError(
-                f"method: expected a class derived from BaseStrategy or SeededFedAvg, got {kind!r}"
+                f"method: expected a class derived from Strategy or SeededFedAvg, got {kind!r}"
             )
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
             raise ValueError(f"name: expected words in kebab-case, got {self.name!r}")
@@ -211,38 +224,63 @@ class Method:
         return found
 
     def _make_settings(self) -> Any:
-        shared = (Config, BaseStrategy, fedntk.clients.SGDClient)
-        common = {name for kind in shared for name in kind.options()}
-        if self.strategy_class.masks:
-            common -= MaskOptions.options().keys()
+        shared = (Config, Strategy, fedntk.clients.ModelClient, LocalSGD)
+        common = {name for kind in shared for name in _options(kind)}
         own = self.own_settings.options()
         found: dict[str, Option] = {}
         for kind in self._declared():
-            for name, declared in kind.options().items():
+            for name, declared in _options(kind).items():
                 is_own = name in self.apart or name not in common
                 if declared.in_files and is_own and name not in own:
                     found.setdefault(name, declared)
-        body: dict[str, Any] = {"table": self.name, "__doc__": f"Settings of {self.name}."}
-        body["__annotations__"] = {name: declared.kind for name, declared in found.items()}
-        body |= {name: declared.field() for name, declared in found.items()}
-        keywords, bases = {"frozen": True, "eq": True}, (self.own_settings,)
-        return types.new_class("MethodSettings", bases, keywords, lambda names: names.update(body))
+        parts = parts_of(self.strategy_class).items()
+        own_parts = {name: part for name, part in parts if name not in parts_of(Config)}
+        return settings_class(self.name, found, own_parts, self.own_settings)
 
     def _declared(self) -> list[type[Declared]]:
         kinds = (self.strategy_class, *self.parts, self.client_class)
-        return [kind for kind in kinds if issubclass(kind, Declared)]
+        declared = [kind for kind in kinds if issubclass(kind, Declared)]
+        return [*declared, LocalSGD] if "sgd" in parts_of(declared[-1]) else declared
 
-    def _given(self, kind: type[Declared], config: Config, settings: Any) -> dict[str, Any]:
+    def _given(
+        self, kind: type[Declared], config: Config, settings: Any, setup: Setup | None = None
+    ) -> dict[str, Any]:
         """Return the options of a class that the settings say."""
         given = self.arguments(config, settings) if kind is self.strategy_class else {}
-        for name, declared in kind.options().items():
-            homes = [home for home in self._declared() if name in home.options()]
+        if kind is LocalSGD:
+            given["epochs"] = config.local_epochs
+        if "sgd" in parts_of(kind):
+            local_training = parts_of(kind)["sgd"].kind
+            given["sgd"] = local_training(**self._given(LocalSGD, config, settings))
+        for name, declared in _options(kind).items():
+            homes = [home for home in self._declared() if name in _options(home)]
             is_own = name not in self.apart or kind is homes[0]
             if declared.in_files and is_own and name in self.settings.options():
                 given[name] = getattr(settings, name)
             elif declared.in_files and name in Config.options():
                 given[name] = getattr(config, name)
+        if kind is self.strategy_class:
+            for name, part in parts_of(kind).items():
+                home = settings if name in parts_of(self.settings) else config
+                section: Settings | None = getattr(home, name)
+                values = None
+                if section is not None:
+                    values = vars_of(section) | self.part_arguments(name, config, setup)
+                given[name] = part.check(None) if values is None else part.make(values)
         return given
+
+    def part_arguments(self, name: str, config: Config, setup: Setup | None) -> dict[str, Any]:
+        """Return arguments of one of the strategy's parts that no file holds.
+
+        There is no setup while settings are checked.
+        """
+        if name != "screening" or not self.judges(config):
+            return {}
+        return {"validation_loss": _unmeasured if setup is None else self.validation_loss(setup)}
+
+    def judges(self, config: Config) -> bool:
+        """Whether the strategy judges weights by the server's validation examples."""
+        return config.screening.rule == "validation"
 
     def _make(self, kind: Any, setup: Setup, options: dict[str, Any]) -> Any:
         """Make an object from a run's settings and parts, and from `options`, which win."""
@@ -255,14 +293,21 @@ class Method:
             "schema": setup.data.schema,
         }
         shared = {name: part for name, part in parts.items() if name in kind.options()}
-        given = self._given(kind, setup.config, self.own(setup.config))
+        given = self._given(kind, setup.config, self.own(setup.config), setup)
         return kind(**{**shared, **given, **options})
 
     def check(self, config: Config, settings: Any) -> None:
         """Refuse settings that do not go together, with a ConfigError."""
+        for name in parts_of(Config):
+            if getattr(config, name) is not None and not self.can_have(name):
+                those = [m for m in all_methods().values() if m.can_have(name)]
+                raise ConfigError(
+                    f"{key_of(name)}: {self.name} cannot have it; expected method = "
+                    f"{' or '.join(method.name for method in those)}, or {key_of(name)} = false"
+                )
         for kind in self._declared():
             try:
-                kind.check_together(self._given(kind, config, settings))
+                check_together(kind, self._given(kind, config, settings))
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
         if (mechanism := self.mechanism(settings)) is not None:
@@ -270,15 +315,15 @@ class Method:
                 require_covered(mechanism, config, settings)
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
-        if getattr(settings, "secure_aggregation", False) and config.clients_a_round < FEWEST:
+        if config.secure is not None and config.clients_a_round < FEWEST:
             raise ConfigError(
-                f"{settings.key('secure_aggregation')}: expected clients-per-round and num-clients "
+                "secure: expected clients-per-round and num-clients "
                 f"of {FEWEST} or more, as two clients would learn each other's numbers; got "
                 f"{config.clients_a_round} and {config.num_clients}"
             )
-        if config.defence == "validation" and not config.validation_examples:
+        if config.screening.rule == "validation" and not config.validation_examples:
             raise ConfigError(
-                "defence = validation judges by examples that the server keeps; set "
+                "screening.rule = validation judges by examples that the server keeps; set "
                 "validation-examples, got 0"
             )
         if config.evaluate_on == "validation" and (key := self.chosen_by(config)):
@@ -291,6 +336,10 @@ class Method:
                 f"patience = {config.patience}: with {self.name} the server's model never changes, "
                 f"so monitor = {config.monitor} would stop every run; set monitor = {self.headline}"
             )
+
+    def can_have(self, part: str) -> bool:
+        """Whether its strategy can have a part."""
+        return part in parts_of(self.strategy_class)
 
     def mechanism(self, settings: Any) -> type[Noise] | None:
         """Return what adds noise, if the method's settings ask for differential privacy."""
@@ -310,11 +359,14 @@ class Method:
 
     def _in_keys(self, message: str) -> str:
         """Name settings by their keys in an error about options."""
-        keys = {name: self.settings.key(name) for name in self.settings.options()}
-        keys = {**{name: Config.key(name) for name in Config.options()}, **keys}
+        homes: list[Any] = [*self.settings.sections().values(), Config, self.settings]
+        keys = {name: home.key(name) for home in homes for name in home.names()}
+        for name, declared in parts_of(self.settings).items():
+            kind = self.settings.sections()[self.settings.key(name)]
+            keys |= {f"{name}.{below}": kind.key(below) for below in declared.kind.options()}
         first, colon, rest = message.partition(":")
         message = f"{keys.get(first, first)}{colon}{rest}"
-        long = [name for name in keys if "_" in name]
+        long = sorted((name for name in keys if re.search("[_.]", name)), key=len, reverse=True)
         pattern = rf"(?<![\w.-])({'|'.join(long)})(?![\w-])"
         return re.sub(pattern, lambda found: keys[found[1]], message)
 
@@ -322,11 +374,9 @@ class Method:
         """Return the method's settings in a configuration."""
         return config.settings_of(self.name)
 
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
         """Make the strategy; `options` are what strategies of all methods take."""
-        if setup.config.defence == "validation":
-            options["validation_loss"] = self.validation_loss(setup)
-        strategy: BaseStrategy = self._make(self.strategy_class, setup, options)
+        strategy: Strategy = self._make(self.strategy_class, setup, options)
         return strategy
 
     def validation_loss(self, setup: Setup) -> Callable[[ArrayRecord], float]:
@@ -346,9 +396,20 @@ class Method:
         return "network"
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        """Make the client with the examples of one partition; `options` are common to all."""
+        """Make the client with the examples of one partition; `options` are common to all.
+
+        Among them, ``owner`` is what the owner of the examples allows: options of MaskedSums.
+        """
+        owner = options.pop("owner", {})
+        if masks_itself(self.client_class):
+            cache, masks = setup.config.cache / PERSONAL, self.mask_options(setup.config)
+            options["secure"] = MaskedSums(**{"cache": cache, **masks, **owner})
         client: NumPyClient = self._make(self.client_class, setup, options)
         return client
+
+    def mask_options(self, config: Config) -> dict[str, Any]:
+        """Return options of MaskedSums that a simulation's clients have."""
+        return {}
 
     def predictor(
         self, setup: Setup, arrays: Arrays, learned: str, *, cache: Path | None = None
@@ -377,27 +438,28 @@ class Method:
         return ""
 
     def chosen_by(self, config: Config) -> str:
-        """Return the key of :meth:`validates`, or that of a defence by such examples."""
-        return "defence" if config.defence == "validation" else self.validates(config)
+        """Return the key of :meth:`validates`, or that of screening by such examples."""
+        by_loss = config.screening.rule == "validation"
+        return "screening.rule" if by_loss else self.validates(config)
 
     def seeded_protection(self, config: Config) -> list[str]:
-        """Name the settings with keys or noise that the app derives from the run's seed.
+        """Name the settings with keys that the app derives from the run's seed.
 
         They protect nothing: clients with examples of their own refuse them.
         """
         return ["projection"] if config.projection else []
 
-    def measure(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
+    def measure(self, setup: Setup, strategy: Strategy) -> Mapping[str, float]:
         """Return further metrics of a round's models, when the server evaluates."""
         return {}
 
-    def after_round(self, strategy: BaseStrategy, server_round: int, folder: Path) -> None:
+    def after_round(self, strategy: Strategy, server_round: int, folder: Path) -> None:
         """Write what else a round showed into `folder`, the run's ``details``.
 
         The folder may be missing, and a round may be run again after a crash.
         """
 
-    def after_run(self, setup: Setup, strategy: BaseStrategy, folder: Path) -> None:
+    def after_run(self, setup: Setup, strategy: Strategy, folder: Path) -> None:
         """Write what a run showed into `folder`, as :meth:`after_round`, when its rounds are over.
 
         The strategy is made anew if a run that was cut off had no round left.

@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 from fedntk.clients import sample_size
 from fedntk.ntk import jacobian, require_memory
 from fedntk.ntk.evolution.learning_rate import AUTO
-from fedntk.strategies import NTKFL, BaseStrategy
+from fedntk.strategies import NTKFL, Sampling, Strategy
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
-from ..deploy.simulated_trust import projected
+from ..simulated_trust import projected
 from .method import Method, Setup
 
 
@@ -40,29 +40,37 @@ class EvolvingMethod(Method):
 
     def check(self, config: Config, settings: Any) -> None:
         """Refuse a choice by examples that are missing."""
-        super().check(config, settings)
         examples, clients = config.validation_examples, config.validation_clients
         if (key := self.validates(config)) and bool(examples) == bool(clients):
             raise ConfigError(
                 f"{key} = validation goes with one of validation-examples (kept on the server) and "
                 f"validation-clients (held out), got {examples} and {clients}"
             )
+        super().check(config, settings)
+
+    def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
+        """Return the clients whose examples choose t."""
+        partitions = range(config.num_clients - config.validation_clients, config.num_clients)
+        chosen = settings.selection == "validation"
+        return {"validation_partitions": list(partitions) if chosen else []}
+
+    def judges(self, config: Config) -> bool:
+        """Whether examples on the server choose t."""
+        chosen = bool(self.validates(config)) and config.validation_examples > 0
+        return chosen or super().judges(config)
 
     def validates(self, config: Config) -> str:
         """Return the key of `selection` if held-out examples choose t."""
         own = self.own(config)
         return str(own.key("selection")) if own.selection == "validation" else ""
 
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        """Make the strategy, with the automatic rate and the examples that choose t."""
-        settings = self.own(setup.config)
-        if settings.auto_learning_rate:
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
+        """Make the strategy, with the automatic rate and the clients that choose t."""
+        if self.own(setup.config).auto_learning_rate:
             options["learning_rate"] = AUTO
-        if settings.selection == "validation":  # else what is held out is for others
-            options["validation_partitions"] = sorted({*options["held_out"]} - setup.absent)
-            options["held_out"] = sorted(setup.absent)
-            if len(setup.split.validation):
-                options["validation_loss"] = self.validation_loss(setup)
+        if self.validates(setup.config):  # else what is held out is for others
+            sampling: Sampling = options["sampling"]
+            options["sampling"] = sampling.copy(held_out=sorted(setup.absent))
         return super().strategy(setup, options)
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:

@@ -31,15 +31,19 @@ class _OneExchange(SumsMethod):
 
     def _chooses(self, config: Config) -> bool:
         """Whether the method chooses the number of features."""
-        whole = self.own(config).bits != UNQUANTISED and not self.own(config).epsilon
+        own = self.own(config)
+        whole = own.sums.bits != UNQUANTISED and own.noise is None
         chosen = config.random_features or config.validation_examples
         return whole and not chosen and config.expand != "frequencies"
 
     def validates(self, config: Config) -> str:
         own = self.own(config)
+        if own.ledger is not None:
+            return str(own.key("ledger"))
         bounded = config.random_features and config.expand != "frequencies"
-        in_steps = own.bits != UNQUANTISED and not (bounded or own.epsilon or self._chooses(config))
-        return super().validates(config) or str(own.key("bits") if in_steps else "")
+        is_known = bounded or own.noise is not None or self._chooses(config)
+        in_steps = own.sums.bits != UNQUANTISED and not is_known
+        return super().validates(config) or (own.sums.key("bits") if in_steps else "")
 
 
 METHOD = _OneExchange()

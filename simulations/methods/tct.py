@@ -10,21 +10,22 @@ from torch import Tensor
 from fedntk.clients import FeatureStore, shrink
 from fedntk.clients.core.disk_store import data_digest
 from fedntk.clients.core.numpy_client import NumPyClient
-from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
+from fedntk.ntk import FeatureMap, TCTModel, require_disk
 from fedntk.ntk.options import refuse_first
+from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
 from fedntk.ntk.predictors.tct_model import LINEAR
 from fedntk.ntk.support.arrays import Arrays
-from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
+from fedntk.strategies import TCT, Sampling, Screening, SeededFedAvg, Strategy
 
 from ..config.config import Config
-from ..config.settings import ConfigError, setting
+from ..config.settings import ConfigError, Settings, setting
 from .method import Setup
-from .sums import SumsMethod, SumsSettings
+from .sums import SumsMethod
 
 
-class TCTSettings(SumsSettings, frozen=True, eq=True):
+class TCTSettings(Settings, frozen=True, eq=True):
     """What simulations add to the options of TCT; those of stage 1's SGD are common settings."""
 
     bootstrap_rounds: int = setting(
@@ -39,6 +40,12 @@ class _TCT(SumsMethod):
     apart = ("learning_rate", "loss", "proximal_mu")
     metrics = ("examples-changed", "features-constant", "rate-times-lambda", "ridge")
 
+    def validates(self, config: Config) -> str:
+        sums = self.own(config).sums
+        if sums is not None and sums.bits != UNQUANTISED:
+            return str(sums.key("bits"))
+        return super().validates(config)
+
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
         before = TCT.rounds_before_stage_2(settings)
@@ -52,15 +59,17 @@ class _TCT(SumsMethod):
         }
         refuse_first(rules, ConfigError)
 
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        own = self.own(setup.config)
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
+        own, screening = self.own(setup.config), setup.config.screening
         bootstrap = SeededFedAvg(
-            seed=setup.config.seed,
+            sampling=Sampling(seed=setup.config.seed),
             fraction_evaluate=0.0,
             min_train_nodes=1,
             min_available_nodes=1,
-            defence="none" if setup.config.defence == "validation" else setup.config.defence,
-            liars_expected=setup.config.liars_expected,
+            screening=Screening(
+                rule="none" if screening.rule == "validation" else screening.rule,
+                malicious=screening.malicious,
+            ),
         )
         options["bootstrap"] = bootstrap if own.bootstrap_rounds else None
         return super().strategy(setup, options)
@@ -85,35 +94,25 @@ class _TCT(SumsMethod):
         return model
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
-        """Refuse kernels or features that would not fit in memory, or on this machine's disk."""
+        """Refuse features that would not fit on this machine's disk."""
         config, own = setup.config, self.own(setup.config)
         width = _feature_map(own).width(setup.network)
         sizes = [len(part) for part in setup.split.clients]
         total, largest = sum(sizes), max(sizes)
-        memory = {
-            "server": 24 * total**2 + 3 * 4 * total * width,
-            "clients": 52 * largest**2 * (own.local_steps > 1)
-            + 4 * largest * width * (own.local_solver == "loop"),
-            "statistics": 0,  # the strategy says
-        }
-        require_memory(
-            memory[own.solve],
-            f"stage 2 of {len(sizes)} clients, up to {largest} examples each,",
-            cure="use more clients, fewer train-examples or, for tct.solve = server, "
-            "tct.num-features",
+        if own.sums is not None:  # the strategy says
+            return
+        # all clients' as computed, in float32; one's as normalised beside them; the test set's,
+        # which float16 may not hold
+        tested = len(setup.evaluation_set()[1])
+        if config.screening.rule == "validation":
+            tested += len(setup.split.validation)
+        rows = total * 4 + largest * np.dtype(own.dtype).itemsize + tested * (4 + 4)
+        require_disk(
+            models * rows * width,
+            "features of all examples",
+            config.folder,
+            cure="lower tct.num-features, or set tct.dtype = float16",
         )
-        if own.solve == "clients" and own.keep == "features":
-            # all clients' as computed, in float32; one's as normalised beside them; the test
-            # set's, which float16 may not hold
-            tested = len(setup.evaluation_set()[1])
-            tested += len(setup.split.validation) * (config.defence == "validation")
-            rows = total * 4 + largest * np.dtype(own.dtype).itemsize + tested * (4 + 4)
-            require_disk(
-                models * rows * width,
-                "features of all examples",
-                config.folder,
-                cure="lower tct.num-features, set tct.dtype = float16, or tct.keep = nothing",
-            )
 
     def clean_up(self, config: Config) -> None:
         shrink(config.cache)
@@ -143,7 +142,6 @@ class _KeptFeatures(TCTModel):
             self.network,
             self.feature_map,
             dtype=self.settings.dtype,
-            keep=self.settings.keep,
         )
         normaliser = {"mean": own.mean, "inv_std": own.inv_std}
         kept.take({"network": network, "normaliser": normaliser})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from fedntk.ntk.support.files import whole
-from fedntk.strategies import BaseStrategy, WeightedFedAvg
+from fedntk.strategies import Strategy, WeightedFedAvg
 
 from .method import Method
 
@@ -20,7 +20,7 @@ class _WeightedFedAvg(Method):
     headline = "client-accuracy-mean"
     metrics = ("effective-clients", "own-weight-mean", "similarity-mean")
 
-    def after_round(self, strategy: BaseStrategy, server_round: int, folder: Path) -> None:
+    def after_round(self, strategy: Strategy, server_round: int, folder: Path) -> None:
         """Write the mixing weights, ``similarity-<round>.npz``, unless nothing was mixed."""
         mixing = cast(WeightedFedAvg, strategy).mixing
         if mixing is not None and mixing.server_round == server_round:

@@ -120,9 +120,9 @@ def accuracy_against_heterogeneity(
     best = accuracy.groupby(["run", "method", "seed"], sort=False).value.max().reset_index()
     best["alpha"] = best.run.map(alphas)
     many = best.duplicated(["method", "alpha"]).any()
-    known = styles(rounds.attrs.get("runs", best.run))
+    looks = styles(rounds.attrs.get("runs", best.run))
     for method, rows in best.groupby("method", sort=False):
-        style = known.get(str(method)) or known[rows.run.min()]
+        style = looks.get(str(method)) or looks[rows.run.min()]
         style = {**style, "label": str(method).replace(*DOLLAR)}
         values = rows.groupby("alpha").value.agg(["mean", "min", "max"])
         mean, low, high = (100 * values[each] for each in values)
@@ -182,7 +182,7 @@ def class_counts(
 ) -> NDArray[np.int64]:
     """Return how many examples each client has of each class, (clients, classes)."""
     classes = int(labels.max()) + 1
-    return np.stack([np.bincount(labels[own], minlength=classes) for own in clients])
+    return np.stack([np.bincount(labels[indices], minlength=classes) for indices in clients])
 
 
 def tuning_values(
@@ -207,10 +207,10 @@ def tuning_values(
             axes.xaxis.update_units(sorted(x))  # type: ignore[no-untyped-call] # their order
             axes.margins(x=0.2)
         for state, colour, marker in (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x")):
-            own = (trials.state == state) & trials["mean"].notna()
+            shown = (trials.state == state) & trials["mean"].notna()
             axes.errorbar(
-                x[own], trials["mean"][own], trials["std"][own],
-                fmt=marker, color=colour, capsize=3, label=state if own.any() else None,
+                x[shown], trials["mean"][shown], trials["std"][shown],
+                fmt=marker, color=colour, capsize=3, label=state if shown.any() else None,
             )  # fmt: skip
         first = x.iloc[:1], trials["mean"].iloc[:1]
         axes.plot(*first, "o", ms=13, mfc="none", mec=COLOURS[1], label="best")
@@ -258,8 +258,8 @@ def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
     figure, axes = _figure(title, xlim=(0, 99), ylabel="accuracy of the others (%)")
     axes.set_xlabel("most uncertain examples that are rejected (%)")
     first = rejection.model.iloc[0]
-    own = rejection[rejection.model == first]
-    for name, rows, style in _each(own, "measure"):
+    table = rejection[rejection.model == first]
+    for name, rows, style in _each(table, "measure"):
         words = "1 - confidence" if name == "doubt" else name.replace("_", " ")
         x = 100 * rows.rejected
         axes.plot(x, 100 * rows.accuracy, ms=4, markevery=10, label=f"{first}: {words}", **style)
@@ -281,13 +281,13 @@ def uncertainty_histogram(
     uncertainty's name, with its unit. 40 bins have equal width, from 0 to the largest value.
     """
     figure, axes = _figure(title, xlabel=label, ylabel="share of the examples (%)")
-    edges = np.linspace(0, max(float(own.max()) for own in values.values()) or 1.0, 41)
-    for (name, own), colour in zip(values.items(), cycle(COLOURS)):
+    edges = np.linspace(0, max(float(scores.max()) for scores in values.values()) or 1.0, 41)
+    for (name, scores), colour in zip(values.items(), cycle(COLOURS)):
         look: Any = {"histtype": "stepfilled", "fc": (colour, 0.25), "ec": colour, "lw": 1.5}
         axes.hist(
-            own,
+            scores,
             edges.tolist(),
-            weights=np.full(len(own), 100 / len(own)),
+            weights=np.full(len(scores), 100 / len(scores)),
             label=name.replace(*DOLLAR),
             **look,
         )
@@ -330,11 +330,11 @@ def similarity_heat_map(
 def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
     """Draw the accuracy of the mean of some clients' models against their number.
 
-    `curves` is what :func:`~fedntk.simulations.assessment.selection.selection_curves` returns.
+    `curves` is what :func:`~fedntk.simulations.selection.selection_curves` returns.
     """
     figure, axes = _figure(title, xlabel="clients averaged", ylabel="accuracy of their mean (%)")
-    for name, own, style in _each(curves, "order"):
-        axes.plot(own.clients, 100 * own.accuracy, label=name, **style)
+    for name, rows, style in _each(curves, "order"):
+        axes.plot(rows.clients, 100 * rows.accuracy, label=name, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     return figure
@@ -387,17 +387,17 @@ def _tick(axes: Axes, values: "pd.Series[float]") -> None:
 def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return colour, marker and line of each of a comparison's runs, by their names in order."""
     keys, colours = ("linestyle", "color", "marker"), zip(COLOURS, MARKERS, strict=True)
-    looks = [dict(zip(keys, (line, *own), strict=True)) for line, own in product(LINES, colours)]
+    looks = [dict(zip(keys, (line, *look), strict=True)) for line, look in product(LINES, colours)]
     return dict(zip(sorted(set(map(str, names))), cycle(looks), strict=False))
 
 
 def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
     """Yield rows by the values of a column, with a style that depends only on the value."""
-    own = table[column].unique()
-    known = table.attrs.get("runs", ())
-    found = styles(known if column == "run" and set(own) <= set(known) else own)
+    names = table[column].unique()
+    runs = table.attrs.get("runs", ())
+    looks = styles(runs if column == "run" and set(names) <= set(runs) else names)
     for name, rows in table.groupby(column, sort=False):
-        yield str(name), rows, found[str(name)]
+        yield str(name), rows, looks[str(name)]
 
 
 def curve(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -411,4 +411,4 @@ def curve(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
         return values.agg(["mean", "min", "max"])[values.size() == rows.seed.nunique()]
 
     costs = {key: over_seeds(key)["mean"].cumsum() * AXES[key][1] for key in list(AXES)[1:]}
-    return over_seeds(metric).assign(rounds=lambda found: found.index, **costs)
+    return over_seeds(metric).assign(rounds=lambda values: values.index, **costs)

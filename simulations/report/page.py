@@ -18,25 +18,25 @@ def curves(rounds: pd.DataFrame) -> list[dict[str, Any]]:
 
     Metrics are those that all runs have; of many rounds, every so many are kept.
     """
-    shared = set.intersection(*(set(own.metric) for _, own in rounds.groupby("run")))
-    metrics = sorted(each for each in shared if not each.removeprefix("client-").startswith(COSTS))
-    found: list[dict[str, Any]] = []
-    for name, own in rounds.groupby("run"):
-        run: dict[str, Any] = {"name": name, "seeds": own.seed.nunique(), "metrics": {}}
+    shared = set.intersection(*(set(rows.metric) for _, rows in rounds.groupby("run")))
+    metrics = sorted(name for name in shared if not name.removeprefix("client-").startswith(COSTS))
+    runs: list[dict[str, Any]] = []
+    for name, rows in rounds.groupby("run"):
+        run: dict[str, Any] = {"name": name, "seeds": rows.seed.nunique(), "metrics": {}}
         for metric in metrics:
-            values = curve(own, metric)
+            values = curve(rows, metric)
             some = values.iloc[:: -(-len(values) // MOST_POINTS) or 1]
             run["metrics"][metric] = some.to_dict("list")
-        found.append(run)
-    return found
+        runs.append(run)
+    return runs
 
 
 def profiles(scores: pd.DataFrame) -> dict[str, Any]:
     """Return each run's performance profile, in per cent."""
     thresholds = np.quantile(scores.value, np.linspace(0, 1, 60), method="nearest")
     thresholds = np.unique([thresholds[0] - 0.01, *thresholds])  # where shares change
-    found = 100 * performance_profile(scores, thresholds).set_index("run")
-    return {str(name): own.to_dict("list") for name, own in found.groupby("run")}
+    profile = 100 * performance_profile(scores, thresholds).set_index("run")
+    return {str(name): rows.to_dict("list") for name, rows in profile.groupby("run")}
 
 
 def client_points(clients: pd.DataFrame) -> dict[str, Any]:
@@ -45,6 +45,6 @@ def client_points(clients: pd.DataFrame) -> dict[str, Any]:
     words = "client " + newest.partition.astype(str) + ", seed " + newest.seed.astype(str)
     newest = newest.assign(accuracy=100 * newest.accuracy, client=words)
     return {
-        str(name): {"x": own.accuracy.tolist(), "text": own.client.tolist()}
-        for name, own in newest.groupby("run")
+        str(name): {"x": rows.accuracy.tolist(), "text": rows.client.tolist()}
+        for name, rows in newest.groupby("run")
     }

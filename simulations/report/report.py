@@ -17,12 +17,12 @@ import pandas as pd
 from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
+from ..config.metrics import metrics_of
 from ..config.settings import ConfigError
 from ..data.client_tables import client_accuracy_table, client_gains, client_summary
 from ..data.load import load_data
 from ..data.partitions import SPLIT_SETTINGS, load_split
 from ..errors import place_in
-from ..metrics import metrics_of
 from . import page
 from .figures import (
     AXES,
@@ -93,13 +93,13 @@ def write_report(
         title = f"Clients' {_examples_of_clients(runs)}, last five rounds"
         pictures["clients"] = client_accuracies(clients, title=title)
         write_csv(client_accuracy_table(clients).reset_index(), out / "clients.csv")
-    for number, (title, labels, own) in enumerate(_splits(runs), 1):
+    for number, (title, labels, split) in enumerate(_splits(runs), 1):
         name = "labels" if number == 1 else f"labels-{number}"
-        pictures[name] = label_distribution(labels, own, title=title)
+        pictures[name] = label_distribution(labels, split, title=title)
     for name, (run, *_) in _group(runs).items():  # what methods draw, of each run's first seed
-        found = run.config.chosen_method.pictures(run.folder / "details")
-        pictures |= {f"{kind}-{name}": figure for kind, figure in found.items()}
-    pictures = {re.sub(r"\W+", "-", name).strip("-"): own for name, own in pictures.items()}
+        figures = run.config.chosen_method.pictures(run.folder / "details")
+        pictures |= {f"{kind}-{name}": figure for kind, figure in figures.items()}
+    pictures = {re.sub(r"\W+", "-", name).strip("-"): figure for name, figure in pictures.items()}
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
     others = {path.parent.resolve() for path in Path(folder).rglob("rounds.jsonl")}
@@ -110,9 +110,9 @@ def write_report(
         as_markdown(setting_in_words(runs)) or "Runs on several data sets or splits.",
         *[f"- {as_markdown(warning)}" for warning in _warnings(runs, left_out)],
         *[
-            f"## {each.title}\n\n{each.text}\n\n{markdown(each.frame)}"
-            for each in _sections(runs, targets)
-            if each.frame is not None
+            f"## {section.title}\n\n{section.text}\n\n{markdown(section.frame)}"
+            for section in _sections(runs, targets)
+            if section.frame is not None
         ],
         "\n".join(f"![{name}]({name}.png)" for name in pictures),
         f"Tables to sort, curves to explore, and all settings: [{html.name}]({html.name})",
@@ -138,8 +138,8 @@ def write_html(
         "profile": page.profiles(_scores(runs)),
         "clients": page.client_points(clients),
         "split": [
-            {"title": title, "counts": class_counts(labels, own[:200]).T.tolist()}
-            for title, labels, own in _splits(runs)
+            {"title": title, "counts": class_counts(labels, clients[:200]).T.tolist()}
+            for title, labels, clients in _splits(runs)
         ],
     }
     sections = [*_sections(runs, targets), *_sections_of_settings(runs)]
@@ -149,7 +149,7 @@ def write_html(
     text = templates.get_template("page.html").render(
         setting=setting_in_words(runs),
         warnings=_warnings(runs, left_out),
-        sections=[each for each in sections if not each.chart or data[each.chart]],
+        sections=[section for section in sections if not section.chart or data[section.chart]],
         styles=looks,
         data=json.loads(pd.Series(data).to_json(double_precision=6)),  # with null for NaN
         plotly=get_plotlyjs(),
@@ -266,29 +266,33 @@ def _sections_of_settings(runs: Sequence[Run]) -> Iterator[Section]:
 def _warnings(runs: Sequence[Run], left_out: Sequence[Path]) -> list[str]:
     """Return what a reader of the figures must know."""
     groups, seeds = _group(runs), {run.summary["seed"] for run in runs}
-    single = [name for name, own in groups.items() if len(own) == 1]
-    training = [name for name, own in groups.items() if TRAINING in _examples_of_clients(own)]
-    same_split = len({(run.summary["seed"], run.summary["split"]) for run in runs}) == len(seeds)
+    splits = {(run.summary["seed"], run.summary["split"]) for run in runs}
     machines = {str((run.summary["machine"], run.summary["threads"])) for run in runs}
 
     def listed(names: Sequence[str]) -> str:
         return "all runs" if len(names) == len(groups) > 1 else ", ".join(names)
 
-    found = {
-        f"One seed, so no interval: {listed(single)}.": bool(single),
-        "The runs have different data or splits.": not same_split,
-        "The runs are from different machines: do not compare seconds.": len(machines) > 1,
-        "Best accuracies are chosen on the test examples, so they are optimistic.": "test"
-        in evaluated_on(runs),
-        f"Clients' accuracies are of their training examples, as none are held out: "
-        f"{listed(training)}. Set local-test-fraction or private-test.": bool(training),
-        f"Left out, as not finished, not readable or there twice: "
-        f"{', '.join(map(str, left_out))}.": bool(left_out),
-    }
-    replies = {f"{own.summary['run']}, seed {own.summary['seed']}": own.summary for own in runs}
-    told = {name: describe_replies(own) for name, own in replies.items()}
-    found |= {f"{name}: {words}.": bool(words) for name, words in told.items()}
-    return [text for text, holds in found.items() if holds]
+    warnings = []
+    if single := [name for name, group in groups.items() if len(group) == 1]:
+        warnings.append(f"One seed, so no interval: {listed(single)}.")
+    if len(splits) != len(seeds):
+        warnings.append("The runs have different data or splits.")
+    if len(machines) > 1:
+        warnings.append("The runs are from different machines: do not compare seconds.")
+    if "test" in evaluated_on(runs):
+        warnings.append("Best accuracies are chosen on the test examples, so they are optimistic.")
+    if trained := [n for n, group in groups.items() if TRAINING in _examples_of_clients(group)]:
+        warnings.append(
+            "Clients' accuracies are of their training examples, as none are held out: "
+            f"{listed(trained)}. Set local-test-fraction or private-test."
+        )
+    if left_out:
+        paths = ", ".join(map(str, left_out))
+        warnings.append(f"Left out, as not finished, not readable or there twice: {paths}.")
+    for run in runs:
+        if replies := describe_replies(run.summary):
+            warnings.append(f"{run.summary['run']}, seed {run.summary['seed']}: {replies}.")
+    return warnings
 
 
 TRAINING = "training examples"
@@ -364,19 +368,19 @@ def _with_texts(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFra
 def final_table(runs: Sequence[Run]) -> pd.DataFrame:
     """Return one row a run: accuracies with intervals, data, time; means over seeds."""
     rows = []
-    for name, own in _group(runs).items():
-        summaries = pd.DataFrame([run.summary for run in own])
+    for name, group in _group(runs).items():
+        summaries = pd.DataFrame([run.summary for run in group])
         low, high = summaries["rounds"].min(), summaries["rounds"].max()
-        metrics = pd.DataFrame([run.summary.get("metrics", {}) for run in own])
-        worst = [value for run in own for value in run.curve("client-accuracy-worst")[-1:]]
+        metrics = pd.DataFrame([run.summary.get("metrics", {}) for run in group])
+        worst = [value for run in group for value in run.curve("client-accuracy-worst")[-1:]]
         rows.append(
             {
                 "run": name,
                 "last accuracy (%)": _spread(summaries["accuracy"]),
-                "best accuracy (%)": _spread([run.curve().max() for run in own]),
+                "best accuracy (%)": _spread([run.curve().max() for run in group]),
                 "worst client (%)": _spread(worst),
                 **{f"last {each}": _spread(metrics[each], 1, 3) for each in metrics},
-                "seeds": len(own),
+                "seeds": len(group),
                 "rounds": str(low) if low == high else f"{low}-{high}",
                 "MB up": f"{summaries['bytes-up'].mean() / 1e6:.1f}",
                 "MB down": f"{summaries['bytes-down'].mean() / 1e6:.1f}",
@@ -397,13 +401,13 @@ def target_table(runs: Sequence[Run], targets: Targets = None) -> pd.DataFrame:
         "MB down": ("bytes-down", 1e6, 1),
         "s": ("seconds", 1, 1),
     }
-    for name, own in _group(runs).items():
+    for name, group in _group(runs).items():
         row = {"run": name}
         for target in targets:
-            reached = [found for run in own if (found := run.to_target(target)) is not None]
-            few = f" ({len(reached)} of {len(own)})" if len(reached) < len(own) else ""
+            reached = [costs for run in group if (costs := run.to_target(target)) is not None]
+            few = f" ({len(reached)} of {len(group)})" if len(reached) < len(group) else ""
             for label, (key, unit, digits) in forms.items():
-                middle = np.median([found[key] / unit for found in reached] or np.nan)
+                middle = np.median([costs[key] / unit for costs in reached] or np.nan)
                 text = f"{middle:.{digits}f}{few}" if reached else "-"
                 row[f"{label} to {100 * target:g} %"] = text
         rows.append(row)
@@ -440,10 +444,10 @@ def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
     """Return name of a run -> one name for the runs that differ from it only in alpha."""
     labels: dict[str, str] = {}
     same = {"alpha": 1.0, "seed": 0, "name": "", "out": "", "rounds": 0}
-    for own in _group(runs, lambda run: str(run.config.replace(**same).values())).values():
-        names = list(_group(own))
+    for group in _group(runs, lambda run: str(run.config.replace(**same).values())).values():
+        names = list(_group(group))
         shared = os.path.commonprefix(names).strip(" ,_-=/")  # noqa: RUF071 - of names, not paths
-        labels |= dict.fromkeys(names, shared or own[0].config.chosen_method.name)
+        labels |= dict.fromkeys(names, shared or group[0].config.chosen_method.name)
     return labels
 
 

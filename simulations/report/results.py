@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import importlib
 import io
 import json
 import platform
@@ -26,14 +25,14 @@ from fedntk.ntk.support.arrays import ArrayDict
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import load_tensors, save_tensors
 
+from ..checkpoints import Checkpoint, Record
 from ..config.config import CACHE, OBJECTS, REPLACE_RUN, Config
 from ..config.importing import ID
+from ..config.metrics import metrics_of
 from ..config.private import named_for
 from ..config.settings import ConfigError
 from ..data.load import load_data
-from ..engine.checkpoints import Checkpoint, Record
 from ..errors import RunFailed, first_line
-from ..metrics import metrics_of
 
 if TYPE_CHECKING:  # slow to import
     import pandas as pd
@@ -75,13 +74,6 @@ class Run:
 
         rows = self.rounds[self.rounds.metric == metric]
         return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
-
-    def ledger(self, *, shapley: int = 0, trust: bool = False) -> "pd.DataFrame":
-        """Return each client's part in the model: see :func:`fedntk.simulations.ledger`."""
-        # by name, as it reads runs itself
-        home = importlib.import_module("fedntk.simulations.assessment.ledger")
-        table: pd.DataFrame = home.ledger(self, shapley=shapley, trust=trust)
-        return table
 
     def to_target(self, target: float) -> dict[str, float] | None:
         """Return the round at which the accuracy is reached, and its cost: see `to_target`.
@@ -155,19 +147,19 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
     folder, headline = config.folder, method.headline
     names = config.label, method.name, config.seed
     rounds, clients = [], []
-    for each in checkpoint.rounds:
-        first = *names, int(each.metrics["round"])
-        rounds += [(*first, key, float(x)) for key, x in each.metrics.items() if key != "round"]
-        clients += [(*first, *row) for row in each.clients]
+    for entry in checkpoint.rounds:
+        first = *names, int(entry.metrics["round"])
+        rounds += [(*first, key, float(x)) for key, x in entry.metrics.items() if key != "round"]
+        clients += [(*first, *row) for row in entry.clients]
     columns = {"run": "string", "method": "string", "seed": "int64", "round": "int64"}
     metric = {"metric": "string", "value": "float64"}
     _write_table(folder / "rounds.parquet", columns | metric, rounds)
     _write_table(folder / "clients.parquet", columns | {"partition": "int64"} | metric, clients)
     records, best = checkpoint.records, checkpoint.best
-    for file, own in (("model", checkpoint), ("best", best)):
-        if own is not None:
-            described = {"round": own.round, "learned": own.learned}
-            save_tensors(folder / f"{file}.safetensors", own.weights, described)
+    for file, saved in (("model", checkpoint), ("best", best)):
+        if saved is not None:
+            described = {"round": saved.round, "learned": saved.learned}
+            save_tensors(folder / f"{file}.safetensors", saved.weights, described)
     measured = next(record for record in reversed(records) if "accuracy" in record)
     replies = count_replies(records)
     most_failed = 2 * replies["rounds-mostly-failed"] > replies["rounds-with-replies"]
@@ -180,7 +172,7 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
         "metrics": {name: measured.get(name) for name in metrics_of(config.metrics)},
         "headline": headline,
         "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
-        "to-target": {str(each): to_target(records, each, headline) for each in config.targets},
+        "to-target": {str(goal): to_target(records, goal, headline) for goal in config.targets},
         "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
         **replies,
         **{total: sum(record[total] for record in records) for total in TOTALS},
@@ -273,10 +265,10 @@ def round_at(values: Mapping[int, float], target: float) -> int | None:
     measured = {number: value for number, value in values.items() if not np.isnan(value)}
     if measured.pop(0, -np.inf) >= target:
         return 0
-    found = [*measured.values()]
+    series = [*measured.values()]
     for place, number in enumerate(measured):
         each_side = min(place, 2)
-        if np.mean(found[place - each_side : place + each_side + 1]) >= target:
+        if np.mean(series[place - each_side : place + each_side + 1]) >= target:
             return number
     return None
 
@@ -373,7 +365,7 @@ def read_runs(folders: str | Path | Iterable[str | Path], *, trust: bool = False
         if (folder / "summary.json").exists():
             runs.append(read_run(folder, trust=trust))
             continue
-        found = len(runs)
+        count = len(runs)
         for path in sorted(path.parent for path in folder.rglob("config.toml")):
             if not (path / "rounds.jsonl").exists():
                 continue  # Flower's own settings, or a run that never began
@@ -381,7 +373,7 @@ def read_runs(folders: str | Path | Iterable[str | Path], *, trust: bool = False
                 runs.append(read_run(path, trust=trust))
             except (RunFailed, ConfigError, FileNotFoundError) as error:
                 logger.warning("%s is left out: %s", path, error)
-        if len(runs) == found:
+        if len(runs) == count:
             raise FileNotFoundError(f"no finished run in {folder}")
     return _with_names_apart(runs)
 

@@ -54,15 +54,15 @@ def estimate(
 ) -> Estimate:
     """Return a statistic of each task's scores, (n,), and its stratified bootstrap interval."""
     # in order, so that the interval does not depend on that of the runs
-    own = [np.sort(np.asarray(scores, np.float64)) for scores in tasks]
-    fewest = min(map(len, own), default=0)
-    value = float(statistic(*own, axis=-1)) if fewest else np.nan
+    ordered = [np.sort(np.asarray(scores, np.float64)) for scores in tasks]
+    fewest = min(map(len, ordered), default=0)
+    value = float(statistic(*ordered, axis=-1)) if fewest else np.nan
     if fewest < 2 or np.isnan(value):
         return Estimate(value, np.nan, np.nan)
     options: Any = {"confidence_level": confidence, "n_resamples": resamples, "vectorized": True}
     generator = np.random.default_rng(0)
-    found = bootstrap(own, statistic, method="percentile", axis=-1, rng=generator, **options)
-    return Estimate(value, *map(float, found.confidence_interval))
+    interval = bootstrap(ordered, statistic, method="percentile", axis=-1, rng=generator, **options)
+    return Estimate(value, *map(float, interval.confidence_interval))
 
 
 def run_scores(
@@ -75,8 +75,8 @@ def run_scores(
     """
     rows = rounds[rounds.metric == metric].sort_values("round")
     if rows.empty:
-        known = ", ".join(sorted(rounds.metric.unique()))
-        raise ValueError(f"metric: expected one of {known}; got {metric!r}")
+        names = ", ".join(sorted(rounds.metric.unique()))
+        raise ValueError(f"metric: expected one of {names}; got {metric!r}")
     scores = rows.groupby(["run", "seed"]).value.last().reset_index()
     scores["task"] = [(tasks or {}).get(run, "") for run in scores.run]
     return scores[["run", "task", "seed", "value"]]
@@ -85,9 +85,9 @@ def run_scores(
 def summary_over_seeds(scores: pd.DataFrame) -> pd.DataFrame:
     """Return mean and interquartile mean of each run, with their 95 % intervals; one row a run."""
     rows = []
-    for run, own in scores.groupby("run"):
-        tasks = _by_task(own)
-        row = {"run": run, "seeds": own.seed.nunique(), "scores": len(own)}
+    for run, table in scores.groupby("run"):
+        tasks = _by_task(table)
+        row = {"run": run, "seeds": table.seed.nunique(), "scores": len(table)}
         for name, statistic in (("mean", mean), ("iqm", interquartile_mean)):
             value, low, high = estimate(tasks, statistic)
             row |= {name: value, f"{name}-low": low, f"{name}-high": high}
@@ -120,12 +120,16 @@ def performance_profile(
     A row has run, threshold, share and the ends low and high of its 95 % interval.
     """
     rows = [
-        (run, each, *estimate([task > each for task in _by_task(own)], resamples=resamples))
-        for run, own in scores.groupby("run")
-        for each in np.asarray(thresholds, np.float64)
+        (
+            run,
+            threshold,
+            *estimate([task > threshold for task in _by_task(table)], resamples=resamples),
+        )
+        for run, table in scores.groupby("run")
+        for threshold in np.asarray(thresholds, np.float64)
     ]
     return pd.DataFrame(rows, columns=["run", "threshold", "share", "low", "high"])
 
 
 def _by_task(scores: pd.DataFrame) -> list[NDArray[np.float64]]:
-    return [own.value.to_numpy(np.float64) for _, own in scores.groupby("task")]
+    return [rows.value.to_numpy(np.float64) for _, rows in scores.groupby("task")]

@@ -1,13 +1,14 @@
 """The trials of a search for settings, in a study of Optuna.
 
 A trial is one combination of values, run with every seed in ``trials/<number>/seed-<seed>``. Optuna
-draws, prunes and stores the results in ``search.db``, which only one process writes. A trial that
-fails is left running there, as one that is cut off: the next call runs both again.
+draws, prunes and stores the results in ``search.db``. A trial that fails is left running there, as
+one that is cut off: the next call runs both again.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from logging import ERROR
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +18,15 @@ import pandas as pd
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from fedntk.ntk.support.files import claimed
+
 from ..config.config import Config
 from ..config.settings import ConfigError, Value
+from ..engine._flower import log_from
 from ..engine.progress import Progress
+from ..engine.runs import run
+from ..errors import RunFailed, Stopped
 from ..report.results import read_records
-from .trials import FINISHED, PRUNED, run_trials
 
 Searched = CategoricalDistribution | FloatDistribution | IntDistribution
 Space = dict[str, Searched]
@@ -29,6 +34,8 @@ Sampler = Literal["random", "tpe"]
 SAMPLERS = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
 Pruner = Literal["none", "median", "halving"]
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "pruned"}  # all others have failed
+CUT_OFF = {"means": (), "rounds": 0, "seconds": 0.0, "error": "its process ended"}
+PATIENCE = 60.0  # seconds for another process to take a trial, or to write
 
 
 @contextlib.contextmanager
@@ -46,7 +53,8 @@ def open_study(folder: Path, metric: str, prune: Pruner, rounds: int) -> Iterato
         "median": optuna.pruners.MedianPruner(4, quarter),
         "halving": optuna.pruners.SuccessiveHalvingPruner(quarter, 2),
     }
-    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'search.db'}")
+    options = {"connect_args": {"timeout": PATIENCE}}
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'search.db'}", options)
     try:
         study = optuna.create_study(
             storage=storage,
@@ -56,6 +64,7 @@ def open_study(folder: Path, metric: str, prune: Pruner, rounds: int) -> Iterato
             load_if_exists=True,
         )
         for trial in study.get_trials(states=(TrialState.RUNNING,)):
+            storage.set_trial_user_attr(trial._trial_id, "result", {})
             storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
         yield study
     finally:
@@ -66,7 +75,7 @@ def open_study(folder: Path, metric: str, prune: Pruner, rounds: int) -> Iterato
 
 @dataclass(eq=False)
 class Search:
-    """Draws and runs the trials of a study, and stores what came of them."""
+    """Draws and runs the trials of a study, and stores what came of them; several processes may."""
 
     study: optuna.Study
     folder: Path
@@ -76,67 +85,45 @@ class Search:
     last: int  # rounds at the end of a run, over which its value is the metric's mean
     rounds: int  # the most rounds of a run
     space: Space  # what is drawn; empty for a grid
+    trials: int  # how many are drawn; 0 for a grid
     sampler: Sampler
     sampler_seed: int
-
-    def __post_init__(self) -> None:
-        self._whole = len(self.seeds) * self.rounds
-        self._done: dict[int, int] = {}  # number of a trial -> its rounds; all if it has ended
 
     def values(self, trial: FrozenTrial | Trial) -> dict[str, Value]:
         """Return a trial's values; those of a grid, which may grow, are no parameters of Optuna."""
         return trial.user_attrs.get("values") or {key: trial.params[key] for key in self.space}
 
-    def run(self, total: int, parallel: int, shown: Progress) -> None:
-        """Run the trials that are lined up, and draw others until there are `total`."""
-        ended = self.study.get_trials(deepcopy=False, states=tuple(STATES))
-        self._done = {trial.number: self._whole for trial in ended}
+    def has_next(self) -> bool:
+        """Whether a trial waits, or is to be drawn."""
+        trials = self.study.get_trials(deepcopy=False)
+        return len(trials) < self.trials or any(t.state == TrialState.WAITING for t in trials)
 
-        def show() -> None:
-            shown.state = f"{list(self._done.values()).count(self._whole)} of {total} trials"
-            with contextlib.suppress(ValueError):  # none has finished
-                shown.state += f", best {self.metric} {self.study.best_value:.4g}"
-            shown.on_round({"round": sum(self._done.values())})
+    def run(self, on_round: Callable[[], None]) -> None:
+        """Run one trial after the other until none is left; call `on_round` after each round."""
+        while (trial := self._ask()) is not None:
+            error, state, configs = "", TrialState.COMPLETE, list[Config]()
+            try:
+                configs = self._configs(trial)
+                for position, config in enumerate(configs):
+                    self._run(trial, position, config, on_round)
+            except Stopped:
+                state = TrialState.PRUNED
+            except (RunFailed, ConfigError) as failure:  # or values drawn that do not go together
+                error, state = str(failure), TrialState.FAIL
+            self._tell(trial, configs, state, error)
 
-        def on_round(trial: Trial, position: int, record: Mapping[str, Any]) -> bool:
-            number = int(record["round"])
-            self._done[trial.number] = step = number + position * self.rounds
-            show()
-            rounds = self.values(trial).get("rounds", self.base.rounds)
-            at_end = position == len(self.seeds) - 1 and number == rounds
-            if self.metric not in record or number == 0 or at_end:
-                return False
-            before = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-            if step not in before:  # reported, and then cut off
-                trial.report(record[self.metric], step)
-            return trial.should_prune()
-
-        def on_end(trial: Trial, how: str) -> None:
-            self._finish(trial, self._configs(trial), how)
-            show()
-
-        title = f"tuning {self.base.label} on {self.base.dataset}"
-        shown.begin(title, total * self._whole, sum(self._done.values()))
-        run_trials(self._trials(total), on_round, on_end, parallel)
-        shown.end()
-
-    def _trials(self, total: int) -> Iterator[tuple[Trial, list[Config]]]:
-        while True:
+    def _ask(self) -> Trial | None:
+        """Take the next trial; other processes take trials as well."""
+        with claimed(self.folder, "trial", seconds=PATIENCE):
+            if not self.has_next():
+                return None
             trials = self.study.get_trials(deepcopy=False)
             waiting = [trial.number for trial in trials if trial.state == TrialState.WAITING]
             number = waiting[0] if waiting else len(trials)
-            if not waiting and number >= total:
-                return
             # by the trial's number, so that draws do not depend on what was cut off
             seed = int(np.random.SeedSequence([self.sampler_seed, number]).generate_state(1)[0])
             self.study.sampler = SAMPLERS[self.sampler](seed=seed)
-            trial = self.study.ask({**self.space})
-            try:
-                configs = self._configs(trial)
-            except ConfigError as error:  # values drawn that do not go together
-                self._finish(trial, [], str(error))
-            else:
-                yield trial, configs
+            return self.study.ask({**self.space})
 
     def _configs(self, trial: Trial) -> list[Config]:
         values = self.values(trial)
@@ -145,7 +132,32 @@ class Search:
         folder = self.folder / "trials" / f"{trial.number:03d}"
         return [base.replace(seed=seed, out=folder / f"seed-{seed}") for seed in self.seeds]
 
-    def _finish(self, trial: Trial, configs: Sequence[Config], how: str) -> None:
+    def _run(
+        self, trial: Trial, position: int, config: Config, on_round: Callable[[], None]
+    ) -> None:
+        """Run a combination with the seed of a position; Stopped if the trial is pruned."""
+        reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+
+        def report(record: Mapping[str, Any]) -> None:
+            number = int(record["round"])
+            step = number + position * self.rounds
+            at_end = position == len(self.seeds) - 1 and number == config.rounds
+            if self.metric in record and number > 0 and not at_end:
+                if step not in reported:  # before the trial was cut off
+                    trial.report(record[self.metric], step)
+                if trial.should_prune():
+                    raise Stopped("pruned")
+            on_round()
+
+        try:
+            with log_from(ERROR):  # it would say how to go on with the run, not with the search
+                run(config, progress=False, resume=True, on_round=report)
+        except Stopped:
+            raise
+        except (RunFailed, ConfigError) as error:
+            raise RunFailed(f"seed {config.seed}: {error}") from error
+
+    def _tell(self, trial: Trial, configs: Sequence[Config], state: TrialState, error: str) -> None:
         """Store a trial's result, read from its runs' folders."""
         means, rounds, seconds = [], 0, 0.0
         for config in configs:
@@ -155,22 +167,40 @@ class Search:
                 means.append(float(np.mean(measured[-self.last :])))
             rounds += max(len(records) - 1, 0)
             seconds += sum(record["seconds"] for record in records)
-        if how == FINISHED and (len(means) < len(self.seeds) or not np.isfinite(means).all()):
-            how = f"{self.metric} is missing or not finite"
-        error = "" if how == PRUNED else how
+        finite = len(means) == len(self.seeds) and np.isfinite(means).all()
+        if state == TrialState.COMPLETE and not finite:
+            error, state = f"{self.metric} is missing or not finite", TrialState.FAIL
         result = {"means": means, "rounds": rounds, "seconds": seconds, "error": error}
         trial.set_user_attr("result", result)
-        self._done[trial.number] = self._whole
-        if how == FINISHED:
+        if state == TrialState.COMPLETE:
             self.study.tell(trial, float(np.mean(means)))
-        elif how == PRUNED:
-            self.study.tell(trial, state=TrialState.PRUNED)
+        elif state == TrialState.PRUNED:
+            self.study.tell(trial, state=state)
+
+    def rounds_done(self) -> int:
+        """Return the rounds run in all trials; all rounds of a trial that has ended."""
+        rounds = 0
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.user_attrs.get("result"):
+                rounds += len(self.seeds) * self.rounds
+            else:
+                rounds += max(trial.intermediate_values, default=0)
+        return rounds
+
+    def show(self, shown: Progress) -> None:
+        """Show the rounds of all trials, how many have ended, and the best value."""
+        trials = self.study.get_trials(deepcopy=False)
+        ended = sum(bool(trial.user_attrs.get("result")) for trial in trials)
+        shown.state = f"{ended} of {max(len(trials), self.trials)} trials"
+        with contextlib.suppress(ValueError):  # none has finished
+            shown.state += f", best {self.metric} {self.study.best_value:.4g}"
+        shown.on_round({"round": self.rounds_done()})
 
     def table(self) -> pd.DataFrame:
         """Return all trials: the finished ones, the best first; the pruned; the failed."""
         rows: list[dict[str, Any]] = []
         for trial in self.study.get_trials(deepcopy=False):
-            result: dict[str, Any] = {**trial.user_attrs["result"]}
+            result: dict[str, Any] = {**CUT_OFF, **trial.user_attrs.get("result", {})}
             means = pd.Series(result.pop("means"), dtype=float)
             row = {"trial": trial.number, "state": STATES.get(trial.state, "failed")}
             row |= {"mean": means.mean(), "std": means.std(), **self.values(trial), **result}

@@ -13,6 +13,7 @@ import optuna
 import pandas as pd
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+from fedntk.ntk.options import parts_of
 from fedntk.ntk.support.files import claimed
 
 from ..config.config import INCIDENTAL, OBJECTS, Config
@@ -28,6 +29,7 @@ from ..engine.server_app import prepare
 from ..errors import RunFailed
 from ..report.report import write_tuning_report
 from .search import Pruner, Sampler, Search, Searched, Space, open_study
+from .workers import run_in_processes
 
 # settings that say where to run or what to measure, not how a method learns
 FIXED = INCIDENTAL | {
@@ -171,11 +173,19 @@ def tune(
             _require_same_search(study, described, grown, folder, resume=resume)
             for combination in combinations if grid else []:
                 study.enqueue_trial(combination, {"values": combination}, skip_if_exists=True)
-            drawn = {} if grid else space, sampler, sampler_seed
+            drawn = {} if grid else space, 0 if grid else trials, sampler, sampler_seed
             search = Search(study, folder, base, each, metric, last, rounds, *drawn)
-            total = len(study.get_trials(deepcopy=False)) if grid else trials
-            with show_progress(total * len(each) * rounds, enabled=progress) as shown:
-                search.run(total, parallel, shown)
+            most = max(len(study.trials), search.trials) * len(each) * rounds
+            with show_progress(most, enabled=progress) as shown:
+                title = f"tuning {base.label} on {base.dataset}"
+                shown.begin(title, most, search.rounds_done())
+                show = partial(search.show, shown)
+                if parallel == 1:
+                    search.run(show)
+                else:
+                    run_in_processes(search, parallel, show)
+                show()
+                shown.end()
             return _conclude(search, space)
 
 
@@ -205,7 +215,7 @@ def _dimension(given: str, values: Any, *, ranged: bool) -> Space:
     each = [checked(value) for value in values]
     if not each or len(set(each)) < len(each):
         raise ConfigError(f"{key}: expected at least one value, each once, got {each}")
-    own = home.options()[name]
+    own = home.setting_of(name)
     return {key: CategoricalDistribution([own.plain(value) for value in each])}
 
 
@@ -221,7 +231,7 @@ def _combinations(base: Config, space: Space, *, each_once: bool) -> list[dict[s
     given = _ends(space["method"]) if "method" in space else (base.method,)
     methods = [find_method(method)[1].name for method in given]
     for key in space:
-        if "." in key and key.partition(".")[0] not in methods:
+        if "." in key and key.partition(".")[0] not in (*methods, *parts_of(Config)):
             raise ConfigError(f"{key} has no effect with method = {', '.join(methods)}")
     each = [_ends(values) for values in space.values()]
     rows: Iterable[tuple[Any, ...]] = itertools.product(*each)
@@ -329,7 +339,7 @@ def _conclude(search: Search, space: Space) -> Tuning:
 def _note_of_edge(key: str, best: Value, values: Searched) -> str:
     """Say that better values may lie beyond a grid, unless the setting itself ends there."""
     home, name = Config.home_of(key)
-    if isinstance(best, bool | str) or best in home.options()[name].limits.values():
+    if isinstance(best, bool | str) or best in home.setting_of(name).limits.values():
         return ""
     ends = {min(_ends(values)): "smallest", max(_ends(values)): "largest"}
     if len(ends) < 2 or best not in ends:

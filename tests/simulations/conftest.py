@@ -33,17 +33,17 @@ def finished_run(tmp_path_factory) -> Callable[[str], Run]:
 @pytest.fixture
 def each_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have `begin` called with each configuration that is run, and `report` with it and a round."""
-    serve = runs.serve
+    train = runs.train
 
     def patch(begin=lambda config: None, report=lambda config, record: None) -> None:
-        def served(grid, config, on_round, prepared=None) -> None:
+        def trained(grid, setup, strategy, on_round, *, resume) -> None:
             def both(record) -> None:
                 on_round(record)
-                report(config, record)
+                report(setup.config, record)
 
-            begin(config)
-            serve(grid, config, both, prepared)
+            begin(setup.config)
+            train(grid, setup, strategy, both, resume=resume)
 
-        monkeypatch.setattr(runs, "serve", served)
+        monkeypatch.setattr(runs, "train", trained)
 
     return patch

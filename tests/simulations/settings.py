@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fedntk.simulations import Config
-from fedntk.simulations.methods import all_methods, own_methods
-from fedntk.strategies import GossipStrategy
+from fedntk.simulations.methods import all_methods
+from fedntk.strategies import RelayStrategy
 
 SMALL = Config(
     num_clients=12,
@@ -25,9 +25,11 @@ FEDAVG = Config(
 )  # fmt: skip
 PROJECTED = {"sampling_rate": 0.5, "projection": 20}
 TOOLS: dict[str, Any] = {**PROJECTED, "cp_ntk_fl": {"sparsity": 0.5, "bits": 6, "shuffle": True}}
-SETTINGS: dict[str, dict[str, Any]] = defaultdict(dict)  # a method without tools needs none
+SETTINGS: dict[str, dict[str, Any]] = defaultdict(lambda: PROJECTED)
 SETTINGS |= {
-    "cp-ntk-fl": {**TOOLS, "average_decay": 0.6},
+    "ntk-fl": {},
+    "weighted-fedavg": {},
+    "cp-ntk-fl": {**TOOLS, "average": {"decay": 0.6}},
     "tct": {
         **PROJECTED,
         "rounds": 4,
@@ -37,18 +39,15 @@ SETTINGS |= {
     },
     "fedavg": {**PROJECTED, "local_epochs": 3},
     "fed-ensemble": {
-        **PROJECTED, "local_epochs": 3, "average_decay": 0.6,
+        **PROJECTED, "local_epochs": 3, "average": {"decay": 0.6},
         "fed_ensemble": {"num_models": 2, "schedule": "balanced"},
     },
     "fed-be": {"local_epochs": 3, "fed_be": {"num_samples": 3}},
     "scaffold": {
-        **PROJECTED, "local_epochs": 3, "average_decay": 0.6, "centre_inputs": True,
+        **PROJECTED, "local_epochs": 3, "average": {"decay": 0.6}, "centre": True,
         "scaffold": {"server_learning_rate": 1.5},
     },
     "afl": {**PROJECTED, "afl": {"ridge": 0.1}},
-    "fed3r": PROJECTED,
-    "fed-ncm": PROJECTED,
-    "fed-cof": PROJECTED,
     "deep-afl": {**PROJECTED, "deep_afl": {"layers": 2, "block_width": 20}},
     "one-exchange": {**PROJECTED, "random_features": 50},
     "ditto": {**PROJECTED, "local_epochs": 3, "ditto": {"personal_epochs": 2}},
@@ -61,7 +60,7 @@ SETTINGS |= {
     "local-training": {**PROJECTED, "local_epochs": 3},
     "ntk-dfl": {
         **PROJECTED,
-        "average_decay": 0.6,
+        "average": {"decay": 0.6},
         "ntk_dfl": {
             "degree": 2, "steps": "5,10", "selection": "own", "seal": True, "class_prior": True,
         },
@@ -75,7 +74,7 @@ SETTINGS |= {
 
 def small(method: str) -> Config:
     """Return SMALL for a method; with half of the clients where all of them train in each round."""
-    gossips = issubclass(all_methods()[method].strategy_class, GossipStrategy)
+    gossips = issubclass(all_methods()[method].strategy_class, RelayStrategy)
     clients = {"num_clients": 6} if gossips else {}
     return SMALL.replace(method=method, **{**clients, **SETTINGS[method]})
 
@@ -85,17 +84,9 @@ def each_of(methods: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(methods)]
 
 
-def default_run_config() -> dict[str, Any]:
-    """Return all keys of Flower's run-config with their defaults."""
-    values = Config().run_config()
-    for method in own_methods().values():
-        values |= method.settings().values()
-    return values
-
-
 def tiny(method: str) -> Config:
     """Return settings for a few rows of the caller's own, which clients have as they are."""
-    changes = ("projection", "sampling_rate", "model", "min_partition_size", "centre_inputs")
+    changes = ("projection", "sampling_rate", "model", "min_partition_size", "centre")
     own = {name: value for name, value in SETTINGS[method].items() if name not in changes}
     common = {"num_clients": 6, "clients_per_round": 6, "rounds": 2, "standardise": False}
     validated = {"validation_examples": 20} if method == "one-exchange" else {}

@@ -58,7 +58,7 @@ def test_one_exchange_chooses_its_features_by_the_size_of_an_example(shape, numb
     config = Config(method="one-exchange", dataset=f"npz:{tmp_path / 'own.npz'}", num_clients=3)
     assert make_strategy(load_setup(config)).width == number
     assert make_strategy(load_setup(config.replace(random_features=40))).width == 40
-    plain = config.replace(one_exchange={"bits": 32})
+    plain = config.replace(one_exchange={"sums": {"bits": 32}})
     assert make_strategy(load_setup(plain)).width == 100  # the mlp's
     assert make_strategy(load_setup(config.replace(validation_examples=10))).width == 100
 

@@ -10,7 +10,7 @@ from fedntk.simulations import Config, ConfigError, run
 from fedntk.simulations.attacks import ATTACKS, choose_liars, patched
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.engine.lies import LyingGrid
-from fedntk.strategies import SeededFedAvg
+from fedntk.strategies import SeededFedAvg, Update
 
 from ..strategies.federation import Grid, app, arrays_of, first_model
 
@@ -44,18 +44,15 @@ def test_a_backdoor_marks_every_second_image():
 class Recording(SeededFedAvg):
     """Keeps the weights that came."""
 
-    def aggregate_train(self, server_round, replies):
-        replies = list(replies)
-        self.came = {
-            reply.content["metrics"]["partition-id"]: arrays_of(reply.content["arrays"])
-            for reply in replies
-        }
-        return super().aggregate_train(server_round, replies)
+    def train_round(self, r):
+        uploads = yield from r.ask(lambda reply: reply.arrays())
+        self.came = dict(zip(uploads.clients, uploads.values, strict=True))
+        return Update(uploads)
 
 
 def changes(attack, liars=(LIAR,), factor=0.0):
     """Change of each client's weights, floating-point arrays one after the other."""
-    strategy = Recording(outlier_factor=float("inf"))
+    strategy = Recording()
     grid = LyingGrid(Grid(app(SGDClient)), liars, ATTACKS[attack], factor=factor)
     first = arrays_of(ArrayRecord(dict(first_model(strategy).state_dict())))
     strategy.start(grid, ArrayRecord(dict(first_model(strategy).state_dict())), num_rounds=1)
@@ -127,7 +124,7 @@ def test_absent_liars_are_in_no_round(tmp_path):
     settings = {"num_clients": 4, "rounds": 2, "attack": "absent", "liars": 1}
     found = run("fedavg", out=tmp_path, progress=False, **settings)
     setup = load_setup(found.config)
-    assert tuple(make_strategy(setup).held_out) == tuple(setup.liars)
+    assert tuple(make_strategy(setup).sampling.held_out) == tuple(setup.liars)
     assert found.curve("replies-accepted").tolist() == [3, 3]
 
 

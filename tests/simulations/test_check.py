@@ -11,7 +11,7 @@ from fedntk.ntk.options import state
 from fedntk.simulations import ConfigError, Method, check_method, make_fixture
 from fedntk.simulations.cli import app
 from fedntk.simulations.methods import own_methods
-from fedntk.strategies import SeededFedAvg
+from fedntk.strategies import SeededFedAvg, Update
 from fedntk.strategies.core.averaging import cast_like, named_arrays
 
 from .networks import normalised
@@ -22,13 +22,14 @@ class ServerMomentum(SeededFedAvg):
 
     step: dict[str, np.ndarray] = state(dict)
 
-    def aggregate_train(self, server_round, replies):
-        mean, metrics = super().aggregate_train(server_round, replies)
-        if mean is None:
-            return None, metrics
-        model, new = named_arrays(self.global_arrays), named_arrays(mean)
+    def train_round(self, r):
+        update = yield from super().train_round(r)
+        if update.arrays is None:
+            return update
+        model, new = r.model, named_arrays(update.arrays)
         self.step = {n: new[n] - a + 0.5 * self.step.get(n, 0) for n, a in model.items()}
-        return cast_like({n: a + self.step[n] for n, a in model.items()}, model), metrics
+        arrays = cast_like({n: a + self.step[n] for n, a in model.items()}, model)
+        return Update(update.uploads, arrays)
 
 
 class Forgetful(ServerMomentum):
@@ -36,11 +37,11 @@ class Forgetful(ServerMomentum):
 
     kept = None
 
-    def aggregate_train(self, server_round, replies):
+    def train_round(self, r):
         self.step = self.kept or {}
-        found = super().aggregate_train(server_round, replies)
+        update = yield from super().train_round(r)
         self.kept, self.step = self.step, {}
-        return found
+        return update
 
 
 class Late(SeededFedAvg):
@@ -49,27 +50,27 @@ class Late(SeededFedAvg):
     place = "attribute"
     lists = []  # noqa: RUF012 - of all objects
 
-    def aggregate_train(self, server_round, replies):
-        found = super().aggregate_train(server_round, replies)
+    def train_round(self, r):
+        update = yield from super().train_round(r)
         if self.place == "attribute":
-            self._seen = [*vars(self).get("_seen", []), {"round": np.float64(server_round)}]
+            self._seen = [*vars(self).get("_seen", []), {"round": np.float64(r.number)}]
         elif self.place == "object":
             self.helper = vars(self).get("helper") or Helper()
-            self.helper.seen[server_round] = found[0]
+            self.helper.seen[r.number] = update.arrays
         elif self.place == "previous":  # is the same again after any further round
-            self.before = server_round, named_arrays(found[0])
+            self.before = r.number, named_arrays(update.arrays)
         elif self.place == "generator":
             self.generator = vars(self).get("generator") or np.random.default_rng(0)
             self.generator.random()
         elif self.place == "class":
-            type(self).lists.append(server_round)
+            type(self).lists.append(r.number)
         elif self.place == "module":
             MODULE["last"] = MODULE.get("last", 0) + 1
         elif self.place == "declared badly":
-            self.pairs = {**self.pairs, server_round: (1, 2)}
-        if server_round >= 5:
+            self.pairs = {**self.pairs, r.number: (1, 2)}
+        if r.number >= 5:
             raise AssertionError("never in a check of 3 rounds")
-        return found
+        return update
 
     pairs: dict[int, tuple[int, int]] = state(dict)
 
@@ -87,48 +88,57 @@ class Cached(SeededFedAvg):
 
     cached: float = state(float, saved=False)
 
-    def aggregate_train(self, server_round, replies):
-        self.cached = server_round
-        return super().aggregate_train(server_round, replies)
+    def train_round(self, r):
+        self.cached = r.number
+        return (yield from super().train_round(r))
 
 
 class Unseeded(SGDClient):
-    def fit(self, parameters, config):
-        arrays, *more = super().fit(parameters, config)
+    def step_train(self, parameters, config):
+        arrays, *more = super().step_train(parameters, config)
         return [array + np.random.standard_normal() for array in arrays], *more  # noqa: NPY002
 
 
 class AsTheyCome(SeededFedAvg):
     """Adds up in the order of arrival."""
 
-    def aggregate_train(self, server_round, replies):
-        replies, model = list(replies), named_arrays(self.global_arrays)
-        order = [reply.metadata.src_node_id for reply in replies]
-        pairs, metrics = self.accept_weights(replies, model)
-        if not self.enough(len(pairs)):
-            return None, metrics
-        pairs.sort(key=lambda pair: order.index(pair[0].node))
-        weights = [own for _, own in pairs]
-        return cast_like(weighted_mean(weights, [1] * len(weights)), model), metrics
+    def train_round(self, r):
+        came = []
+
+        def parse(reply):
+            came.append(reply.node)
+            return r.weights(reply)
+
+        uploads = yield from r.ask(parse)
+        if not self.enough(uploads):
+            return Update(uploads)
+        ordered = sorted(uploads, key=lambda upload: came.index(upload.node))
+        mean = weighted_mean([upload.value for upload in ordered], [1] * len(ordered))
+        return Update(uploads, cast_like(mean, r.model))
 
 
 class Trusting(SeededFedAvg):
-    """Reads replies before they are checked."""
+    """Reads arrays that nothing has checked."""
 
-    def aggregate_train(self, server_round, replies):
-        replies = list(replies)
-        assert max(reply.content["metrics"]["num-examples"] for reply in replies)
-        return super().aggregate_train(server_round, replies)
+    def train_round(self, r):
+        def parse(reply):
+            (arrays,) = reply.message.content.array_records.values()
+            return {name: arrays[name].numpy() for name in r.model}
+
+        uploads = yield from r.ask(parse)
+        if not self.enough(uploads):
+            return Update(uploads)
+        return Update(uploads, cast_like(self.screening.mean(uploads, r.model), r.model))
 
 
 class Wide(SeededFedAvg):
     """Returns float64."""
 
-    def aggregate_train(self, server_round, replies):
-        mean, metrics = super().aggregate_train(server_round, replies)
-        arrays = named_arrays(mean or {})
+    def train_round(self, r):
+        update = yield from super().train_round(r)
+        arrays = named_arrays(update.arrays or {})
         wide = {name: Array(array.astype(np.float64)) for name, array in arrays.items()}
-        return mean and ArrayRecord(wide), metrics
+        return Update(update.uploads, update.arrays and ArrayRecord(wide))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +146,7 @@ class Wide(SeededFedAvg):
     [
         (Forgetful, "a resumed run gives the same bits", "as a field: name: type = state("),
         (AsTheyCome, "the order of replies changes no bit", "sorted by client"),
-        (Trusting, "no reply of a client ends a run", "Use only what accept_weights"),
+        (Trusting, "no reply of a client ends a run", "Use only what r.ask returns"),
     ],
 )
 def test_each_fault_is_found_by_its_own_check(method, failed, cure):
@@ -190,7 +200,7 @@ def test_the_command_says_what_failed_and_settings_are_not_a_fault(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     done = CliRunner().invoke(app, ["check", f"{__name__}:Wide", "--set=rounds=2"])
     assert done.exit_code == 1
-    assert "became 1.weight (float64, (100, 64)). Return cast_like(" in done.output
+    assert "became 1.weight (float64, (100, 64)). Return Update(uploads, " in done.output
     assert done.output.count("passed") == 5
     options = "--set=momentum=0.5", "--set=rounds=2"
     good = CliRunner().invoke(app, ["check", f"{__name__}:ServerMomentum", *options])

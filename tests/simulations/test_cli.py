@@ -199,17 +199,18 @@ def test_command_is_installed():
 
 def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch):
     """From the results' files on; later the run goes on."""
-    folder, written, opened = tmp_path / "a", [], Path.open
+    folder, written = tmp_path / "a", []
 
     def refusing(path: Path, *arguments: object, **options: object) -> object:
         if str(tmp_path) in str(path) and (arguments or ("r",))[0] in ("w", "wb", "a"):
             written.append(path)
             if len(written) > 6:
                 raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(path, *arguments, **options)
+        return open(path, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refusing)
+        patch.setattr("fedntk.ntk.support.files.open", refusing, raising=False)
         said = fedntk("run", "--quiet", "--out", folder, *settings(), fails=1)
         assert "No space left on device" in said
     fedntk("run", "--quiet", "--out", folder, *settings())

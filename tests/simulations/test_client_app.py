@@ -9,7 +9,8 @@ from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.clients import PrivacyLedger
-from fedntk.ntk.payloads.masked_average import AverageTask
+from fedntk.clients.core.masked_sums import SumRequest
+from fedntk.clients.core.privacy_ledger import Release
 from fedntk.ntk.payloads.sum_task import SumTask
 from fedntk.simulations import Config, ConfigError
 from fedntk.simulations.data.load import load_data, load_own
@@ -25,10 +26,6 @@ from .outcomes import grid_of, refused
 CONFIG = Config(
     method="fedavg", num_clients=3, clients_per_round=3, clients_per_evaluation=3, rounds=2
 )
-NOISE = {
-    "method": "cp-ntk-fl", "clients_per_evaluation": 0, "standardise": False,
-    "cp_ntk_fl": {"clip": 1.0, "noise_multiplier": 1.0, "selection": "linearised", "steps": "50"},
-}  # fmt: skip
 NODES = (5, 2**63 + 7, 2**64 - 2)  # Flower's ids are any numbers of 64 bits
 
 
@@ -130,11 +127,10 @@ def test_examples_that_do_not_fit_are_refused(tmp_path, change, message):
     [
         ({"projection": 20}, "projection"),
         ({"method": "cp-ntk-fl", "cp_ntk_fl": {"shuffle": True}}, "cp-ntk-fl.shuffle"),
-        (NOISE, "cp-ntk-fl.noise-multiplier"),
     ],
 )
 def test_own_examples_are_not_left_to_protection_that_is_none(tmp_path, settings, named):
-    """Keys and noise of the app come from the run's seed, which everyone knows."""
+    """Keys of the app come from the run's seed, which everyone knows."""
     config = CONFIG.replace(**settings)
     setup, (x, y) = load_setup(config), raw(0)
     own = load_own(save(tmp_path / "own.npz", x=x, y=y), setup.data, 1437)
@@ -142,12 +138,9 @@ def test_own_examples_are_not_left_to_protection_that_is_none(tmp_path, settings
     make_client(setup, 0, {})
 
 
-ASKED = {
-    "secure_aggregation": True, "epsilon": 2.0, "bits": 8, "auto_ridge": False,
-    "validation_share": 0.0,
-}  # fmt: skip
+ASKED = {"noise": {"epsilon": 2.0}, "sums": {"auto_ridge": False, "validation_share": 0.0}}
 SUMS = {
-    "method": "one-exchange", "clients_per_evaluation": 0, "one_exchange": ASKED,
+    "method": "one-exchange", "clients_per_evaluation": 0, "one_exchange": ASKED, "secure": True,
     "standardise": False, "public": "moments",
 }  # fmt: skip
 
@@ -160,33 +153,20 @@ def of_owner(tmp_path, settings, **said):
     context = next(iter(of.contexts.values()))
     context.node_id, context.node_config = 7, {"data-path": save(tmp_path / "x.npz", x=x, y=y)}
     context.node_config |= {f"privacy-{key.replace('_', '-')}": own for key, own in said.items()}
-    return client_fn(context), _masks(
-        *(tuple(c.items()) for c in (context.run_config, context.node_config))
-    )
+    return client_fn(context), _masks(config, tuple(context.node_config.items()))
 
 
-@pytest.mark.parametrize("settings", [SUMS, {"fedavg": {"secure_aggregation": True}}])
+@pytest.mark.parametrize("settings", [SUMS, {"secure": True}])
 def test_the_run_neither_sets_nor_loosens_what_an_owner_allows(tmp_path, settings):
     """Without a ledger nothing that is masked or has noise leaves a node with its own examples."""
     client, mod = of_owner(tmp_path, settings)
-    sender = client if settings is SUMS else mod
-    task = (
-        SumTask(step="public-key", bits=8)
-        if settings is SUMS
-        else AverageTask(masked_step="public-key")
-    )
-    refused_by(
-        "privacy-ledger in the node config",
-        sender.answer_sum,
-        "public-key",
-        task,
-        {},
-        {"server-round": 1},
-    )
+    sender = client.secure if settings is SUMS else mod
+    request = SumRequest(SumTask(bits=8), "1", Release("a run"))
+    refused_by("privacy-ledger in the node config", sender.answer, "public-key", request, {})
     ledger = PrivacyLedger.create(tmp_path / "x.ledger").path
     said = {"ledger": str(ledger), "epsilon": 1, "fewest_clients": 9, "most_radius": 50}
     client, mod = of_owner(tmp_path, settings, **said)
-    sender = client if settings is SUMS else mod
+    sender = client.secure if settings is SUMS else mod
     assert (sender.only_masked, sender.allow_repeats) == (True, False)
     assert (sender.privacy.epsilon, sender.privacy.fewest_clients) == (1.0, 9)
 
@@ -202,9 +182,10 @@ def test_a_nodes_ledger_knows_its_examples_however_a_run_prepares_them(tmp_path)
             epsilon=2.0,
             delta=2e-5,
         )
-        client.reserve(run, task, {})
+        client.secure.reserve(client.sum_request(task, {}), run)
     assert len(PrivacyLedger(ledger).releases()) == 2
-    refused_by("delta of .3.0", client.reserve, "c", task, {})
+    request = client.sum_request(task, {})
+    refused_by("delta of .3.0", client.secure.reserve, request, "c")
 
 
 @pytest.mark.parametrize(
@@ -223,8 +204,7 @@ def test_what_a_node_says_wrongly_of_privacy_is_refused(tmp_path, said, message)
 @pytest.mark.parametrize("secure", [True, False])
 def test_nodes_with_ledgers_give_one_noisy_sum_through_the_app(tmp_path, secure):
     """Masked, or to a trusted server; a second run passes the budgets of their owners."""
-    asked = ASKED | {"secure_aggregation": secure}
-    config = CONFIG.replace(**SUMS | {"one_exchange": asked, "width": 8, "out": str(tmp_path)})
+    config = CONFIG.replace(**SUMS | {"secure": secure, "width": 8, "out": str(tmp_path)})
     setup, of = load_setup(config), grid_of(config)
     for k, context in enumerate(of.contexts.values()):
         x, y = raw(k)
@@ -243,6 +223,22 @@ def test_nodes_with_ledgers_give_one_noisy_sum_through_the_app(tmp_path, secure)
     again = make_strategy(setup)
     with pytest.raises(NoUsableReply, match="its owner allows"):
         again.start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=1)
+
+
+@pytest.mark.parametrize("said", [{}, {"privacy-epsilon": 2.0}, {"privacy-only-masked": False}])
+@pytest.mark.parametrize("method", ["cp-ntk-fl", "ntk-fl", "fedavg"])
+def test_a_node_with_a_ledger_sends_no_jacobians_and_no_weights(tmp_path, method, said):
+    """Neither a budget nor trust in the server is of anything but sums."""
+    config = CONFIG.replace(method=method, clients_per_evaluation=0, out=str(tmp_path))
+    setup, of = load_setup(config), grid_of(config)
+    for k, context in enumerate(of.contexts.values()):
+        x, y = raw(k)
+        ledger = PrivacyLedger.create(tmp_path / f"{k}.ledger").path
+        path = save(tmp_path / f"{k}.npz", x=x, y=y)
+        context.node_config = {"data-path": path, "privacy-ledger": str(ledger), **said}
+    initial = ArrayRecord(dict(setup.network.state_dict()))
+    with pytest.raises(NoUsableReply, match="sends only masked sums, and was asked for train"):
+        make_strategy(setup).start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=1)
 
 
 def test_a_private_nodes_errors_tell_nothing_of_its_examples(tmp_path):

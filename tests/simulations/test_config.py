@@ -4,6 +4,7 @@ Limits and types of options are tested with the options, rules of one method wit
 """
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -11,17 +12,13 @@ import pytest
 from fedntk.simulations import Config, ConfigError
 
 from .outcomes import refused
-from .settings import default_run_config
 
-DP = {
-    "method": "cp-ntk-fl", "cp-ntk-fl.selection": "linearised", "clients-per-evaluation": 0,
-    "cp-ntk-fl.clip": 1.0, "cp-ntk-fl.noise-multiplier": 1.0, "standardise": False,
-}  # fmt: skip
-SUMS = {"method": "tct", "tct.solve": "statistics"}
-SECURE = SUMS | {"tct.bits": 8, "tct.secure-aggregation": True, "validation-examples": 9}
+SUMS = {"method": "tct", "tct.sums.validation-share": 0.0, "tct.sums.auto-ridge": False}
+SECURE = SUMS | {"secure": True, "validation-examples": 9}
+JUDGED = {"method": "fedavg", "screening.rule": "validation"}
 VALIDATION = {"ntk-fl.selection": "validation", "validation-clients": 2}
 DISTILLED = {"method": "fed-be", "fed-be.distill": True}
-CLUSTERED = {"degree": 2, "evolve_once": True, "topology": "clustered", "average": False}
+CLUSTERED = {"degree": 2, "evolve_once": True, "topology": "clustered", "average_first": False}
 HELD = DISTILLED | {"validation-examples": 50}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -42,26 +39,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "local-test-fraction: expected more than 0 with private-test"),
     ({"evaluate-on": "validation", "local-test-fraction": 0.1}, "nothing is held out of training"),
     ({"owners": 2}, "owners = 2 needs partition = natural, got dirichlet"),
-    ({"method": "fedavg", "defence": "validation"}, "that the server keeps; set validation-ex"),
-    ({"method": "fedavg", "defence": "validation", "validation-examples": 50,
-      "evaluate-on": "validation"}, "defence uses the examples that evaluate-on = validation mea"),
-    ({"method": "tct", "defence": "validation", "validation-examples": 50,
-      "evaluate-on": "validation"}, "defence uses the examples that evaluate-on = validation mea"),
+    (JUDGED, "that the server keeps; set validation-ex"),
+    (JUDGED | {"method": "fedavg", "validation-examples": 50, "evaluate-on": "validation"},
+     "screening.rule uses the examples that evaluate-on = validation mea"),
+    (JUDGED | {"method": "tct", "validation-examples": 50, "evaluate-on": "validation"},
+     "screening.rule uses the examples that evaluate-on = validation mea"),
     ({"ntk-fl.selection": "validation"}, "ntk-fl.selection = validation goes with one of"),
     (VALIDATION | {"validation-examples": 9}, "validation-clients (held out), got 9 and 2"),
     (VALIDATION | {"evaluate-on": "validation"}, "evaluate-on = test, or change ntk-fl.sel"),
-    (DP | {"cp-ntk-fl.selection": "validation", "validation-clients": 2},
-     "validation-clients: with noise only what its epsilon covers may be used; expected 0, got 2"),
-    (DP | {"clients-per-evaluation": 5}, "set local-test-fraction, or clients-per-evaluation"),
-    (SUMS | {"tct.sparsity": 0.5}, "tct.sparsity: expected 0 for solve = statistics, got 0.5"),
-    (SUMS | {"tct.auto-ridge": True}, "tct.auto-ridge needs validation-examples, and no proj"),
-    (SUMS | {"tct.auto-ridge": True, "tct.validation-share": 0.2, "tct.bits": 8},
-     "tct.bits needs validation-examples, and no projection"),
+    (SUMS | {"tct.sums.auto-ridge": True, "tct.sums.bits": 32},
+     "tct.sums.auto-ridge needs validation-examples, and no proj"),
+    ({"method": "tct", "tct.sums": True}, "tct.sums.bits needs validation-examples, and no proj"),
+    (SUMS | {"tct.sums.validation-share": 0.2},
+     "tct.sums.validation-share: goes with tct.sums.auto-ridge = True, got False"),
+    ({"method": "one-exchange", "one-exchange.noise": True},
+     "one-exchange.noise.epsilon: expected more than 0, got 0"),
+    ({"method": "one-exchange", "one-exchange.ledger": True},
+     "one-exchange.ledger: expected storage, as each"),
     (SECURE | {"num-clients": 2, "clients-per-round": 2},
-     "tct.secure-aggregation: expected clients-per-round and num-clients"),
+     "secure: expected clients-per-round and num-clients"),
     (SECURE, "set clients-per-evaluation = 0, or local-test-fraction; got 10 and 0"),
-    (SUMS | {"tct.bits": 8, "validation-examples": 9, "evaluate-on": "validation"},
-     "tct.bits uses the examples that evaluate-on = validation measures with"),
+    (SUMS | {"validation-examples": 9, "evaluate-on": "validation"},
+     "tct.sums.bits uses the examples that evaluate-on = validation measures with"),
     ({"method": "tct", "tct": {"dtype": "float16", "normalise": False}},
      "without tct.normalise; use float32"),
     # an ensemble that the server distils, and one of which all models begin otherwise
@@ -85,13 +84,83 @@ def test_a_wrong_setting_is_refused_in_one_line(values, message):
     assert "\n" not in str(caught.value)
 
 
+OLD = {
+    "defence": "median", "liars-expected": 2, "average-decay": 0.5, "centre-inputs": True,
+    "over-selection": 2.0, "fedavg.secure-aggregation": True, "one-exchange.asynchronous": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), OLD.items())
+def test_a_key_that_is_now_of_a_part_is_unknown(key, value):
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'"):
+        Config.parse({key: value})
+
+
+def test_a_part_is_a_table_or_true():
+    as_table = Config(method="fedavg", secure={"threshold": 0.9}, screening={"rule": "none"})
+    assert (
+        as_table.secure.threshold
+        == Config.parse({"secure.threshold": 0.9, "method": "fedavg"}).secure.threshold
+        == 0.9
+    )
+    assert Config(method="fedavg", secure=True).secure.threshold == pytest.approx(2 / 3)
+    assert Config().secure is Config(secure=False).secure is Config(secure=None).secure is None
+    assert as_table.replace(secure=False).secure is None
+    assert as_table.replace(secure=True).secure.threshold == 0.9
+    assert as_table.replace(secure=False).replace(secure={"threshold": 0.8}).secure.threshold == 0.8
+    assert as_table.differences(as_table.replace(secure=False)) == {"secure": (True, False)}
+    assert Config(method="scaffold", centre=True).centre is not None
+    with pytest.raises(ConfigError, match="secure: expected true, false or a table"):
+        Config(method="fedavg", secure=0.9)
+    with pytest.raises(ConfigError, match=r"secure\.threshold: expected more than 0\.5, got 0\.5"):
+        Config(method="fedavg", secure={"threshold": 0.5})
+
+
+def test_the_run_config_of_flower_has_a_part_that_it_names():
+    """The app's defaults have all keys of a part that is not there."""
+    defaults = Config.run_config_defaults()
+    assert defaults["secure"] is False
+    named = Config.parse(defaults | {"method": "fedavg", "secure": True})
+    other = Config.parse(defaults | {"method": "fedavg", "secure.threshold": 0.9})
+    assert (named.secure.threshold, other.secure.threshold) == (pytest.approx(2 / 3), 0.9)
+    assert Config.parse(defaults).secure is None
+    assert Config.parse(json.loads(json.dumps(defaults))) == Config()  # equal, of other objects
+
+
+def test_a_part_that_a_method_cannot_have_is_refused_with_those_that_can():
+    with pytest.raises(ConfigError, match=r"secure: ntk-fl cannot have it; expected .*fedavg"):
+        Config(method="ntk-fl", secure=True)
+    with pytest.raises(ConfigError, match="expected method = one-exchange, or asynchrony = false"):
+        Config(method="fedavg", asynchrony=True)
+
+
+def test_a_methods_own_parts_are_tables_in_its_table(tmp_path):
+    """The numbers that were not chosen are the part's own; `true` is all of its defaults."""
+    own = {"sums": {"bits": 5}, "storage": True, "bias": False}
+    config = Config(method="tct", tct=own, validation_examples=9)
+    assert (config.settings.sums.bits, config.settings.sums.ridge) == (5, 0.01)
+    assert Config(method="tct").settings.sums is None
+    assert Config(method="one-exchange").settings.sums.bits == 8  # it is always there
+    config.save(tmp_path / "config.toml")
+    text = (tmp_path / "config.toml").read_text()
+    assert "storage = true\n" in text
+    assert "[tct.sums]\nbits = 5\n" in text
+    assert Config.load(tmp_path / "config.toml") == config
+    assert Config.parse(Config.run_config_defaults() | config.run_config()) == config
+    assert config.replace(tct={"sums": False, "storage": False}).settings.sums is None
+    assert config.replace(tct={"sums": {"ridge": 1}}).settings.sums.bits == 5
+    assert config.settings_of("one-exchange") == Config().settings_of("one-exchange")
+
+
 def test_file_round_trip_and_overrides(tmp_path):
     config = Config(rounds=3, learning_rate=0.5, method="fedavg", tct={"bias": True})
     config.save(tmp_path / "config.toml")
     assert Config.load(tmp_path / "config.toml") == config
     assert Config.of_run(tmp_path) == config.replace(out=str(tmp_path))
     text = (tmp_path / "config.toml").read_text()
-    assert "\n[fedavg]\nsecure-aggregation = false\n" in text
+    assert "\nsecure = false\n" in text
+    assert "\n[screening]\nrule = " in text
+    assert "\n[fedavg]\nproximal-mu = 0.0\n" in text
     assert "[scaffold]" not in text  # its settings are defaults, and have no effect
     changed = Config.load(tmp_path / "config.toml", rounds=4, tct={"num_features": 7})
     assert changed == config.replace(rounds=4, **{"tct.num-features": 7})
@@ -119,8 +188,8 @@ def test_flowers_run_config_gives_the_configuration_back():
     config = Config(method="tct", rounds=13, tct={"bias": True}, scaffold={"option": "I"})
     sent = config.run_config()
     assert {type(value) for value in sent.values()} <= {bool, int, float, str}
-    assert sent.keys() <= default_run_config().keys()
-    assert Config.parse(default_run_config() | sent) == config
+    assert sent.keys() <= Config.run_config_defaults().keys()
+    assert Config.parse(Config.run_config_defaults() | sent) == config
 
 
 @pytest.mark.parametrize("lines", [0, -1])

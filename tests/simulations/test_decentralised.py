@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 
 from fedntk.simulations import Config, load_predictor, run
-from fedntk.simulations.assessment.selection import numbers_averaged, selection_curves
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.methods.decentralised import selection_sets
 from fedntk.simulations.report.report import write_report
+from fedntk.simulations.selection import numbers_averaged, selection_curves
 
 from .outcomes import refused
 

@@ -4,6 +4,7 @@ import functools
 import os
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -147,13 +148,12 @@ def test_two_objects_of_one_name_in_a_comparison_are_two(tmp_path):
         for factor, step in ((1.0, None), (2.0, None))
     ]
 
-    def aggregate_train(self, server_round, replies):
-        arrays, metrics = SeededFedAvg.aggregate_train(self, server_round, replies)
-        metrics["train-loss"] = self.factor
-        return arrays, metrics
+    def train_round(self, r):
+        update = yield from SeededFedAvg.train_round(self, r)
+        return replace(update, metrics={"train-loss": self.factor})
 
     for kind in kinds:
-        kind.aggregate_train = aggregate_train
+        kind.train_round = train_round
     configs = {"a": Method(kinds[0]), "b": Method(kinds[1])}
     table = compare(configs, out=tmp_path / "methods", **SMALL)
     losses = table[(table.metric == "train-loss") & (table["round"] == 1)].set_index("run").value
@@ -166,6 +166,7 @@ def test_two_objects_of_one_name_in_a_comparison_are_two(tmp_path):
 
 
 MINE = """
+from dataclasses import replace
 import torch
 from torch import nn
 from fedntk.strategies import SeededFedAvg
@@ -183,11 +184,10 @@ def load():
     return examples()
 
 class Mine(SeededFedAvg):
-    def aggregate_train(self, server_round, replies):
+    def train_round(self, r):
         from pack import inner
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        metrics["train-loss"] = inner.VALUE
-        return arrays, metrics
+        update = yield from super().train_round(r)
+        return replace(update, metrics={"train-loss": inner.VALUE})
 """
 HELPER = """
 import numpy as np

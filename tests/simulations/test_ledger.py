@@ -14,7 +14,7 @@ SMALL = Config(
     method="one-exchange", rounds=1, num_clients=5, clients_per_round=5, train_examples=400,
     clients_per_evaluation=0, validation_examples=100, model="scattering", standardise=False,
     random_features=60, bandwidth=1.6, partition="dirichlet", alpha=0.5,
-    one_exchange={"keep_sums": True},
+    one_exchange={"storage": True},
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_each_client_has_its_part_and_the_loss_without_it(finished):
 
     Half the squared norm of a label, one-hot minus 1/10, is 0.45.
     """
-    table = finished.ledger(shapley=2)
+    table = ledger(finished, shapley=2)
     assert sorted(table.client) == list(range(5))
     assert table.examples.sum() == 400
     assert (table["loss-with"] == table["loss-with"][0]).all()
@@ -42,7 +42,7 @@ def test_each_client_has_its_part_and_the_loss_without_it(finished):
 
 def test_the_model_without_a_client_has_the_accuracy_that_the_ledger_says(tmp_path):
     """With a ridge that does not depend on who takes part."""
-    fixed = SMALL.replace(one_exchange={"auto_ridge": False, "validation_share": 0.0})
+    fixed = SMALL.replace(one_exchange={"sums": {"auto_ridge": False, "validation_share": 0.0}})
     finished = run(fixed, out=tmp_path / "a", progress=False)
     table = ledger(finished).set_index("client")
     data, own = load_data(finished.config), load_split(finished.config).validation
@@ -62,15 +62,17 @@ def test_the_command_shows_the_worst_first(finished):
 def test_what_cannot_be_is_refused(finished, tmp_path):
     none = run(SMALL.replace(validation_examples=0), out=tmp_path / "a", progress=False)
     refused("harm is judged on validation-examples, got 0", ledger, none)
-    forgetting = SMALL.replace(one_exchange={"keep_sums": False})
+    forgetting = SMALL.replace(one_exchange={"storage": False})
     other = run(forgetting, out=tmp_path / "b", progress=False)
-    refused("keep_sums: set a folder before the run", ledger, other)
+    refused("storage: set KeptSums.* before the run", ledger, other)
 
 
 def test_a_run_that_removes_clients_says_how_many(tmp_path):
     """Nobody lies, so nobody is removed."""
-    removing = SMALL.replace(one_exchange={"remove_harmful": 0.01})
+    removing = SMALL.replace(one_exchange={"ledger": {"alpha": 0.01}})
     found = run(removing, out=tmp_path / "a", progress=False)
     assert found.curve("clients-removed").tolist() == [0]
-    assert not found.ledger().removed.any()
-    refused("remove-harmful needs validation-examples", removing.replace, validation_examples=0)
+    assert not ledger(found).removed.any()
+    refused(
+        "one-exchange.ledger needs validation-examples", removing.replace, validation_examples=0
+    )

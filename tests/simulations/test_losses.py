@@ -30,11 +30,13 @@ def test_late_sums_all_count_and_over_selection_is_a_setting(tmp_path):
     whole = run("one-exchange", rounds=1, **SUMS, out=tmp_path / "whole")
     late = run(
         "one-exchange", rounds=8, **SUMS, **LOSSES, out=tmp_path / "late",
-        one_exchange={"asynchronous": True},
+        asynchrony=True,
     )  # fmt: skip
     assert late.curve("clients").iloc[0] < 8
     assert bits(late.folder) == bits(whole.folder)
-    few = run(FEDAVG, out=tmp_path / "few", over_selection=2.0, rounds=1, progress=False)
+    few = run(
+        FEDAVG, out=tmp_path / "few", sampling={"over_selection": 2.0}, rounds=1, progress=False
+    )
     assert few.curve("replies-accepted").tolist() == [3]
 
 

@@ -1,7 +1,6 @@
 """What a user did is named, with what to do, before any work is done."""
 
 import contextlib
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,10 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from fedntk.clients import MaskedWeights, SGDClient, client_app
-from fedntk.ntk import RowNoise
 from fedntk.simulations import Config, OwnData, compare, load_predictor, run
 from fedntk.simulations.data.load import load_data, load_own
 from fedntk.simulations.engine.engines import LocalGrid
-from fedntk.strategies import SeededFedAvg
+from fedntk.strategies import SecureAggregation, SeededFedAvg
 
 from .outcomes import refused
 from .test_cli import fedntk
@@ -44,7 +42,9 @@ def test_secure_aggregation_without_the_mod_names_the_mod(caplog):
     """With it, the same federation runs."""
     for mods, said in (([], True), ([MaskedWeights(only_masked=False)], False)):
         app = client_app(lambda context: SGDClient(nn.Linear(4, 3), X, Y), mods=mods)
-        strategy = SeededFedAvg(secure_aggregation=True, min_available_nodes=4, min_train_nodes=4)
+        strategy = SeededFedAvg(
+            secure=SecureAggregation(), min_available_nodes=4, min_train_nodes=4
+        )
         first = ArrayRecord(nn.Linear(4, 3).state_dict())
         caplog.clear()
         failing = pytest.raises(RuntimeError) if said else contextlib.nullcontext()
@@ -76,15 +76,6 @@ def test_a_predictor_of_what_is_no_run_says_what_it_is(tmp_path):
     refused(
         "the folder of a run, got .*nowhere$", load_predictor, tmp_path / "nowhere", error=no_run
     )
-
-
-def test_a_missing_extra_is_named_in_a_notebook_too(monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "opacus"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opacus", None)
-    noise = RowNoise(clip=1.0, noise_multiplier=1.0)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'fedntk\[privacy\]'"):
-        noise.epsilon(1e-5)
 
 
 DATES = {

@@ -64,7 +64,7 @@ def test_an_option_of_one_line_is_known_everywhere(tmp_path):
     assert Config.parse({"method": place, "toy-avg.depth": 5}).settings.depth == 5
     with pytest.raises(ConfigError, match=r"toy-avg\.depth: expected at most 9, got 10"):
         config.replace(toy_avg={"depth": 10})
-    own = ["toy-avg.secure-aggregation", "toy-avg.secure-threshold", "toy-avg.depth"]
+    own = ["toy-avg.depth"]
     assert [line.split(" = ")[0] for line in Config.describe(place)] == own
     assert Config.describe(place)[-1] == "toy-avg.depth = 2: how deep"
     assert make_strategy(load_setup(config)).depth == config.settings.depth == 4
@@ -109,12 +109,12 @@ def test_the_app_masks_weights_if_asked(tmp_path):
         method="fedavg", num_clients=5, clients_per_round=4, clients_per_evaluation=0,
         train_examples=150, test_examples=50, learning_rate=0.1,
     )  # fmt: skip
-    masked = {"fedavg": {"secure_aggregation": True}}
+    masked = {"secure": True}
     plain, secure = (
         run(small, **own, rounds=2, out=tmp_path / name, progress=False)
         for name, own in (("plain", {}), ("masked", masked))
     )
     losses = [own.curve("loss").to_numpy() for own in (plain, secure)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    with pytest.raises(ConfigError, match=r"fedavg.secure-aggregation: expected clients-per-round"):
+    with pytest.raises(ConfigError, match=r"secure: expected clients-per-round"):
         small.replace(**masked, clients_per_round=2)

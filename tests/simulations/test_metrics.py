@@ -12,7 +12,7 @@ from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor
 from fedntk.simulations import Config, RunFailed, run, tune, write_report
-from fedntk.simulations.metrics import BUILT_IN, load_metrics, metrics_setting
+from fedntk.simulations.config.metrics import BUILT_IN, load_metrics, metrics_setting
 
 from .outcomes import refused
 

@@ -127,7 +127,7 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path, me
         ({"model": THREE_CLASSES}, (4,), r"outputs of shape \(n, 4\), .* got \('n', 3\)"),
         ({"random_features": 6, "expand": "buckets"}, (5,), "random-features: .* multiple of .*6"),
         ({"projection": 65}, (1, 8, 8), "projection: expected at most 64, the numbers in an ex"),
-        ({"model": "char-lstm", "centre_inputs": True}, (5,), "char-lstm: fails .* centred by"),
+        ({"model": "char-lstm", "centre": True}, (5,), "char-lstm: fails .* centred by"),
     ],
 )
 def test_networks_that_do_not_fit_are_refused(options, shape, message):
@@ -135,15 +135,15 @@ def test_networks_that_do_not_fit_are_refused(options, shape, message):
 
 
 def test_weights_of_a_centred_run_serve_only_a_centred_network(tmp_path):
-    centred = Config(centre_inputs=True, width=7, seed=1)
+    centred = Config(centre=True, width=7, seed=1)
     kept = build_model(centred, (5,), 3).state_dict() | {"centre": torch.ones(5)}
     save_file(kept, tmp_path / "model.safetensors")
     given = centred.replace(weights=str(tmp_path / "model.safetensors"), seed=2)
     found = build_model(given, (5,), 3).state_dict()
     assert not found.pop("centre").any()  # every run asks its own clients
     assert all(torch.equal(array, kept[name]) for name, array in found.items())
-    with pytest.raises(ConfigError, match="mean taken off; set centre-inputs = true"):
-        build_model(given.replace(centre_inputs=False), (5,), 3)
+    with pytest.raises(ConfigError, match="mean taken off; set centre = true"):
+        build_model(given.replace(centre=False), (5,), 3)
     refused("not of this network, which has also", build_model, given.replace(width=8), (5,), 3)
 
 

@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fedntk.clients import SGDClient
-from fedntk.ntk.options import option
+from fedntk.ntk.options import Declared, option, part
 from fedntk.simulations import Config, Method, RunFailed, compare, load_predictor, run
 from fedntk.simulations.cli import app
-from fedntk.strategies import SeededFedAvg
+from fedntk.strategies import SeededFedAvg, Update
 
 from .outcomes import bits, refused
 
@@ -28,8 +28,8 @@ import beside
 class HalfClient(SGDClient):
     share: float = option("of the change that is kept", default=0.5, at_least=0)
 
-    def fit(self, parameters, config):
-        new, number, metrics = super().fit(parameters, config)
+    def step_train(self, parameters, config):
+        new, number, metrics = super().step_train(parameters, config)
         pairs = zip(new, parameters, strict=True)
         return [old + self.share * (own - old) for own, old in pairs], number, metrics
 
@@ -46,6 +46,39 @@ class MyClient(SGDClient):
     """SGD with an option."""
 
     depth: int = option("how deep", default=2, at_least=1)
+
+
+def without_an_update(self, r):
+    yield from r.ask(r.weights)
+
+
+def with_a_bare_yield(self, r):
+    yield r.ask(r.weights)
+
+
+def without_a_yield(self, r):
+    return Update(r.ask(r.weights))
+
+
+FAULTY = {
+    "Faulty.train_round: expected an Update, got NoneType; end it by": without_an_update,
+    "expected an exchange, got generator; write uploads = yield from": with_a_bare_yield,
+    "expected a round that asks clients, got Update; write uploads": without_a_yield,
+}
+
+
+class Layers(Declared):
+    """A part with a number that must be given."""
+
+    width: int = option("how wide", above=0)
+    depth: int = option("how deep", default=2)
+
+
+class Layered(SeededFedAvg):
+    """FedAvg with parts."""
+
+    first: Layers = part("always there", default=Layers(width=5, depth=3))
+    second: Layers | None = part("there if it is set", default=None)
 
 
 @pytest.fixture
@@ -72,6 +105,17 @@ def test_classes_of_a_cell_run_beside_files_and_names(folder):
     assert Config.of_run(folders[0]).method.partition("#")[0] == f"{__name__}:Mine,MyClient"
 
 
+def test_the_parts_of_a_strategy_are_tables():
+    own = Config(method=Layered, layered={"second": {"width": 4}})
+    first, second = own.settings.first, own.settings.second
+    assert (first.width, first.depth, second.width, second.depth) == (5, 3, 4, 2)
+    assert Config(method=Layered).settings.second is None
+    refused(r"layered\.second\.width: expected more than 0, got 0", own.replace,
+            layered={"second": {"depth": 1, "width": 0}})  # fmt: skip
+    refused(r"layered\.second\.width: expected more than 0", Config, method=Layered,
+            layered={"second": True})  # fmt: skip
+
+
 def test_a_method_in_a_file_is_found_from_elsewhere(folder, monkeypatch):
     """The setting has the whole path: a run goes on, and its model is read, in any directory."""
     run("mine.py:HalfFL", half_fl={"share": 0.25}, out="run", **SMALL)
@@ -88,7 +132,7 @@ def test_a_method_in_a_file_is_found_from_elsewhere(folder, monkeypatch):
     assert bits(whole.folder) == bits(folder / "run")
     (folder / "mine.py").write_text(FILE.replace("0.5", "0.75"))  # which is loaded again
     done = CliRunner().invoke(app, ["settings", f"{folder}/mine.py:HalfFL"])
-    assert done.output.endswith("\nhalf-fl.share = 0.75: of the change that is kept\n")
+    assert done.output == "half-fl.share = 0.75: of the change that is kept\n"
 
 
 def test_an_error_in_a_file_has_its_line(folder):
@@ -100,8 +144,9 @@ def test_an_error_in_a_file_has_its_line(folder):
     short, long = (CliRunner().invoke(app, [*command, *more]) for more in ((), ("--debug",)))
     assert [done.exit_code for done in (short, long)] == [1, 1]
     assert ["in failing_as_run" in done.output for done in (short, long)] == [False, True]
-    empty = type("Empty", (SeededFedAvg,), {"aggregate_train": lambda *_: None})
-    refused("Empty.aggregate_train: .*, got None; end", run, empty, error=RunFailed, **SMALL)
+    for message, train_round in FAULTY.items():
+        faulty = type("Faulty", (SeededFedAvg,), {"train_round": train_round})
+        refused(message, run, faulty, error=RunFailed, **SMALL)
     (folder / "mine.py").write_text("x = 1\nnwe\n")
     refused(r"imported: .*'nwe' is not defined \(mine.py, line 2\)", run, "mine.py:HalfFL")
 
@@ -112,7 +157,7 @@ def test_an_error_in_a_file_has_its_line(folder):
         ("fedavgg", "expected one of .*; did you mean 'fedavg'"),
         ("nowhere.py:Mine", "there is no file .*nowhere.py"),
         ("mine.py:HalfFl", "mine.py has no HalfFl; did you mean 'HalfFL'"),
-        ("mine.py:HalfClient", "expected a class derived from BaseStrategy or SeededFedAvg, got"),
+        ("mine.py:HalfClient", "expected a class derived from Strategy or SeededFedAvg, got"),
         ("__main__:Gone", "run the cell or script that defines it again"),
         (type("SCAFFOLD", (SeededFedAvg,), {}), "'scaffold' is a method or a setting .*; rename"),
         (type("Momentum", (SeededFedAvg,), {}), "'momentum' is a method or a setting already"),

@@ -76,11 +76,6 @@ FITS = 2 * 10**8  # bytes
     [
         ({"ntk_fl": {"structure": "dense"}}, FITS, "a round of .* clients, .* needs .* GB and cpu"),
         (
-            {"method": "tct", "tct": {"solve": "server", "bootstrap_rounds": 0}},
-            100,
-            "stage 2 of 12 clients, .* need",
-        ),
-        (
             {"method": "tct", "tct": {"local_steps": 1, "bootstrap_rounds": 0}},
             100,
             "features of all examples need .* GB",
@@ -88,7 +83,7 @@ FITS = 2 * 10**8  # bytes
     ],
 )
 def test_what_cannot_fit_is_refused_at_once(tmp_path, monkeypatch, options, free, message):
-    """By the size on the wire, the largest kernel, or what all clients keep on the disk."""
+    """By the size on the wire, or what all clients keep on the disk."""
     bytes_free = [FITS]
     memory = "fedntk.ntk.support.memory.available_memory"
     monkeypatch.setattr(memory, lambda device="cpu": bytes_free[-1])

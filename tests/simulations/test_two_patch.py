@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.clients import SGDClient
+from fedntk.clients import LocalSGD, SGDClient
 from fedntk.ntk.feature_learning import (
     Coefficients,
     TwoPatchDistribution,
@@ -79,10 +79,12 @@ def test_the_strategys_weights_are_those_of_the_update_rules():
 
     def client(*_: object, seed: tuple[int, int], **options: float) -> SGDClient:
         own, k = copy.deepcopy(model), seed[1]
-        return SGDClient(own, x[k], y[k], local_epochs=steps, batch_size=6, **options)
+        return SGDClient(
+            own, x[k], y[k], sgd=LocalSGD(epochs=steps, batch_size=6, learning_rate=0.8)
+        )
 
     strategy = SeededFedAvg(fraction_evaluate=0.0, min_available_nodes=4)
-    grid = Grid(app(client, learning_rate=0.8), num_clients=4)
+    grid = Grid(app(client), num_clients=4)
     learned = torch.from_numpy(start(strategy, grid, rounds, model)["weight"])
     found, mixing = Coefficients.zeros(examples, 5), mixing_matrix(torch.zeros(4))
     for _ in range(rounds):

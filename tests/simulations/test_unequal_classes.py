@@ -5,8 +5,9 @@ import pytest
 
 from fedntk.simulations import Config, run
 
-SUMS = {"solve": "statistics", "num_features": 400}
-AUTO = {**SUMS, "auto_ridge": True, "validation_share": 0.2}
+FIXED = {"bits": 32, "auto_ridge": False, "validation_share": 0.0}
+SUMS = {"sums": FIXED, "num_features": 400}
+AUTO = {**SUMS, "sums": {"bits": 32, "validation_share": 0.2}}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,6 @@ def reached(table, folder, method, rounds, **tct):
     [
         ("tct", 20, {}),
         ("tct", 20, {"loss": "cross-entropy", "local_steps": 50}),
-        ("tct", 11, {"solve": "server"}),
         ("tct", 11, SUMS),
         ("tct", 11, AUTO),
         ("one-exchange", 1, {}),

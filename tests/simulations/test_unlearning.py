@@ -15,8 +15,7 @@ from .outcomes import bits, refused
 from .test_cli import fedntk
 
 OWN = {
-    "solve": "statistics", "keep_sums": True, "num_features": 60, "bootstrap_rounds": 0, "bits": 8,
-    "auto_ridge": True,
+    "sums": {"validation_share": 0.0}, "storage": True, "num_features": 60, "bootstrap_rounds": 0,
 }  # fmt: skip
 SMALL = Config(
     method="tct", rounds=1, num_clients=6, clients_per_round=5, train_examples=300,
@@ -69,7 +68,9 @@ def test_the_command_forgets_and_another_unlearning_starts_from_what_is_left(fin
     said = fedntk("unlearn", finished.folder, 2, 4, "--forget").splitlines()
     assert said[-1] == f"The model: {finished.folder / 'without-2-4'}"
     sums = finished.folder / "details" / "sums"
-    assert {p.name for p in sums.glob("*/client-*")} == {f"client-{k}" for k in (0, 1, 3, 5)}
+    assert {p.name for p in sums.glob("*/client-*")} == {
+        f"client-{k}.safetensors" for k in (0, 1, 3, 5)
+    }
     assert "those of client 4 are not in" in fedntk("unlearn", finished.folder, 2, fails=2)
     fedntk("unlearn", finished.folder, 2, 4, "--out", tmp_path / "elsewhere")
     assert bits(tmp_path / "elsewhere") == bits(finished.folder / "without-2-4")
@@ -82,10 +83,10 @@ def test_a_run_that_was_moved_is_found_with_its_sums_until_it_is_replaced(finish
     shutil.rmtree(moved / "without-0")
     found = unlearn(moved, [0])
     assert bits(found.folder) == expected
-    other = run(SMALL.replace(tct={"keep_sums": False}), out=moved, progress=False, again=True)
+    other = run(SMALL.replace(tct={"storage": False}), out=moved, progress=False, again=True)
     assert not found.folder.exists()
     assert not (moved / "details").exists()
-    refused("keep_sums: set a folder before the run", unlearn, other, [1])
+    refused("storage: set KeptSums.* before the run", unlearn, other, [1])
 
 
 def test_what_cannot_be_is_refused_and_nothing_is_written(finished):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fedntk.clients import (
     ClosedFormClient,
     CPNTKFLClient,
+    LocalSGD,
     MaskedWeights,
     NTKFLClient,
     SCAFFOLDClient,
@@ -31,7 +32,17 @@ from fedntk.clients import (
 )
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import with_fourier_features
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy, OneExchange, SeededFedAvg
+from fedntk.strategies import (
+    CPNTKFL,
+    NTKFL,
+    SCAFFOLD,
+    TCT,
+    Asynchrony,
+    OneExchange,
+    SecureAggregation,
+    SeededFedAvg,
+    Strategy,
+)
 from fedntk.trust import ClientKeys, RemoteKeyServer, RemoteShufflingServer, load_key
 
 CLIENTS = {
@@ -72,9 +83,10 @@ def client_fn(context: Context) -> NumPyClient:
     options: dict[str, Any] = {"seed": (3, hospital)}
     kind: type[NumPyClient] = CLIENTS[method]
     if method in ("scaffold", "secure-fedavg"):
-        options |= {"local_epochs": 2, "batch_size": 4, "learning_rate": 0.1}
+        options["sgd"] = LocalSGD(epochs=2, batch_size=4, learning_rate=0.1)
     elif method == "tct":
-        options |= {"cache": Path(config["out"]) / f"cache-{hospital}", "local_epochs": 2}
+        options["cache"] = Path(config["out"]) / f"cache-{hospital}"
+        options["sgd"] = LocalSGD(epochs=2, batch_size=64, weight_decay=1e-5)
     elif method == "cp-ntk-fl":
         context.state.setdefault("keys", ConfigRecord())
         keys = ClientKeys(
@@ -117,18 +129,18 @@ client = client_app(client_fn, mods=[MaskedWeights(only_masked=False)])
 server = ServerApp()
 
 
-def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = None) -> BaseStrategy:
+def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = None) -> Strategy:
     options: dict[str, Any] = {"min_completed": 1, "seed": 3, "fraction_evaluate": 0.0}
     if method == "scaffold":
         return SCAFFOLD(server_learning_rate=1.2, **options)
     if method == "secure-fedavg":
-        return SeededFedAvg(secure_aggregation=True, **options)
+        return SeededFedAvg(secure=SecureAggregation(), **options)
     if method == "tct":
         options |= {"num_features": 20, "local_steps": 10, "learning_rate": 1e-2}
         bootstrap = SeededFedAvg(fraction_evaluate=0.0)
         return TCT(network=network(), bootstrap=bootstrap, bootstrap_rounds=1, **options)
     if method == "one-exchange":
-        options |= {"asynchronous": True, "round_deadline": 60, "stop_at_clients": 3}
+        options |= {"asynchrony": Asynchrony(stop_at_clients=3), "round_deadline": 60}
         return OneExchange(network=network_of(method), **options)
     options |= {"learning_rate": 0.05, "steps": (5, 20, 80)}
     if method == "ntk-fl":
@@ -137,7 +149,7 @@ def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = Non
     return CPNTKFL(**third_parties, **COMPRESSED, **options)
 
 
-def learn(grid: Grid, strategy: BaseStrategy, config: dict[str, Any]) -> dict[str, np.ndarray]:
+def learn(grid: Grid, strategy: Strategy, config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Run the configured method on any grid, and return what it learned."""
     strategy.min_available_nodes = strategy.min_train_nodes = config["nodes"]
     strategy.fraction_evaluate = float(config["evaluate"])

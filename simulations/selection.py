@@ -31,7 +31,7 @@ def selection_curves(
     means are judged at `points` numbers of clients at most. The result has the columns order,
     clients (how many are averaged), client (the last of them), accuracy.
     """
-    accuracies = {client: validation(own) for client, own in sorted(models.items())}
+    accuracies = {client: validation(model) for client, model in sorted(models.items())}
     worst_first = sorted(accuracies, key=lambda client: accuracies[client])
     best_first = sorted(accuracies, key=lambda client: -accuracies[client])
     drawn = np.random.default_rng([seed, *b"selection"]).permutation([*accuracies]).tolist()

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config.importing import ID, import_named, name_object, object_named, whole_name
-from .config.settings import ConfigError, key_of, nearest
-from .errors import first_line
+from ..errors import first_line
+from .importing import ID, import_named, name_object, object_named, whole_name
+from .settings import ConfigError, key_of, nearest
 
 Metric = Callable[[Tensor, Tensor], Any]
 logger = getLogger("flwr")

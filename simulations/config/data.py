@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from ..config.importing import whole_name
-from ..config.settings import ConfigError, Settings, setting
+from .importing import whole_name
+from .settings import ConfigError, Settings, setting
 
 FILES = ("csv", "parquet", "folder", "npz", "leaf", "hf")  # kinds of data sets that a path follows
 

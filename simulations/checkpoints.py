@@ -3,23 +3,20 @@
 There are no generators in it: all random numbers are drawn from (seed, round, partition).
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from flwr.app import ArrayRecord
 
 from fedntk.ntk.support.arrays import ArrayDict
 from fedntk.strategies.core.array_archive import ArrayArchive, OldFormat
 from fedntk.strategies.core.averaging import record_of
 
-from ..config.config import REPLACE_RUN
-from ..config.settings import ConfigError
+from .config.config import REPLACE_RUN
+from .config.settings import ConfigError
 
-ROUNDS = 32  # rounds in one array of a file: those of long ago are written once
 Record = dict[str, Any]  # a round's metrics
 OnRound = Callable[[Record], None]
 
@@ -28,7 +25,7 @@ class Best(NamedTuple):
     """The best model so far by the monitored metric.
 
     `value` is of the metric, and `learned` says what the model's `weights` hold: see
-    :class:`~fedntk.strategies.BaseStrategy`.
+    :class:`~fedntk.strategies.Strategy`.
     """
 
     round: int
@@ -93,14 +90,8 @@ class Checkpoints:
         self._archive = ArrayArchive(folder / "checkpoints")
 
     def save(self, checkpoint: Checkpoint, *, last: bool = False) -> None:
-        """Write what changed and keep the one before; the `last` one is whole, and the only one."""
-        texts = (
-            json.dumps(checkpoint.rounds[start : start + ROUNDS])
-            for start in range(0, len(checkpoint.rounds), ROUNDS)
-        )
-        rounds = [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        write = self._archive.save_whole if last else self._archive.save
-        write(checkpoint.round, {**vars(checkpoint), "rounds": rounds})
+        """Write a checkpoint, and keep the one before it unless it is the `last`."""
+        self._archive.save(checkpoint.round, vars(checkpoint), keep=1 if last else 2)
 
     def newest(self) -> Checkpoint | None:
         """Read the newest checkpoint that is whole, with a warning for each that is not."""
@@ -112,6 +103,6 @@ class Checkpoints:
             ) from error
         if state is None:
             return None
-        rounds = [Round(*own) for chunk in state["rounds"] for own in json.loads(chunk.tobytes())]
+        rounds = [Round(*fields) for fields in state["rounds"]]
         best = Best(*state["best"]) if state["best"] else None
         return Checkpoint(**{**state, "rounds": rounds, "best": best})

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedntk.clients import SealedProjection, project
 from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, public_bytes
 
-from ..config.config import Config
+from .config.config import Config
 
 
 def run_name(config: Config) -> str:
