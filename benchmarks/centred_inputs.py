@@ -39,7 +39,7 @@ def main() -> None:
             CONF / f"{stem}.toml",
             **changes,
             rounds=options.rounds,
-            centre_inputs=centred,
+            centre=centred,
             clients_per_evaluation=0,
         )
         for name, (stem, changes) in METHODS.items()

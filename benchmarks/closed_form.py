@@ -3,7 +3,7 @@
 10 clients with one class of Fashion-MNIST each, 60,000 images, SimpleCNN, test accuracy on all
 10,000 images after one exchange. The network is as it is drawn ("random"), or comes from 15 rounds
 of FedAvg with two classes a client ("trained"), as in ``tct_statistics.py``. The three methods have
-all images; TCT (``solve = "statistics"``, with the inputs of the last layer or random Fourier
+all images; TCT (by sums, with the inputs of the last layer or random Fourier
 features of them, in 8 bits) has 58,000 and chooses its ridge on the other 2,000. Fed3R's ridge is
 chosen in the same way from sums of the 58,000, by the squared error; then Fed3R has all images.
 Nothing is chosen on the test set. Also with ten clients of all classes, which must make no

@@ -46,7 +46,7 @@ KEPT = ("accuracy", "bytes-up", "bytes-down")
 DECAYS = [0.5, 0.7, 0.85]
 WHOLE: dict[str, Any] = {"cp-ntk-fl.sparsity": 0.0, "cp-ntk-fl.bits": 32}
 GAUSSIAN = {"projection_kind": "gaussian"}
-NEWEST = {"average_decay": 0.0}
+NEWEST = {"average": False}
 NO_PRIOR = {"cp-ntk-fl.class-prior": False}
 IID = {"partition": "iid", "train_examples": 55_000}
 # name -> what differs from cp_ntk_fl_fmnist_fast.toml
@@ -61,18 +61,18 @@ OURS: dict[str, dict[str, Any]] = {
     "prior and mean, compressed": GAUSSIAN,
     "prior, mean and centred, compressed": {
         **GAUSSIAN,
-        "centre_inputs": True,
+        "centre": True,
         "cp-ntk-fl.shuffle": False,  # which the clients' sums would undo
     },
     "IID, no option": {**WHOLE, **GAUSSIAN, **NEWEST, **NO_PRIOR, **IID},
     "IID, all three, compressed": IID,
 }
 MORE_EPOCHS = "FedAvg', more epochs"  # beyond what is chosen from
-HELPED = {"average_decay": 0.5, "batch_size": 32, "clients_per_evaluation": 0}
+HELPED = {"average": {"decay": 0.5}, "batch_size": 32, "clients_per_evaluation": 0}
 PROJECTED = {"projection": 200, "projection_kind": "low-frequency"}
 # name -> what is searched; FedProx' also has what was chosen for FedAvg'
 GRIDS: dict[str, dict[str, list[Any]]] = {
-    "CP-NTK-FL": {"learning-rate": [0.006, 0.012, 0.024, 0.048], "average-decay": DECAYS},
+    "CP-NTK-FL": {"learning-rate": [0.006, 0.012, 0.024, 0.048], "average.decay": DECAYS},
     "FedAvg'": {
         "local-epochs": [5, 20, 50],
         "learning-rate": [0.03, 0.1, 0.3],
@@ -122,10 +122,8 @@ def searched(options: argparse.Namespace, told: dict[str, Any]) -> dict[str, Con
 def chosen(best: dict[str, Config]) -> dict[str, Config]:
     """Return all configurations of the table, with what the searches chose."""
     settled = Config.load(CONF / "cp_ntk_fl_fmnist_fast.toml")
-    ours = best["CP-NTK-FL"].replace(
-        learning_rate=settled.learning_rate, average_decay=settled.average_decay
-    )
-    decay = {"average_decay": ours.average_decay}
+    ours = best["CP-NTK-FL"].replace(learning_rate=settled.learning_rate, average=settled.average)
+    decay = {"average": ours.average}
     named = {name: ours.replace(**{**decay, **changes}) for name, changes in OURS.items()}
     theirs = best["FedAvg'"]
     return named | {

@@ -16,8 +16,6 @@ grid
 bytes
     Accuracy of rounds 4 to 6 against bytes a round: the factored and the literal Jacobian,
     sparsified and quantised.
-privacy
-    Accuracy after 20 rounds and epsilon, with noise on the factored rows; no picture.
 """
 
 import argparse
@@ -36,7 +34,7 @@ from fedntk.simulations.report.results import machine, round_at
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-KEPT = ("accuracy", "bytes-up", "t", "epsilon")
+KEPT = ("accuracy", "bytes-up", "t")
 TARGET = 0.85
 # (stem of the configuration, overrides)
 Run = tuple[str, dict[str, Any]]
@@ -63,7 +61,6 @@ RATES = (0.1, 0.2, 0.3, 0.5, 1.0)
 FEATURES = (50, 100, 200, 400, 784)
 FACTORED_CODES = ((0.0, 32), (0.0, 8), (0.5, 6), (0.5, 3), (0.8, 4), (0.9, 3), (0.95, 3))
 LITERAL_CODES = ((0.9, 6), (0.98, 6), (0.995, 6), (0.999, 4))
-NOISES = (0.02, 0.1, 0.5, 2.0)
 
 
 def table(options: argparse.Namespace) -> None:
@@ -208,39 +205,6 @@ def drawn_by_bytes(cells: pd.DataFrame) -> Figure:
     return figure
 
 
-def privacy(options: argparse.Namespace) -> None:
-    """Measure accuracy after 20 rounds against epsilon."""
-    base = PLAIN | {
-        "cp-ntk-fl.selection": "linearised",
-        "cp-ntk-fl.steps": "50",
-        "clients_per_evaluation": 0,
-    }
-    runs: dict[str, Run] = {"no noise": (CP, base)}
-    for noise in NOISES:
-        runs[f"noise {noise:g}"] = (
-            CP,
-            base
-            | {
-                "cp-ntk-fl.clip": 20.0,
-                "cp-ntk-fl.noise_multiplier": noise,
-                "cp-ntk-fl.label_noise": 0.1,
-                "public": "moments",  # of Fashion-MNIST, which are published
-            },
-        )
-    rounds = measured(runs, options, rounds=20)
-    spent = {}
-    for name, own in rounds.groupby("run", sort=False):
-        last = own[own["round"] == own["round"].max()]
-        epsilon = last[last.metric == "epsilon"].value
-        spent[str(name)] = {
-            "accuracy after 20 rounds": mean_accuracy(own, 20),
-            "epsilon at delta 1e-5, largest of the seeds": float(epsilon.max())
-            if len(epsilon)
-            else None,
-        }
-    write("privacy", rounds, {"settings": spent})
-
-
 def measured(runs: dict[str, Run], options: argparse.Namespace, *, rounds: int) -> pd.DataFrame:
     """Run configurations over the seeds; return all rounds."""
     configs = {
@@ -289,7 +253,7 @@ def save(figure: Figure, name: str) -> None:
     figure.savefig(RESULTS / f"cp_ntk_fl_{name}.png")
 
 
-PARTS = {"table": table, "grid": grid, "bytes": by_bytes, "privacy": privacy}
+PARTS = {"table": table, "grid": grid, "bytes": by_bytes}
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.report.figures import COLOURS
 from fedntk.simulations.report.results import machine
-from fedntk.strategies import FedEnsemble, SeededFedAvg
+from fedntk.strategies import FedEnsemble, Sampling, Screening, SeededFedAvg
 
 WIDTHS = (64, 256, 1024, 4096)
 CLIENTS, MODELS, LOCAL_STEPS, RATE = 4, 4, 10, 0.5
@@ -108,10 +108,10 @@ def trained(begun: list[dict[str, Floats]], seed: int, rounds: int) -> list[dict
         inner=lambda: SeededFedAvg(fraction_evaluate=0.0),
         num_models=MODELS,
         schedule="balanced",
-        seed=seed,
+        sampling=Sampling(seed=seed),
         min_available_nodes=CLIENTS,
         fraction_evaluate=0.0,
-        outlier_factor=np.inf,
+        screening=Screening(outlier_factor=np.inf),
     )
     models = EnsembleArrays(tuple({n: Array(w) for n, w in own.items()} for own in begun))
     grid = LocalGrid(client_app(client_fn), CLIENTS, {})

@@ -34,7 +34,7 @@ from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.report.figures import COLOURS
 from fedntk.simulations.report.results import machine
-from fedntk.strategies import FedEnsemble, SeededFedAvg
+from fedntk.strategies import FedEnsemble, Sampling, Screening, SeededFedAvg
 
 CLIENTS, SAMPLED, LOCAL_STEPS, RATE = 50, 10, 10, 0.1
 WIDTH = 0.08
@@ -94,11 +94,11 @@ def models_of_a_run(data: Data, num_models: int, seed: int, rounds: int) -> Floa
         inner=lambda: SeededFedAvg(fraction_evaluate=0.0),
         num_models=num_models,
         num_strata=min(num_models, SAMPLED),
-        seed=seed,
+        sampling=Sampling(seed=seed),
         fraction_train=SAMPLED / CLIENTS,
         min_available_nodes=CLIENTS,
         fraction_evaluate=0.0,
-        outlier_factor=np.inf,
+        screening=Screening(outlier_factor=np.inf),
     )
     arrays = ArrayRecord({name: Array(w) for name, w in first.items()})
     result = strategy.start(LocalGrid(client_app(client_fn), CLIENTS, {}), arrays, rounds)

@@ -2,7 +2,7 @@
 
 Ten clients, all in each round, Dirichlet 0.5 and 0.1: scikit-learn's digits, and 3,000 images of
 Fashion-MNIST. Nobody lies; one client sends the change of its weights times -50 (times -99 a large
-client is over the limit of `outlier_factor` and dropped), or has its labels moved on by one; two
+client is over the outlier factor and dropped), or has its labels moved on by one; two
 have their labels moved on by one, or send the mean of the honest changes times -1; three have their
 labels moved on by one. NTK-FL and NTK-DFL are also attacked by two who send the Jacobians of false
 labels 50 times as large; CP-NTK-FL's, which are encoded, are beyond that attack. Liars are drawn
@@ -190,7 +190,7 @@ def cases_of(method: str) -> Iterator[tuple[str, Case]]:
     others = DEFENCES if method == "fedavg" else ("none",)
     defences = dict.fromkeys(("none", METHODS[method][0], "norm-bound", *others))
     for defence in defences:
-        if defence in find_method(method)[1].strategy_class.defences:
+        if defence in find_method(method)[1].strategy_class.rules:
             more = ABSENT if defence == "none" else []
             for case in [*CASES_OF.get(method, CASES), *more]:
                 if case[1] < 3 or method not in FEWER_LIARS:
@@ -205,7 +205,7 @@ def run_case(
     common: dict[str, Any] = {
         "method": method, "num_clients": 10, "alpha": alpha, "rounds": 10, "seed": seed,
         "learning_rate": 0.1, "local_epochs": 5, "clients_per_evaluation": 0,
-        "defence": defence, "liars_expected": 1 if defence == "bulyan" else max(2, liars),
+        "screening": {"rule": defence, "malicious": 1 if defence == "bulyan" else max(2, liars)},
         "attack": attack, "liars": liars, "attack_factor": FACTORS.get(attack, 0.0),
         "data_dir": data_dir, "validation_examples": 100 * (defence == "validation"),
     }  # fmt: skip

@@ -30,7 +30,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "lost": {"lost_share": 0.3, "min_completed": 1},
     "late": {"lost_share": 0.3, "late_share": 0.3, "round_deadline": 0.01, "min_completed": 1},
 }
-ASYNCHRONOUS = {"rounds": 10, "round_deadline": 0.01, "one_exchange": {"asynchronous": True}}
+ASYNCHRONOUS = {"rounds": 10, "round_deadline": 0.01, "asynchrony": True}
 
 
 def cases() -> dict[str, Config]:

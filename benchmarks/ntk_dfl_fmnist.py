@@ -53,7 +53,7 @@ METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
         1,
     ),
     "NTK-DFL, batches m_1 = 5": ("ntk_dfl_fmnist", {"ntk-dfl.batches": 5}, 1),
-    "NTK-DFL, no averaging": ("ntk_dfl_fmnist", {"ntk-dfl.average": False}, 1),
+    "NTK-DFL, no averaging": ("ntk_dfl_fmnist", {"ntk-dfl.average-first": False}, 1),
     "NTK-FL, as busy clients": ("ntk_fl_busyness_fmnist", {}, 1),
     "DFedAvg": ("dfedavg_fmnist", {}, 2),
     "DFedAvgM": ("dfedavg_momentum_fmnist", {}, 2),

@@ -2,7 +2,7 @@
 
 For each private configuration, half of the runs have a data set, and half its neighbour, chosen so
 that the mechanism's sensitivity is attained. Each is a run of the product: settings, clients,
-messages, files. The attacker sees what the claim is made against (the server's sums or uploads) and
+messages, files. The attacker sees what the claim is made against (the server's sums) and
 all that the run wrote: the model, and each number of its tables, summary and inputs.json, but for
 times and memory. It learns on the first half of the runs which view tells most, and the best
 threshold: each number by itself, all of the model by Fisher's discriminant, and all that the server
@@ -32,28 +32,23 @@ from torch import nn
 
 from fedntk.simulations import OwnData, run
 from fedntk.simulations.report.results import load_model, machine
-from fedntk.strategies import CPNTKFL, OneExchange
+from fedntk.strategies import NoisySums
 
-DELTA, WIDTH, CLIENTS = 1e-5, 3, 4
+DELTA, WIDTH, CLIENTS, EPSILON = 1e-5, 3, 4, 3.0
 IGNORED = re.compile(r"second|memory|machine|threads|processor|\.data|\.split|\.name|\.out")
 seen: list[np.ndarray] = []  # what the server of the run that is at work has seen
 
 
 def keep_what_servers_see() -> None:
-    """Have the product's own strategies keep the sums that they open, and uploads."""
-    solve, pool = OneExchange._layer_with_noise, CPNTKFL.pooled
+    """Have the product's own strategy keep the sums that it opens."""
+    solve = NoisySums.solve
 
-    def layer(self: OneExchange, sums: Any) -> Any:
-        if self.secure is not None:  # else the server is trusted with exact sums
+    def layer(self: NoisySums, sums: Any, shares: Any = None) -> Any:
+        if shares is not None:  # else the server is trusted with exact sums
             seen.append(np.concatenate([sums.gram, sums.class_sums.ravel()]).astype(float))
-        return solve(self, sums)
+        return solve(self, sums, shares)
 
-    def pooled(self: CPNTKFL, uploads: Any, metrics: Any) -> Any:
-        arrays = [a for upload in uploads for a in upload.to_arrays().values()]
-        seen.append(np.concatenate([np.ravel(a) for a in arrays]).astype(float))
-        return pool(self, uploads, metrics)
-
-    OneExchange._layer_with_noise, CPNTKFL.pooled = layer, pooled  # type: ignore[method-assign]
+    NoisySums.solve = layer  # type: ignore[method-assign]
 
 
 def network() -> nn.Module:
@@ -64,7 +59,7 @@ def network() -> nn.Module:
 
 
 def data_sets(kind: str, examples: int) -> tuple[OwnData, OwnData]:
-    """Two neighbours: with and without a row, a client's rows, or one in another's place."""
+    """Two neighbours: with and without a row, or a client's rows."""
     rng = np.random.default_rng(0)
     x = np.zeros((24, WIDTH))
     x[:, :2] = rng.normal(size=(24, 2))
@@ -74,11 +69,7 @@ def data_sets(kind: str, examples: int) -> tuple[OwnData, OwnData]:
     canary[:, 2] = 5.0
     last = np.full(examples, CLIENTS - 1)
     ones = np.ones(examples, int)
-    if kind == "replaced":
-        other = canary.copy()
-        other[:, 2] = -5.0
-        pairs = [(canary, ones, last), (other, ones if "label" not in kind else 1 - ones, last)]
-    elif kind == "client":  # a client whose one example is zero adds nothing to the sums
+    if kind == "client":  # a client whose one example is zero adds nothing to the sums
         of_client = np.full(examples, CLIENTS)
         pairs = [(canary, ones, of_client), (np.zeros((1, WIDTH)), ones[:1], of_client[:1])]
     else:
@@ -96,30 +87,24 @@ SUMS = {
     "standardise": False, "clients_per_evaluation": 0, "rounds": 1, "public": "schema, model",
     "clients_per_round": 0, "test_share": 0.0,
 }  # fmt: skip
-EXACT = {"auto_ridge": False, "validation_share": 0.0, "delta": DELTA, "colluding": 0}
-EPSILON = 3.0
+EXACT = {"auto_ridge": False, "validation_share": 0.0}
+NOISE = {"epsilon": EPSILON, "delta": DELTA, "colluding": 0}
+NOISY = {"sums": EXACT, "noise": NOISE}
 CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any], int]] = {
-    "sums, trusted server": ("one-exchange", "row", {"epsilon": EPSILON, **EXACT}, 1),
+    "sums, trusted server": ("one-exchange", "row", NOISY, 1),
     "sums, clients' shares": (
         "one-exchange",
         "row",
-        {"epsilon": EPSILON, "secure_aggregation": True, "secure_threshold": 1.0, **EXACT},
+        {"secure": {"threshold": 1.0}, **NOISY},
         1,
     ),
     "sums, a whole client": (
         "one-exchange",
         "client",
-        {"epsilon": EPSILON, "client_examples": 6, **EXACT},
+        {"sums": EXACT, "noise": NOISE | {"client_examples": 6}},
         6,
     ),
-    "rows with noise": (
-        "cp-ntk-fl",
-        "replaced",
-        {"clip": 1.0, "noise_multiplier": 4.0, "label_noise": 0.5, "delta": DELTA,
-         "selection": "linearised", "steps": "50"},
-        1,
-    ),
-    "control: moments said to be public": ("one-exchange", "row", {"epsilon": EPSILON, **EXACT}, 1),
+    "control: moments said to be public": ("one-exchange", "row", NOISY, 1),
 }  # fmt: skip
 
 
@@ -139,7 +124,9 @@ def release(name: str, data: OwnData, seed: int) -> tuple[dict[str, np.ndarray],
     """Run a configuration once; return views of what it shows, and the epsilon that it claims."""
     method, _, options, _ = CONFIGURATIONS[name]
     control = {"standardise": True, "public": "schema, model, moments"}
-    settings = {**SUMS, **(control if name.startswith("control") else {}), method: options}
+    settings = {**SUMS, **(control if name.startswith("control") else {})}
+    settings["secure"] = options.get("secure", False)
+    settings[method] = {key: value for key, value in options.items() if key != "secure"}
     seen.clear()
     with tempfile.TemporaryDirectory() as folder:
         result = run(

@@ -17,6 +17,7 @@ from typing import Any
 from common import machine, write
 from flwr.app import ArrayRecord, Message
 
+from fedntk.ntk.options import read_task
 from fedntk.ntk.payloads.sum_task import SumTask
 from fedntk.simulations import Config
 from fedntk.simulations.check import failed
@@ -33,7 +34,7 @@ class LossyGrid(LocalGrid):
 
     def _answer(self, message: Message) -> Message:
         reply = super()._answer(message)
-        task = SumTask.of_message(dict(message.content.get("config", {})))
+        task = read_task(SumTask, dict(message.content.get("config", {})))
         late = message.metadata.dst_node_id > len(self.contexts) - LOST
         return failed(reply) if late and task is not None and task.step == "masked" else reply
 

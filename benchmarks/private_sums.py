@@ -57,8 +57,8 @@ def config_of(
     return Config(
         method="one-exchange", dataset=dataset, data_dir=data_dir, model="scattering", rounds=1,
         standardise=False, num_clients=clients, partition="dirichlet", alpha=alpha, seed=seed,
-        one_exchange={"auto_ridge": False, "validation_share": 0.0}, clients_per_round=clients,
-        random_features=1000,
+        one_exchange={"sums": {"auto_ridge": False, "validation_share": 0.0}},
+        clients_per_round=clients, random_features=1000,
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def all_rows(
     """
     setup = load_setup(config_of(dataset, data_dir, 0))
     scattering, logarithms = setup.network[0], setup.network[1]
-    numbers = scattering.num_channels, math.prod(scattering.kept)
+    numbers = scattering.num_channels, math.prod(scattering.map_size)
     frequencies = ScatteringFrequencies(scattering, math.prod(numbers), width)
     parts = setup.data.train(np.arange(len(setup.data.y_train))), setup.data.test()
     images = torch.cat([x for x, _ in parts])

@@ -1,6 +1,6 @@
 """What sums over features give away: who is in them, and what the images look like.
 
-A client of TCT with ``solve = "statistics"``, of AFL or of Fed3R sends the Gram matrix G = Z^T Z of
+A client of TCT with `sums`, of AFL or of Fed3R sends the Gram matrix G = Z^T Z of
 its features, their sum by class, and counts. Whoever has the network, which the server does, can
 compute the features z of any image. Here a client has n Fashion-MNIST images of one class, drawn
 from 6,000; the server has these 6,000 and does not know which n they are. These and 10,000

@@ -1,18 +1,15 @@
-"""Speed and memory of TCT: local solution, features, a whole stage 2, and a large client.
+"""Speed and memory of TCT: features, a whole stage 2, and a large client.
 
-solve     A round of a client as ``TCTClient.fit`` runs it: closed form against the M steps one
-          after another, from a model and with corrections that are not zero. Kernel and
-          eigendecomposition, which happen once, apart.
 features  ``FeatureMap.extractor`` against algorithm 3's backward pass for each example; and one
           backward pass for the sum over a batch, which gives no example's features.
 stage-2   Five clients of 500 images, two classes each, moments and 100 rounds, in-process.
 memory    One client of 6,000 examples in a process of its own: statistics, then two rounds.
 
-    python benchmarks/tct.py --data-dir FOLDER [--part solve,features,stage-2,memory]
+    python benchmarks/tct.py --data-dir FOLDER [--part features,stage-2,memory]
 
 FOLDER is in torchvision's layout, with MNIST and Fashion-MNIST. simple_cnn at weights from one
 seed, p = 100,000 tangent features, eta = 5e-5. Each part runs in a process of its own, on all
-cores, the solution also on one core; ratios are of medians within one process. Writes
+cores; ratios are of medians within one process. Writes
 results/tct.csv and .json; parts that are not named keep their figures.
 """
 
@@ -41,12 +38,6 @@ ETA, STEPS = 5e-5, 500
 Records = dict[str, dict[str, Any]]  # name -> name -> array
 P = 100_000
 CASES: dict[str, list[dict[str, Any]]] = {
-    "solve": [
-        {"n": 500, "steps": [500, 50, 5000], "loops": [5, 50, 500]},
-        {"n": 500, "steps": [500], "loops": [500], "threads": 1},
-        {"n": 100, "steps": [500], "loops": []},
-        {"n": 2000, "steps": [500], "loops": []},
-    ],
     "features": [
         {"network": "simple-cnn", "n": 256, "times": 7},
         {"network": "simple-cnn", "n": 2000, "times": 3},
@@ -54,10 +45,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "stage-2": [{"clients": 5, "n": 500, "rounds": 100}],
     "memory": [
-        {"n": 6000, "dtype": "float32", "keep": "features"},
-        {"n": 6000, "dtype": "float16", "keep": "features"},
-        {"n": 1000, "dtype": "float32", "keep": "features"},
-        {"n": 1000, "dtype": "float32", "keep": "nothing"},
+        {"n": 6000, "dtype": "float32"},
+        {"n": 6000, "dtype": "float16"},
+        {"n": 1000, "dtype": "float32"},
     ],
 }
 
@@ -112,11 +102,11 @@ class Client:
         self.model = network()
         weights = get_weights(self.model)
         self.network = {"network": dict(zip(self.model.state_dict(), weights, strict=True))}
-        self.make = lambda **more: TCTClient(self.model, x, y, **options | more)
+        self.make = lambda: TCTClient(self.model, x, y, **options)
         self.key = ConvexTask.key_of(self.map, weights)
 
     def ask(
-        self, step: str, records: Records, server_round: int = 1, more: Any = (), **task: Any
+        self, step: str, records: Records, server_round: int = 1, **task: Any
     ) -> tuple[list[Any], float]:
         """Have it do a task; return its arrays and the seconds."""
         from fedntk.clients import NamedArrays
@@ -124,7 +114,7 @@ class Client:
 
         options = {"num_features": self.map.num_features, "learning_rate": ETA, "bias": False}
         asked = ConvexTask(step=step, network_key=self.key, **options, **task)
-        client = self.make(**dict(more))
+        client = self.make()
         start = time.perf_counter()
         config = asked.to_config() | {"server-round": server_round}
         sent, _, metrics = client.fit(NamedArrays(records), config)
@@ -140,110 +130,6 @@ def sent_with(linear: Any, normaliser: Any = None) -> Records:
     if normaliser is not None:
         records["normaliser"] = {"tct.mean": normaliser.mean, "tct.scale": normaliser.inv_std}
     return records
-
-
-def solve(
-    n: int, steps: list[int], loops: list[int], num_features: int, data_dir: str | None
-) -> list[dict[str, Any]]:
-    """Time rounds of a client of two classes, closed and looped."""
-    from fedntk.clients.core.disk_store import example_digests
-    from fedntk.ntk import FeatureMap, Moments, Normaliser, one_hot
-    from fedntk.ntk.convex.local_steps import Spectrum, residual_sum
-    from fedntk.ntk.features.rows import FeatureRows
-
-    x, y = examples(data_dir, "FashionMNIST", n, (0, 1))
-    order = np.lexsort(example_digests(x, one_hot(y, 10)).T)  # in which the client keeps them
-    x, y = x[order], y[order]
-    others, _ = examples(data_dir, "FashionMNIST", 1000, tuple(range(10)))
-    extract = FeatureMap(num_features=num_features).extractor(network())
-    normaliser = Normaliser.of(  # over all classes, as if of all clients
-        Moments.join(Moments.of(extract(part)) for part in torch.cat([x, others]).split(250))
-    )
-    rows = []
-    with tempfile.TemporaryDirectory() as cache:
-        client = Client(x, y, num_features, cache=cache)
-        shape = (num_features, 10)
-        zero = np.zeros(shape, np.float32)
-        sent = client.network | sent_with(zero, normaliser)
-        (theta,), seconds_first = client.ask("linear", sent, local_steps=STEPS)
-        drawn = np.random.default_rng(0).standard_normal(shape, np.float32)
-        control = -theta / (2 * STEPS * ETA)  # half of c_k, and noise of a tenth
-        control += np.float32(0.1 * np.sqrt(np.square(control).mean())) * drawn
-        later = {"state_round": 1, "control": "sent"}
-        records = sent_with(theta) | {"control": {"tct.control": control}}
-
-        def again(m: int, solver: str) -> tuple[Any, float]:
-            more = {"local_solver": solver}
-            (w,), seconds = client.ask("linear", records, 2, more, local_steps=m, **later)
-            return w, seconds
-
-        stored = np.load(next(Path(cache).rglob("features-train.npy")), mmap_mode="r")
-        features = FeatureRows.of(np.array(stored))
-        start = time.perf_counter()
-        kernel = features.gram()
-        after = time.perf_counter()
-        spectrum = Spectrum.of(kernel)
-        once = {
-            "first-round-s": seconds_first,
-            "kernel-s": after - start,
-            "eigendecomposition-s": time.perf_counter() - after,
-            "rate-times-lambda": spectrum.rate(ETA),
-        }
-        both = torch.from_numpy(np.concatenate([theta, control], 1))
-        along = features @ both
-        f, drift = along[:, :10], along[:, 10:]
-        exact = exactly(n, y, stored, Path(cache), theta, control) if loops else None
-
-        def error(w: Any, m: int) -> dict[str, float]:
-            """How far the new model, and its change, are from those in float64."""
-            if exact is None:
-                return {}
-            model, change = exact(m), exact(m) - torch.from_numpy(theta)
-            return {
-                "relative-difference": relative(torch.from_numpy(w), model),
-                "relative-difference-of-change": relative(torch.from_numpy(w - theta), change),
-            }
-
-        for m in steps:
-            runs = [again(m, "closed") for _ in range(9)]
-            parts = medians(
-                5,
-                {
-                    "products-s": lambda: features @ both,
-                    "eigenbasis-s": lambda m=m: residual_sum(
-                        spectrum, f, 0 * f, drift, learning_rate=ETA, local_steps=m
-                    ),
-                    "model-s": lambda: features.transposed_matmul(f),
-                },
-            )
-            seconds = statistics.median(s for _, s in runs)
-            row = {"method": "closed", "steps": m, "seconds": seconds, **parts, **once}
-            rows.append(row | error(runs[-1][0], m))
-        for m in loops:
-            w, seconds = again(m, "loop")
-            rows.append({"method": "loop", "steps": m, "seconds": seconds} | error(w, m))
-    return [{"n": n, **row} for row in rows]
-
-
-def exactly(
-    n: int, y: Tensor, stored: Any, cache: Path, theta: Any, control: Any
-) -> Callable[[int], Tensor]:
-    """Return the function M -> model after a corrected round of M steps, in float64."""
-    from fedntk.ntk import one_hot
-    from fedntk.ntk.convex.local_steps import Spectrum, residual_sum
-
-    z = torch.from_numpy(np.array(stored, np.float64))
-    start, mean = (torch.from_numpy(array).double() for array in (theta, control))
-    with np.load(next(cache.rglob("state-000001.npz"))) as state:
-        correction = -(z.T @ torch.from_numpy(state["coefficients"])) - mean
-    spectrum, targets = Spectrum.of(z @ z.T), one_hot(y, 10, torch.float64) - 1 / 10
-    given = z @ start, targets, z @ correction
-
-    def model(m: int) -> Tensor:
-        total = residual_sum(spectrum, *given, learning_rate=ETA, local_steps=m)
-        return start + ETA * (z.T @ total / n + m * correction)
-
-    return model
 
 
 def features(
@@ -365,9 +251,7 @@ def stage_2(
     ]
 
 
-def memory(
-    n: int, dtype: str, keep: str, num_features: int, data_dir: str | None
-) -> list[dict[str, Any]]:
+def memory(n: int, dtype: str, num_features: int, data_dir: str | None) -> list[dict[str, Any]]:
     """Have one client take the statistics and two rounds; its memory is this process's."""
     from fedntk.ntk import Moments, Normaliser
 
@@ -379,7 +263,7 @@ def memory(
             anonymous[0] = max(anonymous[0], _resident("RssAnon"))
 
     with tempfile.TemporaryDirectory() as cache:
-        client = Client(x, y, num_features, cache=cache, dtype=dtype, keep=keep)
+        client = Client(x, y, num_features, cache=cache, dtype=dtype)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         thread = threading.Thread(target=watch)
         thread.start()
@@ -399,7 +283,6 @@ def memory(
         {
             "n": n,
             "dtype": dtype,
-            "keep": keep,
             "seconds": statistics_s + first_s + second_s,
             "statistics-s": statistics_s,
             "first-round-s": first_s,
@@ -420,7 +303,6 @@ def _resident(key: str) -> int:
 
 
 PARTS: dict[str, Callable[..., list[dict[str, Any]]]] = {
-    "solve": solve,
     "features": features,
     "stage-2": stage_2,
     "memory": memory,
@@ -439,30 +321,6 @@ def child(part: str, threads: int = 1, **options: Any) -> dict[str, Any]:
 
 def summary_of(part: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Pick the ratios and the figures that have a target."""
-    if part == "solve":
-        named = {
-            f"n={r['n']}, M={r['steps']}, threads={r['threads']}, {r['method']}": r for r in rows
-        }
-        loops = {
-            name.removesuffix(", loop"): (r, named[name.replace("loop", "closed")])
-            for name, r in named.items()
-            if r["method"] == "loop" and name.replace("loop", "closed") in named
-        }
-        return {
-            "times-faster-than-the-loop": {
-                name: loop["seconds"] / closed["seconds"] for name, (loop, closed) in loops.items()
-            },
-            **{
-                key: {name: r[key] for name, r in named.items() if key in r}
-                for key in ("relative-difference", "relative-difference-of-change")
-            },
-            "seconds": {name: r["seconds"] for name, r in named.items()},
-            "kernel-and-eigendecomposition-s": {
-                name.removesuffix(", closed"): r["kernel-s"] + r["eigendecomposition-s"]
-                for name, r in named.items()
-                if r["method"] == "closed" and r["steps"] == STEPS
-            },
-        }
     if part == "features":
         each = {(r["network"], r["n"], r["method"]): r for r in rows}
         return {
@@ -482,7 +340,7 @@ def summary_of(part: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         (row,) = rows
         return {k: v for k, v in row.items() if isinstance(v, float | int)}
     return {
-        f"n={r['n']}, {r['dtype']}, keep={r['keep']}": {
+        f"n={r['n']}, {r['dtype']}": {
             k: r[k] for k in ("peak-gb", "peak-anonymous-gb", "gb-on-disk", "seconds")
         }
         for r in rows

@@ -24,9 +24,9 @@ from sklearn.datasets import load_digits, make_classification
 from fedntk.ntk.convex.pooled_statistics import class_weights
 from fedntk.simulations import Config, run
 from fedntk.simulations.data.load import load_data
-from fedntk.strategies.tct import phases
+from fedntk.strategies.tct import tct as strategy
 
-SUMS = {"solve": "statistics"}
+SUMS = {"sums": {"bits": 32, "auto_ridge": False, "validation_share": 0.0}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "rounds, no bias": {"bias": False},
     "rounds, bias from 0": {},
@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sums, balanced, ridge as without weights": {**SUMS, "balanced": True},
     "sums, balanced": {**SUMS, "balanced": True},
     "sums, balanced, auto-ridge": {
-        **SUMS, "balanced": True, "auto_ridge": True, "validation_share": 0.1,
+        "sums": {"bits": 32, "validation_share": 0.1}, "balanced": True,
     },
 }  # fmt: skip
 
@@ -68,7 +68,7 @@ def measure(name: str, settings: dict[str, Any], variant: str, seed: int) -> dic
     """Run one variant and return its row."""
     options = VARIANTS[variant]
     tct = {"num_features": 1500, **options}
-    rounds = 11 + tct.get("balanced", False) if "solve" in tct else 21
+    rounds = 11 + tct.get("balanced", False) if "sums" in tct else 21
     config = Config(
         **settings, tct=tct, method="tct", seed=seed, num_clients=10, alpha=0.5,
         rounds=rounds, evaluate_every=100, clients_per_evaluation=0, evaluate_on="validation",
@@ -78,9 +78,10 @@ def measure(name: str, settings: dict[str, Any], variant: str, seed: int) -> dic
     if "as without" in variant:  # the ridge that the weights do not multiply
         counts = np.bincount(labels)
         weights = class_weights(counts)
-        tct["ridge"] = 1e-2 / float((counts * weights**2).sum() / (counts * weights).sum())
+        ridge = 1e-2 / float((counts * weights**2).sum() / (counts * weights).sum())
+        tct["sums"] = {**tct["sums"], "ridge": ridge}
         config = config.replace(tct=tct)
-    zero = mock.patch.object(phases, "best_bias", lambda counts, _: np.zeros(len(counts)))
+    zero = mock.patch.object(strategy, "best_bias", lambda counts, _: np.zeros(len(counts)))
     with tempfile.TemporaryDirectory() as out:
         if variant == "rounds, bias from 0":
             with zero:

@@ -39,9 +39,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import nn
 
-from fedntk.clients import TCTClient, client_app
+from fedntk.clients import BootstrapSGD, TCTClient, client_app
 from fedntk.clients.core.numpy_client import NumPyClient
-from fedntk.ntk import TCTModel
+from fedntk.ntk import TCTModel, one_hot, ridge_regression
 from fedntk.simulations import Config, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
@@ -88,7 +88,6 @@ PAPER = {  # Table 2, in %
 VARIANT_ROUNDS = 25
 FEW = {"test_examples": 2000, "tct.dtype": "float32"}
 ETA = "table2's eta"  # in settings: times this number
-SERVER = {"tct.solve": "server", "tct.ridge": 1e-2, "rounds": 1}
 CE = {"tct.loss": "cross-entropy"}
 LAST = {"tct.features": "last-layer"}
 # variant -> candidates, of which the best counts
@@ -111,9 +110,6 @@ VARIANTS: dict[str, list[Settings]] = {
     ],
     "the paper's eta": [{"tct.learning_rate": 5e-5}],
     "no stage 1": [{"weights": ""}],
-    "solved on the server, ridge 1e-2": [SERVER],
-    "solved on the server, ridge 1e-4": [SERVER | {"tct.ridge": 1e-4}],
-    "solved on the server, ridge 1e-2, 8 bits": [SERVER | {"tct.bits": 8}],
 }
 PAPER_VARIANTS = {  # FMNIST, #C = 2, in %
     "TCT": ("Table 2", 90.33),
@@ -214,8 +210,7 @@ def variants(options: argparse.Namespace) -> None:
             result = next(done)
             curve, sent = result.curve(), result.curve("bytes-up")
             lambdas = result.curve("rate-times-lambda")
-            moments = settings.get("tct.normalise", True) and settings.get("tct.solve") != "server"
-            first = 2 if moments else 1  # round of the linear model
+            first = 2 if settings.get("tct.normalise", True) else 1  # round of the linear model
             rows += [
                 {
                     "variant": name,
@@ -252,9 +247,8 @@ def variants(options: argparse.Namespace) -> None:
     summary = {
         "size": f"{TRAIN_EXAMPLES:,} training images, {TUNED}; tested on the first 2,000 test "
         f"images. From FedAvg's model of round {STAGE_1} (no stage 1: from the first weights), "
-        f"{VARIANT_ROUNDS} rounds, the first for the moments where there is normalisation; solved "
-        "on the server: 1 round. The candidate of the best accuracy counts; null: it diverged. "
-        "One seed",
+        f"{VARIANT_ROUNDS} rounds, the first for the moments where there is normalisation. The "
+        "candidate of the best accuracy counts; null: it diverged. One seed",
         "FedAvg's model": percent(starts["TCT"]),
         "accuracy in %": found,
     }
@@ -262,21 +256,21 @@ def variants(options: argparse.Namespace) -> None:
 
 
 def mnist(options: argparse.Namespace, *, rounds: int = 100) -> None:
-    """Compare stage 2 by round with the ridge regression that the server solves."""
+    """Compare stage 2 by round with the ridge regression on all examples."""
     config = Config(dataset="mnist", model="simple-cnn", data_dir=options.data_dir)
     data = load_data(config)
     network = build_model(config, data.input_shape, data.num_classes)
     x_test, y_test = data.test()
+    firsts = [np.nonzero(data.y_train == digit)[0][:250] for digit in range(10)]
     scratch = tempfile.TemporaryDirectory()
 
     def client(context: Context) -> NumPyClient:
         torch.set_num_threads(1)
         k = int(context.node_config["partition-id"])
-        firsts = [np.nonzero(data.y_train == digit)[0][:250] for digit in (2 * k, 2 * k + 1)]
-        x, y = data.train(np.concatenate(firsts))
         return TCTClient(
-            network, x, y, cache=scratch.name, run=context.run_config["run"], seed=(0, k),
-            learning_rate=0.05,
+            network, *data.train(np.concatenate(firsts[2 * k : 2 * k + 2])),
+            cache=scratch.name, seed=(0, k),
+            sgd=BootstrapSGD(learning_rate=0.05),
         )  # fmt: skip
 
     first_rounds = 5
@@ -301,17 +295,22 @@ def mnist(options: argparse.Namespace, *, rounds: int = 100) -> None:
     grid = LocalGrid(client_app(client), 5, {"run": "clients"})
     result = strategy.start(grid, first, first_rounds + 1 + rounds, evaluate_fn=evaluate)
 
-    solver = TCT(solve="server", ridge=1e-4, **common)
-    start = ArrayRecord({name: result.arrays[name] for name in first})
-    solved = solver.start(LocalGrid(client_app(client), 5, {"run": "server"}), start, 1)
-    ridge = solver.predictor(solved.arrays).predict(x_test)
+    predictor = strategy.predictor(result.arrays)
+    x, y = data.train(np.concatenate(firsts))
+    z = torch.cat(list(predictor.features(x))).double()
+    targets = one_hot(y, 10).double() - 1 / 10
+    means = z.mean(0)
+    dual = ridge_regression((z - means) @ (z - means).T, targets - targets.mean(0), 1e-4)
+    exact = (z - means).T @ dual
+    exact = torch.cat([exact, (targets.mean(0) - means @ exact)[None]]).float()
     # features of the test set once, for the linear models of all rounds
-    together = torch.cat(list(models.values()), 1)
-    scores = torch.cat([z @ together for z in strategy.predictor(result.arrays).features(x_test)])
+    together = torch.cat([*models.values(), exact], 1)
+    products = torch.cat([TCTModel.scores(z, together) for z in predictor.features(x_test)])
+    *scores, ridge = products.split(10, 1)
     scratch.cleanup()
 
     rows = [{"round": r, "model": "network", "accuracy": a} for r, a in curve.items()]
-    for server_round, own in zip(models, scores.split(10, 1), strict=True):
+    for server_round, own in zip(models, scores, strict=True):
         rows.append(
             {
                 "round": server_round,
@@ -331,7 +330,7 @@ def mnist(options: argparse.Namespace, *, rounds: int = 100) -> None:
             f"FedAvg after {first_rounds} rounds": percent(curve[first_rounds]),
             "TCT, final": percent(linear.accuracy.iloc[-1]),
             "TCT, best": percent(linear.accuracy.max()),
-            "ridge regression on the server (1e-4)": percent(accuracy(ridge, y_test)),
+            "exact ridge regression (1e-4)": percent(accuracy(ridge, y_test)),
         },
         "rounds of stage 2: accuracy in %, distance of the test scores from the ridge solution's "
         "over their norm": {

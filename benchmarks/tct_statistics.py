@@ -2,7 +2,7 @@
 
 Yu et al. 2022, section 5, on all images, as in the paper: 10 clients, SimpleCNN. From a
 network after some rounds of FedAvg with one local epoch, or from one that was never trained, one
-exchange of sums over tangent features (``solve = "statistics"``). 2,000 training images are kept on
+exchange of sums over tangent features (`sums`). 2,000 training images are kept on
 the server, on which the ridge and the steps of fixed-point numbers are chosen; nothing is chosen on
 the test set, which is whole. "long-tailed": all Fashion-MNIST images of class 0, 100 times fewer of
 class 9; with equal weights for all images, or for all classes.
@@ -123,7 +123,7 @@ def exchanged(
     """Make the one exchange, from the bootstrapped network or the first weights."""
     balanced = data.endswith("balanced")  # counts come first, and fixed-point numbers do not go
     bits, rounds = (32, 2) if balanced else (options.bits, 1)
-    settings: Settings = {"rounds": rounds, "tct.bootstrap_rounds": 0, "tct.bits": bits}
+    settings: Settings = {"rounds": rounds, "tct.bootstrap_rounds": 0, "tct.sums.bits": bits}
     settings |= {"tct.features": kind, "tct.num_features": width}
     row: dict[str, Any] = {
         "data": data, "features": kind, "p": width, "bits": bits, "seed": seed,

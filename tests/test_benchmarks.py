@@ -77,14 +77,12 @@ def test_rounds_to_a_target_in_summaries_are_those_of_the_committed_curves():
 KERNEL = {"network": "mlp-100", "n": 8, "device": "cpu"}
 FEATURES = {"network": "simple-cnn", "num_features": 50, "method": "subsample", "n": 4}
 FEATURES |= {"device": "cpu"}
-SOLVE = {"part": "solve", "n": 9, "steps": [20], "loops": [20], "num_features": 200}
 SLOW = [
     ("kernel", KERNEL | {"method": "torch.func"}),
     ("entk_features", FEATURES),
     ("gradient_norms", {"way": "factors", "batch": 4, "times": 1}),
-    ("tct", SOLVE),
     ("tct", {"part": "features", "network": "simple-cnn", "n": 4, "times": 1}),
-    ("tct", {"part": "memory", "n": 9, "dtype": "float16", "keep": "features"}),
+    ("tct", {"part": "memory", "n": 9, "dtype": "float16"}),
 ]
 
 
