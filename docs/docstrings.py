@@ -54,7 +54,7 @@ class Docstrings(griffe.Extension):
 def add_options(obj: griffe.Class) -> None:
     """Give a class with options the constructor and the docstring that it has once it is made."""
     with warnings.catch_warnings(action="ignore"):  # other packages', about each other
-        from fedntk.ntk.options import Declared
+        from fedntk.ntk.options import Declared, parameters_of
 
         kind = getattr(importlib.import_module(obj.module.path), obj.name, None)
     if not (isinstance(kind, type) and issubclass(kind, Declared)):
@@ -64,7 +64,8 @@ def add_options(obj: griffe.Class) -> None:
     obj.docstring = griffe.Docstring(said + heading + options, parent=obj, parser="numpy")
     parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_only)]
     for name, parameter in inspect.signature(kind).parameters.items():
-        default = kind.options()[name].default_text if name in kind.options() else ""
+        declared = parameters_of(kind).get(name)
+        default = declared.default_text if declared else ""
         place = griffe.ParameterKind(parameter.kind.description)
         parameters.append(griffe.Parameter(name, kind=place, default=default or None))
     init = griffe.Function("__init__", parameters=griffe.Parameters(*parameters), parent=obj)

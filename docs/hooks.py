@@ -12,6 +12,7 @@ import functools
 import html
 import os
 import re
+import sys
 import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,9 @@ import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.append(str(Path(__file__).parent))
+import catalogue
 
 if TYPE_CHECKING:  # slow to import
     from fedntk.simulations.config.settings import Settings
@@ -48,7 +52,10 @@ logger = getLogger("mkdocs.hooks.fedntk")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Take the repository's address from where it stands."""
+    """Take the repository's address from where it stands, and add the baselines' pages."""
+    for part in config.nav or []:
+        if "Methods" in part:
+            part["Methods"] += catalogue.unlisted(part["Methods"])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     home = config.extra["repository"] = project["urls"]["Homepage"]
     # not repo_url: for one on GitHub each page would ask its API for the number of stars
@@ -164,7 +171,9 @@ def _settings(method: str) -> str:
         from fedntk.simulations.methods import own_methods
 
     kind = own_methods()[method].settings
-    return _table(kind, kind.options())
+    return _table(
+        (home, name) for home in (kind, *kind.sections().values()) for name in home.names()
+    )
 
 
 def _keys(names: str) -> str:
@@ -172,14 +181,14 @@ def _keys(names: str) -> str:
     with warnings.catch_warnings(action="ignore"):
         from fedntk.simulations import Config
 
-    return _table(Config, [name.replace("-", "_") for name in names.split()])
+    return _table(Config.home_of(name) for name in names.split())
 
 
-def _table(kind: "type[Settings]", names: Iterable[str]) -> str:
+def _table(settings: "Iterable[tuple[type[Settings], str]]") -> str:
     """Return a table of settings; on a phone each row becomes a paragraph."""
     lines = ["| setting | default | meaning |", "|---|---|---|"]
-    for name in names:
-        field = kind.options()[name]
+    for kind, name in settings:
+        field = kind.setting_of(name)
         choices = ", ".join(f"`{choice}`" for choice in kind.choices(name))
         plain = field.plain(field.default)
         default = str(plain).lower()

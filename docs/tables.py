@@ -1,6 +1,6 @@
-"""Write the tables of results and costs into the pages, from the files that hold them.
+"""Write tables of results and lists of the methods into the pages, and the defaults of settings.
 
-Run it as a program (`make pages`) after a result or a formula has changed. A page has
+Run it as a program (`make pages`) after a result, a method or a setting has changed. A page has
 
     <!-- table: NAME -->
     ...
@@ -19,10 +19,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import tomli_w
 from scipy.stats import binomtest
 
+from fedntk.simulations import Config
+
 sys.path.append(str(Path(__file__).parent))
-import costs
+import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -145,7 +148,7 @@ def cp_ntk_fl() -> str:
 FAST = {
     "no option": "no option",
     "class prior": "`class-prior`",
-    "mean of the weights": "`average-decay`",
+    "mean of the weights": "`average`",
     "low frequencies": "`projection-kind`",
     "all three": "all three",
     "all three, compressed": "**all three, sparsity 0.5, 6 bits, shuffled**",
@@ -359,8 +362,6 @@ def tct_variants() -> str:
         "no stage 1": "no stage 1",
         "FedAvg in stage 2": "FedAvg in stage 2",
         "gradient descent in stage 2": "gradient descent in stage 2",
-        "solved on the server, ridge 1e-2": "solved on the server in one round, ridge 1e-2",
-        "solved on the server, ridge 1e-2, 8 bits": "the same, features in 8 bits",
     }
     found = read("tct_variants")["accuracy in %"]
     return markdown(
@@ -721,7 +722,7 @@ def sums_privacy() -> str:
 
 
 def liars_in_sums() -> str:
-    """Return a row for each attack, over all splits and shares of liars; accuracies of one case."""
+    """Return a row for each attack, over all splits; accuracies of one case."""
     table = rounds_of("liars_in_sums")
     seeds = table.seed.nunique()
     rows = []
@@ -738,16 +739,16 @@ def liars_in_sums() -> str:
         rows.append([attack, *found, alarms, *reached])
     honest = table[table.share == 0]
     rows.append([
-        "nobody lies", *([""] * 4), f"{honest.alarms.sum()} of {honest.clients.sum()}",
+        "all honest", *([""] * 4), f"{honest.alarms.sum()} of {honest.clients.sum()}",
         *([number(100 * honest[honest.clients == 100]["accuracy-before"].mean())] * 3),
     ])  # fmt: skip
-    said = f"Seeds of the split and the liars: {seeds}."
+    said = f"Seeds of the split and the malicious clients: {seeds}."
     return (
         said
         + "\n\n"
         + markdown(
             "attack | found, 10 clients, Dirichlet 0.1 | 0.5 | 100 clients, Dirichlet 0.1 | 0.5"
-            " | honest ones removed | accuracy before | after | without liars",
+            " | honest ones removed | accuracy before | after | without them",
             rows,
         )
     )
@@ -779,8 +780,8 @@ def copies_in_sums() -> str:
         for (attack, times), own in lied.groupby(["attack", "times"], sort=False)
     ]  # fmt: skip
     names = [f"{split}, {num} clients" for (split, num), _ in table.groupby(splits, sort=False)]
-    head = ["attack", *names, "accuracy before", "by harm only", "after", "without liars"]
-    said = [alarms("Nobody lies", table[table.liars == 0]), alarms("One lies", lied)]
+    head = ["attack", *names, "accuracy before", "by harm only", "after", "without them"]
+    said = [alarms("All are honest", table[table.liars == 0]), alarms("One is malicious", lied)]
     return "\n\n".join([markdown(" | ".join(head), rows), "\n".join(said)])
 
 
@@ -839,8 +840,8 @@ def secure_sums() -> str:
 
 
 def liars_costs() -> str:
-    """Return what the worst attack costs each method: defended (undefended; liars absent)."""
-    goals = {"none": "yes", "nobody": "not if nobody lies", "one": "not with one"}
+    """Return what the worst attack costs each method, with and without a rule."""
+    goals = {"none": "yes", "nobody": "not if all are honest", "one": "not with one"}
     goals["two"] = "not with two"
     rows = []
     for _, row in rounds_of("liars_costs").iterrows():
@@ -856,7 +857,7 @@ def liars_costs() -> str:
             *cells,
         ])  # fmt: skip
     return markdown(
-        "data | Dirichlet | method | defence | seeds | honest, % | nobody lies | one liar"
+        "data | Dirichlet | method | rule | seeds | honest, % | none malicious | one"
         " | two | three | goal met",
         rows,
     )
@@ -875,7 +876,7 @@ def liars() -> str:
         cells = (number(100 * found.mean().get(case, np.nan)) for case in cases)
         rows.append([alpha, defence, joined(sorted({*found.count()})), *cells])
     return markdown(
-        "Dirichlet | defence | seeds | nobody lies | one: change times -50"
+        "Dirichlet | rule | seeds | all honest | one: change times -50"
         " | one: labels moved on | two: labels moved on | two: honest mean times -1"
         " | three: labels moved on",
         rows,
@@ -914,7 +915,7 @@ def round_costs() -> str:
 
 def speed() -> str:
     """Return a row for each figure of speed, with the machine and the day it was measured."""
-    form, kernel, engine, tct = read("ntk_fl_round"), read("kernel"), read("engine"), read("tct")
+    form, kernel, engine = read("ntk_fl_round"), read("kernel"), read("engine")
     seconds, gb = form["seconds"], form["peak-gb"]
     theirs = f"{form['authors-program-seconds-at-n-1000']} s, the authors' program"
     rows: list[tuple[str, str, str, str]] = []
@@ -950,9 +951,6 @@ def speed() -> str:
         first, last = (f"{row[key]:.1f} ms" for key in ("first-ms", "last-ms"))
         found = f"{first} in the first tenth of {row['rounds']} rounds, {last} in the last"
         rows.append((what, found, "", "many_clients"))
-    for case, times in tct["solve"]["times-faster-than-the-loop"].items():
-        what = f"a client of TCT, p = 100,000, {case}"
-        rows.append((what, f"{times:.0f} times faster", "one step after another", "tct"))
     for case, took in read("ntk_dfl")["seconds"].items():
         case = case.replace("kappa", "neighbours").replace("topology clustered", "in clusters")
         what = f"200 examples a client, {case.replace('evolve_once True', '`evolve-once`')}"
@@ -1009,7 +1007,7 @@ def _place_of(name: str) -> str:
 def _program(name: str, usual: str) -> str:
     """Return a link to a benchmark, its threads, and where it was measured if not as usual."""
     place, threads = _place_of(name), read(name)["machine"]["threads"]
-    words = f"[{name}](../benchmarks/{name}.py), {threads} thread" + ("s" if threads > 1 else "")
+    words = f"[{name}](../../benchmarks/{name}.py), {threads} thread" + ("s" if threads > 1 else "")
     return words if place == usual else f"{words}, {place}"
 
 
@@ -1057,9 +1055,9 @@ TABLES: dict[str, Callable[..., str]] = {
         feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
         liars_in_sums, liars, copies_in_sums,
         liars_costs, losses, round_costs, secure_sums, speed, gpu, kernel_peers, crashes,
-        gradient_norms,
+        gradient_norms, catalogue.baseline_families, catalogue.baseline_list, catalogue.papers,
     )
-} | {"costs": costs.table}  # fmt: skip
+}  # fmt: skip
 
 
 def filled(text: str) -> str:
@@ -1073,9 +1071,27 @@ def filled(text: str) -> str:
     return BLOCK.sub(block, text)
 
 
+def with_defaults(app: str) -> str:
+    """Return the text of the Flower app's pyproject.toml with all settings at their defaults.
+
+    A part that may be absent is a key of its own, and so the keys of its settings are quoted.
+    """
+    values, config = Config.run_config_defaults(), dict[str, Any]()
+    for key, value in values.items():
+        home, name = config, key
+        while "." in name and key[: -len(name)] + name.partition(".")[0] not in values:
+            table, _, name = name.partition(".")
+            home = home.setdefault(table, {})
+        home[name] = value
+    head = app.partition("[tool.flwr.app.config]\n")[0]
+    return head + tomli_w.dumps({"tool": {"flwr": {"app": {"config": config}}}})
+
+
 if __name__ == "__main__":
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        before = page.read_text(encoding="utf-8")
-        if (after := filled(before)) != before:
-            page.write_text(after, encoding="utf-8")
-            print(page.relative_to(ROOT))
+    app = ROOT / "simulations" / "pyproject.toml"
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in [app, *pages]:
+        before = path.read_text(encoding="utf-8")
+        if (after := with_defaults(before) if path == app else filled(before)) != before:
+            path.write_text(after, encoding="utf-8")
+            print(path.relative_to(ROOT))

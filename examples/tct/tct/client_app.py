@@ -2,7 +2,7 @@
 
 from flwr.app import Context
 
-from fedntk.clients import TCTClient, client_app
+from fedntk.clients import BootstrapSGD, TCTClient, client_app
 from tct.task import make_network, split
 
 
@@ -13,9 +13,11 @@ def client_fn(context: Context) -> TCTClient:
     return TCTClient(
         make_network(),
         partitioner.load_partition(node["partition-id"]),
-        local_epochs=config["local-epochs"],
-        batch_size=config["batch-size"],
-        learning_rate=config["learning-rate"],
+        sgd=BootstrapSGD(
+            epochs=config["local-epochs"],
+            batch_size=config["batch-size"],
+            learning_rate=config["learning-rate"],
+        ),
     )
 
 

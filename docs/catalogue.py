@@ -1,0 +1,98 @@
+"""Lists of the methods, from their rows, the files of their classes and the titles of their pages.
+
+The docstring of a strategy's file begins "NAME: what is special.", and names the paper by a line
+"Source: authors, *title*, venue and year". A family is a folder of strategies.
+"""
+
+import functools
+import importlib
+import re
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+PAGES = Path(__file__).resolve().parent / "methods"
+SOURCE = re.compile(r"^Source: ([^*]+), \*([^*]+)\*,?[^*]*?\b((?:19|20)\d\d)\b", re.MULTILINE)
+
+
+class Entry(NamedTuple):
+    """What is listed of a method."""
+
+    stem: str
+    title: str  # of its page
+    special: str
+    family: str  # what its methods have in common; empty: none
+    paper: str  # authors, year and title; empty: none
+    baseline: bool
+
+    def link(self, folder: str = "methods") -> str:
+        """Return a link to its page, which lies in a folder."""
+        return f"[{self.title}]({folder}/{self.stem}.md)"
+
+
+@functools.cache
+def entries() -> list[Entry]:
+    """Return all methods: those that are no baselines first, then families one after the other."""
+    with warnings.catch_warnings(action="ignore"):  # other packages', about each other
+        from fedntk.simulations.methods import own_methods
+
+    found = []
+    for name, method in own_methods().items():
+        module = method.strategy_class.__module__
+        package = module.rpartition(".")[0]
+        found.append((not method.baseline, package, _entry(name, module, method.baseline)))
+    order = sorted(found, key=lambda one: (not one[0], one[1]))
+    return [entry for _, _, entry in order]
+
+
+def _entry(name: str, module: str, baseline: bool) -> Entry:
+    stem, package = name.replace("-", "_"), module.rpartition(".")[0]
+    docstring = importlib.import_module(module).__doc__ or ""
+    family, home, _ = (importlib.import_module(package).__doc__ or "").partition(": the server")
+    source = SOURCE.search(docstring)
+    paper = ""
+    if source is not None:
+        authors, title, year = (" ".join(part.split()) for part in source.groups())
+        paper = f"{authors} {year}, *{title}*"
+    return Entry(
+        stem,
+        title=(PAGES / f"{stem}.md").read_text(encoding="utf-8").partition("\n")[0].strip("# "),
+        special=docstring.partition("\n")[0].partition(": ")[2].removesuffix("."),
+        family=family if home else "",
+        paper=paper,
+        baseline=baseline,
+    )
+
+
+def baselines() -> list[Entry]:
+    """Return the methods to compare with."""
+    return [entry for entry in entries() if entry.baseline]
+
+
+def baseline_families() -> str:
+    """Return a line for each family of baselines, with links from the checkout's root."""
+    families: dict[str, list[str]] = {}
+    for entry in baselines():
+        families.setdefault(entry.family or "Baselines", []).append(entry.link("docs/methods"))
+    return "\n".join(f"- {family}: {', '.join(links)}" for family, links in families.items())
+
+
+def baseline_list() -> str:
+    """Return a line for each baseline, with what is special."""
+    return "\n".join(f"- {entry.link()}: {entry.special}" for entry in baselines())
+
+
+def papers() -> str:
+    """Return a line for each paper, with the methods that are from it."""
+    methods: dict[str, list[str]] = {}
+    for entry in entries():
+        if entry.paper:
+            methods.setdefault(entry.paper, []).append(entry.link())
+    return "\n".join(f"- {paper}: {', '.join(links)}" for paper, links in methods.items())
+
+
+def unlisted(listed: Iterable[str]) -> list[str]:
+    """Return the pages of baselines that a navigation lacks."""
+    pages = [f"methods/{entry.stem}.md" for entry in baselines()]
+    return [page for page in pages if page not in set(listed)]
