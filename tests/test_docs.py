@@ -71,13 +71,13 @@ def test_examples_of_a_page(page, tmp_path, monkeypatch):
 
 
 def test_the_lines_of_the_readme_run_and_show_what_its_picture_shows(tmp_path, monkeypatch):
-    """NTK-FL is ahead of FedAvg, both with settings from a search: by some ten points."""
+    """NTK-FL is ahead of FedAvg, both with settings from a search: by some seven points."""
     monkeypatch.chdir(tmp_path)
     (lines,) = re.findall(r"^```python\n(.*?)^```$", text_of(ROOT / "README.md"), re.M | re.S)
     names: dict[str, object] = {}
     exec(lines, names)  # noqa: S102 - our own page
     last = names["results"].summary().set_index("run")["iqm"]
-    assert last["FedAvg"] + 0.05 < last["NTK-FL"] < last["FedAvg"] + 0.15
+    assert last["FedAvg"] + 0.05 < last["NTK-FL"] < last["FedAvg"] + 0.09
 
 
 def test_pages_link_to_the_repository_by_relative_paths():
@@ -100,9 +100,9 @@ def test_links_of_the_readme_are_absolute_in_the_package_index():
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if "<!-- table:" in text_of(page)], ids=str
+    "page", [p for p in (ROOT / "README.md", *PAGES) if "<!-- table:" in text_of(p)], ids=str
 )
-def test_tables_of_a_page_are_those_of_the_result_files(page):
+def test_tables_of_a_page_are_those_of_the_result_files_and_of_the_methods(page):
     """`make pages` writes them."""
     assert tables.filled(text_of(page)) == text_of(page)
 

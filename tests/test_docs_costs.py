@@ -1,24 +1,59 @@
-"""The formulas of docs/costs.py, compared with the arrays that small federations send."""
+"""The formulas on the methods' pages, compared with the arrays that small federations send."""
 
 import json
 import math
+import re
 
-import costs
 import numpy as np
 import pytest
 import torch
 from flwr.serverapp.strategy import FedAvg
 
-from fedntk.clients import FedEnsembleClient, SGDClient
+from fedntk.clients import FedEnsembleClient, MaskedSums, SGDClient
 from fedntk.ntk import JacobianUpload, compress, jacobian, one_hot, with_residual_features
 from fedntk.simulations.methods import own_methods
-from fedntk.strategies import Topology
+from fedntk.strategies import FeatureSums, NoisySums, SecureAggregation, Topology
+from fedntk.strategies.gossip.relay import RelayStrategy
 
+from .conftest import ROOT
 from .strategies.federation import Grid, app, arrays_of, examples, network, start
+from .strategies.test_contract import CONTRACTS
 
 X, Y = examples(6)  # of each client; one of the three classes is missing
 EXAMPLES, CLASSES, (HIDDEN, INPUTS) = len(Y), 3, network()[0].weight.shape
 FUNCTIONS = {"ceil": math.ceil, "log2": math.log2, "min": min}
+TABLE = re.compile(r"^\| bytes of one client.*?\n\n", re.MULTILINE | re.DOTALL)
+NAMES = {  # rows that most pages have
+    "first": "down besides, until a reply of the client has been accepted",
+    "evaluate": "down, to evaluate",
+    "model": "up, its model, when a round evaluates",
+    "kept": "on its disk, for each of the newest 20 rounds",
+}
+
+
+def as_python(formula):
+    """A space between two quantities is a product; "-" is nothing."""
+    formula = formula.replace("²", "**2").replace("log₂", "log2")
+    return "0" if formula == "-" else re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
+
+
+def rows_of(page):
+    """What a page's table of costs says: row -> its formulas."""
+    (table,) = TABLE.findall((ROOT / "docs" / "methods" / f"{page}.md").read_text() + "\n\n")
+    short = {long: name for name, long in NAMES.items()}
+    rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+    return {short.get(row, row): [*map(as_python, formulas)] for row, *formulas in rows}
+
+
+def costs_of(page):
+    return {row: formula for row, (formula,) in rows_of(page).items()}
+
+
+def test_a_formula_is_read_as_it_is_printed():
+    printed = "min(2 p (p + 1), 8 (n - h) p) + 4 n² + ceil(k ceil(log₂(m)) / 8)"
+    expected = min(2 * 3 * 4, 8 * 4 * 3) + 4 * 25 + math.ceil(7 * 4 / 8)
+    assert value(as_python(printed), p=3, n=5, h=1, k=7, m=9) == expected
+    assert as_python("-") == "0"
 
 
 def numbers(*prefixes, floating=False):
@@ -39,7 +74,7 @@ KNOWN = {
 @pytest.fixture(autouse=True)
 def kept(monkeypatch):
     """The arrays of replies stay for :func:`sent` to measure."""
-    monkeypatch.setattr("fedntk.strategies.core.replies.Reply.release", lambda reply: None)
+    monkeypatch.setattr("fedntk.strategies.core.channel._release", lambda messages: None)
 
 
 def value(formula, **symbols):
@@ -66,41 +101,57 @@ def sent(grid, way, kind="train"):
     return [bytes_of for bytes_of in sizes if bytes_of]
 
 
-def federated(page, rounds=2, num_clients=2, client=None, **own):
+def federated(page, rounds=2, num_clients=2, client=None, **options):
     """Run a method in which all clients take part; return what travelled, and the strategy."""
     method = own_methods()[page.replace("_", "-")]
 
-    def make(model, x, y, **options):
+    def make(model, x, y, **more):
         kind = SGDClient if page == "fed_ensemble" else method.client_class
-        made = kind(own.get("network", model), X, Y, **options)
+        made = kind(options.get("network", model), X, Y, **more)
         return FedEnsembleClient(made) if page == "fed_ensemble" else made
 
     grid = Grid(app(make, **client or {}), num_clients=num_clients)
     everyone = {"min_available_nodes": num_clients, "min_train_nodes": num_clients}
-    strategy = method.strategy_class(**everyone, **own)
-    start(strategy, grid, rounds, own.get("network"))
+    kind = method.strategy_class if options else contract_of(page).strategy
+    strategy = kind(**everyone, **options)
+    start(strategy, grid, rounds, options.get("network"))
     return grid, strategy
 
 
-NETWORK, BLOCK = {"network": network()}, 5  # width of a residual block
-OWN = {  # page -> options of its strategy
-    "ntk_fl": {"learning_rate": 0.1, "steps": (10, 20)}, "fed_be": {"num_samples": 3},
-    "fed_ensemble": {"num_models": 3, "num_strata": 1}, "fedavg": {}, "scaffold": {}, "ditto": {},
-    "local_training": {}, "afl": NETWORK, "fed3r": NETWORK, "fed_ncm": NETWORK, "fed_bn": NETWORK,
-    "fed_cof": NETWORK, "deep_afl": {"network": with_residual_features(network(), 2, BLOCK, 0)},
-    "fed_per": NETWORK, "fed_proto": NETWORK,
-    "one_exchange": NETWORK | {"validation": examples(7)},
-    "weighted_fedavg": NETWORK | {"personal_batch_norm": True},
-}  # fmt: skip
-ONCE = ("afl", "fed3r", "fed_ncm", "fed_cof", "one_exchange")  # trained in the first round only
+def contract_of(page):
+    """How the tests of all strategies run a method, in the first case of its class."""
+    kind = own_methods()[page.replace("_", "-")].strategy_class
+    return next(case for case in CONTRACTS.values() if type(case.strategy()) is kind)
 
 
-@pytest.mark.parametrize("page", OWN)
+BLOCK = 5  # width of a residual block
+SUMS = {"validation": examples(7)}
+OPTIONS = {  # page -> options of its strategy, if they are not those of its contract
+    "ntk_fl": {"learning_rate": 0.1, "steps": (10, 20)},
+    "fed_ensemble": {"num_models": 3, "num_strata": 1},
+    "deep_afl": {"network": with_residual_features(network(), 2, BLOCK, 0)},
+    "one_exchange": {"network": network(), "sums": FeatureSums(**SUMS)},
+    "weighted_fedavg": {"network": network(), "personal_batch_norm": True},
+}
+ELSEWHERE = ("cp_ntk_fl", "tct")  # whose tables have other rows
+PAGES = [
+    name.replace("-", "_")
+    for name, method in own_methods().items()
+    if not issubclass(method.strategy_class, RelayStrategy)
+]
+DECENTRALISED = [
+    name.replace("-", "_")
+    for name, method in own_methods().items()
+    if issubclass(method.strategy_class, RelayStrategy) and method.baseline
+]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
 def test_what_a_client_of_a_server_sends(page, tmp_path):
     """Two rounds of two clients, accepted in the first; each lacks a class."""
-    row = dict(costs.COSTS[page])
+    row = costs_of(page)
     cache = {"cache": tmp_path} if "kept" in row else {}
-    grid, _ = federated(page, client=cache, **OWN[page])
+    grid, _ = federated(page, client=cache, **OPTIONS.get(page, {}))
     if page == "ntk_fl":  # the candidates travel as queries
         (candidates,) = (f for key, f in row.items() if key.startswith("down, candidates"))
         assert set(sent(grid, "down", "query")) == {value(candidates, T=3)}
@@ -108,7 +159,7 @@ def test_what_a_client_of_a_server_sends(page, tmp_path):
     more = {"P": KNOWN["P"] + 2 * BLOCK * HIDDEN, "m": BLOCK} if page == "deep_afl" else {}
     down, up, evaluate = (value(row[key], K=3, **more) for key in ("down", "up", "evaluate"))
     first = value(row.get("first", "0"))
-    times = 2 if page in ONCE else 4
+    times = 2 if contract_of(page).once and page != "deep_afl" else 4  # that: once for each layer
     expected = [down + first] * 2 + [down] * (times - 2)
     assert sent(grid, "down") == [each for each in expected if each]
     assert sent(grid, "up") == [up] * times * bool(up)
@@ -127,7 +178,7 @@ def jacobian_bytes(row):
 
 def tensor_bytes(shape, groups, sparsity, bits):
     whole, ranges, positions, values = (
-        next(f for key, f in costs.COSTS["cp_ntk_fl"].items() if key.startswith(start))
+        next(f for key, f in costs_of("cp_ntk_fl").items() if key.startswith(start))
         for start in ("each tensor", "R,", "Q,", "V,")
     )
     m = math.prod(shape)
@@ -152,7 +203,7 @@ def test_the_bytes_of_a_compressed_tensor(bits, by_row):
 
 
 def test_what_cp_ntk_fl_sends():
-    rows, tools = costs.COSTS["cp_ntk_fl"], {"sparsity": 0.5, "bits": 6}
+    rows, tools = costs_of("cp_ntk_fl"), {"sparsity": 0.5, "bits": 6}
     grid, _ = federated("cp_ntk_fl", 1, client=tools, learning_rate=0.1, steps=[10], **tools)
     expected = value(rows["outputs"]) + value(rows["labels, up to 256 classes"])
     for block in jacobian(network().eval(), X).expanded().blocks:
@@ -160,14 +211,18 @@ def test_what_cp_ntk_fl_sends():
     assert sent(grid, "up") == [expected] * 2
 
 
-def tct(tmp_path, rounds, num_clients=2, only_masked=False, **own):
+STAGE_1, MOMENTS, STAGE_2 = "a round of stage 1, by FedAvg", "the moments", "a round of stage 2"
+
+
+def tct(tmp_path, rounds, num_clients=2, only_masked=False, **options):
     """Run TCT; return what travelled, and a function for the bytes of a row, down and up."""
-    client = {"cache": tmp_path, "only_masked": only_masked, "allow_repeats": True}
-    own = {"network": network(), "fraction_evaluate": 0.0} | own
-    grid, strategy = federated("tct", rounds, num_clients, client, **own)
+    secure = MaskedSums(cache=tmp_path, only_masked=only_masked, allow_repeats=True)
+    client = {"cache": tmp_path, "secure": secure}
+    options = {"network": network(), "fraction_evaluate": 0.0} | options
+    grid, strategy = federated("tct", rounds, num_clients, client, **options)
 
     def of(row):
-        return tuple(value(f, p=strategy.width, K=num_clients) for f in costs.TCT[row])
+        return tuple(value(f, p=strategy.width, K=num_clients) for f in rows_of("tct")[row])
 
     return grid, of
 
@@ -178,11 +233,11 @@ def test_what_tct_sends_in_its_stages(tmp_path):
         tmp_path, 4, bootstrap=FedAvg(fraction_evaluate=0.0), bootstrap_rounds=1,
         learning_rate=1e-3, local_steps=3, fraction_evaluate=1.0,
     )  # fmt: skip
-    once, each = of("its first round of stage 2, besides")[0], of(costs.STAGE_2)[0]
-    up = [of(row)[1] for row in (costs.STAGE_1, costs.MOMENTS, costs.STAGE_2, costs.STAGE_2)]
+    once, each = of("its first round of stage 2, besides")[0], of(STAGE_2)[0]
+    up = [of(row)[1] for row in (STAGE_1, MOMENTS, STAGE_2, STAGE_2)]
     assert sent(grid, "up") == np.repeat(up, 2).tolist()
     down, evaluate = sent(grid, "down"), sent(grid, "down", "evaluate")
-    assert down[:4] == [of(costs.STAGE_1)[0]] * 2 + [of(costs.MOMENTS)[0]] * 2
+    assert down[:4] == [of(STAGE_1)[0]] * 2 + [of(MOMENTS)[0]] * 2
     assert set(down[4:6]) <= {each, each + once}
     assert down[6:] == [each] * 2
     assert evaluate[:2] == [of("an evaluation before stage 2")[0]] * 2
@@ -190,24 +245,23 @@ def test_what_tct_sends_in_its_stages(tmp_path):
 
 
 SHARE = {"auto_ridge": True, "validation_share": 0.2}
-SOLVED_ONCE = {
-    'features, `solve = "server"`': {"solve": "server", "validation": None},
-    costs.SUMS: {},
-    "sums, `bits` = 2 to 8": {"bits": 8},
-    "sums, `balanced`": {"balanced": True},
-    "sums, `validation-share`, h examples held out": SHARE,
-    "sums, `validation-share` and `bits` = 2 to 8, h examples held out": SHARE | {"bits": 8},
-    "sums, `bits` = 2 to 8, `secure-aggregation` of K clients": {
-        "bits": 8, "secure_aggregation": True, "only_masked": True,
-    },
-}  # fmt: skip
+MASKED = {"secure": SecureAggregation(), "only_masked": True}
+SOLVED_ONCE = {  # row -> options of the sums, and of TCT
+    "sums": ({}, {}),
+    "sums, `bits` = 2 to 8": ({"bits": 8}, {}),
+    "sums, `balanced`": ({}, {"balanced": True}),
+    "sums, `validation-share`, h examples held out": (SHARE, {}),
+    "sums, `validation-share` and `bits` = 2 to 8, h examples held out": (SHARE | {"bits": 8}, {}),
+    "sums, `bits` = 2 to 8, `secure` of K clients": ({"bits": 8}, MASKED),
+}
 
 
 @pytest.mark.parametrize("row", SOLVED_ONCE)
 def test_what_tct_sends_in_its_only_round(row, tmp_path):
     """All exchanges of a secure sum count, in which all four clients stay."""
-    own = {"solve": "statistics", "validation": examples(7)} | SOLVED_ONCE[row]
-    grid, of = tct(tmp_path, 2, 4, **own)
+    of_sums, options = SOLVED_ONCE[row]
+    plain = {"bits": 32, "validation_share": 0.0, "auto_ridge": False}
+    grid, of = tct(tmp_path, 2, 4, sums=FeatureSums(**SUMS | plain | of_sums), **options)
     down, up = of(row)
     counts = of("the counts before, `balanced`")
     if "balanced" in row:
@@ -217,19 +271,24 @@ def test_what_tct_sends_in_its_only_round(row, tmp_path):
 
 def test_what_one_exchange_sends_otherwise(tmp_path):
     """All exchanges of a secure sum count, in which all four clients stay."""
-    row, own = costs.COSTS["one_exchange"], OWN["one_exchange"] | {"fraction_evaluate": 0.0}
-    plain = {"validation_share": 0.0, "auto_ridge": False}
-    for more in ({}, {"validation": None, "epsilon": 1.0}):
-        grid, _ = federated("one_exchange", 1, **own | plain | more)
-        key = "up, with `epsilon`, for any n" if more else "up, with `validation-share = 0`"
+    row, plain = costs_of("one_exchange"), {"validation_share": 0.0, "auto_ridge": False}
+    for key, options in (
+        ("up, with `validation-share = 0`", {"sums": FeatureSums(**SUMS, **plain)}),
+        (
+            "up, with `noise`, for any n",
+            {"sums": FeatureSums(**plain), "noise": NoisySums(epsilon=1.0)},
+        ),
+    ):
+        grid, _ = federated("one_exchange", 1, network=network(), fraction_evaluate=0.0, **options)
         assert sent(grid, "up") == [value(row[key])] * 2
-    grid, _ = federated("one_exchange", 1, **OWN["one_exchange"], personal=True)
+    grid, _ = federated("one_exchange", 1, **OPTIONS["one_exchange"], personal=True)
     most = value(row["down, to evaluate, with `personal`, at most"])
     assert 0 < max(sent(grid, "down", "evaluate")) <= most
-    client = {"cache": tmp_path, "only_masked": True, "allow_repeats": True}
-    grid, _ = federated("one_exchange", 1, 4, client, **own, secure_aggregation=True)
+    client = {"secure": MaskedSums(cache=tmp_path, only_masked=True, allow_repeats=True)}
+    options = OPTIONS["one_exchange"] | {"fraction_evaluate": 0.0, "secure": SecureAggregation()}
+    grid, _ = federated("one_exchange", 1, 4, client, **options)
     for way in ("down", "up"):
-        formula = row[f"{way}, with `secure-aggregation` of K clients"]
+        formula = row[f"{way}, with `secure` of K clients"]
         assert sum(sent(grid, way)) == 4 * value(formula, K=4)
 
 
@@ -238,7 +297,7 @@ def test_what_ntk_dfl_sends(once):
     """Three clients, all neighbours or a hub and two others; two rounds, each with evaluation."""
     outputs, targets = torch.zeros(EXAMPLES, CLASSES), one_hot(Y, CLASSES)
     upload = JacobianUpload(jacobian(network().eval(), X), outputs, targets).to_arrays()
-    row = {k: value(f, d=2, U=size(upload.values())) for k, f in costs.COSTS["ntk_dfl"].items()}
+    row = {k: value(f, d=2, U=size(upload.values())) for k, f in costs_of("ntk_dfl").items()}
     topology = Topology("clustered", degree=2) if once else Topology("complete")
     own = {"topology": topology, "evolve_once": once, "collect_both": not once}
     grid, _ = federated("ntk_dfl", 2, 3, **own)
@@ -251,7 +310,7 @@ def test_what_ntk_dfl_sends(once):
     assert sent(grid, "up", "evaluate.model") == [row["model"] + both] * 6
 
 
-@pytest.mark.parametrize("page", ["dfedavg", "dfedsam", "d_psgd", "dispfl"])
+@pytest.mark.parametrize("page", DECENTRALISED)
 def test_what_a_decentralised_baseline_sends(page, tmp_path):
     """Three rounds, each with an evaluation; three clients, all of them neighbours."""
     grid, _ = federated(page, 3, 3, {"cache": tmp_path}, topology=Topology("complete"))
@@ -259,7 +318,7 @@ def test_what_a_decentralised_baseline_sends(page, tmp_path):
     in_matrices = sum(p.numel() for p in parameters if p.dim() > 1)
     total = sum(p.numel() for p in parameters)
     in_masks = round(0.5 * total) - (total - in_matrices)  # half of the parameters in all
-    formulas = costs.COSTS[page].items()
+    formulas = costs_of(page).items()
     row = {key: value(formula, d=2, P_m=in_matrices, K=in_masks) for key, formula in formulas}
     before = page in ("d_psgd", "dispfl")  # one exchange more in round 1, of the first weights
     rounded = 5 if page == "dispfl" else 0  # bits to bytes, and K to a whole number

@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from flwr.serverapp.strategy import FedAvg, Result, Strategy
+from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedntk.clients import NTKFLClient
 from fedntk.ntk import TCTModel, one_hot
 from fedntk.simulations.engine.engines import LocalGrid
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, Strategy
 
 from .conftest import FILE, ROOT
 
 PAGE = (ROOT / "docs" / "drop-in.md").read_text(encoding="utf-8")
 STOCK = dict(FILE.findall(PAGE))
 DIFFS = {name: STOCK.pop(name) for name in [*STOCK] if name.endswith(".diff")}
-STRATEGIES: dict[str, type[Strategy]] = {
+STRATEGIES: dict[str, type[FlowerStrategy]] = {
     "ntk_fl.diff": NTKFL, "cp_ntk_fl.diff": CPNTKFL, "scaffold.diff": SCAFFOLD, "tct.diff": TCT,
     "tct_statistics.diff": TCT,
 }  # fmt: skip
@@ -85,11 +86,13 @@ def test_clients_take_the_data_that_the_page_names():
         assert torch.equal(client.test_targets, one_hot(y, 3))
 
 
-def run_app(folder: Path, patch: pytest.MonkeyPatch, **changed: Any) -> tuple[Strategy, Result]:
+def run_app(
+    folder: Path, patch: pytest.MonkeyPatch, **changed: Any
+) -> tuple[FlowerStrategy, Result]:
     """Run an app in this process, as its pyproject.toml says; the last strategy, and its result."""
-    kept: list[tuple[Strategy, Result]] = []
+    kept: list[tuple[FlowerStrategy, Result]] = []
 
-    for kind in (Strategy, BaseStrategy):
+    for kind in (FlowerStrategy, Strategy):
 
         def noted(self: Strategy, *args: Any, start: Any = kind.start, **options: Any) -> Result:
             kept.append((self, start(self, *args, **options)))
@@ -109,7 +112,7 @@ def run_app(folder: Path, patch: pytest.MonkeyPatch, **changed: Any) -> tuple[St
     return kept[-1]
 
 
-def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Strategy, Result]:
+def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[FlowerStrategy, Result]:
     """Run the page's app after a change, from a folder."""
     for path, text in {"digits/__init__.py": "", **changed_by(name)}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

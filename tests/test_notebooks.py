@@ -164,7 +164,7 @@ ELSEWHERE = {
     ("cp_ntk_fl", "300"): "clients in the linked results",
     ("fed_ensemble", "90"): "the coverage of the call that follows, a choice",
     ("one_exchange", "60,000"): "training images of Fashion-MNIST",
-    ("one_exchange", "5"): "in percent the level of the next call, remove_harmful=0.05",
+    ("one_exchange", "5"): "in percent the level of the next call, ledger.alpha",
 }
 
 

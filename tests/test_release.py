@@ -3,6 +3,7 @@
 import os
 import sys
 import tarfile
+import zipfile
 
 import pytest
 
@@ -22,8 +23,14 @@ def test_wheel_and_source_archive_hold_what_a_stranger_needs(tmp_path):
     output_of(sys.executable, "-m", "twine", "check", "--strict", source, wheel)
     with tarfile.open(source) as packed:
         names = {name.removeprefix(f"{folder}/") for name in packed.getnames()}
-    assert set(output_of("git", "ls-files", cwd=ROOT).splitlines()) <= names
+    files = set(output_of("git", "ls-files", cwd=ROOT).splitlines())
+    assert files <= names
     assert not any(name.startswith((".venv", "build", "runs")) for name in names)
+    with zipfile.ZipFile(wheel) as packed:
+        modules = {name for name in packed.namelist() if ".dist-info/" not in name}
+    rooms = ("ntk/", "trust/", "clients/", "strategies/", "simulations/")
+    own = {"fedntk/__init__.py", "fedntk/py.typed"}
+    assert modules == own | {f"fedntk/{name}" for name in files if name.startswith(rooms)}
 
     bin_folder = tmp_path / "venv" / "bin"
     output_of(*UV, "venv", "--python", sys.executable, bin_folder.parent)
