@@ -66,7 +66,7 @@ class Progress:
             rejected = int(record["replies-rejected"])
             few = f", {rejected} rejected" if rejected else ""
             self.state = f"{record['replies-accepted']:.0f} clients{few}"
-        self._show()
+        self._show(now=True)
 
     def end(self, state: str = "done") -> None:
         """End the run that has begun, whether or not all its rounds were run; print its line."""
@@ -78,7 +78,7 @@ class Progress:
         self._show()
         if self.enabled:
             elapsed = timedelta(seconds=int(time.monotonic() - self._start))
-            tqdm.write(f"{self}, {elapsed}", file=sys.stderr)
+            tqdm.write(f"{self}, {elapsed}", file=_stream())
 
     def __str__(self) -> str:
         parts = [f"round {self.round}/{self.run_rounds}", self.state]
@@ -88,11 +88,18 @@ class Progress:
             parts.append(f"{self.headline} {100 * self.value:.1f} %")
         return f"{self.name}: " + ", ".join(parts)
 
-    def _show(self) -> None:
+    def _show(self, *, now: bool = False) -> None:
         if self.bar is not None:
             self.bar.total = self.rounds
             self.bar.set_description_str(str(self), refresh=False)
             self.bar.update(self.done - self.bar.n)
+            if now:
+                self.bar.refresh()
+
+
+def _stream() -> Any:
+    """Return where progress is shown: in Jupyter the output, as errors are red there."""
+    return sys.stdout if Console().is_jupyter else sys.stderr
 
 
 @contextlib.contextmanager
@@ -101,7 +108,7 @@ def _bar(rounds: int) -> Iterator[Any]:
     handlers = [h for h in logger.handlers if isinstance(h, StreamHandler)]
     streams = [handler.setStream(DummyTqdmFile(handler.stream)) for handler in handlers]
     text = "{desc}, {elapsed}, {remaining} left {bar}"
-    shown = {"bar_format": text, "dynamic_ncols": True, "leave": False, "file": sys.stderr}
+    shown = {"bar_format": text, "dynamic_ncols": True, "leave": False, "file": _stream()}
     try:
         with tqdm(total=rounds, miniters=0, smoothing=0, **shown) as bar:
             yield bar
