@@ -41,11 +41,7 @@ QUICK = {
         '"train_examples": 1000': '"train_examples": 100',
         r"\*_digits": "[cfnst]*[dglt]_digits",
     },
-    "cp_ntk_fl": {
-        r"\(0.01, 0.03, 0.1, 0.3, 1.0\)": "(1.0,)",
-        '"1000"': '"10"',
-        '_digits.toml",': '_digits.toml", num_clients=10, clients_per_round=2,',
-    },
+    "cp_ntk_fl": {'_digits.toml",': '_digits.toml", num_clients=10, clients_per_round=2,'},
     "fed_ensemble": {},
     "ntk_dfl": {
         "20,50,100,200": "20,50",

@@ -63,7 +63,7 @@ def without_a_yield(self, r):
 FAULTY = {
     "Faulty.train_round: expected an Update, got NoneType; end it by": without_an_update,
     "expected an exchange, got generator; write uploads = yield from": with_a_bare_yield,
-    "expected a round that asks clients, got Update; write uploads": without_a_yield,
+    "uploads: expected Uploads, got a generator; write uploads = yield from": without_a_yield,
 }
 
 

@@ -315,7 +315,7 @@ def test_a_failed_trial_is_tried_again(tmp_path, each_run):
         ({"validation_examples": 0}, {}, "nothing is held out of training; set validation"),
         ({}, {"grid": {"learning-rate": [1, 1.0]}}, "each once, got [1.0, 1.0]"),
         ({}, {"grid": {"local-test-fraction": [0.1, 0.2]}}, "local-test-fraction cannot be search"),
-        ({}, {"grid": {"tct.ridge": [0.1]}}, "tct.ridge has no effect with method = fedavg"),
+        ({}, {"grid": {"tct.bias": [True]}}, "tct.bias has no effect with method = fedavg"),
         ({}, {"grid": {"train-examples": [100, 5000]}}, "(with train-examples = 5000, seed = 0)"),
         ({}, {"metric": "client-loss-mean"}, "needs clients-per-evaluation of at least 1, got 0"),
         ({"clients_per_evaluation": 2}, {"metric": "client-loss-mean"}, "needs validation-clients"),

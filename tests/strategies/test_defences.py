@@ -8,6 +8,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 from fedntk.clients import (
+    BootstrapSGD,
     DittoClient,
     FedEnsembleClient,
     LocalSGD,
@@ -213,7 +214,8 @@ def test_tct_judges_networks_and_linear_models_by_the_validation_loss():
     def tct():
         return TCT(network=network(), bootstrap=SeededFedAvg(), bootstrap_rounds=1, **options)
 
-    run_as_if_lost(tct, alike(TCTClient), with_arrays(far), "validation", rounds=3)
+    clients = many(partial(TCTClient, sgd=BootstrapSGD(learning_rate=1e-3)))
+    run_as_if_lost(tct, clients, with_arrays(far), "validation", rounds=3)
     assert seen[0] is False
     assert seen[-1] is True
 
