@@ -78,7 +78,9 @@ class _FedEnsemble(Method):
             return build_model(config, setup.data.input_shape, setup.data.num_classes)
 
         seeds = itertools.count(setup.config.seed, step=FAR)
-        of_inner = {**options, "key_server": None, "min_completed": 1, "average": None}
+        of_inner = {**options, "key_server": None, "min_completed": 1}
+        if inner.can_have("average"):  # the ensemble averages for all of them
+            of_inner["average"] = None
         sampling: Sampling = options["sampling"]
 
         def make_inner() -> Strategy:

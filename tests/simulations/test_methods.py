@@ -1,6 +1,7 @@
 """A method is an object with all that the simulations ask; other packages may bring one."""
 
 import inspect
+import re
 from importlib.metadata import EntryPoint
 
 import numpy as np
@@ -10,11 +11,12 @@ from fedntk.ntk.options import option
 from fedntk.simulations import Config, load_predictor, run
 from fedntk.simulations.config.settings import ConfigError
 from fedntk.simulations.engine.building import load_setup, make_strategy
+from fedntk.simulations.engine.server_app import prepare
 from fedntk.simulations.methods import all_methods, own_methods
 from fedntk.simulations.methods.method import Method
 from fedntk.strategies import SeededFedAvg
 
-from .settings import SETTINGS
+from .settings import FEDAVG, SETTINGS
 
 
 def test_what_other_packages_name_wrongly_is_left_out(monkeypatch, caplog):
@@ -118,3 +120,16 @@ def test_the_app_masks_weights_if_asked(tmp_path):
     np.testing.assert_allclose(*losses, rtol=1e-5)
     with pytest.raises(ConfigError, match=r"secure: expected clients-per-round"):
         small.replace(**masked, clients_per_round=2)
+
+
+@pytest.mark.parametrize("inner", sorted(all_methods().keys() - {"fed-ensemble"}))
+def test_an_ensemble_is_made_of_any_method_or_says_why_not(inner):
+    members = {"num_models": 2, "inner": inner}
+    config = FEDAVG.replace(rounds=20, clients_per_round=8, tct={"normalise": False})
+    refusal = ""
+    try:
+        prepare(config.replace(method="fed-ensemble", fed_ensemble=members))
+    except ConfigError as error:
+        refusal = str(error)
+    assert re.fullmatch(r"|.*(work within a FedEnsemble|shows all clients|: network: ).*", refusal)
+    assert refusal == "" or inner not in ("fedavg", "scaffold", "ntk-fl", "cp-ntk-fl", "tct")
