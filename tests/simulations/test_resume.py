@@ -106,21 +106,23 @@ RAY = [pytest.mark.slow, pytest.mark.ray, pytest.mark.xdist_group("ray")]
 @pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=RAY)])
 def test_after_a_kernels_interrupt_the_same_cell_goes_on_to_the_same_bits(tmp_path, engine):
     """In any place of a round. Jupyter shows a bar before, and then one line on how to go on."""
-    config = SMALL.replace(rounds=8, local_epochs=200, out=str(tmp_path / "cut"))
+    rounds = 16 if engine == "ray" else 60  # some seconds: an interrupt takes a while to arrive
+    config = SMALL.replace(rounds=rounds, local_epochs=40, out=str(tmp_path / "cut"))
     config.save(tmp_path / "conf.toml")
     cell = f"from fedntk.simulations import run\nrun('{tmp_path}/conf.toml', engine='{engine}')"
     manager, client = start_new_kernel(kernel_name="python3")
     shown: list[str] = []
 
     def interrupt(message: dict[str, object]) -> None:
-        first = "round 1/8" in str(message["content"]) and "round 1/8" not in "".join(shown)
+        first = f"round 1/{rounds}" not in "".join(shown)
+        first &= f"round 1/{rounds}" in str(message["content"])
         shown.append(str(message["content"]))
         if first:
             manager.interrupt_kernel()
 
     try:
         first = client.execute_interactive(cell, timeout=300, output_hook=interrupt)["content"]
-        assert first.get("ename") == "KeyboardInterrupt", shown
+        assert first.get("ename") == "KeyboardInterrupt", shown[-3:]
         for text in (" left ", "accuracy", f"fedntk run --resume {tmp_path}/cut"):
             assert any(text in each for each in shown)
         assert run_state(config) == "interrupted"
