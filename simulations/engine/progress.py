@@ -110,7 +110,8 @@ def _bar(rounds: int) -> Iterator[Any]:
     text = "{desc}, {elapsed}, {remaining} left {bar}"
     shown = {"bar_format": text, "dynamic_ncols": True, "leave": False, "file": _stream()}
     try:
-        with tqdm(total=rounds, miniters=0, smoothing=0, **shown) as bar:
+        # not disabled, whatever `silence_bars` has set for the bars of others
+        with tqdm(total=rounds, miniters=0, smoothing=0, disable=False, **shown) as bar:
             yield bar
     finally:
         for handler, stream in zip(handlers, streams, strict=True):

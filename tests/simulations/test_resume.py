@@ -104,8 +104,11 @@ RAY = [pytest.mark.slow, pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
 @pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=RAY)])
-def test_after_a_kernels_interrupt_the_same_cell_goes_on_to_the_same_bits(tmp_path, engine):
+def test_after_a_kernels_interrupt_the_same_cell_goes_on_to_the_same_bits(
+    tmp_path, engine, monkeypatch
+):
     """In any place of a round. Jupyter shows a bar before, and then one line on how to go on."""
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # as silence_bars does, for the bars of others
     rounds = 16 if engine == "ray" else 60  # some seconds: an interrupt takes a while to arrive
     config = SMALL.replace(rounds=rounds, local_epochs=40, out=str(tmp_path / "cut"))
     config.save(tmp_path / "conf.toml")
