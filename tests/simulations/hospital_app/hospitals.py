@@ -19,6 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
 from fedntk.clients import (
+    BootstrapSGD,
     ClosedFormClient,
     CPNTKFLClient,
     LocalSGD,
@@ -39,6 +40,7 @@ from fedntk.strategies import (
     TCT,
     Asynchrony,
     OneExchange,
+    Sampling,
     SecureAggregation,
     SeededFedAvg,
     Strategy,
@@ -86,7 +88,7 @@ def client_fn(context: Context) -> NumPyClient:
         options["sgd"] = LocalSGD(epochs=2, batch_size=4, learning_rate=0.1)
     elif method == "tct":
         options["cache"] = Path(config["out"]) / f"cache-{hospital}"
-        options["sgd"] = LocalSGD(epochs=2, batch_size=64, weight_decay=1e-5)
+        options["sgd"] = BootstrapSGD(epochs=2, batch_size=64, weight_decay=1e-5)
     elif method == "cp-ntk-fl":
         context.state.setdefault("keys", ConfigRecord())
         keys = ClientKeys(
@@ -130,7 +132,8 @@ server = ServerApp()
 
 
 def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = None) -> Strategy:
-    options: dict[str, Any] = {"min_completed": 1, "seed": 3, "fraction_evaluate": 0.0}
+    options: dict[str, Any] = {"min_completed": 1, "fraction_evaluate": 0.0}
+    options["sampling"] = Sampling(seed=3)
     if method == "scaffold":
         return SCAFFOLD(server_learning_rate=1.2, **options)
     if method == "secure-fedavg":
