@@ -16,11 +16,9 @@ of several batches goes together with the average is this module's reading, as t
 say it.
 """
 
-from collections.abc import Sequence
-
 from fedntk.ntk.payloads.gossip_options import GossipOptions
 
-from .relay import RelayStrategy, Step
+from .relay import RelayStrategy
 
 
 class DPSGD(GossipOptions, RelayStrategy):
@@ -31,7 +29,3 @@ class DPSGD(GossipOptions, RelayStrategy):
     """
 
     client = "DPSGDClient"
-
-    def plan(self, *, first: bool) -> Sequence[Step]:
-        """Return the exchange, after one of the weights if these are not there yet."""
-        return [Step("weights"), Step("step")] if first else [Step("step")]

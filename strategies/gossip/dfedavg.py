@@ -15,8 +15,6 @@ step (Shi et al., *Improving the Model Consistency of Decentralized Federated Le
 is another average of the averages, and one more exchange.
 """
 
-from collections.abc import Sequence
-
 from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
 from .relay import RelayStrategy, Step
@@ -30,9 +28,8 @@ class DFedAvg(DFedAvgOptions, RelayStrategy):
     """
 
     client = "DFedAvgClient"
-    ends_with = "averaged"
 
-    def plan(self, *, first: bool) -> Sequence[Step]:
+    def plan(self, *, first: bool) -> list[Step]:
         """Return the exchanges: trained weights, then their averages."""
         return train_and_average(self.gossip_steps)
 

@@ -8,8 +8,6 @@ and (3): g is the gradient of a batch at y, and the step goes along its gradient
     y + rho g / ||g||
 """
 
-from collections.abc import Sequence
-
 from fedntk.ntk.options import shared
 from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
@@ -21,7 +19,6 @@ class DFedSAM(DFedAvgOptions, RelayStrategy):
     """DFedSAM (Shi et al. 2023). Clients are :class:`~fedntk.clients.DFedSAMClient`, with rho."""
 
     client = "DFedSAMClient"
-    ends_with = "averaged"
 
     learning_rate_factor: float = shared(
         "in round k the learning rate is multiplied by factor^(k - 1); 0.95 in the comparison of "
@@ -30,6 +27,6 @@ class DFedSAM(DFedAvgOptions, RelayStrategy):
         above=0,
     )
 
-    def plan(self, *, first: bool) -> Sequence[Step]:
+    def plan(self, *, first: bool) -> list[Step]:
         """Return the exchanges: trained weights, then their averages."""
         return train_and_average(self.gossip_steps)

@@ -25,7 +25,7 @@ from fedntk.ntk.averages import masked_mean
 from fedntk.ntk.payloads.gossip_options import DisPFLOptions
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
-from .relay import RelayStrategy, Step
+from .relay import RelayStrategy
 
 
 class DisPFL(DisPFLOptions, RelayStrategy):
@@ -36,10 +36,6 @@ class DisPFL(DisPFLOptions, RelayStrategy):
     """
 
     client = "DisPFLClient"
-
-    def plan(self, *, first: bool) -> Sequence[Step]:
-        """Return the exchange, after one of the weights if these are not there yet."""
-        return [Step("weights"), Step("step")] if first else [Step("step")]
 
     def mean_of(self, models: Sequence[Arrays]) -> ArrayDict:
         """Return the mean of each number over the models in which it is not zero."""

@@ -17,18 +17,12 @@ all (appendix E.2): each member sends one Jacobian, and takes the hub's new weig
 exchange.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads import wire
+from fedntk.ntk.options import option
 from fedntk.ntk.payloads.gossip_options import MixingMatrix, NeighbourScreening, NTKDFLOptions
 
 from .relay import RelayStrategy, Step
-from .topology import mixing_matrix
 
 
 class NTKDFL(NTKDFLOptions, RelayStrategy):
@@ -42,15 +36,13 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
         "(appendix E.2); selection = own then takes the t of its own examples",
         default=False,
     )
-    _hubs: frozenset[int] = state(frozenset, saved=False)
-    _clusters: dict[int, tuple[int, ...]] = state(dict, saved=False)  # all in a cluster joined
 
     def check(self) -> None:
         """Refuse one evolution for clients that have no average in common."""
         if self.evolve_once and (self.topology.kind != "clustered" or not self.average_first):
             raise ValueError(
-                "evolve_once: expected clusters whose members average their weights; set "
-                "topology = 'clustered' and average_first = True, or leave it out"
+                "evolve_once: expected clusters whose members average their weights: "
+                "topology = 'clustered' and average_first = True"
             )
 
     @property
@@ -71,32 +63,16 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
         """The loss that evolves."""
         return self.loss
 
-    def plan(self, *, first: bool) -> Sequence[Step]:
+    @property
+    def uses_hubs(self) -> bool:
+        """Whether one member of each cluster averages and evolves for all."""
+        return self.evolve_once
+
+    def plan(self, *, first: bool) -> list[Step]:
         """Return the exchanges: weights where none are there yet, averages, then each batch's."""
-        planned = [Step("weights")] if first else []
+        steps = [Step("weights")] if first else []
         if self.average_first:
-            planned.append(Step("average"))
+            steps.append(Step("average"))
         for batch in range(self.batches):
-            planned += [Step("jacobians", batch), Step("evolve", batch)]
-        return [*planned, Step("adopt")] if self.evolve_once else planned
-
-    def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return who exchanges parcels with whom; if hubs evolve, members do only with them."""
-        self._clusters = self.draw_graph(server_round, clients)
-        if not self.evolve_once:
-            return self._clusters
-        stars = self.topology.hubs(server_round, self._clusters)
-        self._hubs = frozenset(stars)
-        return stars | {member: (hub,) for hub, members in stars.items() for member in members}
-
-    def averages_of(self, examples: Mapping[int, int]) -> NDArray[np.float64] | None:
-        """Return W: a cluster's members all average, though its hub does it for them."""
-        return mixing_matrix(self._clusters, examples, self.mixing) if self.average_first else None
-
-    def step_config(self, client: int, step: Step) -> dict[str, Any]:
-        """Return whether the client is a hub, if hubs evolve."""
-        return {wire.HUB: client in self._hubs} if self.evolve_once else {}
-
-    def receives(self, client: int, step: Step) -> bool:
-        """Whether a client is handed parcels: those that are no hubs have nothing to average."""
-        return not self.evolve_once or client in self._hubs or step.name != "average"
+            steps += [Step("jacobians", batch), Step("evolve", batch)]
+        return [*steps, Step("adopt")] if self.evolve_once else steps

@@ -7,13 +7,13 @@ encrypt each for its receivers.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
@@ -25,7 +25,7 @@ from fedntk.ntk.payloads.screening import screen_changes, screen_distances
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from ..core.averaging import cast_like
-from ..core.channel import Rounds
+from ..core.channel import Parse, Rounds
 from ..core.client_rounds import ClientRounds
 from ..core.registry import SentParts
 from ..core.replies import Reply, accuracy_of, check_weights, screen_accuracies
@@ -35,31 +35,32 @@ from ..core.strategy import Strategy
 from ..core.trust_protocols import VouchesForKeys, public_key_in
 from ..core.uploads import Update, Uploads
 from ..core.weight_average import WeightAverage
-from .topology import Topology, mixing_matrix, spectral_gap
+from .topology import Neighbours, Topology, mixing_matrix, spectral_gap
 
 logger = getLogger("flwr")
 FIRST = "first-weights"  # the part of what a client is sent that it keeps
 MODEL = "evaluate.model"  # a message that asks for a client's model
+AVERAGING = {"average", "step"}  # steps in which clients average with their neighbours
 Records = dict[str, ArrayRecord]
+T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """One exchange with all clients of a round."""
+    """One exchange with all clients of a round: its name, and which batch of examples counts."""
 
-    name: str  # under which clients know it
-    batch: int = 0  # part of its examples that a client is to use
+    name: str
+    batch: int = 0
 
 
 @dataclass
 class Progress:
-    """Where a round stands: its steps, the current one, and the parcels that it hands on.
-
-    `parcels` are by receiver, then by sender.
-    """
+    """Where a round stands."""
 
     steps: Sequence[Step] = ()
-    position: int = 0
-    parcels: Mapping[int, Mapping[int, ArrayRecord]] = field(default_factory=dict)
+    graph: Neighbours = field(default_factory=dict)  # the topology's
+    hubs: Collection[int] | None = None  # who averages and evolves, each for a cluster; None: all
+    position: int = 0  # of the current step
+    parcels: Mapping[int, Mapping[int, ArrayRecord]] = field(default_factory=dict)  # by receiver
 
 
 class RelayStrategy(Strategy):
@@ -77,16 +78,17 @@ class RelayStrategy(Strategy):
 
     Attributes
     ----------
-    models, models_before : dict of int to dict of str to ndarray
-        Client -> its weights, as it last sent them for evaluation; and, with `collect_both`, as
-        they were before the round's last training or average.
+    models : dict of int to dict of str to ndarray
+        Client -> its weights, as it last sent them for evaluation.
+    models_at : dict of str to such dicts
+        The same by what was done last, ``"averaged"`` or ``"trained"``; with `collect_both` also as
+        they were before that.
     neighbours : dict of int to tuple of int
-        Graph of the newest round.
+        Who exchanged parcels with whom in the newest round.
     """
 
     replies = "parcels"
     nests = "nowhere"
-    ends_with: ClassVar[Literal["trained", "averaged"]] = "trained"  # what a round's models are
 
     topology: Topology = argument(
         "who is whose neighbour; by default five random neighbours each, drawn anew in each round",
@@ -119,43 +121,36 @@ class RelayStrategy(Strategy):
     public_keys: dict[int, tuple[str, str]] = state(dict)  # client -> key, voucher in hexadecimal
     _drawn: set[int] = state(set)  # clients that were in a static graph
     models: dict[int, ArrayDict] = state(dict, saved=False)
-    models_before: dict[int, ArrayDict] = state(dict, saved=False)
-    neighbours: dict[int, tuple[int, ...]] = state(dict, saved=False)
+    models_at: dict[str, dict[int, ArrayDict]] = state(dict, saved=False)
+    neighbours: Neighbours = state(dict, saved=False)
     _ended: dict[int, Records] = state(dict, saved=False)  # what clients sent as a round ended
     progress: Progress = state(Progress, saved=False)
 
     def check(self) -> None:
         """Refuse vouchers for keys that nobody has."""
         if self.vouching is not None and not (self.seal and self.run):
-            raise ValueError(
-                "vouching: expected seal = True and the name of the run, run=..., as clients have "
-                "it"
-            )
+            raise ValueError("vouching: expected seal = True and the name of the run, run=...")
 
     @property
     @abstractmethod
     def mixing(self) -> MixingMatrix:
         """How clients count in averages with their neighbours."""
 
-    @abstractmethod
-    def plan(self, *, first: bool) -> Sequence[Step]:
-        """Return the steps of a round, the `first` or one that lacks the last round's parcels."""
+    def plan(self, *, first: bool) -> list[Step]:
+        """Return the steps of a round, the `first` or one that lacks the last round's parcels.
 
-    def averages_of(self, examples: Mapping[int, int]) -> NDArray[np.float64] | None:
-        """Return W of the round, given the clients' numbers of examples; None without averages."""
-        return mixing_matrix(self.neighbours, examples, self.mixing)
+        By default one step, in which clients train and average what was sent before.
+        """
+        return [Step("weights"), Step("step")] if first else [Step("step")]
+
+    @property
+    def uses_hubs(self) -> bool:
+        """Whether one member of each cluster averages and evolves for all."""
+        return False
 
     def mean_of(self, models: Sequence[Arrays]) -> ArrayDict:
         """Return the model that stands for all."""
         return equal_mean(models)
-
-    def step_config(self, client: int, step: Step) -> dict[str, Any]:
-        """Return what a method tells a client in a step, besides."""
-        return {}
-
-    def receives(self, client: int, step: Step) -> bool:
-        """Whether a client is handed parcels in a step."""
-        return True
 
     def further_settings(self) -> dict[str, Any]:
         """Return those of the topology."""
@@ -166,25 +161,26 @@ class RelayStrategy(Strategy):
     def train_round(self, r: Round) -> Rounds[Update]:
         """Hand parcels on, step by step; then ask for the models, if they are to be evaluated."""
         clients = r.sample(sent_alike=False)
-        self._begin_round(r, clients)
+        progress = self._begin_round(r, clients)
         uploads = yield from self._ask_step(r, clients)
         rejected, refused = uploads.rejected, count_refused(uploads)
         examples = dict(zip(uploads.clients, uploads.counts, strict=True))
-        for position in range(1, len(self.progress.steps)):
-            self.progress.position = position
-            self.progress.parcels = self._sort(uploads)
+        for position in range(1, len(progress.steps)):
+            progress.position = position
+            progress.parcels = self._sort(dict(zip(uploads.clients, uploads.values, strict=True)))
             uploads = yield from self._ask_step(r, uploads)
             rejected += uploads.rejected
             refused += count_refused(uploads)
-        self.progress.parcels = {}
+        progress.parcels = {}
         uploads = uploads.with_rejected(rejected - uploads.rejected)
         metrics: dict[str, Any] = {REFUSED: refused}
-        if (matrix := self.averages_of(examples)) is not None:
+        if any(step.name in AVERAGING for step in progress.steps):
+            matrix = mixing_matrix(progress.graph, examples, self.mixing)
             metrics["spectral-gap"] = spectral_gap(matrix)
         if not self.enough(uploads):
             self._ended = {}
             return Update(uploads, None, metrics)
-        self._ended = {upload.client: upload.value for upload in uploads}
+        self._ended = dict(zip(uploads.clients, uploads.values, strict=True))
         self.trained.set(uploads.clients, r.number)
         if not self.collect or not self.evaluates_in(r.number):
             return Update(uploads, None, metrics)
@@ -193,29 +189,13 @@ class RelayStrategy(Strategy):
 
     def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
         """Have clients evaluate their models."""
-        uploads = yield from r.ask(
-            accuracy_of, contents=lambda *told: self._content(r, *told), **self._tracked
-        )
+        uploads = yield from self._ask(r, accuracy_of)
         uploads = self.screening.drop(uploads, screen_accuracies)
         if self.average is None:  # else it is of the mean over rounds, which nobody trains from
             self._mark(uploads)
         return uploads
 
-    def _begin_round(self, r: Round, sample: Sample) -> None:
-        """Draw the graph, and plan the steps."""
-        clients = {r.registry.client(node): node for node in sample.nodes}
-        if self.seal:
-            self._ask_keys(r, clients)
-        self.neighbours = self.graph(r.number, list(clients))
-        first = self.seal or not clients.keys() <= self._ended.keys()
-        parcels = {} if first else self._sort_records(self._ended)
-        self.progress = Progress(list(self.plan(first=first)), 0, parcels)
-
-    def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return who exchanges parcels with whom."""
-        return self.draw_graph(server_round, clients)
-
-    def draw_graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    def graph(self, server_round: int, clients: Sequence[int]) -> Neighbours:
         """Draw the topology's graph; a client that misses a static one leaves a gap.
 
         That graph is one of all clients so far, if all are to take part in each round.
@@ -226,86 +206,92 @@ class RelayStrategy(Strategy):
         whole = self.topology.neighbours(server_round, self._drawn)
         return {client: tuple(j for j in whole[client] if j in clients) for client in clients}
 
+    def _begin_round(self, r: Round, sample: Sample) -> Progress:
+        """Draw the graph, and plan the steps; members exchange parcels only with their hub."""
+        nodes = {r.registry.client(node): node for node in sample.nodes}
+        if self.seal:
+            self._ask_keys(r, nodes)
+        graph, hubs = self.graph(r.number, list(nodes)), None
+        self.neighbours = graph
+        if self.uses_hubs:
+            stars = self.topology.hubs(r.number, graph)
+            members = {k: (hub,) for hub, others in stars.items() for k in others}
+            self.neighbours, hubs = stars | members, stars.keys()
+        first = self.seal or not nodes.keys() <= self._ended.keys()
+        parcels = {} if first else self._sort(self._ended)
+        self.progress = Progress(self.plan(first=first), graph, hubs, 0, parcels)
+        return self.progress
+
     def _ask_step(self, r: Round, clients: Sample | Uploads[Any]) -> Rounds[Uploads[Records]]:
-        """Make one exchange of parcels."""
-        uploads = yield from r.ask(
-            self._parcels_in,
-            clients=clients,
-            contents=lambda *told: self._content(r, *told),
-            require_kind=lambda message: self._require_parcels(r, message),
-            **self._tracked,
+
+        def require_parcels(message: Message) -> None:
+            """Tell weights by the record's name, as arrays' names are not read here."""
+            if r.owner.arrayrecord_key in message.content.array_records:
+                raise BadReply(
+                    "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
+                )
+
+        uploads = yield from self._ask(
+            r, self._parcels_in, training=True, clients=clients, require_kind=require_parcels
         )
         self._mark(uploads)
         return uploads
 
-    @property
-    def _tracked(self) -> Mapping[str, Any]:
-        """How an exchange tracks what clients have."""
-        return {"sent": _Contacts(self.sent, self.public_keys), "resends": False}
+    def _ask(
+        self, r: Round, parse: Parse[T], *, training: bool = False, **how: Any
+    ) -> Rounds[Uploads[T]]:
+        uploads = yield from r.ask(
+            parse,
+            contents=lambda client, config: self._content(r, client, config, training),
+            sent=_Contacts(self.sent, self.public_keys),
+            resends=False,
+            **how,
+        )
+        return uploads
 
     def _mark(self, uploads: Uploads[Any]) -> None:
-        """Note that clients with accepted replies have the first weights."""
         for client in uploads.clients:
             if self.sent.lacks(client, FIRST):
                 self.sent.mark(client, FIRST)
 
-    def _content(
-        self, r: Round, client: int, config: ConfigRecord, *, training: bool | None = None
-    ) -> RecordDict:
+    def _content(self, r: Round, client: int, config: ConfigRecord, training: bool) -> RecordDict:
         """Return the parcels for a client, and the first weights if it has none of its own."""
-        training = r.stage == MessageType.TRAIN if training is None else training
-        told = ConfigRecord({**config, **self.trained.config(client), **self._step_config(r)})
-        content = RecordDict({r.owner.configrecord_key: told})
-        if training:
-            step = self.progress.steps[self.progress.position]
-            neighbours = self.neighbours.get(client, ())
-            told[wire.NEIGHBOURS] = list(neighbours)
+        progress, neighbours = self.progress, self.neighbours.get(client, ())
+        both = self.collect and self.collect_both and self.evaluates_in(r.number)
+        message = ConfigRecord({**config, **self.trained.config(client), wire.KEEP_BOTH: both})
+        message[wire.OUTLIER_FACTOR] = self.screening.outlier_factor
+        message[wire.MAX_EXAMPLES] = self.max_examples
+        step = progress.steps[progress.position] if progress.steps else None
+        if step is not None:
+            message[wire.STEP] = step.name
+            message[wire.BATCH] = step.batch
+        content = RecordDict({r.owner.configrecord_key: message})
+        if training and step is not None:
+            message[wire.NEIGHBOURS] = list(neighbours)
             if self.seal:
-                self._add_keys(told, client)
+                message.update(self._keys_for(client))
             if self.mixing == "metropolis":
-                told[wire.DEGREES] = [len(self.neighbours[other]) for other in neighbours]
-            told.update(self.step_config(client, step))
-            if self.receives(client, step):
-                for sender, parcel in sorted(self.progress.parcels.get(client, {}).items()):
+                message[wire.DEGREES] = [len(self.neighbours[other]) for other in neighbours]
+            is_hub = progress.hubs is None or client in progress.hubs
+            if progress.hubs is not None:
+                message[wire.HUB] = is_hub
+            if is_hub or step.name != "average":  # others have nothing to average
+                for sender, parcel in sorted(progress.parcels.get(client, {}).items()):
                     content[f"{FROM}{sender}"] = parcel
         if client not in self.trained and self.sent.lacks(client, FIRST):
             content[r.owner.arrayrecord_key] = r.arrays
         return content
 
-    def _step_config(self, r: Round) -> dict[str, Any]:
-        both = self.collect and self.collect_both
-        told: dict[str, Any] = {
-            wire.OUTLIER_FACTOR: self.screening.outlier_factor,
-            wire.MAX_EXAMPLES: self.max_examples,
-            wire.KEEP_BOTH: both and self.evaluates_in(r.number),
-        }
-        if self.progress.steps:
-            step = self.progress.steps[self.progress.position]
-            told |= {wire.STEP: step.name, wire.BATCH: step.batch}
-        return told
-
-    def _require_parcels(self, r: Round, message: Message) -> None:
-        """Tell weights by the record's name, as arrays' names are not read here."""
-        if r.owner.arrayrecord_key in message.content.array_records:
-            raise BadReply(
-                "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
-            )
-
     def _parcels_in(self, reply: Reply) -> Records:
-        """Return a client's parcels by address; what is in them is the receivers' to check."""
+        """Return a client's parcels by address; what they hold is for receivers to check."""
         records = dict(reply.message.content.array_records)
         addresses = {ALL, *(f"{TO}{other}" for other in self.neighbours.get(reply.client, ()))}
         if strangers := sorted(records.keys() - addresses):
             raise BadReply("arrays", f"parcels for clients that are no neighbours: {strangers[:5]}")
         return records
 
-    def _sort(self, uploads: Uploads[Records]) -> dict[int, dict[int, ArrayRecord]]:
-        return self._sort_records({upload.client: upload.value for upload in uploads})
-
-    def _sort_records(
-        self, sent: Mapping[int, Mapping[str, ArrayRecord]]
-    ) -> dict[int, dict[int, ArrayRecord]]:
-        """Return receiver -> sender -> parcel."""
+    def _sort(self, sent: Mapping[int, Records]) -> dict[int, dict[int, ArrayRecord]]:
+        """Return receiver -> sender -> parcel, of what each client sent by address."""
         parcels: dict[int, dict[int, ArrayRecord]] = {}
         for receiver, others in self.neighbours.items():
             for sender in others:
@@ -318,56 +304,61 @@ class RelayStrategy(Strategy):
     # -------------------------------------------------------------------- public keys
 
     def _ask_keys(self, r: Round, nodes: Mapping[int, int]) -> None:
-        """Ask clients for public keys that are not known; `nodes` has their nodes."""
         clients = [client for client in nodes if client not in self.public_keys]
         if not clients:
             return
-        stage = "query.public_key"
+        stage, key = "query.public_key", r.owner.configrecord_key
         common = r.common_config(stage)
-        contents = [
-            RecordDict(
-                {r.owner.configrecord_key: ConfigRecord({**common, **self.trained.config(client)})}
-            )
-            for client in clients
-        ]
+        configs = [ConfigRecord({**common, **self.trained.config(client)}) for client in clients]
         replies = r.channel.query(
-            [nodes[client] for client in clients], stage, contents, timeout_of(self, stage)
+            [nodes[client] for client in clients],
+            stage,
+            [RecordDict({key: config}) for config in configs],
+            timeout_of(self, stage),
         )
         for reply in replies:
             node = reply.metadata.src_node_id
             try:
-                key = public_key_in(reply, self.vouching, self.run)
-                self.public_keys[r.registry.client(node)] = key
+                public_key = public_key_in(reply, self.vouching, self.run)
+                self.public_keys[r.registry.client(node)] = public_key
             except Exception as error:  # a reply may hold anything; none may end the run
                 logger.warning("node %d has no public key: %s", node, error)
 
-    def _add_keys(self, config: ConfigRecord, client: int) -> None:
-        """Add the receivers' keys; the last step has none, as next round's are not known yet."""
-        position = self.progress.position
-        is_last = position == len(self.progress.steps) - 1
-        others = () if is_last else self.neighbours.get(client, ())
-        keys = {j: self.public_keys[j] for j in others if j in self.public_keys}
-        config[wire.PARCEL_RUN] = self.trained.run_key
-        config[wire.PARCEL_EXCHANGE] = position
-        config[wire.PARCEL_SENDER] = client
-        config[wire.PARCEL_OWN_KEY] = bytes.fromhex(self.public_keys.get(client, ("", ""))[0])
-        config[wire.PARCEL_RECEIVERS] = list(keys)
-        config[wire.PARCEL_KEYS] = [bytes.fromhex(key) for key, _ in keys.values()]
-        config[wire.PARCEL_VOUCHERS] = [bytes.fromhex(voucher) for _, voucher in keys.values()]
+    def _keys_for(self, client: int) -> dict[str, Any]:
+        """Return the receivers' keys; the last step has none, as next round's are not known yet."""
+        progress = self.progress
+        is_last = progress.position == len(progress.steps) - 1
+        receivers = () if is_last else self.neighbours.get(client, ())
+        keys = {j: self.public_keys[j] for j in receivers if j in self.public_keys}
+        return {
+            wire.PARCEL_RUN: self.trained.run_key,
+            wire.PARCEL_EXCHANGE: progress.position,
+            wire.PARCEL_SENDER: client,
+            wire.PARCEL_OWN_KEY: bytes.fromhex(self.public_keys.get(client, ("", ""))[0]),
+            wire.PARCEL_RECEIVERS: list(keys),
+            wire.PARCEL_KEYS: [bytes.fromhex(key) for key, _ in keys.values()],
+            wire.PARCEL_VOUCHERS: [bytes.fromhex(voucher) for _, voucher in keys.values()],
+        }
 
     # ------------------------------------------------------------------- mean model
 
     def _mean_model(self, r: Round) -> Rounds[tuple[ArrayRecord | None, dict[str, Any]]]:
         """Ask all clients for their models; return the equal mean of what came, and metrics."""
+
+        def models_in(reply: Reply) -> dict[str, ArrayDict]:
+            both = self.collect_both and wire.BEFORE in reply.message.content.array_records
+            names = ("arrays", wire.BEFORE) if both else ("arrays",)
+            records = zip(names, reply.array_records(*names), strict=True)
+            return {name: check_weights(arrays, r.model) for name, arrays in records}
+
         population = Population(1.0, 1, 0, self.min_available_nodes, self.sampling.held_out)
         everyone = self.sampling.draw(r, population, sent_alike=False)
-        uploads = yield from r.ask(
-            lambda reply: self._models_in(reply, r.model),
+        uploads = yield from self._ask(
+            r,
+            models_in,
             stage=MODEL,
             clients=everyone._replace(wanted=None),
-            contents=lambda *told: self._content(r, *told, training=False),
             require_kind=accept_any,
-            **self._tracked,
         )
         zero = {name: np.zeros_like(array) for name, array in r.model.items()}
         uploads = self.screening.drop(  # by norms: how far they moved says how often they trained
@@ -382,27 +373,16 @@ class RelayStrategy(Strategy):
             logger.warning("%d clients' models could not be used", uploads.rejected.total())
         if not uploads:
             return None, metrics
-        self.models = {upload.client: upload.value["arrays"] for upload in uploads}
-        self.models_before = {
-            upload.client: upload.value[wire.BEFORE]
-            for upload in uploads
-            if wire.BEFORE in upload.value
-        }
+        pairs = list(zip(uploads.clients, uploads.values, strict=True))
+        self.models = {client: arrays["arrays"] for client, arrays in pairs}
+        before = {k: arrays[wire.BEFORE] for k, arrays in pairs if wire.BEFORE in arrays}
+        points = ("trained", "averaged")
+        if self.progress.steps[-1].name == "average":
+            points = ("averaged", "trained")
+        self.models_at = dict(zip(points, (self.models, before), strict=True))
         models = list(self.models.values())
         metrics["inter-client-deviation"] = deviation(models)
         return cast_like(self.mean_of(models), r.model), metrics
-
-    def _models_in(self, reply: Reply, network: ArrayDict) -> dict[str, ArrayDict]:
-        both = self.collect_both and wire.BEFORE in reply.message.content.array_records
-        names = ("arrays", wire.BEFORE) if both else ("arrays",)
-        records = zip(names, reply.array_records(*names), strict=True)
-        return {name: check_weights(arrays, network) for name, arrays in records}
-
-    @property
-    def models_at(self) -> dict[str, dict[int, ArrayDict]]:
-        """Clients' models by what was done last: ``"averaged"`` and ``"trained"``."""
-        other = "averaged" if self.ends_with == "trained" else "trained"
-        return {self.ends_with: self.models, other: self.models_before}
 
 
 class _Contacts:
@@ -416,9 +396,7 @@ class _Contacts:
         self._sent.forget(client)
         self._keys.pop(client, None)
 
-    def doubt(self, client: int) -> None:
-        """Do the same for a client that failed."""
-        self.forget(client)
+    doubt = forget  # of a client that failed: it may have lost them
 
 
 def count_refused(uploads: Uploads[Any]) -> int:
@@ -437,9 +415,9 @@ def deviation(models: Sequence[Mapping[str, NDArray[Any]]]) -> float:
     mean, total, count = equal_mean(models), 0.0, 0
     for name, centre in mean.items():
         if models[0][name].dtype.kind == "f":
-            each = [np.asarray(own[name], np.float64) for own in models]
+            arrays = [np.asarray(model[name], np.float64) for model in models]
             with np.errstate(invalid="ignore"):  # of infinite numbers, on which all agree
-                distances = np.asarray(np.sqrt(sum((own - centre) ** 2 for own in each)))
-            total += float(put_back(distances, np.zeros(centre.shape), all_alike(each)).sum())
+                distances = np.asarray(np.sqrt(sum((array - centre) ** 2 for array in arrays)))
+            total += float(put_back(distances, np.zeros(centre.shape), all_alike(arrays)).sum())
             count += np.size(centre)
     return total / max(count, 1)

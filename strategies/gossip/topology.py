@@ -60,12 +60,6 @@ class Topology(Declared):
         if self.kind == "clustered" and not self.dynamic:
             logger.warning("static clusters never exchange anything with each other")
 
-    def __repr__(self) -> str:
-        """Show the options that differ from their defaults."""
-        values = {name: getattr(self, name) for name in self.options()}
-        changed = [f"{n}={v!r}" for n, v in values.items() if v is not self.options()[n].default]
-        return f"{type(self).__name__}({', '.join(changed)})"
-
     @classmethod
     def key(cls, name: str) -> str:
         """Name the kind as strategies do: topology."""
@@ -73,26 +67,21 @@ class Topology(Declared):
 
     def check(self) -> None:
         """Refuse a graph that is missing or not used."""
-        super().check()
         if (self.kind == "own") != (self.graph is not None):
-            raise ValueError(
-                "graph: expected one with topology = 'own', and none with another, got "
-                f"{'none' if self.graph is None else 'one'} with {self.kind!r}"
-            )
+            got = f"{'none' if self.graph is None else 'one'} with {self.kind!r}"
+            raise ValueError(f"graph: expected one with topology = 'own', and only then, got {got}")
 
     def neighbours(self, server_round: int, clients: Iterable[int]) -> Neighbours:
         """Return each client's neighbours in a round, sorted, without its own id.
 
-        A random graph that falls apart is drawn again, up to 100 times. The sizes of the parts of
-        one that still does, or of a given graph that is not connected, are logged.
+        A random graph that falls apart is drawn again, up to 100 times; else its parts are logged.
         """
         import networkx as nx
 
         members = sorted(clients)
         drawn = server_round if self.dynamic else 0
         generator = np.random.default_rng([self.seed, drawn, *b"topology"])
-        tries = TRIES if self.kind in ("regular", "erdos-renyi") else 1
-        for _ in range(tries):
+        for _ in range(TRIES if self.kind in ("regular", "erdos-renyi") else 1):
             graph = self._draw(members, generator)
             if len(members) < 2 or self.kind == "clustered" or nx.is_connected(graph):
                 break
@@ -101,7 +90,7 @@ class Topology(Declared):
             logger.warning(
                 "round %d: the graph is not connected, its parts have %s clients; %s",
                 server_round,
-                ", ".join(map(str, sizes[:10])) + (", ..." if len(sizes) > 10 else ""),
+                sizes[:10],
                 "add edges" if self.kind == "own" else "raise degree",
             )
         return {client: tuple(sorted(graph.neighbors(client))) for client in members}
@@ -115,9 +104,9 @@ class Topology(Declared):
 
     def settings(self) -> dict[str, Any]:
         """Return what a run depends on, as JSON holds it."""
-        own = self.compared_options()
-        renamed = {"topology": own.pop("kind"), "topology_seed": own.pop("seed")}
-        return {**renamed, **own, "edges": sorted(map(list, self.edges))}
+        options = self.compared_options()
+        renamed = {"topology": options.pop("kind"), "topology_seed": options.pop("seed")}
+        return {**renamed, **options, "edges": sorted(map(list, self.edges))}
 
     def _draw(self, members: Sequence[int], generator: np.random.Generator) -> "nx.Graph":
         import networkx as nx
@@ -156,18 +145,14 @@ def _edges(graph: Edges) -> frozenset[tuple[int, int]]:
     import networkx as nx
 
     if isinstance(graph, nx.Graph) and graph.is_directed():
-        raise ValueError(
-            "graph: expected one without directions, as neighbours send each other parcels, got a "
-            f"{type(graph).__name__}; give graph.to_undirected()"
-        )
+        kind = type(graph).__name__
+        raise ValueError(f"graph: expected no directions, got a {kind}; give graph.to_undirected()")
     edges = set()
     for pair in graph.edges() if isinstance(graph, nx.Graph) else graph:
         try:
             a, b = sorted(map(operator.index, pair))
         except (TypeError, ValueError):
-            raise ValueError(
-                f"graph: expected edges as pairs of clients' ids, whole numbers, got {pair!r}"
-            ) from None
+            raise ValueError(f"graph: expected pairs of clients' ids, got {pair!r}") from None
         if a != b:
             edges.add((a, b))
     return frozenset(edges)
