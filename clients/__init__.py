@@ -7,10 +7,9 @@ from .core.disk_store import DiskStore, cache_dir
 from .core.local_sgd import LocalSGD
 from .core.masked_sums import MaskedSums
 from .core.masked_weights import MaskedWeights
-from .core.named_arrays import NamedArrays
 from .core.privacy_ledger import PrivacyLedger, PrivacyLimits
 from .core.projection import SealedProjection, project
-from .core.weights import get_weights, set_weights
+from .core.weights import NamedArrays, get_weights, set_weights
 from .ensembles.fed_ensemble import FedEnsembleClient
 from .gossip.d_psgd import DPSGDClient
 from .gossip.dfedavg import DFedAvgClient

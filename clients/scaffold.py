@@ -25,10 +25,9 @@ from fedntk.ntk.support.shared_arrays import first_names
 
 from .core.base import ModelClient
 from .core.local_sgd import LocalSGD
-from .core.named_arrays import NamedArrays, records_of
 from .core.randomness import own_randomness, torch_seed
 from .core.sgd_steps import Gradients, held_gradients, trained_parameters
-from .core.weights import Config, Fit, Parameters, set_weights
+from .core.weights import Config, Fit, NamedArrays, Parameters, records_of, set_weights
 
 
 class SCAFFOLDClient(ModelClient):

@@ -30,9 +30,17 @@ from ..core.base import sample_size
 from ..core.disk_store import client_name
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
 from ..core.masked_sums import Arrays, SumRequest
-from ..core.named_arrays import NamedArrays
 from ..core.privacy_ledger import Release
-from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, get_weights, set_weights
+from ..core.weights import (
+    Config,
+    Evaluation,
+    Fit,
+    NamedArrays,
+    Parameters,
+    Scalar,
+    get_weights,
+    set_weights,
+)
 
 Records = dict[str, Arrays]
 BESIDE = (wire.STEPS, wire.SECURE_SUM, wire.TOTAL)  # records beside the network's

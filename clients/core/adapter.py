@@ -19,10 +19,9 @@ from fedntk.ntk.payloads.agreement import Agreement
 from fedntk.ntk.payloads.masked_average import AverageTask
 from fedntk.ntk.payloads.npy import from_npy, to_npy
 
-from .named_arrays import NamedArrays
 from .numpy_client import NumPyClient
 from .randomness import GLOBAL_STATE
-from .weights import Fit
+from .weights import Fit, NamedArrays
 
 CLIENT_ID = "client-id"  # name in the configuration: which client of a run this is
 OF_A_CLIENT = "from-"  # begins the name of a record that another client made

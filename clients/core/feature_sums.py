@@ -22,9 +22,8 @@ from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 from .base import PROMISED, ModelClient, step_method
 from .disk_store import client_name
 from .masked_sums import Arrays, MaskedSums, SumRequest
-from .named_arrays import NamedArrays
 from .privacy_ledger import Release
-from .weights import Config, Fit, Parameters
+from .weights import Config, Fit, NamedArrays, Parameters
 
 Sums = FeatureStatistics | SplitStatistics
 

@@ -1,6 +1,6 @@
-"""Weights as the list of arrays that Flower's NumPyClient passes around."""
+"""Weights as the list of arrays that NumPyClients pass around, and the names of these arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,48 @@ Parameters = list[NDArray[Any]]  # the arrays of a message, or of a reply
 Config = dict[str, Scalar]  # a message's configuration
 Fit = tuple[Parameters, int, dict[str, Scalar]]  # arrays, number of examples, metrics
 Evaluation = tuple[float, int, dict[str, Scalar]]  # loss, number of examples, metrics
+Record = Mapping[str, NDArray[Any]]
+
+
+class NamedArrays(list[NDArray[Any]]):
+    """A list of arrays that also knows the records and names under which they travel.
+
+    :func:`~fedntk.clients.client_app` hands it to ``fit``, ``evaluate`` and ``query``. A client
+    that returns one from ``fit`` names the records of its reply.
+
+    Parameters
+    ----------
+    records : mapping of str to mapping of str to ndarray
+        Record -> name -> array.
+    unreadable : mapping of str to str, optional
+        Record -> why it could not be read. Only records that come from other clients are left out
+        so; any other one fails the message.
+    """
+
+    def __init__(
+        self, records: Mapping[str, Record], unreadable: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(array for record in records.values() for array in record.values())
+        self.records = {name: dict(record) for name, record in records.items()}
+        self.unreadable = dict(unreadable or {})
+
+
+def records_of(
+    parameters: Sequence[NDArray[Any]], *names: str, strategy: str
+) -> dict[str, dict[str, NDArray[Any]]]:
+    """Return the records of what ``fit`` was given; `strategy` sends those that must be there."""
+    if not isinstance(parameters, NamedArrays):
+        raise ValueError(
+            f"expected NamedArrays with the records of the strategy {strategy}, as client_app "
+            f"hands on, got a {type(parameters).__name__} without names"
+        )
+    records = parameters.records
+    if missing := [name for name in names if name not in records]:
+        raise ValueError(
+            f"expected the records {', '.join(names)}, got {', '.join(records) or 'none'}; "
+            f"{', '.join(missing)} comes from the strategy {strategy}"
+        )
+    return records
 
 
 def get_weights(model: nn.Module) -> list[NDArray[Any]]:

@@ -10,9 +10,8 @@ from fedntk.ntk import EnsemblePredictor
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 
 from ..core.base import ModelClient
-from ..core.named_arrays import NamedArrays
 from ..core.numpy_client import NumPyClient
-from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar
+from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar
 
 
 class FedEnsembleClient(NumPyClient):

@@ -6,38 +6,16 @@ and Machine Intelligence 45, 2023 (arXiv 2104.11375).
 
 from fedntk.ntk.payloads.gossip_options import ALL, DFedAvgOptions
 
-from ..core.sgd_steps import BatchGradients
 from .gossip import GossipClient
 from .relay import HEARD, RESTARTED, Answer, Message
 
 AVERAGED = "holds-an-average"  # beside metrics within a round: whether a neighbour has a part
 
 
-class DFedAvgClient(GossipClient):
-    """Answers the steps of DFedAvg: ``train`` and ``average``.
-
-    A client that lost its weights trains from the first ones again. It sends nothing in that round,
-    and takes over the average of its neighbours. With momentum above 0 it is DFedAvgM.
-    """
-
-    strategy = "DFedAvg"
-    options_kind = DFedAvgOptions
-
-    def step_train(self, message: Message) -> Answer:
-        """Train from x_i, and send z_i to the neighbours."""
-        return train_and_send(self, message)
-
-    def step_average(self, message: Message) -> Answer:
-        """Average what was trained, or averaged in the step before, with the neighbours'."""
-        return average(self, message)
-
-
-def train_and_send(
-    client: GossipClient, message: Message, gradients: BatchGradients | None = None
-) -> Answer:
+def train_and_send(client: GossipClient, message: Message) -> Answer:
     """Train from x_i, and send z_i to the neighbours."""
     weights, lost = message.memory.current()
-    trained, metrics = client.train_from(weights, message, gradients=gradients)
+    trained, metrics = client.train_from(weights, message)
     metrics |= {RESTARTED: int(lost)}
     message.memory.keep_within("weights", trained)
     message.memory.keep_within("metrics", {**metrics, AVERAGED: 0})
@@ -53,12 +31,22 @@ def average(client: GossipClient, message: Message) -> Answer:
     others = client.read_weights(message, weights)
     with_own = bool(averaged) or not metrics[RESTARTED]
     mean = client.mix(weights, others, message, with_own=with_own)
-    last = message.batch == message.options.gossip_steps - 1
-    if last:
+    if message.batch == message.options.gossip_steps - 1:
         message.memory.keep(mean)
-    else:
-        within = {**metrics, AVERAGED: int(averaged or bool(others))}
-        message.memory.keep_within("weights", mean)
-        message.memory.keep_within("metrics", within)
-    metrics |= {HEARD: len(others)}
-    return {} if last else {ALL: client.parcel(mean)}, metrics
+        return {}, metrics | {HEARD: len(others)}
+    message.memory.keep_within("weights", mean)
+    message.memory.keep_within("metrics", {**metrics, AVERAGED: int(averaged or bool(others))})
+    return {ALL: client.parcel(mean)}, metrics | {HEARD: len(others)}
+
+
+class DFedAvgClient(GossipClient):
+    """Answers the steps of DFedAvg: ``train`` and ``average``.
+
+    A client that lost its weights trains from the first ones again. It sends nothing in that round,
+    and takes over the average of its neighbours. With momentum above 0 it is DFedAvgM.
+    """
+
+    strategy = "DFedAvg"
+    options_kind = DFedAvgOptions
+    step_train = train_and_send
+    step_average = average

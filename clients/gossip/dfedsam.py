@@ -16,7 +16,6 @@ from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 from ..core.sgd_steps import Gradients, plain_gradients
 from .dfedavg import average, train_and_send
 from .gossip import GossipClient
-from .relay import Answer, Message
 
 
 class DFedSAMClient(GossipClient):
@@ -29,20 +28,14 @@ class DFedSAMClient(GossipClient):
 
     strategy = "DFedSAM"
     options_kind = DFedAvgOptions
+    step_train = train_and_send
+    step_average = average
 
     rho: float = option(
         "radius of the sharpest point; 0: DFedAvg, bit for bit", default=0.01, at_least=0
     )
 
-    def step_train(self, message: Message) -> Answer:
-        """Train from x_i, and send z_i to the neighbours."""
-        return train_and_send(self, message, self.sharp_gradients)
-
-    def step_average(self, message: Message) -> Answer:
-        """Average what was trained, or averaged in the step before, with the neighbours'."""
-        return average(self, message)
-
-    def sharp_gradients(
+    def gradients(
         self, batch_loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]
     ) -> tuple[Tensor, Gradients]:
         """Return a batch's loss at w, and its gradients at the point nearby."""

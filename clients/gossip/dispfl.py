@@ -2,9 +2,11 @@
 
 Source: Dai et al., *DisPFL: Towards Communication-Efficient Personalized Federated Learning via
 Decentralized Sparse Training*, ICML 2022, and its authors' program; the strategy tells what is
-theirs from this package's reading.
+theirs from this package's reading. Densities of layers, and regrowth by gradients: Evci et al.,
+*Rigging the Lottery: Making All Tickets Winners*, ICML 2020, section 3.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,11 +22,11 @@ from fedntk.ntk.support.shared_arrays import unify
 
 from ..core.randomness import round_seed
 from ..core.sgd_steps import Adjust, Gradients, gradients_of, trained_parameters
-from .dispfl_masks import Masks, first_masks, search
 from .gossip import GossipClient
 from .relay import COUNT, HEARD, RESTARTED, Answer, Message, WeightsParcel
 
 MASKS = "sparse-masks"  # name of an array beside the weights
+Masks = dict[str, NDArray[np.bool_]]
 SENT, NEXT = "sent ", "next "  # before names beside kept weights: of their mask, and the next one
 
 
@@ -38,7 +40,7 @@ class SparseWeights(NamedTuple):
     def to_arrays(self) -> ArrayDict:
         """Wire format: the numbers in the masks, whole arrays without one, masks of a bit each."""
         sent = {name: self.weights[name][mask] for name, mask in self.masks.items()}
-        sent[MASKS] = np.packbits(join_masks(self.masks))
+        sent[MASKS] = np.packbits(_join(self.masks))
         return WeightsParcel(self.weights, self.num_examples).to_arrays() | sent
 
     @classmethod
@@ -108,8 +110,8 @@ class DisPFLClient(GossipClient):
         metrics |= {
             RESTARTED: int(lost),
             HEARD: len(others),
-            "mask-density": float(join_masks(mask).mean()),
-            "mask-changed": float((join_masks(mask) != join_masks(following)).mean()),
+            "mask-density": float(_join(mask).mean()),
+            "mask-changed": float((_join(mask) != _join(following)).mean()),
         }
         return {ALL: sent.to_arrays()}, metrics
 
@@ -122,10 +124,9 @@ class DisPFLClient(GossipClient):
             masks = {name: saved[SENT + name] for name in names}
             following = {name: saved[NEXT + name] for name in names}
             return SparseWeights(weights, masks, self.num_examples), following, False
-        drawn = [options.seed] if options.same_masks else list(self.seed)
-        generator = np.random.default_rng([*drawn, *b"first-masks"])
-        parameters = trained_parameters(self.model)
-        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        seed = [options.seed] if options.same_masks else self.seed
+        generator = np.random.default_rng([*seed, *b"first-masks"])
+        shapes = {name: tuple(p.shape) for name, p in trained_parameters(self.model).items()}
         masks = first_masks(shapes, 1 - options.sparsity, generator)
         sparse = SparseWeights(_apply_masks(weights, masks), masks, self.num_examples)
         return sparse, masks, lost
@@ -157,11 +158,71 @@ class DisPFLClient(GossipClient):
         }
 
 
-def join_masks(masks: Masks) -> NDArray[np.bool_]:
-    """Join the bits of all masks."""
+def _join(masks: Masks) -> NDArray[np.bool_]:
     return np.concatenate([np.zeros(0, bool), *(mask.ravel() for mask in masks.values())])
 
 
 def _apply_masks(weights: ArrayDict, masks: Masks) -> ArrayDict:
     return {n: np.where(masks[n], w, w.dtype.type(0)) if n in masks else w
             for n, w in weights.items()}  # fmt: skip
+
+
+def layer_densities(shapes: Mapping[str, tuple[int, ...]], density: float) -> dict[str, float]:
+    """Return the density of each array by the rule of Erdos-Renyi kernels (Evci et al. 2020).
+
+    Arrays of fewer than two axes, such as biases, are whole, and count. Any other array, of shape
+    (a, b, ...), has a density in proportion to (a + b + ...) / (a b ...), at most 1, such that all
+    together have the wanted `density`.
+    """
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    ratios = {name: sum(shape) / sizes[name] for name, shape in shapes.items() if len(shape) > 1}
+    whole = shapes.keys() - ratios.keys()
+    left = density * sum(sizes.values()) - sum(sizes[name] for name in whole)
+    if ratios and left <= 0:
+        raise ValueError(
+            f"sparsity: the network's vectors, which stay whole, have more than {density:.3g} of "
+            "its numbers; choose a lower one"
+        )
+    scale = 0.0
+    while ratios:
+        scale = left / sum(ratios[name] * sizes[name] for name in ratios)
+        largest = max(ratios.values())
+        if largest * scale <= 1:
+            break
+        for name in [name for name, ratio in ratios.items() if ratio == largest]:
+            left -= sizes[name]
+            del ratios[name]
+    return {name: ratios[name] * scale if name in ratios else 1.0 for name in shapes}
+
+
+def first_masks(
+    shapes: Mapping[str, tuple[int, ...]], density: float, generator: np.random.Generator
+) -> Masks:
+    """Draw masks of the densities of :func:`layer_densities`, for arrays of two axes or more."""
+    masks: Masks = {}
+    for name, share in layer_densities(shapes, density).items():
+        if len(shapes[name]) > 1:
+            mask = np.zeros(math.prod(shapes[name]), bool)
+            mask[generator.permutation(len(mask))[: max(1, round(share * len(mask)))]] = True
+            masks[name] = mask.reshape(shapes[name])
+    return masks
+
+
+def search(
+    mask: NDArray[np.bool_],
+    weights: NDArray[np.floating],
+    gradient: NDArray[np.floating],
+    share: float,
+) -> NDArray[np.bool_]:
+    """Prune the smallest weights of a mask, and regrow as many by the largest gradients.
+
+    ceil(share k) of the k weights in the mask go. As many come among all that are outside then,
+    also those just pruned. All arrays have one shape; a `share` of 0 changes nothing.
+    """
+    count = math.ceil(share * int(mask.sum()))
+    new = mask.ravel().copy()
+    sizes = np.where(new, np.abs(weights).ravel(), np.inf)
+    new[np.argsort(sizes, kind="stable")[:count]] = False
+    slopes = np.where(new, -np.inf, np.abs(gradient).ravel())
+    new[np.argsort(-slopes, kind="stable")[:count]] = True
+    return new.reshape(mask.shape)

@@ -12,7 +12,7 @@ from fedntk.ntk.payloads.gossip_options import GossipOptions, mixing_row
 from fedntk.ntk.support.arrays import ArrayDict
 
 from ..core.local_sgd import LocalSGD
-from ..core.sgd_steps import Adjust, BatchGradients
+from ..core.sgd_steps import Adjust, plain_gradients
 from .relay import Message, RelayClient, WeightsParcel
 
 logger = getLogger("flwr")
@@ -26,6 +26,7 @@ class GossipClient(RelayClient):
 
     config_keys = RelayClient.config_keys | {"lr", wire.DEGREES}
     options_kind: ClassVar[type[Any]] = GossipOptions
+    gradients = staticmethod(plain_gradients)  # of a batch, along which its step goes
 
     sgd: LocalSGD = part("local training", default=LocalSGD)
 
@@ -35,23 +36,19 @@ class GossipClient(RelayClient):
         self.sgd.refuse_proximal_term(f"{type(self).__name__} has no global model to be near to")
 
     def train_from(
-        self,
-        weights: ArrayDict,
-        message: Message,
-        adjust: Adjust | None = None,
-        gradients: BatchGradients | None = None,
+        self, weights: ArrayDict, message: Message, adjust: Adjust | None = None
     ) -> tuple[ArrayDict, dict[str, float]]:
         """Return new weights after a round's local epochs, and ``{"train-loss": ...}`` if finite.
 
-        `adjust` and `gradients` are those of :meth:`LocalSGD.descend`. Training that diverged gives
-        the weights where it began.
+        `adjust` is that of :meth:`LocalSGD.descend`. Training that diverged gives the weights where
+        it began.
         """
-        config, options = dict(message.config), message.options
+        config = dict(message.config)
         x, targets = self.training_examples(config)
-        factor = options.learning_rate_factor ** (message.memory.round - 1)
+        factor = message.options.learning_rate_factor ** (message.memory.round - 1)
         config["lr"] = config.get("lr", self.sgd.learning_rate) * factor
         start = list(weights.values())
-        loss = self.sgd.descend(self, start, x, targets, config, adjust, gradients=gradients)
+        loss = self.sgd.descend(self, start, x, targets, config, adjust, gradients=self.gradients)
         trained = self.model_weights()
         if not are_finite(trained, weights):
             logger.warning("local training diverged: the weights stay as they were")

@@ -3,9 +3,8 @@
 Source: Thompson et al., *NTK-DFL: Enhancing Decentralized Federated Learning in Heterogeneous
 Settings via Neural Tangent Kernel*, ICML 2025, algorithms 2 to 4.
 
-What a client gives away: to each neighbour the Jacobian of its examples, which of a first linear
-layer holds the inputs exactly, and their labels: see :class:`~fedntk.clients.NTKFLClient`. They
-pass through the relay's hands, which can read them unless parcels are sealed.
+What a client gives away, to each neighbour: what :class:`~fedntk.clients.NTKFLClient` gives the
+server. The relay can read it unless parcels are sealed.
 """
 
 from dataclasses import replace
@@ -64,8 +63,7 @@ class EvolvedParcel(NamedTuple):
         require_array(T, t, shape=(), dtype=np.float64, low=0)
         require_array(HEARD, heard, shape=(), dtype=np.int64, low=0, high=2**31)
         weights = {n: a for n, a in arrays.items() if n not in names}
-        new = WeightsParcel.from_arrays(weights, expected, most)
-        return cls(new, float(t), int(heard))
+        return cls(WeightsParcel.from_arrays(weights, expected, most), float(t), int(heard))
 
 
 class NTKDFLClient(RelayClient):
@@ -99,10 +97,9 @@ class NTKDFLClient(RelayClient):
         if message.options.rule == "leave-one-out":
             distances = [change_size(weights, parcel.weights) for _, parcel in others]
             others = self.screen(others, [None, *screen_sizes(distances, STRANGER_FACTOR)])
-            models = [
-                list(w.values()) for w in (weights, *(parcel.weights for _, parcel in others))
-            ]
-            losses = candidate_losses(self, models, *self.training_examples(dict(message.config)))
+            models = [weights, *(parcel.weights for _, parcel in others)]
+            examples = self.training_examples(dict(message.config))
+            losses = candidate_losses(self, [[*model.values()] for model in models], *examples)
             others = self.screen(others, screen_strangers(losses))
         parcels = [parcel for _, parcel in others]
         if not (lost and others):
@@ -115,19 +112,19 @@ class NTKDFLClient(RelayClient):
 
     def step_jacobians(self, message: Message) -> Answer:
         """Send each neighbour the rows of the own examples at its weights (algorithm 3)."""
-        weights, _ = message.memory.current()
-        options, config = message.options, message.config
+        weights, options = message.memory.current()[0], message.options
         if not options.average_first and message.batch == 0:
             message.memory.keep_within("weights", weights)
         x, targets = _batch_of(self, message)
         outgoing = {}
         for sender, parcel in self.read_weights(message, weights):
             rows = self._rows(parcel.weights, x, targets)
-            if not _is_finite(rows):
+            blocks = [array for block in rows.jacobian.blocks for array in block.arrays]
+            if not all(bool(torch.isfinite(array).all()) for array in (rows.outputs, *blocks)):
                 bad = BadReply("non-finite", "the network's rows at its weights are not finite")
                 self.refuse(sender, bad)
                 continue
-            if wire.HUB in config:
+            if wire.HUB in message.config:
                 loss = loss_value(rows.outputs, rows.targets, self.loss)
                 message.memory.keep_within("metrics", {wire.TRAIN_LOSS: loss})
                 if options.average_first and message.batch == 0:
@@ -145,13 +142,8 @@ class NTKDFLClient(RelayClient):
         whole = JacobianUpload.concatenate([rows.upload, *(parcel.upload for _, parcel in others)])
         offset = log_class_prior(whole.targets) if options.class_prior else torch.zeros(())
         flow = options.flow_in(message.memory.round)
-        candidates = Candidates.of(
-            average,
-            whole.jacobian.to(self.device),
-            (whole.outputs + offset).to(self.device),
-            whole.targets.to(self.device),
-            flow,
-        )
+        outputs, targets = (whole.outputs + offset).to(self.device), whole.targets.to(self.device)
+        candidates = Candidates.of(average, whole.jacobian.to(self.device), outputs, targets, flow)
         best = self._choose(candidates, rows, others, message, offset)
         weights = average if best is None else candidates.weights_at(best)
         if not are_finite(weights, average):
@@ -183,10 +175,11 @@ class NTKDFLClient(RelayClient):
         if message.config[wire.HUB]:
             weights, t, heard = message.memory.weights_within(), noted[T], noted[HEARD]
         else:
-            most = message.max_examples
-            others = self.open(
-                message.parcels, lambda _, arrays: EvolvedParcel.from_arrays(arrays, expected, most)
-            )
+
+            def parse(_: int, arrays: ArrayDict) -> EvolvedParcel:
+                return EvolvedParcel.from_arrays(arrays, expected, message.max_examples)
+
+            others = self.open(message.parcels, parse)
             if not others:
                 raise ValueError(
                     "no weights came from the cluster's hub; the client keeps its own, and goes on "
@@ -194,13 +187,8 @@ class NTKDFLClient(RelayClient):
                 )
             ((weights, _), t, heard) = others[0][1]
         message.memory.keep(weights)
-        metrics: dict[str, Scalar] = {
-            wire.TRAIN_LOSS: noted[wire.TRAIN_LOSS],
-            T: t,
-            HEARD: heard,
-            RESTARTED: int(lost),
-        }
-        return {ALL: self.parcel(weights)}, metrics
+        metrics = {wire.TRAIN_LOSS: noted[wire.TRAIN_LOSS], T: t, HEARD: heard}
+        return {ALL: self.parcel(weights)}, {**metrics, RESTARTED: int(lost)}
 
     def _rows(self, weights: ArrayDict, x: Tensor, targets: Tensor) -> JacobianUpload:
         self.load_weights(weights)
@@ -231,8 +219,7 @@ class NTKDFLClient(RelayClient):
         others = self.screen(heard, screen_uploads(uploads, message.outlier_factor))
         if options.rule == "leave-one-out":
             uploads = [upload, *(parcel.upload for _, parcel in others)]
-            verdicts = screen_harmful(uploads, options.malicious, trusted=1)
-            others = self.screen(others, verdicts)
+            others = self.screen(others, screen_harmful(uploads, options.malicious, trusted=1))
         return rows, others
 
     def _choose(
@@ -256,10 +243,8 @@ class NTKDFLClient(RelayClient):
 
         first = judge(rows.inputs, rows.upload.targets)
         judged = [(j, judge(p.inputs, p.upload.targets)) for j, p in others if p.inputs is not None]
-        verdicts = screen_losses(
-            [first[0], *(losses for _, (losses, _) in judged)], message.outlier_factor
-        )
-        agreed = self.screen(judged, verdicts)
+        all_losses = [first[0], *(losses for _, (losses, _) in judged)]
+        agreed = self.screen(judged, screen_losses(all_losses, message.outlier_factor))
         losses, counts = zip(first, *(judgement for _, judgement in agreed), strict=True)
         if message.options.rule != "none":
             return lowest_loss(trimmed_losses(losses, message.options.malicious))
@@ -276,8 +261,3 @@ def _batch_of(client: NTKDFLClient, message: Message) -> tuple[Tensor, Tensor]:
     parts = np.array_split(generator.permutation(len(x)), min(batches, len(x)))
     chosen = torch.from_numpy(np.sort(parts[message.batch % len(parts)]))
     return x[chosen], targets[chosen]
-
-
-def _is_finite(rows: JacobianUpload) -> bool:
-    arrays = [rows.outputs, *(array for block in rows.jacobian.blocks for array in block.arrays)]
-    return all(bool(torch.isfinite(array).all()) for array in arrays)

@@ -16,26 +16,22 @@ from fedntk.ntk import BadReply, Predictor
 from fedntk.ntk.averages import all_alike
 from fedntk.ntk.options import argument, state
 from fedntk.ntk.payloads import wire
-from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, GossipOptions
+from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, GossipOptions
 from fedntk.ntk.payloads.screening import OUTLIER_FACTOR, screen_changes
 from fedntk.ntk.support.arrays import ArrayDict, Arrays, require_array, take_arrays
-from fedntk.trust import ParcelKeys
+from fedntk.trust import ParcelKeys, SealError, open_parcel, seal_parcel
 
 from ..core.base import ModelClient, step_method
-from ..core.named_arrays import NamedArrays
 from ..core.secure_sum import load_or_draw_key
-from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, set_weights
+from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar, set_weights
 from ..personal.personal_store import PersonalStore
 from .relay_memory import RelayMemory
-from .sealed_parcels import SealedParcels
 
-KEYS = "-keys"  # name of a folder beside that of the weights
 COUNT = "num-examples"  # name of an array beside weights
 RESTARTED, HEARD = "restarted", "neighbours-heard"  # metrics
 LARGEST = 1e12  # of a neighbour's weight
 logger = getLogger("flwr")
-Outgoing = Mapping[str, Arrays]
-Answer = tuple[Outgoing, Mapping[str, Scalar]]  # what goes to whom, and metrics
+Answer = tuple[Mapping[str, Arrays], Mapping[str, Scalar]]  # what goes to whom, and metrics
 T = TypeVar("T")
 
 
@@ -55,15 +51,61 @@ class WeightsParcel(NamedTuple):
         *values, count = take_arrays(arrays, *expected, COUNT)
         weights = dict(zip(expected, values, strict=True))
         for name, array in expected.items():
-            low = 0.0 if name.endswith("running_var") else None
-            same_kind = (weights[name].dtype, weights[name].shape) == (array.dtype, array.shape)
-            if same_kind and all_alike([weights[name], array]).all():
+            weight, low = weights[name], 0.0 if name.endswith("running_var") else None
+            same_kind = (weight.dtype, weight.shape) == (array.dtype, array.shape)
+            if same_kind and all_alike([weight, array]).all():
                 continue  # frozen arrays may hold anything
             require_array(
-                name, weights[name], shape=array.shape, dtype=array.dtype, limit=LARGEST, low=low
+                name, weight, shape=array.shape, dtype=array.dtype, limit=LARGEST, low=low
             )
         require_array(COUNT, count, shape=(), dtype=np.int64, low=1, high=max_examples)
         return cls(weights, int(count))
+
+
+class SealedParcels:
+    """Opens the parcels of one message, and seals those of the reply to it.
+
+    A parcel is bound to run, round, exchange and sender. Raises ValueError if the relay, by the
+    message's configuration, knows this client by another key: the client's was lost.
+    """
+
+    def __init__(self, keys: ParcelKeys, config: Mapping[str, Any]) -> None:
+        self._keys, self._config = keys, config
+        if config[wire.PARCEL_OWN_KEY] != keys.public_key:
+            raise ValueError(
+                "the relay has another public key of this client, which lost or replaced its own; "
+                "it is asked again before the next round"
+            )
+
+    def open(self, sender: int, parcel: Arrays) -> ArrayDict:
+        """Open a parcel of the exchange before; SealError if it is something else."""
+        return open_parcel(parcel, self._keys.private_key, self._binding(sender, before=1))
+
+    def seal(self, outgoing: Mapping[str, Arrays]) -> dict[str, Arrays]:
+        """Seal the records of a reply, each for its receivers; omit those without any.
+
+        Receivers whose keys nobody vouches for get nothing.
+        """
+        info = self._binding(int(self._config[wire.PARCEL_SENDER]))
+        trusted = dict[int, bytes]()
+        columns = wire.PARCEL_RECEIVERS, wire.PARCEL_KEYS, wire.PARCEL_VOUCHERS
+        for neighbour, key, voucher in zip(*map(self._config.get, columns), strict=True):
+            try:
+                self._keys.require_vouched(key, voucher)
+                trusted[int(neighbour)] = key
+            except SealError as error:
+                logger.warning("nothing is sent to neighbour %d: %s", neighbour, error)
+        sealed: dict[str, Arrays] = {}
+        for name, arrays in outgoing.items():
+            if keys := [key for j, key in trusted.items() if name in (ALL, f"{TO}{j}")]:
+                sealed[name] = seal_parcel(arrays, keys, info)
+        return sealed
+
+    def _binding(self, sender: int, before: int = 0) -> bytes:
+        number = int(self._config.get("server-round", 0))
+        exchange = int(self._config[wire.PARCEL_EXCHANGE]) - before
+        run = self._config[wire.PARCEL_RUN]
+        return f"fedntk parcel 1\0{run}\0{number}\0{exchange}\0{sender}".encode()
 
 
 class Message(NamedTuple):
@@ -107,12 +149,10 @@ class RelayClient(ModelClient):
 
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Take the step that the message names; see the method's client for what it sends."""
-        parcels = {
-            int(name.removeprefix(FROM)): dict(arrays)
-            for name, arrays in getattr(parameters, "records", {}).items()
-            if name.startswith(FROM)
-        }
-        unreadable = getattr(parameters, "unreadable", {})
+        records: Mapping[str, Arrays] = getattr(parameters, "records", {})
+        names = [name for name in records if name.startswith(FROM)]
+        parcels = {int(name.removeprefix(FROM)): dict(records[name]) for name in names}
+        unreadable: Mapping[str, str] = getattr(parameters, "unreadable", {})
         for name, reason in unreadable.items():
             logger.warning("dropped what came %s: it cannot be read: %s", name, reason)
         self._rejected = len(unreadable)
@@ -120,10 +160,9 @@ class RelayClient(ModelClient):
         if sealing is not None:
             parcels = dict(self.open(parcels, sealing.open))
         answer = step_method(self, self.step_in(config))
-        options = self.options_kind.from_config(config)
-        fields: Any = {name.replace("-", "_"): value for name, value in config.items()}
-        fields = {name: fields[name] for name in Message._field_defaults if name in fields}
-        memory = self.memory_for(parameters, config)
+        keys = {name: name.replace("_", "-") for name in Message._field_defaults}
+        fields: Any = {name: config[key] for name, key in keys.items() if key in config}
+        options, memory = self.options_kind.from_config(config), self._memory(parameters, config)
         outgoing, metrics = answer(Message(config, parcels, options, memory, **fields))
         if sealing is not None:
             outgoing = sealing.seal(outgoing)
@@ -136,7 +175,7 @@ class RelayClient(ModelClient):
         With ``keep-both`` a record ``before`` has those of :meth:`RelayMemory.before`, if it took
         part.
         """
-        memory = self.memory_for(parameters, config)
+        memory = self._memory(parameters, config)
         records = {"arrays": memory.current()[0]}
         if before := memory.before():
             records[wire.BEFORE] = before
@@ -144,12 +183,12 @@ class RelayClient(ModelClient):
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Loss and accuracy of the client's own weights on its examples for evaluation."""
-        self.load_weights(self.memory_for(parameters, config).current()[0])
+        self.load_weights(self._memory(parameters, config).current()[0])
         return self.evaluate_model(config)
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the client's own weights."""
-        weights, _ = self.memory_for(parameters, config).current()
+        weights, _ = self._memory(parameters, config).current()
         return self.network_predictor(list(weights.values()))
 
     def public_key(self, config: Mapping[str, Any]) -> bytes:
@@ -157,12 +196,10 @@ class RelayClient(ModelClient):
         return self._keys(config).public_key
 
     def _keys(self, config: Mapping[str, Any]) -> ParcelKeys:
-        return self.parcel_keys or ParcelKeys(
-            load_or_draw_key(PersonalStore(self.cache, config, self.seed, KEYS).folder)
-        )
+        folder = PersonalStore(self.cache, config, self.seed, "-keys").folder
+        return self.parcel_keys or ParcelKeys(load_or_draw_key(folder))
 
     def _sealing(self, config: Mapping[str, Any]) -> SealedParcels | None:
-        """Return what opens and seals a message's parcels; None if they are in the clear."""
         if wire.PARCEL_RUN in config:
             return SealedParcels(self._keys(config), config)
         if self.parcel_keys is not None:
@@ -172,8 +209,7 @@ class RelayClient(ModelClient):
             )
         return None
 
-    def memory_for(self, parameters: Parameters, config: Mapping[str, Any]) -> RelayMemory:
-        """Return what the client keeps, with first weights that came now."""
+    def _memory(self, parameters: Parameters, config: Mapping[str, Any]) -> RelayMemory:
         same_weights = self.options_kind.from_config(config).same_weights
         memory = RelayMemory(self.cache, self.model, self.seed, config, same_weights=same_weights)
         memory.keep_first(parameters)

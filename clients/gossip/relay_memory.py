@@ -16,7 +16,6 @@ from fedntk.ntk.support.shared_arrays import unify
 from ..core.weights import get_weights
 from ..personal.personal_store import PersonalStore
 
-WITHIN = "-within-round"  # of folders beside that of the weights
 logger = getLogger("flwr")
 
 
@@ -49,7 +48,7 @@ class RelayMemory:
         first = dict(getattr(parameters, "records", {}).get("arrays", {}))
         if not first or self.counted:
             return
-        if not self.of_network(first):
+        if not self._of_network(first):
             raise ValueError(f"arrays: expected those of the network, got {sorted(first)[:5]}")
         self.store().save(0, first if self.round > 1 else self._draw_first(first))
 
@@ -58,7 +57,7 @@ class RelayMemory:
 
         Then they are the first ones; if these are lost as well, the model's.
         """
-        if weights := self.of_network(self.store().load(self.counted) or {}):
+        if weights := self._of_network(self.store().load(self.counted)):
             return weights, False
         if not self.counted:
             raise ValueError(
@@ -66,10 +65,11 @@ class RelayMemory:
                 "sends them again"
             )
         logger.warning("a client lost its weights, and begins with the first ones again")
-        if first := self.of_network(self.store().load(0) or {}):
+        if first := self._of_network(self.store().load(0)):
             return first, True
-        held = dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
-        return self._draw_first(held), True
+        return self._draw_first(
+            dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
+        ), True
 
     def _draw_first(self, weights: ArrayDict) -> ArrayDict:
         if self.same_weights:
@@ -77,10 +77,10 @@ class RelayMemory:
         generator = np.random.default_rng([*self.seed, *b"first-weights"])
         return unify(self.model, draw_weights(weights, "he", generator))
 
-    def of_network(self, arrays: ArrayDict) -> ArrayDict:
+    def _of_network(self, arrays: ArrayDict | None) -> ArrayDict:
         """Return the network's arrays among others, in its order; empty if some are missing."""
         names = list(self.model.state_dict())
-        return {name: arrays[name] for name in names} if arrays.keys() >= set(names) else {}
+        return {n: arrays[n] for n in names} if arrays and arrays.keys() >= set(names) else {}
 
     def keep(self, weights: Arrays) -> None:
         """Keep the current round's weights, and those that count until that round does."""
@@ -88,7 +88,7 @@ class RelayMemory:
 
     def keep_within(self, part: str, arrays: Mapping[str, Any]) -> None:
         """Keep a part of the round's work: ``weights``, ``metrics``, or the weights ``before``."""
-        self.store(f"-{part}{WITHIN}").save(self.round, arrays)
+        self._within(part).save(self.round, arrays)
 
     def keep_before(self, weights: Arrays) -> None:
         """Keep weights from before the last thing done in a round, for evaluation."""
@@ -99,15 +99,16 @@ class RelayMemory:
         """Return those weights; empty if the client took no part in the round that counts."""
         if not self.config.get(wire.KEEP_BOTH) or self.counted != self.round:
             return {}
-        return self.of_network(self._within(wire.BEFORE))
+        return self._of_network(self._within(wire.BEFORE).load(self.round))
 
     def metrics_within(self) -> dict[str, Any]:
         """Return the metrics that were kept in earlier steps of the round, if any."""
-        return {name: array.item() for name, array in self._within("metrics").items()}
+        metrics = self._within("metrics").load(self.round) or {}
+        return {name: array.item() for name, array in metrics.items()}
 
     def weights_within(self) -> ArrayDict:
         """Return the weights that were kept in earlier steps of the round."""
-        weights = self.of_network(self._within("weights"))
+        weights = self._of_network(self._within("weights").load(self.round))
         if not weights:
             raise ValueError(
                 f"{self.store().folder}: the weights of this round are lost; the client goes on "
@@ -115,5 +116,5 @@ class RelayMemory:
             )
         return weights
 
-    def _within(self, part: str) -> ArrayDict:
-        return self.store(f"-{part}{WITHIN}").load(self.round) or {}
+    def _within(self, part: str) -> PersonalStore:
+        return self.store(f"-{part}-within-round")

@@ -24,8 +24,7 @@ from fedntk.ntk.payloads.compression import CompressionOptions, check_compressio
 from fedntk.trust import check_public_key, check_run, seal_upload
 
 from ..core.base import sum_inputs
-from ..core.named_arrays import NamedArrays
-from ..core.weights import Config, Fit, Parameters, Scalar
+from ..core.weights import Config, Fit, NamedArrays, Parameters, Scalar
 from .ntk_fl import NTKFLClient
 
 

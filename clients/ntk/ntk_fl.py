@@ -18,8 +18,7 @@ from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import wire
 
 from ..core.base import ModelClient, candidate_losses
-from ..core.named_arrays import NamedArrays
-from ..core.weights import Config, Fit, Parameters, set_weights
+from ..core.weights import Config, Fit, NamedArrays, Parameters, set_weights
 
 
 class NTKFLClient(ModelClient):

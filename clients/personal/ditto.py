@@ -18,9 +18,8 @@ from fedntk.ntk.options import option
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.support.arrays import ArrayDict
 
-from ..core.named_arrays import NamedArrays
 from ..core.sgd_steps import proximal_term, trained_parameters
-from ..core.weights import Config, Fit, Parameters, Scalar, set_weights
+from ..core.weights import Config, Fit, NamedArrays, Parameters, Scalar, set_weights
 from .personal_client import PersonalClient
 
 logger = getLogger("flwr")

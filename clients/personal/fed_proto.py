@@ -21,9 +21,8 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES, Prototypes
 from fedntk.ntk.support.arrays import ArrayDict
 
-from ..core.named_arrays import NamedArrays
 from ..core.sgd_steps import BatchLoss
-from ..core.weights import Config, Evaluation, Fit, Parameters
+from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters
 from .personal_client import PersonalClient
 
 

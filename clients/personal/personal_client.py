@@ -14,9 +14,8 @@ from fedntk.ntk.support.shared_arrays import require_whole
 
 from ..core.base import ModelClient
 from ..core.local_sgd import SGD_KEYS, LocalSGD
-from ..core.named_arrays import records_of
 from ..core.sgd_steps import BatchLoss
-from ..core.weights import Config, Evaluation, Fit, Parameters, set_weights
+from ..core.weights import Config, Evaluation, Fit, Parameters, records_of, set_weights
 from .personal_store import PersonalStore
 
 

@@ -6,8 +6,7 @@ u the shared and v_k the personal arrays of client k (its FedSim: both are train
 
 from fedntk.ntk.payloads import wire
 
-from ..core.named_arrays import NamedArrays
-from ..core.weights import Config, Fit, Parameters
+from ..core.weights import Config, Fit, NamedArrays, Parameters
 from .personal_client import PersonalClient
 
 

@@ -9,8 +9,7 @@ from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.prototypes import Prototypes
 
-from ..core.named_arrays import NamedArrays
-from ..core.weights import Config, Fit, Parameters
+from ..core.weights import Config, Fit, NamedArrays, Parameters
 from .personal_client import PersonalClient
 
 

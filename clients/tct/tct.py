@@ -42,8 +42,17 @@ from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from ..core.disk_store import cache_dir, client_name, example_digests, run_folder
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
 from ..core.local_sgd import SGD_KEYS, LocalSGD
-from ..core.named_arrays import NamedArrays, records_of
-from ..core.weights import Config, Evaluation, Fit, Parameters, Scalar, get_weights, set_weights
+from ..core.weights import (
+    Config,
+    Evaluation,
+    Fit,
+    NamedArrays,
+    Parameters,
+    Scalar,
+    get_weights,
+    records_of,
+    set_weights,
+)
 from .feature_store import ClientControl, FeatureStore, require_room
 
 STAGE_1 = ("train", "bootstrap")  # steps

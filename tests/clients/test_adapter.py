@@ -5,8 +5,8 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedntk.clients import NamedArrays, client_app
-from fedntk.clients.core.named_arrays import records_of
 from fedntk.clients.core.numpy_client import NumPyClient
+from fedntk.clients.core.weights import records_of
 from fedntk.simulations.engine._flower import become_server
 
 from ..conftest import refused

@@ -21,7 +21,7 @@ SUPER = {
     "adapter.py": {"__init__", "__call__", "train", "evaluate", "query"},
     "base.py": {"__post_init__"},
     "feature_store.py": {"__init__"},
-    "named_arrays.py": {"__init__"},
+    "weights.py": {"__init__"},
 }
 
 

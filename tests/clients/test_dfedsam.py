@@ -42,7 +42,7 @@ def test_dfedsam_steps_along_the_gradient_at_the_point_nearby(rho):
         slope = gradient(w)
         velocity = 0.9 * velocity + gradient(w + rho * slope / slope.norm()) + 0.01 * w
         w = w - 0.2 * velocity
-    trained, metrics = own.train_from(first, MESSAGE, gradients=own.sharp_gradients)
+    trained, metrics = own.train_from(first, MESSAGE)
     found = np.column_stack([trained["weight"], trained["bias"]])
     np.testing.assert_allclose(found, w.numpy(), rtol=0, atol=1e-12)
     assert metrics["train-loss"] > 0
@@ -56,9 +56,7 @@ def test_dfedsams_loss_and_batchnorms_statistics_are_those_of_the_first_pass():
         for rho in (0, 0.5)
     )
     weights = plain.model_weights()
-    (plain, loss), (sharp, same) = (
-        own.train_from(weights, MESSAGE, gradients=own.sharp_gradients) for own in (plain, sharp)
-    )
+    (plain, loss), (sharp, same) = (own.train_from(weights, MESSAGE) for own in (plain, sharp))
     assert loss == same
     for name, _ in network().named_buffers():
         assert plain[name].tobytes() == sharp[name].tobytes()
@@ -71,5 +69,5 @@ def test_no_gradient_means_no_point_nearby():
     weights = {"weight": np.zeros((1, 4), np.float32), "bias": np.ones(1, np.float32)}
     targets = torch.zeros(5, dtype=torch.int64)
     own = DFedSAMClient(nn.Linear(4, 1), torch.ones(5, 4), targets, loss="mse")
-    trained, _ = own.train_from(weights, MESSAGE, gradients=own.sharp_gradients)
+    trained, _ = own.train_from(weights, MESSAGE)
     np.testing.assert_equal(trained, weights)

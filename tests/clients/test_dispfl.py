@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from fedntk.clients.gossip.dispfl import SparseWeights
-from fedntk.clients.gossip.dispfl_masks import first_masks, layer_densities, search
+from fedntk.clients.gossip.dispfl import SparseWeights, first_masks, layer_densities, search
 from fedntk.ntk import BadReply
 
 from ..strategies.federation import network

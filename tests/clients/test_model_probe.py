@@ -14,7 +14,7 @@ from fedntk.clients import (
     SCAFFOLDClient,
     SGDClient,
 )
-from fedntk.clients.core.named_arrays import NamedArrays
+from fedntk.clients.core.weights import NamedArrays
 
 TOKENS = torch.randint(0, 6, (9, 4), generator=torch.Generator().manual_seed(0))
 X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(1)), torch.arange(9) % 3

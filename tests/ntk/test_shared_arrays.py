@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedntk.clients import NTKFLClient, PersonalisedClient, SGDClient, get_weights, set_weights
-from fedntk.clients.core.named_arrays import NamedArrays
+from fedntk.clients.core.weights import NamedArrays
 from fedntk.ntk import BadReply, NetworkPredictor, jacobian
 from fedntk.ntk.evolution.candidates import Candidates
 from fedntk.ntk.evolution.gradient_flow import GradientFlow

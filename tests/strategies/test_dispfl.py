@@ -3,7 +3,7 @@
 import numpy as np
 
 from fedntk.clients import DFedAvgClient, DisPFLClient
-from fedntk.clients.gossip.dispfl_masks import layer_densities
+from fedntk.clients.gossip.dispfl import layer_densities
 from fedntk.strategies import DFedAvg, DisPFL, Topology
 
 from .federation import Grid, arrays_of, kept_by, told
