@@ -1,8 +1,8 @@
 """Options and state of a method, each declared once, as fields of its class.
 
-An option's line is the constructor's keyword argument with its check, its entry in docstrings, the
-key in configurations, what travels to clients and what a checkpoint compares. A state's line is its
-first value and what a checkpoint holds. Options of one matter are an object of their own, a part::
+An option's line makes the constructor's keyword argument with its check, the entry in docstrings,
+the key in configurations, what travels to clients and what a checkpoint compares. A state's line
+has its first value and what a checkpoint holds. Options of one matter are an object, a part::
 
     class NTKFL(Strategy):
         selection: Literal["clients", "linearised"] = option("how t is chosen", default="clients")
@@ -18,20 +18,10 @@ import math
 import operator
 import os
 import types
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING
-from typing import (
-    Any,
-    ClassVar,
-    ForwardRef,
-    Literal,
-    Self,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-)
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
 import numpy as np
 
@@ -77,10 +67,9 @@ class _Parameter:
 class Option(_Parameter):
     """One option of a class.
 
-    `kind` is the type as annotated: ``bool``, ``int``, ``float``, ``str``, ``Literal``, a tuple or
-    sequence of one of these, a function, or a union; values of other types are not checked.
-    `limits` are ``at_least``, ``at_most``, ``above`` and ``below`` of a number, or of each in a
-    tuple. Infinity is refused unless it is the value of ``at_most``.
+    `kind` is ``bool``, ``int``, ``float``, ``str``, ``Literal``, a tuple or sequence of one of
+    these, a function, or a union; values of other types are not checked. `limits` hold for a
+    number, or each in a tuple. Infinity is refused unless it is the value of ``at_most``.
     """
 
     limits: Mapping[str, float]
@@ -99,9 +88,9 @@ class Option(_Parameter):
             return value
         converted = _convert(self.kind, value)
         if converted is _UNFIT:
-            got, near = f"{type(value).__name__} {value!r}", ""
-            if isinstance(value, str):
-                got, near = repr(value), nearest(value, self.choices)
+            is_text = isinstance(value, str)
+            got = repr(value) if is_text else f"{type(value).__name__} {value!r}"
+            near = nearest(value, self.choices) if is_text else ""
             raise ValueError(f"{key}: expected {self.words}, got {got}{near}")
         for number in converted if isinstance(converted, tuple) else (converted,):
             if type(number) in (int, float):
@@ -124,15 +113,12 @@ class Option(_Parameter):
     @property
     def choices(self) -> tuple[str, ...]:
         """The words that the value may be."""
-        return tuple(arg for arg in _alternatives(self.kind) if isinstance(arg, str))
+        return tuple(kind for kind in _alternatives(self.kind) if isinstance(kind, str))
 
     def from_text(self, text: str, key: str = "") -> Any:
         """Read a value from text; numbers of a tuple have commas between them."""
-        for kind in _alternatives(self.kind):
-            value = _read(kind, text)
-            if value is not _UNFIT:
-                return self.check(value, key)
-        return self.check(text, key)
+        values = (_read(kind, text) for kind in _alternatives(self.kind))
+        return self.check(next((value for value in values if value is not _UNFIT), text), key)
 
     def plain(self, value: Any) -> bool | int | float | str:
         """Return a value as a text file holds it: tuples as text."""
@@ -141,9 +127,8 @@ class Option(_Parameter):
     def describe(self, key: str = "", choices: Sequence[str] = ()) -> str:
         """Return one line: name, default, choices (the type's by default), meaning."""
         default = "" if self.default is MISSING else f" = {self.plain(self.default)!r}"
-        words = choices or self.choices
-        among = f" ({', '.join(words)})" if words else ""
-        return f"{key or self.name}{default}{among}: {self.meaning}"
+        words = ", ".join(choices or self.choices)
+        return f"{key or self.name}{default}{words and f' ({words})'}: {self.meaning}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,13 +144,10 @@ class Part(_Parameter):
         """
         if isinstance(value, self.kind):
             return value.copy()
-        if self.optional and (value is None or value is False):
-            return None
-        if self.optional and value is True:
-            return self.kind()
-        got = f"{type(value).__name__} {value!r}"
-        if isinstance(value, type):
-            got = f"the class {value.__name__}"
+        if self.optional and (value is None or isinstance(value, bool)):
+            return self.kind() if value else None
+        is_class = isinstance(value, type)
+        got = f"the class {value.__name__}" if is_class else f"{type(value).__name__} {value!r}"
         raise ValueError(
             f"{key or self.name}: expected {self.words}, got {got}; write "
             f"{self.name}={self.kind.__name__}(...)"
@@ -197,8 +179,8 @@ def option(
     """Declare an option of a :class:`Declared` class; see :class:`Option`."""
     if not limits.keys() <= _LIMITS.keys():
         raise TypeError(f"limits: expected some of {', '.join(_LIMITS)}, got {sorted(limits)}")
-    declared = (meaning, limits, to_clients, compared, in_files)
-    return dataclasses.field(default=default, kw_only=kw_only, metadata={OPTION: declared})
+    metadata = {OPTION: (meaning, limits, to_clients, compared, in_files)}
+    return dataclasses.field(default=default, kw_only=kw_only, metadata=metadata)
 
 
 def shared(meaning: str, *, default: Any = MISSING, **limits: Any) -> Any:
@@ -216,8 +198,7 @@ def part(meaning: str, *, default: Any = MISSING) -> Any:
 
     A class as `default` stands for an object with its defaults.
     """
-    if isinstance(default, type):
-        default = default()
+    default = default() if isinstance(default, type) else default
     return dataclasses.field(default=default, kw_only=True, metadata={PART: meaning})
 
 
@@ -238,7 +219,9 @@ def state(
     return dataclasses.field(init=init, default_factory=factory, metadata=metadata)
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(option, shared, argument, part, state))
+@typing.dataclass_transform(
+    kw_only_default=True, field_specifiers=(option, shared, argument, part, state)
+)
 class Declared:
     """Base of classes with declared options and state; they become dataclasses.
 
@@ -253,19 +236,19 @@ class Declared:
     ValueError: rate: expected more than 0, got 0.0
     """
 
-    _by_hand: ClassVar[bool] = False  # whether the constructor is
+    _by_hand: ClassVar[bool] = False  # whether the constructor is, which is handed down
     _parameters: ClassVar[Mapping[str, Option | Part]] = {}
 
     def __init_subclass__(cls, *, frozen: bool = False, eq: bool = False) -> None:
         super().__init_subclass__()
         # text with `from __future__ import annotations`
         cls.__annotations__ = inspect.get_annotations(cls, eval_str=True)
-        # a constructor written by hand is handed down
         cls._by_hand = "__init__" in vars(cls) or any(
             getattr(base, "_by_hand", False) for base in cls.__bases__
         )
-        init = not cls._by_hand
-        dataclasses.dataclass(kw_only=True, eq=eq, repr=False, init=init, frozen=frozen)(cls)
+        dataclasses.dataclass(
+            kw_only=True, eq=eq, repr=False, init=not cls._by_hand, frozen=frozen
+        )(cls)
         cls._parameters = {
             field.name: _parameter_of(cls, field)
             for field in dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -282,14 +265,16 @@ class Declared:
 
     def __repr__(self) -> str:
         """Show the compared options and the parts that differ from their defaults."""
-        changed = {
-            name: value
-            for name, declared in parameters_of(type(self)).items()
-            if not (isinstance(declared, Option) and not declared.compared)
-            and _differs(value := getattr(self, name, declared.default), declared)
-        }
-        listed = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-        return f"{type(self).__name__}({listed})"
+        listed = []
+        for name, declared in parameters_of(type(self)).items():
+            value = getattr(self, name, declared.default)
+            if isinstance(declared, Part):
+                differs = repr(value) != declared.default_text
+            else:
+                differs = declared.compared and bool(value != declared.default)
+            if differs:
+                listed.append(f"{name}={value!r}")
+        return f"{type(self).__name__}({', '.join(listed)})"
 
     def check(self) -> None:
         """Refuse options that do not fit together; reads options only.
@@ -300,7 +285,7 @@ class Declared:
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return the options by name, those of base classes first."""
-        return {n: one for n, one in cls._parameters.items() if isinstance(one, Option)}
+        return {name: p for name, p in cls._parameters.items() if isinstance(p, Option)}
 
     @classmethod
     def key(cls, name: str) -> str:
@@ -309,9 +294,8 @@ class Declared:
 
     def part_of(self, kind: type[D]) -> D | None:
         """Return the part of a class, if this object has one."""
-        return next(
-            (member for member in _members(self).values() if isinstance(member, kind)), None
-        )
+        members = _members(self).values()
+        return next((member for member in members if isinstance(member, kind)), None)
 
     def copy(self, **changes: Any) -> Self:
         """Return an object with the same options and parts but for some, and its first state."""
@@ -366,7 +350,7 @@ def read_task(kind: type[D], config: Mapping[str, Any], needed: str = "step") ->
 
 def parts_of(kind: type[Declared]) -> dict[str, Part]:
     """Return the parts that objects of a class may have by name, those of base classes first."""
-    return {n: one for n, one in kind._parameters.items() if isinstance(one, Part)}
+    return {name: p for name, p in kind._parameters.items() if isinstance(p, Part)}
 
 
 def parameters_of(kind: type[Declared]) -> Mapping[str, Option | Part]:
@@ -379,10 +363,8 @@ def saved_state(declared: Declared) -> dict[str, tuple[Declared, str, Any]]:
 
     Each name has the object that holds the state, the name there, and the type.
     """
-    saved: dict[str, tuple[Declared, str, Any]] = {}
-    for field in dataclasses.fields(declared):  # type: ignore[arg-type]
-        if field.metadata.get(STATE):
-            saved[field.name] = (declared, field.name, field.type)
+    fields = dataclasses.fields(declared)  # type: ignore[arg-type]
+    saved = {f.name: (declared, f.name, f.type) for f in fields if f.metadata.get(STATE)}
     for name, member in _members(declared).items():
         saved |= {f"{name}.{below}": place for below, place in saved_state(member).items()}
     return saved
@@ -403,7 +385,7 @@ def key_of(name: str) -> str:
 
 def refuse_first(rules: Mapping[str, Any], kind: type[ValueError] = ValueError) -> None:
     """Raise the error with the first text whose rule is broken: text -> whether it is."""
-    if broken := next((said for said, is_broken in rules.items() if is_broken), ""):
+    if broken := next((text for text, is_broken in rules.items() if is_broken), ""):
         raise kind(broken)
 
 
@@ -417,7 +399,7 @@ def _parameter_of(cls: type[Declared], field: "dataclasses.Field[Any]") -> Optio
     if OPTION in field.metadata:
         return Option(field.name, field.type, field.default, *field.metadata[OPTION])
     kinds = _alternatives(field.type)
-    classes = [one for one in kinds if isinstance(one, type) and issubclass(one, Declared)]
+    classes = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Declared)]
     optional = types.NoneType in kinds
     if len(classes) != 1 or len(kinds) != 1 + optional:
         raise TypeError(
@@ -438,17 +420,11 @@ def _run_checks(declared: Declared) -> None:
             check(declared)
 
 
-def _differs(value: Any, declared: Option | Part) -> bool:
-    if isinstance(declared, Part):
-        return repr(value) != declared.default_text
-    return bool(value != declared.default)
-
-
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     """Return the types and words that a value may be."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    if get_origin(kind) in (Union, types.UnionType):
+    if get_origin(kind) in (typing.Union, types.UnionType):
         return tuple(one for member in get_args(kind) for one in _alternatives(member))
     return (kind,)
 
@@ -508,7 +484,7 @@ def _describe_kind(kind: Any) -> str:
             words.append(one)
         elif (item := _item_of(one)) is not None:
             types_.append(f"a sequence of {item.__name__}")
-        elif isinstance(one, ForwardRef):  # a name in quotes, of what is slow to import
+        elif isinstance(one, typing.ForwardRef):  # a name in quotes, of what is slow to import
             types_.append(one.__forward_arg__.rpartition(".")[2])
         else:
             types_.append("None" if one is types.NoneType else getattr(one, "__name__", str(one)))
@@ -522,24 +498,27 @@ def _signature(cls: type[Declared]) -> inspect.Signature:
     _, *parameters = inspect.signature(cls.__init__).parameters.values()
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         named = {parameter.name for parameter in parameters}
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            if field.metadata.keys() & {OPTION, PART} and field.name not in named:
-                default = inspect.Parameter.empty if field.default is MISSING else field.default
-                kind = inspect.Parameter.KEYWORD_ONLY
-                parameters.insert(
-                    -1, inspect.Parameter(field.name, kind, default=default, annotation=field.type)
-                )
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        parameters[-1:-1] = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=field.type,
+            )
+            for field in fields
+            if field.name in cls._parameters.keys() - named
+        ]
     return inspect.Signature(parameters, return_annotation=None)
 
 
 def _list_parameters(cls: type[Declared]) -> None:
     """Append all options to a class's docstring: those of the nearest classes first."""
     text = inspect.cleandoc(cls.__doc__ or "")
-    depth = {
-        name: number
-        for number, base in reversed(list(enumerate(cls.__mro__)))
-        for name in vars(base).get("__annotations__", {})
-    }
+    depth: dict[str, int] = {}
+    for number, base in enumerate(cls.__mro__):
+        for name in vars(base).get("__annotations__", {}):
+            depth.setdefault(name, number)
     options = sorted(parameters_of(cls).values(), key=lambda option: depth[option.name])
     title = "Parameters"
     if f"{title}\n---" in text:  # some are described by hand
