@@ -21,10 +21,8 @@ from .jacobian.curvature import gauss_newton
 from .jacobian.differentiate import example_gradients, gradient_norms, jacobian
 from .jacobian.operator import Jacobian
 from .losses import Loss, loss_value, one_hot, residual
-from .payloads.compressed_upload import CompressedUpload
 from .payloads.compression import compress
-from .payloads.jacobian_upload import JacobianUpload
-from .payloads.limits import UploadLimits
+from .payloads.uploads import CompressedUpload, JacobianUpload, UploadLimits
 from .predictors.conformal import calibrate, conformal_scores, examples_needed, prediction_sets
 from .predictors.ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .predictors.network import NetworkPredictor, Predictor

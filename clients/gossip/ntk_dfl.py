@@ -22,7 +22,6 @@ from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.options import argument
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLTask, mixing_row
-from fedntk.ntk.payloads.jacobian_parcel import JacobianParcel, compresses
 from fedntk.ntk.payloads.leave_one_out import screen_harmful
 from fedntk.ntk.payloads.screening import (
     STRANGER_FACTOR,
@@ -32,6 +31,7 @@ from fedntk.ntk.payloads.screening import (
     screen_strangers,
     screen_uploads,
 )
+from fedntk.ntk.payloads.uploads import JacobianParcel, compresses
 from fedntk.ntk.support.arrays import ArrayDict, require_array, take_arrays
 
 from ..core.base import candidate_losses

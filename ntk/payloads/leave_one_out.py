@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..errors import BadReply
 from ..support.memory import require_memory
-from .jacobian_upload import JacobianUpload
+from .uploads import JacobianUpload
 
 RIDGE = 0.01
 POWER = 4  # of the kernel; ridge and this are from trials on training examples

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..averages import change_size
 from ..errors import BadReply, NotEnoughMemory
 from ..support.memory import require_memory
-from .jacobian_upload import JacobianUpload
+from .uploads import JacobianUpload
 
 OUTLIER_FACTOR = 100.0  # times the median client's
 STRANGER_FACTOR = 3.0  # of a neighbour's distance or loss, times the median one, with a defence

@@ -9,8 +9,8 @@ from torch import nn
 
 from fedntk import ntk
 from fedntk.ntk.payloads.compression import top_k
-from fedntk.ntk.payloads.jacobian_parcel import JacobianParcel
 from fedntk.ntk.payloads.screening import screen_uploads
+from fedntk.ntk.payloads.uploads import JacobianParcel
 
 from ...conftest import refused
 
