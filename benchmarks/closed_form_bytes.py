@@ -171,7 +171,7 @@ def deep(problem: Problem, p: int) -> list[dict[str, object]]:
 
     def layer_of(own: DeepAFL, sums: FeatureStatistics, layer: int):
         own.num_solved = layer
-        arrays = own.with_layer(ArrayRecord(network.state_dict()), [sums])
+        arrays = own.with_block(ArrayRecord(network.state_dict()), [sums])
         network.load_state_dict(arrays.to_torch_state_dict())
         return tuple(own.detach().double().numpy() for own in network[1].parameters())
 

@@ -79,11 +79,11 @@ class ClosedFormStrategy(Strategy):
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Refuse initial arrays that lack the layer."""
         array = initial_arrays.get(self.weight)
-        if array is None or tuple(array.shape) != self.shape:
+        shape = None if array is None else tuple(array.shape)
+        if shape != self.shape:
             raise ValueError(
-                f"initial_arrays: expected {self.weight} of shape {self.shape}, got "
-                f"{'none' if array is None else tuple(array.shape)}; give the strategy the network "
-                "to which they belong"
+                f"initial_arrays: expected {self.weight} of shape {self.shape}, got {shape}; give "
+                "the strategy the network to which they belong"
             )
         return self.first_arrays(initial_arrays)
 
@@ -94,10 +94,10 @@ class ClosedFormStrategy(Strategy):
     def require_memory(self) -> None:
         """Refuse a Gram matrix that the server lacks the memory to solve for."""
         if self.statistics is FeatureStatistics:
-            width = self.width
+            width, clients = self.width, self.min_available_nodes
             require_memory(  # an upload is half of p^2 in float64, as it came, and as an array
-                (36 + 8 * self.min_available_nodes) * width**2,
-                f"{width} features from {self.min_available_nodes} clients",
+                (36 + 8 * clients) * width**2,
+                f"{width} features from {clients} clients",
                 cure="use a smaller last layer",
             )
 

@@ -33,10 +33,10 @@ from ..core.channel import Rounds
 from ..core.round import Round
 from ..core.solving import result_of
 from ..core.uploads import Update
-from .closed_form import ClosedFormStrategy, Layer, least_squares
+from .afl import AFL
 
 
-class DeepAFL(ClosedFormStrategy):
+class DeepAFL(AFL):
     """DeepAFL (Tang et al. 2026): a block in each of the first rounds, asked of all clients.
 
     The network is of :func:`~fedntk.ntk.with_residual_features`; its blocks begin anew. Clients are
@@ -99,14 +99,8 @@ class DeepAFL(ClosedFormStrategy):
         weight, _ = self.last_layer([joint.mapped(np.eye(self.width, p))])  # W_t
         cross = joint.class_sums.T[p:] - matrix[p:, :p] @ weight.T  # F^T (Y - Phi W)
         gram, right, linear = map(torch.from_numpy, (matrix[p:, p:], cross, weight.T))
-        solution = sandwiched_ridge(gram, right, linear, self.block_ridge, joint.num_examples)
-        omega = solution.numpy()
+        omega = sandwiched_ridge(gram, right, linear, self.block_ridge, joint.num_examples).numpy()
         new = {self.omegas[self.num_solved]: Array(omega.astype(np.float32))}
         step = np.concatenate([np.eye(p), omega])  # Phi_{t+1} = (Phi_t, F_t) times it
         layer = self.last_layer([joint.mapped(step)])
         return self.with_layer(ArrayRecord({**arrays, **new}), layer)
-
-    def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:
-        """Return the joint solution (C, p), and zeros for a bias."""
-        joint = FeatureStatistics.join(sums)
-        return least_squares(joint, self.ridge), np.zeros(self.shape[0])

@@ -35,14 +35,14 @@ from .closed_form import ClosedFormStrategy, Layer, unit_rows
 
 def deviations(clients: Sequence[Prototypes]) -> NDArray[np.float64]:
     """Return D (m, p) with D^T D = sum over c of (n_c - 1) S_c, for gamma = 0."""
-    means = np.stack([own.means for own in clients]).astype(np.float64)  # (K, C, p)
-    counts = np.stack([own.counts for own in clients]).astype(np.float64)
+    means = np.stack([client.means for client in clients]).astype(np.float64)  # (K, C, p)
+    counts = np.stack([client.counts for client in clients]).astype(np.float64)
     total, num_clients = counts.sum(0), (counts > 0).sum(0)
     centre = (counts[..., None] * means).sum(0) / np.maximum(total, 1)[:, None]
     weight = counts * np.maximum(total - 1, 0) / np.maximum(num_clients - 1, 1)
     there = (counts > 0) & (num_clients > 1)
-    found: NDArray[np.float64] = (np.sqrt(weight)[..., None] * (means - centre))[there]
-    return found
+    rows: NDArray[np.float64] = (np.sqrt(weight)[..., None] * (means - centre))[there]
+    return rows
 
 
 class FedCOF(ClosedFormStrategy):

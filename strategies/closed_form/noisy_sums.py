@@ -56,9 +56,9 @@ class NoisySums(NoiseOptions):
         """Refuse a second release."""
         if self.released:
             raise ValueError(
-                "noise: this strategy has released sums with noise, or may have before its run was "
-                "cut off, and a second release adds to epsilon; make a new strategy, in another "
-                "folder, and add up the epsilons of both"
+                "noise: sums with noise were released, or may have before its run was cut off, and "
+                "a second release adds to epsilon; make a new strategy, in another folder, and add "
+                "up the epsilons"
             )
 
     def check_reply(self, reply: Reply) -> None:

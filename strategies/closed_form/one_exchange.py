@@ -15,7 +15,7 @@ stays as it was: see :class:`~fedntk.ntk.features.scattering.Scattering`, and
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -57,22 +57,6 @@ class Added(NamedTuple):
     uploads: Uploads[Any]
     metrics: Mapping[str, float] = {}
     shares: NoiseShares | None = None
-
-
-class Total:
-    """Sums that replies are added to, and kept as they come, if they are kept."""
-
-    def __init__(self, value: Sums | None, storage: KeptSums | None) -> None:
-        self.value, self._storage = value, storage
-
-    def add(self, uploads: Uploads[Sums]) -> Uploads[None]:
-        """Add the replies' sums; return the replies without them."""
-        if self._storage is not None:
-            self._storage.keep({upload.client: upload.value for upload in uploads})
-        if uploads:
-            before = [] if self.value is None else [self.value]
-            self.value = add_up([*before, *uploads.values])
-        return uploads.without_values()
 
 
 class OneExchange(ClosedFormStrategy):
@@ -142,16 +126,11 @@ class OneExchange(ClosedFormStrategy):
                 "aggregation the server has none, and cannot remove a client"
             )
         if self.personal and self.secure is not None:
-            raise ValueError(
-                "personal: clients that send only masked sums evaluate no model of their own, "
-                "which would show these; expected secure = None"
-            )
+            raise ValueError("personal: such models would show masked sums; expected secure = None")
         if self.personal and not self.sums.validation_share:
             raise ValueError("personal: expected a sums.validation_share above 0, got 0")
-        if self.asynchrony is not None:
-            self._check_asynchrony(whole)
-
-    def _check_asynchrony(self, whole: str) -> None:
+        if self.asynchrony is None:
+            return
         if not self.sums.is_exact:
             raise ValueError(f"asynchrony: sums in any order need {whole}")
         if self.secure is not None:
@@ -171,7 +150,7 @@ class OneExchange(ClosedFormStrategy):
 
     @classmethod
     def mechanism_of(cls, options: Any) -> type[Noise] | None:
-        """Return what adds noise, if there is any."""
+        """Return what adds noise."""
         return None if options.noise is None else SumNoise
 
     def prepare_method(self) -> None:
@@ -208,13 +187,11 @@ class OneExchange(ClosedFormStrategy):
         self.sums.require_memory(self.min_available_nodes, held=held, cure=cure)
         if self.noise is not None:
             num_classes, width = self.shape
-            SumNoise.of(self.noise, width, num_classes, self._fewest_shares())
-
-    def _fewest_shares(self) -> int:
-        """Return the fewest clients of a secure sum over those waited for; 0 without masks."""
-        if self.secure is None:
-            return 0
-        return max(FEWEST, math.ceil(self.secure.threshold * self.min_available_nodes))
+            quorum = 0
+            if self.secure is not None:
+                fewest = math.ceil(self.secure.threshold * self.min_available_nodes)
+                quorum = max(FEWEST, fewest)
+            SumNoise.of(self.noise, width, num_classes, quorum)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Count sums with noise as released: a run that was cut off may have sent the model out."""
@@ -242,14 +219,20 @@ class OneExchange(ClosedFormStrategy):
         """Ask all clients for their sums, add them up, and solve."""
         if self.solved and self.asynchrony is None:
             return Update(None)
-        self._begin_sums(r.arrays)
+        if self.asynchrony is None:  # forget what earlier rounds asked for in vain
+            if self.noise is not None:
+                self.noise.require_unreleased()
+            if self.storage is not None:
+                self.storage.summed = ()
+            if self.ledger is not None:
+                self.ledger.removed = ()
+        if not self.total:
+            self.sums.steps = self.choose_steps(r.arrays)
         if self.secure is not None:
             added = yield from self._add_masked(r, self.secure)
-        elif self.asynchrony is not None:
-            added = yield from self._add_late(r, self.asynchrony)
         else:
-            added = yield from self._add_all(r)
-        if self.ledger is not None and self.storage is not None:
+            added = yield from self._add_up(r)
+        if self.ledger is not None and self.storage is not None and added.total is not None:
             added = self._without_harmful(added, self.ledger, self.storage, r.arrays)
         self.solved = False
         if added.total is None:
@@ -259,7 +242,10 @@ class OneExchange(ClosedFormStrategy):
         if arrays is None:
             return Update(added.uploads, None, added.metrics)
         self.solved = True
-        return Update(added.uploads, arrays, {**added.metrics, **self._solution_metrics()})
+        solution = {"ridge": self.ridge_used}
+        if self.noise is not None:
+            solution = {"epsilon": self.noise.epsilon_reached, "delta": self.noise.delta}
+        return Update(added.uploads, arrays, {**added.metrics, **solution})
 
     def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
         """Have clients evaluate the network, or models of their own; they are told of noise."""
@@ -270,18 +256,6 @@ class OneExchange(ClosedFormStrategy):
             records = {wire.TOTAL: record_of(self.total_sent), **self._step_records()}
         uploads = yield from r.ask(accuracy_of, config=told, records=lambda _: records)
         return self.screening.drop(uploads, screen_accuracies)
-
-    def _begin_sums(self, arrays: ArrayRecord) -> None:
-        """Forget what earlier rounds asked for in vain, and choose the steps of whole numbers."""
-        if self.asynchrony is None:
-            if self.noise is not None:
-                self.noise.require_unreleased()
-            if self.storage is not None:
-                self.storage.summed = ()
-            if self.ledger is not None:
-                self.ledger.removed = ()
-        if not self.total:
-            self.sums.steps = self.choose_steps(arrays)
 
     def choose_steps(self, arrays: ArrayRecord) -> NDArray[np.float32]:
         """Choose the steps of whole numbers: 1 for rows that clients scale to the radius."""
@@ -296,15 +270,12 @@ class OneExchange(ClosedFormStrategy):
         noise = NoiseOptions() if self.noise is None else self.noise
         return {**self.sums.to_config(), **noise.to_config()}
 
-    def task(self, step: SumStep | None = None) -> dict[str, Any]:
-        """Return what messages tell in a step of a secure sum, or else in the one exchange."""
-        task = SumTask(
-            step=step or "statistics", run_key=self.sums.run_key, ridge=self.ridge_used
-        ).to_config()
-        return {**self.feature_map.to_config(), **task, **self.told_options()}
+    def task(self, step: Literal["statistics", SumStep] = "statistics") -> dict[str, Any]:
+        """Return what messages tell in a step of a secure sum, or in the one exchange."""
+        task = SumTask(step=step, run_key=self.sums.run_key, ridge=self.ridge_used)
+        return {**self.feature_map.to_config(), **task.to_config(), **self.told_options()}
 
     def _step_records(self, client: int = 0) -> dict[str, ArrayRecord]:
-        """Return the record by which all clients round features, if they do."""
         steps = self.sums.steps
         return {wire.STEPS: record_of({"step": steps})} if len(steps) else {}
 
@@ -327,55 +298,45 @@ class OneExchange(ClosedFormStrategy):
             self.noise.released = True
         return Added(total, uploads, {}, NoiseShares(len(uploads), quorum))
 
-    def _add_all(self, r: Round) -> Rounds[Added]:
-        """Add up what all clients send; whole numbers as they come."""
-        total = Total(None, self.storage)
+    def _add_up(self, r: Round) -> Rounds[Added]:
+        """Add up what clients send, whole numbers as they come; in any order with what came."""
+        late, total = self.asynchrony, list[Sums]()
+        if self.total:
+            total.append(self.sums.parse(self.total, checked=True))
+
+        def add(uploads: Uploads[Sums]) -> Uploads[None]:
+            if late is not None:
+                uploads = late.count_once(uploads, r)
+            if self.storage is not None:
+                self.storage.keep(dict(zip(uploads.clients, uploads.values, strict=True)))
+            if uploads:
+                total[:] = [add_up([*total, *uploads.values])]
+            return uploads.without_values()
+
+        at_once = max(1, AT_ONCE // self.sums.upload_bytes())
         uploads: Uploads[Any] = yield from r.ask(
             self.parse,
-            clients=r.everyone(),
+            clients=r.everyone() if late is None else late.to_ask(r),
             config=self.task(),
             records=self._step_records,
-            fold=Fold(self._replies_at_once, total.add) if self.sums.is_exact else None,
+            late=late,
+            fold=Fold(at_once, add) if self.sums.is_exact else None,
         )
         if not self.sums.is_exact:
-            uploads = total.add(self.screening.drop(uploads, screen_own_sizes))
-        return Added(total.value if self.enough(uploads) else None, uploads)
-
-    def _add_late(self, r: Round, asynchrony: Asynchrony) -> Rounds[Added]:
-        """Add what comes in this round to the total of those before."""
-        before = self.sums.parse(self.total, checked=True) if self.total else None
-        total = Total(before, self.storage)
-
-        def take(uploads: Uploads[Sums]) -> Uploads[None]:
-            return total.add(asynchrony.count_once(uploads, r))
-
-        uploads: Uploads[Any] = yield from r.ask(
-            self.parse,
-            clients=asynchrony.to_ask(r),
-            config=self.task(),
-            records=self._step_records,
-            late=asynchrony,
-            fold=Fold(self._replies_at_once, take),
-        )
-        metrics = {"clients": len(asynchrony.counted)}
+            uploads = add(self.screening.drop(uploads, screen_own_sizes))
+        if late is None:
+            return Added(total[0] if self.enough(uploads) else None, uploads)
+        metrics = {"clients": len(late.counted)}
         if not uploads and not self.changed:
             return Added(None, uploads, metrics)
-        self.total = {} if total.value is None else self.sums.to_arrays(total.value)
+        self.total = self.sums.to_arrays(total[0]) if total else {}
         self.changed = False
-        enough = self.enough(len(asynchrony.counted))
-        return Added(total.value if enough else None, uploads, metrics)
-
-    @property
-    def _replies_at_once(self) -> int:
-        """Number of replies in memory, if they are added as they come."""
-        return max(1, AT_ONCE // self.sums.upload_bytes())
+        enough = self.enough(len(late.counted))
+        return Added(total[0] if enough and total else None, uploads, metrics)
 
     def _without_harmful(
         self, added: Added, ledger: Ledger, storage: KeptSums, arrays: ArrayRecord
     ) -> Added:
-        """Take the clients that harm the model out of the sums over enough of them."""
-        if added.total is None:
-            return added
         total = ledger.without_harmful(storage, arrays)
         if total is None:
             return added._replace(total=None)
@@ -398,21 +359,14 @@ class OneExchange(ClosedFormStrategy):
         bias = linear[self.width] if self.bias else np.zeros(self.shape[0])
         return linear[: self.width].T.astype(np.float64), bias.astype(np.float64)
 
-    def _solution_metrics(self) -> dict[str, float]:
-        """Return what is told of the newest solution."""
-        if self.noise is not None:
-            return {"epsilon": self.noise.epsilon_reached, "delta": self.noise.delta}
-        return {"ridge": self.ridge_used}
-
     # -------------------------------------------------------------------- leaving
 
     def leave(self, clients: Collection[int]) -> None:
-        """Take what some clients sent out of the sum, and ask them no more.
+        """Take what some clients sent out of the sum, and ask them no more; needs `storage`.
 
-        It needs `storage`; of a node that is gone, what it sent stays otherwise, as does what a
-        full disk did not keep. Call it between rounds of an asynchronous run, such as in
-        ``evaluate_fn``. Remove clients from ``asynchrony.left`` to let them back. After a run, and
-        in others, there is `without`.
+        What a full disk did not keep stays in the sum. Call it between rounds of an asynchronous
+        run, such as in ``evaluate_fn``; remove clients from ``asynchrony.left`` to let them back.
+        After a run, and in others, there is `without`.
         """
         if self.asynchrony is None:
             raise ValueError("leave: expected asynchrony; after a run there is `without`")
@@ -421,13 +375,13 @@ class OneExchange(ClosedFormStrategy):
         if not counted:
             return
         storage = require_storage(self.storage)
-        kept = storage.of(sorted(counted & set(storage.summed)))
-        if not kept:
+        sums = storage.of(sorted(counted & set(storage.summed)))
+        if not sums:
             return
-        self.asynchrony.counted -= set(kept)
-        total = subtract(self.sums.parse(self.total, checked=True), kept.values())
+        self.asynchrony.counted -= set(sums)
+        total = subtract(self.sums.parse(self.total, checked=True), sums.values())
         self.total = self.sums.to_arrays(total) if self.asynchrony.counted else {}
-        storage.drop(kept.clients)
+        storage.drop(sums.clients)
         self.changed = True
 
     def without(
@@ -435,10 +389,9 @@ class OneExchange(ClosedFormStrategy):
     ) -> ArrayRecord:
         """Return the arrays of the model that never had some clients' examples.
 
-        It is solved anew from the kept sums of the others, one client's in memory at a time, with
-        ``sums.auto_ridge`` with a ridge chosen anew; steps of fixed-point numbers stay. So it has
-        the bits of a run that never had these clients, on the same network and machine, if the
-        server accepts the same replies.
+        It is solved anew from the kept sums of the others, with ``sums.auto_ridge`` with a ridge
+        chosen anew, and has the bits of a run that never had these clients, on the same network and
+        machine, if the server accepts the same replies. Steps of fixed-point numbers stay.
 
         Parameters
         ----------
@@ -450,15 +403,10 @@ class OneExchange(ClosedFormStrategy):
             Clients that come back, of those that the ledger has removed.
         """
         removed = () if self.ledger is None else self.ledger.removed
-        unknown = sorted(set(restored) - set(removed))
-        if unknown:
+        if unknown := sorted(set(restored) - set(removed)):
             raise ValueError(f"restored: expected some of {removed}, got {unknown}")
-        kept = require_storage(self.storage).without(clients, restored)
-        return self._solve_again(add_up(kept.values()), arrays)
-
-    def _solve_again(self, sums: Sums, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays with the layer of these sums in its place."""
-        return self.with_layer(arrays, self.solve(sums, arrays))
+        total = add_up(require_storage(self.storage).without(clients, restored).values())
+        return self.with_layer(arrays, self.solve(total, arrays))
 
     def client_ledger(
         self, arrays: ArrayRecord, ridge: float
