@@ -57,26 +57,23 @@ class Distillation(Declared):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.examples, Tensor) or len(self.examples) < 2:
-            got = len(self.examples) if isinstance(self.examples, Tensor) else type(self.examples)
-            raise ValueError(
-                f"examples: expected a Tensor of at least 2 unlabelled examples, got {got}"
-            )
-        if self.examples.is_floating_point() and not bool(self.examples.isfinite().all()):
+        x = self.examples
+        if not isinstance(x, Tensor) or len(x) < 2:
+            got = len(x) if isinstance(x, Tensor) else type(x)
+            raise ValueError(f"examples: expected a Tensor of at least 2 examples, got {got}")
+        if x.is_floating_point() and not bool(x.isfinite().all()):
             raise ValueError("examples: expected finite numbers, got NaN or infinity")
         self.network = copy.deepcopy(self.network).to(self.device)
         dtypes = [p.dtype for p in self.network.parameters() if p.is_floating_point()]
-        if dtypes and self.examples.is_floating_point():
-            self.examples = self.examples.to(dtypes[0])
-        self.examples = self.examples.detach()
+        self.examples = (x.to(dtypes[0]) if dtypes and x.is_floating_point() else x).detach()
         try:
             with _own_state(self.device), torch.no_grad():
                 two = self.examples[:2].to(self.device, copy=True)  # it may write into them
                 outputs = copy.deepcopy(self.network).train()(two)
         except Exception as error:
             raise ValueError(
-                f"examples: the network does not take two of them, of shape "
-                f"{tuple(self.examples.shape[1:])}: {str(error).splitlines()[0]}"
+                f"examples: the network does not take two of them, of shape {tuple(x.shape[1:])}: "
+                f"{str(error).splitlines()[0]}"
             ) from error
         if not isinstance(outputs, Tensor):
             raise ValueError(
@@ -84,17 +81,15 @@ class Distillation(Declared):
                 f"{type(outputs).__name__}; wrap it in one whose forward returns only the scores"
             )
         if outputs.ndim != 2 or outputs.shape[1] < 2:
-            raise ValueError(
-                f"network: expected outputs of shape (n, C) with C >= 2, got {tuple(outputs.shape)}"
-            )
+            shape = tuple(outputs.shape)
+            raise ValueError(f"network: expected outputs (n, C) with C >= 2, got {shape}")
 
     def check(self) -> None:
         """Refuse a rate that rises in a cycle."""
-        super().check()
         if self.final_learning_rate > self.learning_rate:
             raise ValueError(
                 f"final_learning_rate: expected at most learning_rate = {self.learning_rate:g}, "
-                f"got {self.final_learning_rate:g}; lower it"
+                f"got {self.final_learning_rate:g}"
             )
 
     def settings(self) -> dict[str, Any]:

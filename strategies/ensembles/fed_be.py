@@ -86,10 +86,8 @@ class FedBE(Strategy):
     def check(self) -> None:
         """Refuse what is no distillation."""
         if self.distill is not None and not isinstance(self.distill, Distillation):
-            raise ValueError(
-                "distill: expected a Distillation(network, examples), got "
-                f"{type(self.distill).__name__}"
-            )
+            kind = type(self.distill).__name__
+            raise ValueError(f"distill: expected a Distillation(network, examples), got {kind}")
 
     def further_settings(self) -> dict[str, Any]:
         """Return those of the distillation."""
@@ -122,8 +120,8 @@ class FedBE(Strategy):
             return ArrayRecord(EnsembleArrays((dict(initial_arrays),)).to_arrays())
         if names := differing(self.distill.network.state_dict(), initial_arrays):
             raise ValueError(
-                "initial_arrays: expected those of the network that distill was given, got "
-                f"others: {', '.join(names[:5])[:200]}; give both the same architecture"
+                "initial_arrays: expected those of the network that distill was given, which "
+                f"differ in {', '.join(names[:5])[:200]}"
             )
         return initial_arrays
 
@@ -176,10 +174,7 @@ class FedBE(Strategy):
     def _distil(
         self, r: Round, options: Distillation, mean: ArrayRecord, models: Iterator[ArrayRecord]
     ) -> tuple[ArrayRecord, dict[str, Any]]:
-        """Return the network that the ensemble is distilled into, and metrics.
-
-        It is the mean if that fails.
-        """
+        """Return the network that the ensemble is distilled into, or the mean, and metrics."""
         x, device = options.examples, options.device
         arrays = map(named_arrays, models)
         probabilities = mean_probabilities(options.network, arrays, x, device=device)
@@ -193,13 +188,11 @@ class FedBE(Strategy):
         distilled = arrays_of(student)
         losses = [loss_value(outputs, labels, "cross-entropy") for outputs in (before, after)]
         finite = are_finite(distilled, named_arrays(mean)) and bool(np.isfinite(losses).all())
-        metrics: dict[str, Any] = {"distilled": int(finite)}
         if not finite:
             logger.warning(
                 "the distillation left finite numbers: the mean is the next global model; lower "
                 "its learning_rate"
             )
-            return mean, metrics
-        metrics["distillation-loss-before"] = losses[0]
-        metrics["distillation-loss"] = losses[1]
-        return cast_like(distilled, named_arrays(mean)), metrics
+            return mean, {"distilled": 0}
+        metrics = {"distillation-loss-before": losses[0], "distillation-loss": losses[1]}
+        return cast_like(distilled, named_arrays(mean)), {"distilled": 1, **metrics}

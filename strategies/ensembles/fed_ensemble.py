@@ -77,12 +77,11 @@ class FedEnsemble(Strategy):
 
     inner: Callable[[], flwr.serverapp.strategy.Strategy] = argument(
         "makes the strategy of one model, a new one at each call: one of Flower's with replies of "
-        "weights (FedAvg, FedAdam, Krum, ...), or one of those here (NTKFL, TCT, SCAFFOLD, ...); "
-        "they must differ only in their seeds. Their sampling options are ignored; clients that "
-        "they hold out are held out of the ensemble. max_examples and outlier_factor of the "
-        "ensemble hold for Flower's; those here have their own. If a model has fewer than three "
-        "replies of weights, the changes of all models are compared by the ensemble's "
-        "outlier_factor",
+        "weights (FedAvg, FedAdam, Krum, ...), or one of those here (NTKFL, TCT, SCAFFOLD, ...), "
+        "which differ only in their seeds. Their sampling options are ignored, but for clients "
+        "held out. max_examples and outlier_factor of the ensemble hold for Flower's; those here "
+        "have their own. If a model has fewer than three replies of weights, the changes of all "
+        "models are compared by the ensemble's outlier_factor",
         default=FedAvg,
     )
     num_models: int = option("K", default=5, at_least=1)
@@ -98,12 +97,12 @@ class FedEnsemble(Strategy):
         default="independent",
     )
     init: Initialisation | Callable[[int], nn.Module] = argument(
-        "first weights of all K models. he or xavier: all arrays of floating point with two axes "
-        "or more are drawn, (outputs, inputs, ...) (He et al. 2015, eq. (10); Glorot and Bengio "
-        "2010, eq. (16)), biases are 0, and other arrays, such as BatchNorm's, are those given to "
-        "start. Or a function that makes the module of model k, for k = 0 ... K - 1: for "
-        "networks with other matrices, such as buffers, frozen layers or transposed convolutions. "
-        "To begin with weights of your own, give start those of all K models, as EnsembleArrays",
+        "first weights of all K models. he or xavier: arrays of floating point with two axes or "
+        "more are drawn, (outputs, inputs, ...) (He et al. 2015, eq. (10); Glorot and Bengio 2010, "
+        "eq. (16)), biases are 0, and other arrays are those given to start. Or a function that "
+        "makes the module of model k, for k = 0 ... K - 1, as buffers, frozen layers or "
+        "transposed convolutions need. To begin with weights of your own, give start those of all "
+        "K models, as EnsembleArrays",
         default="he",
     )
     average: WeightAverage | None = part(
@@ -122,24 +121,32 @@ class FedEnsemble(Strategy):
             raise ValueError("inner: expected a strategy of one model, got a FedEnsemble")
         self.members = tuple(map(self._member, made))
         first = self.members[0]
-        if self.screening.rule not in ("none", first.screening.rule):
+        rule = first.screening.rule
+        if self.screening.rule not in ("none", rule):
             raise ValueError(
-                "screening.rule: expected that of inner, which follows it, "
-                f"{first.screening.rule}, got {self.screening.rule}"
+                f"screening.rule: expected that of inner, which follows it, {rule}, got "
+                f"{self.screening.rule}"
             )
         if self.average is not None and "average" not in parts_of(type(first)):
             raise ValueError(
                 f"average: expected None with models by {type(first).__name__}, whose arrays have "
                 "no mean over rounds"
             )
-        self._require_alike()
-        if self.channel.seeds is None:
-            self.channel.seeds = first.channel.seeds
-        self.sampling.held_out = tuple(sorted({*self.sampling.held_out, *first.sampling.held_out}))
-        for member in self.members:
+        expected = _without_seed(first.settings())
+        for k, member in enumerate(self.members):
+            settings = _without_seed(member.settings())
+            names = [n for n in {**expected, **settings} if expected.get(n) != settings.get(n)]
+            if names:
+                raise ValueError(
+                    "inner: expected strategies that differ in nothing but their seeds, and model "
+                    f"{k}'s differs in {', '.join(names)}"
+                )
             member.require_nested("FedEnsemble", everyone=self.num_models == 1)
             for key in ("weighted_by_key", "arrayrecord_key", "configrecord_key"):
                 setattr(member, key, getattr(self, key))
+        if self.channel.seeds is None:
+            self.channel.seeds = first.channel.seeds
+        self.sampling.held_out = tuple(sorted({*self.sampling.held_out, *first.sampling.held_out}))
 
     def _member(self, strategy: flwr.serverapp.strategy.Strategy) -> Strategy:
         if isinstance(strategy, Strategy):
@@ -148,16 +155,6 @@ class FedEnsemble(Strategy):
         return FromFlower(
             strategy, name="inner", max_examples=self.max_examples, screening=screening
         )
-
-    def _require_alike(self) -> None:
-        first, *others = [_without_seed(member.settings()) for member in self.members]
-        for k, settings in enumerate(others, 1):
-            names = {**first, **settings}
-            if differences := [n for n in names if first.get(n) != settings.get(n)]:
-                raise ValueError(
-                    "inner: expected strategies that differ in nothing but their seeds, and model "
-                    f"{k}'s differs in {', '.join(differences)}"
-                )
 
     def further_settings(self) -> dict[str, Any]:
         """Return the first weights, and the inner strategy's settings."""
@@ -202,11 +199,9 @@ class FedEnsemble(Strategy):
             raise ValueError(
                 f"initial_arrays: expected one model or {self.num_models}, got {len(models)}"
             )
-        begun = tuple(
-            dict(open_run(member, ArrayRecord(model), num_rounds, done))
-            for member, model in zip(self.members, models, strict=True)
-        )
-        return ArrayRecord(EnsembleArrays(begun).to_arrays())
+        pairs = zip(self.members, models, strict=True)
+        begun = [dict(open_run(m, ArrayRecord(model), num_rounds, done)) for m, model in pairs]
+        return ArrayRecord(EnsembleArrays(tuple(begun)).to_arrays())
 
     def _draw(self, network: ArrayRecord, k: int) -> dict[str, Array]:
         """Return the first weights of model k, for a network."""
@@ -214,8 +209,7 @@ class FedEnsemble(Strategy):
             made = dict(ArrayRecord(self.init(k).state_dict()))
             if names := differing(made, network):
                 raise ValueError(
-                    f"init: the module of model {k} has other names or shapes than initial_arrays: "
-                    f"{names[:5]}"
+                    f"init: model {k} has other names or shapes than initial_arrays: {names[:5]}"
                 )
             return made
         generator = np.random.default_rng([self.sampling.seed, k, *b"weights"])
@@ -228,31 +222,22 @@ class FedEnsemble(Strategy):
         """Have each model's strategy do its round with the sampled clients of its strata."""
         model_of, wanted = self._assign(r)
         states = [m.state_dict() for m in self.members] if self.min_completed != 1 else []
-        trained, rounds = list[int](), list[Rounds[Update]]()
-        for k, (member, model) in enumerate(self._with_models(r.arrays)):
+        old, rounds = EnsembleArrays.from_arrays(r.arrays).models, dict[int, Rounds[Update]]()
+        for k, (member, model) in enumerate(zip(self.members, old, strict=True)):
             if nodes := [node for node, chosen in model_of.items() if chosen == k]:
-                trained.append(k)
-                rounds.append(member.train_round(r.within(member, ArrayRecord(model), nodes)))
-        models = EnsembleArrays.from_arrays(r.model).models
+                rounds[k] = member.train_round(r.within(member, ArrayRecord(model), nodes))
+        models = [named_arrays(ArrayRecord(old[k])) for k in rounds]
         updates, rejected = yield from together(
-            rounds,
+            list(rounds.values()),
             wanted=wanted,
-            screen=lambda joint, replies: self._screen(
-                joint, replies, [models[k] for k in trained]
-            ),
+            screen=lambda joint, replies: self._screen(joint, replies, models),
         )
-        record = self._merge_metrics(
-            [(self.members[k], update) for k, update in zip(trained, updates, strict=True)],
-            rejected,
-        )
-        new = {
-            k: dict(update.arrays)
-            for k, update in zip(trained, updates, strict=True)
-            if update.arrays is not None
-        }
+        results = list(zip(rounds, updates, strict=True))
+        record = self._merge_metrics([(self.members[k], update) for k, update in results], rejected)
+        new = {k: dict(update.arrays) for k, update in results if update.arrays is not None}
         false = sum(
             self.members[k].screening.bears(update.uploads)
-            for k, update in zip(trained, updates, strict=True)
+            for k, update in results
             if update.uploads is not None
         )
         accepted = int(record["replies-accepted"])  # type: ignore[arg-type]
@@ -263,7 +248,6 @@ class FedEnsemble(Strategy):
         record["models-updated"] = len(new)
         if not new:
             return Update(None, None, record=record)
-        old = EnsembleArrays.from_arrays(r.arrays).models
         updated = tuple(new.get(k, model) for k, model in enumerate(old))
         return Update(None, ArrayRecord(EnsembleArrays(updated).to_arrays()), record=record)
 
@@ -298,20 +282,18 @@ class FedEnsemble(Strategy):
     ) -> list[list[BadReply | None]]:
         """Compare the changes of weights over all models: one may have too few replies by itself.
 
-        The models are trained alike, so their clients' changes are of one order of size. Each
-        model's own strategy refuses what cannot be read.
+        Clients' changes are of one order of size. Each model's strategy refuses what is unreadable.
         """
-        verdicts: list[list[BadReply | None]] = [[None] * len(part) for part in replies]
+        verdicts: list[list[BadReply | None]] = [[None] * len(of_model) for of_model in replies]
         if not joint.asks[0].of_weights:
             return verdicts
-        sizes = [
-            (k, i, size)
-            for k, part in enumerate(replies)
-            for i, reply in enumerate(part)
-            if (size := _change(reply, models[k])) is not None
-        ]
-        judged = screen_sizes([size for *_, size in sizes], self.screening.outlier_factor)
-        for (k, i, _), bad in zip(sizes, judged, strict=True):
+        sizes = dict[tuple[int, int], float]()
+        for k, of_model in enumerate(replies):
+            for i, reply in enumerate(of_model):
+                if (size := _change(reply, models[k])) is not None:
+                    sizes[k, i] = size
+        judged = screen_sizes(list(sizes.values()), self.screening.outlier_factor)
+        for (k, i), bad in zip(sizes, judged, strict=True):
             verdicts[k][i] = bad
         return verdicts
 
@@ -327,24 +309,21 @@ class FedEnsemble(Strategy):
                 self.weighted_by_key, member.permitted_metrics
             )
         ]
-        records = [record for m, u in updates if (record := m.metrics_of(u)) is not None]
+        of_clients = {name for content in reported for name in content["metrics"]}
         early: dict[str, Any] = {f"rejected-{reason}": count for reason, count in rejected.items()}
         early |= {"num-examples": 0, "replies-accepted": 0}
         early["replies-rejected"] = sum(rejected.values())
-        of_clients = {name for content in reported for name in content["metrics"]}
-        means: dict[str, Any] = {}
-        combined: dict[str, Any] = {}
+        records: list[Mapping[str, Any]] = [early]
+        records += [record for m, u in updates if (record := m.metrics_of(u)) is not None]
         rules: dict[str, Any] = dict.fromkeys(("num-examples", "replies-", "rejected-"), sum)
         rules |= self.members[0].combined_by
-        every = (early, *records)
-        for name in {name: None for record in every for name in record}:
-            with_name = [m for m in every if isinstance(m.get(name), int | float)]
-            values: Any = [m[name] for m in with_name]
-            examples: Any = [m["num-examples"] for m in with_name]
-            name_or_group = next((k for k in rules if k[-1] == "-" and name.startswith(k)), name)
-            rule = rules.get(name_or_group)
-            if rule is not None and values:
-                combined[name] = rule(values)
+        means, combined = dict[str, Any](), dict[str, Any]()
+        for name in {name: None for record in records for name in record}:
+            with_name = [m for m in records if isinstance(m.get(name), int | float)]
+            values, examples = ([m[key] for m in with_name] for key in (name, "num-examples"))
+            group = next((k for k in rules if k[-1] == "-" and name.startswith(k)), name)
+            if group in rules and values:
+                combined[name] = rules[group](values)
             elif name not in of_clients and any(examples):
                 means[name] = float(np.average(values, weights=examples))
         if reported:
@@ -364,13 +343,13 @@ class FedEnsemble(Strategy):
 
         def contents(client: int, config: ConfigRecord) -> RecordDict:
             each = [ask.content(client) for ask in asks]
-            told = [content.config_records[key] for content in each]
+            configs = [content.config_records[key] for content in each]
             differing_keys = tuple(
-                {n: v for n, v in one.items() if config.get(n) != v} for one in told
+                {n: v for n, v in one.items() if config.get(n) != v} for one in configs
             )
-            merged = ConfigRecord({**config, **EnsembleArrays(differing_keys).to_arrays()})
             records = tuple(dict(content.array_records) for content in each)
-            return RecordDict({**EnsembleArrays(records).to_arrays(), key: merged})
+            told = ConfigRecord({**config, **EnsembleArrays(differing_keys).to_arrays()})
+            return RecordDict({**EnsembleArrays(records).to_arrays(), key: told})
 
         uploads = yield from r.ask(
             accuracy_of, clients=sample, contents=contents, sent=_AllSent(asks), resends=False
@@ -391,15 +370,13 @@ class _AllSent:
     def __init__(self, asks: Sequence[Ask[Any]]) -> None:
         self._asks = asks
 
-    def forget(self, client: int) -> None:
-        """Have a client sent all parts of all models again."""
-        self.doubt(client)
-
     def doubt(self, client: int) -> None:
         """Note that a client failed, for all models."""
         for ask in self._asks:
             if ask.sent is not None:
                 ask.sent.doubt(client)
+
+    forget = doubt
 
 
 def _first_ask(strategy: Strategy, r: Round) -> Ask[Any]:

@@ -35,7 +35,7 @@ def standard_deviation(
     is exactly 0 where all clients agree. Arrays of floating point have one, in float64.
     """
     shares = np.asarray(num_examples, dtype=np.float64) / sum(num_examples)
-    found = {}
+    deviations = {}
     for name, first in models[0].items():
         if not np.issubdtype(first.dtype, np.floating):
             continue
@@ -47,8 +47,8 @@ def standard_deviation(
         squares = sum(share * np.square(shift - mean) for share, shift in pairs)
         alike = all_alike([model[name] for model in models])
         deviation = np.asarray(np.sqrt(squares), dtype=np.float64)
-        found[name] = put_back(deviation, np.zeros(first.shape), alike)
-    return found
+        deviations[name] = put_back(deviation, np.zeros(first.shape), alike)
+    return deviations
 
 
 def gaussian_model(

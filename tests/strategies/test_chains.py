@@ -24,7 +24,7 @@ SUPER = {
     "closed_form/deep_afl.py": {"task"},
     "closed_form/one_exchange.py": {"load_state_dict", "evaluates_in"},
     "core/strategy.py": {"__post_init__"},
-    "ensembles/distillation.py": {"__post_init__", "check"},
+    "ensembles/distillation.py": {"__post_init__"},
     "gossip/topology.py": {"__post_init__"},
     "tct/tct.py": {"require_nested"},
 }
