@@ -36,11 +36,11 @@ class ClientModels(MutableMapping[int, Arrays]):
 
     def __setitem__(self, client: int, arrays: Arrays) -> None:
         self._in_memory.pop(client, None)
-        self._models[client] = own = dict(arrays)
+        self._models[client] = model = dict(arrays)
         for name, array in arrays.items():
             if array.flags.writeable:
-                own[name] = array.copy()
-                own[name].flags.writeable = False
+                model[name] = array.copy()
+                model[name].flags.writeable = False
         self._in_memory[client] = sum(array.nbytes for array in arrays.values())
         self.limit_to(self.budget)
 
@@ -53,8 +53,8 @@ class ClientModels(MutableMapping[int, Arrays]):
                 self._write(oldest)
             except OSError as error:  # such as a full disk, which must not end a run
                 logger.warning(
-                    "clients' models cannot be kept on disk (%s): they stay in memory, beyond the "
-                    "budget; make room, set another TMPDIR, or raise ulimit -n",
+                    "clients' models stay in memory, beyond the budget (%s); make room, set "
+                    "another TMPDIR, or raise ulimit -n",
                     error,
                 )
                 self.budget = np.inf
@@ -70,8 +70,8 @@ class ClientModels(MutableMapping[int, Arrays]):
 
     def state_dict(self) -> ArrayDict:
         """Return all arrays, as ``<client>.<name>``; placeholders end with their nodes."""
-        models = {client: own for client, own in self.items() if client >= 0}
-        return {f"{client}.{n}": a for client, own in models.items() for n, a in own.items()}
+        models = {client: model for client, model in self.items() if client >= 0}
+        return {f"{client}.{n}": a for client, model in models.items() for n, a in model.items()}
 
     def load_state_dict(self, state: Arrays) -> None:
         """Add what :meth:`state_dict` returned."""
@@ -82,15 +82,15 @@ class ClientModels(MutableMapping[int, Arrays]):
         """Move a client's arrays into a file without a name, which no killed process leaves."""
         if len(self._in_memory) == len(self._models):
             logger.info("clients' models beyond %g bytes are kept on disk", self.budget)
-        own = self._models[client]
-        sizes = [16 * (array.nbytes // 16 + 1) for array in own.values()]  # aligned
+        model = self._models[client]
+        sizes = [16 * (array.nbytes // 16 + 1) for array in model.values()]  # aligned
         with tempfile.TemporaryFile(prefix="fedntk-models-") as file:
-            for array, size in zip(own.values(), sizes, strict=True):
+            for array, size in zip(model.values(), sizes, strict=True):
                 file.write(array.tobytes().ljust(size))
             file.flush()
             mapped = np.split(np.memmap(file, np.uint8, "r"), np.cumsum(sizes)[:-1])
         self._models[client] = {
             name: np.asarray(part[: array.nbytes].view(array.dtype).reshape(array.shape))
-            for part, (name, array) in zip(mapped, own.items(), strict=True)
+            for part, (name, array) in zip(mapped, model.items(), strict=True)
         }
         del self._in_memory[client]

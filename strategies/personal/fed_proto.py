@@ -10,7 +10,7 @@ come. It is left out: so C^j is the mean over all examples of the class, and one
 own. (The authors' program takes the plain mean over clients.)
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import Array, ArrayRecord
 from torch import nn
@@ -20,13 +20,15 @@ from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES, Prototypes
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.channel import Rounds
+from ..core.channel import Parse, Rounds
 from ..core.client_rounds import ClientRounds
 from ..core.replies import Reply, accuracy_of, screen_accuracies, screen_own_sizes
 from ..core.round import Round
 from ..core.strategy import Strategy
 from ..core.uploads import Update, Uploads
 from .personalised import ask_personal
+
+T = TypeVar("T")
 
 
 class FedProto(Strategy):
@@ -74,9 +76,7 @@ class FedProto(Strategy):
 
     def train_round(self, r: Round) -> Rounds[Update]:
         """Pool the clients' prototypes; a class without any keeps its former one."""
-        personal = frozenset(self.network_of(r.arrays))
-        place = self.feature_map.to_config()
-        uploads = yield from ask_personal(r, self._parse, personal, self.trained, config=place)
+        uploads = yield from self._ask(r, self._parse)
         uploads = self.screening.drop(uploads, screen_own_sizes)
         if not self.enough(uploads):
             return Update(uploads)
@@ -90,13 +90,14 @@ class FedProto(Strategy):
 
     def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
         """Have clients evaluate their own networks."""
-        personal = frozenset(self.network_of(r.arrays))
-        place = self.feature_map.to_config()
-        uploads = yield from ask_personal(r, accuracy_of, personal, self.trained, config=place)
+        uploads = yield from self._ask(r, accuracy_of)
         return self.screening.drop(uploads, screen_accuracies)
 
+    def _ask(self, r: Round, parse: Parse[T]) -> Rounds[Uploads[T]]:
+        personal, place = frozenset(self.network_of(r.arrays)), self.feature_map.to_config()
+        return (yield from ask_personal(r, parse, personal, self.trained, config=place))
+
     def _parse(self, reply: Reply) -> Prototypes:
-        """Check a client's class means, which must be of as many examples as it reports."""
         return Prototypes.from_arrays(
             reply.arrays(),
             num_classes=self.shape[0],

@@ -70,17 +70,16 @@ class PersonalStrategy(Strategy):
                 records=lambda client: first_values(r, self.personal, self.trained, client),
                 sent=self.trained,
             )
+            if mean is None:
+                return Update(uploads, None, metrics)
         else:
             uploads = yield from ask_personal(
                 r, lambda reply: check_weights(reply.arrays(), model), self.personal, self.trained
             )
             uploads = self.screening.drop_outliers(uploads, model)
-            enough = self.enough(uploads)
-            mean = self.screening.mean(uploads, model) if enough and model else {}
-            if not enough:
-                return Update(uploads, None, metrics)
-        if mean is None:
-            return Update(uploads, None, metrics)
+            if not self.enough(uploads):
+                return Update(uploads)
+            mean = self.screening.mean(uploads, model) if model else {}
         self.trained.set(uploads.clients, r.number)
         arrays = ArrayRecord({**r.arrays, **cast_like(mean, model)})
         return Update(uploads, arrays, metrics)

@@ -11,8 +11,8 @@ has W_k on its right, without the prime.) The sums run over the clients of a rou
 paper samples a half; or, by option, over all that were ever heard of, as they were last known.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -30,9 +30,8 @@ from fedntk.ntk.robust_averages import bound_changes
 from fedntk.ntk.similarity import Absent, cosine_similarities, similarity_weights
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
-from ..core.array_archive import under
 from ..core.averaging import cast_like, named_arrays
-from ..core.channel import Rounds
+from ..core.channel import Parse, Rounds
 from ..core.client_rounds import ClientRounds
 from ..core.replies import Reply, accuracy_of, check_weights, screen_accuracies
 from ..core.round import Round
@@ -42,6 +41,7 @@ from .client_models import ClientModels
 from .personalised import ask_personal, split
 
 Both = tuple[ArrayDict, Prototypes]
+T = TypeVar("T")
 
 
 class Mixing(NamedTuple):
@@ -51,36 +51,6 @@ class Mixing(NamedTuple):
     similarities: NDArray[np.float64]  # cosines of their prototypes: (K, K)
     weights: NDArray[np.float64]  # s_kk', each row sums to 1: (K, K)
     server_round: int
-
-
-class Profiles:
-    """Client -> the class means that it last sent, and its number of examples."""
-
-    def __init__(self) -> None:
-        self.means: dict[int, Prototypes] = {}
-        self.examples: dict[int, int] = {}
-
-    def add(self, client: int, prototypes: Prototypes, num_examples: int) -> None:
-        """Note what a client sent."""
-        self.means[client] = prototypes
-        self.examples[client] = num_examples
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all, but of placeholder ids of clients, which end with their nodes."""
-        clients = [client for client in sorted(self.means) if client >= 0]
-        state: dict[str, Any] = {
-            "examples": {str(k): n for k, n in sorted(self.examples.items()) if k >= 0}
-        }
-        for client in clients:
-            state[f"means.{client}"] = self.means[client].means
-            state[f"counts.{client}"] = self.means[client].counts
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
-        self.examples = {int(client): int(n) for client, n in state["examples"].items()}
-        means, counts = under("means.", state), under("counts.", state)
-        self.means = {int(k): Prototypes(np.array(means[k]), np.array(counts[k])) for k in means}
 
 
 class WeightedFedAvg(Strategy):
@@ -148,7 +118,8 @@ class WeightedFedAvg(Strategy):
     # W_k; with over="all", what each last sent, and the mixtures of it that were asked for
     models: ClientModels = state(ClientModels)
     mixed: ClientModels = state(ClientModels, saved=False)
-    profiles: Profiles = state(Profiles)
+    # what else each last sent: its class means and their counts, and its number of examples
+    profiles: ClientModels = state(ClientModels)
 
     def prepare(self) -> None:
         """Find the arrays that stay with the clients, and the features to compare them by."""
@@ -185,14 +156,7 @@ class WeightedFedAvg(Strategy):
                 num_examples=None,
             )
 
-        uploads = yield from ask_personal(
-            r,
-            parse,
-            self.personal,
-            self.trained,
-            config=self.feature_map.to_config(),
-            shared_for=self._model_for,
-        )
+        uploads = yield from self._ask(r, parse)
         changes = [
             change_size(self.model_of(upload.client) or shared, upload.value[0])
             for upload in uploads
@@ -208,20 +172,22 @@ class WeightedFedAvg(Strategy):
 
     def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
         """Have clients evaluate their own models."""
-        uploads = yield from ask_personal(
-            r,
-            accuracy_of,
-            self.personal,
-            self.trained,
-            config=self.feature_map.to_config(),
-            shared_for=self._model_for,
-        )
+        uploads = yield from self._ask(r, accuracy_of)
         return self.screening.drop(uploads, screen_accuracies)
 
-    def _model_for(self, client: int, shared: ArrayRecord) -> ArrayRecord:
-        """Return a client's model, without what stays with it."""
-        model = self.model_of(client)
-        return shared if model is None else ArrayRecord({n: Array(model[n]) for n in shared})
+    def _ask(self, r: Round, parse: Parse[T]) -> Rounds[Uploads[T]]:
+        """Send each client its model, without what stays with it."""
+
+        def shared_for(client: int, shared: ArrayRecord) -> ArrayRecord:
+            model = self.model_of(client)
+            return shared if model is None else ArrayRecord({n: Array(model[n]) for n in shared})
+
+        features = self.feature_map.to_config()
+        return (
+            yield from ask_personal(
+                r, parse, self.personal, self.trained, config=features, shared_for=shared_for
+            )
+        )
 
     def model_of(self, client: int) -> Arrays | None:
         """Return the shared arrays of a client's model W_k; None if nothing is known of it.
@@ -233,7 +199,7 @@ class WeightedFedAvg(Strategy):
         if self.over == "round":
             return self.models[client]
         if client not in self.mixed:
-            others = sorted(self.profiles.means)
+            others = list(self.profiles)
             _, weights = self._compare([client], others)
             self.mixed[client] = next(mixtures(weights, [self.models[k] for k in others]))
         return self.mixed[client]
@@ -241,18 +207,23 @@ class WeightedFedAvg(Strategy):
     def _mix(self, r: Round, uploads: Uploads[Both], shared: Arrays) -> dict[str, float]:
         """Mix a model for each client; return metrics of the mixing."""
         for upload in uploads:
-            self.profiles.add(upload.client, upload.value[1], upload.num_examples)
+            prototypes = upload.value[1]
+            self.profiles[upload.client] = {
+                "means": prototypes.means,
+                "counts": prototypes.counts,
+                "examples": np.array(upload.num_examples),
+            }
         clients = uploads.clients
         sent = [weights for weights, _ in uploads.values]
-        everyone = sorted(self.profiles.means) if self.over == "all" else clients
         if self.screening.rule == "norm-bound":
             sent = bound_changes([self.model_of(k) or shared for k in clients], sent)
+        everyone = list(self.profiles) if self.over == "all" else clients
         similarities, weights = self._compare(everyone, everyone)
         if self.over == "all":
             self.mixed = ClientModels(self.mixed.budget)
             self.models.update(zip(clients, sent, strict=True))
         else:
-            self.profiles.means.clear()  # they are not needed later
+            self.profiles.clear()  # they are not needed later
             self.models.update(zip(clients, mixtures(weights, sent), strict=True))
         self.mixing = Mixing(tuple(everyone), similarities, weights, r.number)
         others = ~np.eye(len(everyone), dtype=bool)
@@ -267,10 +238,12 @@ class WeightedFedAvg(Strategy):
         self, clients: Sequence[int], others: Sequence[int]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return similarities and weights of clients (rows) and others (columns)."""
-        rows, columns = ([self.profiles.means[k] for k in each] for each in (clients, others))
+        profiles = {k: self.profiles[k] for k in {*clients, *others}}
+        prototypes = {k: Prototypes(p["means"], p["counts"]) for k, p in profiles.items()}
+        rows, columns = ([prototypes[k] for k in ids] for ids in (clients, others))
         similarities = cosine_similarities(rows, columns, absent=self.absent)
         for row, client in enumerate(clients):
             similarities[row, [k == client for k in others]] = 1.0
-        examples = [self.profiles.examples[k] for k in others] if self.by_examples else None
+        examples = [int(profiles[k]["examples"]) for k in others] if self.by_examples else None
         weights = similarity_weights(similarities, temperature=self.temperature, examples=examples)
         return similarities, weights
