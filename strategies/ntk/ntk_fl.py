@@ -11,7 +11,7 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from logging import getLogger
 from typing import Any, ClassVar, Literal
 
@@ -123,8 +123,7 @@ class KernelStrategy(FlowOptions, Strategy):
 
     def prepare(self) -> None:
         """Hold out the validation partitions, and make the gradient flow."""
-        held_out = (*self.sampling.held_out, *self.validation_partitions)
-        self.sampling.held_out = held_out
+        self.sampling.held_out = (*self.sampling.held_out, *self.validation_partitions)
         steps = self.steps or (AUTO_STEPS if self.has_auto_rate else DEFAULT_STEPS)
         if self.allow_no_step and steps[0] > 0:
             steps = (0, *steps)
@@ -146,8 +145,7 @@ class KernelStrategy(FlowOptions, Strategy):
         if sources != (self.selection == "validation"):
             raise ValueError(
                 "selection='validation' goes with screening.validation_loss or "
-                f"validation_partitions, not both; got selection={self.selection!r} and {sources} "
-                "of them"
+                f"validation_partitions, not both; got {self.selection!r} and {sources} of them"
             )
 
     @property
@@ -176,11 +174,11 @@ class KernelStrategy(FlowOptions, Strategy):
             return Update(uploads)
         candidates, offset, metrics = evolved
         evolution = candidates.evolution
+        losses, counts = yield from self._losses_of(r, candidates, uploads, offset)  # step 4
+        metrics |= counts
         metrics["kernel-products"] = evolution.kernel_products
         metrics["solver-steps"] = evolution.solver_steps
         metrics["solver-error-estimate"] = evolution.error_estimate
-        losses, counts = yield from self._losses_of(r, candidates, uploads, offset)  # step 4
-        metrics |= counts
         best = lowest_loss(losses)
         if best is None:
             logger.warning("no candidate has a finite loss: the model stays as it was")
@@ -225,18 +223,17 @@ class KernelStrategy(FlowOptions, Strategy):
         if self.selection == "linearised":
             return candidates.linearised_losses, {}
         if (validation_loss := self.screening.validation_loss) is not None:
-            weights = map(candidates.weights_at, range(len(candidates)))
-            return [float(validation_loss(record_of(each))) for each in weights], {}
+            models = map(candidates.weights_at, range(len(candidates)))
+            return [float(validation_loss(record_of(model))) for model in models], {}
         asks_trainers = self.selection == "clients"
         count, validators = len(candidates), self.validation_partitions
+        offsets = {OUTPUT_OFFSET: offset.tolist()} if self.class_prior and asks_trainers else None
         answers = yield from r.ask(
             lambda reply: _check_losses(reply, count),
             stage=MessageType.QUERY,
             clients=uploads if asks_trainers else r.registry.nodes_of(validators),
             arrays=record_of(candidates.weights),
-            config=(
-                {OUTPUT_OFFSET: offset.tolist()} if self.class_prior and asks_trainers else None
-            ),
+            config=offsets,
         )
         answers = self.screening.drop(answers, screen_losses)
         metrics: dict[str, float] = {"losses-accepted": len(answers)}
@@ -250,7 +247,6 @@ class KernelStrategy(FlowOptions, Strategy):
         return mean_losses(answers.values, counts) or infinite, metrics
 
     def _note_no_step(self, learning_rate: float) -> None:
-        """Count and log a round that leaves the model as it was."""
         self.rounds_without_step += 1
         logger.info("t = 0 has the lowest loss: the model stays as it was")
         if self.rounds_without_step >= 2:
@@ -280,25 +276,20 @@ class NTKFL(KernelStrategy):
 
     def gather(self, r: Round) -> Rounds[Gathered]:
         """Return the clients with rows that are used, and these (step 2)."""
-        uploads = yield from r.ask(parser_of(r))
+        weights = {name: torch.from_numpy(array) for name, array in r.model.items()}
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+
+        def parse(reply: Reply) -> JacobianUpload:
+            upload = JacobianUpload.from_arrays(reply.arrays(), parameters=shapes, weights=weights)
+            return upload.claimed(reply.num_examples)
+
+        uploads = yield from r.ask(parse)
         uploads = screen_rows(uploads, self.screening)
         return uploads, uploads.values
 
     def pool(self, rows: Sequence[JacobianUpload]) -> tuple[JacobianUpload, dict[str, float]]:
         """Stack the clients' rows: eq. (8)."""
         return stack(rows), {}
-
-
-def parser_of(r: Round) -> Callable[[Reply], JacobianUpload]:
-    """Make what checks each Jacobian of a round, or raises BadReply."""
-    weights = {name: torch.from_numpy(array) for name, array in r.model.items()}
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-
-    def parse(reply: Reply) -> JacobianUpload:
-        upload = JacobianUpload.from_arrays(reply.arrays(), parameters=shapes, weights=weights)
-        return upload.claimed(reply.num_examples)
-
-    return parse
 
 
 def screen_rows(uploads: Uploads[JacobianUpload], screening: Screening) -> Uploads[JacobianUpload]:

@@ -19,12 +19,13 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from logging import getLogger
 from typing import Any, ClassVar, Literal
 
 import flwr.serverapp.strategy
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 from torch import nn
 
@@ -41,7 +42,7 @@ from fedntk.ntk.payloads.convex_task import (
     SolveOptions,
     Step,
 )
-from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumStep
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.screening import screen_changes
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.ntk.support.arrays import ArrayDict, require_counts
@@ -67,8 +68,6 @@ logger = getLogger("flwr")
 LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 PARTS = {wire.NORMALISER: (MEAN, SCALE), wire.LINEAR: (LINEAR,)}  # records beside the network
 CONTROL = "tct.control"
-# clients' replies, arrays that a round changed, if any, and its metrics
-Changed = tuple[Uploads[Any] | None, ArrayDict | None, dict[str, Any]]
 Stage = Literal["bootstrap", "moments", "counts", "linear", "statistics", "solved"]
 
 
@@ -76,10 +75,10 @@ class TCT(ConvexOptions, Strategy):
     """Train, convexify, train (Yu et al. 2022). Clients are :class:`~fedntk.clients.TCTClient`.
 
     The first `bootstrap_rounds` rounds are stage 1, one is for the moments of the features (none
-    with ``normalise=False``), and the others are stage 2. The arrays that :meth:`start`
-    returns, and ``evaluate_fn`` is given, are the network's, ``tct.linear``, ``tct.mean`` and
-    ``tct.scale``; :meth:`predictor` makes a model of them. Until stage 2 has changed the linear
-    model, clients evaluate the network. All nodes are asked for moments or sums.
+    with ``normalise=False``), and the others are stage 2. The arrays that :meth:`start` returns,
+    and ``evaluate_fn`` is given, are the network's, ``tct.linear``, ``tct.mean`` and ``tct.scale``;
+    :meth:`predictor` makes a model of them. Until stage 2 has changed the linear model, clients
+    evaluate the network. All nodes are asked for moments, and those that answer make them.
 
     Beyond the paper, the server can solve the problem in one exchange. With `sums` clients send
     4 p^2 bytes up, or 8 n p if less: Z^T Z and Z^T Y of raw features and the classes' counts, from
@@ -88,18 +87,14 @@ class TCT(ConvexOptions, Strategy):
     powers of two that the server chooses by examples (``sums.validation``).
 
     A client is sent the network and the normaliser once, then only linear models. One that lost
-    what it keeps says so and is sent it again in the same round; if its own c_k is lost, the
-    corrections of all start again from zero. All clients that were ever seen count in c, each with
-    the number of examples that it reported first, whatever it says later. A node that reports no
-    partition is known by its node id and is a new client after it registers anew, so give nodes a
-    partition-id. The moments are those of the clients that answered in that one round: see
-    ``min_completed``.
+    them is sent them again in the same round; if its c_k is lost, the corrections of all start
+    again from zero. All clients that were ever seen count in c, each with the number of examples
+    that it reported first. A node without a partition-id is a new client after it registers anew.
 
     With three clients or more, models that moved over 100 times as far as the median client's are
     dropped, as are moments and sums of over 100 times its size. Other valid-looking malicious
-    replies are not detected: a false model stays in c, and false moments in the normaliser; a
-    client that says again and again that its c_k is lost has all corrections start again; and false
-    sums can leave a run without a solution, round after round.
+    replies are not detected: a false model stays in c, and false moments in the normaliser; false
+    claims that a c_k is lost reset all corrections; and false sums can leave a run unsolved.
 
     Attributes
     ----------
@@ -151,7 +146,7 @@ class TCT(ConvexOptions, Strategy):
     sent: SentParts = state(SentParts)
     inner: Strategy | None = state(lambda: None, reset=False)
     run_key: str = state(lambda: secrets.token_hex(8))
-    keyed: tuple[ArrayRecord | None, str] = state(lambda: (None, ""), saved=False)
+    _keyed: tuple[ArrayRecord | None, str] = state(lambda: (None, ""), saved=False)
 
     def prepare(self) -> None:
         """Say what the features and their sums are, and make the strategy of stage 1."""
@@ -168,7 +163,7 @@ class TCT(ConvexOptions, Strategy):
                 self.feature_map,
                 num_classes=self.shape[1],
                 max_examples=self.max_examples,
-                equations=self.normal_equations,
+                equations=self._normal_equations,
                 weights=lambda: self.class_weights if self.balanced else None,
             )
             needed_by = f"sums.bits = {self.sums.bits}" if self.sums.is_exact else ""
@@ -180,24 +175,22 @@ class TCT(ConvexOptions, Strategy):
     def _bootstrapping(self, bootstrap: flwr.serverapp.strategy.Strategy) -> Strategy:
         """Return the strategy of stage 1 as one that works within this one."""
         waits_for = int(getattr(bootstrap, "min_available_nodes", 0))
-        most = self.screening.outlier_factor
         self.min_available_nodes = max(self.min_available_nodes, waits_for)
-        if isinstance(bootstrap, Strategy):
-            if bootstrap.replies != wire.WEIGHTS:
-                raise ValueError(
-                    "bootstrap: expected a strategy whose replies are one set of weights, such as "
-                    f"FedAvg, got {type(bootstrap).__name__}"
-                )
-            inner = bootstrap
-        else:
+        most = self.screening.outlier_factor
+        if not isinstance(bootstrap, Strategy):
             screening = Screening(outlier_factor=most)
-            inner = FromFlower(bootstrap, name="bootstrap", chooses=True, screening=screening)
+            bootstrap = FromFlower(bootstrap, name="bootstrap", chooses=True, screening=screening)
+        elif bootstrap.replies != wire.WEIGHTS:
+            raise ValueError(
+                "bootstrap: expected a strategy whose replies are one set of weights, such as "
+                f"FedAvg, got {type(bootstrap).__name__}"
+            )
         judges = self.screening.rule == "validation"
-        chosen = self.screening if judges else inner.screening
-        inner.screening = chosen.copy(outlier_factor=min(most, chosen.outlier_factor))
-        inner.require_nested("TCT", everyone=False)
-        inner.min_completed, inner.max_examples = self.min_completed, self.max_examples
-        return inner
+        chosen = self.screening if judges else bootstrap.screening
+        bootstrap.screening = chosen.copy(outlier_factor=min(most, chosen.outlier_factor))
+        bootstrap.require_nested("TCT", everyone=False)
+        bootstrap.min_completed, bootstrap.max_examples = self.min_completed, self.max_examples
+        return bootstrap
 
     def check(self) -> None:
         """Refuse what does not go with the way in which the problem is solved."""
@@ -217,15 +210,10 @@ class TCT(ConvexOptions, Strategy):
         if self.screening.is_robust:
             raise ValueError(f"screening.rule: expected none with sums, got {self.screening.rule}")
         if self.balanced and self.storage is not None:
-            raise ValueError(
-                "storage: expected balanced = False, as its weights come from all clients' "
-                "counts, got True"
-            )
+            raise ValueError("storage: expected balanced = False, whose weights come from counts")
         if self.secure is not None and not self.sums.is_exact:
-            raise ValueError(
-                "secure: masks are added to whole numbers; expected sums.bits = 2 ... 8, got "
-                f"{self.sums.bits}"
-            )
+            got = f"expected sums.bits = 2 ... 8, got {self.sums.bits}"
+            raise ValueError(f"secure: masks are added to whole numbers; {got}")
         if self.secure is not None and self.storage is not None:
             raise ValueError("secure: the server has no client's sums to keep; leave out storage")
 
@@ -236,23 +224,18 @@ class TCT(ConvexOptions, Strategy):
         return int(options.bootstrap_rounds + options.balanced + moments)
 
     @property
-    def stages(self) -> list[Stage]:
-        """The stages of a run, in order."""
-        stages: list[Stage] = []
-        if self.bootstrap_rounds:
-            stages.append("bootstrap")
-        if self.sums is None and self.normalise:
-            stages.append("moments")
-        if self.balanced:
-            stages.append("counts")
-        stages.append("linear" if self.sums is None else "statistics")
-        return stages
-
-    @property
     def stage(self) -> Stage:
         """What the next round does."""
-        stages = self.stages
-        return stages[self.stages_done] if self.stages_done < len(stages) else "solved"
+        sums = self.sums is not None
+        rounds: dict[Stage, int] = {
+            "bootstrap": self.bootstrap_rounds,
+            "moments": self.normalise and not sums,
+            "counts": self.balanced,
+            "statistics": sums,
+            "linear": not sums,
+        }
+        stages = [stage for stage, number in rounds.items() if number]
+        return [*stages, "solved"][self.stages_done]
 
     @property
     def learned(self) -> str:
@@ -283,11 +266,11 @@ class TCT(ConvexOptions, Strategy):
             return initial_arrays
         if done > self.bootstrap_rounds:
             raise ValueError(
-                f"initial_arrays: expected {', '.join(TCTModel.ARRAYS)} as well, since the loaded "
-                "state goes with them; pass all arrays that were returned with it"
+                f"initial_arrays: expected {', '.join(TCTModel.ARRAYS)} as well; pass all arrays "
+                "that were returned with the loaded state"
             )
         zero, identity = np.zeros(self.shape, np.float32), Normaliser.identity(self.width)
-        return _with(network, arrays_of(identity, zero))
+        return _with_model(network, identity, zero)
 
     def train_round(self, r: Round) -> Rounds[Update]:
         """Do the round of the current stage, and go on to the next one if it is over."""
@@ -301,21 +284,18 @@ class TCT(ConvexOptions, Strategy):
             "linear": self._step_linear,
             "statistics": self._solve_sums,
         }
-        uploads, changed, metrics = yield from do[stage](r)
+        update = yield from do[stage](r)
+        is_changed = update.arrays is not None
         if stage == "bootstrap":
-            is_over = r.number >= self.bootstrap_rounds
-        else:
-            is_over = changed is not None and stage != "linear"
-        self.stages_done += is_over
-        if changed is None:
-            return Update(uploads, None, metrics)
-        if stage in ("linear", "statistics"):
-            self.linear_rounds += 1
-        return Update(uploads, _with(r.arrays, changed), metrics)
+            self.stages_done += r.number >= self.bootstrap_rounds
+        elif stage != "linear":
+            self.stages_done += is_changed
+        self.linear_rounds += is_changed and stage in ("linear", "statistics")
+        return update
 
     # -------------------------------------------------------------- stage 1 (section 4.1)
 
-    def _train_network(self, r: Round) -> Rounds[Changed]:
+    def _train_network(self, r: Round) -> Rounds[Update]:
         """Do a round of the bootstrap strategy on the network.
 
         The task travels along, so that clients say in round 1 if they could not do stage 2.
@@ -327,12 +307,12 @@ class TCT(ConvexOptions, Strategy):
         network = self.network_of(r.arrays)
         within = r.within(self.inner, network, sample, speaker=self, config=task)
         update = yield from self.inner.train_round(within)
-        arrays = None if update.arrays is None else named_arrays(update.arrays)
-        return update.uploads, arrays, dict(update.metrics)
+        arrays = None if update.arrays is None else ArrayRecord({**r.arrays, **update.arrays})
+        return Update(update.uploads, arrays, update.metrics)
 
     # ------------------------------------------------------------- convexify (section 4.3)
 
-    def _standardise(self, r: Round) -> Rounds[Changed]:
+    def _standardise(self, r: Round) -> Rounds[Update]:
         """Join the moments of all clients' features to the normaliser, and start the bias.
 
         The classes' counts come with them if there is a bias, which starts by these.
@@ -342,19 +322,19 @@ class TCT(ConvexOptions, Strategy):
         def parse(reply: Reply) -> Moments:
             return Moments.from_arrays(reply.arrays(), reply.num_examples, self.width, num_classes)
 
-        uploads = yield from self._ask_all(r, "moments", parse)
+        uploads = yield from self._ask_all(r, "moments", parse, wire.NETWORK)
         uploads = self.screening.drop(uploads, screen_own_sizes)
         if not self.enough(uploads):
-            return uploads, None, {}
+            return Update(uploads)
         self.control.know(dict(zip(uploads.clients, uploads.counts, strict=True)))
         joint = Moments.join(uploads.values)
         normaliser, linear = Normaliser.of(joint), np.zeros(self.shape, np.float32)
         if self.bias:
             linear[-1] = best_bias(joint.class_counts, self.loss)
         metrics = {"features-constant": int((normaliser.inv_std == 0).sum())}
-        return uploads, arrays_of(normaliser, linear), metrics
+        return Update(uploads, _with_model(r.arrays, normaliser, linear), metrics)
 
-    def _count_classes(self, r: Round) -> Rounds[Changed]:
+    def _count_classes(self, r: Round) -> Rounds[Update]:
         """Add up the classes' counts, from which all clients get the same weights."""
 
         def parse(reply: Reply) -> NDArray[np.int64]:
@@ -362,14 +342,14 @@ class TCT(ConvexOptions, Strategy):
             require_counts(counts, self.shape[1], reply.num_examples)
             return counts
 
-        uploads = yield from self._ask_all(r, "counts", parse, needs=())
+        uploads = yield from self._ask_all(r, "counts", parse)
         if not self.enough(uploads):
-            return uploads, None, {}
+            return Update(uploads)
         self.class_weights = class_weights(np.sum(uploads.values, axis=0))
-        return uploads, {}, {}
+        return Update(uploads, r.arrays)
 
     def _ask_all(
-        self, r: Round, step: Step, parse: Parse[Any], *, needs: Sequence[str] = (wire.NETWORK,)
+        self, r: Round, step: Step, parse: Parse[Any], *needs: str
     ) -> Rounds[Uploads[Any]]:
         """Ask all clients for something of their features; they then have what this `needs`."""
         uploads = yield from r.ask(
@@ -385,9 +365,10 @@ class TCT(ConvexOptions, Strategy):
 
     # ----------------------------------------------------------------- stage 2 (algorithm 1)
 
-    def _step_linear(self, r: Round) -> Rounds[Changed]:
+    def _step_linear(self, r: Round) -> Rounds[Update]:
         """Average the clients' linear models, and take the changes of the c_k into c."""
         theta = r.arrays[LINEAR].numpy()
+        before = {LINEAR: theta}
         uploads = yield from r.ask(
             lambda reply: _parse_linear(reply, theta),
             contents=lambda client, config: self._linear_message(r, client, config),
@@ -395,9 +376,7 @@ class TCT(ConvexOptions, Strategy):
         )
         lost = uploads.lost
         self._mark(uploads, wire.NETWORK, wire.NORMALISER, wire.LINEAR)
-        uploads = self.screening.drop(
-            uploads, lambda models, most: screen_changes({LINEAR: theta}, models, most)
-        )
+        uploads = self.screening.drop(uploads, partial(screen_changes, before))
         counts = dict(zip(uploads.nodes, map(self._count_of, uploads), strict=True))
         uploads = self.screening.drop_harmful(
             uploads, r.model, lambda weights: weights, [*counts.values()]
@@ -408,17 +387,14 @@ class TCT(ConvexOptions, Strategy):
             logger.warning("a client lost its state: all corrections start again from zero")
             self.control.reset_state()
         if not self.enough(uploads):
-            return uploads, None, metrics
+            return Update(uploads, None, metrics)
         weights = [counts[node] for node in uploads.nodes]
-        robust = self.screening.mean(uploads, {LINEAR: theta}, weights)
-        mean = np.asarray(robust[LINEAR], np.float32)
+        mean = np.asarray(self.screening.mean(uploads, before, weights)[LINEAR], np.float32)
         if self.corrected and not reset:
-            replies = {
-                upload.client: (weight, upload.value[LINEAR])
-                for upload, weight in zip(uploads, weights, strict=True)
-            }
-            self.control.update(r.number, theta, mean, replies, r.clients, self.span)
-        return uploads, {LINEAR: mean}, metrics
+            models = [upload.value[LINEAR] for upload in uploads]
+            replies = zip(uploads.clients, zip(weights, models, strict=True), strict=True)
+            self.control.update(r.number, theta, mean, dict(replies), r.clients, self.span)
+        return Update(uploads, ArrayRecord({**r.arrays, LINEAR: Array(mean)}), metrics)
 
     def _linear_message(self, r: Round, client: int, config: ConfigRecord) -> RecordDict:
         """Return M steps as the task, what the client lacks, the linear model, and c if sent."""
@@ -436,28 +412,27 @@ class TCT(ConvexOptions, Strategy):
 
     def _count_of(self, upload: Any) -> int:
         """Return the examples that a client counts with: as many as it first said."""
-        first = self.control.examples.get(upload.client, upload.num_examples)
-        if first != upload.num_examples:
+        client, now = upload.client, upload.num_examples
+        first = self.control.examples.get(client, now)
+        if first != now:
             logger.warning(
-                "stage 2: client %d had %d examples before and has %d now; it counts with %d",
-                upload.client,
-                first,
-                upload.num_examples,
+                "stage 2: client %d has %d examples now, and counts with %d as before",
+                client,
+                now,
                 first,
             )
         return int(first)
 
     # ------------------------------------------------------- stage 2 from sums (beyond the paper)
 
-    def _solve_sums(self, r: Round) -> Rounds[Changed]:
+    def _solve_sums(self, r: Round) -> Rounds[Update]:
         """Add up sums over all clients' features, masked if wanted, and solve."""
-        sums = self._require_sums()
-        network = self.network_of(r.arrays)
+        sums, network = self._require_sums(), self.network_of(r.arrays)
         try:
             sums.steps = sums.choose_steps(network)
         except ValueError as error:
             logger.warning("no steps of fixed-point numbers: %s", error)
-            return Uploads(r.channel), None, {}
+            return Update(Uploads(r.channel))
         by_client: dict[int, Sums] = {}
         total: Sums | None = None
         uploads: Uploads[Any]
@@ -474,7 +449,7 @@ class TCT(ConvexOptions, Strategy):
             uploads = yield from r.ask(
                 lambda reply: sums.parse(reply.arrays(), reply.num_examples),
                 clients=r.everyone(),
-                contents=lambda client, config: self._sums_message(r, None, client, config),
+                contents=lambda *told: self._sums_message(r, "statistics", *told),
                 sent=self.sent,
             )
             self._mark(uploads, wire.NETWORK)
@@ -483,27 +458,23 @@ class TCT(ConvexOptions, Strategy):
                 total = add_up(uploads.values)
                 by_client = dict(zip(uploads.clients, uploads.values, strict=True))
         if total is None:
-            return uploads, None, {}
+            return Update(uploads)
         joint = total
         solution = result_of(lambda: sums.solve(joint, network))
         if solution is None:
-            return uploads, None, {}
+            return Update(uploads)
         normaliser, linear, ridge = solution
         if self.storage is not None:
             self.storage.keep(by_client)
         metrics = {"ridge": ridge, "features-constant": int((normaliser.inv_std == 0).sum())}
-        return uploads, arrays_of(normaliser, linear), metrics
+        return Update(uploads, _with_model(r.arrays, normaliser, linear), metrics)
 
-    def _sums_message(
-        self, r: Round, step: SumStep | None, client: int, config: ConfigRecord
-    ) -> RecordDict:
+    def _sums_message(self, r: Round, step: Step, client: int, config: ConfigRecord) -> RecordDict:
         """Return the task, the network, and what features are rounded or weighted by."""
-        if step not in (None, "masked"):  # an exchange that needs no network
+        if step not in ("statistics", "masked"):  # an exchange that needs no network
             return self._task_message(r, step, (), config)
-        parts = self.sent.lacks(client, wire.NETWORK)
-        content = self._task_message(r, step or "statistics", parts, config)
-        steps = self._require_sums().steps
-        if len(steps):
+        content = self._task_message(r, step, self.sent.lacks(client, wire.NETWORK), config)
+        if len(steps := self._require_sums().steps):
             content[wire.STEPS] = record_of({"tct.step": steps})
         if self.balanced:
             content[wire.CLASS_WEIGHTS] = record_of({"tct.class-weights": self.class_weights})
@@ -514,7 +485,7 @@ class TCT(ConvexOptions, Strategy):
             raise ValueError("sums: expected FeatureSums(...), got None")
         return self.sums
 
-    def normal_equations(
+    def _normal_equations(
         self, sums: FeatureStatistics, normaliser: Normaliser | None = None
     ) -> tuple[Normaliser, NormalEquations]:
         """Return the problem of normalised features, with a normaliser or the sums' own."""
@@ -532,7 +503,7 @@ class TCT(ConvexOptions, Strategy):
         sums = self._require_sums()
         total = add_up(require_storage(self.storage).without(clients).values())
         normaliser, linear, _ = sums.solve(total, self.network_of(arrays))
-        return _with(arrays, arrays_of(normaliser, linear))
+        return _with_model(arrays, normaliser, linear)
 
     # --------------------------------------------------------------------------- messages
 
@@ -549,26 +520,19 @@ class TCT(ConvexOptions, Strategy):
     def _task_message(
         self, r: Round, step: Step, parts: Iterable[str], config: ConfigRecord, **task: Any
     ) -> RecordDict:
-        """Return a MessageTask and some parts of the arrays.
-
-        Each part, ``"network"``, ``"normaliser"`` or ``"linear"``, is a record of that name.
-        """
-        key = self._network_key(r.arrays)
-        run_key = self.run_key
-        message = MessageTask(step=step, network_key=key, run_key=run_key, **task)
-        told = ConfigRecord({**config, **message.to_config()})
-        content = RecordDict({r.owner.configrecord_key: told})
+        """Return a MessageTask and some parts of the arrays, each a record of that name."""
+        if r.arrays is not self._keyed[0]:  # the network's key is computed once for them
+            network = [r.arrays[name].numpy() for name in self.network.state_dict()]
+            self._keyed = (r.arrays, ConvexTask.key_of(self.feature_map, network))
+        key = self._keyed[1]
+        message = MessageTask(step=step, network_key=key, run_key=self.run_key, **task)
+        content = RecordDict(
+            {r.owner.configrecord_key: ConfigRecord({**config, **message.to_config()})}
+        )
         for name in parts:
             names = PARTS.get(name, tuple(self.network.state_dict()))
             content[name] = ArrayRecord({n: r.arrays[n] for n in names})
         return content
-
-    def _network_key(self, arrays: ArrayRecord) -> str:
-        """Return the key of the network among the arrays, which is computed once for them."""
-        if arrays is not self.keyed[0]:
-            network = [arrays[name].numpy() for name in self.network.state_dict()]
-            self.keyed = (arrays, ConvexTask.key_of(self.feature_map, network))
-        return self.keyed[1]
 
     def _mark(self, uploads: Uploads[Any], *parts: str) -> None:
         for client in uploads.clients:
@@ -635,14 +599,12 @@ class TCT(ConvexOptions, Strategy):
             self.sums.require_memory(self.min_available_nodes)
 
 
-def arrays_of(normaliser: Normaliser, linear: NDArray[Any]) -> ArrayDict:
-    """Return the arrays of a normaliser and a linear model by name."""
-    return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}
-
-
-def _with(arrays: ArrayRecord, changed: ArrayDict) -> ArrayRecord:
-    """Return arrays with some others in place of, or beside, their own."""
-    return ArrayRecord({**arrays, **record_of(changed)})
+def _with_model(
+    arrays: ArrayRecord, normaliser: Normaliser, linear: NDArray[np.float32]
+) -> ArrayRecord:
+    """Return arrays with a normaliser and a linear model in place of, or beside, their own."""
+    model = {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}
+    return ArrayRecord({**arrays, **record_of(model)})
 
 
 def _choose(r: Round, sample: Sample, strategy: Strategy) -> Sample:
