@@ -22,8 +22,7 @@ from .ntk.cp_ntk_fl import CPNTKFLClient
 from .ntk.ntk_fl import NTKFLClient
 from .personal.ditto import DittoClient
 from .personal.fed_proto import FedProtoClient
-from .personal.personal_client import PersonalClient
-from .personal.personalised import PersonalisedClient
+from .personal.personal_client import PersonalClient, PersonalisedClient
 from .personal.weighted_fedavg import WeightedFedAvgClient
 from .scaffold import SCAFFOLDClient
 from .sgd import SGDClient

@@ -24,14 +24,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import require_disk
+from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.npy import from_npy
+from fedntk.ntk.support.arrays import ArrayDict, Arrays
 from fedntk.ntk.support.files import whole, whole_path
 
 from .adapter import CLIENT_ID
 
 logger = getLogger("flwr")
 STALE = 24 * 3600  # seconds after which another run's folder counts as left behind
-
+KEPT = 20  # of the newest rounds that a client took part in: a run may go on from any of them
+KEPT_BYTES = 64 * 2**20  # limit of these together; the newest two stay in any case
+PREFIX = "array "  # before names of arrays, which are keyword arguments of numpy's
 # what the system says of a file that may be as good as it was
 TRANSIENT_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -41,34 +45,25 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedntk"
 
 
-def client_folder(cache: Path, run: str, client: object) -> Path:
-    """Return the folder of what one client keeps in one run, in the client's folder."""
-    run, client = (re.sub(r"\W+", "-", str(name))[:64] for name in (run, client))
-    return cache / f"client-{client}" / f"run-{run}"
+def client_folder(cache: str | os.PathLike[str] | None, kind: str, run: str, client: str) -> Path:
+    """Return the folder of what a client keeps in a run, by default in ``cache_dir() / kind``."""
+    parent = cache_dir() / kind if cache is None else Path(cache)
+    run, client = (re.sub(r"\W+", "-", name)[:64] for name in (run, client))
+    return parent / f"client-{client}" / f"run-{run}"
 
 
 def client_name(config: Mapping[str, Any], seed: Sequence[int]) -> str:
-    """Name a client by its id in the federation; by its seed if the message brings none.
-
-    Messages bring it through :func:`~fedntk.clients.client_app`.
-    """
+    """Name a client by its id in the federation; by its seed if client_app did not tell one."""
     return str(config.get(CLIENT_ID, "-".join(map(str, seed))))
 
 
-def run_folder(cache: str | os.PathLike[str], run: str, client: str) -> Path:
-    """Return a client's folder of a run: see :func:`make_folder`."""
-    folder = client_folder(Path(cache), run, client)
-    make_folder(folder)
-    return folder
-
-
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> Path:
     """Make a client's folder of a run, for its owner only, unless it is there.
 
     With a new one the client's folders of other runs go that nobody has used for a day.
     """
     if folder.exists():
-        return
+        return folder
     for part in (folder.parent, folder):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
     for other in folder.parent.glob("run-*/"):
@@ -78,6 +73,7 @@ def make_folder(folder: Path) -> None:
             if other != folder and time.time() - used > STALE:
                 logger.info("removed %s, which no run has used for a day", other)
                 shutil.rmtree(other, ignore_errors=True)
+    return folder
 
 
 def data_digest(*tensors: Tensor) -> str:
@@ -103,8 +99,8 @@ def example_digests(x: Tensor, targets: Tensor) -> NDArray[np.uint64]:
 class DiskStore:
     """Arrays in files, which appear whole or not at all; a damaged one counts as missing.
 
-    All that is kept depends on a `key` that JSON holds: the `folder`, the client's own, is emptied
-    when another comes. `cure` says in errors what to do if the disk is too small.
+    The `folder`, the client's own, is emptied when another `key` comes, which JSON holds. `cure`
+    says in errors what to do if the disk is too small.
     """
 
     def __init__(self, folder: Path, key: object, *, cure: str = "") -> None:
@@ -163,9 +159,59 @@ class DiskStore:
                 path.unlink()
 
 
+class PersonalStore:
+    """A folder with the arrays that one client keeps in one run, by round.
+
+    Each round's are whole or missing. What was kept in the newest 20 rounds can be loaded, as
+    long as it takes no more than 64 MiB, and that of the newest two in any case: so a run that was
+    cut off goes on from its checkpoint to the same bits.
+
+    The `cache` is of all clients on this machine: see :class:`PersonalClient`. A message's
+    `config` names run and client; without a client's id, the `seed` names it. `what` tells a
+    client's stores apart.
+    """
+
+    def __init__(
+        self,
+        cache: str | os.PathLike[str] | None,
+        config: Mapping[str, Any],
+        seed: Sequence[int] = (),
+        what: str = "",
+    ) -> None:
+        run, client = str(config.get(wire.RUN, "")), client_name(config, seed) + what
+        self.folder = client_folder(cache, "personal", run, client)
+
+    def load(self, server_round: int) -> ArrayDict | None:
+        """Return what was kept in a round; None if it is missing or damaged."""
+        if not self.folder.exists():
+            return None
+        saved = self._disk().load(_file(server_round))
+        return {name.removeprefix(PREFIX): array for name, array in saved.items()} or None
+
+    def save(self, server_round: int, arrays: Arrays, *, needed: int = 0) -> None:
+        """Keep some arrays, under their names, as those of a round.
+
+        Those of the round `needed` stay, however old: the new ones may yet be refused.
+        """
+        make_folder(self.folder)
+        disk, plain = self._disk(), {PREFIX + n: np.asarray(a) for n, a in arrays.items()}
+        disk.save(_file(server_round), **plain)
+        size = sum(array.nbytes for array in plain.values())
+        count = max(2, min(KEPT, KEPT_BYTES // max(size, 1)))
+        # later rounds are run again
+        rounds = [name for name in disk.names("round-*") if name <= _file(server_round)]
+        disk.remove(all_but=[*rounds[-count:], _file(needed)], pattern="round-*")
+
+    def _disk(self) -> DiskStore:
+        return DiskStore(self.folder, "personal")
+
+
+def _file(server_round: int) -> str:
+    return f"round-{server_round:08}"
+
+
 @contextlib.contextmanager
 def _remove_damaged(path: Path) -> Iterator[None]:
-    """Go on after a file that is missing or damaged, and remove it; raise what may pass."""
     try:
         yield
     except FileNotFoundError:

@@ -6,9 +6,8 @@ the owner allows it.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -17,33 +16,20 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.feature_statistics import SECURE_STEPS
 from fedntk.trust import ParcelKeys
 
-from .disk_store import cache_dir, run_folder
+from .disk_store import client_folder, make_folder
 from .privacy_ledger import NEW, PrivacyLimits, Release
 from .secure_sum import SecureSum, load_or_draw_key
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
-@dataclass(frozen=True)
-class SumRequest:
-    """What a message asks of one client of a sum.
+class SumRequest(NamedTuple):
+    """What a message asks of one client of a sum."""
 
-    Attributes
-    ----------
-    task : Declared
-        What the server asks for; its `run_key` names the run.
-    client : str
-        Names the client's folder.
-    release : Release
-        What the sum would give away.
-    examples : array, shape (n, ...), or None
-        Examples that the sum is of; None: all that the owner has.
-    """
-
-    task: Any
-    client: str
-    release: Release
-    examples: Any = None
+    task: Any  # what the server asks for; its `run_key` names the run
+    client: str  # names the client's folder
+    release: Release  # what the sum would give away
+    examples: Any = None  # (n, ...), of which the sum is; None: of all that the owner has
 
 
 class MaskedSums(Declared, frozen=True):
@@ -119,14 +105,16 @@ class MaskedSums(Declared, frozen=True):
         if step in ("public-key", "shares"):
             self.reserve(request)
         secure_sum = self.secure_sum(request)
-        if step in ("public-key", "shares"):
-            return secure_sum.public_key() if step == "public-key" else secure_sum.shares(message)
+        if step == "public-key":
+            return secure_sum.public_key()
+        if step == "shares":
+            return secure_sum.shares(message)
         if step in ("confirm", "void"):
             return secure_sum.confirm(message)
-        name = secure_sum.name(message)
-        reply = secure_sum.reveal(message) if step == "reveal" else secure_sum.free(message)
+        name, opened = secure_sum.name(message), step == "reveal"
+        reply = secure_sum.reveal(message) if opened else secure_sum.free(message)
         if self.privacy is not None:
-            self.privacy.settle(name, opened=step == "reveal")
+            self.privacy.settle(name, opened=opened)
         return reply
 
     def mask(
@@ -140,8 +128,8 @@ class MaskedSums(Declared, frozen=True):
 
     def secure_sum(self, request: SumRequest) -> SecureSum:
         """Return the client's part in the sums of a run."""
-        cache = cache_dir() / "sums" if self.cache is None else self.cache
-        folder = run_folder(cache, request.task.run_key, f"{request.client}-secure")
+        client = f"{request.client}-secure"
+        folder = make_folder(client_folder(self.cache, "sums", request.task.run_key, client))
         keys = self.parcel_keys or ParcelKeys(load_or_draw_key(folder))
         if self.privacy is None:
             return SecureSum(folder, keys)

@@ -35,11 +35,9 @@ class MaskedWeights(MaskedSums, frozen=True):
 
         app = client_app(client_fn, mods=[MaskedWeights(privacy=PrivacyLimits(ledger="x.ledger"))])
 
-    The client trains as ever. What leaves it are masked words; of its metrics only ``num-examples``
-    and ``train-loss`` are among them, and the others are dropped. Weights that are not finite are
-    an error. With `only_masked`, the default here, it refuses to train for a strategy without
-    masks, and to answer any message but the protocol's, and evaluations on examples for that: a
-    client of fedntk's refuses to evaluate on its training examples.
+    What leaves the client are masked words. Of its metrics only ``num-examples`` and ``train-loss``
+    are among them. With `only_masked`, the default here, it refuses to train for a strategy without
+    masks, and to answer other messages than the protocol's and evaluations on examples for that.
     """
 
     only_masked: bool = MaskedSums.options()["only_masked"].field(default=True)

@@ -43,9 +43,9 @@ class Release(NamedTuple):
 class PrivacyLedger:
     """A file with all that the examples of one data set have given; clients with parts share it.
 
-    It has a secret, and checksums of the examples keyed by that. A release counts against data that
-    share any example with its own, so added, reordered or otherwise dealt rows are no fresh data.
-    Only :meth:`create` makes it: FileNotFoundError if it is missing, DamagedFile if damaged.
+    It has checksums of the examples, keyed by a secret. A release counts against data that share
+    any example with its own, so added, reordered or otherwise dealt rows are no fresh data. Only
+    :meth:`create` makes it: FileNotFoundError if it is missing, DamagedFile if damaged.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -22,9 +22,9 @@ from fedntk.ntk.support.arrays import ArrayDict, Arrays, require_array, take_arr
 from fedntk.trust import ParcelKeys, SealError, open_parcel, seal_parcel
 
 from ..core.base import ModelClient, step_method
+from ..core.disk_store import PersonalStore
 from ..core.secure_sum import load_or_draw_key
 from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar, set_weights
-from ..personal.personal_store import PersonalStore
 from .relay_memory import RelayMemory
 
 COUNT = "num-examples"  # name of an array beside weights

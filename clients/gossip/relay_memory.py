@@ -13,8 +13,8 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 from fedntk.ntk.support.shared_arrays import unify
 
+from ..core.disk_store import PersonalStore
 from ..core.weights import get_weights
-from ..personal.personal_store import PersonalStore
 
 logger = getLogger("flwr")
 

@@ -12,7 +12,6 @@ from logging import getLogger
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads import wire
@@ -61,29 +60,8 @@ class DittoClient(PersonalClient):
         if network is None:
             return self.lost_reply()
         saved = self.load_personal(config)
-        examples = self.training_examples(config)
-        shared, train_loss = self.train_network(network, examples, config, list(received))
-        personal_loss = self._train_personal(received, saved, examples, config)
-        self.save_personal(self.model_weights(), config)
-        metrics: dict[str, Scalar] = {
-            wire.TRAIN_LOSS: train_loss,
-            "personal-loss": personal_loss,
-            "restarted": float(saved is None),
-        }
-        return NamedArrays({self.record_name(parameters): shared}), len(examples[0]), metrics
-
-    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict:
-        """Return v_k as it was kept; the received weights before that, or if it is lost."""
-        received, _ = self.split_records(parameters)
-        return self._personal_weights(received, self.load_personal(config))
-
-    def _train_personal(
-        self,
-        received: ArrayDict,
-        saved: ArrayDict | None,
-        examples: tuple[Tensor, Tensor],
-        config: Config,
-    ) -> float:
+        x, targets = self.training_examples(config)
+        shared, train_loss = self.train_network(network, (x, targets), config, list(received))
         start = list(self._personal_weights(received, saved).values())
         adjust = None
         if self.pull:
@@ -91,7 +69,16 @@ class DittoClient(PersonalClient):
             centre = {name: torch.from_numpy(array) for name, array in received.items()}
             adjust = proximal_term(trained_parameters(self.model), self.pull, centre)
         sgd = self.sgd.copy(epochs=self.personal_epochs or self.sgd.epochs)
-        return sgd.descend(self, start, *examples, config, adjust)
+        personal_loss = sgd.descend(self, start, x, targets, config, adjust)
+        self.save_personal(self.model_weights(), config)
+        metrics: dict[str, Scalar] = {wire.TRAIN_LOSS: train_loss, "personal-loss": personal_loss}
+        metrics["restarted"] = float(saved is None)
+        return NamedArrays({self.record_name(parameters): shared}), len(x), metrics
+
+    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict:
+        """Return v_k as it was kept; the received weights before that, or if it is lost."""
+        received, _ = self.split_records(parameters)
+        return self._personal_weights(received, self.load_personal(config))
 
     def _personal_weights(self, received: ArrayDict, saved: ArrayDict | None) -> ArrayDict:
         if saved is None:

@@ -60,8 +60,7 @@ class FedProtoClient(PersonalClient):
         if prototypes.means.shape != (head.out_features, head.in_features):
             raise ValueError(
                 f"prototypes: expected {head.out_features} classes and {head.in_features} features "
-                f"of the last layer, got {prototypes.means.shape}; give the strategy the client's "
-                "network"
+                f"of the last layer, got {prototypes.means.shape}; give the strategy this network"
             )
         network = self.own_network(parameters, config)
         if network is None:
@@ -89,12 +88,11 @@ class FedProtoClient(PersonalClient):
         evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
         return evaluated.loss, len(x), {"accuracy": evaluated.accuracy}
 
-    def predictor(self, parameters: Parameters, config: Config) -> Predictor:
+    def predictor_of(
+        self, weights: Parameters, parameters: Parameters, config: Config
+    ) -> Predictor:
         """Make a module of what the client evaluates."""
-        network = self.own_network(parameters, config)
-        if network is None:
-            raise ValueError(f"{self.store(config).folder}: what was kept there is lost")
-        predictor = self.network_predictor(list(network.values()))
+        predictor = self.network_predictor(weights)
         if not self._by_prototypes(parameters):
             return predictor
         head, prototypes = FeatureMap.from_config(config).head, self._read_prototypes(parameters)
@@ -109,8 +107,8 @@ class FedProtoClient(PersonalClient):
         return Prototypes.from_global_arrays(arrays)
 
     def _by_prototypes(self, parameters: Parameters) -> bool:
-        present = bool(self._read_prototypes(parameters).present.any())
-        return present and self.predict == "prototype"
+        present = self._read_prototypes(parameters).present
+        return bool(present.any()) and self.predict == "prototype"
 
     def _pulled_loss(
         self, head: nn.Linear, prototypes: Prototypes, x: Tensor, targets: Tensor

@@ -1,4 +1,9 @@
-"""The base of clients that keep arrays of their own on their disk, from round to round."""
+"""Clients that keep arrays of their own on their disk, from round to round.
+
+Source of partial personalisation: Pillutla et al., *Federated Learning with Partial Model
+Personalization*, ICML 2022, with u the shared and v_k the personal arrays of client k (its FedSim:
+both are trained together).
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,10 +18,10 @@ from fedntk.ntk.support.arrays import ArrayDict, Arrays
 from fedntk.ntk.support.shared_arrays import require_whole
 
 from ..core.base import ModelClient
+from ..core.disk_store import PersonalStore
 from ..core.local_sgd import SGD_KEYS, LocalSGD
 from ..core.sgd_steps import BatchLoss
-from ..core.weights import Config, Evaluation, Fit, Parameters, records_of, set_weights
-from .personal_store import PersonalStore
+from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, records_of, set_weights
 
 
 class PersonalClient(ModelClient):
@@ -53,9 +58,14 @@ class PersonalClient(ModelClient):
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Evaluate the client's own network on its examples for evaluation.
 
-        A client that lost what it kept reports ``{"lost-state": 0}`` instead.
+        A client that lost what it kept reports ``{"lost-state": 0}`` instead. A private client
+        refuses to evaluate arrays that it computed from its examples.
         """
-        self.refuse_own_arrays()
+        if self.is_private:
+            raise ValueError(
+                "this client promises what its messages tell of its training examples, and arrays "
+                "of its own are computed from these; set fraction_evaluate = 0"
+            )
         network = self.own_network(parameters, config)
         if network is None:
             return 0.0, self.num_examples, {wire.LOST_STATE: 0}
@@ -71,15 +81,13 @@ class PersonalClient(ModelClient):
         network = self.own_network(parameters, config)
         if network is None:
             raise ValueError(f"{self.store(config).folder}: what was kept there is lost")
-        return self.network_predictor(list(network.values()))
+        return self.predictor_of(list(network.values()), parameters, config)
 
-    def refuse_own_arrays(self) -> None:
-        """Refuse, as a private client, to evaluate arrays that it computed from its examples."""
-        if self.is_private:
-            raise ValueError(
-                "this client promises what its messages tell of its training examples, and arrays "
-                "of its own are computed from these; set fraction_evaluate = 0"
-            )
+    def predictor_of(
+        self, weights: Parameters, parameters: Parameters, config: Config
+    ) -> Predictor:
+        """Make a module of the network with some weights, as the method predicts."""
+        return self.network_predictor(weights)
 
     def split_records(self, parameters: Parameters) -> tuple[ArrayDict, ArrayDict]:
         """Return the shared arrays that came, and first values of the personal ones."""
@@ -138,3 +146,22 @@ class PersonalClient(ModelClient):
     def store(self, config: Mapping[str, Any]) -> PersonalStore:
         """Return the folder of what the client keeps in a run."""
         return PersonalStore(self.cache, config, self.seed)
+
+
+class PersonalisedClient(PersonalClient):
+    """Trains the whole network by local SGD, and keeps its personal arrays to itself."""
+
+    def step_train(self, parameters: Parameters, config: Config) -> Fit:
+        """Run E epochs of SGD on the received arrays and the client's own, together.
+
+        The new shared arrays go back, with ``train-loss``. A client that lost what it kept returns
+        no arrays, and ``{"lost-state": 0}``.
+        """
+        network = self.own_network(parameters, config)
+        if network is None:
+            return self.lost_reply()
+        names = list(self.split_records(parameters)[0])
+        x, targets = self.training_examples(config)
+        shared, train_loss = self.train_network(network, (x, targets), config, names)
+        reply = NamedArrays({self.record_name(parameters): shared})
+        return reply, len(x), {wire.TRAIN_LOSS: train_loss}

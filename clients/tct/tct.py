@@ -39,7 +39,7 @@ from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.split_statistics import SplitStatistics
 
-from ..core.disk_store import cache_dir, client_name, example_digests, run_folder
+from ..core.disk_store import client_folder, client_name, example_digests, make_folder
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
 from ..core.local_sgd import SGD_KEYS, LocalSGD
 from ..core.weights import (
@@ -260,8 +260,8 @@ class TCTClient(SumsClient):
 
     def folder(self, task: ConvexTask, config: Mapping[str, Any]) -> Path:
         """Return the folder of what this client keeps in a run."""
-        cache = cache_dir() / "tct" if self.cache is None else self.cache
-        return run_folder(cache, task.run_key, client_name(config, self.seed))
+        client = client_name(config, self.seed)
+        return make_folder(client_folder(self.cache, "tct", task.run_key, client))
 
     def _store(self, task: ConvexTask, records: Records, config: Mapping[str, Any]) -> FeatureStore:
         store = FeatureStore(

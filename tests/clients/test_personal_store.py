@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fedntk.clients import cache_dir
-from fedntk.clients.personal import personal_store
-from fedntk.clients.personal.personal_store import PersonalStore
+from fedntk.clients.core import disk_store
+from fedntk.clients.core.disk_store import PersonalStore
 
 from ..strategies.federation import bits
 
@@ -53,7 +53,7 @@ def test_a_round_that_is_run_again_removes_those_after_it(store):
 @pytest.mark.parametrize(("numbers", "left"), [(1, 20), (25, 10), (150, 2)])
 def test_the_newest_rounds_are_kept_as_far_as_they_are_small(store, monkeypatch, numbers, left):
     """1,000 bytes in all: of 4-byte numbers, 20 rounds of 1, 10 of 25; two of any size."""
-    monkeypatch.setattr(personal_store, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(disk_store, "KEPT_BYTES", 1000)
     for number in range(1, 31):
         store.save(number, {"w": np.zeros(numbers, np.float32)})
     assert rounds(store) == list(range(31 - left, 31))
@@ -61,7 +61,7 @@ def test_the_newest_rounds_are_kept_as_far_as_they_are_small(store, monkeypatch,
 
 def test_the_round_that_is_gone_on_from_stays_however_old_it_is(store, monkeypatch):
     """Replies of rounds 3 to 9 were refused: what was kept of round 2 is still the client's."""
-    monkeypatch.setattr(personal_store, "KEPT_BYTES", 0)
+    monkeypatch.setattr(disk_store, "KEPT_BYTES", 0)
     for number in range(1, 10):
         store.save(number, ARRAYS, needed=min(number - 1, 2))
     assert rounds(store) == [2, 8, 9]

@@ -149,7 +149,7 @@ def test_a_reply_that_is_lost_leaves_both_parts_of_the_client_as_they_were(make,
 
 def test_a_client_whose_replies_are_refused_for_long_goes_on_from_the_last_one_taken(monkeypatch):
     """Its files are too large for more than two rounds, and four replies in a row are lost."""
-    monkeypatch.setattr("fedntk.clients.personal.personal_store.KEPT_BYTES", 0)
+    monkeypatch.setattr("fedntk.clients.core.disk_store.KEPT_BYTES", 0)
     strategy = personal()
     grid = Grid(CLIENTS, changes={2: in_rounds(strategy, range(2, 6), failed)})
     start(strategy, grid, rounds=6)

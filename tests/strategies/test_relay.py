@@ -12,7 +12,7 @@ from flwr.app import Array
 import fedntk.clients
 import fedntk.strategies
 from fedntk.clients import LocalSGD, cache_dir
-from fedntk.clients.personal import personal_store
+from fedntk.clients.core import disk_store
 from fedntk.ntk.payloads.gossip_options import REFUSED
 from fedntk.strategies import DFedAvg, NoUsableReply, Topology
 from fedntk.strategies.gossip.relay import count_refused, deviation
@@ -352,7 +352,7 @@ def test_a_static_graph_stays_as_it_is_if_a_client_is_missing():
 @each_method
 def test_a_client_that_returns_after_rounds_goes_on_with_its_weights(name, monkeypatch):
     """Two rounds are kept: those of round 1 stay while client 5 fails in rounds 2 and 3."""
-    monkeypatch.setattr(personal_store, "KEPT", 2)
+    monkeypatch.setattr(disk_store, "KEPT", 2)
     collected = []
 
     def absent(reply):
