@@ -27,10 +27,8 @@ from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.base import sample_size
-from ..core.disk_store import client_name
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
 from ..core.masked_sums import Arrays, SumRequest
-from ..core.privacy_ledger import Release
 from ..core.weights import (
     Config,
     Evaluation,
@@ -43,6 +41,7 @@ from ..core.weights import (
 )
 
 Records = dict[str, Arrays]
+Metrics = dict[str, Scalar]
 BESIDE = (wire.STEPS, wire.SECURE_SUM, wire.TOTAL)  # records beside the network's
 
 
@@ -88,49 +87,40 @@ class ClosedFormClient(SumsClient):
             self.secure.reserve(request, f"sums of {task.run_key[:64]} by {request.client}")
         examples = self.training_examples(config)
         _, records = self._load_network(parameters)
-        sums, fixed_point, train_loss = self._sum_up(task, examples, records, config)
+        sums, fixed_point, metrics = self._sum_up(task, examples, records, config)
         packed = task.epsilon > 0  # one size for any n
         reply = NamedArrays({"arrays": sums.to_arrays(fixed_point, packed=packed)})
-        return reply, self.reported_examples(task), _metrics(task, train_loss)
+        return reply, self.reported_examples(task), metrics
 
     def step_masked(self, parameters: Parameters, config: Config) -> Fit:
         """Return the masked words of the same sums."""
         task, examples = SumTask.from_config(config), self.training_examples(config)
         weights, records = self._load_network(parameters)
-        sums, fixed_point, train_loss = self._sum_up(task, examples, records, config)
+        sums, fixed_point, metrics = self._sum_up(task, examples, records, config)
         request, message = self.sum_request(task, config), records[wire.SECURE_SUM]
         if task.epsilon:
             sums = self._add_noise(sums, request, message)
         key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
         arrays = self.mask_sums(sums, request, message, key=key, fixed_point=fixed_point)
-        reply = NamedArrays({"arrays": arrays})
-        return reply, self.reported_examples(task), _metrics(task, train_loss)
+        return NamedArrays({"arrays": arrays}), self.reported_examples(task), metrics
 
     def reported_examples(self, task: SumTask) -> int:
         """Return the number of the round's examples; 1 with noise."""
         return 1 if task.epsilon else sample_size(self.num_examples, self.sampling_rate)
 
-    def sum_request(self, task: SumTask, config: Mapping[str, Any]) -> SumRequest:
-        """Return what a message asks of this client's part in a sum, with its noise.
-
-        The noise of a whole client is of all examples that the owner has.
-        """
-        release = Release(task.run_key[:64])
-        if task.epsilon:
-            release = Release(task.run_key[:64], task.epsilon, task.delta)
-        examples = None if task.client_examples else self.owned_examples()
-        return SumRequest(task, client_name(config, self.seed), release, examples)
-
     def _sum_up(
         self, task: SumTask, examples: tuple[Tensor, Tensor], records: Records, config: Config
-    ) -> tuple[Any, FixedPoint | None, float]:
-        x, targets = self._draw(task, *examples)
+    ) -> tuple[Any, FixedPoint | None, Metrics]:
+        x, targets = examples
+        if 0 < task.client_examples < len(x):  # more than the noise of a whole client covers
+            generator = np.random.default_rng([*self.seed, *b"drawn"])
+            drawn = generator.choice(len(x), task.client_examples, replace=False)
+            x, targets = x[drawn], targets[drawn]
         features = _Features(self, targets, config, task.radius if task.epsilon else 0)
         if task.epsilon:  # whatever the server says
-            features.require_independent_rows(x)
-            fixed_point: FixedPoint | None = FixedPoint(
-                np.ones(features.width, np.float32), task.bits
-            )
+            features.extract(x[:16])  # refuses outputs that are no function of one example
+            ones = np.ones(features.width, np.float32)
+            fixed_point: FixedPoint | None = FixedPoint(ones, task.bits)
         else:
             fixed_point = fixed_point_in(records, task.bits, features.width)
         size = 1 if task.epsilon else self.batch_size_eval
@@ -142,21 +132,11 @@ class ClosedFormClient(SumsClient):
 
         share = task.validation_share
         sums = self.add_up(in_chunks, targets, features.width, share=share, fixed_point=fixed_point)
-        return sums, fixed_point, features.loss(torch.cat(order))
-
-    def _draw(self, task: SumTask, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw examples if there are more than the noise of a whole client covers."""
-        if not 0 < task.client_examples < len(x):
-            return x, targets
-        generator = np.random.default_rng([*self.seed, *b"drawn"])
-        chosen = torch.from_numpy(generator.choice(len(x), task.client_examples, replace=False))
-        return x[chosen], targets[chosen]
+        loss = features.loss(torch.cat(order))
+        return sums, fixed_point, {} if task.epsilon else {wire.TRAIN_LOSS: loss}
 
     def _add_noise(self, sums: Sums, request: SumRequest, parcels: Arrays) -> Sums:
-        """Add this client's share of the noise.
-
-        Shares are sized for the fewest clients who can open the sum, as agreed on among them.
-        """
+        """Add this client's share, sized for the fewest clients who can open the sum."""
         if not isinstance(sums, FeatureStatistics):
             raise ValueError("epsilon: expected validation_share = 0, got held-out sums as well")
         quorum = self.secure.secure_sum(request).quorum(parcels)
@@ -190,7 +170,7 @@ class ClosedFormClient(SumsClient):
         set_weights(self.model, weights)
         return weights, beside
 
-    def _load_personal_network(self, parameters: Parameters, config: Config) -> dict[str, Scalar]:
+    def _load_personal_network(self, parameters: Parameters, config: Config) -> Metrics:
         """Load the received network, with a last layer of the client's own if sums came with it.
 
         The client's sums are formed anew, from the same examples as before if neither
@@ -222,8 +202,7 @@ class ClosedFormClient(SumsClient):
 class _Features:
     """Maps examples to rows of features, and remembers the outputs met on the way.
 
-    `width` is the length of a row; with a `radius` rows are bounded, and each depends on its own
-    example only.
+    With a `radius` rows are bounded, and each depends on its own example only.
     """
 
     def __init__(
@@ -247,14 +226,6 @@ class _Features:
             rows = self.blocks.beside(rows, int(self.layer))
         return bound_rows(rows, self.radius) if self.radius else rows
 
-    def require_independent_rows(self, x: Tensor) -> None:
-        """Refuse a network whose outputs are no function of one example."""
-        self.extract(x[:16])
-
     def loss(self, targets: Tensor) -> float:
         """Return the loss of the outputs so far, whose targets are given in their order."""
         return loss_value(torch.cat(self.outputs), targets, self.loss_kind)
-
-
-def _metrics(task: SumTask, train_loss: float) -> dict[str, Scalar]:
-    return {} if task.epsilon else {wire.TRAIN_LOSS: train_loss}

@@ -31,11 +31,11 @@ Sums = FeatureStatistics | SplitStatistics
 class SumsClient(ModelClient):
     """A client that adds up features, and can mask the sums.
 
-    `task_kind` is the class of what its strategy asks for. Its method ``step_masked`` forms the
-    numbers of a secure sum, and `secure` answers the steps before and after that.
+    Its method ``step_masked`` forms the numbers of a secure sum, and `secure` answers the steps
+    before and after that.
     """
 
-    task_kind: ClassVar[type[Declared]]
+    task_kind: ClassVar[type[Declared]]  # of what its strategy asks for
 
     secure: MaskedSums = part("its share in secure sums", default=MaskedSums)
 
@@ -60,13 +60,16 @@ class SumsClient(ModelClient):
         """Return the number of examples that a reply states."""
 
     def sum_request(self, task: Any, config: Mapping[str, Any]) -> SumRequest:
-        """Return what a message asks of this client's part in a sum: exact sums of a run."""
-        release, examples = Release(task.run_key[:64]), self.owned_examples()
-        return SumRequest(task, client_name(config, self.seed), release, examples)
+        """Return what a message asks of this client's part in a sum, with its noise.
 
-    def owned_examples(self) -> Tensor | None:
-        """Return the training examples (n, ...) if a ledger is kept, else None."""
-        return None if self.secure.privacy is None else self.inputs
+        The noise of a whole client is of all examples that the owner has.
+        """
+        release = Release(task.run_key[:64])
+        if getattr(task, "epsilon", 0):
+            release = release._replace(epsilon=task.epsilon, delta=task.delta)
+        of_all = self.secure.privacy is None or getattr(task, "client_examples", 0)
+        examples = None if of_all else self.inputs
+        return SumRequest(task, client_name(config, self.seed), release, examples)
 
     def add_up(
         self,
@@ -80,9 +83,8 @@ class SumsClient(ModelClient):
     ) -> Sums:
         """Return sums over examples with one-hot targets (n, C); with a share, in two parts.
 
-        `features` makes the features (m, p) of the examples chosen, in chunks; p is `width`.
-        `share` is that of the examples which are held out. Features are rounded if there is a fixed
-        point, and weighted by class if there are weights.
+        `features` makes the features (m, `width`) of the examples chosen, in chunks. `share` is
+        that of the examples which are held out. `weights` are of classes.
         """
 
         def sums(chosen: Tensor | slice = slice(None)) -> FeatureStatistics:
