@@ -28,7 +28,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap, with_residual_features
-from fedntk.ntk.features.fourier import FourierFeatures
+from fedntk.ntk.features.layers import FourierFeatures
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.simulations import Config

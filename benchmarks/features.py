@@ -32,8 +32,7 @@ from torch.nn.functional import cross_entropy
 
 from fedntk.ntk import FeatureMap, Normaliser
 from fedntk.ntk.convex.pooled_statistics import NormalEquations
-from fedntk.ntk.features.buckets import BucketFeatures
-from fedntk.ntk.features.fourier import FourierFeatures
+from fedntk.ntk.features.layers import BucketFeatures, FourierFeatures
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup

@@ -36,8 +36,8 @@ from common import keep_rows
 
 from fedntk.ntk.convex.private_sums import SumNoise, bound_rows, solve_noisy
 from fedntk.ntk.features.fixed_point import FixedPoint
-from fedntk.ntk.features.frequencies import ScatteringFrequencies
 from fedntk.ntk.features.projection import random_projection
+from fedntk.ntk.features.scattering import ScatteringFrequencies
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup

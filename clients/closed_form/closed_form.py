@@ -16,8 +16,7 @@ from fedntk.ntk import FeatureMap, Predictor, loss_value
 from fedntk.ntk.convex.pooled_statistics import personal_model
 from fedntk.ntk.convex.private_sums import SumNoise, bound_rows
 from fedntk.ntk.features.fixed_point import FixedPoint
-from fedntk.ntk.features.fourier import one_by_one
-from fedntk.ntk.features.residual import RESIDUAL_LAYER, ResidualFeatures
+from fedntk.ntk.features.layers import RESIDUAL_LAYER, ResidualFeatures, one_by_one
 from fedntk.ntk.options import read_task
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.convex_task import ConvexTask
@@ -51,7 +50,7 @@ class ClosedFormClient(SumsClient):
     It keeps nothing from one message to the next, except for the keys of a secure sum and its
     owner's ledger. In memory are features of `batch_size_eval` examples, and 8 p^2 bytes for
     p features if their Gram matrix is asked for. The network's
-    :class:`~fedntk.ntk.features.residual.ResidualFeatures` may add a layer's random features. The
+    :class:`~fedntk.ntk.features.layers.ResidualFeatures` may add a layer's random features. The
     metric ``train-loss`` is the received network's. With noise asked for, one example is reported,
     and no loss.
     """

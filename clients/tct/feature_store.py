@@ -179,7 +179,7 @@ class FeatureStore(DiskStore):
                 self._normalise(name, raw, normalise, "float32")
             self.remove(pattern=f"raw-{name}.npy")
             features = self._there(f"features-{name}", shape)
-        return FeatureRows.of(features, device=device, bias=bias)
+        return FeatureRows(features, device=device, bias=bias)
 
     def _normalise(self, name: str, raw: NDArray[Any], normalise: Normaliser, dtype: str) -> None:
         size = max(1, CACHED_BYTES // (4 * self.width))
@@ -246,7 +246,7 @@ class FeatureStore(DiskStore):
                 continue
             features = self.mapped("features-train", (len(coefficients), self.width))
             if name == _state(server_round) and features is not None:
-                rows = FeatureRows.of(features, device=device, bias=bias)
+                rows = FeatureRows(features, device=device, bias=bias)
                 vector = -rows.transposed_matmul(torch.from_numpy(coefficients).float())
                 self.save(name, vector=vector.numpy())
             else:

@@ -1,14 +1,10 @@
 """From a trained network to features in which it is linear.
 
 Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
-NeurIPS 2022, section 4.1 and algorithms 2 and 3: the last linear layer omega^B of the bootstrapped
-network phi^B o omega^B is drawn anew from a fixed seed, and an example is represented by
-
-    z = S(d f_1(x; phi^B o omega^r) / d theta),
-
-the gradient of the first logit at p coordinates that a seed chooses. The other logits' weights have
-no gradient, so the network gets a last layer of one output: that gives ResNet-18 the 11,169,345
-coordinates of appendix B.7.
+NeurIPS 2022, section 4.1 and algorithms 2 and 3: z = S(d f_1(x; phi^B o omega^r) / d theta), the
+gradient of the first logit at p coordinates that a seed chooses, with the last linear layer of the
+bootstrapped network phi^B o omega^B drawn anew. The other logits' weights have no gradient, so the
+layer has one output: that gives ResNet-18 the 11,169,345 coordinates of appendix B.7.
 """
 
 import contextlib
@@ -23,22 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ..jacobian.one_example import check_once
-from .buckets import BucketFeatures
-from .fourier import BANDWIDTH, FourierFeatures
-from .frequencies import ScatteringFrequencies
-from .residual import ResidualFeatures
-from .scattering import Scattering
-from .tangent import TangentFeatures
+from .layers import BANDWIDTH, BucketFeatures, FourierFeatures, ResidualFeatures
+from .scattering import Scattering, ScatteringFrequencies
+from .tangent import Method, TangentFeatures
 
 FeatureKind = Literal["entk", "entk-sketch", "last-layer", "fourier"]
 SIZED = ("entk-sketch", "fourier")  # kinds with any number of features
 REPRESENTATIONS = ("last-layer", "fourier")  # kinds made of the last layer's inputs
-KEYS = {  # of a message's configuration
-    "kind": "feature-kind",
-    "num_features": "num-features",
-    "seed": "feature-seed",
-    "head": "feature-head",
-}
 
 
 @dataclass(frozen=True)
@@ -48,9 +35,8 @@ class FeatureMap:
     Attributes
     ----------
     kind : {"entk", "entk-sketch", "last-layer", "fourier"}
-        Coordinates of the gradient; a sketch of all of it, in p numbers (:mod:`.sketch`); the
-        inputs of the last linear layer (appendix B.7, Table 12); or random Fourier features of
-        these (:mod:`.fourier`).
+        Coordinates of the gradient; a sketch of all of it, in p numbers; the inputs of the last
+        linear layer (appendix B.7, Table 12); or random Fourier features of these.
     num_features : int
         p; of coordinates 0, or more than there are, means all of them.
     seed : int
@@ -118,8 +104,7 @@ class FeatureMap:
     def bound(self, network: nn.Module) -> float | None:
         """Return the largest magnitude that a feature can have; None if it is not known.
 
-        It is known of the last layer's inputs if the module before it has a `bound`, as
-        :class:`~fedntk.ntk.features.fourier.FourierFeatures` has.
+        It is that of the last layer's inputs, if the module before has a `bound`.
         """
         if self.kind != "last-layer":
             return None
@@ -146,22 +131,18 @@ class FeatureMap:
     def extractor(
         self, network: nn.Module, *, chunk_size: int | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """Return the function x (n, ...) -> z (n, p), float32 on the CPU.
+        """Return x (n, ...) -> z (n, p), float32 on the CPU, of a copy in evaluation mode.
 
-        The network is copied, and used in evaluation mode. `chunk_size` is that of
-        :func:`~fedntk.ntk.entk_features`.
+        `chunk_size` is that of :func:`~fedntk.ntk.entk_features`.
         """
         if self.kind in REPRESENTATIONS:
             both = self.extractor_with_outputs(network)
             return lambda x: both(x)[0]
         width, convexified = self.width(network), self.convexify(network)
         device, check = next(convexified.parameters()).device, check_once(convexified)
+        method: Method = "sketch" if self.kind == "entk-sketch" else "subsample"
         extract = TangentFeatures(
-            convexified,
-            width,
-            self.seed,
-            method="sketch" if self.kind == "entk-sketch" else "subsample",
-            chunk_size=chunk_size,
+            convexified, width, self.seed, method=method, chunk_size=chunk_size
         )
 
         def features(x: Tensor) -> Tensor:
@@ -187,7 +168,7 @@ class FeatureMap:
     def extractor_with_outputs(
         self, network: nn.Module
     ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Return the function x (n, ...) -> z (n, p) and f(x) (n, C), by one forward pass.
+        """Return x (n, ...) -> z (n, p) and f(x) (n, C), by one forward pass.
 
         As :meth:`extractor`, but not for tangent features, which would need two passes.
         """
@@ -203,7 +184,6 @@ class FeatureMap:
         if self.kind == "fourier":
             cosines = FourierFeatures(head.in_features, self.num_features, self.seed)
             cosines.to(device)
-
         check = check_once(network)
 
         def features(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,12 +198,18 @@ class FeatureMap:
 
     def to_config(self) -> dict[str, str | int]:
         """Return its entries in a message's configuration."""
-        return {key: getattr(self, name) for name, key in KEYS.items()}
+        return {
+            "feature-kind": self.kind,
+            "num-features": self.num_features,
+            "feature-seed": self.seed,
+            "feature-head": self.head,
+        }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read what :meth:`to_config` returned."""
-        return cls(**{name: config[key] for name, key in KEYS.items()})
+        keys = ("feature-kind", "num-features", "feature-seed", "feature-head")
+        return cls(*(config[key] for key in keys))
 
 
 @contextlib.contextmanager
@@ -251,10 +237,9 @@ def with_fourier_features(
 ) -> nn.Module:
     """Return a copy of a network with a new last layer, of p random Fourier features of its inputs.
 
-    So methods that compute the last layer of a frozen network have any number of features, as in
-    Fani et al., ICML 2024 (Fed3R-RF). The seed gives the features and the new layer's first
-    weights. `head` is that of :class:`FeatureMap`, and `bandwidth` the standard deviation of the
-    Gaussian kernel that they estimate, for inputs of length 1.
+    So methods that compute only the last layer have any number of features, as in Fani et al., ICML
+    2024 (Fed3R-RF). The seed gives the features and the layer's first weights. `head` is that of
+    :class:`FeatureMap`, `bandwidth` that of :class:`~fedntk.ntk.features.layers.FourierFeatures`.
 
     Examples
     --------
@@ -271,7 +256,7 @@ def with_bucket_features(
 ) -> nn.Module:
     """As :func:`with_fourier_features`, of p bucket features.
 
-    `options` are those of :class:`~fedntk.ntk.features.buckets.BucketFeatures`.
+    `options` are those of :class:`~fedntk.ntk.features.layers.BucketFeatures`.
     """
     return _expand(network, partial(BucketFeatures, **options), num_features, seed, head)
 
@@ -279,13 +264,11 @@ def with_bucket_features(
 def with_scattering_frequencies(
     network: nn.Module, num_features: int, seed: int, head: str = ""
 ) -> nn.Module:
-    """As :func:`with_fourier_features`, of the p lowest frequencies of scattering coefficients.
+    """As :func:`with_fourier_features`, of scattering coefficients' p lowest frequencies.
 
-    The seed gives the new layer's first weights. The features, of
-    :class:`~fedntk.ntk.features.frequencies.ScatteringFrequencies`, are for sums with noise.
+    :class:`~fedntk.ntk.features.scattering.ScatteringFrequencies` are for sums with noise.
     """
-    layers = (module for module in network.modules() if isinstance(module, Scattering))
-    scattering = next(layers, None)
+    scattering = next((m for m in network.modules() if isinstance(m, Scattering)), None)
     if scattering is None:
         raise ValueError("low frequencies: expected a network with Scattering, got one without")
     make = partial(ScatteringFrequencies, scattering)
@@ -299,7 +282,6 @@ def _expand(
     seed: int,
     head: str,
 ) -> nn.Module:
-    """Return a copy with a new last layer, of features that `make` makes of its inputs."""
     network = copy.deepcopy(network)
     name, old = FeatureMap("fourier", num_features, seed, head).last_layer(network)
     features = make(old.in_features, num_features, seed).to(old.weight.device)
@@ -313,7 +295,7 @@ def with_residual_features(
     """Return a copy of a network with residual blocks of m random features before its last layer.
 
     They change nothing until a method such as :class:`~fedntk.strategies.DeepAFL` has computed
-    them: see :mod:`.residual`. `head` is that of :class:`FeatureMap`.
+    them. `head` is that of :class:`FeatureMap`.
 
     Examples
     --------
@@ -349,7 +331,7 @@ def _with_layer(network: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
-    """Move network and images to the memory order in which a CPU pools and convolves faster."""
+    """Move network and images to the memory order in which a CPU convolves faster."""
     if x.ndim != 4 or x.device.type != "cpu":
         return x
     moved = x.contiguous(memory_format=torch.channels_last)

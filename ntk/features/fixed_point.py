@@ -44,9 +44,8 @@ class FixedPoint:
     def of(cls, features: Tensor, bits: int) -> Self:
         """Choose the steps by examples (n, p) like those that are to be rounded.
 
-        A feature's largest magnitude is a quarter to a half of the largest representable number,
-        since other examples may have larger ones; if it is 0, the root mean square of all features
-        counts.
+        A feature's largest magnitude, or if it is 0 the root mean square of all, is a quarter to a
+        half of the largest representable number: other examples may have larger ones.
         """
         largest = features.abs().amax(0).double()
         common = features.double().square().mean().sqrt()
@@ -57,7 +56,7 @@ class FixedPoint:
 
     @classmethod
     def within(cls, bound: float, width: int, bits: int) -> Self:
-        """Choose the least step for p features with magnitudes up to a bound, none clipped."""
+        """Choose the least step with which p features up to a bound are not clipped."""
         step = 2.0 ** math.ceil(math.log2(bound / (2 ** (bits - 1) - 1)))
         return cls(np.full(width, step, np.float32), bits)
 

@@ -1,9 +1,8 @@
 """Mean 0 and variance 1 over the examples of all clients, from sums that add.
 
 Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
-NeurIPS 2022, section 4.3, note a. The moments of two groups are joined by Chan, Golub and LeVeque,
-*Updating Formulae and a Pairwise Algorithm for Computing Sample Variances*, 1979, eq. (2.1), which
-subtracts no large numbers from each other.
+NeurIPS 2022, section 4.3, note a. Moments are joined by Chan, Golub and LeVeque, *Updating Formulae
+and a Pairwise Algorithm for Computing Sample Variances*, 1979, eq. (2.1).
 """
 
 import functools
@@ -29,8 +28,7 @@ SMALLEST = 1e-30  # its inverse is a float32
 class Moments:
     """Count n, means (p,) and sums of squared deviations (p,) of a group's features, float64.
 
-    `sum_sq_dev` is the sum over the examples of (z - mean)^2. `class_counts` are the examples of
-    each class, int64 (C,), if they are counted.
+    `class_counts` are the examples of each class, int64 (C,), if they are counted.
     """
 
     count: int
@@ -81,33 +79,27 @@ class Moments:
 
         Of `num_classes` classes, if there are any, the counts must add up to `count`.
         """
-        names = ["mean", "sum-sq-dev"]
-        if num_classes:
-            names.append("counts")
+        names = ["mean", "sum-sq-dev", *(["counts"] if num_classes else [])]
         mean, sum_sq_dev, *counts = take_arrays(arrays, *names)
         largest = float(np.finfo(np.float32).max)
         expected: dict[str, Any] = {"shape": (width,), "dtype": np.float64}
         require_array("mean", mean, low=-largest, high=largest, **expected)
         require_array("sum_sq_dev", sum_sq_dev, low=0, high=count * largest**2, **expected)
-        for of_classes in counts:
-            require_counts(of_classes, num_classes, count)
+        if counts:
+            require_counts(counts[0], num_classes, count)
         return cls(count, mean, sum_sq_dev, *counts)
 
 
 @dataclass(frozen=True, eq=False)
 class Normaliser:
-    """z -> (z - mean) inv_std, with both (p,) in float32.
-
-    `inv_std` is 1 over the standard deviation, and 0 for a constant feature. As in the paper,
-    nothing is clipped.
-    """
+    """z -> (z - mean) inv_std, with both (p,) in float32; inv_std is 0 for a constant feature."""
 
     mean: NDArray[np.float32]
     inv_std: NDArray[np.float32]
 
     @classmethod
     def of(cls, moments: Moments) -> Self:
-        """Return the normaliser to mean 0 and variance 1 over the examples of `moments`."""
+        """Return the normaliser to mean 0 and variance 1 over these examples."""
         std = np.sqrt(moments.sum_sq_dev / moments.count)
         constant = std <= np.maximum(CONSTANT * np.abs(moments.mean), SMALLEST)
         inv_std = np.where(constant, 0.0, 1 / np.where(constant, 1.0, std))

@@ -1,8 +1,7 @@
 """Projections to few features, made from a seed and never stored.
 
 Source of the Gaussian one: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML
-2022, section 4.2; the usual alternative (Johnson and Lindenstrauss) to the coordinates of Yu et
-al., NeurIPS 2022. The other is this package's: the lowest frequencies of images, which hold most of
+2022, section 4.2. The other is this package's: the lowest frequencies of images, which hold most of
 their differences (Ahmed, Natarajan and Rao, *Discrete Cosine Transform*, IEEE Transactions
 on Computers C-23, 1974), turned by a rotation from a secret seed.
 """
@@ -24,12 +23,9 @@ ROWS = 4096  # of it that share a generator
 def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
     """``x P`` (n, p) with a (d, p) matrix P of independent Gaussian entries of variance 1/p.
 
-    Inner products are kept on average: x P is the paper's Z = X P, with its standard Gaussian
-    entries, over sqrt(p). The result has the dtype and device of x (n, d).
-
-    The seed may have any size, and 128 bits of it count: P cannot be found by trying seeds, as it
-    could with torch's generator, which keeps 32 bits of a seed on the CPU. Parties that share a
-    seed share P if their NumPy makes the same normal numbers from it.
+    Inner products are kept on average: it is the paper's Z = X P over sqrt(p), in the dtype and on
+    the device of x (n, d). 128 bits of the seed count, so that P cannot be found by trying seeds.
+    Parties that share a seed share P if their NumPy makes the same normal numbers from it.
 
     Examples
     --------
@@ -48,11 +44,10 @@ def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
 
 
 def low_frequencies(images: Tensor, num_features: int) -> Tensor:
-    """Return the coefficients of the lowest frequencies of a two-dimensional cosine transform.
+    """Return the lowest frequencies' coefficients of a two-dimensional cosine transform.
 
-    The transform (DCT-II, orthonormal) is taken of each channel of images (n, H, W) or (n,
-    channels, H, W). Coefficients are sorted by (u / H)^2 + (v / W)^2 of their frequencies u and v,
-    and of one frequency by channel; with all of them norms are kept.
+    The transform (DCT-II, orthonormal) is of each channel of images (n, H, W) or (n, channels, H,
+    W). Coefficients are sorted by (u / H)^2 + (v / W)^2 of their frequencies, then by channel.
     """
     if images.ndim not in (3, 4):
         raise ValueError(
@@ -89,10 +84,9 @@ def cosines(length: int, count: int) -> Tensor:
 def rotated_low_frequencies(images: Tensor, num_features: int, seed: int) -> Tensor:
     """:func:`low_frequencies` times a random rotation: inner products are those of these images.
 
-    The rotation is uniform over all orthogonal matrices (QR of a Gaussian matrix; Mezzadri, *How to
-    Generate Random Matrices from the Classical Compact Groups*, Notices of the AMS 54, 2007).
-    Anyone without the seed knows which frequencies are kept, but not which feature is which;
-    lengths and angles between examples are visible. The seed is at least 0, of any size.
+    The rotation is uniform over all orthogonal matrices (Mezzadri, *How to Generate Random Matrices
+    from the Classical Compact Groups*, Notices of the AMS 54, 2007). Without the seed, of any size
+    from 0, one does not know which feature is which; examples' lengths and angles are visible.
     """
     features = low_frequencies(images, num_features)
     drawn = np.random.default_rng([seed, *b"rotation"]).standard_normal((num_features,) * 2)
@@ -104,10 +98,7 @@ def rotated_low_frequencies(images: Tensor, num_features: int, seed: int) -> Ten
 def blocks_of_matrix(
     rows: int, width: int, seeds: tuple[int, ...]
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the Gaussian matrix (rows, width) of variance 1/width in blocks of rows, float32.
-
-    The generator starts anew every `ROWS` rows; within these, blocks follow one another.
-    """
+    """Yield the Gaussian matrix (rows, width) of variance 1/width in blocks of rows, float32."""
     size = min(ROWS, max(1, BLOCK_BYTES // (4 * width)))
     for first in range(0, rows, ROWS):
         generator = np.random.default_rng([*seeds, first // ROWS])

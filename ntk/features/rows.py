@@ -1,7 +1,7 @@
 """An (n, p) matrix of features that need not fit in memory: its products, some rows at a time."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,47 +18,26 @@ BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows, and at most as much of thei
 
 
 class FeatureRows:
-    """Features Z of n examples, read or computed when they are needed.
+    """Features Z (n, p) of float16, float32 or float64, in an array that may be a mapped file.
 
-    `read` maps (start, stop) to rows (stop - start, p) on the CPU. Products are formed on `device`,
-    where float16, which `half` announces, is made float32. With `bias` a feature that is 1 is
-    appended, and `shape` is (n, p + 1); products do without a copy of the rows.
+    Products are formed on `device`, where float16 becomes float32. With `bias` a feature that is 1
+    is appended, without a copy of the rows: `shape` is (n, p + 1).
     """
 
     def __init__(
-        self,
-        read: Callable[[int, int], Tensor],
-        shape: tuple[int, int],
-        *,
-        device: torch.device | str = "cpu",
-        bias: bool = False,
-        half: bool = False,
+        self, array: NDArray[Any], *, device: torch.device | str = "cpu", bias: bool = False
     ) -> None:
-        self._read = read
+        self._array = array
         self._bias = bias
-        self._copied = half
         self.device = torch.device(device)
-        self.shape = (shape[0], shape[1] + bias)
-
-    @classmethod
-    def of(
-        cls, array: NDArray[Any], *, device: torch.device | str = "cpu", bias: bool = False
-    ) -> "FeatureRows":
-        """Wrap an array (n, p) of float16, float32 or float64, which may be mapped from a file."""
-        return cls(
-            lambda start, stop: torch.from_numpy(array[start:stop]),
-            (array.shape[0], array.shape[1]),
-            device=device,
-            bias=bias,
-            half=array.dtype == np.float16,
-        )
+        self.shape = (array.shape[0], array.shape[1] + bias)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows' positions, the rows without a bias), at most 128 MiB of float32 at a time.
+        """Yield (positions, rows without a bias), at most 128 MiB of float32 at a time.
 
-        The rows are there until the next ones are asked for, which may take their place.
+        The next rows may take the place of the last.
         """
-        cached = self._copied and self.device.type == "cpu"
+        cached = self._array.dtype == np.float16 and self.device.type == "cpu"
         size, room = CACHED_BYTES if cached else CHUNK_BYTES, None
         for rows in self._slices(size // (4 * self.shape[1])):
             features = self._floats(rows, room)
@@ -69,14 +48,9 @@ class FeatureRows:
         n, size = self.shape[0], max(1, size)
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        features = self._floats(rows)
-        return torch.nn.functional.pad(features, (0, 1), value=1.0) if self._bias else features
-
     def _floats(self, rows: slice, room: Tensor | None = None) -> Tensor:
         """Return rows without a bias, on the device; made in `room` if they have to be made."""
-        start, stop, _ = rows.indices(self.shape[0])
-        features = self._read(start, stop).to(self.device)
+        features = torch.from_numpy(self._array[rows]).to(self.device)
         if features.dtype != torch.float16:
             return features
         return features.float() if room is None else room[: len(features)].copy_(features)

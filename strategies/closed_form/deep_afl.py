@@ -12,7 +12,7 @@ There clients are asked twice a layer: for the sums that give W_t, then for F_t^
 F_t^T (Y - Phi_t W_t). Here they send the sums of (Phi_t, F_t) once. As Phi_{t+1} is a linear
 function of these, the sums give W_t, Omega_{t+1} and W_{t+1}: one exchange a layer.
 
-This package's reading: see :mod:`fedntk.ntk.features.residual`. Phi_0 are the last layer's inputs;
+This package's reading: see :mod:`fedntk.ntk.features.layers`. Phi_0 are the last layer's inputs;
 their program's first random layer is what random features are here. Ridges do not depend on the
 features' scale. There is no bias, as in the program: one that the network has is set to 0.
 """
@@ -25,7 +25,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 from fedntk.ntk.convex.ridge import sandwiched_ridge
-from fedntk.ntk.features.residual import RESIDUAL_LAYER, ResidualFeatures
+from fedntk.ntk.features.layers import RESIDUAL_LAYER, ResidualFeatures
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 

@@ -78,7 +78,8 @@ def network(name: str, dtype: torch.dtype, device: str) -> Results:
 
 def convex(_: str, dtype: torch.dtype, device: str) -> Results:
     """Products of features, ridge regression and sums of local steps' residuals."""
-    rows = FeatureRows.of(normal(30, 50, seed=0).to(dtype).numpy(), device=device, bias=True)
+    z = normal(30, 50, seed=0).to(dtype)
+    rows = FeatureRows(z.numpy(), device=device, bias=True)
     w, y, h = (normal(*s, seed=i).to(dtype) for i, s in enumerate([(51, 3), (30, 3), (51, 3)]))
     gram, outputs, drift = rows.gram(dtype), rows @ w, rows @ h
     kernel, *state = (t.to(device) for t in (gram, outputs, y, drift))
@@ -90,7 +91,7 @@ def convex(_: str, dtype: torch.dtype, device: str) -> Results:
         "closed form": residual_sum(Spectrum.of(kernel), *state, **options),
         "cross-entropy": residual_sum(kernel, *state, **options, loss="cross-entropy"),
         "ridge": ridge_regression(kernel, state[1], 0.1),
-        "projection": random_projection(rows[:], 4, seed=2**63 - 1),
+        "projection": random_projection(z.to(device), 4, seed=2**63 - 1),
     }
 
 

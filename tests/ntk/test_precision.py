@@ -49,7 +49,7 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-ROWS, X, Y = FeatureRows.of(np.ones((6, 4), np.float32)), torch.ones(6, 4), torch.ones(6, 2)
+ROWS, X, Y = FeatureRows(np.ones((6, 4), np.float32)), torch.ones(6, 4), torch.ones(6, 2)
 W, F, TARGETS = torch.zeros(4, 2), torch.zeros(6, 3), torch.eye(3)[torch.arange(6) % 3]
 FLOW = {"learning_rate": 0.1, "steps": [5]}
 WORKS = {
