@@ -1,9 +1,8 @@
 """Every weighted mean of models: numpy arrays by name, all with the same names and shapes.
 
-Precision and order of operations are part of each method's results. What all models hold alike
-stays as it is, to the bit, whatever the shares: frozen arrays, masks, infinity and NaN, whole
-numbers of any size. Whole numbers that differ become the whole number nearest to their mean, halves
-the even one; booleans go by the larger share, and a tie is False.
+What all models hold alike stays as it is, to the bit: frozen arrays, masks, infinity and NaN, whole
+numbers of any size. Whole numbers that differ become the one nearest to their mean, halves the even
+one; booleans go by the larger share, and a tie is False. Orders of operations are part of results.
 """
 
 import math
@@ -52,15 +51,14 @@ def masked_mean(
     for name in masks[0]:
         if all_alike([model[name] for model in models]).all():
             continue
-        above = exact_sum([model[name] for model in models], shares)
-        below = sum(mask[name] * share for mask, share in zip(masks, shares, strict=True))
+        pairs = [(model[name], mask[name]) for model, mask in zip(models, masks, strict=True)]
+        above = exact_sum([array for array, _ in pairs], shares)
+        below = sum(mask * share for (_, mask), share in zip(pairs, shares, strict=True))
         mean = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
         common = np.zeros_like(average[name])  # the number of a model that has one
-        for model, mask in zip(models, masks, strict=True):
-            common = np.where(mask[name], model[name], common)
-        pairs = zip(models, masks, strict=True)
-        filled = (np.where(m[name], client[name], common) for client, m in pairs)
-        alike = all_alike([common, *filled])
+        for array, mask in pairs:
+            common = np.where(mask, array, common)
+        alike = all_alike([common, *(np.where(mask, array, common) for array, mask in pairs)])
         average[name] = np.where(alike, common, mean.astype(common.dtype))
     return average
 
@@ -125,8 +123,7 @@ def all_alike(arrays: Sequence[NDArray[Any]]) -> NDArray[np.bool_]:
 
 def put_back(mean: NDArray[Any], first: NDArray[Any], alike: NDArray[np.bool_]) -> NDArray[Any]:
     """Return a mean that has the first model's numbers, to the bit, where all models are alike."""
-    if alike.any():
-        np.copyto(mean, first, where=alike, casting="unsafe")
+    np.copyto(mean, first, where=alike, casting="unsafe")
     return mean
 
 
@@ -139,10 +136,7 @@ def are_finite(after: Arrays, before: Arrays) -> bool:
 
 
 def _integer_mean(arrays: Sequence[NDArray[Any]], weights: Sequence[float]) -> NDArray[Any]:
-    """Return the rounded mean of whole numbers or booleans.
-
-    It is exact for numbers that are less than 2^53 apart, whatever their size.
-    """
+    """Return the rounded mean of whole numbers, exact if they are less than 2^53 apart."""
     dtype, total = arrays[0].dtype, sum(weights)
     if dtype.kind == "b":
         return np.asarray(exact_sum(arrays, weights) > total / 2)
@@ -173,9 +167,9 @@ def moving_mean(mean: Arrays | None, newest: Arrays, share: float) -> NewArrays:
 
 
 def mixtures(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[NewArrays]:
-    """Form K means of L models by weights (K, L), in float64; cast to the models' dtypes.
+    """Form K means of L models by weights (K, L), whose rows add up to 1, in float64.
 
-    Each row of weights adds up to 1. A few are formed at a time, to bound their memory.
+    They are cast to the models' dtypes. A few are formed at a time, to bound their memory.
     """
     for row in range(0, len(weights), ROWS):
         yield from _mix(weights[row : row + ROWS], models)
@@ -198,8 +192,7 @@ def _mix(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[New
                 with np.errstate(invalid="ignore"):  # infinite numbers are put back
                     mean = weights @ np.stack(parts).astype(np.float64)
                 rows[:, start:end] = mean
-                if alike.any():
-                    rows[:, start:end][:, alike] = parts[0][alike]
+                rows[:, start:end][:, alike] = parts[0][alike]
         mixed[name] = rows.reshape(len(weights), *first.shape)
     for row in range(len(weights)):
         yield {name: np.array(array[row]) for name, array in mixed.items()}
@@ -211,7 +204,7 @@ def exact_sum(arrays: Sequence[NDArray[Any]], shares: Sequence[float]) -> Any:
     return sum(np.asarray(array, np.float64) * share for array, share in pairs)
 
 
-def change_size(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> float:
+def change_size(before: Arrays, after: Arrays) -> float:
     """Euclidean norm of the change, over all floating-point arrays of `before`."""
     total = 0.0
     for name, array in before.items():
@@ -221,6 +214,5 @@ def change_size(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[
                 change = np.subtract(after[name], array, dtype=dtype)
             if not np.isfinite(change).all():
                 change = np.where(all_alike([after[name], array]), 0, change)
-            change = change.ravel()
-            total += float(np.dot(change, change))
+            total += float(np.dot(change.ravel(), change.ravel()))
     return math.sqrt(total)

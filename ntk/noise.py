@@ -1,9 +1,7 @@
 """What a mechanism of differential privacy rests on, and what a run with it may therefore do.
 
-A mechanism's epsilon is of what it adds noise to, and of nothing else. So each mechanism is an
-object that says what it protects, which options its derivation covers, which messages a client with
-it answers, and what a run releases. Strategies, clients and simulations ask this object, and refuse
-all that it does not name: these are lists of what is permitted, not of what is forbidden.
+Epsilon is of what a mechanism adds noise to, and of nothing else. So it says what it protects and
+releases, and which options its derivation covers; all others are refused.
 """
 
 from abc import ABC, abstractmethod
@@ -34,8 +32,7 @@ HARMLESS = frozenset(
 class Noise(ABC):
     """A mechanism of differential privacy.
 
-    Options of parts are named with a dot, as ``screening.rule``; a part's name stands for all of
-    its options.
+    Options of parts have a dot, as ``screening.rule``; a part's name stands for all of its options.
 
     Attributes
     ----------
@@ -76,8 +73,7 @@ class Noise(ABC):
     ) -> None:
         """Refuse options of an object with values that the mechanism's derivation does not cover.
 
-        ValueError names the first one, and what it may be. `needs` are further conditions of the
-        caller's own options.
+        `needs` are further conditions of the caller's.
         """
         conditions = {**cls.needs, **(needs or {})}
         for name, value, default in _values_of(holder, harmless | cls.covers):

@@ -61,15 +61,9 @@ def robust_mean(
 ) -> NewArrays:
     """Return the mean of models by a rule that withstands some `malicious` ones.
 
-    Parameters
-    ----------
-    before : dict of ndarray
-        The model that all started from.
-    models : sequence of dict of ndarray
-        At least :func:`least_models` of them, with the names, shapes and dtypes of `before`.
-    num_examples : sequence of int
-        Weights of the models; only ``none``, ``norm-bound`` and ``validation`` use them, since they
-        are claims.
+    There are :func:`least_models` of them or more, with the names, shapes and dtypes of `before`,
+    from which all started. `num_examples` are claims, so only ``none``, ``norm-bound`` and
+    ``validation`` weight by them.
     """
     if defence in ("none", "validation"):
         return weighted_mean(models, num_examples)
@@ -120,11 +114,9 @@ def screen_by_loss(
 ) -> list[BadReply | None]:
     """Refuse up to `malicious` models without which the weighted mean of the others is better.
 
-    One by one, the model without which the mean's loss is lowest is set aside. Of those, the first
-    ones are refused, as many as make the loss lowest if each has to lower it by 0.5 %. So malicious
-    clients who agree do not hide each other. A loss that is not a number counts as infinite; of
-    models with equal losses the farthest from the mean is set aside. ValueError for a negative
-    loss.
+    One by one, the model without which the mean's loss is lowest is set aside, of equal ones the
+    farthest from the mean; as many of them are refused as make the loss lowest if each has to lower
+    it by 0.5 %. NaN counts as infinite; ValueError for a negative loss.
     """
     count, total = len(models), sum(num_examples)
     alike = {name: all_alike([model[name] for model in models]) for name in models[0]}

@@ -28,10 +28,9 @@ def cosine_similarities(
 ) -> Matrix:
     """Cosine similarity (K, L) of clients' prototypes with those of others, by default themselves.
 
-    Cosines are rounded to 12 places: so equal prototypes are at 1 for any order of summation.
-    They are 0 if a client's features are all zero, or two clients have no class in common. A class
-    that a client lacks is zero in the concatenation, as in the paper; with ``absent="common"`` each
-    pair of clients is compared over the classes that both have.
+    They are rounded to 12 places, so equal prototypes are at 1 for any order of summation, and 0 if
+    all features are zero or no class is common. A class that a client lacks is zero, as in the
+    paper; with ``absent="common"`` a pair of clients is compared over the classes that both have.
     """
     if absent not in ("zero", "common"):
         raise ValueError(f"absent: expected 'zero' or 'common', got {absent!r}")
@@ -62,8 +61,8 @@ def similarity_weights(
 ) -> Matrix:
     """Softmax of cosine similarities (K, L), row by row.
 
-    An infinite temperature tau gives equal weights. `examples` are weights of the L clients besides
-    their similarity: with equal similarities the result is FedAvg's. The paper has none.
+    An infinite temperature tau gives equal weights. `examples`, which the paper lacks, weight the L
+    clients as well: with equal similarities the result is FedAvg's.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: expected more than 0, got {temperature}")

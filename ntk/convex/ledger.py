@@ -52,21 +52,11 @@ FEW = 10  # validation examples of a class, or examples of a client, by which no
 
 @dataclass(frozen=True, eq=False)
 class ClientLedger:
-    """What a model owes to each client.
+    """What a model owes to each client."""
 
-    Attributes
-    ----------
-    equations : callable
-        The problem that sums are of, as the run that made the model has it.
-    ridge : float
-        The run's, the same for all clients.
-    validation : NormalEquations
-        The problem of validation examples, which may be sums of clients that are held out.
-    """
-
-    equations: Callable[[FeatureStatistics], NormalEquations]
+    equations: Callable[[FeatureStatistics], NormalEquations]  # of sums, as in the model's run
     ridge: float
-    validation: NormalEquations
+    validation: NormalEquations  # of validation examples, or of clients that are held out
 
     def solve(self, sums: FeatureStatistics) -> Tensor:
         """Return W (q, C) as the run does; 0 if there are no examples."""
@@ -79,8 +69,7 @@ class ClientLedger:
     ) -> Iterator[tuple[int, FeatureStatistics, Tensor, Tensor]]:
         """Yield each client with its sums, the model with it, and the model without it.
 
-        Those `removed` are not in the total. For sums of whole numbers models have the bits of a
-        run that had, or never had, the client.
+        Those `removed` are not in the total. Of whole numbers models have the bits of such runs.
         """
         linear = self.solve(total)
         for client, sums in clients.items():
@@ -98,9 +87,9 @@ class ClientLedger:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Estimate the clients' Shapley values (K,) and their standard errors, by sampled orders.
 
-        A value is the mean fall of the loss when the client's sums are added to those of the
-        clients before it. Each of the `pairs`, at least 2, of an order and its reverse takes 2 K
-        solutions. The values add up to the fall from a model of 0, whatever the orders.
+        A value is the mean fall of the loss when a client's sums are added to those before it. Each
+        of the `pairs`, at least 2, of an order and its reverse takes 2 K solutions. Values add up
+        to the fall from a model of 0.
         """
         if pairs < 2:
             raise ValueError(f"pairs: expected 2 or more orders with their reverses, got {pairs}")
@@ -154,7 +143,7 @@ class ValidationExamples:
     ) -> NDArray[np.float64]:
         """Return the scores (K,) of clients with these harms (K,) and classes' counts (K, C).
 
-        A class without two validation examples takes mean and variance of all.
+        A class with fewer than two validation examples takes mean and variance of all.
         """
         of_examples, labels = self.harms(equations, ridge), self.labels.numpy()
         groups = [of_examples[labels == label] for label in range(self.num_classes)]
@@ -202,10 +191,7 @@ class ValidationExamples:
 
 
 def are_possible(sums: FeatureStatistics) -> bool:
-    """Whether any examples can have such sums: [Z Y]^T [Z Y] has no negative eigenvalue.
-
-    It is scaled to a diagonal of 1, and rounding may be 1e-6.
-    """
+    """Whether any examples can have such sums: [Z Y]^T [Z Y] has no negative eigenvalue."""
     gram, cross = torch.from_numpy(sums.matrix()), torch.from_numpy(sums.class_sums).double()
     counts = torch.from_numpy(sums.counts * sums.weights).diag()
     joint = torch.cat([torch.cat([gram, cross]), torch.cat([cross.T, counts])], 1)
@@ -213,20 +199,19 @@ def are_possible(sums: FeatureStatistics) -> bool:
     scale[scale == 0] = 1.0
     joint /= scale
     joint /= scale[:, None]
-    joint.diagonal().add_(SLACK)
+    joint.diagonal().add_(SLACK)  # for rounding
     return not int(torch.linalg.cholesky_ex(joint).info)
 
 
 def find_harmful(
     ledger: ClientLedger, clients: Clients, examples: ValidationExamples, level: float
 ) -> dict[int, float]:
-    """Return the clients whose harm, or claimed weight, is beyond what honest ones show.
+    """Return clients whose harm or claimed weight is beyond what honest ones show, with scores.
 
-    With them come their higher scores by the model without all of them. `level` is alpha. All are
-    judged by the model of those kept, again after each removal, and by weight first. When no more
-    are removed, the one with the least score comes back, once, if that is at most
-    Phi^{-1}(1 - alpha / 2): beside others it had seemed to do harm. A pass takes one solution for
-    each client. ValueError if nobody is left.
+    `level` is alpha. All are judged by the model of those kept, again after each removal, and by
+    weight first. When no more are removed, the one with the least score comes back, once, if that
+    is at most Phi^{-1}(1 - alpha / 2): beside others it had seemed to do harm. ValueError if nobody
+    is left.
     """
     numbers = torch.tensor([2 * max(1, len(clients)), 2], dtype=torch.float64)
     highest, returning = torch.special.ndtri(1 - level / numbers).tolist()

@@ -58,7 +58,7 @@ class Spectrum:
 
 
 def convex_loss(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
-    """L_k at outputs Z W (n, C): half the mean squared norm, or the cross-entropy of one-hot Y."""
+    """L_k at outputs Z W (n, C): half the mean squared norm, or the cross-entropy."""
     if check_loss(loss) == "mse":
         return float((outputs.double() - targets.double()).square().sum(1).mean() / 2)
     logs = torch.log_softmax(outputs.double(), 1)
@@ -74,8 +74,7 @@ def best_bias(counts: NDArray[np.int64], loss: Loss) -> NDArray[np.float32]:
     """Return the bias (C,) with the least loss beside features of mean 0, before these count.
 
     Beyond Yu et al. 2022, where b starts at 0. Of least squares it is the classes' shares minus
-    1/C, and stays best for every W. Of cross-entropy it is the logarithm of the shares, with one
-    example more of each class. `counts` holds the classes' examples over all clients.
+    1/C, of cross-entropy their logarithm, with one example more of each. `counts` are over clients.
     """
     shares = counts / counts.sum() - 1 / len(counts)
     logarithms = np.log((counts + 1) / (counts + 1).mean())
@@ -117,9 +116,8 @@ def residual_sum(
 ) -> Tensor:
     """S, the sum of the residuals R_0 ... R_{M-1} along M corrected steps: shape (n, C), float64.
 
-    It is not finite if the steps diverge that far. `kernel` is K = Z Z^T (n, n), for least squares
-    its spectrum; it is unused for one step. Outputs, targets and drift are Z W_0, Y and Z h, (n,
-    C).
+    `kernel` is K = Z Z^T (n, n), for least squares its spectrum, unused for one step. Outputs,
+    targets and drift are Z W_0, Y and Z h, (n, C). Diverging steps may leave it not finite.
     """
     n, first = len(outputs), residual(outputs.double(), targets.double(), check_loss(loss))
     if local_steps == 1:
@@ -146,7 +144,6 @@ def residual_sum(
 def mean_gradient(before: Tensor, after: Tensor, span: float) -> Tensor:
     """Algorithm 1's eq. (2): c = (theta^{t-1} - theta^t) / (M eta), of two rounds' first models.
 
-    It is the clients' mean gradient along the last round, if all of them took part. Server and
-    clients get the same bits. Models are (p, C); `span` is M eta.
+    It is the clients' mean gradient along the last round, if all took part. `span` is M eta.
     """
     return (before - after) / span

@@ -4,6 +4,7 @@ Beyond Yu et al., NeurIPS 2022: the solution of :func:`~fedntk.ntk.ridge_regress
 primal. Its p x p matrix is a sum over examples, the same however these are split among clients.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class NormalEquations:
     ) -> Self:
         """Normalise, centre labels (one-hot minus 1/C) and append a feature that is 1, by the sums.
 
-        Centring moves all classes' scores alike. The ridge does not count a `free_bias`.
+        The ridge does not count a `free_bias`.
         """
         num_classes = len(statistics.counts)
         mean, inv_std = normaliser.mean.astype(np.float64), normaliser.inv_std.astype(np.float64)
@@ -92,10 +93,9 @@ class NormalEquations:
     def solve(self, ridge: float) -> Tensor:
         """Return W (q, C), the minimum of ||Z W - Y||^2 + rho ||W||^2, float64.
 
-        rho is `ridge` times the examples' mean squared norm, the mean of the diagonal of Z Z^T, as
-        in :func:`~fedntk.ntk.ridge_regression`. With weights w it is sum w^2 / sum w times as much
-        (Kish 1965): the noise of Z^T W Y has that many times the variance of the same sum of
-        examples that count alike.
+        rho is `ridge` times the examples' mean squared norm, as in
+        :func:`~fedntk.ntk.ridge_regression`. With weights w it is sum w^2 / sum w times as much
+        (Kish 1965), as is the variance of the noise of Z^T W Y.
         """
         size = len(self.gram)
         counted = self.gram.diagonal()[: size - self.free]
@@ -105,8 +105,8 @@ class NormalEquations:
     def least_norm(self) -> Tensor:
         """Return the least-squares solution of least norm W (q, C), float64: a ridge of 0.
 
-        Directions in which the features vary by less than the sums' rounding are dropped:
-        eigenvalues up to n eps times the largest (q eps if q is more), with eps that of float64.
+        Directions within the sums' rounding are dropped: eigenvalues up to max(n, q) eps times the
+        largest.
         """
         size = len(self.gram)
         values, vectors = torch.linalg.eigh(self.gram)
@@ -126,16 +126,14 @@ class NormalEquations:
 def best_ridge(
     training: NormalEquations, validation: NormalEquations, ridges: Sequence[float] = RIDGES
 ) -> float:
-    """Return the ridge of the solution with the least squared error on validation examples.
+    """Return the ridge with the least squared error on validation examples, of one normaliser.
 
-    Both equations have one normaliser. Ridges too small for a Cholesky factor are skipped.
+    Ridges too small for a Cholesky factor are skipped.
     """
     losses: dict[float, float] = {}
     for ridge in ridges:
-        try:
+        with contextlib.suppress(ValueError):  # no factor
             losses[ridge] = validation.loss(training.solve(ridge))
-        except ValueError:  # no factor
-            continue
     finite = {ridge: loss for ridge, loss in losses.items() if math.isfinite(loss)}
     if not finite:
         raise ValueError(f"ridge: none of {min(ridges):g} ... {max(ridges):g} has a solution")
@@ -152,13 +150,10 @@ def personal_model(
 ) -> tuple[Tensor, float]:
     """Return a client's model W_k (q, C), float64, and its weight w.
 
-    Beyond the papers: from the sums over all clients' examples and over client k's own,
-
-        W_k = argmin over W of  ||Z W - Y||^2 + w ||Z_k W - Y_k||^2 + rho ||W||^2,
-
-    with rho as in :meth:`NormalEquations.solve`. w = 0 gives the joint model. It is the one of
-    `weights` with the least squared error on the client's held-out examples, for the sums of the
-    examples that no client holds out. A client without held-out examples has the first.
+    Beyond the papers: W_k = argmin over W of ||Z W - Y||^2 + w ||Z_k W - Y_k||^2 + rho ||W||^2 for
+    all clients' examples (Z, Y), with rho as in :meth:`NormalEquations.solve`. w is the one of
+    `weights` with the least squared error on the client's held-out examples, the first if there are
+    none; 0 gives the joint model.
     """
 
     def of(sums: FeatureStatistics) -> NormalEquations:
@@ -172,10 +167,9 @@ def personal_model(
 
 
 def class_weights(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return w_c = n / (C' n_c), shape (C,): with them each class has the same weight.
+    """Return w_c = n / (C' n_c), shape (C,), by which C' classes with n_c examples weigh alike.
 
-    C' counts the classes that have examples; the others get a weight of 1. `counts` holds the n_c
-    over all clients.
+    A class without examples has the weight 1.
     """
     there = counts > 0
     weights = counts.sum() / (there.sum() * np.where(there, counts, 1))

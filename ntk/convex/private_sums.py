@@ -29,9 +29,8 @@ diagonal. So, by release,
 inequality, so standard deviations are multiplied by E.
 
 **Assumed.** A row depends on its own example only: pooled moments would need noise of their own.
-The sums are released once; a second release adds to epsilon. It is public which clients take part;
-no other message tells how many examples they have. A client knows its own share of the noise, so
-only the others' shares protect them from it: leave it, and those who collude with it, out of
+The sums are released once. It is public which clients take part, not how many examples they have. A
+client knows its own share of the noise: leave it, and those who collude with it, out of
 `survivors`. NumPy's generators are not cryptographic, and their numbers are rounded to float64.
 """
 

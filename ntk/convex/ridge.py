@@ -8,8 +8,7 @@ def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
     """Coefficients A (n, C) of W = Z^T A, the minimum of ||Z W - Y||^2 + rho ||W||^2, in the dual.
 
     A = (K + rho I)^{-1} Y, float64, with K = Z Z^T (n, n), targets Y (n, C) and rho = `ridge` times
-    the mean of K's diagonal, so that its meaning depends neither on n nor on the features' scale.
-    Full-batch steps from zero approach the limit rho -> 0.
+    the mean of K's diagonal. Full-batch steps from zero approach the limit rho -> 0.
     """
     system = kernel.double()
     system = system.clone() if system is kernel else system
@@ -19,9 +18,9 @@ def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
 def solve_ridge(
     system: Tensor, right: Tensor, ridge: float, scale: float, *, free: int = 0
 ) -> Tensor:
-    """Solve (S + rho I) X = B in float64, rho = ridge times scale; S is overwritten.
+    """Solve (S + rho I) X = B in float64, rho = ridge times scale but for the last `free` rows.
 
-    The last `free` rows of X, such as a bias, are not counted by the ridge.
+    S is overwritten.
     """
     if not ridge > 0:  # also NaN
         raise ValueError(f"ridge: expected more than 0, got {ridge}")

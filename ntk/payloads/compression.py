@@ -5,15 +5,13 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 6 bits). Neither says how values are rounded or positions written; this module's choices:
 
 * Of a tensor's N numbers the k = N - floor(sparsity N) largest in magnitude stay; of equal ones,
-  the first.
-* Their positions are written as a bitmap of N bits, or as k indices of ceil(log2 N) bits, whichever
-  is smaller; nothing if all stay.
+  the first. Positions are a bitmap of N bits, or k indices of ceil(log2 N) bits, whichever is
+  smaller; nothing if all stay.
 * With b bits, one is the sign and b - 1 choose among 2^(b-1) magnitudes, evenly spaced from the
   smallest to the largest that stayed; with b = 1 all have their mean magnitude. With 32 the numbers
   stay as they are.
-* A tensor is compressed as one, or row by row, each row with its own k and its own magnitudes. Rows
-  compressed as one share a threshold and a scale, which show that they belong together: what is to
-  be shuffled is compressed row by row.
+* Rows compressed as one share a threshold and a scale, which show that they belong together: what
+  is to be shuffled is compressed row by row.
 """
 
 import math
@@ -101,22 +99,10 @@ def compress(
 ) -> NDArray[np.uint8]:
     """Encode a tensor of float32 or float64: its largest numbers, in `bits` bits each.
 
-    Parameters
-    ----------
-    values : ndarray
-        Finite numbers, in any shape.
-    sparsity : float
-        Share of the numbers that is dropped, in [0, 1).
-    bits : int
-        Bits of each number that stays, 1 ... 16; 32 leaves the numbers as they are.
-    by_row : bool
-        Whether each row, along the first axis, is compressed by itself.
-
-    Returns
-    -------
-    ndarray of uint8
-        Code for :class:`Encoded`: 20 bytes and 8 for each axis, 8 for each group if quantised,
-        positions, numbers.
+    Numbers are finite, in any shape; a share `sparsity` of them, in [0, 1), is dropped. Bits are
+    1 ... 16; 32 leaves numbers as they are. With `by_row` each row, along the first axis, is
+    compressed by itself. The code, uint8 for :class:`Encoded`, has 20 bytes and 8 for each axis, 8
+    for each group if quantised, positions, numbers.
 
     Examples
     --------
@@ -148,10 +134,7 @@ def compress(
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A compressed tensor, not decoded yet: nothing of the size of `shape` exists; check it first.
-
-    Its size in bytes fits its head.
-    """
+    """A compressed tensor whose bytes fit its head: nothing of the size of `shape` exists yet."""
 
     shape: tuple[int, ...]  # of the tensor
     count: int  # numbers that stayed

@@ -98,52 +98,48 @@ class FeatureStatistics:
     ) -> Self:
         """Add up features, some examples at a time; `fixed_point` rounds them to whole numbers.
 
-        Their sums are integers of 32 bits if all such sums fit, else of 64.
-
         Chunks (m, p), one or more, are on the CPU; labels are int64 (n,) in 0 ... C - 1. Products
-        are formed in float64, and of fixed-point numbers in float32, in which these sums of whole
-        numbers are exact.
+        are formed in float64, and of fixed-point numbers in float32, in which they are exact; sums
+        of these are integers of 32 bits if all such sums fit, else of 64.
         """
         if weights is not None and fixed_point is not None:
             raise ValueError("fixed_point: sums of weighted examples are no whole numbers")
-        exact = 1.0 if fixed_point is None else EXACT / fixed_point.largest**2
-        rows = ROWS if fixed_point is None else min(ROWS, int(exact))
+        exact = ROWS if fixed_point is None else int(EXACT / fixed_point.largest**2)
         w = np.ones(num_classes) if weights is None else weights
-        of_example = torch.from_numpy(w)[labels]
+        of_example = torch.from_numpy(w)[labels, None]
         dtype = _wire_dtype(len(labels), fixed_point)
-        triangle, sums, root = np.empty(0, dtype), torch.empty(0), torch.empty(0)
-        start = 0
-        for features in chunks:
-            if not start:
-                width = features.shape[1]
-                few = fixed_point is None and _are_few(len(labels), width)
-                if not few:
-                    cls.require_memory(width)
-                triangle = np.zeros(0 if few else packed_size(width), dtype)
-                root = torch.zeros(0, width, dtype=torch.float64)
-                sums = torch.zeros(num_classes, width, dtype=torch.float64)
+        chunks = iter(chunks)
+        first = next(chunks)
+        width = first.shape[1]
+        few = fixed_point is None and _are_few(len(labels), width)
+        if not few:
+            cls.require_memory(width)
+        gram = np.zeros(0 if few else packed_size(width), dtype)
+        sums = torch.zeros(num_classes, width, dtype=torch.float64)
+        roots, start = [torch.zeros(0, width, dtype=torch.float64)], 0
+        for features in itertools.chain([first], chunks):
             if start + len(features) > len(labels):
                 raise ValueError(f"labels: {len(labels)} of them for more examples")
             if not torch.isfinite(features).all():
                 raise ValueError("features: expected finite numbers, got infinity or NaN")
-            for part in features.split(rows):
+            for part in features.split(min(ROWS, exact)):
                 z = part.double() if fixed_point is None else fixed_point(part)
-                rows_of_part = slice(start, start + len(z))
-                weighted = z if weights is None else z * of_example[rows_of_part, None]
+                here = slice(start, start + len(z))
+                weighted = z if weights is None else z * of_example[here]
                 if few:
-                    root = torch.cat([root, z * of_example[rows_of_part, None].sqrt()])
-                rows_of = [] if few else _rows(triangle, width)
-                for own_row, row in zip(rows_of, _products(weighted, z), strict=False):
-                    own_row += row.astype(dtype, copy=False)
-                sums.index_add_(0, labels[rows_of_part], weighted.double())
+                    roots.append(z * of_example[here].sqrt())
+                else:
+                    for total, row in zip(_rows(gram, width), _products(weighted, z), strict=True):
+                        total += row.astype(dtype, copy=False)
+                sums.index_add_(0, labels[here], weighted.double())
                 start += len(z)
         if start != len(labels):
             raise ValueError(f"labels: {len(labels)} of them for {start} examples")
         counts = np.bincount(labels.numpy(), minlength=num_classes).astype(np.int64)
         if few:
-            z = root.numpy()
-            triangle = _root(np.square(z).sum(0), lambda i: z.T @ z[:, i], len(z))
-        return cls(triangle, sums.numpy().astype(dtype), counts, w)
+            root = torch.cat(roots).numpy()
+            gram = _root(np.square(root).sum(0), lambda i: root.T @ root[:, i], len(root))
+        return cls(gram, sums.numpy().astype(dtype), counts, w)
 
     @staticmethod
     def require_memory(width: int) -> None:
@@ -162,7 +158,7 @@ class FeatureStatistics:
 
     @property
     def everyone(self) -> Self:
-        """The sums themselves: of :class:`SplitStatistics` those over both parts."""
+        """The sums; of :class:`SplitStatistics` those over both parts."""
         return self
 
     @property
@@ -181,7 +177,6 @@ class FeatureStatistics:
         return self._with(other, np.add)
 
     def __sub__(self, other: "FeatureStatistics") -> "FeatureStatistics":
-        """Return the sums without a group that is in them; exact for integers."""
         return self._with(other, np.subtract)
 
     def _with(self, other: "FeatureStatistics", combine: Any) -> "FeatureStatistics":
@@ -247,9 +242,8 @@ class FeatureStatistics:
     ) -> Self:
         """Check what :meth:`to_arrays` made, or raise BadReply.
 
-        The counts must add up to `num_examples` if that is given. Integers may come as a root. Each
-        2 x 2 part of the Gram matrix, and each class sum beside it, must satisfy the Cauchy-Schwarz
-        inequality. With noise no sums do: they are int64 up to 2^53, float64's whole numbers.
+        The counts must add up to `num_examples` if that is given. The Gram matrix and class sums
+        must satisfy the Cauchy-Schwarz inequality; with noise they are int64 up to 2^53.
         """
         gram, class_sums, counts = take_arrays(arrays, *cls.NAMES)
         width, num_classes, weights, fixed_point, noisy, checked = expected
@@ -290,22 +284,17 @@ class FeatureStatistics:
         return sums
 
     def require_rows(self, radius: int, most_examples: float = math.inf) -> None:
-        """Raise BadReply unless whole numbers can be the sums of rows of norm R or less.
-
-        There may be so many examples. A class's sum has at most their number times R. Both hold of
-        totals as well: nothing is rounded.
-        """
+        """Raise BadReply unless whole numbers can be the sums of so many rows of norm R or less."""
         n, sums, counts = self.num_examples, self.class_sums.tolist(), self.counts.tolist()
         if n > most_examples:
-            said = f"counts: expected at most {most_examples} examples, got {n}"
-            raise BadReply("num-examples", said)
+            raise BadReply("num-examples", f"expected at most {most_examples} examples, got {n}")
         squares = sum(self.diagonal.tolist()), *(sum(z * z for z in row) for row in sums)
         most = n * radius**2, *((count * radius) ** 2 for count in counts)
         if any(map(operator.gt, squares, most)):
             raise BadReply("range", f"sums: expected those of rows of norm {radius} or less")
 
     def to_words(self, dtype: Any) -> NDArray[Any]:
-        """Return all whole numbers as one array of uint32 or uint64, negative ones modulo that."""
+        """Return all whole numbers in one array of uint32 or uint64."""
         arrays = (self.gram, self.class_sums.ravel(), self.counts)
         return np.concatenate(arrays, dtype=np.int64).astype(dtype)
 
@@ -335,7 +324,7 @@ class FeatureStatistics:
 def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:
     """Return a checksum, 16 bytes, of what sums are of, and of the dtype of their words.
 
-    `key` identifies network and feature map: see :meth:`.convex_task.ConvexTask.key_of`.
+    `key` is of network and feature map: :meth:`.convex_task.ConvexTask.key_of`.
     """
     digest = hashlib.blake2b(f"{key} {np.dtype(dtype)}".encode(), digest_size=16)
     if fixed_point is not None:
@@ -369,15 +358,11 @@ def _pack(matrix: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
 
 
 def _are_few(n: int, width: int, fixed_point: FixedPoint | None = None) -> bool:
-    """Whether the root of a Gram matrix has fewer bytes than its triangle, of 32 bits if fixed."""
     return (2 if fixed_point is None else 4) * n <= width
 
 
 def _root(diagonal: NDArray[Any], row: Callable[[int], Any], n: int) -> NDArray[np.float64]:
-    """Return F (n, p) with F^T F = G of rank n or less, from nothing but entries of G (p, p).
-
-    A row is Cholesky's, for the feature of which the rows before leave the largest share, or 0.
-    """
+    """Return F (n, p) with F^T F = G of rank n or less: Cholesky's rows, pivoted, from only G."""
     root, scale = np.zeros((n, len(diagonal))), np.where(diagonal > 0, diagonal, 1.0)
     left = diagonal / scale
     for k in range(n):

@@ -52,10 +52,10 @@ def jacobian_from_arrays(
 ) -> Jacobian:
     """Check what :func:`jacobian_to_arrays` made, and build the Jacobian, in float32 or float64.
 
-    `parameters` has the shape of each array of the global model; the Jacobian may hold any of them,
-    each once. Arrays named `beside` are ignored. A layer that is read out by another is accepted
-    only with the `weights` that clients differentiated at. BadReply has the reason ``"arrays"``,
-    ``"layout"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or ``"scale"``.
+    `parameters` has the shapes of the global model's arrays, which a Jacobian may hold once each.
+    Arrays named `beside` are ignored. A layer that is read out by another needs the `weights` that
+    clients differentiated at. BadReply has the reason ``"arrays"``, ``"layout"``, ``"shape"``,
+    ``"dtype"``, ``"non-finite"`` or ``"scale"``.
     """
     layout, *blocks = own_arrays(arrays, *beside).values()
     return jacobian_of(layout, [_tensor(array) for array in blocks], parameters, weights or {})
@@ -83,7 +83,6 @@ def jacobian_of(
 def _parse_layout(
     raw: NDArray[Any], parameters: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor]
 ) -> tuple[list[Block], dict[str, str]]:
-    """Blocks without content, and further names, of a layout whose names are all the model's."""
     if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > MAX_LAYOUT_BYTES:
         raise BadReply("layout", "expected the layout as at most 1 MB of uint8")
     try:

@@ -41,8 +41,7 @@ def screen_harmful(
 ) -> list[BadReply | None]:
     """Refuse at most so many clients, who harm the others' predictions and are contradicted.
 
-    Jacobians have one form. The first uploads, as many as are `trusted`, are never refused. The
-    reason is ``"leave-one-out"``.
+    Jacobians have one form; the first uploads, as many as are `trusted`, are never refused.
     """
     require_memory(
         MATRICES * 8 * sum(len(upload.targets) for upload in uploads) ** 2,

@@ -4,10 +4,9 @@ For each number of the model w, client k with n_k examples and new weights w_k s
 
     q_k = rint(n_k clip(w_k - w, -R, R) / s),  so that  w + s (sum_k q_k) / (sum_k n_k)
 
-is FedAvg's mean. R is 256 and s is 2^-20; in arrays of whole numbers they are 2^28 and 1. The
-roundings of K clients move the mean by at most K s / (2 sum_k n_k). What all clients leave as it
-was stays so, to the bit. Sums over fewer than 2^35 examples fit in 64 bits; n_k is at most 2^24,
-with which q_k is exact in float64.
+is FedAvg's mean. R is 256 and s is 2^-20, of whole numbers 2^28 and 1. Roundings of K clients move
+the mean by at most K s / (2 sum_k n_k); what all leave as it was stays so, to the bit. Sums over
+fewer than 2^35 examples fit in 64 bits; n_k is at most 2^24, with which float64 holds q_k exactly.
 """
 
 from hashlib import blake2b
@@ -37,10 +36,7 @@ class AverageTask(Declared):
 def average_words(
     model: Arrays, weights: Arrays, num_examples: int, loss: float | None
 ) -> NDArray[np.uint64]:
-    """Return a client's numbers before masks: (P + 4,) for P numbers of the model.
-
-    ValueError for too many examples, and for weights of another model, or that are not finite.
-    """
+    """Return a client's numbers before masks: (P + 4,) for P numbers of the model."""
     if not 1 <= num_examples <= MOST_EXAMPLES:
         raise ValueError(f"num-examples: expected 1 ... {MOST_EXAMPLES}, got {num_examples}")
     clipped, parts = 0, []

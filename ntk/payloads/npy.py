@@ -13,10 +13,7 @@ Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
 
 
 def from_npy(data: bytes) -> NDArray[Any]:
-    """Read an array from the bytes of a whole file, as a read-only view of them.
-
-    ``np.load`` reserves what a header declares before it reads; here other sizes are refused.
-    """
+    """Read an array from the bytes of a whole file, as a read-only view; refuse other sizes."""
     version = np.lib.format.read_magic(io.BytesIO(data[:8]))
     if version not in _READERS:
         raise ValueError(f"version {version} of the format")

@@ -71,8 +71,8 @@ class Prototypes:
     def geometric_median(cls, clients: Sequence[Self]) -> Self:
         """Return each class's point with the least sum of distances to the clients' means.
 
-        A mean counts as often as the client has examples of the class, but no more than those of
-        the median client do. Means longer than the median one are shortened to it before.
+        A mean counts by the client's examples of the class, at most those of the median client.
+        Means longer than the median one are shortened to it before.
 
         Source: Pillutla et al., *Robust Aggregation for Federated Learning*, IEEE Transactions on
         Signal Processing 2022, whose smoothed Weiszfeld iteration finds it.

@@ -1,9 +1,9 @@
 """Choice of clients' uploads that can be used together: of one form, of one order of size.
 
 With three clients or more, what is over `factor` times (100 by default) as large as the median
-client's is dropped: one upload would otherwise decide the result, or its cost, for all. Of two
-clients neither is the outlier. Valid-looking lies within the factor, or by more than half of the
-clients, are not detected. A verdict is None or a BadReply with the reason ``"scale"``.
+client's is dropped: one upload would otherwise decide the result, or its cost, for all. What is
+false within the factor, or from more than half of the clients, is not detected. A verdict is None
+or a BadReply, with the reason ``"scale"`` unless another is named.
 """
 
 import math
@@ -26,7 +26,6 @@ COPIES = 3  # of a round's rows: as they came, stacked, and in another order
 
 
 def _limit(sizes: Sequence[float], factor: float, floor: float = 0.0) -> float:
-    """Largest size that passes; infinity for fewer than three clients, or a median of zero."""
     if len(sizes) < 3:
         return math.inf
     return factor * max(floor, statistics.median_low(sizes)) or math.inf
@@ -37,10 +36,7 @@ def _too_large(reason: str, factor: float) -> BadReply:
 
 
 class MemoryBudget:
-    """Counts the memory that the uploads of a round take together; each one might fit.
-
-    A sparse tensor takes memory when it is first touched, not when it is decoded.
-    """
+    """Counts the memory that the uploads of a round take together, decoded or not."""
 
     def __init__(self) -> None:
         self._held = 0
@@ -62,10 +58,7 @@ def screen_changes(
     clients: Sequence[Mapping[str, NDArray[Any]]],
     factor: float = OUTLIER_FACTOR,
 ) -> list[BadReply | None]:
-    """Compare the Euclidean norms of the changes of clients' weights, over floating-point arrays.
-
-    `before` are the weights that the round began with; all have the same names, shapes and dtypes.
-    """
+    """Compare the norms of clients' changes of the weights `before`, over floating-point arrays."""
     return screen_sizes([change_size(before, model) for model in clients], factor)
 
 
@@ -76,10 +69,7 @@ def screen_sizes(sizes: Sequence[float], factor: float = OUTLIER_FACTOR) -> list
 
 
 def screen_distances(models: Sequence[Mapping[str, NDArray[Any]]]) -> list[BadReply | None]:
-    """Compare models by their distance from the median of each coordinate.
-
-    One is dropped if it is over three times as far as the median one.
-    """
+    """Drop models over three times as far from coordinates' medians as the median one."""
     centre = {name: np.median([model[name] for model in models], 0) for name in models[0]}
     return screen_sizes([change_size(centre, model) for model in models], STRANGER_FACTOR)
 
@@ -89,10 +79,9 @@ def screen_losses(
 ) -> list[BadReply | None]:
     """Compare clients' losses (T,) at the candidates; the reason is ``"losses"``.
 
-    A client is dropped if at one of the candidates its loss is over `factor` times the median
-    client's, and over `factor`. Losses may be infinite: if most clients' are, none is dropped for
-    it. A client within the limit can still decide which candidate has the lowest mean: by a loss of
-    up to `factor` at all the others.
+    A client is dropped if at a candidate its loss is over `factor` times the median client's, and
+    over `factor`. If most losses are infinite, none is dropped for it. A client within the limit
+    can still decide which candidate has the lowest mean.
     """
     columns = zip(*losses, strict=True)
     limits = np.array([_limit(column, factor, floor=1.0) for column in columns])
@@ -100,10 +89,10 @@ def screen_losses(
 
 
 def screen_strangers(losses: Sequence[float]) -> list[BadReply | None]:
-    """Compare models by their losses on one client's examples; the first is its own, and stays.
+    """Compare models by their losses on a client's examples; the first is its own, and stays.
 
-    One is dropped if its loss is over 3 times the median one, and over 3. Clients with other
-    classes lose more as well, but not that much. The reason is ``"leave-one-out"``.
+    One is dropped if its loss is over 3 times the median one, and over 3: clients with other
+    classes lose less. The reason is ``"leave-one-out"``.
     """
     limit = STRANGER_FACTOR * max(1.0, statistics.median_low(losses))
     bad = BadReply("leave-one-out", f"a loss over {limit:.3g} on the client's own examples")
@@ -115,10 +104,9 @@ def screen_uploads(
 ) -> list[BadReply | None]:
     """Compare clients' Jacobians; the reason is ``"layout"`` or ``"scale"``.
 
-    Jacobians must have one form: the most common; of equally common ones, the first. Rows and
-    outputs are compared with the median client's by their root mean squares: an outlier would set
-    the kernel's largest eigenvalue or the solver's measure of error, and so the cost and precision
-    of all. Outputs up to `factor` pass in any case.
+    Jacobians must have one form: the most common, or the first of these. Rows and outputs are
+    compared by their root mean squares: an outlier would set the kernel's largest eigenvalue or the
+    solver's measure of error, so the cost and precision of all. Outputs up to `factor` pass.
     """
     verdicts: list[BadReply | None] = [None] * len(uploads)
     rows = [math.sqrt(float(upload.jacobian.squared_norms().mean())) for upload in uploads]

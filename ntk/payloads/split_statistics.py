@@ -47,7 +47,6 @@ class SplitStatistics:
         return SplitStatistics(self.fitting + other.fitting, self.held_out + other.held_out)
 
     def __sub__(self, other: "SplitStatistics") -> "SplitStatistics":
-        """Return the sums without a group that is in them; exact for integers."""
         return SplitStatistics(self.fitting - other.fitting, self.held_out - other.held_out)
 
     def scaled(self, fixed_point: FixedPoint) -> "SplitStatistics":
@@ -61,7 +60,7 @@ class SplitStatistics:
         return self.fitting.to_arrays(fixed_point, packed) | renamed
 
     def to_words(self, dtype: Any) -> NDArray[Any]:
-        """Return all whole numbers of both parts: see :meth:`FeatureStatistics.to_words`."""
+        """Return all whole numbers of both parts."""
         return np.concatenate([self.fitting.to_words(dtype), self.held_out.to_words(dtype)])
 
     @staticmethod
@@ -99,10 +98,9 @@ class SplitStatistics:
 def draw_held_out(labels: Tensor, share: float, seed: Sequence[int]) -> Tensor:
     """Draw which of a client's examples are held out: a share, at most 0.5, of each class; (n,).
 
-    Examples are put in an order by class, and by chance within a class; every (1/share)-th of them
-    is held out, from a place drawn at random. So each class has its share to within one example.
-    round(share n) examples are held out, but at least one; a client's only example is held out with
-    probability `share`.
+    In an order by class, and by chance within it, every (1/share)-th is held out from a random
+    place on: each class's share to within one example, round(share n) of all, at least one. An only
+    example is held out with probability `share`.
     """
     generator = np.random.default_rng(seed)
     n, place = len(labels), generator.random()
