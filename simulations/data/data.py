@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import checksum
 
 from ..config.settings import ConfigError
-from .parts import Part
 
 Indices = NDArray[np.int64]
 # arrays of an npz file: clients_... say whose an example is; split has the indices of each client's
@@ -27,11 +26,27 @@ NPZ = (
     *("x_train", "y_train", "clients_train", "x_test", "y_test", "clients_test"),
     *("columns", "classes", "split", "split_sizes"),
 )
-
-
 PASSED = "passed"  # begins the name of examples that were passed as an object
 MOST_KEPT = 4
 _kept: "OrderedDict[str, Data]" = OrderedDict()
+
+
+class Part(NamedTuple):
+    """Examples x (n, ...), their labels y (n,), and the owner of each (n,), if there are owners.
+
+    A table has names of its columns; `classes` are names of the labels 0 ... C - 1.
+    """
+
+    x: NDArray[Any]
+    y: NDArray[Any]
+    owners: NDArray[Any] | None = None
+    columns: tuple[str, ...] = ()
+    classes: tuple[str | int, ...] = ()
+
+    def select(self, chosen: NDArray[Any]) -> "Part":
+        """Return some of the examples, by a mask or by indices."""
+        owners = None if self.owners is None else self.owners[chosen]
+        return self._replace(x=self.x[chosen], y=self.y[chosen], owners=owners)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +56,8 @@ class Data:
     Examples (n, channels, height, width) or (n, ...) are raw values, as stored, with labels (n,),
     0 ... num_classes - 1, and the owner of each (n,), if the set names owners. A network gets them
     as `inputs` makes them: standardised, unless their values have a meaning as they are, such as
-    positions in an alphabet, or signals of a stated strength. `split` has the indices of each
-    client's training examples, if it came with the data.
+    positions in an alphabet. `split` has the indices of each client's training examples, if it came
+    with the data.
     """
 
     x_train: NDArray[Any]
@@ -101,9 +116,11 @@ class Data:
     @cached_property
     def checksum(self) -> str:
         """SHA-256 of all examples and labels, and of the names of columns and classes."""
-        arrays = self.x_train, self.y_train, self.x_test, self.y_test
+        arrays = [self.x_train, self.y_train, self.x_test, self.y_test]
         names = [*self.columns, *map(repr, self.classes), self.alphabet]
-        return checksum(*arrays, *[np.array(names)] * any(names))
+        if any(names):
+            arrays.append(np.array(names))
+        return checksum(*arrays)
 
     def train(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Return training examples as a network takes them, float32, with their labels."""
@@ -155,22 +172,19 @@ class Data:
         return {"dataset": name, **settings}
 
     def write(self, path: Path) -> None:
-        """Write them into a file that only its owner can read."""
+        """Write them into a file that only its owner can read: see `NPZ`."""
         with whole(path) as file:
             Path(file.name).chmod(0o600)
             np.savez(file, allow_pickle=False, **self._arrays())
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        split, sizes = None, None
+        arrays = [self.x_train, self.y_train, self.natural_ids]
+        arrays += [self.x_test, self.y_test, self.natural_ids_test]
+        arrays += [np.array(self.columns, str), np.array(self.classes or np.array((), str))]
         if self.split is not None:
-            split, sizes = np.concatenate(self.split), np.array([len(part) for part in self.split])
-        parts = (
-            *(self.x_train, self.y_train, self.natural_ids),
-            *(self.x_test, self.y_test, self.natural_ids_test),
-        )
-        texts = np.array(self.columns, str), np.array(self.classes or np.array((), str))
-        every = zip(NPZ, (*parts, *texts, split, sizes), strict=True)
-        return {name: array for name, array in every if array is not None}
+            arrays += [np.concatenate(self.split), np.array([len(part) for part in self.split])]
+        named = zip(NPZ, arrays, strict=False)
+        return {name: array for name, array in named if array is not None}
 
 
 def data_kept(name: str) -> Data | None:
@@ -185,10 +199,8 @@ def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str
     if not np.isfinite(x).all():
         raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")
     if y.shape != (len(x),):
-        raise ConfigError(
-            f"{what}expected examples and one label each, got shapes {x.shape} and {y.shape}"
-        )
+        shapes = f"got shapes {x.shape} and {y.shape}"
+        raise ConfigError(f"{what}expected examples and one label each, {shapes}")
     if len(y) and (y.min() < 0 or y.max() >= num_classes):
-        raise ConfigError(
-            f"{what}expected labels 0 ... {num_classes - 1}, got {y.min()} ... {y.max()}"
-        )
+        labels = f"got {y.min()} ... {y.max()}"
+        raise ConfigError(f"{what}expected labels 0 ... {num_classes - 1}, {labels}")

@@ -17,15 +17,12 @@ from fedntk.ntk.predictors.inputs import channels_first
 from ..config.data import DatasetSettings
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line, naming
-from .data import PASSED, Data, data_kept
-from .digit_domains import digit_domains
-from .digits_five import digits_five
-from .femnist import femnist
+from .data import PASSED, Data, Part, data_kept
+from .domains import digit_domains, digits_five
 from .kept_examples import Own
-from .leaf import load_leaf
 from .own import read_arrays, read_own
-from .parts import Domain, Part
 from .two_patch import TwoPatchOptions, draw_two_patch
+from .writers import femnist, load_leaf
 
 PASSED_FILE = "passed.npz"  # in a run's folder, while processes of Ray's need it
 IDX_FILES = tuple(
@@ -99,26 +96,27 @@ def _load(settings: DatasetSettings, _modified: object) -> Data:
         return replace(passed, standardise=settings.standardise)
     name, _, rest = settings.dataset.partition(":")
     folder = Path(settings.data_dir).expanduser()
-    per_domain = settings.examples_per_domain, settings.test_examples_per_domain
-    standardise, more = settings.standardise and name != "two-patch", dict[str, Any]()
+    counts = settings.examples_per_domain, settings.test_examples_per_domain
+    options: dict[str, Any] = {"standardise": settings.standardise}
+    num_classes = 10
     if rest and (data := read_own(settings)) is not None:
         return data
     if name == "leaf" and rest:
-        train, test, num_classes, more["alphabet"] = load_leaf(Path(rest).expanduser())
+        train, test, num_classes, options["alphabet"] = load_leaf(Path(rest).expanduser())
     elif name == "two-patch":
         (train, test), num_classes = draw_two_patch(TwoPatchOptions.read(rest)), 2
+        options["standardise"] = False
     elif name in ("femnist", "femnist-digits"):
         train, test, num_classes = femnist(rest, digits=name == "femnist-digits")
     elif name == "digits-five":
-        (train, test), num_classes = digits_five(rest, *per_domain), 10
+        train, test = digits_five(rest, *counts)
     elif settings.dataset == "digit-domains":
-        mnist, digits = (Domain(*_BY_NAME[name](folder)[:2]) for name in ("mnist", "digits"))
-        (train, test), num_classes = digit_domains(mnist, digits, *per_domain), 10
+        train, test = digit_domains(_BY_NAME["mnist"](folder), _BY_NAME["digits"](folder), *counts)
     elif settings.dataset in _BY_NAME:
-        train, test, num_classes = _BY_NAME[settings.dataset](folder)
+        train, test = _BY_NAME[settings.dataset](folder)
     else:
         raise _unknown(settings.dataset)
-    return Data.of(train, test, num_classes, standardise=standardise, **more)
+    return Data.of(train, test, num_classes, **options)
 
 
 def _unknown(dataset: str) -> ConfigError:
@@ -139,10 +137,10 @@ def _unknown(dataset: str) -> ConfigError:
     )
 
 
-Loaded = tuple[Part, Part, int]  # training and test set, number of classes
+Halves = tuple[Part, Part]  # training and test set
 
 
-def _digits(_: Path) -> Loaded:
+def _digits(_: Path) -> Halves:
     """Scikit-learn's 1,797 handwritten digits, 8 x 8: every fifth is for testing.
 
     Read from its file, since importing scikit-learn takes seconds in each worker.
@@ -150,16 +148,16 @@ def _digits(_: Path) -> Loaded:
     home = Path(str(find_spec("sklearn").origin)).parent  # type: ignore[union-attr]
     rows = np.loadtxt(home / "datasets" / "data" / "digits.csv.gz", np.float32, delimiter=",")
     every = Part(rows[:, :64].reshape(-1, 1, 8, 8), rows[:, 64].astype(np.int64))
-    test = np.arange(len(rows)) % 5 == 0
-    return every.select(~test), every.select(test), 10
+    is_test = np.arange(len(rows)) % 5 == 0
+    return every.select(~is_test), every.select(is_test)
 
 
-def _torchvision(class_name: str, folder: str, data_dir: Path) -> Loaded:
+def _torchvision(class_name: str, folder: str, data_dir: Path) -> Halves:
     raw = data_dir / folder / "raw"
     files = [path for name in IDX_FILES for path in sorted(raw.glob(f"{name}*"))[:1]]
     if len(files) == len(IDX_FILES):
         x_train, y_train, x_test, y_test = map(_idx, files)
-        return _images(x_train, y_train), _images(x_test, y_test), 10
+        return _images(x_train, y_train), _images(x_test, y_test)
     import torchvision  # takes a second
 
     kind = getattr(torchvision.datasets, class_name)
@@ -171,7 +169,7 @@ def _torchvision(class_name: str, folder: str, data_dir: Path) -> Loaded:
             "to a folder in torchvision's layout"
         ) from error
     train, test = (_images(np.asarray(part.data), np.asarray(part.targets)) for part in parts)
-    return train, test, len(parts[0].classes)
+    return train, test
 
 
 def _images(x: NDArray[Any], y: NDArray[Any]) -> Part:
@@ -188,7 +186,7 @@ def _idx(path: Path) -> NDArray[np.uint8]:
     return raw[start:].reshape(raw[4:start].view(">u4").tolist())
 
 
-_BY_NAME: dict[str, Callable[[Path], Loaded]] = {
+_BY_NAME: dict[str, Callable[[Path], Halves]] = {  # ten classes each
     "digits": _digits,
     "mnist": partial(_torchvision, "MNIST", "MNIST"),
     "fashion-mnist": partial(_torchvision, "FashionMNIST", "FashionMNIST"),

@@ -20,10 +20,9 @@ from ..config.data import DatasetSettings
 from ..config.importing import import_named
 from ..config.settings import ConfigError
 from ..errors import first_line, naming
-from .data import NPZ, Data, Indices, check_examples
+from .data import NPZ, Data, Indices, Part, check_examples
 from .files import named_splits, read_files
 from .hugging_face import image_column, load_splits, plain_rows, require_column
-from .parts import Part
 
 MANY_CLASSES = 20  # up to so many may be of any number of examples
 MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are likely no classes
@@ -89,11 +88,8 @@ class OwnData:
             if "train" not in first:
                 raise ConfigError(f"data: expected train among the splits, got {', '.join(first)}")
             if unused := ", ".join(sorted(first.keys() - {"train", "test"})):
-                logger.warning(
-                    "data: not used: %s; pass it as test=..., or to tune on examples of the "
-                    "training set use validation-examples",
-                    unused,
-                )
+                cure = "pass it as test=..., or to tune set validation-examples"
+                logger.warning("data: not used: %s; %s", unused, cure)
             first, second = first["train"], first.get("test", second)
         train = self._table(first, "train set")
         if len(train.classes) < 2:
@@ -109,11 +105,11 @@ class OwnData:
                 numbers = np.cumsum(~tested) - 1
                 split = tuple(numbers[indices[~tested[indices]]] for indices in split)
             train, test = train.select(~tested), train.select(tested)
-        classes = train.classes
-        if classes == (*range(len(classes)),):
-            classes = ()
-        more = {"columns": train.columns, "classes": classes, "split": split}
-        data = Data.of(train, test, len(train.classes), standardise=standardise, **more)
+        classes, columns = train.classes, train.columns
+        options: Any = {"standardise": standardise, "columns": columns, "split": split}
+        if classes != (*range(len(classes)),):
+            options["classes"] = classes
+        data = Data.of(train, test, len(classes), **options)
         with naming("train set", ValueError):
             _ = data.inputs  # refuses values whose differences are lost
         return data
@@ -121,26 +117,25 @@ class OwnData:
     def _table(self, data: Any, what: str) -> Part:
         """Read one set; its labels become 0 ... C - 1."""
         if any(kind.__name__ == "IterableDataset" for kind in type(data).__mro__):
+            cure = "read its examples first: list(dataset), or load it with streaming=False"
             raise ConfigError(
-                f"{what}: expected a dataset of known length, got {type(data).__name__}; read its "
-                "examples first: list(dataset), or load it with streaming=False"
+                f"{what}: expected a dataset of known length, got {type(data).__name__}; {cure}"
             )
         try:
             part = self._read(data, what)
             y, owners = plain_values(part.y, what, "labels"), part.owners
             if owners is not None:
                 owners = plain_values(owners, what, "owners")
+                _say_alike(np.unique(owners).tolist(), f"{what}: owners")
         except ConfigError:
             raise
         except (TypeError, ValueError, LookupError) as error:
             raise ConfigError(
                 f"{what}: expected (x, y), a data frame, a Hugging Face dataset or a torch dataset "
-                f"of pairs, with examples of one shape, or dataset='csv:...' instead of data, got "
+                "of pairs, with examples of one shape, or dataset='csv:...' instead of data, got "
                 f"{type(data).__name__}: {error}"
             ) from error
         classes = part.classes
-        if owners is not None:
-            _say_alike(np.unique(owners).tolist(), f"{what}: owners")
         if y.dtype.kind not in ("iu" if classes else "iubU"):
             words = "" if classes else " or words"
             raise ConfigError(f"{what}: expected whole numbers{words} as labels, got {y.dtype}")
@@ -163,28 +158,22 @@ class OwnData:
             return data
         if hasattr(data, "to_numpy") and hasattr(data, "columns"):
             return self._frame(data, what)
-        if not hasattr(data, "column_names"):
-            if not (isinstance(data, tuple | list) and len(data) == 2):
-                pairs = [data[i] for i in range(len(data))]
-                for i, pair in enumerate(pairs):
-                    if not isinstance(pair, tuple | list) or len(pair) != 2:
-                        size = f" of {len(pair)}" if isinstance(pair, Sized) else ""
-                        shown = type(pair).__name__ + size
-                        raise TypeError(f"example {i} is a {shown}, not a pair (x, y)")
-                data = [list(column) for column in zip(*pairs, strict=True)]
-            if hasattr(data[0], "to_numpy") and hasattr(data[0], "columns"):
-                labels = plain_values(data[1], what, "labels")
-                return self._frame(data[0].assign(**{self.target: labels}), what)
-            return Part(_array(data[0]), data[1])
-        picture = self.image_column or image_column(data)
-        data = plain_rows(data, picture, what)
-        self._require_columns(data.features, what)
-        stacked = None
-        if picture:
-            require_column("image-column", picture, data.features, f"the {what}")
-            stacked, data = stack_pictures(data[picture]), data.remove_columns(picture)
-        names = tuple(getattr(data.features[self.target], "names", ()))
-        return self._frame(data.to_pandas(), what, stacked)._replace(classes=names)
+        if hasattr(data, "column_names"):
+            picture = self.image_column or image_column(data)
+            data = plain_rows(data, picture, what)
+            self._require_columns(data.features, what)
+            stacked = None
+            if picture:
+                require_column("image-column", picture, data.features, f"the {what}")
+                stacked, data = stack_pictures(data[picture]), data.remove_columns(picture)
+            names = tuple(getattr(data.features[self.target], "names", ()))
+            return self._frame(data.to_pandas(), what, stacked)._replace(classes=names)
+        if not (isinstance(data, tuple | list) and len(data) == 2):
+            data = _columns([data[i] for i in range(len(data))])
+        if hasattr(data[0], "to_numpy") and hasattr(data[0], "columns"):
+            labels = plain_values(data[1], what, "labels")
+            return self._frame(data[0].assign(**{self.target: labels}), what)
+        return Part(_array(data[0]), data[1])
 
     def _require_columns(self, columns: Iterable[Any], what: str) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
@@ -198,22 +187,21 @@ class OwnData:
             raise ConfigError(f"{what}: expected columns of different names, got twice {twice}")
         required = self._require_columns(frame.columns, what)
         index = ("__index_level_", "Unnamed: 0")  # of pandas, in parquet and csv
-        inputs = frame[[c for c in frame if c not in required and not c.startswith(index)]]
-        if x is not None:
-            inputs = inputs[[]]
+        names = [c for c in frame if c not in required and not c.startswith(index)]
+        inputs = frame[names if x is None else []]
         others = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
+        expected = f"{what}: expected numbers in all columns but the target"
         if dates := ", ".join(name for name in others if _holds_dates(inputs[name])):
             raise ConfigError(
-                f"{what}: expected numbers in all columns but the target, got dates in {dates}; "
-                "make numbers of them, such as (column - column.min()).dt.days after "
-                "pandas.to_datetime, or leave them out"
+                f"{expected}, got dates in {dates}; make numbers of them, such as "
+                "(column - column.min()).dt.days after pandas.to_datetime, or leave them out"
             )
         if others:
             words = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in others[:10])
             raise ConfigError(
-                f"{what}: expected numbers in all columns but the target, got others in {words}; "
-                "encode them first, such as words with pandas.get_dummies and lists with "
-                "numpy.stack, or leave them out; an empty cell stands for a missing number"
+                f"{expected}, got others in {words}; encode them first, such as words with "
+                "pandas.get_dummies and lists with numpy.stack, or leave them out; an empty cell "
+                "stands for a missing number"
             )
         gaps = frame[[*dict.fromkeys(required), *inputs.columns]].isna().sum()
         if lacking := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
@@ -255,9 +243,7 @@ class OwnData:
         """Draw the test set: what no client has, or a share of each class, and not all of it."""
         share, tested = self.test_share, np.zeros(len(train.y), bool)
         if not share:
-            raise ConfigError(
-                "test-share: the data have no test set; give one, or expected a share, such as 0.2"
-            )
+            raise ConfigError("test-share: the data have no test set; give one, or a share above 0")
         generator = np.random.default_rng([self.test_seed, *b"test set"])
         for label in np.unique(train.y):
             members = generator.permutation(np.flatnonzero(train.y == label))
@@ -273,10 +259,8 @@ class OwnData:
             firsts = []
         tested[firsts] = False  # each client keeps an example
         if not tested.any():
-            raise ConfigError(
-                "test-share: no example is left for a test set, as each client keeps one; give a "
-                "test set"
-            )
+            cure = "as each client keeps one; give a test set"
+            raise ConfigError(f"test-share: no example is left for a test set, {cure}")
         return tested
 
     def _split(self, train: Part) -> tuple[Indices, ...] | None:
@@ -306,12 +290,18 @@ class OwnData:
         return clients
 
 
+def _columns(pairs: Sequence[Any]) -> list[list[Any]]:
+    """Return the examples and the labels of pairs."""
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            size = f" of {len(pair)}" if isinstance(pair, Sized) else ""
+            raise TypeError(f"example {i} is a {type(pair).__name__}{size}, not a pair (x, y)")
+    return [list(column) for column in zip(*pairs, strict=True)]
+
+
 def _holds_dates(column: Any) -> bool:
-    """Whether a column has dates or times, or texts of this form."""
-    if column.dtype.kind in "mM":
-        return True
     texts = column.dropna().astype(str)
-    return len(texts) > 0 and bool(texts.str.fullmatch(DATE).all())
+    return column.dtype.kind in "mM" or bool(len(texts) and texts.str.fullmatch(DATE).all())
 
 
 def _array(data: Any) -> NDArray[Any]:
@@ -328,10 +318,9 @@ def _array(data: Any) -> NDArray[Any]:
 
 
 def plain_values(values: Any, what: str, name: str) -> NDArray[Any]:
-    """Return labels or owners (n,) of a set as whole numbers or words, where they are; refuse gaps.
+    """Return labels or owners (n,) or (n, 1) of a set as whole numbers or words; refuse gaps.
 
-    They may have the shape (n, 1). Words and numbers are never mixed, and whole numbers of floating
-    point are integers.
+    Words and numbers are never mixed, and whole numbers of floating point are integers.
     """
     import pandas as pd
 
@@ -346,9 +335,9 @@ def plain_values(values: Any, what: str, name: str) -> NDArray[Any]:
         isinstance(v, Sized) and not isinstance(v, str | bytes) for v in array
     )
     if array.ndim != 1 or several:
+        cure = "of one-hot rows, give y.argmax(1)"
         raise ConfigError(
-            f"{what}: expected one of the {name} for each example, got several; of one-hot rows, "
-            "give y.argmax(1)"
+            f"{what}: expected one of the {name} for each example, got several; {cure}"
         )
     if gaps := np.count_nonzero(pd.isna(array)):
         raise ConfigError(f"{what}: {gaps} of {len(array)} {name} are NaN; leave these rows out")
@@ -381,15 +370,15 @@ def _say_alike(names: Sequence[Any], what: str) -> None:
 
 def _require_classes(train: Part, num_test: int) -> None:
     """Refuse labels of which nearly each example has its own."""
-    numbers, total = len(np.unique(train.y)), len(train.y) + num_test
-    words = isinstance(train.classes[0], str)
-    if numbers > MANY_CLASSES and numbers > total * (MOST_WORDS if words else MOST_NUMBERS):
-        cure = "name the column of classes as target"
-        if not words:
-            cure = "if these are classes, give them as words, such as 'c7' for 7; if amounts, bins"
+    number, total = len(np.unique(train.y)), len(train.y) + num_test
+    kind, most, cure = "words", MOST_WORDS, "name the column of classes as target"
+    if not isinstance(train.classes[0], str):
+        kind, most = "numbers", MOST_NUMBERS
+        cure = "if these are classes, give them as words, such as 'c7' for 7; if amounts, bins"
+    if number > max(MANY_CLASSES, total * most):
         raise ConfigError(
-            f"train set: expected classes as labels, got {numbers} different "
-            f"{'words' if words else 'numbers'} in {total} examples; {cure}"
+            f"train set: expected classes as labels, got {number} different {kind} in {total} "
+            f"examples; {cure}"
         )
 
 
@@ -404,14 +393,8 @@ def _first_other(column: Any) -> str:
     return " ".join(repr([*words, *others, *column][0]).split())[:30]
 
 
-# -------------------------------------------------------------------------- files
-
-
 def read_own(settings: DatasetSettings) -> Data | None:
-    """Read the examples that the setting names; None if it is not of a kind of one's own.
-
-    A folder may hold a train and a test part, each a file of the kind, or a folder of classes.
-    """
+    """Read the examples that the setting names; None if it is not of a kind of one's own."""
     kind, _, rest = settings.dataset.partition(":")
     place = Path(rest).expanduser()
     data: Any
@@ -452,18 +435,16 @@ def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
 def read_arrays(key: str, path: Path, *names: str) -> dict[str, NDArray[Any]]:
     """Read the arrays of an npz file, which has at least those that are named."""
     if path.is_file() and not zipfile.is_zipfile(path):
-        raise ConfigError(
-            f"{key}: expected an npz file of {' and '.join(names)}, as numpy.savez writes it, got "
-            f"{path}"
-        )
+        wanted = f"an npz file of {' and '.join(names)}, as numpy.savez writes it"
+        raise ConfigError(f"{key}: expected {wanted}, got {path}")
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = dict(file)
     except (ValueError, OSError) as error:
-        said = first_line(error)
-        if "allow_pickle" in said:
-            said = "expected arrays of numbers or texts, got Python objects, as of dtype object"
-        raise ConfigError(f"{key}: {path} cannot be read: {said}") from None
+        reason = first_line(error)
+        if "allow_pickle" in reason:
+            reason = "expected arrays of numbers or texts, got Python objects, as of dtype object"
+        raise ConfigError(f"{key}: {path} cannot be read: {reason}") from None
     if missing := [name for name in names if name not in arrays]:
         raise ConfigError(
             f"{key}: {path} must hold {' and '.join(names)}; it lacks {', '.join(missing)} and "

@@ -1,6 +1,5 @@
 """Split of the examples among clients, mostly by flwr-datasets' partitioners."""
 
-import contextlib
 import hashlib
 import importlib.metadata
 import warnings
@@ -63,16 +62,16 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
     order = np.random.default_rng([settings.seed, 1]).permutation(len(data.y_train))
     validation = np.sort(order[: settings.validation_examples])
     rest = order[settings.validation_examples :]
-    ids = data.natural_ids
-    if settings.partition == "natural" and ids is None:
+    partition, ids = settings.partition, data.natural_ids
+    if partition == "natural" and ids is None:
         raise ConfigError(
             f"partition = natural: {settings.dataset} names no owners; set client-column, the "
             "column that says whose an example is"
         )
-    if (settings.partition == "given") != (data.split is not None):
+    if (partition == "given") != (data.split is not None):
         raise ConfigError(
             "partition: expected given exactly if the data come with a split, got partition = "
-            f"{settings.partition}"
+            f"{partition}"
         )
     if data.split is not None:
         if len(data.split) != settings.num_clients or settings.validation_examples:
@@ -85,18 +84,15 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
     if settings.owners and ids is not None:
         everyone = np.unique(ids[rest])
         if settings.owners > len(everyone):
-            raise ConfigError(
-                f"owners: expected at most the {len(everyone)} that have training examples, got "
-                f"{settings.owners}"
-            )
+            most = f"at most the {len(everyone)} that have training examples"
+            raise ConfigError(f"owners: expected {most}, got {settings.owners}")
         generator = np.random.default_rng([settings.seed, *b"owners"])
         drawn = generator.choice(everyone, settings.owners, replace=False)
         rest = rest[np.isin(ids[rest], drawn)]
-    if settings.train_examples > len(rest):
-        raise ConfigError(
-            f"train-examples: expected at most {len(rest)}, got {settings.train_examples}"
-        )
-    rest = rest[: settings.train_examples or None]  # shuffled: Flower deals IID parts out in order
+    asked = settings.train_examples
+    if asked > len(rest):
+        raise ConfigError(f"train-examples: expected at most {len(rest)}, got {asked}")
+    rest = rest[: asked or None]  # shuffled: Flower deals IID parts out in order
     if settings.num_clients > len(rest):
         raise ConfigError(
             f"num-clients: expected at most one client for each of the {len(rest)} training "
@@ -107,27 +103,21 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
     except ConfigError:
         raise
     except (ValueError, AssertionError) as error:
-        if settings.partition == "dirichlet" and settings.min_partition_size == 1:
-            return _with_tests(Split(_fill(settings, rest, data), validation), settings, data)
-        served = _largest_split(settings, rest, data)
-        raise ConfigError(
-            f"partition = {settings.partition}: {str(error).strip()}"
-            + (f"; it works with num-clients = {served}" if served else "")
-        ) from error
+        if partition != "dirichlet" or settings.min_partition_size > 1:
+            reason = f"partition = {partition}: {str(error).strip()}"
+            raise ConfigError(f"{reason}; fewer clients or a larger alpha may do") from error
+        clients = _fill(_partition(settings, rest, data, least=0), settings.alpha)
     if empty := [i for i, indices in enumerate(clients) if not len(indices)]:
         raise ConfigError(
-            f"partition = {settings.partition}: client {empty[0]} would have no examples; use "
-            "fewer clients or a larger alpha"
+            f"partition = {partition}: client {empty[0]} would have no examples; use fewer clients "
+            "or a larger alpha"
         )
     return _with_tests(Split(clients, validation), settings, data)
 
 
-def _fill(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indices, ...]:
-    """Split by Dirichlet, and give each client without examples one of the largest client's.
-
-    Ten draws left some empty, as with few classes and many clients.
-    """
-    clients = list(_partition(settings, rest, data, least=0))
+def _fill(split: tuple[Indices, ...], alpha: float) -> tuple[Indices, ...]:
+    """Give each client that ten draws left without examples one of the largest client's."""
+    clients = list(split)
     empty = [i for i, indices in enumerate(clients) if not len(indices)]
     for i in empty:
         largest = max(range(len(clients)), key=lambda j: len(clients[j]))
@@ -136,26 +126,15 @@ def _fill(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indices, 
         "partition = dirichlet, alpha = %g: draws leave some of %d clients without examples; in "
         "this split %d clients have one example, taken from the largest client; fewer clients or "
         "a larger alpha avoid that",
-        *(settings.alpha, len(clients), len(empty)),
+        *(alpha, len(clients), len(empty)),
     )
     return tuple(clients)
-
-
-def _largest_split(settings: SplitSettings, rest: Indices, data: Data) -> int:
-    """Return how many clients a Dirichlet split serves, by halves of what was asked; 0: none."""
-    number = settings.num_clients // 2 if settings.partition == "dirichlet" else 0
-    while number > 1:
-        with contextlib.suppress(ValueError, AssertionError):
-            _partition(replace(settings, num_clients=number), rest, data)
-            return number
-        number //= 2
-    return 0
 
 
 def _partition(
     settings: SplitSettings, rest: Indices, data: Data, least: int | None = None
 ) -> tuple[Indices, ...]:
-    labels = data.y_train[rest]
+    labels, number = data.y_train[rest], settings.num_clients
     if settings.partition == "client-dirichlet":
         return tuple(rest[indices] for indices in client_dirichlet(settings, labels))
     with warnings.catch_warnings():
@@ -169,32 +148,27 @@ def _partition(
                 """Return a client's positions; a dataset of them takes over a millisecond."""
                 return np.fromiter(indices, np.int64)
 
-        number, by, seed = settings.num_clients, "label", settings.seed
-        partitioner: flower.Partitioner
-        match settings.partition:
-            case "iid":
-                partitioner = flower.IidPartitioner(number)
-            case "dirichlet":
-                alpha = settings.alpha
-                least = settings.min_partition_size if least is None else least
-                partitioner = flower.DirichletPartitioner(number, by, alpha, least, seed=seed)
-            case "pathological":
-                classes, mode = settings.classes_per_client, settings.class_assignment
-                partitioner = flower.PathologicalPartitioner(number, by, classes, mode, seed=seed)
-            case _:
-                partitioner = flower.NaturalIdPartitioner("id")
         columns: dict[str, Any] = {"label": labels}
-        num_parts = settings.num_clients
-        if settings.partition == "natural" and data.natural_ids is not None:
+        num_parts, by, seed = number, "label", settings.seed
+        partitioner: flower.Partitioner
+        if settings.partition == "iid":
+            partitioner = flower.IidPartitioner(number)
+        elif settings.partition == "dirichlet":
+            least = settings.min_partition_size if least is None else least
+            partitioner = flower.DirichletPartitioner(number, by, settings.alpha, least, seed=seed)
+        elif settings.partition == "pathological":
+            kind = settings.classes_per_client, settings.class_assignment
+            partitioner = flower.PathologicalPartitioner(number, by, *kind, seed=seed)
+        elif data.natural_ids is not None:
+            partitioner = flower.NaturalIdPartitioner("id")
             columns["id"] = data.natural_ids[rest]
             num_parts = len(np.unique(columns["id"]))
         partitioner.dataset = Positions.from_dict(columns)
-        clients_each, too_many = divmod(settings.num_clients, num_parts)
+        clients_each, too_many = divmod(number, num_parts)
         if too_many:
             raise ConfigError(
                 f"num-clients: {settings.client_column or 'owners'} has {num_parts} values, got "
-                f"{settings.num_clients}; expected as many clients, or several for each: twice as "
-                "many, and so on"
+                f"{number}; expected as many clients, or several for each: twice as many, and so on"
             )
         parts = (rest[partitioner.load_partition(i)] for i in range(num_parts))
         return tuple(shard for part in parts for shard in np.array_split(part, clients_each))
@@ -247,16 +221,12 @@ def _load_split(settings: SplitSettings, data: Data) -> Split:
     path = cache_dir() / "splits" / f"{digest.hexdigest()}.npz"
     if not path.exists():
         split = split_data(settings, data)
+        sizes = [len(indices) for indices in split.clients]
         with whole(path) as file:
-            np.savez(
-                file,
-                clients=np.concatenate(split.clients),
-                sizes=[len(indices) for indices in split.clients],
-                validation=split.validation,
-            )
+            np.savez(file, np.concatenate(split.clients), sizes, split.validation)
     with np.load(path) as saved:
-        ends = np.cumsum(saved["sizes"])
-        split = Split(tuple(np.split(saved["clients"], ends[:-1])), saved["validation"])
+        clients, sizes, validation = saved.values()
+    split = Split(tuple(np.split(clients, np.cumsum(sizes)[:-1])), validation)
     return _with_tests(split, settings, data)  # fast, so no file has it
 
 
@@ -272,15 +242,14 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
     import pandas as pd
 
     ids, ids_test = data.natural_ids, data.natural_ids_test
-    by_owner = settings.partition == "natural" and ids is not None and ids_test is not None
     owners: tuple[Any, Any] = np.zeros(len(split.clients)), np.zeros(len(data.y_test))
-    if by_owner and ids is not None:
-        owners = ids[[indices[0] for indices in split.clients]], ids_test
-    groups: list[Any] = [pd.Series(each).groupby(each).indices for each in owners]
-    clients_of, tests_of = groups
+    by_owner = False
+    if settings.partition == "natural" and ids is not None and ids_test is not None:
+        owners, by_owner = (ids[[indices[0] for indices in split.clients]], ids_test), True
+    clients_of, tests_of = (pd.Series(part).groupby(part).indices for part in owners)
     generator = np.random.default_rng([settings.seed, *b"private-test"])
     parts: list[list[Indices]] = [[np.zeros(0, np.int64)] for _ in split.clients]
-    for owner in sorted(tests_of.keys() & clients_of.keys()):
+    for owner in sorted(tests_of.keys() & clients_of.keys()):  # type: ignore[type-var]
         clients, members = clients_of[owner], tests_of[owner]
         labels_held = (data.y_train[split.clients[i]] for i in clients)
         held = np.stack([np.bincount(y, minlength=data.num_classes) for y in labels_held])
@@ -292,13 +261,13 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
             if by_owner and not counts.any():  # new to all of the owner's clients
                 counts = held.sum(1)
             if counts.any():
-                ends = np.cumsum(apportion(len(indices), counts, order))
+                ends = np.cumsum(_apportion(len(indices), counts, order))
                 for i, part in zip(clients, np.split(indices, ends[:-1]), strict=True):
                     parts[i].append(part)
     return replace(split, tests=tuple(np.sort(np.concatenate(indices)) for indices in parts))
 
 
-def apportion(total: int, counts: Indices, order: Indices) -> Indices:
+def _apportion(total: int, counts: Indices, order: Indices) -> Indices:
     """Divide `total` in proportion to `counts` (n,), not all 0, by the largest remainder.
 
     `order` is a permutation (n,): of equal remainders, the one with the smallest number in it comes

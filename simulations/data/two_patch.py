@@ -9,7 +9,7 @@ from fedntk.ntk.feature_learning import TwoPatchDistribution, TwoPatchExamples
 
 from ..config.settings import ConfigError, Settings, nearest, setting
 from ..errors import naming
-from .parts import Domain, Part
+from .data import Part
 
 
 class TwoPatchOptions(Settings, frozen=True, eq=True):
@@ -40,10 +40,8 @@ class TwoPatchOptions(Settings, frozen=True, eq=True):
             name, _, value = pair.partition("=")
             if name not in cls.options():
                 names = ", ".join(f"{name}=..." for name in cls.options())
-                raise ConfigError(
-                    f"two-patch: expected options {names}, got {pair!r}"
-                    f"{nearest(name, cls.options())}"
-                )
+                meant = nearest(name, cls.options())
+                raise ConfigError(f"two-patch: expected options {names}, got {pair!r}{meant}")
             options[name] = cls.checked(name, value, from_text=True)
         return cls(**options)
 
@@ -64,22 +62,17 @@ class TwoPatchOptions(Settings, frozen=True, eq=True):
         )
 
 
-def draw_two_patch(options: TwoPatchOptions) -> Domain:
+def draw_two_patch(options: TwoPatchOptions) -> tuple[Part, Part]:
     """Draw the training and the test set: x float32 (K n, 2, d), y = 1 for +1; clients own them.
 
     The first example of each client comes first, then the second of each, and so on.
     """
-    draw = options.distribution.draw
-    train = draw(options.examples, part="train", dtype=torch.float32)
-    test = draw(options.test, part="test", dtype=torch.float32)
-    return Domain(_in_turn(train), _in_turn(test))
+    draw, dtype = options.distribution.draw, torch.float32
+    train = draw(options.examples, part="train", dtype=dtype)
+    return _in_turn(train), _in_turn(draw(options.test, part="test", dtype=dtype))
 
 
 def _in_turn(examples: TwoPatchExamples) -> Part:
     x, y = examples.patches().transpose(0, 1), examples.classes().T
-    n, clients = y.shape
-    return Part(
-        x.flatten(0, 1).contiguous().numpy(),
-        y.flatten().contiguous().numpy(),
-        np.tile(np.arange(clients), n),
-    )
+    rows, labels = (part.flatten(0, 1).contiguous().numpy() for part in (x, y))
+    return Part(rows, labels, np.tile(np.arange(y.shape[1]), len(y)))

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from fedntk.simulations import Config, ConfigError
-from fedntk.simulations.data.digit_domains import DOMAINS, blur, enlarge, invert, rotate
-from fedntk.simulations.data.digits_five import DIGIT_SETS
+from fedntk.simulations.data.domains import DIGIT_SETS, DOMAINS, blur, enlarge, invert, rotate
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 

@@ -185,5 +185,5 @@ def test_a_client_that_all_draws_leave_empty_gets_an_example_of_the_largest(tmp_
     assert min(map(len, split.clients)) == 1
     assert len(split.clients) == 50
     assert sorted(np.concatenate(split.clients)) == [*range(len(data.y_train))]
-    with pytest.raises(ConfigError, match="it works with num-clients = "):
+    with pytest.raises(ConfigError, match="fewer clients or a larger alpha"):
         split_data(config.replace(min_partition_size=2), data)

@@ -1,17 +1,62 @@
-"""Data sets in the JSON form of LEAF (Caldas et al. 2018), such as FEMNIST and Shakespeare."""
+"""Sets whose examples have owners: FEMNIST of the hub, and all in the JSON form of LEAF.
+
+Sources: Caldas et al., *LEAF: A Benchmark for Federated Settings*, 2018; FEMNIST's digits, ten
+classes of 3,597 writers, in Thompson et al., *NTK-DFL: Enhancing Decentralized Federated Learning
+in Heterogeneous Settings via Neural Tangent Kernel*, ICML 2025, section 5.
+"""
 
 import json
 from collections.abc import Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedntk.ntk.predictors.inputs import stack_pictures
+
 from ..config.settings import ConfigError
 from ..errors import naming
-from .parts import Part
+from .data import Part
+from .hugging_face import existing_folder, image_column, load_splits, require_column
 
+HUB = "flwrlabs/femnist"
+LABEL, WRITER = "character", "writer_id"  # columns there
+TEST_EVERY = 10  # every tenth example of a writer is for testing
+CHUNK = 10_000  # pictures decoded at a time
 Row = tuple[Any, Any, str]  # x, y, user
+
+
+def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
+    """Load FEMNIST, or its digits, from a folder of Parquet files; if empty, from the hub.
+
+    Returns training and test examples, uint8 of shape (n, 1, 28, 28), owned by writers, and the
+    number of classes. The hub has one split: every tenth example of each writer is for testing.
+    """
+    import pandas as pd
+
+    place = existing_folder(folder, "femnist")
+    source = HUB if place is None else str(place)
+    split = load_splits(source)["train"]
+    for column in (WRITER, LABEL):
+        require_column("femnist", column, split.features, repr(source))
+    writers = np.asarray(split[WRITER])
+    y = np.asarray(split[LABEL], dtype=np.int64)
+    names = getattr(split.features[LABEL], "names", None)
+    names = names or [str(k) for k in range(int(y.max(initial=-1)) + 1)]
+    if digits:
+        digit_of = np.array([int(name) if name in "0123456789" else -1 for name in names])
+        if (count := int((digit_of >= 0).sum())) != 10:
+            raise ConfigError(f"dataset = femnist-digits: expected 10 digits, got {count}")
+        chosen = np.flatnonzero(digit_of[y] >= 0)
+        split, writers = split.select(chosen), writers[chosen]
+        y, names = digit_of[y[chosen]], names[:10]
+    image, to_grey = image_column(split), methodcaller("convert", "L")
+    chunks = (split.select(range(i, min(i + CHUNK, len(y)))) for i in range(0, len(y), CHUNK))
+    x = np.concatenate([stack_pictures(map(to_grey, chunk[image])) for chunk in chunks])
+    test = pd.Series(writers).groupby(writers).cumcount() % TEST_EVERY == TEST_EVERY - 1
+    every, is_test = Part(x, y, writers), test.to_numpy()
+    return every.select(~is_test), every.select(is_test), len(names)
 
 
 def load_leaf(folder: Path) -> tuple[Part, Part, int, str]:
@@ -25,7 +70,7 @@ def load_leaf(folder: Path) -> tuple[Part, Part, int, str]:
     characters of both splits. Text is int64 of shape (n, length), positions in it; other examples
     are float32, and have no alphabet.
     """
-    raw = {part: list(_examples(folder, part)) for part in ("train", "test")}
+    raw = {part: list(_rows(folder, part)) for part in ("train", "test")}
     if empty := [part for part, rows in raw.items() if not rows]:
         raise ConfigError(f"dataset: {folder / empty[0]} holds no examples")
     lengths = {len(x) for rows in raw.values() for x, _, _ in rows}
@@ -46,7 +91,7 @@ def load_leaf(folder: Path) -> tuple[Part, Part, int, str]:
     return train, test, len(letters) or int(max(train.y.max(), test.y.max())) + 1, letters
 
 
-def _examples(folder: Path, part: str) -> Iterator[Row]:
+def _rows(folder: Path, part: str) -> Iterator[Row]:
     paths = sorted((folder / part).glob("*.json"))
     if not paths:
         raise ConfigError(f"dataset: expected LEAF's files {folder / part}/*.json, found none")
