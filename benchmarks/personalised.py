@@ -37,8 +37,8 @@ from typing import Any
 import pandas as pd
 
 from fedntk.simulations import Config, compare, read_runs, tune
-from fedntk.simulations.data.client_tables import client_gains, client_summary
 from fedntk.simulations.report.results import machine
+from fedntk.simulations.report.statistics import client_gains, client_summary
 
 SEEDS = (0, 1, 2)
 TABLES = ("summary", "gains")

@@ -1,9 +1,9 @@
 """What a finished run's model owes to each client, and who harms it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
@@ -12,14 +12,12 @@ from fedntk.strategies.core.ledger import clients_sums
 
 from ..config.settings import ConfigError
 from ..errors import naming, place_in
+from ..report.figures import client_harms
 from ..report.results import Run
 from .unlearning import load_strategy
 
-if TYPE_CHECKING:
-    import pandas as pd
 
-
-def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "pd.DataFrame":
+def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> pd.DataFrame:
     """Return each client's part in what a run learned from sums, a row each, the worst first.
 
     Losses are half the mean squared error, and accuracies shares, on the run's validation-examples.
@@ -43,8 +41,8 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
         ``harm``, the difference of the losses; ``score``, that in standard deviations over what
         honest clients do (see :mod:`fedntk.ntk.convex.ledger`); ``weight-score``; ``class-...``,
         its share of all examples of each class; and ``shapley`` with ``shapley-error``, a standard
-        error, of clients in the model. It is also written into the run's folder, as
-        ``ledger.parquet``, with a picture, ``ledger.png``.
+        error, of clients in the model. ``ledger.parquet`` in the run's folder has it as well, and
+        ``ledger.png`` a picture.
 
     Raises
     ------
@@ -53,10 +51,7 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
     FileNotFoundError, RunFailed
         There is no finished run.
     """
-    import pandas as pd
-
     run, checkpoint, setup, strategy = load_strategy(run, "client_ledger", trust)
-    labels = setup.data.inputs.classes
     with naming(str(run.folder), ValueError, ArithmeticError, NotEnoughMemory):
         sums_options = strategy.sums
         if sums_options.validation is None:
@@ -70,14 +65,21 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
         total = FeatureStatistics.join(clients[client] for client in storage.summed)
         rows = []
         for client, sums, *models in made.parts(total, clients, removed):
+            loss_with, loss_without = map(made.validation.loss, models)
             hits = (examples.rows.double() @ models[1]).argmax(1) == examples.labels
-            losses, is_removed = map(made.validation.loss, models), client in removed
-            mean = float(hits.double().mean())
-            start, weight = (client, sums.num_examples, is_removed), examples.weight_score(sums)
-            rows.append((*start, *losses, mean, weight, *sums.counts.tolist()))
-        classes = [f"class-{label}" for label in labels]
-        names = ["client", "examples", "removed", "loss-with", "loss-without", "accuracy-without"]
-        table = pd.DataFrame(rows, columns=[*names, "weight-score", *classes])
+            row = {
+                "client": client,
+                "examples": sums.num_examples,
+                "removed": client in removed,
+                "loss-with": loss_with,
+                "loss-without": loss_without,
+                "accuracy-without": float(hits.double().mean()),
+                "weight-score": examples.weight_score(sums),
+            }
+            names = (f"class-{label}" for label in setup.data.inputs.classes)
+            rows.append(row | dict(zip(names, sums.counts.tolist(), strict=True)))
+        table = pd.DataFrame(rows)
+        classes = table.columns[len(row) :]
         harms, counts = table["loss-with"] - table["loss-without"], table[classes].to_numpy()
         equations = made.equations(total)
         scores = examples.scores(harms.to_numpy(), counts, equations, made.ridge)
@@ -90,32 +92,5 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> "
     table[classes] /= table[classes].sum().clip(lower=1)
     table = table.sort_values("score", ascending=False, ignore_index=True)
     table.to_parquet(place_in(run.folder, "ledger.parquet"))
-    _draw(table, place_in(run.folder, "ledger.png"))
+    client_harms(table).savefig(place_in(run.folder, "ledger.png"))
     return table
-
-
-def _draw(table: "pd.DataFrame", path: Path) -> None:
-    """Draw the clients' scores, the worst first, above what they have of each class."""
-    from matplotlib.figure import Figure
-
-    from ..report.figures import DOLLAR
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    above, below = figure.subplots(2, sharex=True, height_ratios=[2, 1])
-    places = np.arange(len(table))
-    above.bar(
-        places, table.score, color=["tab:red" if out else "tab:blue" for out in table.removed]
-    )
-    above.axhline(0, color="black", linewidth=0.8)
-    above.set_ylabel("harm, standard deviations\nover an honest client's")
-    above.set_title("Clients, the most harmful first; red: removed from the model")
-    shares = table.filter(regex="^class-")
-    picture = below.imshow(shares.T, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0)
-    figure.colorbar(picture, ax=below, label="share of the class")
-    below.set_yticks(
-        range(shares.shape[1]), [str(name)[6:].replace(*DOLLAR) for name in shares], fontsize=6
-    )
-    below.set(ylabel="class", xlabel="client")
-    if len(table) <= 50:
-        below.set_xticks(places, [str(client) for client in table.client], fontsize=7)
-    figure.savefig(path, dpi=120)

@@ -128,19 +128,19 @@ class Assessment:
         pictures = self.figures()
         for name, figure in pictures.items():
             figure.savefig(out / f"{name}.png")
-        self._shown_table().to_latex(out / "table.tex", index=False, escape=True)
-        table = self.table.astype(object).where(self.table.notna(), None)
+        shown = self._shown_table()
+        shown.to_latex(out / "table.tex", index=False, escape=True)
         content = {
             "run": self.run.summary["run"],
             "model": self.which,
             "examples": len(self.examples),
             "unfamiliar": self.unfamiliar_name or None,
-            "models": table.to_dict("index"),
+            "models": self.table.astype(object).where(self.table.notna(), None).to_dict("index"),
             "sets": None if self.sets is None else asdict(self.sets),
         }
         write_json(out / "metrics.json", content)
-        text = "\n\n".join(self._paragraphs(pictures)) + "\n"
-        (out / "report.md").write_text(text, encoding="utf-8")
+        text = [*self._paragraphs(shown), *(f"![{name}]({name}.png)" for name in pictures)]
+        (out / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
         return out / "report.md"
 
     def _shown_table(self) -> pd.DataFrame:
@@ -149,72 +149,69 @@ class Assessment:
         if len(table) > 1:
             mean = table.iloc[1:].mean().rename("mean of the models")
             table = pd.concat([table.iloc[:1], mean.to_frame().T, table.iloc[1:]])
+        forms = {
+            "accuracy": ("accuracy (%)", "{:.1%}"),
+            "nll": ("NLL (nats)", "{:.4f}"),
+            "brier": ("Brier", "{:.4f}"),
+            "ece": ("ECE", "{:.4f}"),
+            **{f"auroc_{key}": (f"AUROC, {name}", "{:.3f}") for key, name in MEASURES.items()},
+        }
         shown = pd.DataFrame({"model": table.index})
-        columns = [
-            ("accuracy (%)", "{:.1f}", 100 * table.accuracy),
-            ("NLL (nats)", "{:.4f}", table.nll),
-            ("Brier", "{:.4f}", table.brier),
-            ("ECE", "{:.4f}", table.ece),
-        ]
-        for key, label in MEASURES.items():
-            if table.get(f"auroc_{key}", pd.Series()).notna().any():
-                columns.append((f"AUROC, {label}", "{:.3f}", table[f"auroc_{key}"]))
-        for label, form, values in columns:
-            shown[label] = values.map(form.format).replace("nan", "-").to_numpy()
+        for key in table.columns[table.notna().any()]:
+            label, form = forms[key]
+            texts = table[key].map(form.format).str.rstrip("%").replace("nan", "-")
+            shown[label] = texts.to_numpy()
         return shown
 
-    def _paragraphs(self, pictures: Mapping[str, Figure]) -> list[str]:
-        summary, config = self.run.summary, self.run.config
+    def _paragraphs(self, shown: pd.DataFrame) -> list[str]:
+        summary, config, sets = self.run.summary, self.run.config, self.sets
         name, setting = map(as_markdown, (summary["run"], setting_in_words([self.run])))
-        best = summary["best"] if self.which == "best" else None
-        at = best["round"] if best else summary["rounds"]
+        newest, best = self.which == "model", summary["best"]
+        rounds = summary["rounds"] if newest or not best else best["round"]
         paragraphs = [
             "# Uncertainty",
-            f"{name}, the {'last' if self.which == 'model' else 'best'} model, of round "
-            f"{at}: {setting}. {len(self.examples)} test examples.",
+            f"{name}, the {'last' if newest else 'best'} model, of round {rounds}: {setting}. "
+            f"{len(self.examples)} test examples.",
         ]
         private = config.private_test or config.monitor in ("accuracy", "loss")
-        if self.which == "best" and config.evaluate_on == "test" and private:
+        if not newest and config.evaluate_on == "test" and private:
             paragraphs.append(
                 "The best model was chosen on these test examples, so the figures are optimistic."
             )
-        paragraphs += ["## Calibration", markdown(self._shown_table())]
+        paragraphs += ["## Calibration", markdown(shown)]
         if self.unfamiliar is not None:
             paragraphs.append(
                 f"AUROC: how well uncertainty separates {len(self.unfamiliar)} examples of "
                 f"{as_markdown(self.unfamiliar_name)} from the test examples; 0.5: not at all."
             )
+        whole = self.rejection[self.rejection.model == self.table.index[0]]
+        percent = (100 * whole.rejected).round().astype(int)
+        some = whole.assign(percent=percent)[percent.isin((0, 5, 10, 20, 30, 50))]
+        rows = some.pivot_table(index="measure", columns="percent", values="accuracy", sort=False)
+        rows = (100 * rows).map("{:.1f}".format).rename(columns="{} %".format, index=MEASURES)
         paragraphs += [
             "## Accuracy of what is not rejected",
             "Accuracy (%) of the remaining test examples if a share is rejected, the most "
             "uncertain first.",
-            markdown(self._rejection_table()),
+            markdown(rows.rename_axis("rejected by").reset_index()),
         ]
-        if (sets := self.sets) is not None:
-            low, high = 100 * sets.expected_low, 100 * sets.expected_high
+        if sets is not None:
             row = {
                 "coverage asked for (%)": f"{100 * sets.coverage:g}",
                 "coverage of the test examples (%)": f"{100 * sets.test_coverage:.1f}",
-                "expected if exchangeable (%)": f"{low:.1f} to {high:.1f}",
+                "expected if exchangeable (%)": (
+                    f"{100 * sets.expected_low:.1f} to {100 * sets.expected_high:.1f}"
+                ),
                 "mean size": f"{sets.mean_size:.2f}",
                 "empty (%)": f"{100 * sets.empty:.1f}",
             }
             paragraphs += [
                 "## Prediction sets",
                 f"Score: {sets.score}. Calibrated on {sets.calibrated_on}. The range holds in 95 % "
-                "of all draws of exchangeable calibration and test examples.",
-                *filter(None, [sets.note]),
+                f"of all draws of exchangeable calibration and test examples. {sets.note}".rstrip(),
                 markdown(pd.DataFrame([row])),
             ]
-        return [*paragraphs, "\n".join(f"![{name}]({name}.png)" for name in pictures)]
-
-    def _rejection_table(self) -> pd.DataFrame:
-        rows, whole = [], self.rejection[self.rejection.model == self.table.index[0]]
-        for measure, table in whole.groupby("measure", sort=False):
-            at = table.set_index((100 * table.rejected).round().astype(int)).accuracy
-            shares = {f"{r} %": f"{100 * at[r]:.1f}" for r in (0, 5, 10, 20, 30, 50)}
-            rows.append({"rejected by": MEASURES[str(measure)], **shares})
-        return pd.DataFrame(rows)
+        return paragraphs
 
 
 def assess(
@@ -244,8 +241,8 @@ def assess(
         Score of these sets: see :func:`fedntk.ntk.conformal_scores`. The adaptive one draws from
         the run's seed.
     calibrate_on : {"clients", "examples"}, optional
-        Whether the run's ``validation-clients`` or its ``validation-examples`` calibrate the sets.
-        By default the clients, if the run held some out; never test examples.
+        Whether the run's ``validation-clients`` or its ``validation-examples`` calibrate the sets;
+        by default the clients, if it held some out.
     which : {"model", "best"}
         The last model, or the best one by the setting ``monitor``.
     trust : bool
@@ -267,8 +264,7 @@ def assess(
     if predictor.loss != "cross-entropy":
         raise ConfigError(
             f"expected a model whose loss is cross-entropy, got {predictor.loss}, whose outputs "
-            "are no probabilities; run it with cross-entropy, by the setting loss or by the "
-            "method's own"
+            "are no probabilities; run it with loss = cross-entropy, or with the method's own loss"
         )
     held_out = None if coverage is None else _load_held_out(config, which, calibrate_on)
     strangers = None if unfamiliar is None else _load_unfamiliar(config, unfamiliar)
@@ -277,7 +273,7 @@ def assess(
     labels = torch.from_numpy(data.y_test[tested])
     examples = {name: _examples(logs, labels) for name, logs in models.items()}
     table = pd.DataFrame({n: calibration(_together(logs), labels) for n, logs in models.items()}).T
-    whole_name = next(iter(models))  # the ensemble, or the single model
+    whole, *_ = models  # the ensemble, or the single model
     others: dict[str, pd.DataFrame] = {}
     if strangers is not None:
         others = {name: _examples(logs) for name, logs in _by_model(predictor, strangers).items()}
@@ -290,16 +286,16 @@ def assess(
             ]
     sets = None
     if held_out is not None and coverage is not None:
-        held = _together(_by_model(predictor, held_out.x)[whole_name]).exp()
-        p = _together(models[whole_name]).exp()
+        held = _together(_by_model(predictor, held_out.x)[whole]).exp()
+        p = _together(models[whole]).exp()
         sets, sizes = _make_sets(held, held_out, p, labels, coverage, score, config.seed)
-        examples[whole_name]["set_size"] = sizes
+        examples[whole]["set_size"] = sizes
     return Assessment(
         run=run,
         which=which,
         table=table,
-        examples=examples[whole_name],
-        unfamiliar=others.get(whole_name),
+        examples=examples[whole],
+        unfamiliar=others.get(whole),
         unfamiliar_name=unfamiliar or "",
         rejection=_rejection(models, examples),
         reliability={n: reliability(_together(logs).exp(), labels) for n, logs in models.items()},
@@ -325,8 +321,7 @@ def _together(log_p: Tensor) -> Tensor:
 
 
 def _measures(log_p: Tensor) -> list[str]:
-    """Measures of uncertainty that k models (k, n, C) have; one model has no disagreement."""
-    return [m for m in MEASURES if len(log_p) > 1 or m != "mutual_information"]
+    return [m for m in MEASURES if len(log_p) > 1 or m != "mutual_information"]  # of one: 0
 
 
 def _examples(log_p: Tensor, labels: Tensor | None = None) -> pd.DataFrame:
@@ -339,7 +334,6 @@ def _examples(log_p: Tensor, labels: Tensor | None = None) -> pd.DataFrame:
 
 
 def _rejection(models: Mapping[str, Tensor], examples: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Accuracy of what is left, by model, measure and share rejected."""
     parts = []
     for name, table in examples.items():
         correct = (table.prediction == table.label).to_numpy()
@@ -370,17 +364,13 @@ class _HeldOut(NamedTuple):
 
 
 def _load_held_out(config: Config, which: str, on: str | None) -> _HeldOut:
-    """Return the examples that a run held out, by default those of whole clients."""
     counts = {"clients": config.validation_clients, "examples": config.validation_examples}
     if on and on not in counts:
         raise ConfigError(f"calibrate-on: expected clients or examples, got {on!r}")
     on = on or next((name for name, count in counts.items() if count), "clients or examples")
     if not counts.get(on):
         keys = " or ".join(f"validation-{name}" for name in on.split(" or "))
-        raise ConfigError(
-            f"coverage: the run held out no {on} to calibrate on; run it with {keys} (test "
-            "examples are never used for that)"
-        )
+        raise ConfigError(f"coverage: the run held out no {on} to calibrate on; run it with {keys}")
     split = load_split(config)
     chosen = "they chose part of the model" if config.chosen_method.chosen_by(config) else ""
     if on == "clients":
@@ -405,11 +395,7 @@ def _make_sets(
     score: Score,
     seed: int,
 ) -> tuple[ConformalSets, NDArray[np.int64]]:
-    """Make prediction sets; return how good they are and the size of each.
-
-    `held` and `p` are the probabilities, shapes (n, C) and (m, C), of the held-out examples and of
-    the test examples.
-    """
+    """Return the sets, and the size of each, from the probabilities of both sets of examples."""
     from scipy.stats import betabinom
 
     draws: list[Tensor | None] = [None, None]

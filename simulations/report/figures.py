@@ -21,13 +21,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from ..data.client_tables import newest_accuracies
+from .statistics import newest_accuracies
 
 # Okabe and Ito's palette, with a grey that is seen on black as well for its black; each colour has
 # a marker of its own, and is dashed when it comes again
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676")
 MARKERS = "os^Dvp*"
-DOLLAR = ("$", r"\$")  # in names: Matplotlib takes what is between two for a formula
 LINES = ("-", "--", ":")
 MOST_BANDS = 4  # more would lie over each other
 MOST_CLIENTS = 50  # of a picture of labels
@@ -53,9 +52,9 @@ def accuracy_curves(
 ) -> Figure:
     """Draw accuracy, or another metric, against rounds, data or time: one curve a run.
 
-    Several seeds of a run become their mean, with a band from the lowest to the highest, as far as
-    all have rounds. More than four runs have bars in its place, in different rounds. Data and time
-    are means over the seeds, summed from round 0 on.
+    Several seeds of a run become their mean, with a band from the lowest to the highest, or with
+    bars if there are more than four such runs, as far as all seeds have rounds. Data and time are
+    means over the seeds, summed from round 0 on.
 
     `against` is a key of AXES, `target` an accuracy to mark with a line, `bottom` the one at which
     the axis begins. A `metric` other than the accuracy is drawn as it is, and not in per cent.
@@ -63,16 +62,15 @@ def accuracy_curves(
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
     unit, name_of_unit = (100, " (%)") if metric == "accuracy" else (1, "")
-    label = f"{evaluated_on} {metric}{name_of_unit}".replace(*DOLLAR)
-    figure, axes = _figure(title, xlabel=AXES[against][0], ylabel=label)
+    label = f"{evaluated_on} {metric}{name_of_unit}"
+    figure, axes = _figure(title, AXES[against][0], label)
     several = rounds.groupby("run").seed.nunique() > 1
     crowded = several.sum() > MOST_BANDS
     for number, (name, rows, style) in enumerate(_each(rounds, "run")):
         drawn = curve(rows, metric)
         x = drawn[against]
-        mean, low, high = (unit * drawn[each] for each in ("mean", "min", "max"))
-        every = max(len(x) // 20, 1)
-        axes.plot(x, mean, ms=4, markevery=every, label=name.replace(*DOLLAR), **style)
+        mean, low, high = (unit * drawn[end] for end in ("mean", "min", "max"))
+        axes.plot(x, mean, ms=4, markevery=max(len(x) // 20, 1), label=_plain(name), **style)
         if several[name] and crowded:
             step = max(len(x) // 5, 3)
             some = slice(number % step, None, step)
@@ -82,10 +80,8 @@ def accuracy_curves(
             axes.fill_between(x, low, high, color=style["color"], alpha=0.2, lw=0)
     if target is not None:
         axes.axhline(100 * target, color="0.5", lw=1, ls="--", zorder=0)
-        axes.annotate(
-            f"{100 * target:g} %", (1.0, 100 * target), xycoords=("axes fraction", "data"),
-            xytext=(3, 0), textcoords="offset points", ha="left", va="center", color="0.4",
-        )  # fmt: skip
+        place: Any = {"transform": axes.get_yaxis_transform(), "va": "center", "color": "0.4"}
+        axes.text(1.01, 100 * target, f"{100 * target:g} %", **place)
     if metric == "accuracy":
         axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
     if against == "rounds":
@@ -123,10 +119,10 @@ def accuracy_against_heterogeneity(
     looks = styles(rounds.attrs.get("runs", best.run))
     for method, rows in best.groupby("method", sort=False):
         style = looks.get(str(method)) or looks[rows.run.min()]
-        style = {**style, "label": str(method).replace(*DOLLAR)}
-        values = rows.groupby("alpha").value.agg(["mean", "min", "max"])
-        mean, low, high = (100 * values[each] for each in values)
-        axes.errorbar(mean.index, mean, (mean - low, high - mean), capsize=3, **style)
+        values = 100 * rows.groupby("alpha").value.agg(["mean", "min", "max"])
+        bars = values["mean"] - values["min"], values["max"] - values["mean"]
+        label = _plain(str(method))
+        axes.errorbar(values.index, values["mean"], bars, capsize=3, label=label, **style)
     axes.set_xscale("log")  # once there are points
     _tick(axes, best.alpha)
     axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
@@ -136,16 +132,16 @@ def accuracy_against_heterogeneity(
 def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
     """Draw how accurate each run's last models are for single clients: share of clients below.
 
-    `clients` holds :attr:`~fedntk.simulations.Run.clients` of one or more runs. A client's newest
-    accuracy in the last five rounds counts, so that it has more clients than a round asks.
+    `clients` holds :attr:`~fedntk.simulations.Run.clients` of one or more runs; accuracies are
+    those of :func:`~fedntk.simulations.report.statistics.newest_accuracies`.
     """
-    figure, axes = _figure(title, xlim=(0, 100), ylim=(0, 101))
-    axes.set_xlabel("accuracy on a client's own examples (%)")
-    axes.set_ylabel("clients with at most this accuracy (%)")
+    labels = "accuracy on a client's own examples (%)", "clients with at most this accuracy (%)"
+    figure, axes = _figure(title, *labels)
+    axes.set(xlim=(0, 100), ylim=(0, 101))
     for name, rows, style in _each(clients, "run"):
         values = 100 * np.sort(newest_accuracies(rows).accuracy.to_numpy())
         shares = 100 * np.arange(1, len(values) + 1) / len(values)
-        style = {**style, "marker": "", "label": name.replace(*DOLLAR)}
+        style = {**style, "marker": "", "label": _plain(name)}
         axes.step([0, *values, 100], [0, *shares, 100], where="post", **style)
     axes.legend(loc="upper left", frameon=False)
     return figure
@@ -159,17 +155,16 @@ def label_distribution(
     `labels` (n,) are those of all training examples, and `clients` holds the indices of each
     client's examples; the first 50 clients are drawn.
     """
-    figure, axes = _figure(title, size=(8.0, 4.0))
     counts = class_counts(labels, clients[:MOST_CLIENTS])
     client, label = np.nonzero(counts)
-    largest = int(counts.max())
+    largest, (shown, classes) = int(counts.max()), counts.shape
+    few = f" (the first {shown} of {len(clients)})" if len(clients) > shown else ""
+    figure, axes = _figure(title, f"client{few}", "class", size=(8.0, 4.0))
+    axes.set(xlim=(-1, shown), ylim=(-0.7, classes - 0.3))
     disc: Any = {"color": COLOURS[0], "lw": 0}
     axes.scatter(client, label, s=110 * counts[client, label] / largest, **disc)
     for example in (largest, max(largest // 4, 1)):
         axes.scatter([], [], s=110 * example / largest, label=f"{example}", **disc)
-    shown, classes = counts.shape
-    few = f" (the first {shown} of {len(clients)})" if len(clients) > shown else ""
-    axes.set(xlabel=f"client{few}", ylabel="class", xlim=(-1, shown), ylim=(-0.7, classes - 0.3))
     if classes <= 20:
         axes.set_yticks(range(classes))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -196,14 +191,13 @@ def tuning_values(
     rows = -(-len(searched) // columns)
     figure = _Picture(figsize=(max(4.2 * columns, 6.4), 4 * rows), dpi=120, layout="constrained")
     for place, key in enumerate(searched, 1):
+        axes = figure.add_subplot(rows, columns, place)
         label = f"validation {metric}" if place % columns == 1 % columns else ""
-        names = {"xlabel": key.replace(*DOLLAR), "ylabel": label.replace(*DOLLAR)}
-        axes = figure.add_subplot(rows, columns, place, **names)
-        _plain_frame(axes)
+        _frame(axes, key, label)
         x = trials[key]
         in_words = x.dtype == bool or not pd.api.types.is_numeric_dtype(x)
         if in_words:
-            x = x.astype(str).str.replace(*DOLLAR, regex=False)
+            x = x.astype(str).map(_plain)
             axes.xaxis.update_units(sorted(x))  # type: ignore[no-untyped-call] # their order
             axes.margins(x=0.2)
         for state, colour, marker in (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x")):
@@ -220,12 +214,8 @@ def tuning_values(
             _tick(axes, x)
     bars = ", bars: standard deviation over seeds" if trials["std"].notna().any() else ""
     figure.suptitle(f"Means over the last rounds and over seeds{bars}", fontsize="medium")
-    figure.legend(
-        *figure.axes[0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-    )
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -236,8 +226,8 @@ def reliability_diagram(tables: Mapping[str, pd.DataFrame], *, title: str = "") 
     first is drawn with markers, the others, an ensemble's single models, as thin lines. Bins with
     fewer than 10 examples are not drawn.
     """
-    figure, axes = _figure(title)
-    axes.set(xlabel="confidence (%)", ylabel="accuracy (%)", xlim=(0, 100), ylim=(0, 100))
+    figure, axes = _figure(title, "confidence (%)", "accuracy (%)")
+    axes.set(xlim=(0, 100), ylim=(0, 100))
     axes.plot([0, 100], [0, 100], color="0.5", lw=1, ls="--", zorder=0, label="calibrated")
     first: dict[str, Any] = {"color": COLOURS[0], "marker": MARKERS[0], "ms": 4, "zorder": 3}
     other: dict[str, Any] = {"color": COLOURS[1], "lw": 0.8, "alpha": 0.7}
@@ -255,8 +245,8 @@ def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
     `rejection` is an :attr:`Assessment.rejection <fedntk.simulations.Assessment.rejection>`. All
     measures of the first model are drawn, and the entropy of an ensemble's single models.
     """
-    figure, axes = _figure(title, xlim=(0, 99), ylabel="accuracy of the others (%)")
-    axes.set_xlabel("most uncertain examples that are rejected (%)")
+    labels = "most uncertain examples that are rejected (%)", "accuracy of the others (%)"
+    figure, axes = _figure(title, *labels)
     first = rejection.model.iloc[0]
     table = rejection[rejection.model == first]
     for name, rows, style in _each(table, "measure"):
@@ -267,7 +257,7 @@ def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
     for number, (_, rows) in enumerate(others.groupby("model", sort=False)):
         label = "its single models: entropy" if number == 0 else None
         axes.plot(100 * rows.rejected, 100 * rows.accuracy, color="0.5", lw=0.8, label=label)
-    axes.set_ylim(top=100.5)
+    axes.set(xlim=(0, 99), ylim=(None, 100.5))
     axes.legend(loc="lower right", frameon=False)
     return figure
 
@@ -280,17 +270,12 @@ def uncertainty_histogram(
     `values` holds the uncertainties (n,) of each data set by its name, and `label` is the
     uncertainty's name, with its unit. 40 bins have equal width, from 0 to the largest value.
     """
-    figure, axes = _figure(title, xlabel=label, ylabel="share of the examples (%)")
+    figure, axes = _figure(title, label, "share of the examples (%)")
     edges = np.linspace(0, max(float(scores.max()) for scores in values.values()) or 1.0, 41)
     for (name, scores), colour in zip(values.items(), cycle(COLOURS)):
         look: Any = {"histtype": "stepfilled", "fc": (colour, 0.25), "ec": colour, "lw": 1.5}
-        axes.hist(
-            scores,
-            edges.tolist(),
-            weights=np.full(len(scores), 100 / len(scores)),
-            label=name.replace(*DOLLAR),
-            **look,
-        )
+        weights = np.full(len(scores), 100 / len(scores))
+        axes.hist(scores, edges.tolist(), weights=weights, label=_plain(name), **look)
     axes.set_xlim(0, edges[-1])
     axes.legend(loc="upper right", frameon=False)
     return figure
@@ -315,15 +300,33 @@ def similarity_heat_map(
         distances = np.clip(1 - (similarities + similarities.T) / 2, 0, None)
         near = squareform(distances, checks=False)
         order = leaves_list(linkage(near, "average", optimal_ordering=True))
-    figure, axes = _figure(title, size=(5.6, 4.8), xlabel="client", ylabel="client")
+    figure, axes = _figure(title, "client", "client", size=(5.6, 4.8))
     axes.grid(visible=False)
     image = axes.imshow(similarities[np.ix_(order, order)], interpolation="nearest")
     figure.colorbar(image, label="cosine similarity")
-    every = -(-len(order) // 30)  # more labels would run into each other
-    places = np.arange(0, len(order), every)
+    places = np.arange(0, len(order), -(-len(order) // 30))  # more would run into each other
     names = [str(clients[order[i]]) for i in places]
     axes.set_xticks(places, names, rotation=90, fontsize=7)
     axes.set_yticks(places, names, fontsize=7)
+    return figure
+
+
+def client_harms(table: pd.DataFrame) -> Figure:
+    """Draw the clients' scores in a ledger, the worst first, above what they have of each class."""
+    figure = _Picture(figsize=(9, 5), dpi=120, layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=[2, 1])
+    places, shares = np.arange(len(table)), table.filter(regex="^class-")
+    above.bar(places, table.score, color=np.where(table.removed, "tab:red", "tab:blue").tolist())
+    above.axhline(0, color="black", linewidth=0.8)
+    above.set_ylabel("harm, standard deviations\nover an honest client's")
+    above.set_title("Clients, the most harmful first; red: removed from the model")
+    picture = below.imshow(shares.T, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0)
+    figure.colorbar(picture, ax=below, label="share of the class")
+    names = [_plain(str(name).removeprefix("class-")) for name in shares]
+    below.set_yticks(range(len(names)), names, fontsize=6)
+    below.set(ylabel="class", xlabel="client")
+    if len(table) <= 50:
+        below.set_xticks(places, [str(client) for client in table.client], fontsize=7)
     return figure
 
 
@@ -332,7 +335,7 @@ def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
 
     `curves` is what :func:`~fedntk.simulations.selection.selection_curves` returns.
     """
-    figure, axes = _figure(title, xlabel="clients averaged", ylabel="accuracy of their mean (%)")
+    figure, axes = _figure(title, "clients averaged", "accuracy of their mean (%)")
     for name, rows, style in _each(curves, "order"):
         axes.plot(rows.clients, 100 * rows.accuracy, label=name, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -361,24 +364,27 @@ def _png(figure: Figure) -> bytes:
 
 
 def _figure(
-    title: str, *, size: tuple[float, float] = (6.4, 4.0), **settings: Any
+    title: str, xlabel: str = "", ylabel: str = "", *, size: tuple[float, float] = (6.4, 4.0)
 ) -> tuple[Figure, Axes]:
     figure = _Picture(figsize=size, dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.set(title=title.replace(*DOLLAR))
-    axes.set(**{k: v.replace(*DOLLAR) if isinstance(v, str) else v for k, v in settings.items()})
-    _plain_frame(axes)
+    axes.set_title(_plain(title))
+    _frame(axes, xlabel, ylabel)
     return figure, axes
 
 
-def _plain_frame(axes: Axes) -> None:
+def _frame(axes: Axes, xlabel: str, ylabel: str) -> None:
+    axes.set(xlabel=_plain(xlabel), ylabel=_plain(ylabel))
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")  # Matplotlib takes what is between two for a formula
+
+
 def _tick(axes: Axes, values: "pd.Series[float]") -> None:
-    """Mark the values on the horizontal axis, and no others."""
     shown = sorted(values.unique())
     axes.set_xticks(shown, [f"{value:g}" for value in shown])
     axes.set_xticks([], minor=True)

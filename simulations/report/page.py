@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..data.client_tables import newest_accuracies
 from .figures import curve
-from .statistics import performance_profile
+from .statistics import newest_accuracies, performance_profile
 
 COSTS = ("bytes", "seconds", "replies", "rejected", "peak-memory", "num-examples", "models-")
 MOST_POINTS = 300  # of a curve

@@ -19,7 +19,6 @@ from plotly.offline import get_plotlyjs
 
 from ..config.metrics import metrics_of
 from ..config.settings import ConfigError
-from ..data.client_tables import client_accuracy_table, client_gains, client_summary
 from ..data.load import load_data
 from ..data.partitions import SPLIT_SETTINGS, load_split
 from ..errors import place_in
@@ -35,12 +34,28 @@ from .figures import (
     tuning_values,
 )
 from .results import Run, describe_replies, read_runs
-from .statistics import Estimate, estimate, paired_differences, run_scores, summary_over_seeds
+from .statistics import (
+    Estimate,
+    client_accuracy_table,
+    client_gains,
+    client_summary,
+    estimate,
+    paired_differences,
+    run_scores,
+    summary_over_seeds,
+)
 
 MARKS = re.compile(r"[\\|<`\x00-\x1f\x7f-\x9f]|(?<=\])\(")  # of Markdown, and of terminals
-FORMULA = re.compile(
-    r"^['\ufeff\u200b ]*[=+\-@\uff1d\uff0b\uff0d\uff20\t\r\n]"
-)  # how what a spreadsheet computes begins
+# how what a spreadsheet computes begins
+FORMULA = re.compile(r"^['\ufeff\u200b ]*[=+\-@\uff1d\uff0b\uff0d\uff20\t\r\n]")
+# how costs to a target are shown -> their key, unit and digits
+COSTS = {
+    "rounds": ("round", 1, 0),
+    "MB up": ("bytes-up", 1e6, 1),
+    "MB down": ("bytes-down", 1e6, 1),
+    "s": ("seconds", 1, 1),
+}
+TRAINING = "training examples"
 Targets = Sequence[float] | None
 logger = logging.getLogger("flwr")
 
@@ -64,11 +79,9 @@ def write_report(
 ) -> Path:
     """Write a report on all finished runs in a folder; return the path of ``report.md``.
 
-    It holds accuracy against rounds, data sent and time; accuracy against heterogeneity, if splits
-    of several concentrations were run; the rounds, data and time to each target (``targets.tex``
-    has them in LaTeX); statistics over seeds; the accuracies of single clients; and the split of
-    the labels. ``report.html`` beside it has tables to sort and curves to explore, in one file.
-    FileNotFoundError if there is no finished run.
+    It holds tables and pictures; ``targets.tex`` has the rounds, data and time to each target in
+    LaTeX, and ``report.html`` tables to sort and curves to explore, in one file. FileNotFoundError
+    if there is no finished run.
 
     `folder` is a run's, or holds runs at any depth, and `out` is by default ``report`` in it.
     `targets` are accuracies, by default the runs' own, and `trust` is as in :meth:`Config.of_run`.
@@ -80,7 +93,7 @@ def write_report(
     target_table(runs, targets).to_latex(out / "targets.tex", index=False, escape=True)
     options = words_of_curves(runs)
     pictures = {f"accuracy-{x}": accuracy_curves(rounds, against=x, **options) for x in AXES}
-    for name in dict.fromkeys(name for run in runs for name in metrics_of(run.config.metrics)):
+    for name in {name: 0 for run in runs for name in metrics_of(run.config.metrics)}:
         having = rounds[rounds.run.isin(rounds[rounds.metric == name].run)]
         if len(having):
             pictures[f"metric-{name}"] = accuracy_curves(having, metric=name, **options)
@@ -105,19 +118,17 @@ def write_report(
     others = {path.parent.resolve() for path in Path(folder).rglob("rounds.jsonl")}
     left_out = sorted(others - {run.folder.resolve() for run in runs})
     html = write_html(runs, out / "report.html", targets=targets, left_out=left_out)
-    paragraphs = [
-        "# Report",
-        as_markdown(setting_in_words(runs)) or "Runs on several data sets or splits.",
-        *[f"- {as_markdown(warning)}" for warning in _warnings(runs, left_out)],
-        *[
-            f"## {section.title}\n\n{section.text}\n\n{markdown(section.frame)}"
-            for section in _sections(runs, targets)
-            if section.frame is not None
-        ],
+    setting = as_markdown(setting_in_words(runs)) or "Runs on several data sets or splits."
+    paragraphs = ["# Report", setting]
+    paragraphs += [f"- {as_markdown(warning)}" for warning in _warnings(runs, left_out)]
+    for section in _sections(runs, targets):
+        if section.frame is not None:
+            paragraphs += [f"## {section.title}", section.text, markdown(section.frame)]
+    paragraphs += [
         "\n".join(f"![{name}]({name}.png)" for name in pictures),
-        f"Tables to sort, curves to explore, and all settings: [{html.name}]({html.name})",
+        f"Tables to sort, curves to explore, and all settings: [{html.name}]({html.name})\n",
     ]
-    (out / "report.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+    (out / "report.md").write_text("\n\n".join(paragraphs), encoding="utf-8")
     return out / "report.md"
 
 
@@ -248,10 +259,12 @@ def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> Iterator
 
 
 def _sections_of_settings(runs: Sequence[Run]) -> Iterator[Section]:
-    settings, machines = {}, {}
-    for name, (run, *_) in _group(runs).items():
-        settings[name] = run.config.values()
-        machines[name] = run.summary["machine"] | {k: run.summary[k] for k in ("device", "threads")}
+    first = {name: group[0] for name, group in _group(runs).items()}
+    machines = {
+        name: run.summary["machine"] | {key: run.summary[key] for key in ("device", "threads")}
+        for name, run in first.items()
+    }
+    settings = {name: run.config.values() for name, run in first.items()}
     for title, values in (("Settings", settings), ("Machine", machines)):
         frame = pd.DataFrame(values).drop(["name", "out", "seed"], errors="ignore")
         frame = frame.astype(object).where(frame.notna(), "-").astype(str)
@@ -295,11 +308,7 @@ def _warnings(runs: Sequence[Run], left_out: Sequence[Path]) -> list[str]:
     return warnings
 
 
-TRAINING = "training examples"
-
-
 def _examples_of_clients(runs: Sequence[Run]) -> str:
-    """Return which examples the runs' clients evaluate on."""
     kinds = set()
     for config in (run.config for run in runs if len(run.clients)):
         kind = "held-out examples" if config.local_test_fraction else TRAINING
@@ -325,18 +334,17 @@ def _baselines(runs: Sequence[Run]) -> list[str]:
 def write_tuning_report(
     out: Path, trials: pd.DataFrame, searched: Sequence[str], *, metric: str, lines: Sequence[str]
 ) -> None:
-    """Write the table of a search (Markdown, LaTeX, CSV), and its values against each setting.
+    """Write a search's table (Markdown, LaTeX, CSV) under `lines`, and its values as a picture.
 
-    `trials` is the table of a :class:`~fedntk.simulations.Tuning`, and `lines` the text before it.
+    `trials` is the table of a :class:`~fedntk.simulations.Tuning`.
     """
     out.mkdir(parents=True, exist_ok=True)
     write_csv(trials, out / "trials.csv")
     shown = trials.drop(columns=["mean", "std", *([] if trials.error.any() else ["error"])])
     means = trials["mean"].map("{:.4f}".format).replace("nan", "-")
     shown.insert(2, metric, means + trials["std"].map(" ± {:.4f}".format).replace(" ± nan", ""))
-    for key in [*searched, "seconds"]:
-        if pd.api.types.is_float_dtype(shown[key]):
-            shown[key] = shown[key].map("{:.4g}".format)
+    for key in shown[[*searched, "seconds"]].select_dtypes("float"):
+        shown[key] = shown[key].map("{:.4g}".format)
     shown.to_latex(out / "trials.tex", index=False, escape=True)
     tuning_values(trials, searched, metric=metric).savefig(out / "values.png")
     text = ["# Search for settings", *map(as_markdown, lines), markdown(shown)]
@@ -392,23 +400,18 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
 
 def target_table(runs: Sequence[Run], targets: Targets = None) -> pd.DataFrame:
     """Return one row a run: rounds, MB and seconds to each target; medians over seeds."""
-    rows = []
     if targets is None:
         targets = sorted({target for run in runs for target in run.config.targets})
-    forms = {
-        "rounds": ("round", 1, 0),
-        "MB up": ("bytes-up", 1e6, 1),
-        "MB down": ("bytes-down", 1e6, 1),
-        "s": ("seconds", 1, 1),
-    }
+    rows = []
     for name, group in _group(runs).items():
         row = {"run": name}
         for target in targets:
-            reached = [costs for run in group if (costs := run.to_target(target)) is not None]
+            reached = pd.DataFrame(filter(None, (run.to_target(target) for run in group)))
             few = f" ({len(reached)} of {len(group)})" if len(reached) < len(group) else ""
-            for label, (key, unit, digits) in forms.items():
-                middle = np.median([costs[key] / unit for costs in reached] or np.nan)
-                text = f"{middle:.{digits}f}{few}" if reached else "-"
+            for label, (key, unit, digits) in COSTS.items():
+                text = "-"
+                if len(reached):
+                    text = f"{reached[key].median() / unit:.{digits}f}{few}"
                 row[f"{label} to {100 * target:g} %"] = text
         rows.append(row)
     return pd.DataFrame(rows)
@@ -417,7 +420,6 @@ def target_table(runs: Sequence[Run], targets: Targets = None) -> pd.DataFrame:
 def _group(
     runs: Sequence[Run], key: Callable[[Run], str] = lambda run: str(run.summary["run"])
 ) -> dict[str, list[Run]]:
-    """Return the runs by a key, by default their names."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)
@@ -425,18 +427,20 @@ def _group(
 
 
 def _spread(values: Sequence[float] | pd.Series, factor: float = 100, digits: int = 1) -> str:
-    """Return the mean over the seeds with its interval, by default in per cent."""
     return estimate([pd.Series(values, dtype=float).dropna()]).text(factor, digits)
 
 
 def setting_in_words(runs: Sequence[Run]) -> str:
     """Return in words the data and split that all runs share; empty if they differ."""
-    described = {
-        f"{c.dataset}, {c.num_clients} clients, {c.clients_a_round} a round, {c.partition}"
-        + (f"({c.alpha:g})" if "dirichlet" in c.partition else "")
-        + (f" of {c.classes_per_client} classes" if c.partition == "pathological" else "")
-        for c in (run.config for run in runs)
-    }
+    described = set()
+    for config in (run.config for run in runs):
+        clients = f"{config.num_clients} clients, {config.clients_a_round} a round"
+        text = f"{config.dataset}, {clients}, {config.partition}"
+        if "dirichlet" in config.partition:
+            text += f"({config.alpha:g})"
+        if config.partition == "pathological":
+            text += f" of {config.classes_per_client} classes"
+        described.add(text)
     return described.pop() if len(described) == 1 else ""
 
 

@@ -57,23 +57,19 @@ class Run:
     @cached_property
     def rounds(self) -> "pd.DataFrame":
         """Metrics, tidy: one row for each round and metric."""
-        return self._frame("rounds")
+        table: pd.DataFrame = self.tables["rounds"].to_pandas()
+        return table.assign(run=self.summary["run"])
 
     @cached_property
     def clients(self) -> "pd.DataFrame":
         """Clients' own evaluations, tidy: one row for each round, partition and metric."""
-        return self._frame("clients")
-
-    def _frame(self, name: str) -> "pd.DataFrame":
-        table: pd.DataFrame = self.tables[name].to_pandas()
+        table: pd.DataFrame = self.tables["clients"].to_pandas()
         return table.assign(run=self.summary["run"])
 
     def curve(self, metric: str = "accuracy") -> "pd.Series":
         """Return one metric by round."""
-        import pandas as pd
-
         rows = self.rounds[self.rounds.metric == metric]
-        return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
+        return rows.set_index("round").value.rename(metric).rename_axis(None)
 
     def to_target(self, target: float) -> dict[str, float] | None:
         """Return the round at which the accuracy is reached, and its cost: see `to_target`.
@@ -94,6 +90,7 @@ class Run:
         return as_html(pd.DataFrame([self.summary])[shown].round(3), curves)
 
 
+TOTALS = ("bytes-up", "bytes-down", "seconds")
 State = Literal["new", "interrupted", "finished"]
 MOSTLY_FAILED = "mostly-failed"  # all rounds were run, and in most of them most clients failed
 OVER = ("finished", MOSTLY_FAILED)  # statuses of runs with results
@@ -129,10 +126,8 @@ def run_state(config: Config) -> State:
 
 def clear_run(folder: Path, *, checkpoints: bool) -> None:
     """Remove a run's results from its folder, and its checkpoints if asked."""
-    for name in (
-        *("summary.json", "rounds.jsonl", "rounds.parquet", "clients.parquet"),
-        *("model.safetensors", "best.safetensors"),
-    ):
+    tables = "summary.json", "rounds.jsonl", "rounds.parquet", "clients.parquet"
+    for name in (*tables, "model.safetensors", "best.safetensors"):
         (folder / name).unlink(missing_ok=True)
     stale = [path.parent for path in folder.glob("without-*/unlearned.json")]
     if checkpoints:
@@ -184,13 +179,12 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
 
 def count_replies(records: Iterable[Record]) -> dict[str, int]:
     """Count the replies of training: those used, those that came or failed, and bad rounds."""
-    came = [(r["replies-accepted"], r["replies-rejected"]) for r in records
-            if r.get("replies-accepted", 0) + r.get("replies-rejected", 0)]  # fmt: skip
+    counts = [(r.get("replies-accepted", 0), r.get("replies-rejected", 0)) for r in records]
     return {
-        "replies-used": int(sum(used for used, _ in came)),
-        "replies-asked": int(sum(map(sum, came))),
-        "rounds-with-replies": len(came),
-        "rounds-mostly-failed": sum(used < failed for used, failed in came),
+        "replies-used": int(sum(used for used, _ in counts)),
+        "replies-asked": int(sum(map(sum, counts))),
+        "rounds-with-replies": sum(used + failed > 0 for used, failed in counts),
+        "rounds-mostly-failed": sum(used < failed for used, failed in counts),
     }
 
 
@@ -216,9 +210,6 @@ def _write_table(path: Path, kinds: dict[str, str], rows: Iterable[Sequence[Any]
     pyarrow.parquet.write_table(table, path)
 
 
-TOTALS = ("bytes-up", "bytes-down", "seconds")
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file, such as ``summary.json``, whole or not at all."""
     with whole(path) as file:
@@ -230,8 +221,7 @@ def to_target(
 ) -> dict[str, float] | None:
     """Return the round at which a metric reaches `target`, by `round_at`, and its cost.
 
-    The latter is ``bytes-up``, ``bytes-down`` and ``seconds``, summed from the first round on. None
-    if no round reaches the target.
+    Costs are summed from the first round on. None if no round reaches the target.
 
     Examples
     --------
@@ -250,9 +240,9 @@ def to_target(
 def round_at(values: Mapping[int, float], target: float) -> int | None:
     """Return the first round at which the mean of five evaluations is at least `target`.
 
-    A single evaluation above it may be luck. The mean is of a round's evaluation, the two before
-    and the two after. The first two rounds have fewer before them, and take as many after; the last
-    two have fewer after them. Round 0, before any training, counts by itself, and in no other mean.
+    The mean is of a round's evaluation, the two before and the two after. The first two rounds have
+    fewer before them, and take as many after; the last two have fewer after them. Round 0, before
+    any training, counts by itself, and in no other mean.
 
     `values` has the metric by round, in order; NaN are left out.
 
@@ -333,10 +323,9 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path
     """Refuse a run if a checksum of `now` is another than `before`."""
     for key, name in SOURCES.items():
         old, new = before.get(key, ""), now.get(key, before.get(key, ""))
+        same = old == new
         if key == "sample-outputs" and len(old) == len(new) > 0:  # as another machine computes them
             same = np.allclose(old, new, rtol=1e-3, atol=1e-4 * abs(new[-1]), equal_nan=True)
-        else:
-            same = old == new
         if not same:
             raise ConfigError(
                 f"the {name} has changed since the run in {folder}; restore it, choose another "
@@ -356,9 +345,9 @@ def run_with_its_data(run: Run | str | Path, *, trust: bool = False) -> Run:
 def read_runs(folders: str | Path | Iterable[str | Path], *, trust: bool = False) -> list[Run]:
     """Read several finished runs; those of one name get names that say how their settings differ.
 
-    `folders` are runs', or hold runs' folders at any depth. In the latter, runs that did not finish
-    or cannot be read are skipped, with a warning. FileNotFoundError if a folder holds no finished
-    run, RunFailed if a run that is named itself did not finish. `trust`: see `Config.of_run`.
+    `folders` are runs', or hold runs' at any depth, of which those that cannot be read are skipped,
+    with a warning. FileNotFoundError if a folder holds no finished run, RunFailed if a run that is
+    named itself did not finish. `trust`: see `Config.of_run`.
     """
     runs: list[Run] = []
     for folder in map(Path, [folders] if isinstance(folders, str | Path) else folders):
@@ -380,23 +369,22 @@ def read_runs(folders: str | Path | Iterable[str | Path], *, trust: bool = False
 
 def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
     """Add the settings that differ to the names of different runs of one name."""
-    named: list[Run] = []
+    named: dict[tuple[str, int], Run] = {}
     for run in runs:
         alike = [other.config for other in runs if other.summary["run"] == run.summary["run"]]
         keys = {key for other in alike for key in run.config.differences(other)} - {"seed", "name"}
         values = run.config.values()
         differing = (f"{key} = {values[key]}" for key in sorted(keys) if key in values)
         name = ", ".join([run.summary["run"], *differing])
-        named.append(replace(run, summary={**run.summary, "run": name}))
-    seen: dict[tuple[str, int], Run] = {}
-    names = sorted({str(run.summary["run"]) for run in named})
-    for run in named:
+        renamed = replace(run, summary={**run.summary, "run": name})
+        first = named.setdefault((name, run.summary["seed"]), renamed)
+        if first is not renamed:
+            logger.warning("%s is left out: it is the run of %s", run.folder, first.folder)
+    names = sorted({name for name, _ in named})
+    for run in named.values():
         for table in (run.rounds, run.clients):
             table.attrs["runs"] = names  # of which pictures make one style a run
-        first = seen.setdefault((run.summary["run"], run.summary["seed"]), run)
-        if first is not run:
-            logger.warning("%s is left out: it is the run of %s", run.folder, first.folder)
-    return list(seen.values())
+    return list(named.values())
 
 
 def load_model(folder: str | Path, which: Literal["model", "best"] = "model") -> ArrayDict:
@@ -409,12 +397,12 @@ def load_model(folder: str | Path, which: Literal["model", "best"] = "model") ->
 
 def machine() -> dict[str, Any]:
     """Describe this machine: processor, cores, memory, GPU, and versions."""
-    named: list[str] = []
+    processors = [platform.processor() or platform.machine()]
     with contextlib.suppress(OSError):
         cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        named = re.findall(r"^model name\s*: (.+?)\s*$", cpu, re.MULTILINE)
+        processors = re.findall(r"^model name\s*: (.+?)\s*$", cpu, re.MULTILINE) or processors
     return {
-        "processor": (named or [platform.processor() or platform.machine()])[0],
+        "processor": processors[0],
         "cores": psutil.cpu_count(),
         "memory-gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

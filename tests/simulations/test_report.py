@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver import ActionChains
 
 from fedntk.simulations import Results, Run, RunFailed, compare, load_results, read_runs, run
-from fedntk.simulations.data import client_tables
+from fedntk.simulations.report import statistics
 from fedntk.simulations.report.figures import accuracy_curves, styles
 from fedntk.simulations.report.report import (
     _examples_of_clients,
@@ -157,19 +157,19 @@ CLIENTS = pd.DataFrame(
 
 
 def test_the_newest_accuracy_of_the_last_rounds_counts():
-    newest = client_tables.newest_accuracies(CLIENTS)
+    newest = statistics.newest_accuracies(CLIENTS)
     found = {(r.run, r.seed, r.partition): r.accuracy for r in newest.itertuples()}
     assert found == {
         ("b", 0, 0): 0.5, ("b", 0, 1): 0.8, ("a", 0, 0): 0.7, ("a", 0, 1): 0.795,
         ("a", 0, 3): 0.1, ("a", 1, 0): 0.3,
     }  # fmt: skip
-    one = client_tables.client_accuracy_table(CLIENTS).loc[(0, 1)]
+    one = statistics.client_accuracy_table(CLIENTS).loc[(0, 1)]
     assert one.to_dict() == {"b": 0.8, "a": 0.795}
 
 
 def test_statistics_are_of_each_seeds_clients_and_then_means_over_the_seeds():
     names = ["seeds", "clients", "mean", "worst", "std", "mean-std"]
-    summary = client_tables.client_summary(CLIENTS).set_index("run")[names]
+    summary = statistics.client_summary(CLIENTS).set_index("run")[names]
     first = np.array([0.7, 0.795, 0.1])
     means = [first.mean(), 0.3]
     expected = [2, 2, np.mean(means), (0.1 + 0.3) / 2, first.std() / 2, np.std(means, ddof=1)]
@@ -179,12 +179,12 @@ def test_statistics_are_of_each_seeds_clients_and_then_means_over_the_seeds():
 
 def test_gains_are_of_the_clients_that_both_runs_have():
     """Client 0 gains 0.2; client 1 loses 0.005, which is within the margin; others are left out."""
-    (row,) = client_tables.client_gains(CLIENTS, ["b"]).to_dict("records")
+    (row,) = statistics.client_gains(CLIENTS, ["b"]).to_dict("records")
     assert (row["run"], row["against"], row["clients"]) == ("a", "b", 2)
     numbers = [row[name] for name in ("gain", "lose", "mean-gain", "largest-gain", "largest-loss")]
     assert numbers == pytest.approx([0.5, 0.0, (0.2 - 0.005) / 2, 0.2, -0.005])
     better = CLIENTS.assign(value=CLIENTS.value + 0.5 * (CLIENTS.run == "a"))
-    (row,) = client_tables.client_gains(better, ["b"]).to_dict("records")
+    (row,) = statistics.client_gains(better, ["b"]).to_dict("records")
     assert row["largest-loss"] == 0  # as both gain
 
 
