@@ -199,16 +199,6 @@ class OneExchange(ClosedFormStrategy):
         if self.noise is not None:
             self.noise.released = True
 
-    @property
-    def finished(self) -> bool:
-        """Whether as many clients are counted as an asynchronous run ends at."""
-        return self.asynchrony is not None and self.asynchrony.is_complete
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether the first rounds must bring a reply; an asynchronous run waits for late ones."""
-        return self.asynchrony is None
-
     def evaluates_in(self, server_round: int) -> bool:
         """Whether a round is evaluated; before the first exchange the last layer is random."""
         return server_round > 0 and super().evaluates_in(server_round)

@@ -76,7 +76,7 @@ class Asynchrony(Declared):
             registry.set_present(nodes)
         r.sampled = 0  # a reply may come in any round
         unknown = set(registry.unknown(nodes))  # go by node ids, which may be others' numbers
-        asked_since = time.time() - r.owner.timeout
+        asked_since = time.time() - r.channel.timeout
         busy = {m.dst_node_id for m in self._open.values() if m.created_at >= asked_since}
         done = {*self.counted, *self.left, *r.held_out}
         to_ask = [n for n in nodes if n in unknown or registry.client(n) not in done]

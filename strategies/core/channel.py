@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
@@ -27,8 +27,7 @@ from .uploads import WRITE, Upload, Uploads
 
 logger = getLogger("flwr")
 T = TypeVar("T")
-Parse = Callable[[Reply], T]  # or BadReply
-Content = Callable[[int], RecordDict]  # client -> what it is sent
+Parse = Callable[[Reply], T]  # or BadReply; it changes nothing: the reply may yet be dropped
 POLL = 1.0  # seconds between two looks for replies
 REPLIES_AT_ONCE = 100  # that are taken from a grid together
 TRACEBACK = "Traceback (most recent call last)"
@@ -48,10 +47,7 @@ class Late(Protocol):
         timeout: float,
         at_once: int,
     ) -> Iterable[Message]:
-        """Send messages; yield replies to these and to open ones until the round goes on.
-
-        `at_once`: number of replies that are taken from the grid together.
-        """
+        """Send messages; yield replies to these and to open ones until the round goes on."""
 
 
 class Forgets(Protocol):
@@ -73,61 +69,31 @@ class Fold(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True)
 class Ask(Generic[T]):
-    """One exchange: who is asked what, and how replies are read.
+    """One exchange: who is asked what, and how replies are read."""
 
-    Attributes
-    ----------
-    stage : str
-        Type of the messages: ``"train"``, ``"evaluate"``, or one like ``"query.losses"``.
-    nodes : tuple of int
-        Ids of the nodes that are asked.
-    content : callable
-        Client -> RecordDict, what it is sent.
-    parse : callable
-        Reply -> T, or BadReply. It must change nothing: the reply may yet be dropped.
-    timeout : float
-        Seconds to wait for replies.
-    max_examples : int
-        Most examples that a reply may claim.
-    require_kind : callable
-        Message -> None, or BadReply for a reply of another method's client.
-    of_weights : bool
-        Whether replies are one set of weights.
-    sent : Forgets, optional
-        What clients keep of earlier messages; after an error it is in doubt.
-    wanted : int, optional
-        Number of valid replies that are used, the first; None: all.
-    sampled : int
-        Number of clients whose replies the round wants.
-    late : Late, optional
-        Has replies to earlier rounds' messages count.
-    fold : Fold, optional
-        Takes the values of some replies at a time.
-    """
-
-    stage: str
+    stage: str  # type of the messages: "train", "evaluate", or one like "query.losses"
     nodes: tuple[int, ...]
-    content: Content
+    content: Callable[[int], RecordDict]  # client -> what it is sent
     parse: Parse[T]
-    timeout: float
-    max_examples: int
-    require_kind: Callable[[Message], None]
-    of_weights: bool = False
-    sent: Forgets | None = None
-    wanted: int | None = None
-    sampled: int = 0
+    timeout: float  # seconds to wait for replies
+    max_examples: int  # that a reply may claim
+    require_kind: Callable[[Message], None]  # BadReply for a reply of another method's client
+    of_weights: bool = False  # whether replies are one set of weights
+    sent: Forgets | None = None  # what clients keep of earlier messages; in doubt after an error
+    wanted: int | None = None  # number of valid replies that are used, the first; None: all
+    sampled: int = 0  # number of clients whose replies the round wants
     late: Late | None = None
     fold: Fold[T] | None = None
 
 
 @dataclass(frozen=True)
 class JointAsk:
-    """Several exchanges at once, with different clients.
+    """Several exchanges at once, with different clients; it is sent :class:`JointUploads`.
 
     Attributes
     ----------
     asks : tuple of Ask
-        The exchanges. Each is sent its own :class:`~.uploads.Uploads`.
+        The exchanges.
     wanted : int, optional
         Replies after which the others are not waited for; None: all.
     screen : callable, optional
@@ -137,11 +103,6 @@ class JointAsk:
     asks: tuple[Ask[Any], ...]
     wanted: int | None = None
     screen: "JointScreen | None" = None
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """Ids of the nodes that are asked."""
-        return tuple(node for ask in self.asks for node in ask.nodes)
 
 
 JointScreen = Callable[[JointAsk, Sequence[Sequence[Message]]], Sequence[Sequence[BadReply | None]]]
@@ -184,8 +145,12 @@ class Channel:
         Which node is which client.
     grid : Grid or None
         Of the current round; None between rounds.
+    timeout : float
+        Seconds to wait for replies to training and evaluation.
     last_refusal, last_failure : str
         Why the newest reply of training was dropped, and the newest failure of another's strategy.
+    claimants : set of int
+        Nodes whose claims to a partition, in their newest replies, are not settled yet.
     """
 
     def __init__(
@@ -197,12 +162,12 @@ class Channel:
         query_timeout: float = 600,
     ) -> None:
         self.weighted_by_key, self.configrecord_key = weighted_by_key, configrecord_key
-        self.seeds, self.query_timeout = seeds, query_timeout
+        self.seeds, self.query_timeout, self.timeout = seeds, query_timeout, 3600.0
         self.registry = ClientRegistry()
         self.grid: Grid | None = None
         self.last_refusal = self.last_failure = ""
-        self._claimants: set[int] = set()  # nodes whose newest replies told their partitions
-        self._untold: set[int] = set()  # unknown nodes whose replies do not tell it
+        self.claimants: set[int] = set()
+        self._untold: set[int] = set()  # unknown nodes whose replies do not tell their partition
 
     # ----------------------------------------------------------------- sending
 
@@ -215,29 +180,25 @@ class Channel:
         contents = [ask.content(self.registry.client(node)) for node in ask.nodes]
         if self.seeds is not None:
             self.seeds.fetch(ask.nodes, lambda new: self.query(new, "query.keys"))
-            contents = [self._with_seed(c, n) for c, n in zip(contents, ask.nodes, strict=True)]
-        messages = [
-            Message(content=content, message_type=ask.stage, dst_node_id=node)
-            for node, content in zip(ask.nodes, contents, strict=True)
-        ]
+            for k, node in enumerate(ask.nodes):
+                if (sealed := self.seeds.of(node)) is not None:
+                    contents[k] = self._with_seed(contents[k], sealed)
+        messages = _messages(ask.stage, ask.nodes, contents)
         exchange = Exchange(messages)
         if ask.late is not None:
             ask.late.join(exchange)
         return Posted(ask, messages, [exchange])
 
-    def _with_seed(self, content: RecordDict, node: int) -> RecordDict:
-        sealed = None if self.seeds is None else self.seeds.of(node)
-        if sealed is None:
-            return content
+    def _with_seed(self, content: RecordDict, sealed: bytes) -> RecordDict:
         config = dict(content.config_records.get(self.configrecord_key, {}))
         record = ConfigRecord({**config, SEALED_SEED: sealed})
         return RecordDict({**content, self.configrecord_key: record})
 
     def exchange(self, ask: AnyAsk) -> Any:
         """Make one more exchange within a round."""
-        posted = self.post(ask)
         asks = ask.asks if isinstance(ask, JointAsk) else (ask,)
         timeout = max((one.timeout for one in asks), default=0.0)
+        posted = self.post(ask)
         return self.receive(posted, self._send(posted.messages, timeout))
 
     def _send(self, messages: Sequence[Message], timeout: float) -> Iterable[Message]:
@@ -256,13 +217,9 @@ class Channel:
 
         They are not parsed, and may hold anything.
         """
-        timeout = self.query_timeout if timeout is None else timeout
-        messages = [
-            Message(content=content, message_type=stage, dst_node_id=node)
-            for node, content in zip(nodes, contents or [RecordDict()] * len(nodes), strict=True)
-        ]
+        messages = _messages(stage, nodes, contents or [RecordDict()] * len(nodes))
         exchange, answers = Exchange(messages), []
-        for reply in self._send(messages, timeout):
+        for reply in self._send(messages, self.query_timeout if timeout is None else timeout):
             try:
                 exchange.take(reply)
                 answers.append(reply)
@@ -289,8 +246,12 @@ class Channel:
     def receive(self, posted: Posted, replies: Iterable[Message]) -> Any:
         """Check the replies to an exchange; Uploads of an Ask, JointUploads of a JointAsk."""
         if isinstance(posted.ask, JointAsk):
-            return self._receive_joint(posted.ask, posted, replies)
-        ask, (exchange,) = posted.ask, posted.exchanges
+            return self._receive_joint(posted.ask, posted.exchanges, replies)
+        return self._receive(posted.ask, posted.exchanges[0], replies)
+
+    def _receive(
+        self, ask: Ask[Any], exchange: Exchange, replies: Iterable[Message]
+    ) -> Uploads[Any]:
         if ask.fold is None:
             return self._accept(ask, exchange, replies)
         uploads: Uploads[Any] = Uploads(self, sampled=ask.sampled)
@@ -300,38 +261,35 @@ class Channel:
         return uploads
 
     def _receive_joint(
-        self, joint: JointAsk, posted: Posted, replies: Iterable[Message]
+        self, joint: JointAsk, exchanges: Sequence[Exchange], replies: Iterable[Message]
     ) -> JointUploads:
-        place = {node: k for k, ask in enumerate(joint.asks) for node in ask.nodes}
         rejected, came = Counter[str](), 0
+        place = {node: k for k, ask in enumerate(joint.asks) for node in ask.nodes}
         parts: list[list[Message]] = [[] for _ in joint.asks]
+        stranger = BadReply("not-asked", "it answers no message of this round")
         for reply in replies:
-            asked = (exchange.node_asked(reply) for exchange in posted.exchanges)
+            asked = (exchange.node_asked(reply) for exchange in exchanges)
             node = next((node for node in asked if node is not None), None)
             if node is None:
-                bad = BadReply("not-asked", "it answers no message of this round")
-                self.log_drop(reply.metadata.src_node_id, bad)
-                rejected[bad.reason] += 1
+                self.log_drop(reply.metadata.src_node_id, stranger)
+                rejected[stranger.reason] += 1
             else:
                 parts[place[node]].append(reply)
                 came += reply.has_content()
             if came == joint.wanted:  # the strategies have yet to check these
                 break
-        if joint.screen is not None:
-            for k, verdicts in enumerate(joint.screen(joint, parts)):
-                good = []
-                for reply, verdict in zip(parts[k], verdicts, strict=True):
-                    if verdict is None:
-                        good.append(reply)
-                    else:
-                        self.log_drop(reply.metadata.src_node_id, verdict)
-                        rejected[verdict.reason] += 1
-                parts[k] = good
-        uploads = [
-            self.receive(Posted(ask, [], [exchange]), part)
-            for ask, exchange, part in zip(joint.asks, posted.exchanges, parts, strict=True)
-        ]
-        return JointUploads(uploads, rejected)
+        screened = joint.screen(joint, parts) if joint.screen is not None else ()
+        for k, verdicts in enumerate(screened):
+            good = list[Message]()
+            for reply, bad in zip(parts[k], verdicts, strict=True):
+                if bad is None:
+                    good.append(reply)
+                else:
+                    self.log_drop(reply.metadata.src_node_id, bad)
+                    rejected[bad.reason] += 1
+            parts[k] = good
+        triples = zip(joint.asks, exchanges, parts, strict=True)
+        return JointUploads([self._receive(*triple) for triple in triples], rejected)
 
     def _accept(self, ask: Ask[T], exchange: Exchange, replies: Iterable[Message]) -> Uploads[T]:
         """Parse replies, and drop those that cannot be used.
@@ -339,7 +297,7 @@ class Channel:
         If more clients were asked than are wanted, the first replies that can be parsed are used.
         Only replies that are used claim a partition.
         """
-        parsed, rejected = list[tuple[Reply, T]](), Counter[str]()
+        uploads, rejected = list[Upload[T]](), Counter[str]()
         training_refusal = self.last_refusal
 
         def take(message: Message) -> None:
@@ -347,7 +305,10 @@ class Channel:
                 client = self.registry.client(exchange.take(message))
                 reply = Reply(message, client, self.weighted_by_key, ask.max_examples)
                 ask.require_kind(message)
-                parsed.append((reply, ask.parse(reply)))
+                uploads.append(
+                    Upload(client, reply.node, reply.num_examples, reply.metrics, reply.left_out,
+                           ask.parse(reply))
+                )  # fmt: skip
             except Exception as error:  # a reply may hold anything; none may end the run
                 bad = error if isinstance(error, BadReply) else BadReply("malformed", str(error))
                 self.log_drop(message.metadata.src_node_id, bad)
@@ -355,7 +316,7 @@ class Channel:
 
         if ask.wanted is not None:  # all that were asked have said before who they are
             came, every = list[Message](), iter(replies)
-            while len(parsed) < ask.wanted and (message := next(every, None)) is not None:
+            while len(uploads) < ask.wanted and (message := next(every, None)) is not None:
                 came.append(message)
                 if message.has_content():
                     take(message)
@@ -371,8 +332,7 @@ class Channel:
                 take(message)
         if ask.stage.startswith(MessageType.EVALUATE):
             self.last_refusal = training_refusal
-        uploads = [Upload.of(reply, value) for reply, value in parsed]
-        unused = self._claimants - {upload.node for upload in uploads}
+        unused = self.claimants - {upload.node for upload in uploads}
         return Uploads(self, self.settle(uploads, unused), rejected, sampled=ask.sampled)
 
     def _book_error(self, message: Message, ask: Ask[Any], exchange: Exchange) -> None:
@@ -403,7 +363,7 @@ class Channel:
             if self.registry.unknown([node]) and exchange.node_asked(reply) == node:
                 first.setdefault(node, reply)
         reported = _reported_partitions(first.values())
-        self._claimants = set(reported)
+        self.claimants = set(reported)
         self._untold = first.keys() - reported.keys()
         if reported:
             self.registry.add(reported)
@@ -418,24 +378,12 @@ class Channel:
         These nodes are asked for their partitions when clients are sampled next; those whose
         replies are used but do not tell it, such as a user's own, are asked now.
         """
-        self.registry.expect(self._claimants & set(dropped))
+        self.registry.expect(self.claimants & set(dropped))
         if silent := sorted(self._untold & {upload.node for upload in uploads}):
             self._untold -= set(silent)
-            self._claimants |= set(silent)
+            self.claimants |= set(silent)
             self.registry.add(self.ask_partitions(silent))
-        return [
-            Upload(self.registry.client(u.node), u.node, u.num_examples, u.metrics, u.left_out,
-                   u.value)
-            for u in uploads
-        ]  # fmt: skip
-
-    def claims(self) -> set[int]:
-        """Return the nodes whose claims to a partition are not settled yet."""
-        return set(self._claimants)
-
-    def add_claims(self, nodes: Collection[int]) -> None:
-        """Add such nodes, of an exchange before the newest."""
-        self._claimants |= set(nodes)
+        return [replace(upload, client=self.registry.client(upload.node)) for upload in uploads]
 
 
 class Conversation(Generic[T]):
@@ -448,9 +396,8 @@ class Conversation(Generic[T]):
 
     def __init__(self, rounds: Rounds[T], channel: Channel) -> None:
         if not isinstance(rounds, Generator):
-            raise TypeError(
-                f"expected a round that asks clients, got {type(rounds).__name__}; {WRITE}"
-            )
+            kind = type(rounds).__name__
+            raise TypeError(f"expected a round that asks clients, got {kind}; {WRITE}")
         self._rounds, self._channel = rounds, channel
         self.posted: Posted | None = None
         self._result: T | None = None
@@ -471,18 +418,14 @@ class Conversation(Generic[T]):
     def finish(self, replies: Iterable[Message]) -> T:
         """Return what the round made of the replies."""
         posted, self.posted = self.posted, None
-        ask: AnyAsk | None = None
-        if posted is not None:
-            ask = self._advance(self._channel.receive(posted, replies))
-        while ask is not None:
-            ask = self._advance(self._channel.exchange(ask))
-        return cast("T", self._result)
+        if posted is None:
+            return cast("T", self._result)
+        return self.run(self._channel.receive(posted, replies))
 
-    def run(self) -> T:
-        """Make all exchanges of a round, and return what it returns."""
-        ask = self._advance(None)
-        while ask is not None:
-            ask = self._advance(self._channel.exchange(ask))
+    def run(self, uploads: Any = None) -> T:
+        """Make all exchanges that remain after some uploads, and return what the round returns."""
+        while (ask := self._advance(uploads)) is not None:
+            uploads = self._channel.exchange(ask)
         return cast("T", self._result)
 
     def _advance(self, value: Any) -> AnyAsk | None:
@@ -508,19 +451,18 @@ def together(
     Returns what each returned, and the counts of replies that answer none of them. `wanted` and
     `screen` are those of :class:`JointAsk`.
     """
-    asks, results = dict[int, Ask[Any]](), dict[int, T]()
+    asks, results, rejected = dict[int, Any](), dict[int, T](), Counter[str]()
     for k, one in enumerate(rounds):
         try:
-            ask: Any = next(one)
-            asks[k] = ask
+            asks[k] = next(one)
         except StopIteration as end:  # it asks nobody
             results[k] = end.value
-    if not asks:
-        return [results[k] for k in range(len(rounds))], Counter()
-    joint: JointUploads = yield JointAsk(tuple(asks.values()), wanted, screen)
-    for k, uploads in zip(asks, joint.parts, strict=True):
-        results[k] = yield from _resume(rounds[k], uploads)
-    return [results[k] for k in range(len(rounds))], joint.rejected
+    if asks:
+        joint: JointUploads = yield JointAsk(tuple(asks.values()), wanted, screen)
+        rejected = joint.rejected
+        for k, uploads in zip(asks, joint.parts, strict=True):
+            results[k] = yield from _resume(rounds[k], uploads)
+    return [results[k] for k in range(len(rounds))], rejected
 
 
 def _resume(rounds: Rounds[T], uploads: Any) -> Rounds[T]:
@@ -534,8 +476,8 @@ def _resume(rounds: Rounds[T], uploads: Any) -> Rounds[T]:
         uploads = yield ask
 
 
-def in_parts(values: Iterable[T], size: int | None) -> Iterator[list[T]]:
-    """Yield values as they come, some at a time; all at once without a size."""
+def in_parts(values: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield values as they come, some at a time."""
     left = iter(values)
     while part := list(itertools.islice(left, size)):
         yield part
@@ -569,6 +511,11 @@ def poll(
         if seconds <= 0 or is_over():
             return
         time.sleep(min(POLL, seconds))
+
+
+def _messages(stage: str, nodes: Sequence[int], contents: Sequence[RecordDict]) -> list[Message]:
+    pairs = zip(nodes, contents, strict=True)
+    return [Message(content, dst_node_id=node, message_type=stage) for node, content in pairs]
 
 
 def _release(messages: Iterable[Message]) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.averages import all_alike
 from fedntk.ntk.options import argument, state
+from fedntk.ntk.payloads.agreement import Agreement
 from fedntk.ntk.support.arrays import ArrayDict
 
 from .array_archive import under
@@ -102,10 +103,10 @@ class FromFlower(Strategy):
         if not self.chooses:
             ask_everyone(self.strategy)
 
-    @property
-    def name_for_clients(self) -> str:
-        """Name of Flower's strategy."""
-        return type(self.strategy).__name__
+    def agreement(self) -> Agreement:
+        """Return what clients must agree with, under the name of Flower's strategy."""
+        name = type(self.strategy).__name__
+        return Agreement(strategy=name, client=self.client, replies=self.replies, loss="")
 
     def further_settings(self) -> dict[str, Any]:
         """Return the class of Flower's strategy, and its options that are plain values."""

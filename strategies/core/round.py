@@ -1,58 +1,38 @@
 """What a round of a strategy sees of its clients: whom it may ask, and how."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.payloads import wire
-from fedntk.ntk.payloads.agreement import Agreement
 
 from .averaging import named_arrays
-from .channel import Ask, Channel, Fold, Forgets, Late, Parse, Rounds
-from .lost import LostState, parse_or_lost
+from .channel import Ask, Fold, Forgets, Late, Parse, Rounds
 from .registry import ClientRegistry
 from .replies import Reply, check_weights, is_like
-from .sampling import Population, Sample, Sampling
-from .screening import Screening
+from .sampling import Population, Sample
 from .uploads import Uploads
 
 logger = getLogger("flwr")
 T = TypeVar("T")
+Strategy = Any  # that of strategy.py, which imports this file
 PerClient = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
 Records = Callable[[int], Mapping[str, Any]]  # client -> records of its own, by name
+Contents = Callable[[int, ConfigRecord], RecordDict]  # client, configuration -> what it is sent
+Clients = Sample | Uploads[Any] | Sequence[int]  # of some uploads; or node ids
 
 
-class _Strategy(Protocol):
-    """What a round asks of a strategy: see :class:`~.strategy.Strategy`."""
+@dataclass(frozen=True)
+class LostState:
+    """What a reply without arrays says with the metric ``lost-state``."""
 
-    arrayrecord_key: str
-    configrecord_key: str
-    weighted_by_key: str
-    max_examples: int
-    query_timeout: float
-    round_deadline: float
-    timeout: float
-    run: str
-    schema: str
-    sampling: Sampling
-    screening: Screening
-
-    @property
-    def client(self) -> str: ...
-    @property
-    def replies(self) -> str: ...
-    @property
-    def untrained(self) -> tuple[str, ...]: ...
-    def agreement(self) -> Agreement: ...
-    def told_options(self) -> dict[str, Any]: ...
-    def network_of(self, arrays: ArrayRecord) -> ArrayRecord: ...
-    def enough(self, uploads: Uploads[Any]) -> bool: ...
+    final: bool  # the client also lost what it made itself, which the server cannot send again
 
 
 class Round:
@@ -70,33 +50,33 @@ class Round:
         The user's configuration of the stage.
     channel : Channel
         What messages and replies go through.
-    strategy : Strategy
-        Whose options count: the one that runs this round.
+    strategy, owner : Strategy
+        The one that runs this round, whose options count; and the outermost one, which samples
+        clients and waits for replies.
     population : Population
         How many clients are sampled, and which never are.
+    sampled : int
+        Clients whose replies this round wants; 0 before they are sampled.
     """
 
     def __init__(
         self,
-        strategy: _Strategy,
+        strategy: Strategy,
         number: int,
         stage: str,
         arrays: ArrayRecord,
         config: Mapping[str, Any],
         population: Population,
         *,
-        channel: Channel,
-        owner: _Strategy | None = None,
+        owner: Strategy = None,
         shown: Sample | None = None,
-        speaker: _Strategy | None = None,
+        speaker: Strategy = None,
     ) -> None:
         self.strategy, self.number, self.stage = strategy, number, stage
         self.arrays, self.config, self.population = arrays, dict(config), population
-        self.channel = channel
-        self.owner = owner or strategy  # the outermost: samples clients, and waits for replies
-        self.sampled = 0  # clients whose replies this round wants; 0 before they are sampled
-        self._speaker = speaker or strategy
-        self._shown = shown
+        self.owner = owner or strategy
+        self.channel, self.sampled = self.owner.channel, 0
+        self._speaker, self._shown = speaker or strategy, shown
 
     @cached_property
     def model(self) -> dict[str, NDArray[Any]]:
@@ -106,19 +86,19 @@ class Round:
     @property
     def registry(self) -> ClientRegistry:
         """Which node is which client."""
-        return self.channel.registry
+        registry: ClientRegistry = self.channel.registry
+        return registry
 
     @property
     def held_out(self) -> Sequence[int]:
         """Partitions that never train."""
-        return self.owner.sampling.held_out
+        held_out: Sequence[int] = self.owner.sampling.held_out
+        return held_out
 
     @property
     def clients(self) -> set[int]:
         """Ids of the live clients that may train."""
         return self.registry.clients(without=self.held_out)
-
-    # ------------------------------------------------------------------ who is asked
 
     def sample(self, *, fraction: float | None = None, sent_alike: bool = True) -> Sample:
         """Draw the round's clients, by default the strategy's fraction of them.
@@ -126,13 +106,12 @@ class Round:
         A round within another one's has the clients that it is shown. `sent_alike` says that all
         clients are sent the same in the first round, so that they need not say before who they are.
         """
-        if self._shown is not None:
-            self.sampled = self._shown.num_clients
-            return self._shown
-        population = self.population
-        if fraction is not None:
-            population = replace(population, fraction=fraction)
-        sample = self.strategy.sampling.draw(self, population, sent_alike=sent_alike)
+        sample = self._shown
+        if sample is None:
+            population = self.population
+            if fraction is not None:
+                population = population._replace(fraction=fraction)
+            sample = self.strategy.sampling.draw(self, population, sent_alike=sent_alike)
         self.sampled = sample.num_clients
         return sample
 
@@ -142,17 +121,16 @@ class Round:
 
     def within(
         self,
-        strategy: _Strategy,
+        strategy: Strategy,
         arrays: ArrayRecord,
         clients: Sample | Sequence[int],
         *,
-        speaker: _Strategy | None = None,
+        speaker: Strategy = None,
         config: Mapping[str, Any] | None = None,
     ) -> "Round":
-        """Return this round for another strategy, which works with some of its clients.
+        """Return this round for another strategy, with a sample of its clients, or node ids.
 
-        These are a sample, or node ids. They are to agree with the `speaker`, by default with that
-        strategy.
+        Clients are to agree with the `speaker`, by default that strategy.
         """
         if not isinstance(clients, Sample):
             clients = Sample(tuple(clients), None, 0)
@@ -164,24 +142,21 @@ class Round:
             arrays,
             {**self.config, **(config or {})},
             self.population,
-            channel=self.channel,
             owner=self.owner,
             shown=clients._replace(nodes=tuple(nodes)),
             speaker=speaker,
         )
-
-    # ------------------------------------------------------------------------ asking
 
     def ask(
         self,
         parse: Parse[T],
         *,
         stage: str | None = None,
-        clients: "Sample | Uploads[Any] | Sequence[int] | None" = None,
+        clients: Clients | None = None,
         arrays: ArrayRecord | None = None,
         config: PerClient | None = None,
         records: Records | None = None,
-        contents: Callable[[int, ConfigRecord], RecordDict] | None = None,
+        contents: Contents | None = None,
         sent: Forgets | None = None,
         resends: bool = True,
         late: Late | None = None,
@@ -222,14 +197,12 @@ class Round:
         Uploads of T
             The replies that can be used, sorted by client.
         """
-        stage = stage or self.stage
-        sample = self._sample_of(clients)
-        read: Parse[Any] = parse_or_lost(parse) if sent is not None and resends else parse
+        stage, sample = stage or self.stage, self._sample_of(clients)
         ask: Ask[Any] = Ask(
             stage=stage,
             nodes=sample.nodes,
             content=self._content_of(stage, arrays, config, records, contents),
-            parse=read,
+            parse=_parse_or_lost(parse) if sent is not None and resends else parse,
             timeout=timeout_of(self.owner, stage, self.strategy),
             max_examples=self.strategy.max_examples,
             require_kind=require_kind or self._require_kind(stage),
@@ -241,9 +214,9 @@ class Round:
             fold=fold,
         )
         uploads: Uploads[Any] = yield ask
-        if sent is None or not resends:
-            return uploads
-        return (yield from self._ask_losers_again(ask, uploads, sent))
+        if sent is not None and resends:
+            uploads = yield from self._ask_losers_again(ask, uploads, sent)
+        return uploads
 
     def _ask_losers_again(
         self, ask: Ask[Any], uploads: Uploads[Any], sent: Forgets
@@ -256,21 +229,21 @@ class Round:
         lost = [upload for upload in uploads if isinstance(upload.value, LostState)]
         if not lost:
             return uploads
-        claims = channel.claims()
+        claimants = set(channel.claimants)
         for upload in lost:
             sent.forget(upload.client)
         if again := [upload.node for upload in lost if not upload.value.final]:
             logger.warning("%d clients lost what they kept: it is sent again", len(again))
             more: Uploads[Any] = yield replace(ask, nodes=tuple(again), wanted=None)
             uploads = uploads.keep(nodes - set(again)).merge(more)
-        channel.add_claims(claims)  # the second exchange had none
-        values = uploads.values
+        channel.claimants |= claimants  # the second exchange had none
         final = [u.client for u in uploads if isinstance(u.value, LostState) and u.value.final]
         bad = BadReply(wire.LOST_STATE, "it lost what it kept")
-        uploads = uploads.judge(bad if isinstance(v, LostState) else None for v in values)
+        verdicts = [bad if isinstance(value, LostState) else None for value in uploads.values]
+        uploads = uploads.judge(verdicts)
         return uploads.settled(nodes - set(uploads.nodes), lost=final)
 
-    def _sample_of(self, clients: "Sample | Uploads[Any] | Sequence[int] | None") -> Sample:
+    def _sample_of(self, clients: Clients | None) -> Sample:
         if clients is None:
             return self.sample()
         if isinstance(clients, Sample):
@@ -284,20 +257,23 @@ class Round:
         arrays: ArrayRecord | None,
         config: PerClient | None,
         records: Records | None,
-        contents: Callable[[int, ConfigRecord], RecordDict] | None,
+        contents: Contents | None,
     ) -> Callable[[int], RecordDict]:
         """Return what makes a client's message; clients with equal ones share the records."""
         common = self.common_config(stage)
-        shared = ConfigRecord(common)
-        arrays = self.arrays if arrays is None else arrays
+        shared, owner = ConfigRecord(common), self.owner
 
         def content(client: int) -> RecordDict:
             extra = config(client) if callable(config) else config
             told = ConfigRecord({**common, **extra}) if extra else shared
             if contents is not None:
                 return contents(client, told)
-            strategy = self.owner
-            made = RecordDict({strategy.arrayrecord_key: arrays, strategy.configrecord_key: told})
+            made = RecordDict(
+                {
+                    owner.arrayrecord_key: self.arrays if arrays is None else arrays,
+                    owner.configrecord_key: told,
+                }
+            )
             for name, record in (records(client) if records else {}).items():
                 made[name] = record
             return made
@@ -306,18 +282,19 @@ class Round:
 
     def common_config(self, stage: str) -> dict[str, Any]:
         """Return what all messages of a stage tell: the round, the agreement, options."""
-        user = self.config if stage == self.stage else {}
-        agreement = self._speaker.agreement()
+        speaker = self._speaker
         agreement = replace(
-            agreement,
+            speaker.agreement(),
             projected=self.channel.seeds is not None,
-            schema=self._speaker.schema or self.owner.schema,
+            schema=speaker.schema or self.owner.schema,
         )
-        told = {"server-round": self.number, **agreement.to_config()}
-        options = {**self.strategy.told_options(), **self._speaker.told_options()}
-        return {**user, **told, **options}
-
-    # ----------------------------------------------------------------------- reading
+        return {
+            **(self.config if stage == self.stage else {}),
+            "server-round": self.number,
+            **agreement.to_config(),
+            **self.strategy.told_options(),
+            **speaker.told_options(),
+        }
 
     def weights(self, reply: Reply) -> dict[str, NDArray[Any]]:
         """Return a reply's one set of weights, checked against the global arrays."""
@@ -326,6 +303,8 @@ class Round:
     def _require_kind(self, stage: str) -> Callable[[Message], None]:
         """Return what refuses weights where something else is taken, and says what to do."""
         strategy = self.strategy
+        if stage != MessageType.TRAIN or strategy.replies == wire.WEIGHTS:
+            return accept_any
 
         def require(message: Message) -> None:
             if is_like(message, strategy.network_of(self.arrays)):
@@ -334,16 +313,30 @@ class Round:
                     f"weights came, not {strategy.replies}: is the client a {strategy.client}?",
                 )
 
-        takes_weights = stage != MessageType.TRAIN or strategy.replies == wire.WEIGHTS
-        return accept_any if takes_weights else require
+        return require
 
 
 def accept_any(message: Message) -> None:
     """Refuse no reply for what it is of."""
 
 
-def timeout_of(owner: _Strategy, stage: str, asker: _Strategy | None = None) -> float:
+def timeout_of(owner: Strategy, stage: str, asker: Strategy = None) -> float:
     """Return the seconds that an exchange waits, of a strategy or of one that works within it."""
-    is_question = stage not in (MessageType.TRAIN, MessageType.EVALUATE)
-    limit = (asker or owner).query_timeout if is_question else owner.timeout
+    limit: float = owner.channel.timeout
+    if stage not in (MessageType.TRAIN, MessageType.EVALUATE):  # a question
+        limit = (asker or owner).query_timeout
     return min(limit, owner.round_deadline or limit)
+
+
+def _parse_or_lost(parse: Callable[[Reply], Any]) -> Callable[[Reply], Any]:
+    """Return what parses a reply, or reads that its client lost its state."""
+
+    def read(reply: Reply) -> Any:
+        if wire.LOST_STATE not in reply.metrics:
+            return parse(reply)
+        value = reply.metrics[wire.LOST_STATE]
+        if value not in (0, 1) or any(map(len, reply.message.content.array_records.values())):
+            raise BadReply(wire.LOST_STATE, "expected 0 or 1, and no arrays beside it")
+        return LostState(final=value == 1)
+
+    return read

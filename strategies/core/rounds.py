@@ -1,21 +1,22 @@
 """The rounds of a run, over the hooks that all of Flower's strategies have."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from logging import getLogger
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedntk.trust.secure_sum import FEWEST
 
+from .asynchrony import Asynchrony
 from .centre import STAGE, CentreInputs
 from .channel import Conversation
 from .checkpoint import RunCheckpoints
 from .replies import NoUsableReply
-from .round import Round
+from .round import Round, timeout_of
 from .sampling import Population, await_nodes, patience_with
 from .secure import SecureAggregation
 from .weight_average import WeightAverage
@@ -59,9 +60,18 @@ def run_rounds(
     def fault() -> RuntimeError | None:
         return None if done else fault_of(strategy, changed=bool(result.arrays))
 
+    def evaluated() -> ArrayRecord:
+        return arrays if average is None or not average.count else average.mean
+
+    def replies_to(messages: Iterable[Message], stage: str) -> Iterable[Message]:
+        conversation, timeout = strategy.conversation, timeout_of(strategy, stage)
+        posted = None if conversation is None else conversation.posted
+        replies: Iterable[Message] = strategy.channel.collect(posted, grid, messages, timeout)
+        return replies
+
     def is_last(number: int) -> bool:
         if evaluate_fn is not None:
-            metrics = _evaluate(evaluate_fn, strategy, number, strategy.choose_evaluated(arrays))
+            metrics = _evaluate(evaluate_fn, strategy, number, evaluated())
             logger.info("Evaluation on the server: %s", metrics)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
@@ -72,21 +82,21 @@ def run_rounds(
     for number in () if is_last(done) else range(done + 1, num_rounds + 1):
         logger.info("[ROUND %s/%s]", number, num_rounds)
         messages = strategy.configure_train(number, arrays, train_config, grid)
-        replies = strategy.receive(grid, MessageType.TRAIN, messages)
+        replies = replies_to(messages, MessageType.TRAIN)
         update, metrics = strategy.aggregate_train(number, replies)
         if update is not None:
             arrays = update
             if average is not None:
                 average.add(arrays)
-            result.arrays = strategy.choose_evaluated(arrays)
+            result.arrays = evaluated()
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
             result.train_metrics_clientapp[number] = metrics
-        if number == GIVE_UP and strategy.gives_up and (error := fault()):
+        waits = strategy.part_of(Asynchrony) is not None  # for late replies
+        if number == GIVE_UP and not waits and (error := fault()):
             raise error
-        judged = strategy.choose_evaluated(arrays)
-        messages = strategy.configure_evaluate(number, judged, evaluate_config, grid)
-        replies = strategy.receive(grid, MessageType.EVALUATE, messages)
+        messages = strategy.configure_evaluate(number, evaluated(), evaluate_config, grid)
+        replies = replies_to(messages, MessageType.EVALUATE)
         metrics = strategy.aggregate_evaluate(number, replies)
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
@@ -158,10 +168,9 @@ def _centre(strategy: Strategy, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
     population = Population(
         1.0, fewest, 0, strategy.min_available_nodes, strategy.sampling.held_out
     )
-    channel = strategy.channel
-    channel.grid = grid
-    r = Round(strategy, 0, STAGE, arrays, {}, population, channel=channel)
-    return Conversation(centre.centred(r), channel).run()
+    strategy.channel.grid = grid
+    r = Round(strategy, 0, STAGE, arrays, {}, population)
+    return Conversation(centre.centred(r), strategy.channel).run()
 
 
 def require_nodes(strategy: Strategy, grid: Grid) -> None:

@@ -6,7 +6,6 @@ and clients are drawn by it, from a generator of (seed, round, stage).
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, NamedTuple, Protocol
 
@@ -62,29 +61,14 @@ def await_nodes(grid: Grid, wanted: Mapping[str, int]) -> list[int]:
     return nodes
 
 
-@dataclass(frozen=True)
-class Population:
-    """How many clients of a round are sampled, and out of which.
+class Population(NamedTuple):
+    """How many clients of a round are sampled, and out of which."""
 
-    Attributes
-    ----------
-    fraction : float
-        Fraction of the available nodes.
-    minimum : int
-        Fewest clients, which are waited for.
-    needed : int
-        Fewest clients with whom a round can change the model.
-    available : int
-        Nodes to wait for.
-    excluded : collection of int
-        Partitions that are never sampled.
-    """
-
-    fraction: float
-    minimum: int
-    needed: int
-    available: int
-    excluded: Collection[int]
+    fraction: float  # of the available nodes
+    minimum: int  # fewest clients, which are waited for
+    needed: int  # fewest clients with whom a round can change the model
+    available: int  # nodes to wait for
+    excluded: Collection[int]  # partitions that are never sampled
 
 
 class Sample(NamedTuple):

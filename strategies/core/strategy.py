@@ -40,12 +40,13 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.agreement import Agreement
 from fedntk.ntk.support.files import claimed
 
+from .asynchrony import Asynchrony
 from .averaging import Learned, named_arrays
 from .centre import CentreInputs
 from .channel import Channel, Conversation, Rounds
 from .checkpoint import RunCheckpoints
 from .replies import accuracy_of, mean_metrics, of_most, screen_accuracies
-from .round import Round, timeout_of
+from .round import Round
 from .rounds import EvaluateFn, ShouldStop, require_nodes, run_rounds
 from .sampling import Population, Sampling
 from .saved_state import pack, unpack
@@ -53,7 +54,6 @@ from .screening import Screening
 from .secure import SecureAggregation
 from .trust_protocols import SealedSeeds, SealsSeeds
 from .uploads import Update, Uploads
-from .weight_average import WeightAverage
 
 logger = getLogger("flwr")
 
@@ -80,14 +80,12 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
     replies: ClassVar[str] = wire.WEIGHTS  # what these reply with: see Agreement
     rules: ClassVar[tuple[str, ...]] = ("none",)  # of screening, that it can follow
-    tells_options: ClassVar[bool] = True  # whether options declared to_clients are sent to them
     # where it may work within another strategy: among any of its clients, only among all, nowhere
     nests: ClassVar[Literal["anywhere", "with everyone", "nowhere"]] = "anywhere"
     nested_parts: ClassVar[tuple[str, ...]] = ()  # optional ones that it may then have
     # how metrics of several such strategies in one round are put together, by the name's beginning;
     # means, weighted by examples, are the rule
     combined_by: ClassVar[Mapping[str, Callable[[Sequence[float]], float]]] = {}
-    key_option: ClassVar[str] = "secure"  # for which clients have public keys
 
     fraction_train: float = option(
         "fraction of the available nodes that train in a round", default=1.0, at_least=0, at_most=1
@@ -186,40 +184,32 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
             seeds=None if self.key_server is None else SealedSeeds(self.key_server, self.run),
             query_timeout=self.query_timeout,
         )
-        self.global_arrays = ArrayRecord()
-        self.server_round = 0
+        self.global_arrays, self.server_round = ArrayRecord(), 0
         self.rounds_loaded: int | None = None  # of a state, until a run goes on from it
-        self.timeout = 3600.0  # seconds to wait for replies to training and evaluation
         self.last_round = 0  # of the run
-        self._training: Conversation[Update] | None = None
-        self._evaluation: Conversation[Uploads[Any]] | None = None
+        self.conversation: Conversation[Any] | None = None  # between two hooks
         self.prepare()
 
     def check(self) -> None:
         """Refuse options that do not go together."""
-        if self.mechanism is not None:
-            self.mechanism.require_covered(self)
-        if self.min_completed >= 1 and self.min_completed != int(self.min_completed):
+        if (mechanism := self.mechanism_of(self)) is not None:
+            mechanism.require_covered(self)
+        fewest, rule, rules = self.min_completed, self.screening.rule, " or ".join(self.rules)
+        if fewest >= 1 and fewest != int(fewest):
             raise ValueError(
-                "min_completed: expected a whole number, or a fraction below 1, got "
-                f"{self.min_completed}"
+                f"min_completed: expected a whole number, or a fraction below 1, got {fewest}"
             )
-        if self.screening.rule not in self.rules:
-            raise ValueError(
-                f"screening.rule: expected {' or '.join(self.rules)} for {type(self).__name__}, "
-                f"got {self.screening.rule}"
-            )
+        if rule not in self.rules:
+            name = type(self).__name__
+            raise ValueError(f"screening.rule: expected {rules} for {name}, got {rule}")
         if self.key_server is not None and not self.run:
             raise ValueError("key_server: name the training run with run=..., as its clients do")
-        if (secure := self.part_of(SecureAggregation)) is not None:
-            self._check_masks(secure)
-
-    def _check_masks(self, secure: SecureAggregation) -> None:
-        """Refuse what a server that sees only sums cannot do."""
+        if (secure := self.part_of(SecureAggregation)) is None:
+            return
         if self.screening.is_robust:
             raise ValueError(
                 "screening.rule: the server sees no client's weights under secure aggregation; "
-                f"expected none, got {self.screening.rule}"
+                f"expected none, got {rule}"
             )
         if self.part_of(CentreInputs) is not None:
             raise ValueError(
@@ -287,12 +277,8 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     @property
     def finished(self) -> bool:
         """Whether a run ends with this round, whatever rounds remain."""
-        return False
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether a run ends if its first rounds bring no reply that can be used."""
-        return True
+        asynchrony = self.part_of(Asynchrony)
+        return asynchrony is not None and asynchrony.is_complete
 
     @classmethod
     def mechanism_of(cls, options: Any) -> type[Noise] | None:
@@ -300,16 +286,6 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
         return None
 
     # ----------------------------------------------------------------------- what it has
-
-    @property
-    def mechanism(self) -> type[Noise] | None:
-        """The mechanism of differential privacy by which the options ask for noise, if any."""
-        return self.mechanism_of(self)
-
-    @property
-    def permitted_metrics(self) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-        """What keeps the metrics of training that clients may report; all, without noise."""
-        return dict if self.mechanism is None else self.mechanism.filtered
 
     @property
     def untrained(self) -> tuple[str, ...]:
@@ -344,30 +320,20 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     def agreement(self) -> Agreement:
         """Return what clients must agree with; each message has it."""
         return Agreement(
-            strategy=self.name_for_clients,
+            strategy=type(self).__name__,
             client=self.client,
             replies=self.replies,
             loss=self.agreed_loss,
         )
 
-    @property
-    def name_for_clients(self) -> str:
-        """Name of the method in messages and errors."""
-        return type(self).__name__
-
     def told_options(self) -> dict[str, Any]:
         """Return the options that are sent to clients, as a configuration holds them."""
-        return self.to_config() if self.tells_options else {}
+        return self.to_config()
 
     def evaluates_in(self, server_round: int) -> bool:
         """Whether clients, and a run's server, evaluate in a round; round 0 is before the first."""
         is_last = self.finished or server_round == self.last_round
         return is_last or server_round % self.evaluate_every == 0
-
-    def choose_evaluated(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return what is evaluated and returned: the mean over rounds, or the newest arrays."""
-        average = self.part_of(WeightAverage)
-        return average.mean if average is not None and average.count else arrays
 
     def require_nested(self, owner: str, *, everyone: bool) -> None:
         """Refuse to work within another strategy, which shows all of a round's clients or some.
@@ -385,7 +351,7 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
                 f"{name}: expected a strategy that shows all clients in a round, got a {owner}, "
                 "which would leave out some of them"
             )
-        if self.mechanism is not None:
+        if self.mechanism_of(self) is not None:
             raise ValueError(
                 f"{name}: epsilon is of one model by itself, so noise is refused within a {owner}; "
                 "leave it out"
@@ -405,34 +371,26 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     ) -> Iterable[Message]:
         """Begin a round of training: return its first messages."""
         self.global_arrays, self.server_round = arrays, server_round
-        self._training = None
+        self.conversation = None
         if self.fraction_train == 0.0:
             return []
-        self.channel.grid = grid
         r = round_of(self, server_round, MessageType.TRAIN, arrays, config)
-        training = Conversation(self.train_round(r), self.channel)
-        messages = training.begin()
-        self._training = training
-        return messages
+        return _begin(self, self.train_round, r, grid)
 
     @final
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Finish a round of training: return the new arrays, if any, and its metrics."""
-        training, self._training = self._training, None
-        if training is None:
+        if self.conversation is None:
             return None, None
-        try:
-            update = training.finish(replies)
-        finally:
-            self.channel.grid = None
+        update = _finish(self, replies)
         if not isinstance(update, Update):
             raise TypeError(
                 f"{type(self).__name__}.train_round: expected an Update, got "
                 f"{type(update).__name__}; end it by return Update(uploads, arrays)"
             )
-        metrics = self.metrics_of(update)
+        metrics = metrics_of(self, update)
         if metrics is not None:
             self.train_metrics[server_round] = metrics
         return update.arrays, metrics
@@ -442,55 +400,28 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Begin a round of evaluation: return its first messages."""
-        self._evaluation = None
+        self.conversation = None
         if self.fraction_evaluate == 0.0 or not self.evaluates_in(server_round):
             return []
-        self.channel.grid = grid
         r = round_of(self, server_round, MessageType.EVALUATE, arrays, config)
-        evaluation = Conversation(self.evaluate_round(r), self.channel)
-        messages = evaluation.begin()
-        self._evaluation = evaluation
-        return messages
+        return _begin(self, self.evaluate_round, r, grid)
 
     @final
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Finish a round of evaluation: average the metrics of the accepted replies."""
-        evaluation, self._evaluation = self._evaluation, None
         self.client_evaluations = {}
-        if evaluation is None:
+        if self.conversation is None:
             return None
-        try:
-            uploads = evaluation.finish(replies)
-        finally:
-            self.channel.grid = None
+        uploads: Uploads[Any] = _finish(self, replies)
+        key = self.weighted_by_key
         self.client_evaluations = {
-            upload.client: {**upload.metrics, self.weighted_by_key: upload.num_examples}
-            for upload in uploads
+            upload.client: {**upload.metrics, key: upload.num_examples} for upload in uploads
         }
-        metrics = uploads.metrics(self.evaluate_metrics_aggr_fn, self.weighted_by_key)
+        metrics = uploads.metrics(self.evaluate_metrics_aggr_fn, key)
         self.evaluate_metrics[server_round] = metrics
         return metrics
-
-    def metrics_of(self, update: Update) -> MetricRecord | None:
-        """Return a round's metrics: the clients' means, counts of replies, and the method's."""
-        if update.record is not None:
-            return update.record
-        if update.uploads is None:
-            return None
-        metrics = update.uploads.metrics(
-            self.train_metrics_aggr_fn, self.weighted_by_key, self.permitted_metrics
-        )
-        for name, value in update.metrics.items():
-            metrics[name] = value
-        return metrics
-
-    def receive(self, grid: Grid, stage: str, messages: Iterable[Message]) -> Iterable[Message]:
-        """Send a round's messages of a stage, and return the replies, as they come if it can."""
-        conversation = self._training if stage == MessageType.TRAIN else self._evaluation
-        posted = None if conversation is None else conversation.posted
-        return self.channel.collect(posted, grid, messages, timeout_of(self, stage))
 
     # ---------------------------------------------------------------------------- runs
 
@@ -533,11 +464,11 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
             At the end, if in none of the rounds a reply to a training message could be used; before
             the first round, if too few clients tell what `centre` needs.
         """
-        known = inspect.signature(flwr.serverapp.strategy.Strategy.start).parameters
-        if unknown := options.keys() - known.keys():
+        supported = inspect.signature(flwr.serverapp.strategy.Strategy.start).parameters
+        if unknown := options.keys() - supported.keys():
             raise TypeError(f"start: unknown arguments {', '.join(sorted(unknown))}")
         require_nodes(self, grid)
-        self.timeout = timeout
+        self.channel.timeout = timeout
         train_config = ConfigRecord(dict(train_config or {}))
         with contextlib.ExitStack() as stack:
             checkpoints = None
@@ -621,24 +552,51 @@ def round_of(
     config: Mapping[str, Any],
 ) -> Round:
     """Return a strategy's round of training or of evaluation, by which clients are asked."""
+    available, sampling = strategy.min_available_nodes, strategy.sampling
     if stage == MessageType.TRAIN:
-        population = Population(
-            strategy.fraction_train,
-            max(strategy.min_train_nodes, int(strategy.min_completed)),
-            strategy.fewest_replies,
-            strategy.min_available_nodes,
-            strategy.sampling.held_out,
-        )
+        minimum = max(strategy.min_train_nodes, int(strategy.min_completed))
+        needed, held_out = strategy.fewest_replies, sampling.held_out
+        population = Population(strategy.fraction_train, minimum, needed, available, held_out)
     else:
-        population = Population(
-            strategy.fraction_evaluate,
-            strategy.min_evaluate_nodes,
-            0,
-            strategy.min_available_nodes,
-            strategy.sampling.evaluate_without,
-        )
-    return Round(strategy, server_round, stage, arrays, config, population,
-                 channel=strategy.channel)  # fmt: skip
+        minimum, held_out = strategy.min_evaluate_nodes, sampling.evaluate_without
+        population = Population(strategy.fraction_evaluate, minimum, 0, available, held_out)
+    return Round(strategy, server_round, stage, arrays, config, population)
+
+
+def metrics_of(strategy: Strategy, update: Update) -> MetricRecord | None:
+    """Return a round's metrics: the clients' means, counts of replies, and the method's."""
+    if update.record is not None or update.uploads is None:
+        return update.record
+    metrics = update.uploads.metrics(
+        strategy.train_metrics_aggr_fn, strategy.weighted_by_key, permitted_by(strategy)
+    )
+    for name, value in update.metrics.items():
+        metrics[name] = value
+    return metrics
+
+
+def permitted_by(strategy: Strategy) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Return what keeps the metrics of training that clients may report; all, without noise."""
+    mechanism = strategy.mechanism_of(strategy)
+    return dict if mechanism is None else mechanism.filtered
+
+
+def _begin(
+    strategy: Strategy, rounds: Callable[[Round], Rounds[Any]], r: Round, grid: Grid
+) -> list[Message]:
+    strategy.channel.grid = grid
+    conversation = Conversation(rounds(r), strategy.channel)
+    messages = conversation.begin()
+    strategy.conversation = conversation
+    return messages
+
+
+def _finish(strategy: Strategy, replies: Iterable[Message]) -> Any:
+    conversation, strategy.conversation = strategy.conversation, None
+    try:
+        return None if conversation is None else conversation.finish(replies)
+    finally:
+        strategy.channel.grid = None
 
 
 def architecture_of(strategy: Strategy, network: nn.Module | None) -> nn.Module:

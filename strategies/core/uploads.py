@@ -4,62 +4,33 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from fedntk.ntk import BadReply
 
-from .replies import INCOMPLETE, Aggregate, Reply
+from .replies import INCOMPLETE, Aggregate
 
 logger = getLogger("flwr")
 WRITE = "write uploads = yield from r.ask(...)"
+Channel = Any  # that of channel.py, which imports this file
+Metrics = Mapping[str, Any]
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 @dataclass(frozen=True)
 class Upload(Generic[T]):
-    """One client's reply.
+    """One client's reply: what is left of its message."""
 
-    Attributes
-    ----------
-    client, node : int
-        Id of the client in the registry, and of the node that sent the reply.
-    num_examples : int
-        Examples that the reply counts as.
-    metrics : dict of str to int, float or list
-        The other metrics; see :class:`~.replies.Reply`.
-    left_out : tuple of str
-        Names of metrics that were NaN or infinite.
-    value : T
-        What the exchange's ``parse`` made of the reply.
-    """
-
-    client: int
+    client: int  # its id in the registry
     node: int
-    num_examples: int
-    metrics: Mapping[str, Any]
-    left_out: Sequence[str]
-    value: T
-
-    @classmethod
-    def of(cls, reply: Reply, value: T) -> "Upload[T]":
-        """Return what is needed of a reply; its message is let go of."""
-        return cls(
-            reply.client, reply.node, reply.num_examples, reply.metrics, reply.left_out, value
-        )
-
-
-class Registrar(Protocol):
-    """Books what becomes of replies, such as :class:`~.channel.Channel`."""
-
-    def log_drop(self, node: int, bad: BadReply) -> None:
-        """Log why a reply is not used."""
-
-    def settle(self, uploads: Sequence[Upload[T]], dropped: Collection[int]) -> list[Upload[T]]:
-        """Give up the dropped nodes' claims to a partition; return uploads with new ids."""
+    num_examples: int  # that the reply counts as
+    metrics: Metrics  # the others; see replies.Reply
+    left_out: Sequence[str]  # names of metrics that were NaN or infinite
+    value: T  # what the exchange's `parse` made of the reply
 
 
 class Uploads(Sequence[Upload[T]]):
@@ -81,16 +52,15 @@ class Uploads(Sequence[Upload[T]]):
 
     def __init__(
         self,
-        channel: Registrar,
+        channel: Channel,
         uploads: Iterable[Upload[T]] = (),
         rejected: Mapping[str, int] | None = None,
         *,
         lost: Sequence[int] = (),
         sampled: int = 0,
     ) -> None:
-        self.channel, self.sampled = channel, sampled
+        self.channel, self.lost, self.sampled = channel, tuple(lost), sampled
         self.rejected = Counter(rejected or {})
-        self.lost = tuple(lost)
         self._uploads = sorted(uploads, key=lambda upload: (upload.client, upload.node))
 
     def __len__(self) -> int:
@@ -141,13 +111,9 @@ class Uploads(Sequence[Upload[T]]):
 
     def merge(self, other: "Uploads[T]") -> "Uploads[T]":
         """Return the replies of both, and the counts of those that either rejected."""
-        return Uploads(
-            self.channel,
-            [*self, *other],
-            self.rejected + other.rejected,
-            lost=(*self.lost, *other.lost),
-            sampled=self.sampled,
-        )
+        merged = self._with([*self, *other], self.rejected + other.rejected)
+        merged.lost = (*self.lost, *other.lost)
+        return merged
 
     def settled(self, dropped: Collection[int], lost: Sequence[int]) -> "Uploads[T]":
         """Return the same replies after the claims of dropped nodes, with clients that are lost."""
@@ -172,10 +138,7 @@ class Uploads(Sequence[Upload[T]]):
         return Uploads(self.channel, uploads, rejected, lost=self.lost, sampled=self.sampled)
 
     def metrics(
-        self,
-        aggregate: Aggregate,
-        key: str,
-        permitted: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+        self, aggregate: Aggregate, key: str, permitted: Callable[[Metrics], Metrics] = dict
     ) -> MetricRecord:
         """Aggregate the clients' metrics, weighted by the metric `key`, and count the replies.
 
@@ -200,7 +163,7 @@ class Uploads(Sequence[Upload[T]]):
         return metrics
 
     def metric_records(
-        self, key: str, permitted: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+        self, key: str, permitted: Callable[[Metrics], Metrics] = dict
     ) -> list[RecordDict]:
         """Return each client's metrics, with its number of examples under `key`."""
         contents = []
@@ -229,11 +192,10 @@ class Update:
 
     uploads: Uploads[Any] | None
     arrays: ArrayRecord | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     record: MetricRecord | None = None
 
     def __post_init__(self) -> None:
         if self.uploads is not None and not isinstance(self.uploads, Uploads):
-            raise TypeError(
-                f"uploads: expected Uploads, got a {type(self.uploads).__name__}; {WRITE}"
-            )
+            kind = type(self.uploads).__name__
+            raise TypeError(f"uploads: expected Uploads, got a {kind}; {WRITE}")

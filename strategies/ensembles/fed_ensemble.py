@@ -40,7 +40,7 @@ from ..core.replies import accuracy_of, check_weights, read_arrays, screen_accur
 from ..core.round import Round
 from ..core.rounds import open_run
 from ..core.screening import Screening
-from ..core.strategy import Strategy
+from ..core.strategy import Strategy, metrics_of, permitted_by
 from ..core.uploads import Update, Uploads
 from ..core.weight_average import WeightAverage
 from .strata import Schedule, Strata, permutations
@@ -305,16 +305,14 @@ class FedEnsemble(Strategy):
             content
             for member, update in updates
             if update.uploads is not None
-            for content in update.uploads.metric_records(
-                self.weighted_by_key, member.permitted_metrics
-            )
+            for content in update.uploads.metric_records(self.weighted_by_key, permitted_by(member))
         ]
         of_clients = {name for content in reported for name in content["metrics"]}
         early: dict[str, Any] = {f"rejected-{reason}": count for reason, count in rejected.items()}
         early |= {"num-examples": 0, "replies-accepted": 0}
         early["replies-rejected"] = sum(rejected.values())
         records: list[Mapping[str, Any]] = [early]
-        records += [record for m, u in updates if (record := m.metrics_of(u)) is not None]
+        records += [record for m, u in updates if (record := metrics_of(m, u)) is not None]
         rules: dict[str, Any] = dict.fromkeys(("num-examples", "replies-", "rejected-"), sum)
         rules |= self.members[0].combined_by
         means, combined = dict[str, Any](), dict[str, Any]()

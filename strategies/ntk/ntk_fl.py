@@ -64,7 +64,6 @@ class KernelStrategy(FlowOptions, Strategy):
     A method says in :meth:`gather` how rows are sent and checked.
     """
 
-    tells_options = False  # the server evolves
     rules = ("none", "leave-one-out")
     combined_by: ClassVar = {
         "kernel-products": sum,
@@ -147,6 +146,10 @@ class KernelStrategy(FlowOptions, Strategy):
                 "selection='validation' goes with screening.validation_loss or "
                 f"validation_partitions, not both; got {self.selection!r} and {sources} of them"
             )
+
+    def told_options(self) -> dict[str, Any]:
+        """Return none: the server evolves."""
+        return {}
 
     @property
     def agreed_loss(self) -> str:
