@@ -77,7 +77,7 @@ from fedntk.strategies import (
     SeededFedAvg,
     Topology,
 )
-from fedntk.strategies.core.solving import result_of
+from fedntk.strategies.core.replies import result_of
 from fedntk.strategies.core.sums import Sums
 from fedntk.trust import ShufflingServer, new_key, public_bytes
 

@@ -23,9 +23,8 @@ from fedntk.ntk.support.shared_arrays import require_whole
 
 from ..core.averaging import cast_like
 from ..core.channel import Rounds
-from ..core.replies import Reply, accuracy_of, screen_accuracies, screen_own_sizes
+from ..core.replies import Reply, accuracy_of, result_of, screen_accuracies, screen_own_sizes
 from ..core.round import Round
-from ..core.solving import result_of
 from ..core.strategy import Strategy
 from ..core.uploads import Update, Uploads
 

@@ -30,8 +30,8 @@ from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from ..core.channel import Rounds
+from ..core.replies import result_of
 from ..core.round import Round
-from ..core.solving import result_of
 from ..core.uploads import Update
 from .afl import AFL
 

@@ -38,10 +38,9 @@ from ..core.averaging import record_of
 from ..core.channel import Fold, Rounds
 from ..core.kept_sums import KeptSums, require_storage
 from ..core.ledger import Ledger, client_ledger
-from ..core.replies import Reply, accuracy_of, screen_accuracies, screen_own_sizes
+from ..core.replies import Reply, accuracy_of, result_of, screen_accuracies, screen_own_sizes
 from ..core.round import Round
 from ..core.secure import SecureAggregation
-from ..core.solving import result_of
 from ..core.sums import FeatureSums, Sums, SumsProblem, add_up, subtract
 from ..core.uploads import Update, Uploads
 from .closed_form import ClosedFormStrategy, Layer

@@ -20,7 +20,7 @@ from .channel import Rounds, logger
 from .replies import Reply, kinds_of
 from .round import Round
 from .strategy import Strategy
-from .uploads import Update, Uploads
+from .uploads import Update, Upload, Uploads
 
 EVERYONE = {"fraction_train": 1.0, "min_train_nodes": 0, "min_available_nodes": 0}
 
@@ -43,15 +43,14 @@ class Moments:
         if (saved := getattr(self._strategy, "state_dict", None)) is not None:
             state: dict[str, Any] = saved()
             return state
-        kinds: dict[str, Any] = {}
-        arrays: dict[str, Any] = {}
+        state = {"kept": {}}
         for name, value in vars(self._strategy).items():
             if _holds_arrays(value):
-                kinds[name] = type(value).__name__
+                state["kept"][name] = type(value).__name__
                 by_key: Any = dict(enumerate(value)) if isinstance(value, list) else value
                 for key, array in named_arrays(by_key).items():
-                    arrays[f"{name}.{key}"] = np.asarray(array)
-        return {"kept": kinds, **arrays}
+                    state[f"{name}.{key}"] = np.asarray(array)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the strategy back what :meth:`state_dict` returned."""
@@ -125,7 +124,7 @@ class FromFlower(Strategy):
 
     def train_round(self, r: Round) -> Rounds[Update]:
         """Have the strategy instruct the round's clients, and aggregate their replies."""
-        sample = r.sample()
+        sample, name = r.sample(), type(self.strategy).__name__
         asked, contents = self._instructions(r, sample.nodes)
 
         def parse(reply: Reply) -> tuple[ArrayDict, Message]:
@@ -138,16 +137,15 @@ class FromFlower(Strategy):
         )
         weights: Uploads[ArrayDict] = both.with_values(value for value, _ in both.values)
         weights = self.screening.drop_outliers(weights, r.model)
-        both = both.keep(weights.nodes)
         if not self.enough(weights):
             return Update(weights)
+        both = both.keep(weights.nodes)
         shared = {n for n, _ in frozenset.intersection(*(kinds_of(u.metrics) for u in both))}
-        clean = [self._clean(u.value[1], u.metrics, u.num_examples, shared, r) for u in both]
+        replies = [self._clean(upload, shared, r) for upload in both]
         try:
             with np.errstate(invalid="ignore"):  # infinite numbers are put back
-                arrays, metrics = self.strategy.aggregate_train(r.number, clean)
+                arrays, metrics = self.strategy.aggregate_train(r.number, replies)
         except Exception as error:  # another's code must not end the run
-            name = type(self.strategy).__name__
             logger.warning("%s failed (%r): the model stays as it was", name, error)
             r.channel.last_failure = f"{name} failed: {error!r}"
             return Update(weights)
@@ -174,17 +172,18 @@ class FromFlower(Strategy):
         config = ConfigRecord(dict(r.config))
         messages = list(self.strategy.configure_train(r.number, r.arrays, config, shown))
         asked = [message.metadata.dst_node_id for message in messages]
-        clients = [r.registry.client(node) for node in asked]
+        clients = map(r.registry.client, asked)
         return asked, dict(zip(clients, (m.content for m in messages), strict=True))
 
     def _clean(
-        self, message: Message, metrics: Mapping[str, Any], count: int, names: set[str], r: Round
+        self, upload: Upload[tuple[ArrayDict, Message]], names: set[str], r: Round
     ) -> Message:
         """Return a reply that holds its arrays, its number of examples and metrics all have."""
+        message = upload.value[1]
         (arrays,) = message.content.array_records.values()
-        values = {name: value for name, value in metrics.items() if name in names}
+        metrics = {name: value for name, value in upload.metrics.items() if name in names}
         key = getattr(self.strategy, "weighted_by_key", r.owner.weighted_by_key)
-        record = MetricRecord({**values, key: count})
+        record = MetricRecord({**metrics, key: upload.num_examples})
         message.content = RecordDict({r.owner.arrayrecord_key: arrays, "metrics": record})
         return message
 

@@ -5,17 +5,62 @@ exactly the model of a run that never had that client.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
 
 from fedntk.ntk import NotEnoughMemory, require_disk
 from fedntk.ntk.options import Declared, argument, state
+from fedntk.ntk.support.files import DamagedFile
 
+from .array_archive import OWNERS, load_tensors, save_tensors
 from .sums import FeatureSums, Sums
-from .sums_on_disk import SumsOnDisk, clients_left
 
 logger = getLogger("flwr")
+Arrays = dict[str, NDArray[Any]]
+T = TypeVar("T")
+
+
+class SumsOnDisk(Mapping[int, T]):
+    """What some clients sent in a run, each read from its file in `folder` when asked for.
+
+    A checksum detects damaged files. `parse` makes the sums of what :meth:`write` was given.
+    """
+
+    def __init__(self, folder: Path, clients: Sequence[int], parse: Callable[[Arrays], T]) -> None:
+        self.folder, self.clients, self.parse = folder, clients, parse
+
+    def __getitem__(self, client: int) -> T:
+        try:
+            arrays, _ = load_tensors(self._path(client))
+        except (DamagedFile, FileNotFoundError) as error:
+            raise ValueError(
+                f"sums: those of client {client} are not in {self.folder} any more, or are "
+                "damaged, and so lost; the model cannot be solved with them: take that client out "
+                "as well"
+            ) from error
+        return self.parse(arrays)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.clients)
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def write(self, client: int, arrays: Arrays) -> None:
+        """Keep the arrays of a client's sums, in place of those of an earlier round."""
+        save_tensors(self._path(client), arrays, mode=OWNERS)
+
+    def remove(self, clients: Iterable[int]) -> None:
+        """Remove the sums of clients, if they are there."""
+        for client in clients:
+            self._path(client).unlink(missing_ok=True)
+
+    def _path(self, client: int) -> Path:
+        return self.folder / f"client-{client}.safetensors"
 
 
 class KeptSums(Declared):
@@ -23,8 +68,7 @@ class KeptSums(Declared):
 
     A strategy with :class:`.FeatureSums` calls :meth:`attach` when it is made and :meth:`keep` with
     what it solves from; it sets `summed` to ``()`` before it asks for sums anew. Its ``without``
-    solves from :meth:`without`. TCT keeps each client's sums once it has solved from them, and may
-    call :meth:`require_disk` when a run begins.
+    solves from :meth:`without`.
 
     Attributes
     ----------
@@ -63,7 +107,14 @@ class KeptSums(Declared):
                 f"storage: no sums were kept in {self.run_folder} by this run yet; they come with "
                 "the round of sums, and the log says if the disk was too small"
             )
-        return self.of(clients_left(sorted({*self.summed, *restored}), clients))
+        kept = sorted({*self.summed, *restored})
+        if unknown := sorted(set(clients) - set(kept)):
+            expected, got = (", ".join(map(str, ids[:10])) for ids in (kept, unknown))
+            raise ValueError(f"clients: expected some of those in the model, {expected}, got {got}")
+        left = [client for client in kept if client not in set(clients)]
+        if not left:
+            raise ValueError(f"clients: expected fewer than all {len(kept)}, got all of them")
+        return self.of(left)
 
     def require_disk(self, num_clients: int) -> None:
         """Raise NotEnoughMemory if the sums of so many clients could not be kept."""

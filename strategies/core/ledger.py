@@ -14,10 +14,9 @@ from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.options import Declared, option, state
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
-from .kept_sums import KeptSums
-from .solving import UNUSABLE
+from .kept_sums import KeptSums, SumsOnDisk
+from .replies import UNUSABLE
 from .sums import FeatureSums, Sums, add_up
-from .sums_on_disk import SumsOnDisk
 
 logger = getLogger("flwr")
 
@@ -26,8 +25,7 @@ class Ledger(Declared):
     """Removes clients that harm the model before it is solved for.
 
     It needs each client's sums (:class:`.KeptSums`) and validation examples of the server
-    (:class:`.FeatureSums`). Features must depend on no statistic of the clients', as TCT's
-    normalised ones do; so it goes with OneExchange.
+    (:class:`.FeatureSums`). Features must depend on no statistic of the clients, as in OneExchange.
 
     Attributes
     ----------

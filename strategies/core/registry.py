@@ -1,11 +1,14 @@
 """Which node is which client, what it has been sent, and which message a reply answers."""
 
+import secrets
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+from typing import Any
 
 from flwr.app import Message, Metadata
 
 from fedntk.ntk import BadReply
+from fedntk.ntk.payloads import wire
 
 
 class ClientRegistry:
@@ -98,9 +101,7 @@ class SentParts:
         """Have a client sent all parts again."""
         self._parts.pop(client, None)
 
-    def doubt(self, client: int) -> None:
-        """Have a client that failed sent all parts again: it may have lost them."""
-        self.forget(client)
+    doubt = forget  # a client that failed may have lost them
 
     def state_dict(self) -> dict[str, list[str]]:
         """Return what each client was sent; placeholders end with their nodes."""
@@ -109,6 +110,58 @@ class SentParts:
     def load_state_dict(self, state: Mapping[str, Iterable[str]]) -> None:
         """Take over what :meth:`state_dict` returned."""
         self._parts = {int(client): frozenset(parts) for client, parts in state.items()}
+
+
+class ClientRounds:
+    """Which rounds count, in one run, of the arrays that clients keep on their disks.
+
+    Attributes
+    ----------
+    last : dict of int to int
+        Client -> the last round in which its reply was accepted; others are missing.
+    run_key : str
+        Names the run for the clients' folders; drawn at random when it begins.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[int, int] = {}
+        self.run_key = secrets.token_hex(8)
+
+    def __contains__(self, client: int) -> bool:
+        return client in self.last
+
+    def set(self, clients: Iterable[int], server_round: int) -> None:
+        """Note that what some clients keep is of a round."""
+        self.last |= dict.fromkeys(clients, server_round)
+
+    def forget(self, client: int) -> None:
+        """Have a client that lost what it kept begin anew."""
+        self.last.pop(client, None)
+
+    def doubt(self, client: int) -> None:
+        """Keep counting on a client that failed: what it keeps is on its disk."""
+
+    def config(self, client: int) -> dict[str, str | int]:
+        """Return what a client is told: the run, and the round of its arrays that counts.
+
+        A node with a placeholder id, as another has its partition, gets a run of its own: on one
+        machine the two would keep their arrays in one folder.
+        """
+        run = self.run_key if client >= 0 else f"{self.run_key}-{-1 - client}"
+        told: dict[str, str | int] = {wire.RUN: run}
+        if client in self.last:
+            told[wire.ROUND] = self.last[client]
+        return told
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all but placeholder ids of clients: what their nodes keep ends with the run."""
+        last = {str(k): self.last[k] for k in sorted(self.last) if k >= 0}
+        return {"last": last, "run-key": self.run_key}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self.last = {int(client): int(number) for client, number in state["last"].items()}
+        self.run_key = str(state["run-key"])
 
 
 class Exchange:

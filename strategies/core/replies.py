@@ -3,7 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from logging import getLogger
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -16,6 +17,9 @@ from fedntk.ntk.payloads.npy import from_npy
 from fedntk.ntk.payloads.screening import screen_sizes
 from fedntk.ntk.support.arrays import require_array, take_arrays
 
+logger = getLogger("flwr")
+T = TypeVar("T")
+UNUSABLE = (ArithmeticError, RuntimeError, ValueError, MemoryError)  # that numbers can cause
 KNOWN_METRICS = (wire.TRAIN_LOSS, "loss", "accuracy")
 MOST_METRICS = 64  # of a reply; others are left out
 MOST_NUMBERS = 10_000  # in the metrics of a reply
@@ -55,22 +59,17 @@ class Reply:
     ) -> None:
         self.message, self.client = message, client
         self.node = message.metadata.src_node_id
-        if len(message.content.metric_records) != 1:
-            raise BadReply(
-                "metrics", f"expected one MetricRecord, got {len(message.content.metric_records)}"
-            )
+        if (count := len(message.content.metric_records)) != 1:
+            raise BadReply("metrics", f"expected one MetricRecord, got {count}")
         (record,) = message.content.metric_records.values()
         metrics: dict[str, Any] = dict(record)
-        for key, value in metrics.items():
+        for name, value in metrics.items():
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, int) and abs(number) >= 2**63:
-                    raise BadReply("metrics", f"metric {key[:80]!r} has more than 64 bits")
+                    raise BadReply("metrics", f"metric {name[:80]!r} has more than 64 bits")
         examples = metrics.pop(num_examples_key, None)
-        if (
-            not isinstance(examples, int | float)
-            or not 1 <= examples <= max_examples
-            or examples != int(examples)
-        ):
+        is_number = isinstance(examples, int | float)
+        if not is_number or not 1 <= examples <= max_examples or examples != int(examples):
             alike = [n[:80] for n in metrics if _spelling(n) == _spelling(num_examples_key)]
             raise BadReply(
                 "num-examples",
@@ -80,15 +79,15 @@ class Reply:
         self.num_examples = int(examples)
         metrics.pop("partition-id", None)
         self.left_out = [name for name, value in metrics.items() if not _is_number(value)]
-        for name in self.left_out:
-            del metrics[name]
-        kept, room = set[str](), MOST_NUMBERS
-        for name in sorted(metrics, key=lambda name: (name not in KNOWN_METRICS, name)):
+        chosen, room = set[str](), MOST_NUMBERS
+        for name in sorted(
+            metrics.keys() - self.left_out, key=lambda n: (n not in KNOWN_METRICS, n)
+        ):
             size = len(metrics[name]) if isinstance(metrics[name], list) else 1
-            if _can_be_kept(name) and len(kept) < MOST_METRICS and size <= room:
-                kept.add(name)
+            if _can_be_kept(name) and len(chosen) < MOST_METRICS and size <= room:
+                chosen.add(name)
                 room -= size
-        self.metrics = {name: value for name, value in metrics.items() if name in kept}
+        self.metrics = {name: value for name, value in metrics.items() if name in chosen}
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Name -> array of the reply's one ArrayRecord, whatever its name."""
@@ -106,8 +105,8 @@ class Reply:
         """Name -> array of each of several ArrayRecords, which have these names."""
         records = self.message.content.array_records
         if records.keys() != set(names):
-            found = ", ".join(sorted(records))[:80] or "none"
-            raise BadReply("arrays", f"expected the ArrayRecords {', '.join(names)}, got {found}")
+            got = ", ".join(sorted(records))[:80] or "none"
+            raise BadReply("arrays", f"expected the ArrayRecords {', '.join(names)}, got {got}")
         return [read_arrays(records[name]) for name in names]
 
 
@@ -124,9 +123,9 @@ def mean_metrics(contents: list[RecordDict], key: str) -> MetricRecord:
     """
     groups: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
     for content in contents:
-        own: dict[str, Any] = dict(next(iter(content.metric_records.values())))
-        for kind in kinds_of(own):
-            groups.setdefault(kind, []).append((own[kind[0]], own[key]))
+        metrics: dict[str, Any] = dict(next(iter(content.metric_records.values())))
+        for kind in kinds_of(metrics):
+            groups.setdefault(kind, []).append((metrics[kind[0]], metrics[key]))
     mean = MetricRecord()
     for (name, _), pairs in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
         if name == key or name in mean or len(mean) == MOST_METRICS:
@@ -144,12 +143,14 @@ def of_most(aggregate: Aggregate, contents: list[RecordDict], key: str) -> Metri
 
     On a tie, those of the earliest reply.
     """
-    metrics: list[Any] = [dict(next(iter(own.metric_records.values()))) for own in contents]
+    metrics: list[Any] = [dict(next(iter(c.metric_records.values()))) for c in contents]
     most = Counter(map(kinds_of, metrics)).most_common(1)[0][0]
-    names = {name for name, _ in most}
-    records = [MetricRecord({n: own[n] for n in own if n in names}) for own in metrics
-               if most <= kinds_of(own)]  # fmt: skip
-    return aggregate([RecordDict({"metrics": record}) for record in records], key)
+    common = [
+        MetricRecord({name: one[name] for name in one if name in dict(most)})
+        for one in metrics
+        if most <= kinds_of(one)
+    ]
+    return aggregate([RecordDict({"metrics": record}) for record in common], key)
 
 
 def _spelling(name: str) -> str:
@@ -192,8 +193,8 @@ def check_weights(
     Those that are `untrained` must be as they were sent.
     """
     if arrays.keys() != expected.keys():
-        odd = sorted(arrays.keys() ^ expected.keys())
-        raise BadReply("arrays", f"names differ from the model's in {str(odd[:5])[:200]}")
+        names = sorted(arrays.keys() ^ expected.keys())
+        raise BadReply("arrays", f"names differ from the model's in {str(names[:5])[:200]}")
     for name, array in arrays.items():
         require_like(name, array, expected[name])
         if name in untrained and not np.array_equal(array, expected[name]):
@@ -225,8 +226,8 @@ def require_like(name: str, array: NDArray[Any], expected: NDArray[Any]) -> None
 def is_like(message: Message, model: ArrayRecord) -> bool:
     """Whether a reply's arrays are those of a model, by names, shapes and dtypes."""
     records = (*message.content.array_records.values(), model)
-    own, *others = ({n: (a.dtype, tuple(a.shape)) for n, a in r.items()} for r in records)
-    return others == [own]
+    kinds = [{n: (a.dtype, tuple(a.shape)) for n, a in record.items()} for record in records]
+    return kinds[1:] == kinds[:1]
 
 
 def accuracy_of(reply: Reply) -> Any:
@@ -241,11 +242,20 @@ def screen_own_sizes(parts: Sequence[Any], factor: float) -> list[BadReply | Non
 
 def screen_accuracies(accuracies: Sequence[Any], _: float) -> list[BadReply | None]:
     """Refuse accuracies that cannot be: a share, or a percentage if most clients report one."""
-    known = sorted(value for value in accuracies if isinstance(value, int | float))
-    most = 100 if known and known[(len(known) - 1) // 2] > 1 else 1
+    numbers = sorted(value for value in accuracies if isinstance(value, int | float))
+    most = 100 if numbers and numbers[(len(numbers) - 1) // 2] > 1 else 1
     return [
         BadReply("metrics", f"expected an accuracy of 0 ... {most}, got {value}")
         if isinstance(value, int | float) and not 0 <= value <= most
         else None
         for value in accuracies
     ]
+
+
+def result_of(make: Callable[[], T], what: str = "solution") -> T | None:
+    """Return what `make` makes of clients' numbers; None, and say so, if they allow none."""
+    try:
+        return make()
+    except UNUSABLE as error:
+        logger.warning("no %s (%s): the model stays as it was", what, error)
+        return None

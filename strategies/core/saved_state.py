@@ -18,22 +18,23 @@ def pack(name: str, value: Any) -> dict[str, Any]:
     Parts of objects and of dictionaries of arrays have names with a dot, such as
     ``controls.<client>``.
     """
+    plain: dict[str, Any] = {}
     if hasattr(value, "state_dict"):
-        return {f"{name}.{part}": own for part, own in value.state_dict().items()}
-    if _is_of_objects(value):
-        each = [pack(f"{name}.{k}", own) for k, own in enumerate(value)]
-        return {part: own for packed in each for part, own in packed.items()}
-    if isinstance(value, ArrayRecord):
-        return {f"{name}.{key}": array for key, array in named_arrays(value).items()}
-    if isinstance(value, torch.Tensor):
-        return {name: value.numpy()}
-    if isinstance(value, set | frozenset):
-        return {name: sorted(value)}
-    if isinstance(value, dict):
-        arrays = {k: value[k] for k in sorted(value) if isinstance(value[k], np.ndarray)}
-        plain = {str(k): value[k] for k in sorted(value) if k not in arrays}
-        return {name: plain, **{f"{name}.{key}": own for key, own in arrays.items()}}
-    return {name: value}
+        parts = value.state_dict()
+    elif isinstance(value, ArrayRecord):
+        parts = named_arrays(value)
+    elif _is_of_objects(value):
+        parts = {}
+        for k, member in enumerate(value):
+            plain |= pack(f"{name}.{k}", member)
+    elif isinstance(value, dict):
+        parts = {k: value[k] for k in sorted(value) if isinstance(value[k], np.ndarray)}
+        plain[name] = {str(k): value[k] for k in sorted(value) if k not in parts}
+    else:
+        if isinstance(value, torch.Tensor):
+            value = value.numpy()
+        return {name: sorted(value) if isinstance(value, set | frozenset) else value}
+    return plain | {f"{name}.{key}": part for key, part in parts.items()}
 
 
 def unpack(name: str, kind: Any, fresh: Any, state: Mapping[str, Any]) -> Any:
@@ -42,19 +43,18 @@ def unpack(name: str, kind: Any, fresh: Any, state: Mapping[str, Any]) -> Any:
     `kind` is its annotation: ``dict[int, int]`` gets its integer keys back. `fresh` is its first
     value; objects load their state into it.
     """
-    parts = under(f"{name}.", state)
+    parts, whole = under(f"{name}.", state), get_origin(kind) or kind
     if hasattr(fresh, "load_state_dict"):
         fresh.load_state_dict(parts)
         return fresh
     if _is_of_objects(fresh):
-        return tuple(unpack(f"{name}.{k}", kind, own, state) for k, own in enumerate(fresh))
+        return tuple(unpack(f"{name}.{k}", kind, member, state) for k, member in enumerate(fresh))
     if isinstance(fresh, ArrayRecord):
         return record_of(parts)
-    whole = get_origin(kind) or kind
     if whole in (dict, Counter):
         key_type = get_args(kind)[0]
         values = {**parts, **state.get(name, {})}
-        return whole({key_type(key): _copy(own) for key, own in values.items()})
+        return whole({key_type(key): _copy(value) for key, value in values.items()})
     value = _copy(state[name])
     if isinstance(fresh, torch.Tensor):
         return torch.from_numpy(value)

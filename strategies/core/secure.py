@@ -47,7 +47,7 @@ from .uploads import Uploads
 
 logger = getLogger("flwr")
 Records = dict[str, NDArray[Any]]
-NEXT: dict[str, SumStep] = {"confirm": "reveal", "void": "free"}
+PerClient = Callable[[int], Mapping[str, ArrayRecord]]
 T = TypeVar("T")
 
 
@@ -68,23 +68,17 @@ class WordFormat(NamedTuple):
 
 
 class SumPlan(NamedTuple, Generic[T]):
-    """What a secure sum is of.
+    """What a secure sum is of."""
 
-    `task` makes a step's configuration; the step ``"masked"`` is sent the arrays, the others not.
-    From all clients' number of examples `words_of` makes the format of their words. From the sum
-    and its number of examples `read` makes the result, or raises ValueError. With `contents` a
-    client is sent what this makes of the step, the client and its configuration, in place of
-    `arrays` and `records`.
-    """
-
-    task: Callable[[SumStep], Mapping[str, Any]]
-    words_of: Callable[[int], WordFormat]
-    read: Callable[[Words, int], T]
-    arrays: ArrayRecord | None = None  # the global ones by default
+    task: Callable[[SumStep], Mapping[str, Any]]  # configuration of a step
+    words_of: Callable[[int], WordFormat]  # of all clients' number of examples
+    read: Callable[[Words, int], T]  # the sum, its number of examples -> result, or ValueError
+    arrays: ArrayRecord | None = None  # of the step "masked"; the global ones by default
     config: Callable[[int], Mapping[str, Any]] | None = None  # of a client, besides the task
-    records: Callable[[int], Mapping[str, ArrayRecord]] | None = None
+    records: PerClient | None = None  # of a client in the step "masked"
+    # step, client, configuration -> what is sent in place of arrays and records
     contents: Callable[[SumStep, int, ConfigRecord], RecordDict] | None = None
-    sent: Forgets | None = None
+    sent: Forgets | None = None  # as for a round's ask
 
 
 class SecureSum(NamedTuple, Generic[T]):
@@ -121,13 +115,13 @@ class SecureAggregation(Declared):
         *,
         arrays: ArrayRecord | None = None,
         config: Callable[[int], Mapping[str, Any]] | None = None,
-        records: Callable[[int], Mapping[str, ArrayRecord]] | None = None,
+        records: PerClient | None = None,
         sent: Forgets | None = None,
     ) -> Rounds[tuple[Arrays | None, Uploads[Any], dict[str, float]]]:
         """Return the mean of the clients' weights, if any, who is in it, and metrics beside it.
 
-        It is of the global `arrays`, or of some of them. A reply counts as one example. `config`
-        is added to all messages, `records` to those with arrays; `sent` is as for a round's ask.
+        It is of the global `arrays`, or of some of them. A reply counts as one example. The others
+        are those of a :class:`SumPlan`.
         """
         arrays = r.arrays if arrays is None else arrays
         model = named_arrays(arrays)
@@ -141,9 +135,9 @@ class SecureAggregation(Declared):
             lambda step: AverageTask(masked_step=step, run_key=self.run_key).to_config(),
             words_of,
             lambda words, clients: average_of(words, model, clients),
-            arrays=arrays,
-            config=config,
-            records=records,
+            arrays,
+            config,
+            records,
             sent=sent,
         )
         result = yield from self.sum(r, plan, enough)
@@ -169,7 +163,6 @@ class _OneSum(Generic[T]):
 
     def __init__(self, options: SecureAggregation, r: Round, plan: SumPlan[T]) -> None:
         self._options, self._r, self._plan = options, r, plan
-        self._run = r.strategy.run
         self._sent: Forgets = SentParts() if plan.sent is None else plan.sent
         self._place: dict[int, int] = {}  # node -> place in the roster
         self.rejected = Counter[str]()
@@ -178,17 +171,15 @@ class _OneSum(Generic[T]):
         self,
         step: SumStep,
         parse: Parse[Any],
-        nodes: Sequence[int] | Sample | None = None,
-        common: Mapping[str, NDArray[Any]] | None = None,
-        addressed: Mapping[int, Mapping[str, NDArray[Any]]] | None = None,
+        nodes: Sequence[int] | Sample | None,
+        common: Records | None = None,
+        addressed: Mapping[int, Records] | None = None,
     ) -> Rounds[Uploads[Any]]:
         """Make the exchange of a step; `addressed` has arrays by client."""
         plan = self._plan
 
         def records(client: int) -> Mapping[str, ArrayRecord]:
-            extra: Mapping[str, ArrayRecord] = {}
-            if step == "masked" and plan.records is not None:
-                extra = plan.records(client)
+            extra = plan.records(client) if step == "masked" and plan.records is not None else {}
             arrays = {**(common or {}), **(addressed or {}).get(client, {})}
             return {**extra, wire.SECURE_SUM: record_of(arrays)} if arrays else extra
 
@@ -209,10 +200,6 @@ class _OneSum(Generic[T]):
             contents=None if plan.contents is None else content,
             sent=self._sent,
         )
-        return uploads
-
-    def _next(self, step: SumStep, parse: Parse[Any], nodes: Sequence[int], **content: Any) -> Any:
-        uploads = yield from self._ask(step, parse, nodes, **content)
         self.rejected += uploads.rejected
         return uploads
 
@@ -221,15 +208,14 @@ class _OneSum(Generic[T]):
     ) -> Rounds[SecureSum[T]]:
         channel = self._r.channel
         everyone = yield from self._ask("public-key", self._public_part, sample)
-        self.rejected += everyone.rejected
         last, voidable, exchange, quorum = everyone.keep(()), list[int](), Records(), 0
         try:
-            known = everyone.judge(_screen_copied_keys(everyone.values))
-            self.rejected += known.rejected - everyone.rejected
-            last = known
-            counts = dict(zip(known.nodes, known.counts, strict=True))
-            self._place = place = {node: k for k, node in enumerate(known.nodes)}
-            roster, described = self._roster(known.values)
+            members = everyone.judge(_screen_copied_keys(everyone.values))
+            self.rejected += members.rejected - everyone.rejected
+            last = members
+            counts = dict(zip(members.nodes, members.counts, strict=True))
+            self._place = place = {node: k for k, node in enumerate(members.nodes)}
+            roster, described = self._roster(members.values)
             quorum = roster.threshold
             words = self._plan.words_of(sum(counts.values()))
             exchange = {wire.EXCHANGE: np.frombuffer(roster.exchange, np.uint8)}
@@ -237,10 +223,9 @@ class _OneSum(Generic[T]):
             def read_shares(reply: Reply) -> tuple[Promise, NDArray[np.uint8]]:
                 return _read_shares(roster, reply)
 
-            shared = yield from self._next("shares", read_shares, known.nodes, common=described)
+            shared = yield from self._ask("shares", read_shares, members.nodes, described)
             promises = {place[upload.node]: upload.value[0] for upload in shared}
             parcels = [parcel for _, parcel in shared.values]
-            addressed = {u.client: {wire.PARCELS: _address(place[u.node], parcels)} for u in shared}
             common = {
                 **exchange,
                 wire.CLIENTS: _ids(promises),
@@ -251,28 +236,27 @@ class _OneSum(Generic[T]):
             def read_words(reply: Reply) -> Words:
                 return _read_words(counts, words, reply)
 
-            masked = yield from self._next(
-                "masked", read_words, voidable, common=common, addressed=addressed
-            )
+            addressed = self._addressed(wire.PARCELS, shared, parcels)
+            masked = yield from self._ask("masked", read_words, voidable, common, addressed)
             last = masked
             arrived = [place[node] for node in masked.nodes]
             if not enough(masked):
                 yield from self._void(exchange, voidable)
-                return self._closed(last, quorum)
+                return SecureSum(None, self._counted(last), quorum)
             roster.require_enough(arrived)
             told = {**exchange, wire.CLIENTS: _ids(arrived)}
-            confirmed, tags = yield from self._tags("confirm", told, masked.nodes)
+            confirmed, common, tags = yield from self._tags("confirm", told, masked.nodes)
             roster.require_enough([place[node] for node in confirmed])
             voidable = []
 
             def read_opened(reply: Reply) -> dict[int, bytes]:
                 return _read_opened(sorted(promises), reply)
 
-            revealed = yield from self._next("reveal", read_opened, confirmed, **tags)
+            revealed = yield from self._ask("reveal", read_opened, confirmed, common, tags)
             total = masked.values[0].copy()
             for client_words in masked.values[1:]:
                 total += client_words
-            names = dict(zip((place[node] for node in known.nodes), known.clients, strict=True))
+            names = dict(enumerate(members.clients))
             shares = {place[upload.node]: upload.value for upload in revealed}
             server = MaskedSum(roster, promises, words.about, names)
             total = server.unmask(total, arrived, shares)
@@ -290,14 +274,20 @@ class _OneSum(Generic[T]):
             refusal = channel.last_refusal or str(error)
         yield from self._void(exchange, voidable)
         channel.last_refusal = refusal
-        return self._closed(last.keep(()), quorum)
-
-    def _closed(self, uploads: Uploads[Any], quorum: int) -> SecureSum[T]:
-        return SecureSum(None, self._counted(uploads), quorum)
+        return SecureSum(None, self._counted(last.keep(())), quorum)
 
     def _counted(self, uploads: Uploads[Any]) -> Uploads[Any]:
         """Return uploads without their words, with all that this sum rejected."""
         return uploads.without_values().with_rejected(self.rejected - uploads.rejected)
+
+    def _addressed(
+        self, name: str, uploads: Uploads[Any], rows: Sequence[NDArray[np.uint8]]
+    ) -> dict[int, Records]:
+        """Return by client its rows of what all sent, one from each sender."""
+        return {
+            upload.client: {name: np.stack([sent[self._place[upload.node]] for sent in rows])}
+            for upload in uploads
+        }
 
     def _public_part(self, reply: Reply) -> PublicPart:
         """Check the reply to the first exchange."""
@@ -306,40 +296,39 @@ class _OneSum(Generic[T]):
         vouching = self._options.vouching
         try:
             public = check_public_key(key.tobytes())
-            voucher = b"" if vouching is None else vouching.voucher(public, self._run)
+            run = self._r.strategy.run
+            voucher = b"" if vouching is None else vouching.voucher(public, run)
             return PublicPart(public, voucher, nonce.tobytes())
         except (SealError, NotEnrolled, ConnectionError) as error:
             raise BadReply("public-key", str(error)) from None
 
     def _tags(
         self, step: SumStep, common: Records, nodes: Sequence[int]
-    ) -> Rounds[tuple[list[int], dict[str, Any]]]:
-        """Get clients' tags for each other; return who did, and what comes next."""
-        shape, place = {wire.TAGS: (len(self._place), TAG_BYTES)}, self._place
-        uploads = yield from self._next(
-            step, lambda reply: _bytes_in(reply, shape)[0], nodes, common=common
+    ) -> Rounds[tuple[list[int], Records, dict[int, Records]]]:
+        """Get clients' tags for each other; return who did, and what the next step sends."""
+        shape = {wire.TAGS: (len(self._place), TAG_BYTES)}
+        uploads = yield from self._ask(
+            step, lambda reply: _bytes_in(reply, shape)[0], nodes, common
         )
-        clients = _ids(place[node] for node in uploads.nodes)
-        addressed = {
-            upload.client: {wire.TAGS: _address(place[upload.node], uploads.values)}
-            for upload in uploads
-        }
-        return uploads.nodes, {"common": {**common, wire.CLIENTS: clients}, "addressed": addressed}
+        clients = _ids(self._place[node] for node in uploads.nodes)
+        addressed = self._addressed(wire.TAGS, uploads, uploads.values)
+        return uploads.nodes, {**common, wire.CLIENTS: clients}, addressed
 
     def _void(self, exchange: Records, nodes: Sequence[int]) -> Rounds[None]:
         """Have clients give up a sum of which none gave shares, so that they may give another."""
-        if not nodes:
-            return
-        rejected = Counter(self.rejected)
-        told, tags = yield from self._tags("void", {**exchange, "clients": _ids([])}, nodes)
-        yield from self._next("free", lambda _: None, told, **tags)
-        self.rejected = rejected  # of the sum itself
+        if nodes:
+            rejected = Counter(self.rejected)
+            told, common, tags = yield from self._tags(
+                "void", {**exchange, wire.CLIENTS: _ids([])}, nodes
+            )
+            yield from self._ask("free", lambda _: None, told, common, tags)
+            self.rejected = rejected  # of the sum itself
 
-    def _roster(self, known: Sequence[PublicPart]) -> tuple[Roster, Records]:
+    def _roster(self, members: Sequence[PublicPart]) -> tuple[Roster, Records]:
         """Return who takes part, and the arrays that say so."""
-        threshold = max(FEWEST, math.ceil(self._options.threshold * len(known)))
-        clients = range(len(known))
-        keys, vouchers, nonces = ([public[i] for public in known] for i in range(3))
+        threshold = max(FEWEST, math.ceil(self._options.threshold * len(members)))
+        clients = range(len(members))
+        keys, vouchers, nonces = ([public[i] for public in members] for i in range(3))
         roster = Roster(exchange_of(nonces), tuple(clients), tuple(keys), threshold)
         described: Records = {
             wire.NONCES: _rows(nonces),
@@ -351,13 +340,13 @@ class _OneSum(Generic[T]):
         return roster, described
 
 
-def _screen_copied_keys(known: Sequence[PublicPart]) -> list[BadReply | None]:
+def _screen_copied_keys(members: Sequence[PublicPart]) -> list[BadReply | None]:
     """Refuse public keys that more than one client sent: who copied is not known."""
-    times = Counter(public.key for public in known)
-    return [
-        None if times[public.key] == 1 else BadReply("public-key", "another client sent the same")
-        for public in known
-    ]
+    times, bad = (
+        Counter(m.key for m in members),
+        BadReply("public-key", "another client sent the same"),
+    )
+    return [None if times[public.key] == 1 else bad for public in members]
 
 
 def _bytes_in(reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> list[NDArray[np.uint8]]:
@@ -391,11 +380,6 @@ def _read_opened(senders: list[int], reply: Reply) -> dict[int, bytes]:
     if clients.tolist() != senders:
         raise BadReply("clients", "expected shares of the secrets of all whose parcels came")
     return {k: row.tobytes() for k, row in zip(senders, shares, strict=True)}
-
-
-def _address(place: int, sent: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Return the rows for the client of a place, one from each sender."""
-    return np.stack([rows[place] for rows in sent])
 
 
 def _ids(clients: Iterable[int]) -> NDArray[np.int64]:

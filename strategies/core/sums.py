@@ -50,32 +50,17 @@ CHUNK_BYTES = 128 * 2**20  # of the validation examples' features
 
 @dataclass(frozen=True)
 class SumsProblem:
-    """The problem of which sums are: what a strategy says of it once, when it is made.
+    """The problem of which sums are: what a strategy says of it once, when it is made."""
 
-    Attributes
-    ----------
-    network : nn.Module
-        The clients' architecture.
-    feature_map : FeatureMap
-        What clients make of an example.
-    num_classes, max_examples : int
-        C, and most examples of a client.
-    equations : callable
-        (Sums over some examples, Normaliser or None) -> the normaliser that was given, or one of
-        the sums' own, and the normal equations of features that it normalises.
-    weights : callable
-        () -> w_c of the classes' examples (C,), None if all weigh 1.
-    noisy : bool
-        Whether totals have noise, and are sums of no examples.
-    """
-
-    network: nn.Module
+    network: nn.Module  # the clients' architecture
     feature_map: FeatureMap
     num_classes: int
-    max_examples: int
+    max_examples: int  # of a client
+    # sums over some examples, normaliser or None -> that normaliser, or one of the sums' own, and
+    # the normal equations of features that it normalises
     equations: Callable[[FeatureStatistics, Normaliser | None], tuple[Normaliser, NormalEquations]]
-    weights: Callable[[], NDArray[np.float64] | None] = lambda: None
-    noisy: bool = False
+    weights: Callable[[], NDArray[np.float64] | None] = lambda: None  # of classes (C,); None: 1
+    noisy: bool = False  # whether totals have noise, and are sums of no examples
 
     @property
     def width(self) -> int:
@@ -89,9 +74,7 @@ class FeatureSums(SumOptions):
     A strategy calls :meth:`attach` when it is made, tells clients ``to_config()`` with each
     message, sets `steps` to :meth:`choose_steps` before it asks for sums, reads replies by
     :meth:`parse`, and solves the total by :meth:`solve`. Masked sums are those of
-    :meth:`secure_plan`. TCT does so with its tangent features: its `equations` normalise them, its
-    `weights` are those of balanced classes, and it passes ``contents`` and ``sent`` to
-    :meth:`secure_plan`, as its clients keep the network.
+    :meth:`secure_plan`.
 
     Attributes
     ----------
@@ -140,11 +123,11 @@ class FeatureSums(SumOptions):
         """
         self.problem = problem
         if self.validation is None:
-            needed, cure = needed_by, ""
+            cure = ""
             if self.needs_validation:
-                needed, cure = "sums.auto_ridge = True", ", or set validation_share"
-            if needed:
-                raise ValueError(f"{needed}: pass sums.validation, examples on the server{cure}")
+                needed_by, cure = "sums.auto_ridge = True", ", or set validation_share"
+            if needed_by:
+                raise ValueError(f"{needed_by}: pass sums.validation, examples on the server{cure}")
             return
         if projected:
             raise ValueError(
@@ -152,10 +135,8 @@ class FeatureSums(SumOptions):
             )
         x, labels = self.validation
         if not 0 < len(x) == len(labels):
-            raise ValueError(
-                "sums.validation: expected examples and as many labels, got "
-                f"{len(x)} and {len(labels)}"
-            )
+            sizes = f"{len(x)} and {len(labels)}"
+            raise ValueError(f"sums.validation: expected examples and as many labels, got {sizes}")
         low, high = map(int, labels.aminmax())
         last = problem.num_classes - 1
         if low < 0 or high > last:
@@ -189,16 +170,16 @@ class FeatureSums(SumOptions):
     def _kind(self) -> type[FeatureStatistics] | type[SplitStatistics]:
         return SplitStatistics if self.validation_share else FeatureStatistics
 
-    def choose_steps(self, arrays: ArrayRecord) -> NDArray[np.float32]:
+    def choose_steps(self, network: ArrayRecord) -> NDArray[np.float32]:
         """Choose the steps of fixed-point numbers; none if features are not to be rounded.
 
         They are chosen by the validation examples, or by the largest magnitude of a feature, if the
-        network says one; else ValueError. `arrays` are the network's.
+        network says one; else ValueError.
         """
         if not self.is_exact:
             return np.zeros(0, np.float32)
         if self.validation is not None:
-            return FixedPoint.of(next(self.validation_features(arrays)[0]), self.bits).step
+            return FixedPoint.of(next(self.validation_features(network)[0]), self.bits).step
         problem = self.problem
         if (bound := problem.feature_map.bound(problem.network)) is None:
             raise ValueError(
@@ -207,17 +188,14 @@ class FeatureSums(SumOptions):
             )
         return FixedPoint.within(bound, problem.width, self.bits).step
 
-    def validation_features(self, arrays: ArrayRecord) -> tuple[Iterator[Tensor], Tensor]:
-        """Return the validation examples' features, some at a time, and their labels.
-
-        `arrays` are the network's.
-        """
+    def validation_features(self, network: ArrayRecord) -> tuple[Iterator[Tensor], Tensor]:
+        """Return the validation examples' features, some at a time, and their labels."""
         if self.validation is None:
             raise ValueError("sums.validation: expected the server's validation examples, got none")
         (x, labels), problem = self.validation, self.problem
-        network: nn.Module = copy.deepcopy(problem.network)
-        load_arrays(network, named_arrays(arrays))
-        extract = problem.feature_map.extractor(network.to(self.device))
+        module: nn.Module = copy.deepcopy(problem.network)
+        load_arrays(module, named_arrays(network))
+        extract = problem.feature_map.extractor(module.to(self.device))
         size = max(1, CHUNK_BYTES // (4 * problem.width))
         return map(extract, x.split(size)), labels
 
@@ -262,11 +240,6 @@ class FeatureSums(SumOptions):
             cure=cure,
         )
 
-    def network_key(self, arrays: ArrayRecord) -> str:
-        """Return the key of the network among some arrays, and of the features."""
-        network = [arrays[name].numpy() for name in self.problem.network.state_dict()]
-        return ConvexTask.key_of(self.problem.feature_map, network)
-
     def secure_plan(
         self, arrays: ArrayRecord, task: Callable[[SumStep], Mapping[str, Any]], **more: Any
     ) -> SumPlan[Sums]:
@@ -274,7 +247,9 @@ class FeatureSums(SumOptions):
 
         `arrays` are the network's, and `task` makes the configuration of a step.
         """
-        expected, kind, key = self.format, self._kind, self.network_key(arrays)
+        expected, kind, problem = self.format, self._kind, self.problem
+        network = [arrays[name].numpy() for name in problem.network.state_dict()]
+        key = ConvexTask.key_of(problem.feature_map, network)
 
         def words_of(num_examples: int) -> WordFormat:
             dtype = expected.word_dtype(num_examples)
@@ -288,34 +263,29 @@ class FeatureSums(SumOptions):
 
     # -------------------------------------------------------------------- solution
 
-    def solve(self, total: Sums, arrays: ArrayRecord) -> Solution:
-        """Return the normaliser, the linear model (q, C) of the sums over all, and its ridge.
-
-        `arrays` are the network's.
-        """
+    def solve(self, total: Sums, network: ArrayRecord) -> Solution:
+        """Return the normaliser, the linear model (q, C) of the sums over all, and its ridge."""
         sums, ridge = total, self.ridge
         if self.fixed_point is not None:
             sums = sums.scaled(self.fixed_point)
-        if isinstance(sums, SplitStatistics):
-            ridge, sums = self._ridge_of_held_out(sums), sums.everyone
-        normaliser, equations = self.problem.equations(sums, None)
+        equations_of = self.problem.equations
+        if isinstance(sums, SplitStatistics):  # the ridge is chosen on held-out examples
+            fitting, held_out, sums = sums.fitting, sums.held_out, sums.everyone
+            if not (fitting.num_examples and held_out.num_examples):
+                raise ValueError(
+                    f"validation_share: {held_out.num_examples} examples are held out and "
+                    f"{fitting.num_examples} are not; expected some of both"
+                )
+            normaliser, equations = equations_of(fitting, None)
+            ridge = best_ridge(equations, equations_of(held_out, normaliser)[1])
+        normaliser, equations = equations_of(sums, None)
         if self.needs_validation:
-            features, labels = self.validation_features(arrays)
+            features, labels = self.validation_features(network)
             _, classes, weights, *_ = self.format
             held_out = FeatureStatistics.of(features, labels, classes, weights=weights)
-            ridge = best_ridge(equations, self.problem.equations(held_out, normaliser)[1])
+            ridge = best_ridge(equations, equations_of(held_out, normaliser)[1])
         linear, ridge = ridge_solution(equations, ridge)
         return normaliser, linear, ridge
-
-    def _ridge_of_held_out(self, sums: SplitStatistics) -> float:
-        """Choose the ridge on held-out examples; the normaliser is from the others as well."""
-        if not (sums.fitting.num_examples and sums.held_out.num_examples):
-            raise ValueError(
-                f"validation_share: {sums.held_out.num_examples} examples are held out and "
-                f"{sums.fitting.num_examples} are not; expected some of both"
-            )
-        normaliser, equations = self.problem.equations(sums.fitting, None)
-        return best_ridge(equations, self.problem.equations(sums.held_out, normaliser)[1])
 
 
 def ridge_solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.float32], float]:

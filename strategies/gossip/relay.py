@@ -26,8 +26,7 @@ from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from ..core.averaging import cast_like
 from ..core.channel import Parse, Rounds
-from ..core.client_rounds import ClientRounds
-from ..core.registry import SentParts
+from ..core.registry import ClientRounds, SentParts
 from ..core.replies import Reply, accuracy_of, check_weights, screen_accuracies
 from ..core.round import Round, accept_any, timeout_of
 from ..core.sampling import Population, Sample

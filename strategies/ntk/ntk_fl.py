@@ -35,10 +35,9 @@ from fedntk.ntk.payloads.screening import screen_losses, screen_uploads
 from ..core.averaging import record_of
 from ..core.centre import CentreInputs
 from ..core.channel import Rounds
-from ..core.replies import Reply
+from ..core.replies import UNUSABLE, Reply, result_of
 from ..core.round import Round
 from ..core.screening import Screening
-from ..core.solving import UNUSABLE, result_of
 from ..core.strategy import Strategy
 from ..core.uploads import Update, Uploads
 from ..core.weight_average import WeightAverage

@@ -21,7 +21,7 @@ from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES, Prototypes
 
 from ..core.averaging import cast_like, named_arrays
 from ..core.channel import Parse, Rounds
-from ..core.client_rounds import ClientRounds
+from ..core.registry import ClientRounds
 from ..core.replies import Reply, accuracy_of, screen_accuracies, screen_own_sizes
 from ..core.round import Round
 from ..core.strategy import Strategy

@@ -15,7 +15,7 @@ from fedntk.ntk.robust_averages import DEFENCES
 
 from ..core.averaging import cast_like, named_arrays
 from ..core.channel import Parse, Rounds
-from ..core.client_rounds import ClientRounds
+from ..core.registry import ClientRounds
 from ..core.replies import accuracy_of, check_weights, screen_accuracies
 from ..core.round import Round, accept_any
 from ..core.secure import SecureAggregation

@@ -32,7 +32,7 @@ from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from ..core.averaging import cast_like, named_arrays
 from ..core.channel import Parse, Rounds
-from ..core.client_rounds import ClientRounds
+from ..core.registry import ClientRounds
 from ..core.replies import Reply, accuracy_of, check_weights, screen_accuracies
 from ..core.round import Round
 from ..core.strategy import Strategy

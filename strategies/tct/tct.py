@@ -52,13 +52,19 @@ from ..core.channel import Parse, Rounds
 from ..core.from_flower import FromFlower, ask_everyone
 from ..core.kept_sums import KeptSums, require_storage
 from ..core.registry import SentParts
-from ..core.replies import Reply, accuracy_of, require_like, screen_accuracies, screen_own_sizes
+from ..core.replies import (
+    Reply,
+    accuracy_of,
+    require_like,
+    result_of,
+    screen_accuracies,
+    screen_own_sizes,
+)
 from ..core.round import Round
 from ..core.rounds import open_run
 from ..core.sampling import Sample
 from ..core.screening import Screening
 from ..core.secure import SecureAggregation
-from ..core.solving import result_of
 from ..core.strategy import Strategy, architecture_of
 from ..core.sums import FeatureSums, Sums, SumsProblem, add_up
 from ..core.uploads import Update, Uploads
