@@ -36,7 +36,7 @@ class Contract(NamedTuple):
     personal: bool = False  # what is learned are the clients' own models, which they evaluate
     one_exchange: bool = True  # a round trains each client with one message
     once: bool = False  # it learns from all clients, in the first rounds, and then trains no more
-    sends_arrays: bool = True  # clients reply with arrays, and not with metrics alone
+    sends_arrays: bool = True  # clients reply with arrays, and not only with metrics
 
 
 T = TypeVar("T", bound=Strategy)
@@ -82,7 +82,7 @@ class Grid(LocalGrid):
         for node_id, context in self.contexts.items():
             context.node_id = node_id
         self.order, self.changes, self.changed_kinds = order, changes or {}, changed_kind.split()
-        self.damaged, self.on_send = 0, on_send
+        self.damaged, self.on_send = 0, on_send or (lambda _: None)
         self.trained: list[int] = []
         self.exchanges: list[tuple[str, int]] = []
         self.seen: list[tuple[str, Message]] = []
@@ -102,19 +102,18 @@ class Grid(LocalGrid):
         messages = list(messages)
         if messages:
             self.exchanges.append((messages[0].metadata.message_type, len(messages)))
-        if self.on_send is not None:
-            self.on_send(messages)
+        self.on_send(messages)
         self.seen += [("down", message) for message in messages]
         replies: list[Message] = []
         for message in messages:
-            node = message.metadata.dst_node_id
-            partition = self.contexts[node].node_config.get("partition-id", node)
+            node, kind = message.metadata.dst_node_id, message.metadata.message_type
+            partition = int(self.contexts[node].node_config.get("partition-id", node))
             (reply,) = super().send_and_receive([message])
-            if message.metadata.message_type == "train":
-                self.trained.append(int(partition))
+            if kind == "train":
+                self.trained.append(partition)
             changed: Message | list[Message] | None = reply
-            if partition in self.changes and message.metadata.message_type in self.changed_kinds:
-                changed = self.changes[int(partition)](reply)
+            if partition in self.changes and kind in self.changed_kinds:
+                changed = self.changes[partition](reply)
                 self.damaged += 1
             replies += changed if isinstance(changed, list) else [changed] if changed else []
         replies = self._in_order(replies)
@@ -161,9 +160,9 @@ def owned(folder: Path, client: object, **limits: Any) -> PrivacyLimits:
 
 def first_model(strategy: FlowerStrategy) -> nn.Module:
     """Return the strategy's network if its arrays have other names than those of network()."""
-    usual, own = network(), getattr(strategy, "network", None)
-    other = own is not None and own.state_dict().keys() != usual.state_dict().keys()
-    return own if own is not None and other else usual
+    usual, other = network(), getattr(strategy, "network", None)
+    differs = other is not None and other.state_dict().keys() != usual.state_dict().keys()
+    return other if other is not None and differs else usual
 
 
 def start(
@@ -291,11 +290,6 @@ def with_metrics(**values: Any) -> Change:
     return apply
 
 
-def unavailable(reply: Message) -> Message:
-    """Return the transport's error, which carries the SuperLink's node id."""
-    return from_node(failed(reply), SUPERLINK)
-
-
 def lost(_: Message) -> None:
     return None
 
@@ -331,17 +325,8 @@ def first_array(make: Callable[[Array], Array]) -> Change:
 
 
 def with_bytes(write: Callable[[io.BytesIO], object]) -> Change:
-    buffer = io.BytesIO()
-    write(buffer)
+    write(buffer := io.BytesIO())
     return first_array(lambda _: Array("float32", (3,), "numpy.ndarray", buffer.getvalue()))
-
-
-HUGE = {"descr": "<f4", "fortran_order": False, "shape": (2**40,)}
-garbage = with_bytes(lambda file: file.write(b"not an array"))
-archive = with_bytes(lambda file: np.savez(file, w=np.zeros(3)))
-# a header that declares 4 TB, and no data
-boasting = with_bytes(lambda file: np.lib.format.write_array_header_1_0(file, HUGE))
-other_serialisation = first_array(lambda a: Array(a.dtype, a.shape, "safetensors", a.data))
 
 
 def damaged(
@@ -357,39 +342,44 @@ def damaged(
 
 
 EXTRA = np.zeros(3, np.float32)
+HUGE = {"descr": "<f4", "fortran_order": False, "shape": (2**40,)}
 # Kind of damage -> (what becomes of the reply, reasons under which it may be counted). These reach
 # what each method makes of the arrays.
 DAMAGED_ARRAYS: dict[str, tuple[Change, str]] = {
     "extra array": (with_arrays(lambda a: a | {"extra": EXTRA}), "arrays shape compression"),
     "missing array": (with_arrays(lambda a: dict(list(a.items())[:-1])), "arrays shape"),
     "two array records": (second_record("arrays"), "arrays"),
-    "garbage": (garbage, "arrays"),
+    "garbage": (with_bytes(lambda file: file.write(b"not an array")), "arrays"),
     "NaN": (damaged(0, lambda a: np.full_like(a, np.nan)), "non-finite"),
     "infinity": (damaged(0, lambda a: np.full_like(a, np.inf)), "non-finite"),
     "shape": (damaged(0, lambda a: a[:-1]), "shape"),
     "dtype": (damaged(0, lambda a: a.astype(np.complex64)), "dtype"),
 }
-
+COUNTS = {"zero": 0, "huge": 2**62, "list of": [1, 2], "fraction of": 5.5, "no": None}
+COUNTS |= {"NaN": float("nan"), "infinite": float("inf")}
 # These are stopped before, by Reply and Exchange.
 DAMAGED_REPLIES: dict[str, tuple[Change, str]] = {
+    **{
+        f"{kind} num-examples": (with_metrics(num_examples=count), "num-examples")
+        for kind, count in COUNTS.items()
+    },
     "error": (failed, "error"),
-    "error of the transport": (unavailable, "error"),
+    # which carries the SuperLink's node id
+    "error of the transport": (lambda reply: from_node(failed(reply), SUPERLINK), "error"),
     "no content": (empty, "metrics"),
-    "zip archive": (archive, "arrays"),
-    "other serialisation": (other_serialisation, "arrays"),
-    "header without data": (boasting, "arrays"),
+    "zip archive": (with_bytes(lambda file: np.savez(file, w=EXTRA)), "arrays"),
+    "other serialisation": (
+        first_array(lambda a: Array(a.dtype, a.shape, "safetensors", a.data)), "arrays"
+    ),
+    # one that declares 4 TB
+    "header without data": (
+        with_bytes(lambda file: np.lib.format.write_array_header_1_0(file, HUGE)), "arrays"
+    ),
     "two metric records": (second_record("metrics"), "metrics"),
-    "zero num-examples": (with_metrics(num_examples=0), "num-examples"),
-    "huge num-examples": (with_metrics(num_examples=2**62), "num-examples"),
-    "list of num-examples": (with_metrics(num_examples=[1, 2]), "num-examples"),
-    "fraction of num-examples": (with_metrics(num_examples=5.5), "num-examples"),
-    "no num-examples": (with_metrics(num_examples=None), "num-examples"),
     "metric of 67 bits": (with_metrics(train_loss=10**20), "metrics"),
-    "NaN num-examples": (with_metrics(num_examples=float("nan")), "num-examples"),
-    "infinite num-examples": (with_metrics(num_examples=float("inf")), "num-examples"),
     "from a node that was not asked": (lambda reply: from_node(reply, 77), "not-asked"),
     "in another client's name": (lambda reply: from_node(reply, 1), "not-asked"),
-}
+}  # fmt: skip
 
 
 def run_damaged(
@@ -411,16 +401,14 @@ def run_damaged(
 
 
 # replies that are odd, but whose arrays can be used
-ODD: dict[str, Change] = {
-    "extra metric": with_metrics(bonus=1.0),
-    "missing metric": with_metrics(train_loss=None),
-    "list for a metric": with_metrics(train_loss=[1.0, 2.0]),
-    "NaN metric": with_metrics(train_loss=float("nan")),
-    "infinite metric": with_metrics(train_loss=-float("inf")),
-    "list with NaN": with_metrics(bonus=[1.0, float("nan")]),
-    "no partition": with_metrics(partition_id=None),
-    "fractional partition": with_metrics(partition_id=0.5),
-    "another's partition": with_metrics(partition_id=0),
-    "other name of the arrays": renamed("arrays"),
-    "other name of the metrics": renamed("metrics"),
-}
+ODD: list[Change] = [
+    with_metrics(bonus=1.0),
+    with_metrics(train_loss=None),
+    with_metrics(train_loss=[1.0, 2.0]),
+    with_metrics(train_loss=float("nan")),
+    with_metrics(train_loss=-float("inf")),
+    with_metrics(bonus=[1.0, float("nan")]),
+    *(with_metrics(partition_id=partition) for partition in (None, 0.5, 0)),  # 0: another's
+    renamed("arrays"),
+    renamed("metrics"),
+]

@@ -5,17 +5,18 @@ from functools import partial
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from flwr.serverapp.strategy import Strategy
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedntk.clients import LocalSGD, SGDClient
 from fedntk.ntk import BadReply
 from fedntk.ntk.support.files import claimed
+from fedntk.simulations.engine._flower import become_server, stamp
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
 from fedntk.simulations.engine.losses import LossyGrid
 from fedntk.strategies import NoUsableReply, Sampling, Screening, SecureAggregation, SeededFedAvg
 from fedntk.strategies.core import sampling
 from fedntk.strategies.core.channel import Conversation
+from fedntk.strategies.core.registry import ClientRegistry, Exchange, SentParts
 from fedntk.strategies.core.replies import screen_accuracies
 from fedntk.strategies.core.sampling import NotEnoughNodes
 from fedntk.strategies.core.strategy import round_of
@@ -25,16 +26,18 @@ from .federation import (
     ODD,
     Grid,
     app,
-    arrays_of,
     asked_first,
     bits,
     damaged,
     failed,
+    from_node,
     in_rounds,
+    initial_bits,
     lost,
     network,
     run_damaged,
     start,
+    told,
     with_metrics,
 )
 
@@ -64,7 +67,7 @@ def test_damaged_replies_are_dropped_and_counted_under_their_reasons():
 
 
 def test_odd_replies_with_good_arrays_are_used():
-    clients, odd = len(ODD) + 1, dict(enumerate(ODD.values(), 1))
+    clients, odd = len(ODD) + 1, dict(enumerate(ODD, 1))
     weights, strategy, grid = run(ask=True, changes=odd, num_clients=clients)
     assert grid.damaged == len(ODD)
     assert np.isfinite(strategy.train_metrics[1]["train-loss"])
@@ -76,13 +79,13 @@ def test_no_answer_about_a_partition_ends_the_run():
     kinds = [k for k in KINDS if "arrays" not in DAMAGED_REPLIES[k][1]]
     changes = {k: DAMAGED_REPLIES[kind][0] for k, kind in enumerate(kinds, 1)}
     ids = range(100, 102 + len(kinds))
-    own = {"num_clients": len(ids), "changed_kind": "query.partition"}
-    strategy = run(ask=True, changes=changes, node_ids=ids, **own)[1]
+    options = {"num_clients": len(ids), "changed_kind": "query.partition"}
+    strategy = run(ask=True, changes=changes, node_ids=ids, **options)[1]
     assert strategy.train_metrics[1]["replies-accepted"] == len(ids)
-    known = dict(enumerate(map(strategy.channel.registry.client, ids)))
-    assert all(client in (k, ids[k]) for k, client in known.items())
-    assert (known[0], known[len(kinds) + 1]) == (0, len(kinds) + 1)
-    assert max(known.values()) >= 100
+    clients = list(map(strategy.channel.registry.client, ids))
+    assert all(client in (k, ids[k]) for k, client in enumerate(clients))
+    assert (clients[0], clients[-1]) == (0, len(kinds) + 1)
+    assert max(clients) >= 100
 
 
 # ------------------------------------------------------------------------- metrics
@@ -151,24 +154,19 @@ def test_each_metric_is_the_mean_over_the_clients_that_report_it(stage):
         run(options=options, changes=own, changed_kind=stage)[1] for own in ({}, changes)
     )
     found, usual = (dict(getattr(own, f"{stage}_metrics")[1]) for own in (strategy, plain))
+    shape = [mean_of(v, [6, 7, 8]) for v in ([1, 3, 5], [2, 4, 6])]
     assert found.pop("replies-incomplete") == 6  # "never"
-    weights = range(5, 11)
     for name, left in {"auc": {1, 4}, "f1": (), "only": (), "count": ()}.items():
         values = [None if k in left else v for k, v in enumerate(reported[name])]
-        assert found.pop(name) == pytest.approx(mean_of(values, weights), rel=1e-12)
-    assert found.pop("shape") == pytest.approx(
-        [mean_of(v, [6, 7, 8]) for v in ([1, 3, 5], [2, 4, 6])]
-    )
+        assert found.pop(name) == pytest.approx(mean_of(values, range(5, 11)), rel=1e-12)
+    assert found.pop("shape") == pytest.approx(shape)
     assert found.pop("equal") == 0.1
     assert found == usual  # all replies, and their other metrics
 
 
 def test_names_that_few_report_do_not_squeeze_out_those_of_most():
-    flood = {f"a-{k}-{i}": 1.0 for k in range(3) for i in range(60)}
-    changes = {
-        k: with_metrics(zeal=1.0, **{n: 1.0 for n in flood if n.startswith(f"a-{k}-")})
-        for k in range(3)
-    } | {k: with_metrics(zeal=1.0) for k in range(3, 6)}
+    few = {k: {f"a-{k}-{i}": 1.0 for i in range(60)} for k in range(3)}
+    changes = {k: with_metrics(zeal=1.0, **few.get(k, {})) for k in range(6)}
     metrics = run(changes=changes)[1].train_metrics[1]
     assert metrics["zeal"] == 1.0
     assert len(metrics) <= 64 + 3
@@ -176,17 +174,17 @@ def test_names_that_few_report_do_not_squeeze_out_those_of_most():
 
 def test_a_function_is_given_the_metrics_that_most_have():
     """Not the reply without a loss; of the one with a metric more, what the others have."""
-    given = []
+    received = []
 
     def aggregate(contents, key):
-        given.extend(dict(content["metrics"]) for content in contents)
+        received.extend(dict(content["metrics"]) for content in contents)
         return MetricRecord({"n": len(contents)})
 
     changes = {1: with_metrics(train_loss=NAN), 4: with_metrics(bonus=1.0)}
     strategy = run(options={**ALL, "train_metrics_aggr_fn": aggregate}, changes=changes)[1]
     assert strategy.train_metrics[1]["n"] == 5
-    assert [own["num-examples"] for own in given] == [5, 7, 8, 9, 10]
-    assert {frozenset(own) for own in given} == {frozenset(["train-loss", "num-examples"])}
+    assert [metrics["num-examples"] for metrics in received] == [5, 7, 8, 9, 10]
+    assert {frozenset(own) for own in received} == {frozenset(["train-loss", "num-examples"])}
 
 
 # ---------------------------------------------------------------- nodes and sampling
@@ -207,31 +205,30 @@ def test_the_same_clients_are_sampled_by_fraction_or_by_number_whatever_their_no
     assert first[1] != first[2]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_available_nodes": 7}, "min_available_nodes = 7"),
-        ({"min_train_nodes": 7}, "min_train_nodes = 7"),
-        ({"min_completed": 7}, "min_completed = 7"),
-        (
-            {"min_completed": 5, "sampling": Sampling(held_out=[0, 1])},
-            "min_completed beside 2 held out = 7",
-        ),
-        ({"screening": Screening(rule="krum", malicious=2)}, "screening.rule = krum = 7"),
-        ({"fraction_evaluate": 0.1, "min_evaluate_nodes": 7}, "min_evaluate_nodes = 7"),
-        ({"min_available_nodes": 9, "min_train_nodes": 8}, "min_available_nodes = 9, min_train"),
-    ],
-)
+WANTED = [
+    ({"min_available_nodes": 7}, "min_available_nodes = 7"),
+    ({"min_train_nodes": 7}, "min_train_nodes = 7"),
+    ({"min_completed": 7}, "min_completed = 7"),
+    (
+        {"min_completed": 5, "sampling": Sampling(held_out=[0, 1])},
+        "min_comp.* beside 2 held out = 7",
+    ),
+    ({"screening": Screening(rule="krum", malicious=2)}, "screening.rule = krum = 7"),
+    ({"fraction_evaluate": 0.1, "min_evaluate_nodes": 7}, "min_evaluate_nodes = 7"),
+    ({"min_available_nodes": 9, "min_train_nodes": 8}, "min_available_nodes = 9, min_train"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WANTED)
 @pytest.mark.parametrize("kind", [LocalGrid, MeteredGrid, LossyGrid])
 def test_more_nodes_than_there_will_ever_be_are_refused_before_any_work(options, message, kind):
     """Also behind grids that meter or lose messages."""
-    grid = Grid(CLIENTS)
+    shown = grid = Grid(CLIENTS)
     strategy = SeededFedAvg(**ALL | options)
-    around = {LocalGrid: lambda: grid, MeteredGrid: lambda: MeteredGrid(grid)}
-    shown = around.get(kind, lambda: LossyGrid(grid, strategy, 0, 0.1, 0.0))()
-    with pytest.raises(
-        NotEnoughNodes, match=f"^{message}.*: this grid has 6 nodes.* give the grid"
-    ):
+    if kind is not LocalGrid:
+        shown = kind(grid, *([strategy, 0, 0.1, 0.0] if kind is LossyGrid else []))
+    refused = rf"^{message}.*: this grid has 6 nodes.* give the grid"
+    with pytest.raises(NotEnoughNodes, match=refused):
         start(strategy, shown)
     assert not grid.exchanges
 
@@ -239,13 +236,8 @@ def test_more_nodes_than_there_will_ever_be_are_refused_before_any_work(options,
 def test_sums_under_masks_need_three_clients_and_what_is_not_done_needs_none():
     with pytest.raises(NotEnoughNodes, match="secure = 3: this grid has 2 nodes"):
         start(SeededFedAvg(secure=SecureAggregation(), **ALL), Grid(CLIENTS, num_clients=2))
-    strategy = SeededFedAvg(
-        **ALL,
-        min_evaluate_nodes=50,
-        sampling=Sampling(over_selection=3),
-        screening=Screening(malicious=9),
-    )
-    start(strategy, Grid(CLIENTS))
+    parts = {"sampling": Sampling(over_selection=3), "screening": Screening(malicious=9)}
+    _, strategy, _ = run(options={**ALL, "min_evaluate_nodes": 50, **parts})
     assert strategy.train_metrics[1]["replies-accepted"] == 6
 
 
@@ -279,7 +271,7 @@ def test_a_round_changes_the_model_if_half_of_the_replies_came(least, lost_clien
     options = ALL | ({} if least == 0.5 else {"min_completed": least})
     weights, strategy, _ = run(options=options, changes=dict.fromkeys(range(lost_clients), lost))
     assert strategy.train_metrics[1]["replies-accepted"] == 6 - lost_clients
-    assert (weights != bits(arrays_of(ArrayRecord(dict(network().state_dict()))))) == changes
+    assert (weights != initial_bits()) == changes
 
 
 @pytest.mark.parametrize("least", [0, -1, 1.5, 2.5])
@@ -290,10 +282,8 @@ def test_a_number_of_replies_is_whole_or_a_share(least):
 
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
     claims = {"changes": {3: with_metrics(partition_id=0)}, "changed_kind": "query.partition"}
-    _, _, grid = run(
-        options=ALL | {"sampling": Sampling(held_out=[0]), "min_train_nodes": 1}, **claims
-    )
-    assert sorted(grid.trained) == [1, 2, 4, 5]
+    options = {"sampling": Sampling(held_out=[0]), "min_train_nodes": 1}
+    assert sorted(run(options=ALL | options, **claims)[2].trained) == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("kind", ["query.partition", "train"])
@@ -392,18 +382,15 @@ def checkpointed(folder, rounds=1, net=None, lr=0.1, **options):
     return bits(start(SeededFedAvg(**ALL | options), Grid(CLIENTS), rounds, net, **config))
 
 
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        (
-            {"sampling": Sampling(seed=1)},
-            r"holds another run \(state: expected sampling\.seed = 1, got 0; ",
-        ),
-        # its names and shapes are all there
-        ({"net": network()[:1]}, r"of another network, which differs in \['1.weight', "),
-        ({"lr": 0.2}, r"holds a run with train_config = {'lr': 0.1}, got {'lr': 0.2}"),
-    ],
-)
+OTHER = [
+    ({"sampling": Sampling(seed=1)}, r"another run \(state: expected sampling\.seed = 1, got 0; "),
+    # its names and shapes are all there
+    ({"net": network()[:1]}, r"of another network, which differs in \['1.weight', "),
+    ({"lr": 0.2}, r"holds a run with train_config = {'lr': 0.1}, got {'lr': 0.2}"),
+]
+
+
+@pytest.mark.parametrize(("own", "message"), OTHER)
 def test_a_checkpoint_of_another_run_is_refused(own, message, tmp_path):
     checkpointed(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -454,29 +441,6 @@ def test_a_disk_that_is_full_ends_a_run_only_before_its_first_round(
     assert checkpointed(tmp_path, 3) == run(3)[0]
 
 
-def test_rounds_are_those_of_flower():
-    """Flower's own loop calls the same hooks in the same order, and ends with the same weights."""
-
-    def recorded(run):
-        calls = []
-
-        class Recorded(SeededFedAvg):
-            def __getattribute__(self, name):
-                if name.startswith(("configure_", "aggregate_")) and not name.endswith("_fn"):
-                    calls.append(name)
-                return super().__getattribute__(name)
-
-        def evaluate(server_round, arrays):
-            calls.append(("evaluate", server_round, bits(arrays_of(arrays))))
-
-        initial = ArrayRecord(dict(network().state_dict()))
-        options = {"num_rounds": 2, "evaluate_fn": evaluate}
-        result = run(Recorded(), grid=Grid(CLIENTS), initial_arrays=initial, **options)
-        return calls, bits(arrays_of(result.arrays)), str(result)
-
-    assert recorded(SeededFedAvg.start) == recorded(Strategy.start)
-
-
 def test_a_run_in_which_no_client_succeeded_does_not_end_as_if_it_had(tmp_path):
     """The same call then begins anew. One good reply is enough, also one before a restart."""
     with pytest.raises(NoUsableReply, match=r"3 rounds no .* the last refused: out of memory"):
@@ -486,7 +450,81 @@ def test_a_run_in_which_no_client_succeeded_does_not_end_as_if_it_had(tmp_path):
     strategy, again = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
     at_times = dict.fromkeys(range(6), in_rounds(strategy, [1, 3], failed))
     start(strategy, Grid(CLIENTS, changes=at_times), 3)
-    assert [strategy.train_metrics[r]["replies-accepted"] for r in (1, 2, 3)] == [0, 6, 0]
+    assert told(strategy) == [0, 6, 0]
     again.load_state_dict(strategy.state_dict())
     start(again, Grid(CLIENTS, changes=ALL_FAIL), 4)
-    assert again.train_metrics[4]["replies-accepted"] == 0
+    assert told(again) == [0]
+
+
+# --------------------------------------------------------- registry and exchanges
+
+
+def registry(partitions):
+    made = ClientRegistry()
+    made.add(partitions)
+    made.set_present(partitions)
+    return made
+
+
+def test_a_client_goes_by_its_partition_or_its_node():
+    nodes = registry({50: 3, 60: None})
+    assert list(map(nodes.client, [50, 60, 99])) == [3, 60, 99]
+    assert nodes.unknown([50, 70]) == [70]
+    nodes.add({9: 60})  # a node that reports a partition has it before one that reports none
+    nodes.set_present([50, 60, 9])
+    assert nodes.clients() == {3, 60, -61}
+    assert nodes.client(9) == 60
+
+
+def test_of_two_live_nodes_that_claim_one_partition_the_first_keeps_it():
+    """The second gets -1 - node, and the partition once the first has left."""
+    nodes = registry({50: 3, 40: 3})
+    assert (nodes.client(40), nodes.client(50)) == (3, -51)
+    assert nodes.clients(without=[3]) == set()  # whoever claims a partition that is held out
+    nodes.set_present([50])
+    assert (nodes.client(50), nodes.clients()) == (3, {3})
+    nodes.set_present([40, 50])
+    assert (nodes.client(40), nodes.client(50)) == (-41, 3)
+    assert nodes.nodes_of([3]) == [40, 50]
+
+
+def test_a_node_that_registers_anew_is_the_client_it_was_and_clients_that_left_count_if_asked():
+    nodes = registry({50: 3, 60: 4})
+    nodes.set_present([60])
+    assert (nodes.clients(), nodes.clients(departed=True)) == ({4}, {3, 4})
+    assert nodes.clients(departed=True, without=[3]) == {4}
+    nodes.add({70: 3})
+    nodes.set_present([60, 70])
+    assert (nodes.client(70), nodes.clients()) == (3, {3, 4})
+
+
+def test_what_was_sent_is_forgotten_and_restored():
+    sent, again = SentParts(), SentParts()
+    for client in (3, 4, -62):
+        sent.mark(client, "network", "linear")
+    sent.forget(3)
+    assert sent.lacks(3, "network") == ["network"]
+    again.load_state_dict(sent.state_dict())
+    assert sent.state_dict() == again.state_dict() == {"4": ["linear", "network"]}
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+def test_each_message_is_answered_once_by_its_node(stamped):
+    """Messages get their ids after they were noted: Flower's grid sets them when it sends."""
+    become_server()
+    earlier, *messages = (Message(RecordDict(), node, "train") for node in (7, 7, 8))
+    sent = Exchange(messages)
+
+    def refused(message, match, reason, node=None):
+        reply = Message(RecordDict(), reply_to=message)
+        with pytest.raises(BadReply, match=match) as caught:
+            sent.take(reply if node is None else from_node(reply, node))
+        assert caught.value.reason == reason
+
+    if stamped:
+        earlier, *messages = map(stamp, [earlier, *messages])
+        refused(earlier, "answers an earlier message", "not-asked")
+    for message, node in zip(messages, (7, 8), strict=True):
+        assert sent.take(Message(RecordDict(), reply_to=message)) == node
+    refused(messages[1], "node 8 has answered this message before", "duplicate")
+    refused(messages[0], "node 9 was not asked", "not-asked", node=9)
