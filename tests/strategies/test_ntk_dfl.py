@@ -14,7 +14,8 @@ from fedntk.ntk.evolution.gradient_flow import GradientFlow
 from fedntk.strategies import NTKDFL, NTKFL, Topology
 
 from .federation import Contract, Grid, app, arrays_of, bits, examples, failed, kept_by, told
-from .test_dfedavg import COMPLETE, OPTIONS, agree, net, run
+from .test_gossip import COMPLETE, OPTIONS, agree, net
+from .test_gossip import learn as run
 
 STEPS = (2.0, 5.0, 10.0)
 MSE = {"loss": "mse", **OPTIONS}

@@ -1,0 +1,321 @@
+"""Last layers in closed form, by the equations of AFL, DeepAFL, Fed3R, FedNCM and FedCOF."""
+
+import copy
+from functools import partial
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from fedntk.clients import ClosedFormClient
+from fedntk.ntk import FeatureMap, one_hot, with_residual_features
+from fedntk.ntk.convex.ridge import sandwiched_ridge
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.prototypes import Prototypes
+from fedntk.strategies import AFL, DeepAFL, Fed3R, FedCOF, FedNCM
+from fedntk.strategies.closed_form.fed_cof import deviations
+
+from ..conftest import refused
+from .federation import (
+    Contract,
+    Grid,
+    app,
+    arrays_of,
+    bits,
+    damaged,
+    examples,
+    failed,
+    in_rounds,
+    initial_bits,
+    network,
+    run_as_if_lost,
+    start,
+    told,
+)
+
+LAYERS, WIDTH = 2, 5
+DEEP = with_residual_features(network(), LAYERS, WIDTH, 0)
+CLIENTS = app(ClosedFormClient)
+DEEP_CLIENTS = app(lambda _, *data, **own: ClosedFormClient(copy.deepcopy(DEEP), *data, **own))
+OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
+CONTRACT = {
+    "AFL with a ridge": Contract(
+        partial(AFL, network=network(), ridge=0.1, head="3"), CLIENTS, once=True
+    ),
+    "DeepAFL": Contract(partial(DeepAFL, network=DEEP), DEEP_CLIENTS, once=True),
+    **{
+        kind.__name__: Contract(partial(kind, network=network()), CLIENTS, once=True)
+        for kind in (Fed3R, FedNCM, FedCOF)
+    },
+}
+WEIGHT, BIAS, OMEGAS = "3.weight", "3.bias", ("3.0.omegas.0", "3.0.omegas.1")
+afl, fed3r, fed_ncm, fed_cof = (
+    partial(kind, network=network(), **OPTIONS) for kind in (AFL, Fed3R, FedNCM, FedCOF)
+)
+deep_afl = partial(DeepAFL, network=DEEP, **OPTIONS)
+
+
+def learn(strategy, rounds=1, grid=None, model=None):
+    """Arrays that a strategy learns, DeepAFL's under the names of the others' last layer."""
+    deep = isinstance(strategy, DeepAFL)
+    grid = grid or Grid(DEEP_CLIENTS if deep else CLIENTS)
+    after = start(strategy, grid, rounds, model or (DEEP if deep else None))
+    return after | {name: after[f"3.1.{name[2:]}"] for name in (WEIGHT, BIAS) if deep}
+
+
+def pooled():
+    x, y = (torch.cat(parts) for parts in zip(*map(examples, range(6)), strict=True))
+    z = FeatureMap("last-layer").extractor(network())(x)
+    return x, z.double(), one_hot(y, 3).double()
+
+
+def sums_of(z, y):
+    return FeatureStatistics.of([z], y.argmax(1), y.shape[1])
+
+
+def unit_rows(weight):
+    return weight / np.linalg.norm(weight, axis=1, keepdims=True)
+
+
+def aggregated(parts, gamma):
+    """AFL's way: local solutions, aggregated two at a time, then without K gamma.
+
+    W = (I - R_1 C_2 (I - (C_1 + C_2)^{-1} C_2)) W_1 + the same with 1 and 2 exchanged, R = C^{-1}.
+    """
+    one = torch.eye(parts[0][0].shape[1]).double()
+
+    def share(matrix, other, solution):
+        inner = one - torch.linalg.solve(matrix + other, other)
+        return solution - torch.linalg.solve(matrix, other @ inner @ solution)
+
+    total = joint = torch.empty(0)
+    for z, y in parts:
+        matrix = z.T @ z + gamma * one
+        local = torch.linalg.solve(matrix, z.T @ y)
+        if not len(total):
+            total, joint = matrix, local
+            continue
+        joint = share(total, matrix, joint) + share(matrix, total, local)
+        total = total + matrix
+    return torch.linalg.solve(total - len(parts) * gamma * one, total @ joint)
+
+
+@pytest.mark.parametrize("gamma", [0.1, 1.0])
+def test_sums_give_what_afls_aggregation_gives(gamma):
+    """Three clients have fewer examples than features.
+
+    Condition numbers are below 1e4, so that 1e-9 is above 100 times float64's rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        (torch.randn(len(x), 8, generator=generator).double(), one_hot(y, 3).double())
+        for x, y in map(examples, range(6))
+    ]
+    weight, bias = afl().last_layer([sums_of(*part) for part in parts])
+    np.testing.assert_allclose(weight.T, aggregated(parts, gamma), rtol=1e-9, atol=1e-9)
+    assert not bias.any()
+
+
+@pytest.mark.parametrize("ridge", [0, 0.1])
+def test_a_run_of_afl_gives_the_joint_solution(ridge):
+    """The ridge is over the mean squared norm; weights are rounded to float32."""
+    _, z, y = pooled()
+    rho = ridge * z.square().sum(1).mean()
+    rows = torch.cat([z, rho.sqrt() * torch.eye(8).double()])
+    expected = torch.linalg.pinv(rows) @ torch.cat([y, torch.zeros(8, 3).double()])
+    after = learn(afl(ridge=ridge))
+    np.testing.assert_allclose(after[WEIGHT].T, expected, rtol=1e-6, atol=1e-7)
+    assert not after[BIAS].any()
+    before = arrays_of(ArrayRecord(network().state_dict()))
+    assert bits(after | {n: before[n] for n in (WEIGHT, BIAS)}) == initial_bits()
+
+
+@pytest.mark.parametrize(("make", "exchanges"), [(afl, 1), (deep_afl, LAYERS)])
+def test_all_clients_are_asked_in_the_first_rounds_and_again_if_too_few_replied(make, exchanges):
+    """Rounds after the last exchange train nobody; blocks of a run before count for nothing."""
+    strategy, used = make(min_completed=6, fraction_train=0.5), None
+    grid = Grid(DEEP_CLIENTS if make is deep_afl else CLIENTS)
+    grid.changes = {2: in_rounds(strategy, [1], failed)}
+    after, expected = learn(strategy, 5, grid), learn(make(), exchanges)
+    assert sorted(grid.trained) == sorted([*range(6)] * (1 + exchanges))
+    assert told(strategy) == [5, *[6] * exchanges]
+    assert bits(after) == bits(expected)
+    if make is deep_afl:
+        used = copy.deepcopy(DEEP)
+        used.load_state_dict({n: torch.tensor(after[n]) for n in DEEP.state_dict()})
+    assert bits(learn(strategy, exchanges, model=used)) == bits(expected)
+
+
+def test_networks_without_the_layer_or_without_blocks_are_refused():
+    said = r"initial_arrays: expected 3.weight of shape \(3, 8\)"
+    refused(said, start, afl(), Grid(CLIENTS), 1, nn.Linear(4, 3))
+    refused("network: expected one ResidualFeatures of 8 features", DeepAFL, network=network())
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "reason"),
+    [  # the mean square of features 1,000 times as large; sums too large beside it
+        (afl, damaged(0, lambda gram: gram * 1e6), "scale"),
+        (afl, damaged(1, lambda sums: sums * 100), "range"),
+        (fed_ncm, damaged(0, lambda means: means * 1000), "scale"),
+        (fed_ncm, damaged(1, lambda counts: counts * 2), "num-examples"),
+    ],
+)
+def test_features_of_another_size_false_sums_and_false_counts_are_dropped(make, change, reason):
+    run_as_if_lost(make, CLIENTS, change, reason)
+
+
+# ------------------------------------------------------------------------------ DeepAFL
+
+
+def test_one_exchange_a_layer_gives_deep_afls_two():
+    """A classifier of Phi_t, then its residuals, a layer after the other.
+
+    Features are float32, and each block's are of the last one's weights: 1e-4.
+    """
+    (x, phi, y), blocks = pooled(), copy.deepcopy(DEEP)[3][0].double()
+    after = learn(deep_afl(), LAYERS)
+
+    def classifier():
+        rho = 0.01 * phi.square().sum(1).mean()
+        return torch.linalg.solve(phi.T @ phi + rho * torch.eye(8).double(), phi.T @ y)
+
+    for layer, name in enumerate(OMEGAS):
+        w, f = classifier(), blocks.hidden(phi, layer)
+        omega = sandwiched_ridge(f.T @ f, f.T @ (y - phi @ w), w, 0.01, len(x))
+        np.testing.assert_allclose(after[name], omega, rtol=1e-4, atol=1e-4)
+        phi = phi + f @ omega
+    np.testing.assert_allclose(after[WEIGHT].T, classifier(), rtol=1e-4, atol=1e-4)
+    assert not after[BIAS].any()
+
+
+def test_the_squared_error_on_training_examples_falls_with_each_layer_of_deep_afl():
+    """Without a ridge of the classifier it can: Omega is at least as good as 0."""
+    x, _, y = pooled()
+    plain, first = learn(afl()), learn(deep_afl(), rounds=0)
+    results = [first | {f"3.1.{name[2:]}": plain[name] for name in (WEIGHT, BIAS)}]
+    results += [learn(deep_afl(ridge=0.0, block_ridge=1e-3), rounds) for rounds in (1, 2)]
+    errors = []
+    for arrays in results:
+        model = copy.deepcopy(DEEP).eval()
+        model.load_state_dict({name: torch.tensor(arrays[name]) for name in DEEP.state_dict()})
+        errors.append(float((model(x).detach() - y).square().sum()))
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_with_much_ridge_of_the_blocks_deep_afl_is_afl():
+    """Omega is about 1e-9."""
+    after, plain = learn(deep_afl(block_ridge=1e9, ridge=0.1), 2), learn(afl(ridge=0.1))
+    np.testing.assert_allclose(after[WEIGHT], plain[WEIGHT], rtol=1e-5, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------- Fed3R
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 1.0])
+def test_fed3r_is_the_papers_recursion_over_clients_with_lambda_once(ridge):
+    _, z, y = pooled()
+    z = torch.cat([z, torch.ones(len(z), 1).double()], 1)
+    a, b = ridge * z.square().sum(1).mean() * torch.eye(9).double(), torch.zeros(9, 3).double()
+    for row, label in zip(z, y, strict=True):
+        a, b = a + row.outer(row), b + row.outer(label)
+    linear = torch.linalg.solve(a, b)
+    norm = linear[:-1].norm(dim=0)
+    after = learn(fed3r(ridge=ridge))
+    np.testing.assert_allclose(after[WEIGHT].T, linear[:-1] / norm, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after[BIAS], linear[-1] / norm, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_bias_fed3r_is_afl_with_the_same_ridge_and_normalised_classes():
+    """Nobody has the fourth class: its weights are 0."""
+    head, (_, z, y) = nn.Linear(8, 4, bias=False), pooled()
+    sums = [sums_of(z, nn.functional.pad(y, (0, 1)))]
+    expected, _ = AFL(network=head, ridge=0.1).last_layer(sums)
+    weight, bias = Fed3R(network=head, ridge=0.1).last_layer(sums)
+    np.testing.assert_allclose(weight[:3], unit_rows(expected[:3]), rtol=1e-10)
+    assert not weight[3].any()
+    assert not bias.any()
+
+
+# ------------------------------------------------------------------------- FedNCM, FedCOF
+
+
+def test_weights_of_fed_ncm_are_the_class_means_over_all_examples_divided_by_their_norms():
+    """Means travel in float32: 1e-6. Client 0 has two of three classes."""
+    _, z, labels = (part.numpy() for part in pooled())
+    after = learn(fed_ncm())
+    means = np.stack([z[labels[:, c] == 1].mean(0) for c in range(3)])
+    np.testing.assert_allclose(after[WEIGHT], unit_rows(means), rtol=1e-6, atol=1e-7)
+    assert not after[BIAS].any()
+    of_one = fed_ncm(min_available_nodes=1, min_train_nodes=1)
+    weight = learn(of_one, grid=Grid(CLIENTS, num_clients=1))[WEIGHT]
+    assert not weight[2].any()
+    np.testing.assert_allclose(np.linalg.norm(weight[:2], axis=1), 1, rtol=1e-6)
+
+
+def prototypes(z, y, num_classes=3):
+    return Prototypes.of(lambda x: x, torch.as_tensor(z), torch.as_tensor(y), num_classes)
+
+
+def of_all_clients():
+    extract = FeatureMap("last-layer").extractor(network())
+    return [prototypes(extract(x), y) for x, y in map(examples, range(6))]
+
+
+def test_the_mean_over_all_ways_to_deal_examples_is_their_covariance():
+    """Means travel in float32: 1e-6. All 120 orders of five examples, dealt 2, 2, 1."""
+    z = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    total, orders = np.zeros((3, 3)), [np.array(order) for order in permutations(range(5))]
+    for order in orders:
+        hands = [z[hand] for hand in np.split(order, [2, 4])]
+        rows = deviations([prototypes(hand, [0] * len(hand), 1) for hand in hands])
+        total += rows.T @ rows
+    np.testing.assert_allclose(total / len(orders), 4 * np.cov(z.T), rtol=1e-5, atol=1e-6)
+
+
+def test_fed_cof_is_the_program_of_the_paper_class_by_class():
+    """Pooled means are float32: 1e-5 through a system of condition number below 100."""
+    gamma, p, of_class = 0.3, 8, []
+    for c in range(3):
+        of_class.append(
+            [(k.counts[c], k.means[c].astype(float)) for k in of_all_clients() if k.counts[c]]
+        )
+    counts = np.array([sum(n for n, _ in pairs) for pairs in of_class])
+    rights = np.stack([sum(n * mean for n, mean in pairs) for pairs in of_class])
+    square = (rights**2 / counts[:, None]).sum() / (counts.sum() * p)
+    mean = rights.sum(0) / counts.sum()
+    gram = counts.sum() * np.outer(mean, mean)
+    for pairs, count, right in zip(of_class, counts, rights, strict=True):
+        away = [(n, mean - right / count) for n, mean in pairs]
+        covariance = sum(n * np.outer(d, d) for n, d in away) / (len(pairs) - 1)
+        gram += (count - 1) * (covariance + gamma * square * np.eye(p))
+    after = learn(fed_cof(shrinkage=gamma))
+    expected = unit_rows(np.linalg.solve(gram, rights.T).T)
+    np.testing.assert_allclose(after[WEIGHT], expected, rtol=1e-5, atol=1e-5)
+    assert not after[BIAS].any()
+
+
+def test_with_much_shrinkage_fed_cof_is_fed_ncm():
+    """1e9 times the features' mean square: weights differ by about 1e-9, below float32."""
+    clients = of_all_clients()
+    (weight, _), (expected, _) = (
+        strategy.last_layer(clients) for strategy in (fed_cof(shrinkage=1e9), fed_ncm())
+    )
+    np.testing.assert_allclose(weight, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1, 1, 1)])
+def test_a_class_of_one_client_and_classes_of_one_example_have_only_gamma(sizes):
+    """No spread is seen: G is a multiple of I, plus m m^T. A class that nobody has gets 0."""
+    generator = np.random.default_rng(1)
+    clients = [
+        prototypes(generator.standard_normal((n, 8)).astype(np.float32), np.full(n, c % 2))
+        for c, n in enumerate(sizes)
+    ]
+    assert not deviations(clients[:2]).any()
+    weight, _ = fed_cof().last_layer(clients)
+    assert np.isfinite(weight).all()
+    assert not weight[2].any()
