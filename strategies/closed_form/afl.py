@@ -11,12 +11,9 @@ law, exactly, and in the end takes gamma of all K clients out again (the RI proc
     W = (C - K gamma I)^{-1} C W_agg,  C = sum of the C_k.
 
 That is W = (sum Z_k^T Z_k)^{-1} sum Z_k^T Y_k, the joint solution without gamma. So clients here
-send Z_k^T Z_k and Z_k^T Y_k themselves: the paper's W_k and C_k give these (C_k - gamma I and
-C_k W_k) and are given by them. Nobody inverts a client's matrix, and there is no gamma.
-
-This package's reading: if the joint matrix is singular, as when a unit is 0 for all examples, W
-is the least-squares solution of least norm; and there may be a ridge in the joint problem. The
-layer has no bias, as in the authors' program; one that the network has is set to 0.
+send Z_k^T Z_k and Z_k^T Y_k themselves, C_k - gamma I and C_k W_k of the paper: there is no gamma.
+If the joint matrix is singular, W is the solution of least norm. The layer has no bias; one that
+the network has is set to 0.
 """
 
 from collections.abc import Sequence

@@ -10,11 +10,8 @@ features F_t = sigma(Phi_t B_t):
 
 There clients are asked twice a layer: for the sums that give W_t, then for F_t^T F_t and
 F_t^T (Y - Phi_t W_t). Here they send the sums of (Phi_t, F_t) once. As Phi_{t+1} is a linear
-function of these, the sums give W_t, Omega_{t+1} and W_{t+1}: one exchange a layer.
-
-This package's reading: see :mod:`fedntk.ntk.features.layers`. Phi_0 are the last layer's inputs;
-their program's first random layer is what random features are here. Ridges do not depend on the
-features' scale. There is no bias, as in the program: one that the network has is set to 0.
+function of these, the sums give W_t, Omega_{t+1} and W_{t+1}: one exchange a layer. Phi_0 are the
+last layer's inputs: see :mod:`fedntk.ntk.features.layers`. There is no bias.
 """
 
 from collections.abc import Sequence
@@ -39,8 +36,7 @@ from .afl import AFL
 class DeepAFL(AFL):
     """DeepAFL (Tang et al. 2026): a block in each of the first rounds, asked of all clients.
 
-    The network is of :func:`~fedntk.ntk.with_residual_features`; its blocks begin anew. Clients are
-    :class:`~fedntk.clients.ClosedFormClient`.
+    The network is of :func:`~fedntk.ntk.with_residual_features`; its blocks begin anew.
     """
 
     ridge: float = option(

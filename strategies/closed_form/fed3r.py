@@ -6,15 +6,10 @@ ICML 2024. With features z of a pre-trained network, one-hot labels y and a ridg
     A = sum of z z^T,  b = sum of z y^T,  W = (A + lambda I)^{-1} b,
 
 with A and b added up client by client in any order; then each class's weights are divided by their
-norm. As in the authors' program features have a 1 appended, which the ridge counts like the others,
-and a class's bias is divided by the norm of its weights without it.
-
-This package's reading: lambda is `ridge` times the examples' mean squared norm, so that its meaning
-does not depend on the features' scale; and there is a bias if the network's last layer has one.
-
-The paper's random features (Fed3R-RF) are a property of the network: see
-:func:`fedntk.ntk.with_fourier_features`. Its fine-tuning from this classifier (Fed3R+FT)
-is not here. A run of another method may begin with the network that comes of it.
+norm. If the layer has a bias, features have a 1 appended, which the ridge counts like the others,
+and a class's bias is divided by the norm of its weights without it, as in the authors' program.
+Here lambda is `ridge` times the examples' mean squared norm. The paper's random features (Fed3R-RF)
+are a property of the network: see :func:`fedntk.ntk.with_fourier_features`.
 """
 
 from collections.abc import Sequence

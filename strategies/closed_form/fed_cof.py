@@ -13,11 +13,9 @@ clients at random. With the mean m of all N examples
     G = sum over c of (n_c - 1) S_c + N m m^T,  w_c = G^{-1} n_c m_c,
 
 and w_c is divided by its norm. G lacks the scatter of the m_c around m: the paper finds a better
-classifier without it. As gamma grows this becomes FedNCM.
-
-This package's reading: gamma is `shrinkage` times the mean square of the m_c's features, so that
-it does not depend on their scale; if all n_c are 1, it takes the place of gamma (n_c - 1). A class
-with one client has gamma I, as in the program, and one that nobody has gets weights of 0.
+classifier without it. As gamma grows this becomes FedNCM. Here gamma is `shrinkage` times the mean
+square of the m_c's features; if all n_c are 1, it takes the place of gamma (n_c - 1). A class with
+one client has gamma I, as in the program, and one that nobody has gets weights of 0.
 """
 
 from collections.abc import Sequence

@@ -4,12 +4,8 @@ Source: Legate et al., *Guiding The Last Layer in Federated Learning with Pre-Tr
 NeurIPS 2023, as others describe it; its text was not at hand. Clients send the mean of a
 pre-trained network's features over their examples of each class, and how many these are. The server
 forms the mean m_c over all clients' examples of class c, and the last layer's weights for the class
-are m_c / ||m_c||. There is no bias.
-
-This package's reading: one that the network has is set to 0. So the predicted class is the one
-whose mean has the smallest angle to an example's features. A class that nobody has gets weights of
-0. The paper's fine-tuning from this classifier (FedNCM+FT) is not here; a run of another method may
-begin with the network that comes of it.
+are m_c / ||m_c||, 0 for a class that nobody has. There is no bias: the predicted class is the one
+whose mean has the smallest angle to an example's features.
 """
 
 from collections.abc import Sequence

@@ -6,11 +6,9 @@ Beyond He et al., CVPR 2025 (AFL): the sums Z^T Z and Z^T Y that solve the joint
 
 are added up as whole numbers, so that the model has the same bits for every split of the examples
 and every order of the replies; rho is chosen on examples that the clients hold out, whose sums
-travel beside the others', and the model is then solved from all; sums may be masked, so that the
-server opens only the total; and, kept on its disk, they can be taken out again, one client at a
-time. What an example's features are is a property of the network, all of which but the last layer
-stays as it was: see :class:`~fedntk.ntk.features.scattering.Scattering`, and
-:func:`~fedntk.ntk.with_fourier_features`.
+travel beside the others'; sums may be masked, so that the server opens only the total; and, kept on
+its disk, they can be taken out again, one client at a time. Features are a property of the network:
+see :class:`~fedntk.ntk.features.scattering.Scattering`, :func:`~fedntk.ntk.with_fourier_features`.
 """
 
 import math

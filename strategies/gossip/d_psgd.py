@@ -11,9 +11,7 @@ Thompson et al., *NTK-DFL*, ICML 2025, appendix C.2, a round is one local epoch.
 
     x_i <- sum over j of W_ij x_j + (T_i(x_i) - x_i)
 
-with T_i the clients' local epochs of SGD: algorithm 1 itself if these are one batch. How an epoch
-of several batches goes together with the average is this module's reading, as that paper does not
-say it.
+with T_i the clients' local epochs of SGD: algorithm 1 itself if these are one batch.
 """
 
 from fedntk.ntk.payloads.gossip_options import GossipOptions

@@ -9,14 +9,8 @@ mask m_i that they were trained in, and a next mask m_i'. With its neighbours an
     m_i' <- m_i without its smallest weights, and as many with the largest gradients
 
 Layers' densities are those of Erdos-Renyi kernels. The share that is pruned goes down by a cosine:
-alpha / 2 (1 + cos(pi (k - 1) / T)).
-
-**What is whose.** The paper's abstract has sparse weights and personal masks, searched for by
-decentralised sparse training. The three lines above, the densities, the cosine, the same first mask
-for all clients, and regrowth by the gradients of one batch follow the authors' program. This
-package's reading: biases and norms are always whole (there nearly always); the shares of other
-mixing matrices weight both sums; gradients are not clipped; the learning rate's factor is 1 unless
-it is set; the mean model is over those that have a coordinate.
+alpha / 2 (1 + cos(pi (k - 1) / T)). These lines follow the authors' program. The shares of other
+mixing matrices weight both sums, and biases and norms are always whole.
 """
 
 from collections.abc import Sequence

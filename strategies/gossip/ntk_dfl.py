@@ -9,12 +9,9 @@ the neighbours N_i of round k:
     H_i, f^(t) from all J_{j,i} and the own; w_i = w̄_i + J^T R(t)              eq. (3) to (5)
 
 Three exchanges a round: the averages, the Jacobians, and the new weights that the next round begins
-with. With m_1 batches (appendix E.1) two more for each further batch. The paper's closed form is
-MSE's; its program runs cross-entropy.
-
-All members of a cluster have the same average. So one of them, the hub, can form it and evolve for
-all (appendix E.2): each member sends one Jacobian, and takes the hub's new weights, in a fourth
-exchange.
+with; two more for each further one of m_1 batches (appendix E.1). All members of a cluster have the
+same average. So one of them, the hub, can form it and evolve for all (appendix E.2): each member
+sends one Jacobian, and takes the hub's new weights, in a fourth exchange.
 """
 
 from typing import Any

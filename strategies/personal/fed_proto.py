@@ -6,8 +6,7 @@ Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous
     C^j <- sum over i in N_j of (n_ij / n_j) C_i^j,  n_j = sum over i in N_j of n_ij
 
 The paper's line has a factor 1 / |N_j| before the sum, under which prototypes shrink as clients
-come. It is left out: so C^j is the mean over all examples of the class, and one client's is its
-own. (The authors' program takes the plain mean over clients.)
+come. It is left out: so C^j is the mean over all examples of the class.
 """
 
 from typing import Any, TypeVar
