@@ -9,8 +9,7 @@ from fedntk.strategies import KeptSums, Ledger
 
 from ..conftest import refused
 from .federation import Grid, bits, damaged, lost
-from .test_one_exchange import clients_of, run
-from .test_one_exchange import strategy as any_strategy
+from .test_one_exchange import clients_of, make, run
 
 
 def draw(count: int, seed: int, moved: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +22,7 @@ def draw(count: int, seed: int, moved: int = 0) -> tuple[torch.Tensor, torch.Ten
 
 CLIENTS = clients_of([draw(120, k, moved=int(k == 4)) for k in range(6)])
 VALIDATION = draw(900, 99)
-strategy = partial(any_strategy, validation=VALIDATION)
+strategy = partial(make, validation=VALIDATION)
 
 
 @pytest.mark.parametrize("bits_", [8, 32])
