@@ -18,7 +18,7 @@ from fedntk.ntk.payloads.convex_task import ConvexTask
 
 from ..ntk.arithmetic import looped_steps
 from ..strategies.federation import network
-from ..strategies.tct_problem import distance
+from ..strategies.test_tct import distance
 
 MAP = FeatureMap(num_features=20)
 MOMENTS = ConvexTask(step="moments", network_key="k", num_features=20, bias=False)
