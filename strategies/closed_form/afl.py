@@ -33,10 +33,7 @@ class AFL(ClosedFormStrategy):
     """
 
     ridge: float = option(
-        "ridge of the joint problem, over the examples' mean squared norm; 0: least squares of "
-        "least norm",
-        default=0.0,
-        at_least=0,
+        "over the examples' mean squared norm; 0: solution of least norm", default=0.0, at_least=0
     )
 
     def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:

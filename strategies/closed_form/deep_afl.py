@@ -40,15 +40,10 @@ class DeepAFL(AFL):
     """
 
     ridge: float = option(
-        "lambda over the examples' mean squared norm; 0: least squares of least norm",
-        default=0.01,
-        at_least=0,
+        "lambda over the examples' mean squared norm; 0: least norm", default=0.01, at_least=0
     )
     block_ridge: float = option(
-        "gamma over the mean squared norms of an example's random features and of a class's "
-        "weights",
-        default=0.01,
-        above=0,
+        "gamma over mean squared norms of random features and class weights", default=0.01, above=0
     )
     num_solved: int = state(int)  # blocks
 

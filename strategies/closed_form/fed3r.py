@@ -24,9 +24,7 @@ class Fed3R(ClosedFormStrategy):
     """Fed3R (Fani et al. 2024). Clients are :class:`~fedntk.clients.ClosedFormClient`."""
 
     ridge: float = option(
-        "lambda over the examples' mean squared norm, the appended 1 among their features",
-        default=0.01,
-        above=0,
+        "lambda over the examples' mean squared norm, with the 1", default=0.01, above=0
     )
 
     def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:

@@ -27,8 +27,7 @@ class Distillation(Declared):
     """
 
     network: nn.Module = argument(
-        "the clients' architecture, with C >= 2 outputs; it is copied, its weights do not matter",
-        kw_only=False,
+        "the clients' architecture, with C >= 2 outputs; its weights do not matter", kw_only=False
     )
     examples: Tensor = argument(
         "the server's unlabelled examples, at least two, as the network takes them", kw_only=False
@@ -44,14 +43,10 @@ class Distillation(Declared):
     momentum: float = option("momentum of SGD", default=0.9, at_least=0, below=1)
     weight_decay: float = option("weight decay of SGD", default=1e-5, at_least=0)
     swa: bool = option(
-        "take the mean of the weights at the ends of cycles and after the last step, not the last",
-        default=True,
+        "take the mean of the weights at the ends of cycles and after the last step", default=True
     )
     swa_start: float = option(
-        "share of the steps after which weights count in that mean",
-        default=0.3,
-        at_least=0,
-        below=1,
+        "share of the steps before that mean begins", default=0.3, at_least=0, below=1
     )
     device: str = argument("where the networks run", default="cpu")
 

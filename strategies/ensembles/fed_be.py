@@ -76,8 +76,7 @@ class FedBE(Strategy):
         at_most=1e12,
     )
     client_models: bool = option(
-        "the clients' own models are in the ensemble, and so in the Result and in checkpoints",
-        default=True,
+        "the clients' own models are in the ensemble, the Result and checkpoints", default=True
     )
     distill: Distillation | None = argument(
         "the server's examples, network and rates of the distillation; None: none", default=None

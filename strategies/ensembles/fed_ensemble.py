@@ -86,10 +86,7 @@ class FedEnsemble(Strategy):
     )
     num_models: int = option("K", default=5, at_least=1)
     num_strata: int = option(
-        "Q, number of groups of clients; at least Q clients are sampled in a round; 0: as many "
-        "as models",
-        default=0,
-        at_least=0,
+        "Q, groups of clients, of which a round samples Q or more; 0: K", default=0, at_least=0
     )
     schedule: Schedule = option(
         "permutations of the models: independent: each stratum's by itself, as by Shi et al. 2021; "
@@ -340,12 +337,12 @@ class FedEnsemble(Strategy):
         key = self.configrecord_key
 
         def contents(client: int, config: ConfigRecord) -> RecordDict:
-            each = [ask.content(client) for ask in asks]
-            configs = [content.config_records[key] for content in each]
+            messages = [ask.content(client) for ask in asks]
+            configs = [message.config_records[key] for message in messages]
             differing_keys = tuple(
                 {n: v for n, v in one.items() if config.get(n) != v} for one in configs
             )
-            records = tuple(dict(content.array_records) for content in each)
+            records = tuple(dict(message.array_records) for message in messages)
             told = ConfigRecord({**config, **EnsembleArrays(differing_keys).to_arrays()})
             return RecordDict({**EnsembleArrays(records).to_arrays(), key: told})
 

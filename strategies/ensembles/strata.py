@@ -66,9 +66,9 @@ class Strata:
         shares = np.zeros_like(sizes)
         while size > shares.sum() and (shares < sizes).any():
             room = np.flatnonzero(shares < sizes)
-            each, rest = divmod(int(size - shares.sum()), len(room))
-            if each:
-                shares[room] = np.minimum(shares[room] + each, sizes[room])
+            equal, rest = divmod(int(size - shares.sum()), len(room))
+            if equal:
+                shares[room] = np.minimum(shares[room] + equal, sizes[room])
             else:
                 shares[generator.choice(room, size=rest, replace=False)] += 1
         chosen: list[int] = []

@@ -21,10 +21,7 @@ class DFedSAM(DFedAvgOptions, RelayStrategy):
     client = "DFedSAMClient"
 
     learning_rate_factor: float = shared(
-        "in round k the learning rate is multiplied by factor^(k - 1); 0.95 in the comparison of "
-        "Thompson et al. 2025, appendix C.2",
-        default=0.95,
-        above=0,
+        "in round k the learning rate is multiplied by factor^(k - 1)", default=0.95, above=0
     )
 
     def plan(self, *, first: bool) -> list[Step]:

@@ -61,7 +61,7 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
         return self.loss
 
     @property
-    def uses_hubs(self) -> bool:
+    def _has_hubs(self) -> bool:
         """Whether one member of each cluster averages and evolves for all."""
         return self.evolve_once
 

@@ -90,17 +90,15 @@ class RelayStrategy(Strategy):
     nests = "nowhere"
 
     topology: Topology = argument(
-        "who is whose neighbour; by default five random neighbours each, drawn anew in each round",
+        "who is whose neighbour; by default five at random, drawn anew in each round",
         default=Topology(),
     )
     collect: bool = argument(
-        "whether clients are asked for their models; else the global arrays stay what they were, "
-        "and only the clients' own evaluations show how good the models are",
+        "whether clients are asked for their models; else the global arrays stay what they were",
         default=True,
     )
     collect_both: bool = argument(
-        "whether clients also send their models as they were before the round's last step, as "
-        "averaged or as trained, so that methods can be compared at one point",
+        "whether clients also send their models as they were before the round's last step",
         default=False,
     )
     seal: bool = option(
@@ -110,8 +108,7 @@ class RelayStrategy(Strategy):
         default=False,
     )
     vouching: VouchesForKeys | None = argument(
-        "vouches for the clients' public keys in the run `run`, with which parcels are sealed",
-        default=None,
+        "vouches for the clients' public keys, with which parcels are sealed", default=None
     )
     average: WeightAverage | None = part("average of the mean model over rounds", default=None)
 
@@ -143,7 +140,7 @@ class RelayStrategy(Strategy):
         return [Step("weights"), Step("step")] if first else [Step("step")]
 
     @property
-    def uses_hubs(self) -> bool:
+    def _has_hubs(self) -> bool:
         """Whether one member of each cluster averages and evolves for all."""
         return False
 
@@ -212,7 +209,7 @@ class RelayStrategy(Strategy):
             self._ask_keys(r, nodes)
         graph, hubs = self.graph(r.number, list(nodes)), None
         self.neighbours = graph
-        if self.uses_hubs:
+        if self._has_hubs:
             stars = self.topology.hubs(r.number, graph)
             members = {k: (hub,) for hub, others in stars.items() for k in others}
             self.neighbours, hubs = stars | members, stars.keys()
@@ -222,7 +219,6 @@ class RelayStrategy(Strategy):
         return self.progress
 
     def _ask_step(self, r: Round, clients: Sample | Uploads[Any]) -> Rounds[Uploads[Records]]:
-
         def require_parcels(message: Message) -> None:
             """Tell weights by the record's name, as arrays' names are not read here."""
             if r.owner.arrayrecord_key in message.content.array_records:
@@ -250,8 +246,7 @@ class RelayStrategy(Strategy):
 
     def _mark(self, uploads: Uploads[Any]) -> None:
         for client in uploads.clients:
-            if self.sent.lacks(client, FIRST):
-                self.sent.mark(client, FIRST)
+            self.sent.mark(client, FIRST)
 
     def _content(self, r: Round, client: int, config: ConfigRecord, training: bool) -> RecordDict:
         """Return the parcels for a client, and the first weights if it has none of its own."""

@@ -49,8 +49,7 @@ class Topology(Declared):
     dynamic: bool = option("the graph is drawn anew in each round", default=True)
     seed: int = option("seed of the draws, with the round", default=0, at_least=0)
     graph: Edges | None = argument(
-        "networkx graph or pairs of clients' ids (partitions), if the kind is own; edges have no "
-        "direction",
+        "networkx graph without directions, or pairs of clients' ids, if the kind is own",
         default=None,
     )
 
@@ -134,9 +133,9 @@ class Topology(Declared):
                 graph.add_edges_from((a, b) for a, b in self.edges if {a, b} <= set(members))
                 return graph
             case _:
-                odd = count * degree % 2  # one more, which is left out again
-                numbered = nx.random_regular_graph(degree, count + odd, seed=seed)
-                numbered.remove_nodes_from(range(count, count + odd))
+                extra = count * degree % 2  # one more, which is left out again
+                numbered = nx.random_regular_graph(degree, count + extra, seed=seed)
+                numbered.remove_nodes_from(range(count, count + extra))
         return nx.relabel_nodes(numbered, dict(enumerate(order)))
 
 

@@ -78,8 +78,7 @@ class KernelStrategy(FlowOptions, Strategy):
         at_least=0,
     )
     allow_no_step: bool = option(
-        "have t = 0, the weights as they are, among the candidates: then no round raises the loss "
-        "by which t is chosen; the paper's grid lacks it",
+        "have t = 0 among the candidates, unlike the paper: then no round raises their loss",
         default=True,
     )
     selection: Selection = option(
@@ -90,9 +89,7 @@ class KernelStrategy(FlowOptions, Strategy):
         default="clients",
     )
     validation_partitions: Sequence[int] = argument(
-        "partitions never sampled for training, which report the candidates' losses for "
-        "selection='validation'",
-        default=(),
+        "partitions that never train, which report losses for selection='validation'", default=()
     )
     class_prior: bool = option(
         "take the classes' shares among a round's examples out of what is learned from them, for "
@@ -101,8 +98,7 @@ class KernelStrategy(FlowOptions, Strategy):
         default=False,
     )
     class_target: Literal["uniform", "seen"] = option(
-        "with class_prior: predict for classes that are equally common, or as common as among all "
-        "examples so far",
+        "with class_prior: classes are predicted as equally common, or as among examples so far",
         default="uniform",
     )
     memory_budget: float = option(
@@ -333,10 +329,10 @@ class _Progress:
         now = time.monotonic()
         seconds = now - self._start
         if step.time == 0:
-            each = seconds / max(1, step.products)
-            if each * step.expected > SHORT:
+            pace = seconds / max(1, step.products)
+            if pace * step.expected > SHORT:
                 message = "%s, will take roughly %d products of %.2g s, %.0f s"
-                logger.info(message, self._what, step.expected, each, each * step.expected)
+                logger.info(message, self._what, step.expected, pace, pace * step.expected)
         elif now - self._said > SHORT:
             self._said = now
             message = "%s: t = %.3g of %g after %d products and %.0f s"

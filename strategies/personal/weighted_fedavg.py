@@ -76,8 +76,7 @@ class WeightedFedAvg(Strategy):
 
     similarity: Literal["prototypes", "entk"] = option(
         "by what clients are compared: class means of the last layer's inputs, as by Huang et al. "
-        "2024, or of tangent features (ours): clients are alike if their models would learn the "
-        "same next",
+        "2024, or of tangent features (ours): would their models learn the same next?",
         default="prototypes",
     )
     temperature: float = option(
@@ -89,8 +88,7 @@ class WeightedFedAvg(Strategy):
         default="zero",
     )
     over: Literal["round", "all"] = option(
-        "whose models are mixed: round: those of the round's clients; all: those that all clients "
-        "last sent",
+        "whose models are mixed: those of the round's clients, or those that all last sent",
         default="round",
     )
     by_examples: bool = option(
@@ -106,8 +104,7 @@ class WeightedFedAvg(Strategy):
         "seed of similarity = entk, shared by all clients", default=123, at_least=0
     )
     memory_budget: float = option(
-        "GB of clients' models in the server's memory, beside the replies of a round; more are "
-        "kept on disk",
+        "GB of clients' models in the server's memory; more are kept on disk",
         default=4.0,
         at_least=0,
         at_most=float("inf"),

@@ -37,8 +37,8 @@ class ControlVariate(Declared):
         """
         if not self.value.size:
             return "zero"
-        known = self.full_round == server_round - 1 == self.rounds.get(client, 0)
-        return "last" if known else "sent"
+        in_last = self.full_round == server_round - 1 == self.rounds.get(client, 0)
+        return "last" if in_last else "sent"
 
     def know(self, examples: Mapping[int, int]) -> None:
         """Note the clients' numbers of examples; the first that a client reports counts."""

@@ -136,9 +136,7 @@ class TCT(ConvexOptions, Strategy):
     )
     normalise: bool = option("whether features get mean 0 and variance 1", default=True)
     sums: FeatureSums | None = part(
-        "clients send sums over their features, from which the server solves in one round; else "
-        "they take local steps",
-        default=None,
+        "clients send sums over their features, from which the server solves", default=None
     )
     storage: KeptSums | None = part(
         "each client's sums are kept, so that `without` can take a client out again", default=None
