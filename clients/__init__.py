@@ -5,10 +5,10 @@ from .core.adapter import client_app, received
 from .core.base import ModelClient, sample_size
 from .core.disk_store import DiskStore, cache_dir
 from .core.local_sgd import LocalSGD
-from .core.masked_sums import MaskedSums
 from .core.masked_weights import MaskedWeights
 from .core.privacy_ledger import PrivacyLedger, PrivacyLimits
 from .core.projection import SealedProjection, project
+from .core.secure_sum import MaskedSums
 from .core.weights import NamedArrays, get_weights, set_weights
 from .ensembles.fed_ensemble import FedEnsembleClient
 from .gossip.d_psgd import DPSGDClient

@@ -24,9 +24,8 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.support.shared_arrays import first_names
 
 from .core.base import ModelClient
-from .core.local_sgd import LocalSGD
+from .core.local_sgd import Gradients, LocalSGD, held_gradients, trained_parameters
 from .core.randomness import own_randomness, torch_seed
-from .core.sgd_steps import Gradients, held_gradients, trained_parameters
 from .core.weights import Config, Fit, NamedArrays, Parameters, records_of, set_weights
 
 

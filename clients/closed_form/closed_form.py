@@ -27,7 +27,7 @@ from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.base import sample_size
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
-from ..core.masked_sums import Arrays, SumRequest
+from ..core.secure_sum import Arrays, SumRequest
 from ..core.weights import (
     Config,
     Evaluation,

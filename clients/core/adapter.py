@@ -46,16 +46,16 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     - ``query`` calls ``query(parameters, config)`` if there is one and arrays came, else
       ``get_properties(config)``. The reply has ``metrics``; strings go into ``properties``.
 
-    Each reply's metrics hold ``partition-id`` from the node's configuration, -1 if it has none.
-    A ``query.partition`` message asks only for that and loads no data; ``query.keys`` calls
+    Each reply's metrics hold ``partition-id`` from the node's configuration, -1 if it has none. A
+    ``query.partition`` message asks only for that and loads no data; ``query.keys`` calls
     ``get_properties({})``, for the key server; ``query.public_key`` calls ``public_key(config)``,
-    and ``query.input_sums`` ``input_sums(config)``. The configuration that a client is given also
-    has ``client-id``: its partition, or ``node<id>``. It names what a client keeps on disk.
+    and ``query.input_sums`` ``input_sums(config)``. The configuration also has ``client-id``: the
+    partition, or ``node<id>``. It names what a client keeps on disk.
 
     Parameters are :class:`~fedntk.clients.NamedArrays`: a list, as any NumPyClient takes it, whose
     ``records`` hold each array's record and name. A reply's arrays go back in the record
     ``arrays``, under the names of the message's first record if there are as many of them, else
-    under numbers; a client that returns NamedArrays of its own names its records itself.
+    under numbers; a client that returns NamedArrays names its records itself.
 
     Functions registered with ``@app.train()``, ``@app.evaluate()`` or ``@app.query()`` replace
     these: they are given Flower's message as it came, and return the reply. Each metric is averaged
@@ -73,11 +73,7 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     --------
     ::
 
-        def client_fn(context):
-            x, y = load_my_data()
-            return NTKFLClient(MyModel(), x, y)
-
-        app = client_app(client_fn)
+        app = client_app(lambda context: NTKFLClient(MyModel(), *load_my_data()))
 
     docs/drop-in.md shows an app with an evaluation of its own.
     """
@@ -184,8 +180,7 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
 
 
 def _make_client(client_fn: ClientFn, context: Context) -> NumPyClient:
-    """Make a client, while no other one of this process draws from the global generators."""
-    with GLOBAL_STATE:
+    with GLOBAL_STATE:  # no other client of this process draws meanwhile
         client = client_fn(context)
     if not isinstance(client, NumPyClient):
         raise TypeError(
@@ -246,11 +241,6 @@ def _reply_with_arrays(
     return make_reply(message, context, {"num-examples": num_examples, **metrics}, records)
 
 
-def _array(array: NDArray[Any]) -> Array:
-    array = np.asarray(array)
-    return Array(str(array.dtype), array.shape, "numpy.ndarray", to_npy(array))
-
-
 def make_reply(
     message: Message,
     context: Context,
@@ -268,7 +258,13 @@ def make_reply(
             metrics[key] = int(plain) if isinstance(plain, bool) else plain
     content = RecordDict({"metrics": metrics})
     for name, record in (records or {}).items():
-        content[name] = ArrayRecord({key: _array(array) for key, array in record.items()})
+        arrays = {key: np.asarray(array) for key, array in record.items()}
+        content[name] = ArrayRecord(
+            {
+                key: Array(str(a.dtype), a.shape, "numpy.ndarray", to_npy(a))
+                for key, a in arrays.items()
+            }
+        )
     if others:
         content["properties"] = others
     return Message(content, reply_to=message)

@@ -46,16 +46,14 @@ class ModelClient(Declared, NumPyClient):
 
     Examples come as a Tensor or NumPy array with labels; as a ``Dataset`` of pairs or dicts, of
     torch or of Hugging Face (with a torch format or transform); or as a ``DataLoader`` of one. All
-    examples count, each once and in the order of the dataset: a loader's shuffling, its
-    ``drop_last`` and ``num_workers`` play no part. A ``SubsetRandomSampler`` chooses its examples;
-    any other sampler is refused, as is an ``IterableDataset``. Examples of floating point are cast
-    to the dtype of the model's parameters.
+    count, each once and in the order of the dataset: a loader's shuffling, its ``drop_last`` and
+    ``num_workers`` play no part. A ``SubsetRandomSampler`` chooses its examples; other samplers are
+    refused, as is an ``IterableDataset``. Floats are cast to the dtype of the model's parameters.
 
     **Augmentation.** A dataset that draws random numbers is read with the global generators of
     torch, NumPy and Python seeded by (`seed`, round), and restored afterwards. So all exchanges of
     a round see the same examples, and the next round sees new ones. Evaluation, and all of stage 2
-    of :class:`TCTClient`, see those of `seed` only. A dataset with a generator of its own must
-    seed it itself. Clients in threads of one process read one after another.
+    of :class:`TCTClient`, see those of `seed` only.
     """
 
     strategy: ClassVar[str] = ""  # that the client goes with
@@ -123,18 +121,21 @@ class ModelClient(Declared, NumPyClient):
         super().__post_init__()
         self._has_seed = self.seed is not None
         if self.x_test is None and self.y_test is not None:
+            raise ValueError("x_test: expected the examples of y_test, got none; give both")
+        seed = 0 if self.seed is None else self.seed
+        numbers = seed if isinstance(seed, tuple) else (seed,)
+        if not all(isinstance(n, int | np.integer) and n >= 0 for n in numbers):
             raise ValueError(
-                "x_test: expected the examples of y_test, got none; give x_test, or leave both out "
-                "to evaluate on the training examples"
+                f"seed: expected a whole number of at least 0, or several, got {self.seed!r}"
             )
-        self.seed: tuple[int, ...] = _check_seed(self.seed)
+        self.seed: tuple[int, ...] = tuple(map(int, numbers))
         check_dtypes(self.model, self.dtypes)
         require_separate(self.model)  # a move to another device would part them
         self.model.to(self.device)
         self.device = torch.device(self.device)
         self._training = labelled_examples(self.x, self.y, columns=self.columns)
-        self._testing: LabelledExamples | None = None
         self._probe(self._training)
+        self._testing: LabelledExamples | None = None
         if self.x_test is not None:
             test = labelled_examples(self.x_test, self.y_test, columns=self.columns, name="x_test")
             self._testing = test
@@ -200,10 +201,7 @@ class ModelClient(Declared, NumPyClient):
         return len(self._training)
 
     def fit(self, parameters: Parameters, config: Config) -> Fit:
-        """Answer a training message by the method ``step_<name>`` of the step that it names.
-
-        A step returns arrays, the number of examples, and metrics.
-        """
+        """Answer a training message by the method ``step_<name>`` of the step that it names."""
         answer: Fit = step_method(self, self.step_in(config))(parameters, config)
         return answer
 
@@ -222,26 +220,7 @@ class ModelClient(Declared, NumPyClient):
         To train, also one for another client, loss or projection, or of unknown keys.
         """
         client, expected = type(self).__name__, Agreement.from_config(config)
-        if expected is not None:
-            self._require_expected(client, expected, to_train=to_train)
-        elif to_train and self.replies not in ("", wire.WEIGHTS):
-            raise ValueError(
-                f"{client} replies with {self.replies}, and the message comes from a strategy that "
-                f"takes no such replies; use fedntk.strategies.{self.strategy} on the server"
-            )
-        if not (to_train and self.replies):
-            return
-        keys = {key for key in config if not (key.startswith(PREFIX) or Agreement.owns(key))}
-        if unknown := sorted(keys - {*OF_EVERY_MESSAGE, *self.config_keys}):
-            supported = ", ".join(sorted(self.config_keys)) or "none"
-            raise ValueError(
-                f"train_config: unknown keys {', '.join(unknown)} for {client}; supported: "
-                f"{supported}. Set them where client or strategy is made, or add them to "
-                "config_keys of a client class of your own"
-            )
-
-    def _require_expected(self, client: str, expected: Agreement, *, to_train: bool) -> None:
-        if expected.schema not in ("", self.schema):
+        if expected is not None and expected.schema not in ("", self.schema):
             raise ValueError(
                 f"schema: {expected.strategy} expects examples of {expected.schema!r}, and this "
                 f"client's are of {self.schema or 'none'!r}; have both name the same columns, "
@@ -249,6 +228,24 @@ class ModelClient(Declared, NumPyClient):
             )
         if not to_train:
             return
+        if expected is not None:
+            self._require_expected(client, expected)
+        elif self.replies not in ("", wire.WEIGHTS):
+            raise ValueError(
+                f"{client} replies with {self.replies}, and the message comes from a strategy that "
+                f"takes no such replies; use fedntk.strategies.{self.strategy} on the server"
+            )
+        keys = {key for key in config if not (key.startswith(PREFIX) or Agreement.owns(key))}
+        unknown = sorted(keys - {*OF_EVERY_MESSAGE, *self.config_keys})
+        if self.replies and unknown:
+            supported = ", ".join(sorted(self.config_keys)) or "none"
+            raise ValueError(
+                f"train_config: unknown keys {', '.join(unknown)} for {client}; supported: "
+                f"{supported}. Set them where client or strategy is made, or add them to "
+                "config_keys of a client class of your own"
+            )
+
+    def _require_expected(self, client: str, expected: Agreement) -> None:
         if self.replies not in ("", expected.replies):
             raise ValueError(
                 f"{expected.strategy} takes {expected.replies}, and {client} replies with "
@@ -315,10 +312,7 @@ class ModelClient(Declared, NumPyClient):
         return sum_inputs(self, config)
 
     def training_examples(self, config: Config) -> tuple[Tensor, Tensor]:
-        """Return this round's sample of the training examples, projected, and their targets.
-
-        The configuration's ``server-round`` seeds the sample; ``sealed-seed`` is the projection's.
-        """
+        """Return this round's sample of the training examples, projected, and their targets."""
         chosen, seed = None, round_seed(self.seed, config)
         if self.sampling_rate < 1:
             n = len(self._training)
@@ -334,10 +328,7 @@ class ModelClient(Declared, NumPyClient):
         return self.project(x, config), targets
 
     def test_examples(self, config: Config) -> tuple[Tensor, Tensor]:
-        """Return the examples for evaluation, projected, and their one-hot targets.
-
-        A private client refuses to evaluate on its training examples.
-        """
+        """Return the examples for evaluation, projected, and their one-hot targets."""
         if self.is_private:
             self.require_test_examples()
         return self.project(self.test_inputs, config), self.test_targets
@@ -390,11 +381,7 @@ def step_method(client: object, step: str) -> Callable[..., Any]:
 
 
 def sum_inputs(client: ModelClient, config: Config) -> tuple[NDArray[np.float64], int]:
-    """Return the sum of a client's training inputs, of one input's shape, and their number.
-
-    The inputs are as the model takes them, projected if there is a projection. ValueError for a
-    model without centred inputs, which needs no mean.
-    """
+    """Return the sum of a client's inputs, as its model takes them, and their number."""
     client.require_permitted("query.input_sums")
     if not isinstance(client.model, CentredInputs):
         raise ValueError(
@@ -419,10 +406,3 @@ def candidate_losses(
         value = loss_value(client.outputs(x) + offset, targets, client.loss)
         losses.append(float("inf") if np.isnan(value) else value)
     return losses
-
-
-def _check_seed(seed: Any) -> tuple[int, ...]:
-    parts = (0,) if seed is None else seed if isinstance(seed, tuple) else (seed,)
-    if not all(isinstance(n, int | np.integer) and n >= 0 for n in parts):
-        raise ValueError(f"seed: expected a whole number of at least 0, or several, got {seed!r}")
-    return tuple(int(number) for number in parts)

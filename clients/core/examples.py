@@ -1,7 +1,6 @@
 """Labelled examples in the forms in which people have them: see ``ModelClient``.
 
 The result is the same for all: every example once, in the order of the dataset, as two tensors.
-Methods need a quantity for each example.
 """
 
 import copy
@@ -31,8 +30,8 @@ IMAGE_NAMES = (
 LABEL_NAMES = ("label", "labels", "target", "targets", "y")
 CURE = "give the dataset a transform to tensors of floating point, all of one shape"
 ONCE = (
-    "every example must come out of the dataset and of collate_fn once; leave out what is missing "
-    "or damaged before, with torch.utils.data.Subset"
+    "every example must come out of the dataset and of collate_fn once; leave out others before, "
+    "with torch.utils.data.Subset"
 )
 
 
@@ -45,9 +44,9 @@ class LabelledExamples:
     def __init__(self, names: tuple[str, str], x: Tensor, y: Tensor) -> None:
         name, self.name = names
         if len(x) == 0 or len(x) != len(y):
+            counts = f"{len(x)} and {len(y)}"
             raise ValueError(
-                f"{name}: expected at least one example and as many labels, got {len(x)} and "
-                f"{len(y)}"
+                f"{name}: expected one example or more and as many labels, got {counts}"
             )
         self.x, self.y = _finite(name, x), y
 
@@ -111,9 +110,13 @@ class _FromDataset(LabelledExamples):
             ) from error
         if batch is None or (isinstance(batch, Sized) and len(batch) == 0):
             raise ValueError(f"{self.name}: expected a batch, got {batch!r} of collate_fn; {cure}")
-        example, label = _columns(self.name, batch, self.columns)
-        x = _batch_tensor(self.name, example, "examples", CURE)
-        y = _batch_tensor(self.name, label, "labels", "number the classes from 0")
+        parts = _columns(self.name, batch, self.columns)
+        cures = {"examples": CURE, "labels": "number the classes from 0"}
+        for part, (what, cure) in zip(parts, cures.items(), strict=True):
+            if not isinstance(part, Tensor | np.ndarray):
+                got = _a(part)
+                raise ValueError(f"{self.name}: expected {what} as one tensor, got {got}; {cure}")
+        x, y = (_tensor(self.name, part) for part in parts)
         if not len(x) == len(y) == len(positions):
             raise ValueError(
                 f"{self.name}: expected {len(positions)} examples and labels in a batch, got "
@@ -127,13 +130,15 @@ class _FromDataset(LabelledExamples):
             parts = item.values() if isinstance(item, Mapping) else item
             parts = parts if isinstance(item, Mapping | tuple | list) else [item]
             arrays = [part for part in parts if isinstance(part, Tensor | np.ndarray)]
-            self._first = [(a, a.clone() if isinstance(a, Tensor) else a.copy()) for a in arrays]
-        if not all(_equal(array, before) for array, before in self._first):
-            raise ValueError(
-                f"{self.name}: expected a dataset that returns the same example each time, got one "
-                "that changes in place what it returned before, such as by a transform with "
-                "inplace=True; have it return a new tensor"
-            )
+            self._first = [(array, copy.deepcopy(array)) for array in arrays]
+        for array, before in self._first:
+            equal = torch.equal if isinstance(array, Tensor) else np.array_equal
+            if not equal(array, before):
+                raise ValueError(
+                    f"{self.name}: expected a dataset that returns the same example each time, got "
+                    "one that changes in place what it returned before, such as by a transform "
+                    "with inplace=True; have it return a new tensor"
+                )
 
 
 def labelled_examples(
@@ -153,36 +158,29 @@ def labelled_examples(
         raise ValueError(
             f"columns: expected two names or positions, such as ('img', 'label'), got {columns!r}"
         )
-    if _is_array(x):
-        if columns is not None:
+    if not _is_array(x):
+        if y is not None:
             raise ValueError(
-                f"columns: expected none, as {name} is {_a(x)} without columns, got {columns!r}; "
-                "leave them out"
+                f"{labels}: expected none, as {name} is {_a(x)} and holds the labels, got {_a(y)}; "
+                f"leave {labels} out, or give {name} as a Tensor or array"
             )
-        if y is None:
-            raise ValueError(
-                f"{labels}: expected a label for each of the {len(x)} examples in {name}, got "
-                f"none; give {labels}, or a Dataset or DataLoader of pairs as {name}"
-            )
-        if not hasattr(y, "__array__") and not isinstance(y, list | tuple):
-            raise TypeError(
-                f"{labels}: expected a Tensor or array of labels, got {_a(y)}; a Dataset or "
-                f"DataLoader that holds examples and labels goes into {name}"
-            )
-        return LabelledExamples((name, labels), _tensor(name, x), _tensor(labels, y))
-    if y is not None:
+        if isinstance(x, DataLoader):
+            return _from_loader(name, x, columns)
+        _require_map_style(name, x)
+        return _FromDataset(name, x, range(len(x)), torch_data.default_collate, BATCH_SIZE, columns)
+    if columns is not None:
+        raise ValueError(f"columns: expected none, as {name} is {_a(x)}, got {columns!r}")
+    if y is None:
         raise ValueError(
-            f"{labels}: expected none, as {name} is {_a(x)} and holds the labels, got {_a(y)}; "
-            f"leave {labels} out, or give {name} as a Tensor or array"
+            f"{labels}: expected a label for each of the {len(x)} examples in {name}, got none; "
+            f"give {labels}, or a Dataset or DataLoader of pairs as {name}"
         )
-    if isinstance(x, DataLoader):
-        return _from_loader(name, x, columns)
-    _require_map_style(name, x)
-    return _FromDataset(name, x, range(len(x)), torch_data.default_collate, BATCH_SIZE, columns)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else np.array_equal(one, other)
+    if not hasattr(y, "__array__") and not isinstance(y, list | tuple):
+        raise TypeError(
+            f"{labels}: expected a Tensor or array of labels, got {_a(y)}; a Dataset or DataLoader "
+            f"that holds examples and labels goes into {name}"
+        )
+    return LabelledExamples((name, labels), _tensor(name, x), _tensor(labels, y))
 
 
 def _is_array(value: Any) -> bool:
@@ -190,32 +188,29 @@ def _is_array(value: Any) -> bool:
 
 
 def _from_loader(name: str, loader: DataLoader[Any], columns: Columns | None) -> LabelledExamples:
-    dataset, batches = loader.dataset, loader.batch_sampler
+    dataset: Any = loader.dataset
+    batches: Any = loader.batch_sampler
     _require_map_style(name, dataset)
     if batches is None:
         raise ValueError(
             f"{name}: expected a DataLoader with a batch_size, got batch_size=None; give it one, "
             "or give the dataset itself"
         )
-    size = len(dataset)  # type: ignore[arg-type]
-    sampler = batches.sampler if type(batches) is torch_data.BatchSampler else batches
+    sampler: Any = batches.sampler if type(batches) is torch_data.BatchSampler else batches
+    kind, size = type(sampler), len(dataset)
     positions: Sequence[int] = range(size)
-    if type(sampler) is torch_data.SubsetRandomSampler:
+    if kind is torch_data.SubsetRandomSampler:
         positions = sorted({int(i) for i in sampler.indices})
-    elif not _reads_each_once(sampler, size):
+    elif (
+        kind not in (torch_data.SequentialSampler, torch_data.RandomSampler)
+        or not len(sampler) == len(sampler.data_source) == size
+        or getattr(sampler, "replacement", False)
+    ):
         raise ValueError(
             f"{name}: expected a DataLoader that reads each example once, got one with "
             f"{_a(sampler)}; give the dataset itself, or a Subset of it"
         )
-    batch_size = batches.batch_size if type(batches) is torch_data.BatchSampler else BATCH_SIZE
-    return _FromDataset(name, dataset, positions, loader.collate_fn, batch_size, columns)
-
-
-def _reads_each_once(sampler: object, size: int) -> bool:
-    if type(sampler) is torch_data.RandomSampler:
-        all_once = not sampler.replacement and sampler.num_samples == size
-        return all_once and len(sampler.data_source) == size
-    return type(sampler) is torch_data.SequentialSampler and len(sampler.data_source) == size
+    return _FromDataset(name, dataset, positions, loader.collate_fn, batches.batch_size, columns)
 
 
 def _require_map_style(name: str, dataset: Any) -> None:
@@ -235,31 +230,31 @@ def _require_map_style(name: str, dataset: Any) -> None:
 
 def _columns(name: str, batch: Any, columns: Columns | None) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
-        chosen = columns or _guess_columns(name, batch)
-        if missing := [str(key) for key in chosen if key not in batch]:
+        example, label = columns or _guess_columns(name, batch)
+        if missing := [str(key) for key in (example, label) if key not in batch]:
             raise ValueError(
-                f"{name}: expected the columns {', '.join(map(str, chosen))}, got "
+                f"{name}: expected the columns {example}, {label}, got "
                 f"{', '.join(map(str, batch))} without {', '.join(missing)}; name them with "
                 "columns=(example, label)"
             )
-        return batch[chosen[0]], batch[chosen[1]]
-    if isinstance(batch, tuple | list):
-        if columns is None and len(batch) != 2:
-            raise ValueError(
-                f"{name}: expected pairs (example, label), got {len(batch)} parts; say which two "
-                "with columns=(0, 1)"
-            )
-        first, second = columns or (0, 1)
-        if not all(isinstance(i, int) and -len(batch) <= i < len(batch) for i in (first, second)):
-            raise ValueError(
-                f"{name}: expected columns = two positions from 0 to {len(batch) - 1}, as its "
-                f"examples are tuples, got {columns}"
-            )
-        return batch[first], batch[second]  # type: ignore[index]
-    raise ValueError(
-        f"{name}: expected batches of pairs (example, label) or of dicts, got {_a(batch)}; have "
-        "the dataset return the label as well"
-    )
+        return batch[example], batch[label]
+    if not isinstance(batch, tuple | list):
+        raise ValueError(
+            f"{name}: expected batches of pairs (example, label) or of dicts, got {_a(batch)}; "
+            "have the dataset return the label as well"
+        )
+    if columns is None and len(batch) != 2:
+        raise ValueError(
+            f"{name}: expected pairs (example, label), got {len(batch)} parts; say which two with "
+            "columns=(0, 1)"
+        )
+    first, second = columns or (0, 1)
+    if not all(isinstance(i, int) and -len(batch) <= i < len(batch) for i in (first, second)):
+        raise ValueError(
+            f"{name}: expected columns = two positions from 0 to {len(batch) - 1}, as its examples "
+            f"are tuples, got {columns}"
+        )
+    return batch[first], batch[second]  # type: ignore[index]
 
 
 def _guess_columns(name: str, batch: Mapping[Any, Any]) -> tuple[Any, Any]:
@@ -273,12 +268,6 @@ def _guess_columns(name: str, batch: Mapping[Any, Any]) -> tuple[Any, Any]:
             f"the keys {', '.join(map(str, batch))}; say which two with columns=('img', 'label')"
         )
     return inputs[0], labels[0]
-
-
-def _batch_tensor(name: str, part: Any, what: str, cure: str) -> Tensor:
-    if isinstance(part, Tensor | np.ndarray):
-        return _tensor(name, part)
-    raise ValueError(f"{name}: expected {what} as one tensor, got {_a(part)}; {cure}")
 
 
 def _tensor(name: str, values: Any) -> Tensor:
@@ -324,10 +313,7 @@ def _finite(name: str, x: Tensor) -> Tensor:
 
 
 def class_numbers(labels: Tensor, num_classes: int, *, name: str = "y") -> Tensor:
-    """Return labels as class numbers: int64, shape (n,).
-
-    Labels are integers of any dtype, of shape (n,) or (n, 1), or one-hot rows (n, C).
-    """
+    """Return integers of shape (n,) or (n, 1), or one-hot rows (n, C), as int64 (n,)."""
     shape = tuple(labels.shape)
     if shape[1:] == (num_classes,) != (1,):
         values = labels.double()

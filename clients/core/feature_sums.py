@@ -18,11 +18,12 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, sums_digest
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
+from fedntk.ntk.payloads.sum_task import NoiseOptions
 
 from .base import PROMISED, ModelClient, step_method
 from .disk_store import client_name
-from .masked_sums import Arrays, MaskedSums, SumRequest
 from .privacy_ledger import Release
+from .secure_sum import Arrays, MaskedSums, SumRequest
 from .weights import Config, Fit, NamedArrays, Parameters
 
 Sums = FeatureStatistics | SplitStatistics
@@ -65,10 +66,11 @@ class SumsClient(ModelClient):
         The noise of a whole client is of all examples that the owner has.
         """
         release = Release(task.run_key[:64])
-        if getattr(task, "epsilon", 0):
-            release = release._replace(epsilon=task.epsilon, delta=task.delta)
-        of_all = self.secure.privacy is None or getattr(task, "client_examples", 0)
-        examples = None if of_all else self.inputs
+        examples = None if self.secure.privacy is None else self.inputs
+        if isinstance(task, NoiseOptions):
+            if task.epsilon:
+                release = release._replace(epsilon=task.epsilon, delta=task.delta)
+            examples = None if task.client_examples else examples
         return SumRequest(task, client_name(config, self.seed), release, examples)
 
     def add_up(

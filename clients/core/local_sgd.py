@@ -5,9 +5,13 @@ Data*, AISTATS 2017, algorithm 1 (ClientUpdate); Li et al., *Federated Optimizat
 Networks*, MLSys 2020, eq. (2):
 
     h_k(w; w_t) = F_k(w) + (mu / 2) ||w - w_t||^2
+
+Steps have the bits of ``torch.optim.SGD``. A first optimizer of torch's imports its compiler: 0.6 s
+in each of the processes that Flower starts, one for each message to a client. Gradients go by the
+name of their parameter. A parameter that the loss does not know has none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,18 +26,93 @@ from fedntk.ntk.options import Declared, option
 from .base import ModelClient
 from .model_probe import training_outputs
 from .randomness import own_randomness, torch_seed
-from .sgd_steps import (
-    Adjust,
-    BatchGradients,
-    BatchLoss,
-    SGDSteps,
-    plain_gradients,
-    proximal_term,
-    trained_parameters,
-)
 from .weights import set_weights
 
 SGD_KEYS = frozenset({"lr", "proximal-mu"})  # of a message's configuration
+Gradients = dict[str, Tensor]
+Adjust = Callable[[Gradients], Gradients]  # what is stepped along instead; changes none in place
+BatchLoss = Callable[[Tensor], Tensor]  # positions of a batch's examples -> their mean loss
+BatchGradients = Callable[
+    [Callable[[], Tensor], Mapping[str, nn.Parameter]], tuple[Tensor, Gradients]
+]  # a batch's loss, parameters -> loss, gradients
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of those that are trained."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def plain_gradients(
+    batch_loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]
+) -> tuple[Tensor, Gradients]:
+    """Return a batch's loss and its gradients; the parameters hold them until the next call."""
+    for parameter in parameters.values():
+        parameter.grad = None
+    loss = batch_loss()
+    loss.backward()
+    return loss, held_gradients(parameters)
+
+
+def held_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
+    """Return the gradients that parameters hold; those of sparse embeddings are made dense."""
+    held = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return {name: g.to_dense() if g.is_sparse else g for name, g in held.items()}
+
+
+def proximal_term(
+    parameters: Mapping[str, nn.Parameter], mu: float, centre: Mapping[str, Tensor] | None = None
+) -> Adjust:
+    """Return what adds mu (w - centre) to the gradients of parameters w, trained in place.
+
+    By default the centre is w as it is now. It is copied, and may hold more than w has.
+    """
+    weights = _detach(parameters)
+    if centre is not None:
+        centre = {name: centre[name].to(weight) for name, weight in weights.items()}
+    centres = {name: weight.clone() for name, weight in (centre or weights).items()}
+
+    def adjust(gradients: Gradients) -> Gradients:
+        if not gradients:
+            return gradients
+        moved = torch._foreach_sub(
+            [weights[name] for name in gradients], [centres[name] for name in gradients]
+        )
+        pulled = torch._foreach_add(list(gradients.values()), moved, alpha=mu)
+        return dict(zip(gradients, pulled, strict=True))
+
+    return adjust
+
+
+class SGDSteps:
+    """Trains parameters in place by steps of ``torch.optim.SGD``; begins without momentum."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], rate: float, momentum: float, decay: float
+    ) -> None:
+        self.rate, self.momentum, self.decay = rate, momentum, decay
+        self._weights = _detach(parameters)
+        self._velocities: Gradients = {}
+
+    def take(self, gradients: Gradients) -> None:
+        """Take one step: v <- momentum v + g + decay w, w <- w - rate v."""
+        weights, steps = [self._weights[name] for name in gradients], list(gradients.values())
+        if not weights:
+            return
+        if self.decay:
+            steps = list(torch._foreach_add(steps, weights, alpha=self.decay))
+        if self.momentum:
+            for name, weight in zip(gradients, weights, strict=True):
+                if name not in self._velocities:
+                    self._velocities[name] = torch.zeros_like(weight)
+            velocities = [self._velocities[name] for name in gradients]
+            torch._foreach_mul_(velocities, self.momentum)
+            torch._foreach_add_(velocities, steps)
+            steps = velocities
+        torch._foreach_add_(weights, steps, alpha=-self.rate)
+
+
+def _detach(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
 class LocalSGD(Declared, frozen=True):
@@ -111,30 +190,13 @@ class LocalSGD(Declared, frozen=True):
     ) -> float:
         """Run E epochs of mini-batch SGD; the client's model holds the new weights then.
 
-        Parameters
-        ----------
-        client : ModelClient
-            Its model is trained, with its loss, on its device; its seed shuffles the examples.
-        weights : sequence of ndarray
-            Where to begin.
-        x, targets : Tensor, shapes (n, ...) and (n, C)
-            Examples, in the order before shuffling.
-        config : dict
-            ``"server-round"`` seeds the shuffling; ``"lr"`` replaces `learning_rate`.
-        adjust : callable, optional
-            Function from a step's gradients, by their parameters' names, to those that the step
-            goes along. It changes none in place.
-        batch_loss : callable, optional
-            Function from positions (int64) of a batch's examples to their mean loss; by default
-            that of :meth:`batch_loss`.
-        gradients : callable, optional
-            Function from a batch's loss and the parameters to that loss and its gradients.
+        Examples `x` (n, ...) with `targets` (n, C) are in the order before shuffling, which the
+        client's seed and ``config["server-round"]`` seed; ``config["lr"]`` replaces
+        `learning_rate`. `adjust` makes the gradients that a step goes along of those of its batch,
+        `batch_loss` is by default that of :meth:`batch_loss`, `gradients` :func:`plain_gradients`.
 
-        Returns
-        -------
-        float
-            Mean loss of the examples as the steps met them, in training mode, each counting once in
-            each epoch. Without epochs: in evaluation mode, at the weights received.
+        Returns the mean loss of the examples as the steps met them, in training mode, each counting
+        once in each epoch. Without epochs: in evaluation mode, at the weights received.
         """
         rate = self._resolve("learning_rate", config, "lr")
         model = client.model
@@ -148,12 +210,7 @@ class LocalSGD(Declared, frozen=True):
         seed = torch_seed(client.seed, config)
         with own_randomness(model, x[:2].to(client.device), seed) as generator:
             set_weights(model, weights)  # the probe may have moved statistics
-            steps = SGDSteps(
-                parameters,
-                learning_rate=rate,
-                momentum=self.momentum,
-                weight_decay=self.weight_decay,
-            )
+            steps = SGDSteps(parameters, rate, self.momentum, self.weight_decay)
             model.train()
             for _ in range(self.epochs):
                 for batch in self.batches(model, torch.randperm(len(x), generator=generator)):
@@ -166,7 +223,7 @@ class LocalSGD(Declared, frozen=True):
         return float(torch.stack(losses).cpu().double() @ shares)
 
     def batches(self, model: nn.Module, order: Tensor) -> Sequence[Tensor]:
-        """Return positions of the examples of each batch, in the given order."""
+        """Return positions of the examples of each batch, in an order."""
         batches = list(order.split(self.batch_size))
         norm = nn.modules.batchnorm._BatchNorm
         normalises = any(isinstance(module, norm) for module in model.modules())
@@ -175,10 +232,7 @@ class LocalSGD(Declared, frozen=True):
         return batches
 
     def batch_loss(self, client: ModelClient, x: Tensor, targets: Tensor) -> BatchLoss:
-        """Return the function from positions of a batch's examples to their mean loss.
-
-        The model's outputs are those of training mode.
-        """
+        """Return the function from a batch's positions to its mean loss, in training mode."""
         labels = targets if client.loss == "mse" else _class_numbers(targets)
         offset = log_class_prior(client.targets).to(client.device) if self.class_prior else None
 

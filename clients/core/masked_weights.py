@@ -21,8 +21,8 @@ from fedntk.ntk.payloads.npy import from_npy
 from .adapter import Function, make_reply, received
 from .base import PROMISED
 from .disk_store import client_name
-from .masked_sums import Arrays, MaskedSums, SumRequest
 from .privacy_ledger import Release
+from .secure_sum import Arrays, MaskedSums, SumRequest
 
 OPEN = ANSWERED - {MessageType.TRAIN}  # messages that tell of no training
 COUNT = "num-examples"  # metric of a reply

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
-from ..core.sgd_steps import Gradients, plain_gradients
+from ..core.local_sgd import Gradients, plain_gradients
 from .dfedavg import average, train_and_send
 from .gossip import GossipClient
 

@@ -20,8 +20,8 @@ from fedntk.ntk.payloads.gossip_options import ALL, DisPFLOptions
 from fedntk.ntk.support.arrays import ArrayDict, require_array, take_arrays
 from fedntk.ntk.support.shared_arrays import unify
 
+from ..core.local_sgd import Adjust, Gradients, plain_gradients, trained_parameters
 from ..core.randomness import round_seed
-from ..core.sgd_steps import Adjust, Gradients, gradients_of, trained_parameters
 from .gossip import GossipClient
 from .relay import COUNT, HEARD, RESTARTED, Answer, Message, WeightsParcel
 
@@ -148,8 +148,8 @@ class DisPFLClient(GossipClient):
         x, targets = self.training_examples(dict(config))
         generator = np.random.default_rng([*round_seed(self.seed, config), *b"mask-search"])
         batch = torch.from_numpy(np.sort(generator.permutation(len(x))[: self.sgd.batch_size]))
-        loss = self.sgd.batch_loss(self, x, targets)(batch)
-        gradients = gradients_of(loss, trained_parameters(self.model))
+        batch_loss = partial(self.sgd.batch_loss(self, x, targets), batch)
+        _, gradients = plain_gradients(batch_loss, trained_parameters(self.model))
         slopes = {name: slope.cpu().numpy() for name, slope in gradients.items()}
         self.model.zero_grad()
         return {

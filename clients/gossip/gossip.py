@@ -11,8 +11,7 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.gossip_options import GossipOptions, mixing_row
 from fedntk.ntk.support.arrays import ArrayDict
 
-from ..core.local_sgd import LocalSGD
-from ..core.sgd_steps import Adjust, plain_gradients
+from ..core.local_sgd import Adjust, LocalSGD, plain_gradients
 from .relay import Message, RelayClient, WeightsParcel
 
 logger = getLogger("flwr")

@@ -17,7 +17,7 @@ from fedntk.ntk.options import option
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.support.arrays import ArrayDict
 
-from ..core.sgd_steps import proximal_term, trained_parameters
+from ..core.local_sgd import proximal_term, trained_parameters
 from ..core.weights import Config, Fit, NamedArrays, Parameters, Scalar, set_weights
 from .personal_client import PersonalClient
 

@@ -21,7 +21,7 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.prototypes import GLOBAL_PROTOTYPES, Prototypes
 from fedntk.ntk.support.arrays import ArrayDict
 
-from ..core.sgd_steps import BatchLoss
+from ..core.local_sgd import BatchLoss
 from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters
 from .personal_client import PersonalClient
 

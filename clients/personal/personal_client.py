@@ -19,8 +19,7 @@ from fedntk.ntk.support.shared_arrays import require_whole
 
 from ..core.base import ModelClient
 from ..core.disk_store import PersonalStore
-from ..core.local_sgd import SGD_KEYS, LocalSGD
-from ..core.sgd_steps import BatchLoss
+from ..core.local_sgd import SGD_KEYS, BatchLoss, LocalSGD
 from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, records_of, set_weights
 
 

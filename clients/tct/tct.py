@@ -78,15 +78,13 @@ class TCTClient(SumsClient):
     in float16, and ``4 n p`` beside that until they are normalised; as much for test examples that
     are not the training examples; kernel and eigenvectors ``12 n^2``. In memory are a chunk of 128
     MiB of features, and up to 512 MiB to differentiate it; while the kernel is formed two blocks of
-    512 MiB and ``4 n^2`` bytes; and for the decomposition about ``52 n^2``: with p = 100,000 and n
-    = 6,000 4.8 GB on disk and 1.9 GB in memory. What would not fit is refused with its size, in the
-    first round of stage 1.
+    512 MiB and ``4 n^2`` bytes; and for the decomposition about ``52 n^2``. What would not fit is
+    refused with its size, in the first round of stage 1.
 
-    A client needs its folder in `cache` from round to round. It goes when this client begins
-    another run more than a day after it was last used; see also :func:`shrink`. Examples may come
-    in another order in each message. If they are others than before, the client says so in its log
-    and in the metric ``examples-changed``, computes the features anew and keeps its correction as
-    it was: return the same examples in all rounds.
+    A client needs its folder in `cache` from round to round; it goes as a
+    :class:`PersonalisedClient`'s, see also :func:`shrink`. Examples may come in another order in
+    each message. If they are others than before, the client says so in its log and in the metric
+    ``examples-changed``, computes the features anew and keeps its correction as it was.
     """
 
     strategy = "TCT"
@@ -139,22 +137,19 @@ class TCTClient(SumsClient):
 
     def step_counts(self, parameters: Parameters, config: Config) -> Fit:
         """Return the number of examples of each class."""
-        task = ConvexTask.from_config(config)
         counts = {wire.COUNTS: _counts(self.targets)}
-        return _reply(counts, self.num_examples, _loss_at_zero(task, self.targets))
+        return _reply_at_zero(ConvexTask.from_config(config), self.targets, counts)
 
     def step_moments(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of the Moments of the features."""
         work = self._start_work(parameters, config, wire.NETWORK)
         if work is None:
             return _lost(0)
-        changed = self._note_examples(work)
+        changed = {wire.EXAMPLES_CHANGED: self._note_examples(work)}
         moments = Moments.join(map(Moments.of, work.store.raw("train", work.x)))
         if work.task.bias:
             moments = replace(moments, class_counts=_counts(work.targets))
-        metrics = _loss_at_zero(work.task, work.targets)
-        metrics[wire.EXAMPLES_CHANGED] = int(changed)
-        return _reply(moments.to_arrays(), len(work.x), metrics)
+        return _reply_at_zero(work.task, work.targets, moments.to_arrays(), changed)
 
     def step_statistics(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of FeatureStatistics or SplitStatistics."""
@@ -162,8 +157,7 @@ class TCTClient(SumsClient):
         if work is None:
             return _lost(0)
         sums, fixed_point = self._sum_up(work)
-        metrics = _loss_at_zero(work.task, work.targets)
-        return _reply(sums.to_arrays(fixed_point), len(work.x), metrics)
+        return _reply_at_zero(work.task, work.targets, sums.to_arrays(fixed_point))
 
     def step_masked(self, parameters: Parameters, config: Config) -> Fit:
         """Return the masked words of the same sums."""
@@ -175,7 +169,7 @@ class TCTClient(SumsClient):
         key = task.key_of(task.feature_map, work.store.network)
         request = self.sum_request(task, config)
         arrays = self.mask_sums(sums, request, message, key=key, fixed_point=fixed_point)
-        return _reply(arrays, len(work.x), _loss_at_zero(task, work.targets))
+        return _reply_at_zero(task, work.targets, arrays)
 
     def step_linear(self, parameters: Parameters, config: Config) -> Fit:
         """Take M corrected steps from the received model, and return the new one (algorithm 1).
@@ -187,7 +181,7 @@ class TCTClient(SumsClient):
         work = self._start_work(parameters, config, wire.NETWORK, wire.NORMALISER)
         if work is None:
             return _lost(0)
-        changed = int(self._note_examples(work))
+        changed = self._note_examples(work)
         task, store = work.task, work.store
         targets = centred_targets(work.targets, task.loss)
         server_round = int(config.get("server-round", 0))
@@ -206,7 +200,8 @@ class TCTClient(SumsClient):
             store.remember(server_round, after, theta, needed=task.state_round)
         metrics[wire.TRAIN_LOSS] = convex_loss(outputs, targets, task.loss)
         metrics[wire.EXAMPLES_CHANGED] = changed
-        return _reply({TCTModel.ARRAYS[0]: model.numpy()}, len(targets), metrics)
+        reply = NamedArrays({"arrays": {TCTModel.ARRAYS[0]: model.numpy()}})
+        return reply, len(targets), metrics
 
     def _start_work(self, parameters: Parameters, config: Config, *needed: str) -> "_Work | None":
         """Read a message of stage 2; None if the client lacks the network or the normaliser."""
@@ -222,7 +217,7 @@ class TCTClient(SumsClient):
         x = self.project(self.inputs[order], config)
         return _Work(task, records, store, digests, x, self.targets[order], config)
 
-    def _note_examples(self, work: "_Work") -> bool:
+    def _note_examples(self, work: "_Work") -> int:
         """Return whether these are other examples than before.
 
         Then c_k stays as it was, and all else is computed anew.
@@ -232,7 +227,7 @@ class TCTClient(SumsClient):
         if before is None:
             store.save("examples-train", digests=digests)
         if before is None or store.has("train", digests):
-            return False
+            return 0
         previous = set(map(tuple, before.tolist()))
         logger.warning(
             "client-%s: %d of its %d examples are the same as before; features are computed anew. "
@@ -244,7 +239,7 @@ class TCTClient(SumsClient):
         counted = task.state_round if task.corrected else 0
         store.carry(counted, bias=task.bias, device=self.device)
         store.replace("train", digests)
-        return True
+        return 1
 
     def _require_stage_2(self, task: ConvexTask, parameters: Parameters, config: Config) -> None:
         set_weights(self.model, parameters)
@@ -408,11 +403,6 @@ def _server_control(
     return torch.zeros_like(theta)
 
 
-def _loss_at_zero(task: ConvexTask, targets: Tensor) -> dict[str, Scalar]:
-    centred = centred_targets(targets, task.loss)
-    return {wire.TRAIN_LOSS: convex_loss(torch.zeros_like(centred), centred, task.loss)}
-
-
 def _only(records: Records, name: str) -> Tensor:
     arrays = list(records[name].values())
     if len(arrays) != 1:
@@ -420,8 +410,14 @@ def _only(records: Records, name: str) -> Tensor:
     return torch.from_numpy(arrays[0])
 
 
-def _reply(arrays: Arrays, num_examples: int, metrics: dict[str, Scalar]) -> Fit:
-    return NamedArrays({"arrays": arrays}), num_examples, metrics
+def _reply_at_zero(
+    task: ConvexTask, targets: Tensor, arrays: Arrays, more: Mapping[str, Scalar] | None = None
+) -> Fit:
+    """Return arrays, with the loss of the linear model that is zero."""
+    centred = centred_targets(targets, task.loss)
+    loss = convex_loss(torch.zeros_like(centred), centred, task.loss)
+    metrics = {wire.TRAIN_LOSS: loss, **(more or {})}
+    return NamedArrays({"arrays": arrays}), len(targets), metrics
 
 
 def _lost(state: bool | int) -> Fit:

@@ -9,8 +9,8 @@ from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.clients import PrivacyLedger
-from fedntk.clients.core.masked_sums import SumRequest
 from fedntk.clients.core.privacy_ledger import Release
+from fedntk.clients.core.secure_sum import SumRequest
 from fedntk.ntk.payloads.sum_task import SumTask
 from fedntk.simulations import Config, ConfigError
 from fedntk.simulations.data.load import load_data, load_own
