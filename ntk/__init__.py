@@ -17,9 +17,8 @@ from .features.feature_map import (
 from .features.normaliser import Moments, Normaliser
 from .features.projection import random_projection
 from .features.tangent import entk_features
-from .jacobian.curvature import gauss_newton
 from .jacobian.differentiate import example_gradients, gradient_norms, jacobian
-from .jacobian.operator import Jacobian
+from .jacobian.operator import Jacobian, gauss_newton
 from .losses import Loss, loss_value, one_hot, residual
 from .payloads.compression import compress
 from .payloads.uploads import CompressedUpload, JacobianUpload, UploadLimits

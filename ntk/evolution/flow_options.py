@@ -6,9 +6,10 @@ from typing import Literal
 
 from ..losses import Loss
 from ..options import Declared, shared
-from .learning_rate import AUTO
 
 Kernel = Literal["mean", "corrected", "full"]
+AUTO = "auto"
+AUTO_STEPS = (10, 30, 100, 300, 1000, 3000, 10_000)  # in times of the kernel's fastest part
 
 
 class FlowOptions(Declared):
@@ -44,7 +45,6 @@ class FlowOptions(Declared):
 
     def check(self) -> None:
         """Refuse steps that do not increase, or are not whole where residuals are summed."""
-        super().check()
         if any(a >= b for a, b in itertools.pairwise(self.steps)):
             raise ValueError(f"steps: expected increasing times, got {list(self.steps)}")
         if self.residuals == "sum" and any(t != round(t) for t in self.steps):

@@ -17,7 +17,8 @@ as much again, and the models of the next rounds go up and down.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,9 +30,9 @@ from ..options import option
 from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
 from .flow_options import FlowOptions, Kernel
-from .learning_rate import largest_eigenvalue
 from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev, SolverStep, State
 
+MOST_PRODUCTS = 100  # of a power iteration
 # (f(0) in float64, increasing times, the time passed before) -> f and R at the times, with R(0) = 0
 _Follow = Callable[[Tensor, Sequence[float], float], list[State]]
 
@@ -71,8 +72,10 @@ class Evolution:
 class GradientFlow(FlowOptions):
     """How a linearised network evolves; called with a problem, it gives its :class:`Evolution`.
 
-    - Learning rate ``"auto"``: see :mod:`fedntk.ntk.evolution.learning_rate`; the full kernel's
-      largest eigenvalue counts for the kernels ``"corrected"`` and ``"full"``.
+    - Learning rate ``"auto"``: gradient descent multiplies the residual along an eigenvector by
+      ``1 - eta s lambda`` in a step, s being the loss's scale; at ``eta s lambda_max = 1`` none
+      overshoots. The flow depends only on ``eta t``, so one grid of steps suits kernels of any
+      size. The full kernel's largest eigenvalue counts for ``"corrected"`` and ``"full"``.
     - Kernel ``"full"``: the exact linearised network; needs a Jacobian, builds no matrix.
       ``"corrected"``: the paper's H from one of the steps to the next, and there the outputs of the
       exact linearised network, f(0) + J J^T R, from which H goes on. With more steps it tends to
@@ -96,7 +99,6 @@ class GradientFlow(FlowOptions):
 
     def check(self) -> None:
         """Refuse an empty grid."""
-        super().check()
         if not self.steps:
             raise ValueError("steps: expected at least one time, got none")
 
@@ -110,52 +112,87 @@ class GradientFlow(FlowOptions):
     ) -> Evolution:
         """Evolve the outputs: see :func:`evolve`; `on_step` is the solver's."""
         _check_shapes(jacobian_or_kernel, outputs, targets)
-        n, num_outputs = outputs.shape
-        if self.kernel != "mean" and isinstance(jacobian_or_kernel, Tensor):
+        jacobian = None if isinstance(jacobian_or_kernel, Tensor) else jacobian_or_kernel
+        if self.kernel != "mean" and jacobian is None:
             raise ValueError(
                 f"kernel={self.kernel!r} couples the outputs: pass a Jacobian, not a kernel matrix"
             )
-        times = tuple(self.steps)
-        matrix, apply = _products(jacobian_or_kernel, self.kernel, self.loss, self.memory_budget)
-        rate, products = self._rate(jacobian_or_kernel, apply, outputs)
-        scale = rate * output_scale(n, num_outputs, self.loss)
-        cost = _Cost()
-        solved = _Solved(self, apply, targets.double(), scale, outputs.dtype, on_step, cost)
-        follow: _Follow = solved
+        matrix, apply = self._products(jacobian_or_kernel)
+        full = None if self.kernel == "mean" or jacobian is None else jacobian.full_product
+        scale = output_scale(len(outputs), outputs.shape[1], self.loss)
+        rate, products = self.learning_rate, 0
+        if isinstance(rate, str):
+            operator, columns = (apply, outputs[:, :1]) if full is None else (full, outputs)
+            largest, products = largest_eigenvalue(operator, columns)
+            if largest == 0:
+                raise ValueError(
+                    "learning_rate='auto': the kernel is zero; the outputs cannot move"
+                )
+            rate = 1 / (scale * largest)
+        solver = _Solver(self, targets.double(), rate * scale, outputs.dtype, on_step)
+        follow: _Follow = partial(solver.follow, apply)
         if self.loss == "mse" and matrix is not None:
-            follow = _ClosedForm(matrix, targets, scale, self.residuals)
-        if self.kernel == "corrected" and isinstance(jacobian_or_kernel, Jacobian):
-            full = _Counted(jacobian_or_kernel.full_product)
-            exact = replace(solved, apply=full.apply)
-            states = _follow_corrected(follow, exact, full, outputs, targets, self.loss, times)
-            products += full.count
+            follow = _closed_form(matrix, targets, rate * scale, self.residuals)
+        if self.kernel == "corrected" and full is not None:
+            states = self._follow_corrected(follow, solver, full, outputs, targets)
         else:
-            states = follow(outputs.double(), times, 0.0)
-        evolved, accumulated = zip(*states, strict=True)
+            states = follow(outputs.double(), self.steps, 0.0)
+        evolved, accumulated = (torch.stack(values) for values in zip(*states, strict=True))
         return Evolution(
-            times,
-            torch.stack(evolved).to(outputs.dtype),
-            torch.stack(accumulated).to(outputs.dtype),
-            products + cost.products,
-            cost.steps,
-            cost.error_estimate,
+            tuple(self.steps),
+            evolved.to(outputs.dtype),
+            accumulated.to(outputs.dtype),
+            products + solver.products + solver.corrections,
+            solver.steps,
+            solver.error_estimate,
             rate,
         )
 
-    def _rate(
-        self, operator: Jacobian | Tensor, apply: Callable[[Tensor], Tensor], outputs: Tensor
-    ) -> tuple[float, int]:
-        """Return eta, and the number of kernel products that finding it took."""
-        if not isinstance(self.learning_rate, str):
-            return self.learning_rate, 0
-        n, num_outputs = outputs.shape
-        product, columns = _Counted(apply), outputs[:, :1]
-        if self.kernel != "mean" and isinstance(operator, Jacobian):
-            product, columns = _Counted(operator.full_product), outputs
-        largest = largest_eigenvalue(product, columns)
-        if largest == 0:
-            raise ValueError("learning_rate='auto': the kernel is zero; the outputs cannot move")
-        return 1 / (output_scale(n, num_outputs, self.loss) * largest), product.count
+    def _products(
+        self, operator: Jacobian | Tensor
+    ) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+        """Return the kernel's matrix, None if it is not to be built, and the product with it."""
+        if isinstance(operator, Tensor):
+            return operator, partial(_matrix_product, operator)
+        if self.kernel == "full":
+            return None, operator.full_product
+        solved = _eigen_bytes(operator.num_examples) if self.loss == "mse" else 0
+        budget = self.memory_budget
+        budget = available_memory(operator.device) if budget is None else budget
+        if operator.gram_bytes() + solved > budget:
+            return None, operator.mean_product
+        matrix = operator.gram()
+        return matrix, partial(_matrix_product, matrix)
+
+    def _follow_corrected(
+        self,
+        mean: _Follow,
+        solver: "_Solver",
+        full: Callable[[Tensor], Tensor],
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> list[State]:
+        """Follow the mean kernel from each time to the next, from the exact linearised outputs.
+
+        Over an interval where that would raise the linearised loss, follow the full one instead.
+        """
+        f, total = outputs.double(), torch.zeros_like(outputs, dtype=torch.float64)
+        reached, states = loss_value(f, targets, self.loss), []
+
+        def after(follow: _Follow, start: float, end: float) -> tuple[Tensor, Tensor, float]:
+            ((_, residuals),) = follow(f, [end - start], start)
+            solver.corrections += 1
+            corrected = f + full(residuals.to(outputs.dtype)).double()
+            return corrected, total + residuals, loss_value(corrected, targets, self.loss)
+
+        for start, end in itertools.pairwise([0.0, *self.steps]):
+            if end > start:
+                step = after(mean, start, end)
+                if not step[-1] <= reached:
+                    step = after(partial(solver.follow, full), start, end)
+                f, total, reached = step
+            states.append((f, total))
+        return states
 
 
 def evolve(
@@ -214,25 +251,29 @@ def evolve(
     return flow(jacobian_or_kernel, outputs, targets)
 
 
-def _products(
-    operator: Jacobian | Tensor, kernel: str, loss: Loss, memory_budget: int | None
-) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
-    """Return the kernel's matrix, None if it is not to be built, and the product with it."""
-    if isinstance(operator, Tensor):
-        return operator, _matrix_product(operator)
-    if kernel == "full":
-        return None, operator.full_product
-    needed = operator.gram_bytes() + (_eigen_bytes(operator.num_examples) if loss == "mse" else 0)
-    budget = available_memory(operator.device) if memory_budget is None else memory_budget
-    if needed > budget:
-        return None, operator.mean_product
-    matrix = operator.gram()
-    return matrix, _matrix_product(matrix)
+def largest_eigenvalue(product: Callable[[Tensor], Tensor], example: Tensor) -> tuple[float, int]:
+    """Largest eigenvalue of a positive semi-definite operator, by power iteration from below.
+
+    `product` is the operator's product with a tensor like `example` (shape, dtype, device). The
+    iteration stops once the estimate grows by less than 1e-4 in a product, or after 100; their
+    number is returned too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example)
+    value, products = 0.0, 0
+    while products < MOST_PRODUCTS:
+        vector, products = product(vector / vector.norm()), products + 1
+        before, value = value, float(vector.norm())
+        if not torch.isfinite(vector).all():
+            raise ValueError("the kernel is not finite; look for NaN in the inputs")
+        if value <= before * (1 + 1e-4):
+            break
+    return value, products
 
 
-def _matrix_product(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the product with a matrix, transposed, which BLAS does faster for few columns."""
-    return lambda columns: (columns.to(matrix.dtype).T @ matrix.T).T.to(columns.dtype)
+def _matrix_product(matrix: Tensor, columns: Tensor) -> Tensor:
+    """Multiply transposed, which BLAS does faster for few columns."""
+    return (columns.to(matrix.dtype).T @ matrix.T).T.to(columns.dtype)
 
 
 def _eigen_bytes(n: int) -> int:
@@ -252,73 +293,61 @@ def _check_shapes(operator: Jacobian | Tensor, outputs: Tensor, targets: Tensor)
         raise ValueError(f"expected a kernel of {n} x {n} examples, got {tuple(sides)}")
 
 
-@dataclass
-class _Counted:
-    apply: Callable[[Tensor], Tensor]
-    count: int = 0
-
-    def __call__(self, columns: Tensor) -> Tensor:
-        self.count += 1
-        return self.apply(columns)
-
-
-@dataclass
-class _Cost:
-    products: int = 0
-    steps: int = 0
-    error_estimate: float = 0.0
-
-
-class _ClosedForm:
+def _closed_form(kernel: Tensor, targets: Tensor, scale: float, residuals: str) -> _Follow:
     """MSE in the kernel's eigenbasis: each eigenvalue's part of Y - f decays as exp(-rate t)."""
+    if not torch.isfinite(kernel).all():
+        raise ValueError(NOT_FINITE)
+    require_memory(
+        _eigen_bytes(len(kernel)),
+        f"the eigendecomposition of the kernel of {len(kernel)} examples",
+        device=kernel.device,
+        cure="sample fewer clients a round or fewer examples on each",
+    )
+    eigenvalues, basis = torch.linalg.eigh(kernel.double())
+    rates = scale * eigenvalues.clamp(min=0)
+    # integral of exp(-rate u), or its geometric series over whole u
+    shares = rates if residuals == "integral" else -torch.expm1(-rates)
+    still = shares == 0
 
-    def __init__(self, kernel: Tensor, targets: Tensor, scale: float, residuals: str) -> None:
-        if not torch.isfinite(kernel).all():
-            raise ValueError(NOT_FINITE)
-        require_memory(
-            _eigen_bytes(len(kernel)),
-            f"the eigendecomposition of the kernel of {len(kernel)} examples",
-            device=kernel.device,
-            cure="sample fewer clients a round or fewer examples on each",
-        )
-        eigenvalues, self._basis = torch.linalg.eigh(kernel.double())
-        self._rates = scale * eigenvalues.clamp(min=0)
-        self._targets, self._scale, self._residuals = targets, scale, residuals
-
-    def __call__(self, outputs: Tensor, times: Sequence[float], _: float) -> list[State]:
-        """Solve eq. (9a)."""
+    def follow(outputs: Tensor, times: Sequence[float], _: float) -> list[State]:
         if not torch.isfinite(outputs).all():
             raise ValueError(NOT_FINITE)
-        start = self._basis.T @ (self._targets.double() - outputs)
+        start = basis.T @ (targets.double() - outputs)
         states = []
         for time in times:
-            decay = -torch.expm1(-self._rates * time)  # 1 - exp(-rate t)
-            # integral of exp(-rate u), or its geometric series over whole u
-            shares = self._rates if self._residuals == "integral" else -torch.expm1(-self._rates)
-            still = shares == 0
+            decay = -torch.expm1(-rates * time)  # 1 - exp(-rate t)
             total = torch.where(still, time, decay / shares.masked_fill(still, 1.0))
-            f = outputs + self._basis @ (decay[:, None] * start)
-            states.append((f, self._scale * (self._basis @ (total[:, None] * start))))
+            f = outputs + basis @ (decay[:, None] * start)
+            states.append((f, scale * (basis @ (total[:, None] * start))))
         return states
 
+    return follow
 
-@dataclass(frozen=True, eq=False)
-class _Solved:
-    """Any loss and kernel, by the stabilised solver."""
+
+@dataclass(eq=False)
+class _Solver:
+    """Any loss and kernel, by the stabilised solver, and what its calls have taken."""
 
     flow: GradientFlow
-    apply: Callable[[Tensor], Tensor]
     targets: Tensor  # float64
     scale: float
     dtype: torch.dtype
     on_step: OnStep | None
-    cost: _Cost
+    products: int = 0
+    steps: int = 0
+    error_estimate: float = 0.0
+    corrections: int = 0  # products of the full kernel between intervals
 
-    def __call__(self, outputs: Tensor, times: Sequence[float], passed: float) -> list[State]:
-        """Integrate; called again, it counts on in products and steps."""
+    def follow(
+        self,
+        apply: Callable[[Tensor], Tensor],
+        outputs: Tensor,
+        times: Sequence[float],
+        passed: float,
+    ) -> list[State]:
         loss, scale = self.flow.loss, self.scale
         solver = RungeKuttaChebyshev(
-            self.apply,
+            apply,
             lambda f: scale * residual(f, self.targets, loss),
             lambda f, v: scale * output_hessian(f, v, loss),
             outputs.to(self.dtype),
@@ -326,46 +355,14 @@ class _Solved:
             lambda step: self._report(step, passed),
         )
         states = list(solver.solve(times, whole_steps=self.flow.residuals == "sum"))
-        self.cost.products += solver.products
-        self.cost.steps += solver.steps
-        self.cost.error_estimate += solver.error_estimate
+        self.products += solver.products
+        self.steps += solver.steps
+        self.error_estimate += solver.error_estimate
         return states
 
     def _report(self, step: SolverStep, passed: float) -> None:
         """Report the progress of the whole evolution; this may be one interval of it."""
         if self.on_step is not None:
             intervals = len(self.flow.steps) if self.flow.kernel == "corrected" else 1
-            products = self.cost.products + step.products
-            end, expected = self.flow.steps[-1], step.expected * intervals
-            self.on_step(SolverStep(passed + step.time, end, products, expected))
-
-
-def _follow_corrected(
-    follow: _Follow,
-    exact: _Follow,
-    full: Callable[[Tensor], Tensor],
-    outputs: Tensor,
-    targets: Tensor,
-    loss: Loss,
-    times: Sequence[float],
-) -> list[State]:
-    """Follow the mean kernel from each time to the next, from the exact linearised outputs.
-
-    Over an interval where that would raise the linearised loss, follow `exact` instead.
-    """
-    f, total = outputs.double(), torch.zeros_like(outputs, dtype=torch.float64)
-    reached, states = loss_value(f, targets, loss), []
-
-    def after(kernel: _Follow, start: float, end: float) -> tuple[Tensor, Tensor, float]:
-        ((_, residuals),) = kernel(f, [end - start], start)
-        corrected = f + full(residuals.to(outputs.dtype)).double()
-        return corrected, total + residuals, loss_value(corrected, targets, loss)
-
-    for start, end in itertools.pairwise([0.0, *times]):
-        if end > start:
-            step = after(follow, start, end)
-            if not step[-1] <= reached:
-                step = after(exact, start, end)
-            f, total, reached = step
-        states.append((f, total))
-    return states
+            products, expected = self.products + step.products, step.expected * intervals
+            self.on_step(SolverStep(passed + step.time, self.flow.steps[-1], products, expected))

@@ -52,10 +52,8 @@ class RungeKuttaChebyshev:
     of stages, and so does the weight of rounding errors: the state is in float64; the kernel
     product, which is the cost, in the outputs' dtype. The spectral radius of the flow's own
     Jacobian, -H dG/df, is followed by power iteration, one product a step: with cross-entropy it
-    lies far under that of H.
-
-    All matrices (n, C) are kept column by column in memory: with few columns, products with H and
-    the softmax are several times faster so than row by row.
+    lies far under that of H. All matrices (n, C) are kept column by column in memory: with few
+    columns, products with H and the softmax are several times faster so than row by row.
 
     The solver takes the product with H (in the outputs' dtype), G and (f, v) -> -(dG/df) v (in
     float64; positive semi-definite in v), f(0), and the error allowed per step, relative to the
@@ -92,27 +90,27 @@ class RungeKuttaChebyshev:
         rate = self._rate(outputs)
         return _Point(outputs, integral, self._apply(rate), rate)
 
-    def solve(
-        self, times: Sequence[float], *, whole_steps: bool = False
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def solve(self, times: Sequence[float], *, whole_steps: bool = False) -> Iterator[State]:
         """Yield f(t) and R(t) for each of the increasing `times`, by cubic dense output.
 
         With `whole_steps`, R(t) is the sum of G(f(u)) over the integers u = 0 ... t - 1: eq. (10).
         """
-        reported = 0
-        total, passed = torch.zeros_like(self._outputs), 0
+        reported, passed, total = 0, 0, torch.zeros_like(self._outputs)
+
+        def add_steps(at: Callable[[float], State], end: int) -> None:
+            nonlocal passed, total
+            if whole_steps:
+                total += sum(self._rate(at(u)[0]) for u in range(passed, end))
+                passed = max(passed, end)
+
         for end, at in self._steps_until(times[-1]):
             while reported < len(times) and times[reported] <= end:
                 t = times[reported]
                 outputs, integral = at(t)
-                if whole_steps:
-                    total += sum(self._rate(at(u)[0]) for u in range(passed, round(t)))
-                    passed, integral = round(t), total.clone()
-                yield outputs, integral
+                add_steps(at, round(t))
+                yield outputs, total.clone() if whole_steps else integral
                 reported += 1
-            if whole_steps:
-                total += sum(self._rate(at(u)[0]) for u in range(passed, math.ceil(end)))
-                passed = max(passed, math.ceil(end))
+            add_steps(at, math.ceil(end))
 
     def _steps_until(self, end: float) -> Iterator[tuple[float, Callable[[float], State]]]:
         """Yield each accepted step's end, and the state within the step as a function of time."""
@@ -153,8 +151,8 @@ class RungeKuttaChebyshev:
             self.error_estimate += error * self._tolerance
             start, time = time, end if last else time + step
             yield time, _dense(start, step, now, new)
-            moved = (new.outputs - now.outputs).norm().clamp(1e-300)
             # a lower bound of the radius that costs nothing; it shows a mode that begins to grow
+            moved = (new.outputs - now.outputs).norm().clamp(1e-300)
             observed = float((new.slope - now.slope).norm() / moved)
             now = new
             self._on_step(SolverStep(time, end, self.products, self._expected))

@@ -21,13 +21,16 @@ class Block(ABC):
     """Columns of a Jacobian that belong to one layer or parameter."""
 
     kind: ClassVar[str]  # name of the form, also in what travels
+    settings: ClassVar[tuple[str, ...]]  # names of the attributes that travel beside `arrays`
     fields: ClassVar[tuple[str, ...]]  # names of the attributes in `arrays`
     integers: ClassVar[int] = 0  # number of leading `arrays` that hold integers
 
     @property
-    @abstractmethod
     def layout(self) -> dict[str, Any]:
         """JSON-ready description: the kind, the names of the parameters, and what else it takes."""
+        values = {name: getattr(self, name) for name in self.settings}
+        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+        return {"kind": self.kind, **values, **lists}
 
     @property
     @abstractmethod
@@ -57,6 +60,10 @@ class Block(ABC):
     def with_arrays(self, arrays: Sequence[Tensor]) -> Self:
         """Return the same block made of other tensors."""
         return replace(self, **dict(zip(self.fields, arrays, strict=True)))
+
+    def rows(self, rows: slice) -> Self:
+        """Return the block of some examples."""
+        return self.with_arrays([array[rows] for array in self.arrays])
 
     def of_output(self, output: int) -> Self:
         """Return the block of only one of the C outputs."""
@@ -91,7 +98,7 @@ class Block(ABC):
         totals: dict[str, Tensor] = {}
         last = self.arrays[-1]
         size = max(1, workspace(last.device) // (self.dense_size * last.element_size()))
-        for start in range(0, len(self.arrays[-1]), size):
+        for start in range(0, len(last), size):
             for name, tensor in self.rows(slice(start, start + size)).dense().items():
                 part = tensor.square().sum((0, 1))
                 totals[name] = totals[name] + part if name in totals else part
@@ -115,10 +122,6 @@ class Block(ABC):
         C is written as -1. A ValueError says that the layout does not fit the parameters.
         """
 
-    def rows(self, rows: slice) -> Self:
-        """Return the block of some examples."""
-        return self.with_arrays([array[rows] for array in self.arrays])
-
 
 @dataclass(frozen=True, eq=False)
 class DenseBlock(Block):
@@ -127,12 +130,7 @@ class DenseBlock(Block):
     name: str  # of the parameter
     values: Tensor  # d f_c(x_i) / d w, (n, C, *parameter shape)
     path: str = "dense"  # not sent
-    kind = "dense"
-    fields = ("values",)
-
-    @property
-    def layout(self) -> dict[str, Any]:  # noqa: D102
-        return {"kind": self.kind, "name": self.name}
+    kind, settings, fields = "dense", ("name",), ("values",)
 
     @property
     def names(self) -> tuple[str, ...]:  # noqa: D102
@@ -169,11 +167,34 @@ class DenseBlock(Block):
         return [(-1, *parameters[self.name])]
 
 
+@dataclass(frozen=True, eq=False)
+class LayerBlock(Block):
+    """Jacobian of a layer's weight, and of its bias if it has one."""
+
+    weight: str  # name of the trainable parameter
+    bias: str | None
+    settings: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    @property
+    def names(self) -> tuple[str, ...]:  # noqa: D102
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def check_bias(self, width_out: int, parameters: Mapping[str, Sequence[int]]) -> None:
+        """Raise ValueError unless the bias is that of a layer with so many outputs."""
+        if self.bias is not None and tuple(parameters[self.bias]) != (width_out,):
+            raise ValueError("weight and bias are of different layers")
+
+
 def squared_row_norms(rows: Tensor) -> Tensor:
     """Squared norms of rows (n, k), in float64, by pieces that stay in the processor's cache."""
     pieces = rows.split(max(1, AT_WORK // max(1, len(rows))), dim=1)
     zeros = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     return sum((piece.double().square().sum(1) for piece in pieces), zeros)
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """Sum of at least one tensor."""
+    return sum(parts[1:], parts[0])
 
 
 def workspace(device: torch.device) -> int:

@@ -2,9 +2,7 @@
 
 import itertools
 import math
-import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,12 +17,12 @@ from ..support.precision import full_float32
 from ..support.shared_arrays import other_names
 from .attention import no_fast_path, separate_projections
 from .blocks import Block, DenseBlock
-from .one_example import check_function_of_one_example
+from .layers import Calls, Seen, capture, find_layers, written_over
+from .one_example import check_function_of_one_example, evaluation_mode
 from .operator import Jacobian
-from .readout import ELEMENTWISE
 from .rows import draw_weights, keeps_rows, rows_of_examples
-from .rules import Layer, any_axis, linear, read_out, rule_for
-from .structure import COPY, graph_of, structure_of
+from .rules import Layer, read_out
+from .structure import graph_of, keep, structure_of
 
 Structure = Literal["factored", "dense"]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -35,7 +33,6 @@ FEW = 16  # examples; convolutions are slow in smaller chunks
 MAX_CHUNK = 1024
 MAX_PLANS = 64
 MAX_GRAPHS = 16
-Calls = list[tuple[Tensor, Tensor]]
 AS_IT_IS = "differentiated as it is"
 BUT_RULE = ", since its layer's rule does not hold"
 HOOKED = (
@@ -43,7 +40,6 @@ HOOKED = (
     "hooks that change gradients, of modules (register_full_backward_hook), parameters and tensors "
     "(register_hook)"
 )
-INPUT_OF = {"AddmmBackward0": 1, "MmBackward0": 0}  # place of a linear layer's input
 
 
 def jacobian(
@@ -57,22 +53,20 @@ def jacobian(
 ) -> Jacobian:
     """Jacobian of the model's outputs with respect to its trainable parameters, at its weights.
 
-    The model runs in evaluation mode: dropout is off and BatchNorm uses its running statistics.
-    A model in which an example's outputs still do not repeat, or depend on other examples, is
-    refused (:func:`~.one_example.check_function_of_one_example`). It may reorder its examples if it
-    puts them back.
+    The model runs in evaluation mode. A model in which an example's outputs do not repeat, or
+    depend on other examples, is refused (:func:`~.one_example.check_function_of_one_example`); it
+    may reorder its examples if it puts them back.
 
     ``structure="factored"`` has a rule for linear layers (over any number of positions, called any
     number of times), convolutions and transposed ones, embeddings, the projections of multi-head
     attention, BatchNorm, GroupNorm, LayerNorm and RMSNorm. Parameters that enter the outputs in any
     other way (shared between modules, used by a function, in a module of another kind) are
     differentiated as they are, by ``torch.func``. The result is exact in either case;
-    :meth:`Jacobian.describe` says which path each parameter took. What was found about a network is
-    kept for further calls with networks of the same structure, and compared with the graph of each
-    call. Where that does not show that row i of a layer is example i, one more backward pass a
-    chunk finds the rows (:mod:`.rows`); if they are no examples, the layer is differentiated as it
-    is. Forward hooks and parametrisations are part of the network. Hooks that change gradients are
-    not, unless they do it for each example by itself: ValueError.
+    :meth:`Jacobian.describe` says which path each parameter took. Findings about a network are kept
+    for networks of the same structure, and compared with the graph of each call. Where that does
+    not show that row i of a layer is example i, one more backward pass a chunk finds the rows
+    (:mod:`.rows`). Forward hooks and parametrisations are part of the network. Hooks that change
+    gradients are not, unless they do it for each example by itself: ValueError.
 
     Peak memory is about ``n r`` bytes on `device` for the result and ``b w`` on the model's device
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
@@ -92,8 +86,7 @@ def jacobian(
         ``"dense"`` is the definition, by ``torch.func``: the tensor (n, C, *parameter shape).
     chunk_size : int, optional
         Examples b that go through the model at a time; by default as many as make b w at most
-        64 MiB; if these are fewer than 16, 16, or as many of them as fit into 512 MiB. On a GPU
-        that has over 2 GiB free as many as fit into 1 GiB. Never more than 1,024.
+        64 MiB, or 16 if they fit into 512 MiB; 1 GiB on a GPU with over 2 GiB free. At most 1,024.
     outputs : sequence of int, optional
         Outputs of the network to differentiate; all by default.
     device : str or torch.device
@@ -144,10 +137,8 @@ def example_gradients(
     >>> rows.dense()["weight"].shape
     torch.Size([4, 1, 2, 3])
     """
-    chunks = differentiate_in_chunks(
-        model, x, chunk_size=chunk_size, objective=_Objective(loss, targets)
-    )
-    with chunks as parts:
+    objective = _Objective(loss, targets)
+    with differentiate_in_chunks(model, x, chunk_size=chunk_size, objective=objective) as parts:
         return _collect(x, parts)
 
 
@@ -161,17 +152,14 @@ def gradient_norms(
 ) -> Tensor:
     """Norm of each example's gradient by all trainable parameters: float64, (n,), on the CPU.
 
-    Exact. Gradients that are larger than their factors are never formed, and one chunk's factors
-    are kept at a time. Arguments are those of :func:`example_gradients`; by default a chunk takes
-    at most 512 MiB, or 1 GiB on a GPU that has twice as much free.
+    Exact; gradients that are larger than their factors are never formed. Arguments are those of
+    :func:`example_gradients`; by default a chunk takes at most 512 MiB, or 1 GiB on a GPU that has
+    twice as much free.
     """
     squares = torch.empty(len(x), dtype=torch.float64)
+    objective = _Objective(loss, targets)
     chunks = differentiate_in_chunks(
-        model,
-        x,
-        chunk_size=chunk_size,
-        chunk_bytes=LARGE_CHUNK_BYTES,
-        objective=_Objective(loss, targets),
+        model, x, chunk_size=chunk_size, chunk_bytes=LARGE_CHUNK_BYTES, objective=objective
     )
     with chunks as parts:
         for start, part in parts:
@@ -194,13 +182,13 @@ def _collect(
                 cure="use fewer examples at a time",
             )
             if part.num_examples == n and part.device == torch.device(device):
-                return part.mapped(lambda array: _own(array, x))
+                return part.mapped(lambda array: _without_view(array, x))
             result = part.empty(n, device=device)
         result.fill(start, part)
     return result
 
 
-def _own(array: Tensor, x: Tensor) -> Tensor:
+def _without_view(array: Tensor, x: Tensor) -> Tensor:
     """Return the array, or a copy if it is a part of a larger one, or of the examples."""
     storage, of_x = array.untyped_storage(), x.untyped_storage()
     whole = array.is_contiguous() and storage.nbytes() == array.nbytes
@@ -211,15 +199,17 @@ def _own(array: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Objective:
-    """A number to differentiate for each example, in place of the network's outputs."""
+    """What is differentiated for each example: the network's outputs, or a loss of these."""
 
-    loss: LossFunction
-    targets: Tensor
+    loss: LossFunction | None
+    targets: Tensor  # anything with a row for each example, without a loss
 
-    def rows(self, start: int, stop: int) -> "_Objective":
-        return replace(self, targets=self.targets[start:stop])
+    def rows(self, rows: slice) -> "_Objective":
+        return replace(self, targets=self.targets[rows])
 
     def __call__(self, outputs: Tensor) -> Tensor:
+        if self.loss is None:
+            return outputs
         losses = self.loss(outputs.clone(), self.targets.clone())  # it may write into them
         if losses.shape != (len(outputs),):
             raise ValueError(
@@ -243,10 +233,9 @@ def differentiate_in_chunks(
     """Yield an iterator over the Jacobians of chunks, each with the position of its first example.
 
     They are on the model's device. If a later chunk shows that a layer's rule does not hold, the
-    iterator begins again at 0, without that rule: only the last chunks from 0 on count.
-    Arguments are those of :func:`jacobian`; the structure ``"factors"`` also keeps larger factors.
-    `more_bytes` are extra bytes per example that the caller allocates. With an `objective`, it is
-    differentiated in place of the outputs.
+    iterator begins again at 0, without that rule: only the last chunks from 0 on count. The
+    structure ``"factors"`` also keeps larger factors; `more_bytes` are extra bytes per example that
+    the caller allocates; an `objective` is differentiated in place of the outputs.
     """
     if len(x) == 0:
         raise ValueError("jacobian: expected at least one example, got none")
@@ -258,8 +247,9 @@ def differentiate_in_chunks(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     outputs = outputs if objective is None else [0]
+    objective = objective or _Objective(None, x)
     attention = nullcontext() if structure == "dense" else separate_projections(model)
-    with _evaluation_mode(model), ExitStack() as stack:
+    with evaluation_mode(model), ExitStack() as stack:
         form = structure_of(model)  # before attention gets its projections
         shared = other_names(model)
         chosen = None if outputs is None else tuple(outputs)
@@ -276,10 +266,10 @@ def differentiate_in_chunks(
             while start < len(x):
                 if start == 0:
                     size = chunk_size or _chunk_size(plan, x, more_bytes, chunk_bytes)
-                chunk = x[start : start + size]
-                rows = None if objective is None else objective.rows(start, start + size)
+                rows = slice(start, start + size)
+                chunk, targets = x[rows], objective.rows(rows)
                 try:
-                    part = plan.differentiate(model, chunk, rows)
+                    part = plan.differentiate(model, chunk, targets)
                 except _RuleError as error:
                     # of another graph than that of a kept plan, layers are found again, once
                     again = start == 0 and not error.parameters and not is_new
@@ -288,43 +278,25 @@ def differentiate_in_chunks(
                     plan, start = _Plan.make(model, x, structure, outputs, without), 0
                     is_new = True
                     continue
-                if hooked and not plan.agrees(model, chunk, rows, part):
+                if hooked and not plan.agrees(model, chunk, targets, part):
                     raise ValueError(HOOKED)
                 if start == 0:
-                    _keep(key, plan)
+                    keep(_PLANS, key, plan, MAX_PLANS)
                 yield start, replace(part, shared=shared)
                 start += size
 
         chunks = parts()
-        first = next(chunks)
-        yield itertools.chain([first], chunks)
+        yield itertools.chain([next(chunks)], chunks)
 
 
 def _chunk_size(plan: "_Plan", x: Tensor, more_bytes: int, chunk_bytes: int) -> int:
-    work = plan.bytes_of_example + more_bytes
+    work = 2 * plan.row.nbytes + plan.workspace + more_bytes
     large, room = min(FEW * work, LARGE_CHUNK_BYTES), available_memory(x.device)
     if x.device.type != "cpu" and room > 2 * GPU_CHUNK_BYTES:
         chunk_bytes = GPU_CHUNK_BYTES
     elif chunk_bytes < large <= room:
         chunk_bytes = large
     return max(1, min(MAX_CHUNK, chunk_bytes // work))
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run recurrent layers by torch's own code: cuDNN's backward pass wants training mode."""
-    training = [module for module in model.modules() if module.training]
-    cudnn = torch.backends.cudnn.enabled
-    if training:
-        model.eval()
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = cudnn
-        for module in training:
-            module.training = True
 
 
 def _has_gradient_hooks(model: nn.Module) -> bool:
@@ -341,11 +313,10 @@ class _RuleError(Exception):
     """In a chunk, rows of a layer are not the examples, or all layers are in another graph."""
 
     def __init__(self, layer: Layer | None = None) -> None:
-        names = (layer.weight, layer.bias) if layer else ()
-        self.parameters = {name for name in names if name}
+        self.parameters = {name for name in (layer.weight, layer.bias) if name} if layer else set()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
     """How a network is differentiated: which layers by a rule, which parameters as they are.
 
@@ -379,7 +350,7 @@ class _Plan:
         outputs = range(size) if outputs is None else outputs
         if not outputs or not all(0 <= c < size for c in outputs):
             raise ValueError(f"outputs: expected some of 0 ... {size - 1}, got {outputs}")
-        layers = () if structure == "dense" else _find_layers(model, x[:3], without)
+        layers = () if structure == "dense" else find_layers(model, x[:3], without)
         layers = tuple(replace(layer, always_factored=structure == "factors") for layer in layers)
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
         rest = tuple(name for name in parameters if name not in by_rule)
@@ -395,108 +366,87 @@ class _Plan:
         whole = size > 1 and len(shape) == 2 and list(outputs) == list(range(size))
         plan = cls(tuple(outputs), whole, layers, rest, workspace, frozenset(without))
         try:
-            row = plan.differentiate(model, x[:1], None)
-            wrong = set() if plan.agrees(model, x[:1], None, row) else parameters.keys()
+            objective = _Objective(None, x[:1])
+            row = plan.differentiate(model, x[:1], objective)
+            wrong = set() if plan.agrees(model, x[:1], objective, row) else parameters.keys()
         except _RuleError as error:
             wrong = error.parameters
         if wrong and not layers:
             raise ValueError(HOOKED)
         if wrong:
             return cls.make(model, x, structure, outputs, plan.without | wrong)
-        object.__setattr__(plan, "row", row.to("meta"))
+        plan.row = row.to("meta")
         return plan
 
-    @property
-    def bytes_of_example(self) -> int:
-        """Bytes that an example takes while it is differentiated."""
-        return 2 * self.row.nbytes + self.workspace
-
-    def differentiate(self, model: nn.Module, x: Tensor, objective: _Objective | None) -> Jacobian:
-        """Jacobian of a chunk of examples, on its device."""
+    def differentiate(self, model: nn.Module, x: Tensor, objective: _Objective) -> Jacobian:
         blocks = self._by_rule(model, x, objective) if self.layers else []
         rest = self._as_they_are(model, x, objective) if self.rest else []
         return Jacobian((*blocks, *rest))
 
-    def agrees(
-        self, model: nn.Module, x: Tensor, objective: _Objective | None, rows: Jacobian
-    ) -> bool:
+    def agrees(self, model: nn.Module, x: Tensor, objective: _Objective, rows: Jacobian) -> bool:
         """Whether one backward pass gives J^T R of random weights R: hooks may change gradients."""
         names = [name for block in rows.blocks for name in block.names]
-        values = model(x.clone())
-        values = (values if objective is None else objective(values)).reshape(len(x), -1)
+        values = objective(model(x.clone())).reshape(len(x), -1)
         weights = draw_weights(len(x) * len(self.outputs), values).view(len(x), -1)
         chosen = (values[:, list(self.outputs)] * weights).sum()
         if not chosen.requires_grad:
             return True
         gradients = _gradients(chosen, [model.get_parameter(name) for name in names], keep=False)
-        expected = {n: g.to_dense() for n, g in zip(names, gradients, strict=True)}
-        total = sum(float(g.norm()) for g in expected.values())
+        expected = [gradient.to_dense() for gradient in gradients]
+        norms = [float(gradient.norm()) for gradient in expected]
         share = max(1e-3, 16 * torch.finfo(values.dtype).eps)
         product = rows.vjp(weights)
-        return not math.isfinite(total) or all(
-            float((product[name] - g).norm()) <= share * (float(g.norm()) + 0.01 * total)
-            for name, g in expected.items()
+        return not math.isfinite(sum(norms)) or all(
+            float((product[name] - gradient).norm()) <= share * (norm + 0.01 * sum(norms))
+            for name, gradient, norm in zip(names, expected, norms, strict=True)
         )
 
-    def _by_rule(self, model: nn.Module, x: Tensor, objective: _Objective | None) -> list[Block]:
+    def _by_rule(self, model: nn.Module, x: Tensor, objective: _Objective) -> list[Block]:
         modules = [(layer, model.get_submodule(layer.name)) for layer in self.layers]
         seen: Seen = []
         captured = [(layer.name, module, layer.copied) for layer, module in modules]
-        with _capture(captured, seen) as calls:
-            values = model(x.clone())  # it may write into its input
-            values = values if objective is None else objective(values)
+        with capture(captured, seen) as calls:
+            values = objective(model(x.clone()))  # it may write into its input
             totals = values.sum(0).flatten()
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        in_place = {layer.name for layer in self.layers if not layer.copied} & _written_over(seen)
+        in_place = {layer.name for layer in self.layers if not layer.copied} & written_over(seen)
         graph = (graph_of(totals, names), *map(len, calls.values()), *sorted(in_place))
         if graph not in self.graphs:
-            if self.graphs and _find_layers(model, x[:3], self.without) != self.layers:
+            if self.graphs and find_layers(model, x[:3], self.without) != self.layers:
                 raise _RuleError
             if len(self.graphs) == MAX_GRAPHS:
                 self.graphs.pop()
             self.graphs.add(graph)
-        others = [layer for layer in self.layers if layer.readout is None or not self.whole]
+        readouts = {layer.readout: layer for layer in self.layers if layer.readout is not None}
+        readouts = readouts if self.whole else {}
+        others = [layer for layer in self.layers if layer.readout not in readouts]
         points = [(layer, *calls[layer.name][k]) for layer in others for k in layer.calls]
-        made = self._read_out(model, calls, keep=bool(points))
-        pairs = iter(_pairs(values, totals, self.outputs, points))
-        blocks: list[Block] = []
-        with torch.no_grad():
-            for layer, module in modules:
-                if layer.name in made:
-                    blocks += made[layer.name]
-                else:
-                    of_layer = list(itertools.islice(pairs, len(layer.calls)))
-                    blocks += layer.rule(layer, module, of_layer)
-        return blocks
-
-    def _read_out(
-        self, model: nn.Module, calls: Mapping[str, Calls], *, keep: bool
-    ) -> dict[str, list[Block]]:
-        """Blocks of the last layer and of the one before it; `keep` the graph for other layers."""
-        factors = {}
-        layers = {layer.readout: layer for layer in self.layers if layer.readout is not None}
-        for readout, layer in layers.items() if self.whole else ():
+        blocks_of = {}
+        for readout, layer in readouts.items():
             a, z = calls[layer.name][0]
             slopes, matrix = torch.ones_like(z), None
             if readout:
-                ((h, _),) = calls[layers[""].name]
-                (slopes,) = torch.autograd.grad(h, z, torch.ones_like(h), retain_graph=keep)
+                ((h, _),) = calls[readouts[""].name]
+                (slopes,) = torch.autograd.grad(h, z, torch.ones_like(h), retain_graph=bool(points))
                 matrix = model.get_parameter(readout).detach().clone()
-            factors[layer.name] = read_out(layer, a.detach(), slopes, matrix)
-        return factors
+            blocks_of[layer.name] = read_out(layer, a.detach(), slopes, matrix)
+        pairs = iter(_pairs(values, totals, self.outputs, points))
+        with torch.no_grad():
+            for layer, module in modules:
+                if layer.name not in blocks_of:
+                    of_layer = list(itertools.islice(pairs, len(layer.calls)))
+                    blocks_of[layer.name] = layer.rule(layer, module, of_layer)
+        return [block for layer in self.layers for block in blocks_of[layer.name]]
 
-    def _as_they_are(
-        self, model: nn.Module, x: Tensor, objective: _Objective | None
-    ) -> list[Block]:
+    def _as_they_are(self, model: nn.Module, x: Tensor, objective: _Objective) -> list[Block]:
         def outputs(parameters: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
             batch = (example.unsqueeze(0).clone(),)
-            result: Tensor = torch.func.functional_call(model, parameters, batch)
-            if objective is not None:
-                result = replace(objective, targets=target.unsqueeze(0))(result)
-            return result.flatten()[list(self.outputs)]
+            result = torch.func.functional_call(model, parameters, batch)
+            value = replace(objective, targets=target.unsqueeze(0))(result)
+            return value.flatten()[list(self.outputs)]
 
         rest = {name: model.get_parameter(name).detach() for name in self.rest}
-        targets = x if objective is None else objective.targets  # x: not used
+        targets = objective.targets
         try:
             per_example = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0, 0))
             with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no batching rule
@@ -505,50 +455,35 @@ class _Plan:
             rows = [_one_by_one(outputs, rest, *pair) for pair in zip(x, targets, strict=True)]
             tensors = {name: torch.stack([row[name] for row in rows]) for name in rest}
         paths = {name: AS_IT_IS + (BUT_RULE if name in self.without else "") for name in rest}
-        made = {name: tensors[name].detach() for name in rest}
-        made = {n: t.to_dense() if t.is_sparse else t for n, t in made.items()}
-        return [DenseBlock(name, made[name], path) for name, path in paths.items()]
+        tensors = {n: t.to_dense() if t.is_sparse else t for n, t in tensors.items()}
+        return [DenseBlock(name, tensors[name].detach(), path) for name, path in paths.items()]
 
 
 def _one_by_one(
     outputs: Callable[..., Tensor], rest: Mapping[str, Tensor], example: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
     parameters = {name: p.clone().requires_grad_() for name, p in rest.items()}
-    made = outputs(parameters, example, target)
-    rows = [_gradients(output, list(parameters.values()), keep=True) for output in made]
-    stacked = (torch.stack(row) for row in zip(*rows, strict=True))
-    return dict(zip(parameters, stacked, strict=True))
+    values = outputs(parameters, example, target)
+    rows = [_gradients(value, list(parameters.values()), keep=True) for value in values]
+    return dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True))
 
 
 _PLANS: dict[Hashable, _Plan] = {}
-_LOCK = threading.Lock()
-
-
-def _keep(key: Hashable | None, plan: _Plan) -> None:
-    """Keep a plan for the next call, and forget the one that was used least recently."""
-    if key is None:
-        return
-    with _LOCK:
-        _PLANS.pop(key, None)
-        while len(_PLANS) >= MAX_PLANS:
-            del _PLANS[next(iter(_PLANS))]
-        _PLANS[key] = plan
 
 
 def _activation_bytes(model: nn.Module, example: Tensor) -> int:
-    total = 0
+    sizes: list[int] = []
 
     def hook(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
-        nonlocal total
-        made = output if isinstance(output, tuple) else (output,)
-        total += sum(t.nbytes for t in made if isinstance(t, Tensor))
+        outputs = output if isinstance(output, tuple) else (output,)
+        sizes.extend(tensor.nbytes for tensor in outputs if isinstance(tensor, Tensor))
 
-    leaves = [module for module in model.modules() if not list(module.children())]
     with torch.no_grad(), ExitStack() as stack:
-        for module in leaves:
-            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+        for module in model.modules():
+            if not list(module.children()):
+                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         model(example)
-    return total
+    return sum(sizes)
 
 
 def _pairs(
@@ -561,19 +496,21 @@ def _pairs(
 
     `values` (n, ...) are differentiated, and `totals` (C,) are their sums over examples.
     """
-    n, made, pairs = len(values), [z for *_, z in points], Calls()
+    n, tensors, pairs = len(values), [z for *_, z in points], Calls()
+    if not points:
+        return pairs
     for layer, _, z in points:
         if z.shape[layer.batch_axis] != n:
             raise _RuleError(layer)
     first = all(layer.batch_axis == 0 for layer, *_ in points)
-    in_order = n == 1 or not made or (first and keeps_rows(values, made))
+    in_order = n == 1 or (first and keeps_rows(values, tensors))
     if not in_order:
         of_examples, of_outputs = draw_weights(n, totals), draw_weights(len(outputs), totals)
         marks = torch.zeros_like(totals)
         marks[list(outputs)] = of_outputs
         marks = (of_examples[:, None] * marks).view(values.shape)
-        marked = _gradients(values, made, marks, keep=True)
-    gradients = _gradients_of_each(totals, outputs, made) if made else []
+        marked = _gradients(values, tensors, marks, keep=True)
+    gradients = _gradients_of_each(totals, outputs, tensors)
     for k, (layer, a, _) in enumerate(points):
         axis = layer.batch_axis
         inputs, gradient = a.detach().movedim(axis, 0), gradients[k].movedim(axis + 1, 0)
@@ -597,13 +534,11 @@ def _gradients_of_each(
     if totals.device.type != "cpu":
         one_hots = nn.functional.one_hot(torch.tensor(outputs), len(totals)).to(totals)
         with suppress(RuntimeError):  # as in `_as_they_are`, or too little memory
-            of_row = partial(_gradients, totals, points, keep=True)
-            return torch.func.vmap(of_row)(one_hots)
+            return torch.func.vmap(partial(_gradients, totals, points, keep=True))(one_hots)
     gradients = [p.new_empty(len(outputs), *p.shape) for p in points]
     for row, output in enumerate(outputs):
-        last = row + 1 == len(outputs)
-        row_gradients = _gradients(totals[output], points, keep=not last)
-        for gradient, value in zip(gradients, row_gradients, strict=True):
+        of_row = _gradients(totals[output], points, keep=row + 1 < len(outputs))
+        for gradient, value in zip(gradients, of_row, strict=True):
             gradient[row] = value
     return gradients
 
@@ -616,184 +551,3 @@ def _gradients(
         output, points, weights, retain_graph=keep, allow_unused=True, materialize_grads=True
     )
     return tuple(gradient.detach() for gradient in gradients)  # torch 2.8 tracks zeros
-
-
-def _find_layers(model: nn.Module, x: Tensor, without: Collection[str] = ()) -> tuple[Layer, ...]:
-    """Find the layers that a rule may serve, by running 2 and then 3 examples.
-
-    One axis of a layer's inputs and outputs must follow the number of examples, each of its rows
-    must act on one example, and every use of a parameter must be by a call of its layer. Layers of
-    the parameters `without` are left out.
-    """
-    names = {p: n for n, p in model.named_parameters() if p.requires_grad}
-    candidates = [
-        (name, module)
-        for name, module in model.named_modules()
-        if rule_for(module)
-        and any(p in names for p in module._parameters.values())
-        and not any(names.get(p) in without for p in module._parameters.values())
-    ]
-    two, three = (x[torch.arange(n, device=x.device) % len(x)] for n in (2, 3))
-    seen: Seen = []
-    with _capture([(*named, False) for named in candidates], seen), torch.no_grad():
-        model(two.clone())
-    written = _written_over(seen)
-    with _capture([(*named, True) for named in candidates]) as few, torch.no_grad():
-        model(two.clone())
-    with _capture([(*named, True) for named in candidates]) as calls, torch.enable_grad():
-        three = three.requires_grad_() if three.is_floating_point() else three
-        outputs = model(three.clone())
-        outputs = outputs if outputs.ndim == 2 else outputs.reshape(3, -1)
-    if not outputs.requires_grad:
-        return ()
-    uses = _count_uses(outputs)
-    axes = {name: _find_batch_axis(few[name], calls[name]) for name, _ in candidates}
-    followed = {name: calls[name] for name, axis in axes.items() if axis is not None}
-    reached = _find_reached_calls(outputs, three, followed, axes)
-    layers = []
-    for name, module in candidates:
-        axis, own_calls, rule = axes[name], reached.get(name, ()), rule_for(module)
-        held = {key: names[p] for key, p in module._parameters.items() if p in names}
-        if (
-            rule
-            and own_calls
-            and axis is not None
-            and (axis == 0 or any_axis(module))
-            and all(uses[module.get_parameter(key)] == len(own_calls) for key in held)
-        ):
-            weight, bias = held.get("weight"), held.get("bias")
-            layers.append(Layer(name, rule, weight, bias, own_calls, axis, name in written))
-    readouts = _find_readouts(outputs, layers, calls)
-    return tuple(replace(layer, readout=readouts.get(layer.name)) for layer in layers)
-
-
-def _find_readouts(
-    outputs: Tensor, layers: Sequence[Layer], calls: Mapping[str, Calls]
-) -> dict[str, str]:
-    """Layer -> parameter that reads it out, by the graph: the last linear layer has "".
-
-    Between the two are only operations that take each number by itself.
-    """
-    at = {
-        calls[layer.name][0][1].grad_fn: layer
-        for layer in layers
-        if layer.rule is linear and layer.weight and len(calls[layer.name]) == 1
-        if calls[layer.name][0][1].ndim == 2
-    }
-    readouts: dict[str, str] = {}
-    node, readout = outputs.grad_fn, ""
-    while node is not None and len(readouts) < 2:
-        if node in at:
-            readouts[at[node].name], readout = readout, str(at[node].weight)
-            place = INPUT_OF.get(node.name())
-            node = None if place is None else node.next_functions[place][0]
-        elif node.name() == COPY or (readout and node.name() in ELEMENTWISE):
-            node = node.next_functions[0][0]
-        else:
-            break
-    return readouts
-
-
-def _find_batch_axis(few: Calls, more: Calls) -> int | None:
-    """Axis along which the inputs and outputs of all calls have 2, then 3 entries, and only it."""
-    if len(few) != len(more):
-        return None
-    changes = set()
-    for tensor, larger in zip(itertools.chain(*few), itertools.chain(*more), strict=True):
-        if tensor.ndim != larger.ndim:
-            return None
-        sizes = zip(tensor.shape, larger.shape, strict=True)
-        changes.add(tuple((d, a, b) for d, (a, b) in enumerate(sizes) if a != b))
-    match list(changes):
-        case [((axis, 2, 3),)]:
-            return axis
-    return None
-
-
-def _find_reached_calls(
-    outputs: Tensor, x: Tensor, calls: Mapping[str, Calls], axes: Mapping[str, int | None]
-) -> dict[str, tuple[int, ...]]:
-    """Find each layer's calls that reach the outputs, if each row acts on one example.
-
-    A layer with a row that acts on two, or two rows that act on one (batch statistics), is left
-    out. None is found if an example's outputs depend on another example.
-    """
-    network = "the examples"
-    points = [
-        (name, k, made)
-        for name, of_layer in {**calls, network: [(x, x)]}.items()
-        for k, (_, made) in enumerate(of_layer)
-        if made.requires_grad
-    ]
-    n = len(outputs)
-    acts = {(name, k): torch.zeros(n, n, dtype=torch.bool) for name, k, _ in points}  # output, row
-    reached: dict[str, set[int]] = {}
-    if not points:
-        return {}
-    weights = torch.arange(1, outputs.shape[1] + 1).to(outputs)
-    for i, output in enumerate(outputs):
-        slopes = torch.autograd.grad(
-            output @ weights, [made for *_, made in points], retain_graph=True, allow_unused=True
-        )
-        for (name, k, _), gradient in zip(points, slopes, strict=True):
-            if gradient is not None:
-                reached.setdefault(name, set()).add(k)
-                rows = gradient.movedim(axes.get(name) or 0, 0).reshape(n, -1)
-                acts[name, k][i] = (rows != 0).any(1).cpu()
-    mixed = {name for (name, _), a in acts.items() if max(a.sum(0).max(), a.sum(1).max()) > 1}
-    if network in mixed:
-        return {}
-    return {name: tuple(sorted(ks)) for name, ks in reached.items() if name not in mixed}
-
-
-def _count_uses(outputs: Tensor) -> Counter[Tensor]:
-    """How many operations of the graph behind `outputs` read each parameter."""
-    uses: Counter[Tensor] = Counter()
-    seen, stack = set(), [outputs.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for parent, _ in node.next_functions:
-            if parent is not None and hasattr(parent, "variable"):
-                uses[parent.variable] += 1
-            stack.append(parent)
-    return uses
-
-
-Seen = list[tuple[str, Tensor, int]]  # what went into a module or came out, and its version then
-
-
-def _written_over(seen: Seen) -> set[str]:
-    """Names of modules whose inputs or outputs were changed afterwards."""
-    return {name for name, tensor, version in seen if tensor._version != version}
-
-
-@contextmanager
-def _capture(
-    modules: Iterable[tuple[str, nn.Module, bool]], seen: Seen | None = None
-) -> Iterator[dict[str, Calls]]:
-    """Record (input, output) of each call of the named layers, of copies where asked for."""
-    modules = list(modules)
-    calls: dict[str, Calls] = {name: [] for name, *_ in modules}
-
-    def record(name: str, forward: Callable[..., Tensor], copied: bool) -> Callable[..., Tensor]:
-        def recorded(*args: Tensor, **named: Any) -> Tensor:
-            output = forward(*args, **named)
-            source = args[0] if args else named["x" if "x" in named else "input"]
-            if seen is not None:
-                seen.extend((name, tensor, tensor._version) for tensor in (source, output))
-            calls[name].append((source.clone() if copied else source, output))
-            return output.clone() if copied else output
-
-        return recorded
-
-    layers: list[Any] = [module for _, module, _ in modules]
-    try:  # not by hooks: those of others may change what the layer returns
-        for (name, _, copied), layer in zip(modules, layers, strict=True):
-            layer.forward = record(name, layer.forward, copied)
-        yield calls
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)

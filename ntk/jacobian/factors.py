@@ -4,10 +4,10 @@ A layer that is linear in its weight, ``z_s = W a_s`` at each position s of an e
 
     d f_c / d W = sum over s of g_cs a_s^T,        d f_c / d b = sum over s of g_cs,
 
-where a (S, d_in) are the inputs and g (C, S, d_out) the gradients of the outputs f with respect to
-z. Positions are those of a sequence (a plain linear layer has one), or the places of a
-convolution's output, a_s being the patch it reads there; of a transposed convolution they are the
-places of its input, g_s being the patch it writes; an embedding's a_s is a one-hot token.
+with inputs a (S, d_in) and gradients g (C, S, d_out) of the outputs f by z. Positions are those of
+a sequence (one of a plain linear layer), or the places of a convolution's output, a_s being the
+patch it reads; of a transposed convolution the places of its input, g_s being the patch it writes;
+an embedding's a_s is a one-hot token.
 
 The gram matrix contracts *features first*, where few positions are left to pair,
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import grad
 
-from .blocks import AT_WORK, Block, squared_row_norms, tile_size, tiles, workspace
+from .blocks import AT_WORK, LayerBlock, squared_row_norms, tile_size, tiles, total, workspace
 
 AT_ONCE = 2**21  # numbers of patches that are worth cutting at a time on a CPU
 ALONE = 2**15 - 1  # numbers that torch works on in one thread: it takes longer to share out few
@@ -42,22 +42,12 @@ WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class FactoredBlock(Block):
+class FactoredBlock(LayerBlock):
     """Jacobian of a layer's weight, and of its bias if it has one, in factors."""
 
-    weight: str  # name of the trainable parameter
-    bias: str | None
     inputs: Tensor  # of the layer, n rows
     gradients: Tensor  # g of each output f_c with respect to the layer's outputs: (n, C, S, d_out)
     fields = ("inputs", "gradients")
-
-    @property
-    def layout(self) -> dict[str, Any]:  # noqa: D102
-        return {"kind": self.kind, "weight": self.weight, "bias": self.bias}
-
-    @property
-    def names(self) -> tuple[str, ...]:  # noqa: D102
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
     def path(self) -> str:  # noqa: D102
@@ -111,7 +101,6 @@ class FactoredBlock(Block):
         return weight
 
     def _by_group(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs (n, S, d_in) and gradients (n, C, S, d_out / groups) of each group."""
         yield from zip(self.patches().unbind(1), self.gradients.chunk(self.groups, 3), strict=True)
 
     def _chunks(self, numbers: int, room: int | None = None) -> Iterator[slice]:
@@ -122,11 +111,9 @@ class FactoredBlock(Block):
 
     @property
     def _room(self) -> int:
-        """Numbers of intermediate results that the block may hold."""
         return workspace(self.gradients.device) // self.gradients.element_size()
 
     def _at_a_time(self, on_cpu: int) -> int:
-        """Numbers that are worked on at a time: so many on a CPU; on a GPU what fits."""
         return on_cpu if self.gradients.device.type == "cpu" else self._room
 
     @property
@@ -138,13 +125,12 @@ class FactoredBlock(Block):
         if self._features_first:
             self._add_gram_by_features(kernel, other)
             return
-        parts = self._dense_parts(max(kernel.shape))
-        same = other is self
-        theirs = itertools.repeat(None) if same else other._dense_parts(max(kernel.shape))
-        for part, other_part in zip(parts, theirs, strict=False):
-            others = part if other_part is None else other_part
+        same, n = other is self, max(kernel.shape)
+        theirs = itertools.repeat(None) if same else other._dense_parts(n)
+        for part, other_part in zip(self._dense_parts(n), theirs, strict=False):
+            right = part if other_part is None else other_part
             for rows, cols in tiles(*kernel.shape, symmetric=same):
-                kernel[rows, cols].addmm_(part[rows], others[cols].T)
+                kernel[rows, cols].addmm_(part[rows], right[cols].T)
 
     def _add_gram_by_features(self, kernel: Tensor, other: Self) -> None:
         size = max(1, math.isqrt(self._room // 4) // self.positions)
@@ -191,19 +177,15 @@ class FactoredBlock(Block):
             yield self.gradients.sum(2).flatten(1)
 
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:  # noqa: D102
-        chunks = self._chunks(self._patch_size)
-        parts = [self.rows(rows)._weighted_sums(residual[rows]) for rows in chunks]
-        weight = sum((w for w, _ in parts[1:]), parts[0][0])
-        update = {self.weight: self.shape_weights(weight)}
-        if self.bias is not None:
-            update[self.bias] = sum((b for _, b in parts[1:]), parts[0][1])
-        return update
-
-    def _weighted_sums(self, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """J^T R of the weight, (d_out, d_in), and of the bias, (d_out,)."""
-        weighted = torch.bmm(residual.unsqueeze(1), self.gradients.flatten(2))
-        weighted = weighted.view(-1, *self.gradients.shape[2:])
-        return self._pull_back(weighted), weighted.sum((0, 1))
+        weights, biases = [], []
+        for rows in self._chunks(self._patch_size):
+            part = self.rows(rows)
+            weighted = torch.bmm(residual[rows].unsqueeze(1), part.gradients.flatten(2))
+            weighted = weighted.view(-1, *part.gradients.shape[2:])
+            weights.append(part._pull_back(weighted))
+            biases.append(weighted.sum((0, 1)))
+        update = {self.weight: self.shape_weights(total(weights))}
+        return update if self.bias is None else update | {self.bias: total(biases)}
 
     def _pull_back(self, weighted: Tensor) -> Tensor:
         """Sum over examples and positions of g a^T, for g of shape (n, S, d_out)."""
@@ -228,23 +210,17 @@ class FactoredBlock(Block):
         return torch.cat([a @ rows.T for a, rows in groups], dim=2)
 
     def squared_norms(self) -> Tensor:  # noqa: D102
-        per_row = 6 * self.positions**2 if self._features_first else 0
-        return torch.cat(
-            [self.rows(rows)._row_norms() for rows in self._chunks(self._patch_size + per_row)]
-        )
+        numbers = self._patch_size + (6 * self.positions**2 if self._features_first else 0)
+        return torch.cat([self.rows(rows)._row_norms() for rows in self._chunks(numbers)])
 
     def _row_norms(self) -> Tensor:
         n = len(self.gradients)
         norms = torch.zeros(n, dtype=torch.float64, device=self.gradients.device)
         if not self._features_first:
-            for part in self._dense_parts(2 * n):
-                norms += squared_row_norms(part)
-            return norms
+            return sum((squared_row_norms(part) for part in self._dense_parts(2 * n)), norms)
         for a, g in self._by_group():
-            inner, signals = (
-                torch.bmm(rows, rows.transpose(1, 2))
-                for rows in (a.double(), g.double().transpose(1, 2).flatten(2))
-            )
+            rows = (a.double(), g.double().transpose(1, 2).flatten(2))
+            inner, signals = (torch.bmm(row, row.transpose(1, 2)) for row in rows)
             norms += ((inner + (self.bias is not None)) * signals).sum((1, 2))
         return norms
 
@@ -255,7 +231,6 @@ class FactoredBlock(Block):
         return tensors
 
     def _dense_weights(self) -> Tensor:
-        """Gradients of the weight, shape (n, C, d_out, d_in)."""
         n, outputs, _, width = self.gradients.shape
         weights = self.gradients.new_empty(n, outputs, width, self.width_in)
         for rows in self._chunks(self._patch_size, self._at_a_time(AT_ONCE)):
@@ -279,9 +254,9 @@ class FactoredBlock(Block):
         _, outputs, positions, _ = self.gradients.shape
         entries = self.entries(indices)
         # measured, in ns / 40: these entries, each by itself, and the whole weight's
-        alone = outputs * len(indices) * (320 + 22 * positions)
-        together = self.dense_size * (80 + positions)
-        if entries and 0 < alone <= together and self.gradients.device.type == "cpu":
+        single = outputs * len(indices) * (320 + 22 * positions)
+        whole = self.dense_size * (80 + positions)
+        if entries and 0 < single <= whole and self.gradients.device.type == "cpu":
             for rows in self._chunks(self._patch_size, self._at_a_time(AT_ONCE)):
                 self.rows(rows)._write_entries(*entries, out[rows])
             return
@@ -290,12 +265,10 @@ class FactoredBlock(Block):
             if entries is None:
                 out[rows] = part.dense()[name].flatten(2)[:, :, indices]
             else:
-                row, column = entries
-                at = self.width_in * row + column
-                out[rows] = part._dense_weights().flatten(2).index_select(2, at)
+                places = self.width_in * entries[0] + entries[1]
+                out[rows] = part._dense_weights().flatten(2).index_select(2, places)
 
     def _write_entries(self, row: Tensor, column: Tensor, out: Tensor) -> None:
-        """Write entries of the weight into `out` (n, C, k), each by products of its own."""
         n, outputs, positions, width = self.gradients.shape
         column = column + self.width_in * (row // (width // self.groups))
         inputs = self.patches_by_number()
@@ -354,7 +327,7 @@ class LinearBlock(FactoredBlock):
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, width_in = parameters[self.weight]
-        check_bias(self.bias, width_out, parameters)
+        self.check_bias(width_out, parameters)
         positions = self.positions if self.gradients.ndim == 4 else 0
         return [(positions, width_in), (-1, positions, width_out)]
 
@@ -371,11 +344,7 @@ class ConvBlock(FactoredBlock):
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     channels_per_group: int
-    kind = "conv"
-
-    @property
-    def layout(self) -> dict[str, Any]:  # noqa: D102
-        return super().layout | {"stride": list(self.stride), "dilation": list(self.dilation)}
+    kind, settings = "conv", ("weight", "bias", "stride", "dilation")
 
     @property
     def groups(self) -> int:  # noqa: D102
@@ -386,7 +355,7 @@ class ConvBlock(FactoredBlock):
         return self.channels_per_group * math.prod(self.kernel_size)
 
     def _windows(self, inputs: Tensor) -> tuple[Tensor, range, range]:
-        """View as (n, *places, groups, channels of a group, *kernel size), and name the axes."""
+        """View as (n, *places, groups, channels of a group, *kernel size); axes of the sizes."""
         windows, dims = inputs, len(self.kernel_size)
         for d, (size, stride, dilation) in enumerate(
             zip(self.kernel_size, self.stride, self.dilation, strict=True)
@@ -415,25 +384,20 @@ class ConvBlock(FactoredBlock):
     def flat(self, weight: Tensor) -> Tensor:  # noqa: D102
         return weight.movedim(1, -1).flatten(1)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        """How the layer convolves its inputs, which are padded already."""
-        return {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
-
     def _pull_back(self, weighted: Tensor) -> Tensor:
+        dims, inputs = len(self.kernel_size), self.inputs.movedim(-1, 1)
         shape = (weighted.shape[2], self.channels_per_group, *self.kernel_size)
-        differentiate = WEIGHT_GRADIENTS[len(self.kernel_size)]
         by_place = weighted.unflatten(1, self._places(self.inputs.shape[1:-1])).movedim(-1, 1)
-        inputs = self.inputs.movedim(-1, 1)
-        return self.flat(differentiate(inputs, shape, by_place, **self._options))
+        steps = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+        return self.flat(WEIGHT_GRADIENTS[dims](inputs, shape, by_place, **steps))
 
     def _push_forward(self, weight: Tensor) -> Tensor:
-        convolve = CONVOLUTIONS[len(self.kernel_size)]
-        moved: Tensor = convolve(self.inputs.movedim(-1, 1), weight, **self._options)
+        convolve, inputs = CONVOLUTIONS[len(self.kernel_size)], self.inputs.movedim(-1, 1)
+        steps: Any = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+        moved: Tensor = convolve(inputs, weight, **steps)
         return moved.flatten(2).transpose(1, 2)
 
     def _places(self, sizes: Sequence[int]) -> list[int]:
-        """Sizes of the layer's outputs, from those of its padded inputs."""
         axes = zip(sizes, self.kernel_size, self.stride, self.dilation, strict=True)
         return [max(0, (size - (k - 1) * d - 1) // s + 1) for size, k, s, d in axes]
 
@@ -444,7 +408,7 @@ class ConvBlock(FactoredBlock):
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, per_group, *kernel_size = parameters[self.weight]
-        check_bias(self.bias, width_out, parameters)
+        self.check_bias(width_out, parameters)
         dims = len(kernel_size)
         if dims not in (1, 2, 3) or not dims == len(self.stride) == len(self.dilation):
             raise ValueError(f"expected a stride and a dilation for each of {dims} dimensions")
@@ -483,10 +447,8 @@ class TransposedConvBlock(FactoredBlock):
         return apart.transpose(1, 2)
 
     def shape_weights(self, weights: Tensor) -> Tensor:  # noqa: D102
-        apart: Tensor = weights.unflatten(-2, (self.groups, self._patch))
-        shaped: Tensor = (
-            apart.transpose(-1, -2).flatten(-3, -2).unflatten(-1, self.weight_shape[1:])
-        )
+        apart: Tensor = weights.unflatten(-2, (self.groups, self._patch)).transpose(-1, -2)
+        shaped: Tensor = apart.flatten(-3, -2).unflatten(-1, self.weight_shape[1:])
         return shaped
 
     def flat(self, weight: Tensor) -> Tensor:  # noqa: D102
@@ -572,9 +534,3 @@ class EmbeddingBlock(FactoredBlock):
         ):
             raise ValueError(f"expected tokens of 0 ... {self.num_tokens - 1}")
         return [(positions,), (-1, positions, width_out)]
-
-
-def check_bias(bias: str | None, width_out: int, parameters: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError unless the bias is that of a layer with so many outputs."""
-    if bias is not None and tuple(parameters[bias]) != (width_out,):
-        raise ValueError("weight and bias are of different layers")

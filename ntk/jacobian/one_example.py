@@ -2,7 +2,6 @@
 
 import copy
 import random
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .structure import structure_of
+from .structure import keep, structure_of
 
 MOST = 16  # examples that are looked at
 REPEATS = 50  # of a network that draws random numbers
@@ -28,7 +27,6 @@ CURES = {
     FEWER: "the number of examples must not count",
 }
 _KEPT: dict[Hashable, None] = {}
-_LOCK = threading.Lock()
 
 
 class _Difference(NamedTuple):
@@ -58,25 +56,32 @@ def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = 
         key = (key, "alike")
         if key in _KEPT:
             return
+    with evaluation_mode(model), _without_zeros(model):
+        difference = _difference(model, chosen)
+        if difference and _is_confirmed(model, chosen, difference):
+            raise ValueError(
+                "model: expected that the outputs of an example depend only on the example, "
+                f"got others from {_source(model, difference)} when {difference.when}; "
+                f"{CURES[difference.when]}"
+            )
+    keep(_KEPT, key, None, MAX_KEPT)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Run recurrent layers by torch's own code: cuDNN's backward pass wants training mode."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    cudnn = torch.backends.cudnn.enabled
+    if training:
+        model.eval()
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        torch.backends.cudnn.enabled = False
     try:
-        with _without_zeros(model):
-            difference = _difference(model, chosen)
-            if difference and _is_confirmed(model, chosen, difference):
-                raise ValueError(
-                    "model: expected that the outputs of an example depend only on the example, "
-                    f"got others from {_source(model, difference)} when {difference.when}; "
-                    f"{CURES[difference.when]}"
-                )
+        yield
     finally:
+        torch.backends.cudnn.enabled = cudnn
         for module in training:
             module.training = True
-    if key:
-        with _LOCK:
-            while len(_KEPT) >= MAX_KEPT:
-                del _KEPT[next(iter(_KEPT))]
-            _KEPT[key] = None
 
 
 def check_once(model: nn.Module) -> Callable[[Tensor], None]:

@@ -6,8 +6,8 @@ one for each layer or parameter: :class:`~.blocks.DenseBlock` holds the definiti
 gradients ``g``, the factors of the Jacobian, and never build anything of size n C d_in d_out.
 
 Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 3.2,
-eq. (4) and (6), and section 4.1, eq. (8). The factored form is exact, and therefore exactly as
-revealing: for a first layer with a bias, ``a`` is the client's input itself, in either form.
+eq. (4) and (6), and section 4.1, eq. (8). The factored form is exact, and as revealing: for a first
+layer with a bias, ``a`` is the client's input itself, in either form.
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..losses import Loss, hessian_root, output_scale
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 from .blocks import Block, DenseBlock, tile_size, tiles, workspace
@@ -138,8 +139,7 @@ class Jacobian:
     def combine(self, weights: Tensor) -> "Jacobian":
         """Jacobian of K weighted sums of each example's outputs, ``sum_c M_ick f_c(x_i)``.
 
-        M is (n, C, K). With the gradient of a loss by the outputs, K = 1, they are the examples'
-        gradients; with a root of its Hessian, J^T J is the Gauss-Newton matrix.
+        M is (n, C, K): the gradient of a loss by the outputs gives the examples' gradients.
         """
         blocks = []
         for block in self.expanded().blocks:
@@ -164,16 +164,15 @@ class Jacobian:
         if unknown := [name for name in names if name not in held]:
             raise ValueError(f"names: expected some of {', '.join(held)}, got {unknown}")
         blocks = dict.fromkeys(held[name] for name in names)
-        shapes = {name: t[0, 0] for b in blocks for name, t in b.rows(slice(0, 1)).dense().items()}
-        size = sum(shapes[name].numel() for name in names)
+        first = {name: t for b in blocks for name, t in b.rows(slice(0, 1)).dense().items()}
+        size = sum(first[name][0, 0].numel() for name in names)
         matrix = torch.zeros(size, size, dtype=self.dtype, device=self.device)
         row = sum(block.dense_size for block in blocks) * self.dtype.itemsize
         step = max(1, workspace(self.device) // row)
         for start in range(0, self.num_examples, step):
             part = Jacobian(tuple(b.rows(slice(start, start + step)) for b in blocks)).dense()
             flat = torch.cat([part[n].reshape(*part[n].shape[:2], -1) for n in names], 2)
-            flat = flat.flatten(0, 1)
-            matrix.addmm_(flat.T, flat)
+            matrix.addmm_(flat.flatten(0, 1).T, flat.flatten(0, 1))
         return matrix
 
     def squared_norms(self) -> Tensor:
@@ -225,10 +224,9 @@ class Jacobian:
         held = [sum(array[:1].nbytes for array in block.arrays) for block in self.blocks]
         dense = [block.dense_size * self.dtype.itemsize for block in self.blocks]
         words = [(", ".join(block.names), block.path) for block in self.blocks]
+        sizes = zip([*held, sum(held)], [*dense, sum(dense)], strict=True)
         rows = [("parameters", "path", "kB an example", "dense kB")]
-        for (names, path), a, b in zip(
-            [*words, ("all", "")], [*held, sum(held)], [*dense, sum(dense)], strict=True
-        ):
+        for (names, path), (a, b) in zip([*words, ("all", "")], sizes, strict=True):
             rows.append((names, path, f"{a / 1e3:.1f}", f"{b / 1e3:.1f}"))
         widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -255,8 +253,7 @@ class Jacobian:
             raise ValueError("Jacobian.concatenate: expected at least one Jacobian, got none")
         if not all(parts[0]._has_weights_of(part) for part in parts):
             parts = [part.expanded() for part in parts]
-        whole = parts[0].empty(sum(part.num_examples for part in parts))
-        start = 0
+        whole, start = parts[0].empty(sum(part.num_examples for part in parts)), 0
         for part in parts:
             whole.fill(start, parts[0]._compatible(part))
             start += part.num_examples
@@ -278,3 +275,24 @@ class Jacobian:
                 f"Jacobians of different parameters, form or outputs: {self.form} and {other.form}"
             )
         return other
+
+
+def gauss_newton(jacobian: Jacobian, outputs: Tensor, loss: Loss) -> Jacobian:
+    """Return G: its ``normal_product``, ``normal_diagonal`` and ``normal_matrix`` are the matrix's.
+
+    The Gauss-Newton matrix of the loss averaged over examples, as in :mod:`fedntk.ntk.losses`, is
+    ``sum_i J_i^T H_i J_i`` with H_i = L_i L_i^T the Hessian by the outputs, so G_i = L_i^T J_i has
+    the size of J. `outputs` (n, C) are those of the Jacobian's examples. For both losses it is also
+    the Fisher information (Martens, *New Insights and Perspectives on the Natural Gradient Method*,
+    JMLR 2020, section 9.2).
+
+    Examples
+    --------
+    >>> from fedntk.ntk import gauss_newton, jacobian
+    >>> model, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
+    >>> ggn = gauss_newton(jacobian(model, x), model(x).detach(), "cross-entropy")
+    >>> ggn.normal_diagonal()["weight"].shape, ggn.normal_matrix(["weight", "bias"]).shape
+    (torch.Size([2, 3]), torch.Size([8, 8]))
+    """
+    scale = output_scale(len(outputs), outputs.shape[1], loss)
+    return jacobian.combine(scale**0.5 * hessian_root(outputs, loss))

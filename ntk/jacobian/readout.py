@@ -4,8 +4,8 @@ If ``z = W a + b`` enters the outputs only by ``f_c = sum over d of V_cd phi_d(z
 
     d f_c / d W = (V_c * m) a^T,        d f_c / d b = V_c * m,        m_d = phi_d'(z_d),
 
-so that d numbers m an example take the place of C d gradients. V are weights of the network, which
-who has sent them knows. The kernel's sum over outputs is taken first:
+so that d numbers m an example replace C d gradients. V are weights of the network, which who has
+sent them knows. The kernel's sum over outputs is taken first:
 
     <J_i, J_j> = (a_i . a_j + 1) sum over d of s_d m_id m_jd,        s_d = sum over c of V_cd^2.
 
@@ -14,13 +14,13 @@ The last layer is of this form too: V is the identity and m is 1.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from .blocks import Block, tile_size, tiles
-from .factors import LinearBlock, check_bias
+from .blocks import LayerBlock, tile_size, tiles
+from .factors import LinearBlock
 
 # operations whose derivative is a number for each number
 NAMES = (
@@ -31,26 +31,15 @@ ELEMENTWISE = {f"{name}Backward0" for name in NAMES}
 
 
 @dataclass(frozen=True, eq=False)
-class ReadoutBlock(Block):
+class ReadoutBlock(LayerBlock):
     """Jacobian of a linear layer's weight, and of its bias if it has one."""
 
-    weight: str  # name of the trainable parameter
-    bias: str | None
     readout: str  # name of the parameter V; "" if the layer's outputs are the network's
     matrix: Tensor | None  # V, (C, d_out), not sent; None for the identity
     inputs: Tensor  # a, (n, d_in)
     slopes: Tensor  # m, (n, d_out)
-    kind = "readout"
+    kind, settings = "readout", ("weight", "bias", "readout")
     fields = ("inputs", "slopes")
-
-    @property
-    def layout(self) -> dict[str, Any]:  # noqa: D102
-        names = {"weight": self.weight, "bias": self.bias, "readout": self.readout}
-        return {"kind": self.kind, **names}
-
-    @property
-    def names(self) -> tuple[str, ...]:  # noqa: D102
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
     def path(self) -> str:  # noqa: D102
@@ -119,7 +108,7 @@ class ReadoutBlock(Block):
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, width_in = parameters[self.weight]
-        check_bias(self.bias, width_out, parameters)
+        self.check_bias(width_out, parameters)
         if self.matrix is not None and self.matrix.shape[1:] != (width_out,):
             raise ValueError(f"{self.readout!r} does not read out {width_out} numbers")
         return [(width_in,), (width_out,)]

@@ -43,7 +43,7 @@ def keeps_rows(outputs: Tensor, points: Sequence[Tensor]) -> bool:
     """Whether the graph shows that row i of each point (n, ...) acts only on row i of `outputs`."""
     n = len(outputs)
     reaching = {point.grad_fn for point in points}
-    for node, inputs in _inputs_first(outputs.grad_fn):
+    for node, inputs in nodes_behind(outputs.grad_fn):
         places = [k for k, (parent, _) in enumerate(inputs) if parent in reaching]
         if not all(_keeps(node, k, inputs[k], n) for k in places):
             return False
@@ -52,7 +52,7 @@ def keeps_rows(outputs: Tensor, points: Sequence[Tensor]) -> bool:
     return True
 
 
-def _inputs_first(root: Any) -> Iterator[tuple[Any, Any]]:
+def nodes_behind(root: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the nodes of a graph that read others, with those, each after those that it reads."""
     seen, stack = {None}, [(root, None)]
     while stack:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .blocks import Block, DenseBlock
+from .blocks import Block, DenseBlock, total
 from .factors import ConvBlock, EmbeddingBlock, FactoredBlock, LinearBlock, TransposedConvBlock
 from .readout import ReadoutBlock
 
@@ -54,7 +54,6 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 
 def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether nothing that computes the outputs of torch's layer was replaced."""
     names = [name for name in ("forward", "_conv_forward", "weight", "bias") if hasattr(kind, name)]
     same = all(getattr(type(module), name, None) is getattr(kind, name) for name in names)
     return same and not any(name in vars(module) for name in names)
@@ -84,27 +83,19 @@ def linear(layer: Layer, _: nn.Linear, calls: Calls) -> list[Block]:
 
 
 def _conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
-    flat = [(a, g.flatten(3).transpose(2, 3)) for a, g in calls]
+    gradients = [g.flatten(3).transpose(2, 3) for _, g in calls]
     if layer.weight is None:
-        return _biases(layer, [g for _, g in flat], "conv")
+        return _biases(layer, gradients, "conv")
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     padding = module._reversed_padding_repeated_twice
-    return _smaller(
-        layer,
-        [
-            ConvBlock(
-                layer.weight,
-                layer.bias,
-                (functional.pad(a, padding, mode=mode) if any(padding) else a).movedim(1, -1),
-                g,
-                kernel_size=tuple(module.kernel_size),
-                stride=tuple(module.stride),
-                dilation=tuple(module.dilation),
-                channels_per_group=module.weight.shape[1],
-            )
-            for a, g in flat
-        ],
-    )
+    padded = [functional.pad(a, padding, mode=mode) if any(padding) else a for a, _ in calls]
+    size, stride, dilation = map(tuple, (module.kernel_size, module.stride, module.dilation))
+    width = module.weight.shape[1]
+    blocks = [
+        ConvBlock(layer.weight, layer.bias, a.movedim(1, -1), g, size, stride, dilation, width)
+        for a, g in zip(padded, gradients, strict=True)
+    ]
+    return _smaller(layer, blocks)
 
 
 def _transposed_conv(layer: Layer, module: Any, calls: Calls) -> list[Block]:
@@ -122,9 +113,9 @@ def _at_input_places(module: Any, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]
     """Return the inputs (n, S, d_in) and the patch of gradients that each reaches, in groups."""
     sizes = zip(module.kernel_size, module.stride, module.dilation, a.shape[2:], strict=True)
     windows = functional.pad(g, [p for p in reversed(module.padding) for _ in (0, 1)])
-    for d, (kernel, stride, dilation, places) in enumerate(sizes):
-        windows = windows.unfold(3 + d, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
-        windows = windows.narrow(3 + d, 0, places)
+    for d, (kernel, stride, dilation, places) in enumerate(sizes, start=3):
+        windows = windows.unfold(d, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
+        windows = windows.narrow(d, 0, places)
     dims = a.ndim - 2
     patches = windows.movedim(2, 2 + dims)  # (n, C, *places, d_out, *kernel_size)
     return a.flatten(2).transpose(1, 2), patches.flatten(2 + dims).flatten(2, 1 + dims)
@@ -142,7 +133,6 @@ def _embedding(layer: Layer, module: nn.Embedding, calls: Calls) -> list[Block]:
 
 
 def _normalise(module: Any, x: Tensor) -> Tensor:
-    """Return a normalising layer's outputs without its weight and bias."""
     if isinstance(module, nn.GroupNorm):
         return functional.group_norm(x, module.num_groups, eps=module.eps)
     if isinstance(module, nn.LayerNorm):
@@ -170,9 +160,9 @@ def _elementwise(layer: Layer, module: nn.Module, calls: Calls) -> list[Block]:
     blocks: list[Block] = []
     if layer.weight is not None:
         parts = [summed(g * _normalise(module, a).unsqueeze(1)) for a, g in calls]
-        blocks.append(DenseBlock(layer.weight, _total(parts), path))
+        blocks.append(DenseBlock(layer.weight, total(parts), path))
     if layer.bias is not None:
-        blocks.append(DenseBlock(layer.bias, _total([summed(g) for _, g in calls]), path))
+        blocks.append(DenseBlock(layer.bias, total([summed(g) for _, g in calls]), path))
     return blocks
 
 
@@ -180,7 +170,7 @@ def _biases(layer: Layer, gradients: Sequence[Tensor], kind: str) -> list[Block]
     """Sum gradients (n, C, S, d_out) of each call over S; the weight is frozen."""
     if layer.bias is None:
         return []
-    values = _total([g.sum(2) for g in gradients])
+    values = total([g.sum(2) for g in gradients])
     return [DenseBlock(layer.bias, values, f"bias of {kind}, summed over positions")]
 
 
@@ -192,11 +182,7 @@ def _smaller(layer: Layer, calls: Sequence[FactoredBlock]) -> list[Block]:
         return [block]
     tensors = [call.dense() for call in calls]
     path = f"{block.kind}, summed over positions"
-    return [DenseBlock(name, _total([t[name] for t in tensors]), path) for name in block.names]
-
-
-def _total(parts: Sequence[Tensor]) -> Tensor:
-    return sum(parts[1:], parts[0])
+    return [DenseBlock(name, total([t[name] for t in tensors]), path) for name in block.names]
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

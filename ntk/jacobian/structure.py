@@ -5,6 +5,7 @@ first says which calls may share a finding; the second is compared in each call,
 that computes something else, for whatever reason, is examined anew.
 """
 
+import threading
 import weakref
 from collections.abc import Hashable, Mapping
 from functools import partial
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .rows import nodes_behind
+
+_LOCK = threading.Lock()
 PLAIN = (int, float, str, type(None), torch.dtype, torch.device, BuiltinFunctionType)
 SETTINGS = (int, float, str, tuple)
 SIZE = "_saved_size"  # of as_strided: it counts the examples
@@ -76,21 +80,31 @@ def graph_of(outputs: Tensor, names: Mapping[nn.Parameter, str]) -> Hashable:
 
     Sizes are left out, so that any number of examples has the same graph; so are copies.
     """
-    root: Any = outputs.grad_fn
-    places, stack, graph = {root: 0}, [root] if root else [], []
-    while stack:
-        node = stack.pop()
+    places: dict[Any, int] = {}
+    graph = []
+    for node, inputs in nodes_behind(outputs.grad_fn):
+        if node.name() == COPY:
+            continue
         parents = []
-        for parent, output in node.next_functions:
+        for parent, output in inputs:
             while parent is not None and parent.name() == COPY:
                 parent, output = parent.next_functions[0]
-            if parent is not None and parent not in places:
-                places[parent] = len(places)
-                stack.append(parent)
             name = names.get(parent.variable) if hasattr(parent, "variable") else None
             parents.append((places.get(parent), output, name))
+        places[node] = len(places)
         graph.append((node.name(), _settings_of(node), *parents))
     return tuple(graph)
+
+
+def keep(findings: dict[Hashable, Any], key: Hashable | None, finding: Any, most: int) -> None:
+    """Keep a finding for further calls, and forget the one that was used least recently."""
+    if key is None:
+        return
+    with _LOCK:
+        findings.pop(key, None)
+        while len(findings) >= most:
+            del findings[next(iter(findings))]
+        findings[key] = finding
 
 
 def _settings_of(node: Any) -> Hashable:

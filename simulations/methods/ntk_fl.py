@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from fedntk.clients import sample_size
 from fedntk.ntk import jacobian, require_memory
-from fedntk.ntk.evolution.learning_rate import AUTO
+from fedntk.ntk.evolution.flow_options import AUTO
 from fedntk.strategies import NTKFL, Sampling, Strategy
 
 from ..config.config import Config

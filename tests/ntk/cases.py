@@ -7,28 +7,33 @@ import torch
 from torch import Tensor, nn
 
 
-class TiedWeights(nn.Module):
+class Net(nn.Module):
+    """Layers, parameters and others by name, and a function that uses them."""
+
+    def __init__(self, use: Callable[..., Tensor], **members: Any) -> None:
+        super().__init__()
+        self.use = use
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def layer_and_head(width: int, hidden: int, apply: Callable[..., Tensor]) -> Net:
+    """A linear layer, applied in some way, and a head."""
+    layers = {"layer": nn.Linear(width, hidden), "head": nn.Linear(hidden, 3)}
+    return Net(lambda m, x: m.head(m.apply_layer(m.layer, x)), **layers, apply_layer=apply)
+
+
+def _tied() -> Net:
     """One matrix used by two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.second.weight = self.first.weight
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
-
-
-class LayerAndHead(nn.Module):
-    """A linear layer, used in some way, and a head."""
-
-    def __init__(self, width: int, hidden: int, use: Callable[[nn.Linear, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.head, self.use = nn.Linear(width, hidden), nn.Linear(hidden, 3), use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.use(self.layer, x))
+    net = Net(
+        lambda m, x: m.head(torch.tanh(m.second(torch.tanh(m.first(x))))),
+        first=nn.Linear(5, 5), second=nn.Linear(5, 5), head=nn.Linear(5, 3),
+    )  # fmt: skip
+    net.second.weight = net.first.weight
+    return net
 
 
 def _folded(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -36,177 +41,138 @@ def _folded(layer: nn.Linear, x: Tensor) -> Tensor:
     return torch.tanh(layer(x.reshape(-1, 4))).view(len(x), -1, 6).mean(1)
 
 
-class Tokens(nn.Module):
+def _tokens() -> Net:
     """Layers on learned tokens of one and two rows, whatever the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Parameter(torch.rand(1, 4)), nn.Parameter(torch.rand(2, 4))
-        self.first, self.second, self.head = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x * self.first(self.one) + self.second(self.two).sum(0))
+    return Net(
+        lambda m, x: m.head(x * m.first(m.one) + m.second(m.two).sum(0)),
+        one=nn.Parameter(torch.rand(1, 4)), two=nn.Parameter(torch.rand(2, 4)),
+        first=nn.Linear(4, 5), second=nn.Linear(4, 5), head=nn.Linear(5, 3),
+    )  # fmt: skip
 
 
-class Own(nn.Module):
-    """Parameters of its own, one of them a number and one unused; a layer called by keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.unused = nn.Parameter(torch.rand(5)), nn.Parameter(torch.rand(2))
-        self.temperature = nn.Parameter(torch.tensor(0.7))
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.temperature * self.head(input=x * self.scale)
+def _parameters() -> Net:
+    """Parameters outside layers, one a number and one unused; a layer called by keyword."""
+    return Net(
+        lambda m, x: m.temperature * m.head(input=x * m.scale),
+        scale=nn.Parameter(torch.rand(5)), unused=nn.Parameter(torch.rand(2)),
+        temperature=nn.Parameter(torch.tensor(0.7)), head=nn.Linear(5, 3),
+    )  # fmt: skip
 
 
-class TokensFirst(nn.Module):
+def _tokens_first() -> Net:
     """An encoder over a sequence whose first axis is time and whose second is the examples."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(30, 4, padding_idx=0)
-        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
-        self.norm, self.feed, self.head = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.abs().mul(8).long().clamp(max=29)
-        h = self.table(tokens).transpose(0, 1)
-        q, k, v = (layer(h).transpose(0, 1) for layer in (self.query, self.key, self.value))
+    def use(m: Any, x: Tensor) -> Tensor:
+        h = m.table(x.abs().mul(8).long().clamp(max=29)).transpose(0, 1)
+        q, k, v = (layer(h).transpose(0, 1) for layer in (m.query, m.key, m.value))
         mixed = torch.softmax(q @ k.transpose(1, 2), dim=2) @ v
-        h = self.norm(h + mixed.transpose(0, 1))
-        return self.head(torch.tanh(self.feed(h)).mean(0))
+        h = m.norm(h + mixed.transpose(0, 1))
+        return m.head(torch.tanh(m.feed(h)).mean(0))
+
+    layers = {"table": nn.Embedding(30, 4, padding_idx=0)}
+    layers |= {name: nn.Linear(4, 4) for name in ("query", "key", "value")}
+    return Net(use, **layers, norm=nn.LayerNorm(4), feed=nn.Linear(4, 8), head=nn.Linear(8, 3))
 
 
-class Recurrent(nn.Module):
-    """Torch's LSTM, which has one fused operation for all its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-class Unrolled(nn.Module):
+def _unrolled() -> Net:
     """A recurrent network of linear layers, each called at every time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(16, 16, bias=False), nn.Linear(4, 16)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def use(m: Any, x: Tensor) -> Tensor:
         state = x.new_zeros(len(x), 16)
         for step in x.unbind(1):
-            state = torch.tanh(self.inner(state) + self.outer(step))
-        return self.head(state)
+            state = torch.tanh(m.inner(state) + m.outer(step))
+        return m.head(state)
+
+    inner = nn.Linear(16, 16, bias=False)
+    return Net(use, inner=inner, outer=nn.Linear(4, 16), head=nn.Linear(16, 3))
 
 
-class Attention(nn.Module):
+def _attention(**options: Any) -> Net:
     """Torch's attention, which uses its layers' weights by function."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **options)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x)[0].mean(1))
+    attention = nn.MultiheadAttention(4, 2, batch_first=True, **options)
+    head = nn.Linear(4, 3)
+    return Net(lambda m, x: m.head(m.attention(x, x, x)[0].mean(1)), attention=attention, head=head)
 
 
-class CrossAttention(nn.Module):
+def _cross_attention() -> Net:
     """Queries, keys and values that differ, the examples second; a mask of each kind."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, bias=False, add_bias_kv=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def use(m: Any, x: Tensor) -> Tensor:
         query, key = x.transpose(0, 1), torch.tanh(x[:, :3]).transpose(0, 1)
         causal = torch.ones(4, 3, dtype=torch.bool, device=x.device).triu(1)
-        mixed, weights = self.attention(
+        mixed, weights = m.attention(
             query, key, key.square(), x[:, :3, 0] > 1, attn_mask=causal, average_attn_weights=False
         )
-        return self.head(mixed.mean(0)) + weights.square().sum((1, 2, 3))[:, None]
+        return m.head(mixed.mean(0)) + weights.square().sum((1, 2, 3))[:, None]
+
+    attention = nn.MultiheadAttention(8, 2, bias=False, add_bias_kv=True)
+    return Net(use, attention=attention, head=nn.Linear(8, 3))
 
 
-class ViT(nn.Module):
+def _vit() -> Net:
     """A small vision transformer with torch's encoder, which does not attend to dark patches."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.head = nn.Conv2d(1, 8, 3, stride=3), nn.Linear(8, 3)
-        self.token, self.places = nn.Parameter(torch.rand(1, 1, 8)), nn.Embedding(5, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.patches(x).flatten(2).transpose(1, 2)
-        h = torch.cat([self.token.expand(len(x), -1, -1), h], dim=1)
+    def use(m: Any, x: Tensor) -> Tensor:
+        h = m.patches(x).flatten(2).transpose(1, 2)
+        h = torch.cat([m.token.expand(len(x), -1, -1), h], dim=1)
         dark = h.mean(2) < -0.2
-        h = h + self.places(torch.arange(5, device=x.device).expand(len(x), -1))
-        return self.head(self.encoder(h, src_key_padding_mask=dark)[:, 0])
+        h = h + m.places(torch.arange(5, device=x.device).expand(len(x), -1))
+        return m.head(m.encoder(h, src_key_padding_mask=dark)[:, 0])
+
+    layers = {"patches": nn.Conv2d(1, 8, 3, stride=3), "head": nn.Linear(8, 3)}
+    layers |= {"token": nn.Parameter(torch.rand(1, 1, 8)), "places": nn.Embedding(5, 8)}
+    layer = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
+    return Net(use, **layers, encoder=nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8)))
 
 
-class GPTBlock(nn.Module):
+def _gpt_block() -> Net:
     """Causal attention and a feed-forward layer, each after an RMSNorm."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.second_norm = nn.RMSNorm(8), nn.RMSNorm(8)
-        self.feed = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-    def forward(self, h: Tensor) -> Tensor:
+    def use(m: Any, h: Tensor) -> Tensor:
         mask = torch.full((3, 3), -torch.inf, dtype=h.dtype, device=h.device).triu(1)
-        x = self.norm(x=h)
-        h = h + self.attention(x, x, x, attn_mask=mask, need_weights=False, is_causal=True)[0]
-        return h + self.feed(self.second_norm(h))
+        x = m.norm(x=h)
+        h = h + m.attention(x, x, x, attn_mask=mask, need_weights=False, is_causal=True)[0]
+        return h + m.feed(m.second_norm(h))
+
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    feed = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    return Net(use, attention=attention, norm=nn.RMSNorm(8), second_norm=nn.RMSNorm(8), feed=feed)
 
 
-class GPT(nn.Module):
+def _gpt() -> Net:
     """A small language model: a logit for each of 4 tokens at each of 3 positions."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.places = nn.Embedding(4, 8, padding_idx=0), nn.Embedding(3, 8)
-        self.blocks = nn.Sequential(GPTBlock(), GPTBlock())
-        self.head = nn.Linear(8, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.abs().mul(3).long().clamp(max=3)
+    def use(m: Any, x: Tensor) -> Tensor:
         places = torch.arange(3, device=x.device).expand(len(x), -1)
-        return self.head(self.blocks(self.table(tokens) + self.places(places)))
+        tokens = x.abs().mul(3).long().clamp(max=3)
+        return m.head(m.blocks(m.table(tokens) + m.places(places)))
+
+    layers = {"table": nn.Embedding(4, 8, padding_idx=0), "places": nn.Embedding(3, 8)}
+    blocks = nn.Sequential(_gpt_block(), _gpt_block())
+    return Net(use, **layers, blocks=blocks, head=nn.Linear(8, 4, bias=False))
 
 
-class ConvTwice(nn.Module):
+def _conv_twice() -> Net:
     """A convolution called twice, and a norm too; another one called without effect."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)
-        self.idle, self.head = nn.Conv2d(2, 2, 1), nn.Linear(32, 3)
+    def use(m: Any, x: Tensor) -> Tensor:
+        m.idle(x)
+        h = m.norm(m.conv(torch.relu(m.norm(m.conv(x)))))
+        return m.head(h.flatten(1)) + m.idle(x).mean() * 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.idle(x)
-        h = self.norm(self.conv(torch.relu(self.norm(self.conv(x)))))
-        return self.head(h.flatten(1)) + self.idle(x).mean() * 0
+    layers = {"conv": nn.Conv2d(2, 2, 3, padding=1), "norm": nn.GroupNorm(1, 2)}
+    return Net(use, **layers, idle=nn.Conv2d(2, 2, 1), head=nn.Linear(32, 3))
 
 
-class TransposedTwice(nn.Module):
+def _transposed_twice() -> Net:
     """A transposed convolution called twice, once with a size for its outputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.ConvTranspose1d(8, 8, 2, stride=2, padding=1), nn.Linear(24, 3)
+    def use(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.conv(x, output_size=(3,)))
+        return m.head(m.conv(h)[:, :, :3].flatten(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.conv(x, output_size=(3,)))
-        return self.head(self.conv(h)[:, :, :3].flatten(1))
+    conv = nn.ConvTranspose1d(8, 8, 2, stride=2, padding=1)
+    return Net(use, conv=conv, head=nn.Linear(24, 3))
 
 
 def _with_head(features: int, *layers: nn.Module) -> nn.Module:
@@ -262,32 +228,39 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (5,),
     ),
-    "tied-weights": (TiedWeights, (5,)),
-    "called-twice": (lambda: LayerAndHead(5, 5, lambda f, x: f(torch.tanh(f(x)))), (5,)),
+    "tied-weights": (_tied, (5,)),
+    "called-twice": (lambda: layer_and_head(5, 5, lambda f, x: f(torch.tanh(f(x)))), (5,)),
     "functional-use": (
-        lambda: LayerAndHead(5, 5, lambda f, x: torch.tanh(f(x)) + x @ f.weight),
+        lambda: layer_and_head(5, 5, lambda f, x: torch.tanh(f(x)) + x @ f.weight),
         (5,),
     ),
-    "sequence": (lambda: LayerAndHead(4, 6, lambda f, x: torch.tanh(f(x)).mean(1)), (6, 4)),
-    "own-parameters": (Own, (5,)),
-    "folded-positions": (lambda: LayerAndHead(4, 6, _folded), (6, 4)),
-    "tokens": (Tokens, (5,)),
-    "tokens-first": (TokensFirst, (7,)),
-    "lstm": (Recurrent, (6, 4)),
-    "unrolled": (Unrolled, (3, 4)),
-    "attention": (Attention, (5, 4)),
-    "attention-sizes": (lambda: Attention(add_zero_attn=True, bias=False), (5, 4)),
-    "cross-attention": (CrossAttention, (4, 8)),
-    "vit": (ViT, (1, 6, 6)),
-    "gpt": (GPT, (3,)),
+    "sequence": (lambda: layer_and_head(4, 6, lambda f, x: torch.tanh(f(x)).mean(1)), (6, 4)),
+    "own-parameters": (_parameters, (5,)),
+    "folded-positions": (lambda: layer_and_head(4, 6, _folded), (6, 4)),
+    "tokens": (_tokens, (5,)),
+    "tokens-first": (_tokens_first, (7,)),
+    "lstm": (
+        lambda: Net(
+            lambda m, x: m.head(m.lstm(x)[0][:, -1]),
+            lstm=nn.LSTM(4, 5, batch_first=True),
+            head=nn.Linear(5, 3),
+        ),
+        (6, 4),
+    ),
+    "unrolled": (_unrolled, (3, 4)),
+    "attention": (_attention, (5, 4)),
+    "attention-sizes": (lambda: _attention(add_zero_attn=True, bias=False), (5, 4)),
+    "cross-attention": (_cross_attention, (4, 8)),
+    "vit": (_vit, (1, 6, 6)),
+    "gpt": (_gpt, (3,)),
     "rms-norm": (lambda: _mlp(nn.RMSNorm(7), nn.GELU()), (5,)),
     "positions-out": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), (3, 4)),
     "no-outputs-axis": (lambda: nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), (5,)),
     "transposed": (_transposed, (12, 1, 2)),
-    "transposed-twice": (TransposedTwice, (8, 2)),
-    "frozen-transposed": (lambda: _frozen(TransposedTwice(), "conv.weight", "head.bias"), (8, 2)),
-    "conv-twice": (ConvTwice, (2, 4, 4)),
-    "shuffled": (lambda: LayerAndHead(5, 6, lambda f, x: torch.tanh(f(x.flip(0))).flip(0)), (5,)),
+    "transposed-twice": (_transposed_twice, (8, 2)),
+    "frozen-transposed": (lambda: _frozen(_transposed_twice(), "conv.weight", "head.bias"), (8, 2)),
+    "conv-twice": (_conv_twice, (2, 4, 4)),
+    "shuffled": (lambda: layer_and_head(5, 6, lambda f, x: torch.tanh(f(x.flip(0))).flip(0)), (5,)),
     "narrow-maps": (_narrow_maps, (8, 4, 4)),
     "frozen-convolution": (
         lambda: _frozen(

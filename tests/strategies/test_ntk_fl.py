@@ -11,7 +11,7 @@ import torch
 from fedntk.clients import NTKFLClient
 from fedntk.ntk import Jacobian, evolve, jacobian, loss_value, one_hot
 from fedntk.ntk.class_prior import log_class_prior
-from fedntk.ntk.evolution.learning_rate import AUTO_STEPS
+from fedntk.ntk.evolution.flow_options import AUTO_STEPS
 from fedntk.strategies import NTKFL, Screening
 
 from .federation import (

@@ -34,7 +34,7 @@ from fedntk.ntk.support import memory as ntk_memory
 
 from ...conftest import refused
 from ..arithmetic import normal
-from ..cases import CASES, LayerAndHead, make, one_by_one
+from ..cases import CASES, layer_and_head, make, one_by_one
 
 RELATIVE = 1e-10
 
@@ -312,8 +312,8 @@ def test_a_kept_plan_serves_at_other_weights_and_single_outputs_can_be_different
 
 def test_a_residual_network_is_examined_once_whatever_the_number_of_images(kept_plans, monkeypatch):
     """Torchvision's hold the class of their norms, or a partial of one; pooling knows sizes."""
-    examined, find = [], differentiate._find_layers
-    monkeypatch.setattr(differentiate, "_find_layers", lambda *a: examined.append(1) or find(*a))
+    examined, find = [], differentiate.find_layers
+    monkeypatch.setattr(differentiate, "find_layers", lambda *a: examined.append(1) or find(*a))
     pooled = nn.Sequential(nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     model = nn.Sequential(pooled, nn.Linear(4, 3)).to(memory_format=torch.channels_last)
     model.kind, model.norm = nn.BatchNorm2d, functools.partial(nn.GroupNorm, 2)
@@ -329,7 +329,7 @@ def test_a_network_that_changes_between_chunks_is_examined_anew():
     def use(layer: nn.Linear, x: Tensor) -> Tensor:
         return nn.functional.linear(x, layer.weight, layer.bias) if x.mean() > 0 else layer(x)
 
-    model = LayerAndHead(5, 5, use).double()
+    model = layer_and_head(5, 5, use).double()
     x = normal(4, 5, seed=1)
     x[:3] = -x[:3].abs()
     x[3] = x[3].abs()
@@ -337,7 +337,7 @@ def test_a_network_that_changes_between_chunks_is_examined_anew():
     assert "since its layer's rule does not hold" in actual.describe()
     for name, tensor in jacobian(model, x, structure="dense").dense().items():
         assert close(actual.dense()[name], tensor), name
-    model.use = lambda layer, x: torch.relu(layer(x).relu() if x.mean() > 0 else layer(x))
+    model.apply_layer = lambda layer, x: torch.relu(layer(x).relu() if x.mean() > 0 else layer(x))
     actual = jacobian(model, x, chunk_size=1).dense()
     for name, tensor in jacobian(model, x, structure="dense").dense().items():
         assert close(actual[name], tensor), name
