@@ -34,9 +34,7 @@ def rank(num_examples: int, coverage: float) -> int:
     >>> rank(9, 0.7), rank(9, 0.9), rank(8, 0.9)
     (7, 9, 9)
     """
-    if not 0 < coverage < 1:
-        raise ValueError(f"coverage: expected a number between 0 and 1, got {coverage}")
-    return math.ceil((num_examples + 1) * Fraction(repr(float(coverage))))
+    return math.ceil((num_examples + 1) * _decimal(coverage))
 
 
 def examples_needed(coverage: float) -> int:
@@ -47,9 +45,13 @@ def examples_needed(coverage: float) -> int:
     >>> [examples_needed(coverage) for coverage in (0.5, 0.9, 0.99)]
     [1, 9, 99]
     """
-    rank(0, coverage)
-    exact = Fraction(repr(float(coverage)))
-    return math.ceil(exact / (1 - exact))
+    return math.ceil(_decimal(coverage) / (1 - _decimal(coverage)))
+
+
+def _decimal(coverage: float) -> Fraction:
+    if not 0 < coverage < 1:
+        raise ValueError(f"coverage: expected a number between 0 and 1, got {coverage}")
+    return Fraction(repr(float(coverage)))
 
 
 def conformal_scores(
@@ -66,8 +68,8 @@ def conformal_scores(
         of all classes that are more probable than y (the first of equal ones), and `draws` times
         p_y; the coverage differs less from one kind of example to another.
     draws : Tensor, shape (n,), optional
-        Uniform draws from 0 ... 1 for the adaptive score. By default all are 1, and a model that is
-        nearly certain of an example may then give an empty set.
+        Uniform draws from 0 ... 1 for the adaptive score; by default 1, which may give an empty set
+        where the model is nearly certain.
     """
     p = probabilities.double()
     if p.ndim != 2 or p.shape[1] < 2:
@@ -86,8 +88,7 @@ def conformal_scores(
         if draws is not None:
             raise ValueError("draws: expected none with the score threshold; leave them out")
         return 1 - p
-    if draws is None:
-        draws = torch.ones(len(p))
+    draws = torch.ones(len(p)) if draws is None else draws
     if draws.shape != (len(p),) or bool(((draws < 0) | (draws > 1)).any()):
         raise ValueError(
             f"draws: expected {len(p)} numbers between 0 and 1, got shape {tuple(draws.shape)}"

@@ -24,11 +24,10 @@ from .tct_model import TCTModel
 class Uncertainty:
     """Uncertainty of an ensemble about each of n examples, by cause; all of shape (n,), in nats.
 
-    `entropy`, H(mean of p_k), is that of the prediction as a whole; `expected_entropy`, the mean of
-    H(p_k), the part that all models share, such as noise in the labels; `mutual_information`, their
-    difference, the models' disagreement: large for examples unlike those they were trained on, and
-    0 for K = 1. `variance` is the sum over the classes of the variance of p_k over the models
-    (divided by K).
+    `entropy`, H(mean of p_k), is that of the prediction; `expected_entropy`, the mean of H(p_k),
+    the part that all models share, such as noise in the labels; `mutual_information`, their
+    difference, the models' disagreement: large for examples unlike those of training, 0 for K = 1.
+    `variance` is the sum over the classes of the variance of p_k over the models (divided by K).
     """
 
     entropy: Tensor
@@ -45,14 +44,10 @@ def entropy(probabilities: Tensor) -> Tensor:
 
 def uncertainty_of(probabilities: Tensor) -> Uncertainty:
     """Compute the uncertainty of K models about n examples, from probabilities (K, n, C)."""
-    total = entropy(probabilities.mean(0))
-    expected = entropy(probabilities).mean(0)
-    return Uncertainty(
-        entropy=total,
-        expected_entropy=expected,
-        mutual_information=(total - expected).clamp(min=0.0),
-        variance=probabilities.var(0, unbiased=False).sum(-1),
-    )
+    total, expected = entropy(probabilities.mean(0)), entropy(probabilities).mean(0)
+    disagreement = (total - expected).clamp(min=0.0)
+    variance = probabilities.var(0, unbiased=False).sum(-1)
+    return Uncertainty(total, expected, disagreement, variance)
 
 
 class EnsemblePredictor(Predictor):
@@ -148,8 +143,9 @@ class EnsemblePredictor(Predictor):
         path = folder / cls.FILE
         try:
             described = json.loads(path.read_text(encoding="utf-8"))
-            predictors: list[type[Predictor]] = [NetworkPredictor, TCTModel, cls]
-            by_name = {kind.__name__: kind for kind in predictors}
+            by_name: dict[str, type[Predictor]] = {
+                kind.__name__: kind for kind in (NetworkPredictor, TCTModel, cls)
+            }
             kinds = [by_name[name] for name in described["kinds"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} describes no ensemble: {error!r}") from error

@@ -35,8 +35,8 @@ class InputTransform:
         Shape of one raw example.
     mean, std : float32 or float64
         Moments of the training examples, which broadcast over an example: per channel of images,
-        per column of tables. Examples are standardised in their dtype, which is float32 only for
-        examples that are near 0 and of a dtype that float32 holds, and are no tables.
+        per column of tables. Their dtype is float32 only for examples that are near 0, of a dtype
+        that float32 holds, and no tables.
     columns : tuple of str
         Columns of a table, in order; a data frame is then read by them.
     kinds : tuple of str
@@ -81,8 +81,7 @@ class InputTransform:
         each column, and other examples one mean and deviation of all their values. A channel or
         column that is constant is only centred.
         """
-        axes = {4: (0, 2, 3), 2: (0,)}.get(x.ndim)
-        how: Any = {"axis": axes, "keepdims": True}
+        how: Any = {"axis": {4: (0, 2, 3), 2: (0,)}.get(x.ndim), "keepdims": True}
         mean, std, precise = np.zeros(1), np.ones(1), x.ndim == 2
         if standardise:
             low, high = x.min(**how)[0], x.max(**how)[0]
@@ -156,8 +155,8 @@ class InputTransform:
         whose mean, spread or farthest value is far from the pooled moments.
         """
         raw = self._numbers(x)
-        doubts = [*filter(None, [self._other_scale(raw, (raw - self.mean) / self.std)])]
-        if doubts := doubts or self._other_columns(raw, num_train):
+        scale = self._other_scale(raw, (raw - self.mean) / self.std)
+        if doubts := [scale] if scale else self._other_columns(raw, num_train):
             more = f"; and {len(doubts) - 5} more" if len(doubts) > 5 else ""
             raise ValueError(
                 f"expected numbers as in training, in the same units: {'; '.join(doubts[:5])}{more}"
@@ -178,11 +177,11 @@ class InputTransform:
                 f"{', '.join(names) or 'no names of the columns'}; name the columns of both"
             )
         if sorted(names) != sorted(self.columns) or x.shape[1:] != (len(names),):
-            missing, unknown = set(self.columns) - set(names), set(names) - set(self.columns)
+            missing = ", ".join(sorted(set(self.columns) - set(names))) or "none"
+            unknown = ", ".join(sorted(set(names) - set(self.columns))) or "none"
             raise ValueError(
                 f"expected the columns {expected}, each once, got {len(names)} names of an array "
-                f"of shape {x.shape}; missing: {', '.join(sorted(missing)) or 'none'}; unknown: "
-                f"{', '.join(sorted(unknown)) or 'none'}"
+                f"of shape {x.shape}; missing: {missing}; unknown: {unknown}"
             )
         return x[:, [list(names).index(name) for name in self.columns]]
 
