@@ -29,8 +29,8 @@ changes only its own coefficients; with l' = -1 / (1 + exp(y f)), eq. (11) to (1
     gamma_kc(k)jr -= eta / (n m) sum_i l'_ki relu'(<w_kjr, y_ki mu_k>) ||mu_k||^2
     rho_kkijr     -= eta / (n m) l'_ki relu'(<w_kjr, xi_ki>) ||xi_ki||^2 j y_ki
 
-psi is rho for y_ki = j, and it grows; phi is rho for y_ki = -j, and it falls. Averaging weights
-averages coefficients, eq. (14).
+psi is rho for y_ki = j, and grows; phi is rho for y_ki = -j, and falls. Averaging weights averages
+coefficients, eq. (14).
 
 Generalisation, section 4.2, theorem 4.4, for signals (K, d), one mu_k a client, none of them zero:
 

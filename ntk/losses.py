@@ -1,9 +1,8 @@
 """The two losses of the papers, averaged over examples: one normalisation for all of fedntk.
 
 ``"mse"`` is the halved mean-squared error of Yue et al. 2022, ``sum_ij (f_ij - y_ij)^2 / (2 n C)``;
-``"cross-entropy"`` is ``-sum_ij y_ij log softmax(f_i)_j / n``. Either one's gradient with respect
-to the outputs is ``-output_scale(...) * residual(...)``. Outputs f (logits for cross-entropy) and
-one-hot or soft targets Y are (n, C).
+``"cross-entropy"`` is ``-sum_ij y_ij log softmax(f_i)_j / n``. Either one's gradient by the outputs
+is ``-output_scale(...) * residual(...)``. Outputs f and one-hot or soft targets Y are (n, C).
 """
 
 from typing import Any, Literal, get_args
@@ -29,8 +28,7 @@ def require_scores(outputs: Tensor, loss: Loss) -> None:
     node: Any = outputs.grad_fn
     while node is not None and node.name().startswith(("View", "UnsafeView", "Squeeze")):
         node = node.next_functions[0][0]
-    name = "" if node is None else node.name()
-    values = outputs.detach()
+    name, values = "" if node is None else node.name(), outputs.detach()
     total = (values if bool((values >= 0).all()) else values.exp()).sum(1)
     by_hand = name.startswith(("Div", "Exp", "Mul", "Sub", "Log"))
     by_hand = by_hand and torch.allclose(total, torch.ones_like(total), atol=1e-4)
@@ -49,7 +47,7 @@ def residual(outputs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
 
 
 def output_hessian(outputs: Tensor, vector: Tensor, loss: Loss) -> Tensor:
-    """Multiply `vector` (n, C) by the loss's Hessian with respect to the outputs, over its scale.
+    """Multiply `vector` (n, C) by the loss's Hessian by the outputs, over its scale.
 
     That is the identity for MSE, ``diag(p) - p p^T`` for cross-entropy, p = softmax(f).
     """

@@ -54,8 +54,8 @@ class Evolution:
     solver_steps : int
         Accepted steps; the estimated error of each is within the tolerance.
     error_estimate : float
-        Sum of these steps' estimated errors, relative to the norm of the outputs: an upper estimate
-        of the error at the last step, because the flow of a convex loss damps errors.
+        Sum of these errors, relative to the norm of the outputs: an upper estimate of the error at
+        the last step, because the flow of a convex loss damps errors.
     learning_rate : float
         eta.
     """
@@ -78,10 +78,9 @@ class GradientFlow(FlowOptions):
       size. The full kernel's largest eigenvalue counts for ``"corrected"`` and ``"full"``.
     - Kernel ``"full"``: the exact linearised network; needs a Jacobian, builds no matrix.
       ``"corrected"``: the paper's H from one of the steps to the next, and there the outputs of the
-      exact linearised network, f(0) + J J^T R, from which H goes on. With more steps it tends to
-      ``"full"``, for one product of the full kernel per step instead of hundreds. If H would raise
-      the linearised network's loss over an interval, the full kernel is followed instead. Needs a
-      Jacobian and several steps: with one the weights are those of ``"mean"`` or ``"full"``.
+      exact linearised network, f(0) + J J^T R, for one product of the full kernel per step. With
+      more steps it tends to ``"full"``. If H would raise the linearised network's loss over an
+      interval, the full kernel is followed instead. Needs a Jacobian and several steps.
     - Residuals ``"sum"``: the sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's
       eq. (10), overshoots if eta lambda_max is not small; the integral never does.
     - Tolerance: the whole error was under 1e-3 with the default on the papers' network and data
@@ -214,16 +213,9 @@ def evolve(
     other cases the differential equation is stiff, and :mod:`.solver` integrates it. Results have
     the dtype of `outputs`.
 
-    Parameters
-    ----------
-    jacobian_or_kernel : Jacobian or Tensor of shape (n, n)
-        Jacobian of the n examples, or the mean kernel H of eq. (6).
-    outputs : Tensor, shape (n, C)
-        f(0), the network's outputs at the current weights.
-    targets : Tensor, shape (n, C)
-        One-hot targets Y.
-    loss, learning_rate, steps, kernel, residuals, tolerance, memory_budget
-        See :class:`GradientFlow`.
+    `jacobian_or_kernel` is the Jacobian of the n examples, or the mean kernel H (n, n) of eq. (6),
+    `outputs` (n, C) f(0), the outputs at the current weights, `targets` (n, C) one-hot rows Y. The
+    options are those of :class:`GradientFlow`.
 
     Raises
     ------

@@ -60,26 +60,25 @@ def jacobian(
     ``structure="factored"`` has a rule for linear layers (over any number of positions, called any
     number of times), convolutions and transposed ones, embeddings, the projections of multi-head
     attention, BatchNorm, GroupNorm, LayerNorm and RMSNorm. Parameters that enter the outputs in any
-    other way (shared between modules, used by a function, in a module of another kind) are
-    differentiated as they are, by ``torch.func``. The result is exact in either case;
+    other way are differentiated as they are, by ``torch.func``. The result is exact in either case;
     :meth:`Jacobian.describe` says which path each parameter took. Findings about a network are kept
-    for networks of the same structure, and compared with the graph of each call. Where that does
-    not show that row i of a layer is example i, one more backward pass a chunk finds the rows
-    (:mod:`.rows`). Forward hooks and parametrisations are part of the network. Hooks that change
-    gradients are not, unless they do it for each example by itself: ValueError.
+    for networks of the same structure, and compared with the graph of each call; where that does
+    not show that row i of a layer is example i, one more backward pass a chunk finds the rows.
+    Forward hooks and parametrisations are part of the network. Hooks that change gradients are not,
+    unless they do it for each example by itself: ValueError.
 
     Peak memory is about ``n r`` bytes on `device` for the result and ``b w`` on the model's device
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
     a that of the outputs of all modules without children. Parameters without a rule, of size p,
-    make it ``w = 2 r + (2 + 2 C) a + 4 C p``; what a module keeps inside, as an LSTM does, comes on
-    top. If the sum does not fit, NotEnoughMemory is raised. On a GPU all outputs are differentiated
-    at once, which takes up to C a more, and one by one if that does not fit.
+    make it ``w = 2 r + (2 + 2 C) a + 4 C p``. If the sum does not fit, NotEnoughMemory is raised.
+    On a GPU all outputs are differentiated at once (up to C a more), or one by one if that does not
+    fit.
 
     Parameters
     ----------
     model : nn.Module
-        Map from (n, ...) to (n, C). Outputs of another shape, such as (n, positions, classes), are
-        flattened to (n, C). Parameters with ``requires_grad=False`` are left out.
+        Map from (n, ...) to (n, C). Outputs of another shape are flattened to (n, C). Parameters
+        with ``requires_grad=False`` are left out.
     x : Tensor, shape (n, ...)
         Examples, on the model's device.
     structure : {"factored", "dense"}
@@ -120,15 +119,8 @@ def example_gradients(
 ) -> Jacobian:
     """Gradient of each example's loss: the Jacobian of one output, the loss, by one backward pass.
 
-    Parameters
-    ----------
-    model, x, chunk_size
-        As in :func:`jacobian`.
-    targets : Tensor, shape (n, ...)
-        On the model's device.
-    loss : callable
-        (outputs, targets) -> loss of each example, shape (n,); an example's loss depends only on
-        its own outputs and target.
+    `targets` (n, ...) are on the model's device. `loss` is (outputs, targets) -> loss of each
+    example, shape (n,), which depends only on the example's own outputs and target.
 
     Examples
     --------

@@ -67,6 +67,19 @@ def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = 
     keep(_KEPT, key, None, MAX_KEPT)
 
 
+def check_once(model: nn.Module) -> Callable[[Tensor], None]:
+    """Return :func:`check_function_of_one_example` of a model that does not change any more."""
+    is_checked = False
+
+    def check(x: Tensor) -> None:
+        nonlocal is_checked
+        if not is_checked:
+            check_function_of_one_example(model, x)
+            is_checked = len(x) > 1
+
+    return check
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Run recurrent layers by torch's own code: cuDNN's backward pass wants training mode."""
@@ -84,22 +97,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def check_once(model: nn.Module) -> Callable[[Tensor], None]:
-    """Return :func:`check_function_of_one_example` of a model that does not change any more."""
-    is_checked = False
-
-    def check(x: Tensor) -> None:
-        nonlocal is_checked
-        if not is_checked:
-            check_function_of_one_example(model, x)
-            is_checked = len(x) > 1
-
-    return check
-
-
 @contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Give other values to parameters that are zero, and may hide what the network computes."""
     zeros = [p for p in model.parameters() if p.is_floating_point() and not p.any()]
     before = [p.data for p in zeros]
     try:
@@ -144,15 +143,10 @@ def _difference(model: nn.Module, chosen: Tensor, noise: float | None = None) ->
                 f"model: expected that it takes any number of examples, as each is served by "
                 f"itself; it takes {n} and fails for {len(batch)}: {error}"
             ) from error
-        others = others[:1] if when == FEWER else others[rows]
-        if not _are_alike(outputs[rows], others, noise):
-            return _Difference(
-                when if repeats == 1 else AGAIN,
-                chosen,
-                batch,
-                rows,
-                _distance(outputs[rows], others),
-            )
+        distance = _distance(outputs[rows], others[:1] if when == FEWER else others[rows])
+        if distance > (noise or _rounding(outputs)):
+            when = when if repeats == 1 else AGAIN
+            return _Difference(when, chosen, batch, rows, distance)
     return None
 
 
@@ -163,8 +157,7 @@ def _is_confirmed(model: nn.Module, chosen: Tensor, difference: _Difference) -> 
     try:
         wide = copy.deepcopy(model).double()
         examples = chosen.double() if chosen.is_floating_point() else chosen
-        noise = max(EXACT, difference.size / 10)
-        return _difference(wide, examples, noise) is not None
+        return _difference(wide, examples, max(EXACT, difference.size / 10)) is not None
     except (RuntimeError, TypeError):
         return difference.size > CLEAR
 
@@ -179,8 +172,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(torch.double).tiny))
 
 
-def _are_alike(a: Tensor, b: Tensor, noise: float | None = None) -> bool:
-    return _distance(a, b) <= (noise or (EXACT if a.dtype == torch.float64 else NOISE))
+def _rounding(outputs: Tensor) -> float:
+    return EXACT if outputs.dtype == torch.float64 else NOISE
 
 
 def _states(model: nn.Module) -> tuple[Any, ...]:
@@ -188,40 +181,39 @@ def _states(model: nn.Module) -> tuple[Any, ...]:
     of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     drawn = [state.numpy().tobytes() for state in (torch.get_rng_state(), *of_gpus)]
     legacy = np.random.get_state()  # noqa: NPY002
-    modules, kinds = list(model.modules()), (int, float)
-    counts = [v for module in modules for v in vars(module).values() if isinstance(v, kinds)]
+    values = [value for module in model.modules() for value in vars(module).values()]
+    counts = [value for value in values if isinstance(value, (int, float))]
     buffers = [buffer._version for buffer in model.buffers()]
     return (random.getstate(), str(legacy), *drawn, *counts, *buffers)
 
 
 def _source(model: nn.Module, difference: _Difference) -> str:
     """Name the first module that makes different outputs of the same inputs."""
-    for _ in range(REPEATS if difference.when == AGAIN else 1):
-        calls = (_calls(model, batch) for batch in (difference.first, difference.second))
+    when, batches = difference.when, (difference.first, difference.second)
+    for _ in range(REPEATS if when == AGAIN else 1):
+        calls = (_calls(model, batch) for batch in batches)
         for (name, *first), (_, *second) in zip(*calls, strict=False):
-            same = [
-                all(
-                    _are_alike(
-                        _rows_in(a, difference.first, difference),
-                        _rows_in(b, difference.second, difference),
-                    )
-                    for a, b in zip(*tensors, strict=False)
-                )
-                for tensors in zip(first, second, strict=True)
-            ]
+            same = []  # inputs, outputs
+            for tensors in zip(first, second, strict=True):
+                pairs = [
+                    [
+                        _shared_rows(t, batch, difference)
+                        for t, batch in zip(pair, batches, strict=True)
+                    ]
+                    for pair in zip(*tensors, strict=False)
+                ]
+                same.append(all(_distance(a, b) <= _rounding(a) for a, b in pairs))
             if same == [True, False] and name:
                 return f"{name!r} ({type(model.get_submodule(name)).__name__})"
     return f"the network's forward ({type(model).__name__})"
 
 
-def _rows_in(tensor: Tensor, batch: Tensor, difference: _Difference) -> Tensor:
+def _shared_rows(tensor: Tensor, batch: Tensor, difference: _Difference) -> Tensor:
     """Return the rows of the examples that both batches have; nothing of what has no such rows."""
     for axis in range(min(2, tensor.ndim)):
         if tensor.shape[axis] == len(batch):
-            rows = tensor.movedim(axis, 0)
-            if difference.when == FEWER and batch is difference.second:
-                return rows[:1]
-            return rows[difference.rows]
+            only_first = difference.when == FEWER and batch is difference.second
+            return tensor.movedim(axis, 0)[slice(0, 1) if only_first else difference.rows]
     return tensor if difference.when == AGAIN else tensor.new_empty(0)
 
 

@@ -24,8 +24,8 @@ class Layer:
     """A layer of the network, and the rule that serves it.
 
     From the inputs (n, ...) of each call, and the gradients (n, C, ...) of each of the C outputs
-    with respect to the layer's outputs, the rule makes columns of the Jacobian; factored if that
-    takes at most half the memory, or if `always_factored` and there is one call.
+    by the layer's outputs, the rule makes columns of the Jacobian; factored if that takes at most
+    half the memory, or if `always_factored` and there is one call.
     """
 
     name: str  # in ``model.named_modules()``
@@ -145,8 +145,7 @@ def _normalise(module: Any, x: Tensor) -> Tensor:
 def _elementwise(layer: Layer, module: nn.Module, calls: Calls) -> list[Block]:
     """``z = w x' + b`` with x' normalised: the Jacobian is g x', summed over positions.
 
-    Channels are the first axis after the batch, or the last ones of LayerNorm and RMSNorm. This is
-    smaller than factors.
+    Channels are the first axis after the batch, or the last ones of LayerNorm and RMSNorm.
     """
     first = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     shape = next(p for p in module._parameters.values() if p is not None).shape
