@@ -35,10 +35,7 @@ class Evaluation(NamedTuple):
 class Predictor(nn.Module, ABC):
     """Gives each class a score; the class with the largest one is the prediction.
 
-    Attributes
-    ----------
-    inputs : InputTransform or None
-        What is done to raw examples first; None: examples come as the network takes them.
+    `inputs` is what is done to raw examples first; None: they come as the network takes them.
     """
 
     loss: Loss
@@ -55,6 +52,13 @@ class Predictor(nn.Module, ABC):
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
         """Loss of scores (n, C) against one-hot targets (n, C), averaged over the examples."""
 
+    @abstractmethod
+    def _save(self, folder: Path) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def _load(cls, folder: Path, network: nn.Module) -> Self: ...
+
     def save(self, folder: str | Path) -> None:
         """Write the predictor, and what it does to its inputs, into a folder, which is made."""
         if self.inputs is not None:
@@ -69,13 +73,6 @@ class Predictor(nn.Module, ABC):
         predictor = cls._load(Path(folder), network)
         predictor.inputs = InputTransform.load(folder)
         return predictor
-
-    @abstractmethod
-    def _save(self, folder: Path) -> None: ...
-
-    @classmethod
-    @abstractmethod
-    def _load(cls, folder: Path, network: nn.Module) -> Self: ...
 
     def prepare(self, x: Any) -> Tensor:
         """Return examples as the network takes them."""
@@ -213,9 +210,7 @@ def require_same_network(
     """Refuse arrays of another network, and name what differs."""
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
     shapes = {name: array.shape for name, array in arrays.items()}
-    if shapes != expected or also:
-        differing = [k for k in {**expected, **shapes} if shapes.get(k) != expected.get(k)]
-        raise ValueError(
-            f"{folder} holds a model of another network: it differs in "
-            f"{', '.join(differing[:5]) or also}"
-        )
+    differing = [k for k in {**expected, **shapes} if shapes.get(k) != expected.get(k)]
+    if differing or also:
+        names = ", ".join(differing[:5]) or also
+        raise ValueError(f"{folder} holds a model of another network: it differs in {names}")

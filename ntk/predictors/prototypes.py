@@ -42,7 +42,7 @@ class PrototypePredictor(NetworkPredictor):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(network, device=device)
-        self.feature_map = FeatureMap("last-layer", head=head)
+        self.feature_map, self.prototypes = FeatureMap("last-layer", head=head), prototypes
         _, last = self.feature_map.last_layer(self.network)
         expected = (last.out_features, last.in_features)
         if prototypes.means.shape != expected or prototypes.counts.shape != expected[:1]:
@@ -52,7 +52,6 @@ class PrototypePredictor(NetworkPredictor):
             )
         if not prototypes.present.any():
             raise ValueError("prototypes: expected one of at least one class, got none")
-        self.prototypes = prototypes
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return self.predict(x)
@@ -71,9 +70,8 @@ class PrototypePredictor(NetworkPredictor):
 
     def _save(self, folder: Path) -> None:
         super()._save(folder)
-        means, counts = self.prototypes.means, self.prototypes.counts
-        path, described = folder / self.PROTOTYPES, {"head": self.feature_map.head}
-        write_model(path, {"means": means, "counts": counts}, described)
+        arrays = {"means": self.prototypes.means, "counts": self.prototypes.counts}
+        write_model(folder / self.PROTOTYPES, arrays, {"head": self.feature_map.head})
 
     @classmethod
     def _load(cls, folder: Path, network: nn.Module) -> Self:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -63,26 +64,26 @@ def plain_step(weights: Tensor, examples: TwoPatchExamples) -> Tensor:
 
 
 def plain_rounds(examples: TwoPatchExamples, mixing: Tensor) -> list[Tensor]:
-    weights, actual = torch.stack([first()] * len(examples.noise)), []
+    weights, rounds = torch.stack([first()] * len(examples.noise)), []
     for _ in range(ROUNDS):
         for _ in range(STEPS):
             weights = plain_step(weights, examples)
-        averages = [sum(m * w for m, w in zip(row, weights, strict=True)) for row in mixing]
-        weights = torch.stack(averages)
-        actual.append(weights)
-    return actual
+        weights = torch.stack(
+            [sum(m * w for m, w in zip(row, weights, strict=True)) for row in mixing]
+        )
+        rounds.append(weights)
+    return rounds
 
 
-def followed(examples: TwoPatchExamples, mixing: Tensor) -> list[list[Coefficients]]:
-    """Coefficients of each round: at its start, after each step, and after averaging."""
-    state, actual = Coefficients.zeros(examples, WIDTH), []
+def followed(examples: TwoPatchExamples, mixing: Tensor) -> list[Coefficients]:
+    """Coefficients at the end of each round."""
+    state, rounds = Coefficients.zeros(examples, WIDTH), []
     for _ in range(ROUNDS):
-        states = [state]
         for _ in range(STEPS):
-            states.append(coefficient_step(states[-1], first(), examples, learning_rate=RATE))
-        state = states[-1].mixed(mixing)
-        actual.append([*states, state])
-    return actual
+            state = coefficient_step(state, first(), examples, learning_rate=RATE)
+        state = state.mixed(mixing)
+        rounds.append(state)
+    return rounds
 
 
 def quick(examples: TwoPatchExamples, mixing: Tensor) -> list[Tensor]:
@@ -105,7 +106,7 @@ def test_signals_noise_and_labels_have_their_geometry_and_moments():
     assert set(examples.labels.unique().tolist()) == {-1.0, 1.0}
 
 
-def test_patches_are_those_of_equation_1(examples):
+def test_patches_are_those_of_equation_1_and_follow_from_seed_and_part_alone(examples):
     x = examples.patches()
     for k, i in itertools.product(range(4), range(6)):
         signal = examples.signals[[0, 1, 1, 1][k]]
@@ -113,16 +114,14 @@ def test_patches_are_those_of_equation_1(examples):
         assert torch.equal(x[k, i, 1], examples.noise[k, i])
     assert torch.equal(2 * examples.classes() - 1, examples.labels.long())
 
+    def noise(size: int, seed: int = 0, **options: Any) -> Tensor:
+        return TwoPatchDistribution((size,), 30, seed=seed).draw(4, **options).noise
 
-def test_what_a_client_has_follows_from_seed_and_part_alone():
-    few = TwoPatchDistribution((2,), dimension=30).draw(4)
-    many = TwoPatchDistribution((5,), dimension=30).draw(4)
-    assert torch.equal(few.noise, many.noise[:2])
-    alone = TwoPatchDistribution((5,), dimension=30).draw(4, clients=[3])
-    assert torch.equal(alone.noise[0], many.noise[3])
-    assert not torch.equal(many.noise[0], many.noise[1])
-    assert not torch.equal(few.noise, TwoPatchDistribution((2,), 30).draw(4, part="test").noise)
-    assert not torch.equal(few.noise, TwoPatchDistribution((2,), 30, seed=1).draw(4).noise)
+    many = noise(5)
+    assert torch.equal(noise(2), many[:2])
+    assert torch.equal(noise(5, clients=[3])[0], many[3])
+    for other in (many[1:2], noise(1, part="test"), noise(1, seed=1)):
+        assert not torch.equal(many[0], other[0])
 
 
 @pytest.mark.parametrize("groups", AVERAGED.values(), ids=AVERAGED)
@@ -131,16 +130,16 @@ def test_coefficients_and_quick_training_are_plain_gradient_descent(examples, gr
     of_label = examples.labels[..., None] == torch.tensor([-1.0, 1.0])  # (K, n, 2)
     mixing = mixing_matrix(torch.tensor(groups))
     plain, tracked = plain_rounds(examples, mixing), followed(examples, mixing)
-    for weights, states, fast in zip(plain, tracked, quick(examples, mixing), strict=True):
-        torch.testing.assert_close(states[-1].weights(first(), examples), weights, **CLOSE)
+    for weights, state, fast in zip(plain, tracked, quick(examples, mixing), strict=True):
+        torch.testing.assert_close(state.weights(first(), examples), weights, **CLOSE)
         torch.testing.assert_close(fast, weights, **CLOSE)
         projected = decompose(weights, first(), examples)
-        torch.testing.assert_close(projected.signal, states[-1].signal, **CLOSE)
-        torch.testing.assert_close(projected.noise, states[-1].noise, **CLOSE)
-        assert (states[-1].signal >= 0).all()
+        torch.testing.assert_close(projected.signal, state.signal, **CLOSE)
+        torch.testing.assert_close(projected.noise, state.noise, **CLOSE)
+        assert (state.signal >= 0).all()
         if groups == AVERAGED["local"]:
-            assert (states[-1].noise[:, of_label] >= 0).all()
-            assert (states[-1].noise[:, ~of_label] <= 0).all()
+            assert (state.noise[:, of_label] >= 0).all()
+            assert (state.noise[:, ~of_label] <= 0).all()
     moved = (plain[-1] - first()).abs().max()
     assert moved > 5 * first().abs().max()  # far from where it began: nothing above is trivial
 
@@ -183,10 +182,8 @@ def test_test_errors_are_in_the_order_of_the_exponents():
     examples, test = distribution.draw(20), distribution.draw(500, part="test")
     errors = {}
     for name, averaged in (("FedAvg", torch.zeros(10)), ("local", torch.arange(10))):
-        (*_, weights) = train(
-            examples, first(400, 20), mixing_matrix(averaged), rounds=20, local_steps=5,
-            learning_rate=1.0,
-        )  # fmt: skip
+        options = {"rounds": 20, "local_steps": 5, "learning_rate": 1.0}
+        (*_, weights) = train(examples, first(400, 20), mixing_matrix(averaged), **options)
         assert float(evaluate(weights, examples).error.max()) == 0.0
         actual = evaluate(weights, test).error
         errors[name] = float(actual[0]), float(actual[1:].mean())
