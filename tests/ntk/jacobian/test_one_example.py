@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,18 +18,14 @@ from fedntk.ntk.payloads.sum_task import SumTask
 
 from ...conftest import refused
 from ..arithmetic import normal
+from ..cases import Net
 
 
-class Own(nn.Module):
+def function(use: Callable[[Any, Tensor], Tensor]) -> Net:
     """A function as a module; it may count its calls, or keep a number."""
-
-    def __init__(self, use: Callable[["Own", Tensor], Tensor]) -> None:
-        super().__init__()
-        self.use, self.calls = use, 0
-        self.register_buffer("kept", torch.zeros(()))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.use(self, h)
+    net = Net(use, calls=0)
+    net.register_buffer("total", torch.zeros(()))
+    return net
 
 
 class InTraining(nn.BatchNorm1d):
@@ -49,22 +46,22 @@ def _zero(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
-def _counted(module: Own, h: Tensor) -> Tensor:
+def _counted(module: Any, h: Tensor) -> Tensor:
     module.calls += 1
     return h * module.calls
 
 
-def _seventh(module: Own, h: Tensor) -> Tensor:
+def _seventh(module: Any, h: Tensor) -> Tensor:
     module.calls += 1
     return h + (module.calls % 7 == 0)
 
 
-def _updated(module: Own, h: Tensor) -> Tensor:
-    module.kept.add_(h.mean())
-    return h - module.kept
+def _updated(module: Any, h: Tensor) -> Tensor:
+    module.total.add_(h.mean())
+    return h - module.total
 
 
-def _exchanged(_: Own, h: Tensor) -> Tensor:
+def _exchanged(_: Net, h: Tensor) -> Tensor:
     h = h.clone()
     h.data = h.data.flip(0)
     return h
@@ -74,7 +71,7 @@ def _batch_norm() -> nn.Module:
     return nn.BatchNorm1d(6, track_running_stats=False)
 
 
-OF_A_BATCH: dict[str, Callable[[Own, Tensor], Tensor]] = {
+OF_A_BATCH: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "mean": lambda _, h: h - h.mean(0),
     "mean without gradients": lambda _, h: h - h.detach().mean(0),
     "small mean": lambda _, h: h + 1e-4 * h.mean(),
@@ -112,7 +109,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         nn.Sequential(nn.TransformerEncoderLayer(5, 1, 4), nn.Flatten(), nn.Linear(10, 3)),
         r"'0\.self_attn' \(MultiheadAttention\)",
     ),
-} | {name: (_with(Own(use)), r"'1' \(Own\)") for name, use in OF_A_BATCH.items()}  # fmt: skip
+} | {name: (_with(function(use)), r"'1' \(Net\)") for name, use in OF_A_BATCH.items()}  # fmt: skip
 REFUSED["at least three"] = (REFUSED["at least three"][0], "takes 12 and fails for 2")
 ACCEPTED: dict[str, nn.Module] = {
     "running statistics": _with(nn.BatchNorm1d(6)),
@@ -122,12 +119,12 @@ ACCEPTED: dict[str, nn.Module] = {
     ),
     "layer norm": _with(nn.LayerNorm(6)),
     "dropout": _with(nn.Dropout(0.5)),
-    "reordered": _with(Own(lambda _, h: h[(o := h.sum(1).argsort())].exp()[o.argsort()])),
-    "unused noise": _with(Own(lambda _, h: (torch.rand(3), h)[1])),
-    "unused counter": _with(Own(lambda m, h: (setattr(m, "calls", m.calls + 1), h)[1])),
-    "written over": nn.Sequential(Own(lambda _, x: x.sub_(2)), nn.Linear(5, 3)),
-    "large numbers": _with(Own(lambda _, h: 1e6 * torch.tanh(1e4 * h))),
-    "not finite": _with(Own(lambda _, h: h.log())),
+    "reordered": _with(function(lambda _, h: h[(o := h.sum(1).argsort())].exp()[o.argsort()])),
+    "unused noise": _with(function(lambda _, h: (torch.rand(3), h)[1])),
+    "unused counter": _with(function(lambda m, h: (setattr(m, "calls", m.calls + 1), h)[1])),
+    "written over": nn.Sequential(function(lambda _, x: x.sub_(2)), nn.Linear(5, 3)),
+    "large numbers": _with(function(lambda _, h: 1e6 * torch.tanh(1e4 * h))),
+    "not finite": _with(function(lambda _, h: h.log())),
     "rounding": _with(*[nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU()] * 20),
 }
 
@@ -165,7 +162,11 @@ def test_a_function_of_one_example_is_accepted_and_left_as_it_was(name, dtype):
 
 @pytest.mark.parametrize("use", [lambda _, h: (h, h), lambda _, h: {"logits": h}])
 def test_several_outputs_are_refused(use):
-    network, x, y = nn.Sequential(nn.Linear(3, 2), Own(use)), torch.ones(4, 3), torch.eye(2)[:1]
+    network, x, y = (
+        nn.Sequential(nn.Linear(3, 2), function(use)),
+        torch.ones(4, 3),
+        torch.eye(2)[:1],
+    )
     for call, *more in (
         (jacobian,),
         (gradient_norms, y.expand(4, 2), functional.cross_entropy),
@@ -176,18 +177,18 @@ def test_several_outputs_are_refused(use):
 
 def test_examples_that_are_all_alike_do_not_vouch_for_others():
     """They are the same whatever is beside them; so is a single one."""
-    model = _with(Own(lambda _, h: h - h.mean(0)))
+    model = _with(function(lambda _, h: h - h.mean(0)))
     x = normal(12, 5, seed=6).float()
     for alike in (x[:1], x[:1].expand(12, 5)):
         check_function_of_one_example(model, alike)
-    refused("'1' .Own.", check_function_of_one_example, model, x)
+    refused("'1' .Net.", check_function_of_one_example, model, x)
 
 
 def test_a_network_is_examined_once_for_a_form_of_examples():
     passes: list[int] = []
-    model, x = _with(Own(lambda _, h: h)), normal(12, 5, seed=6).float()
+    model, x = _with(function(lambda _, h: h)), normal(12, 5, seed=6).float()
     forward = type(model[1]).forward
-    Own.forward = lambda module, h: (passes.append(len(h)), forward(module, h))[1]
+    Net.forward = lambda module, h: (passes.append(len(h)), forward(module, h))[1]
     try:
         check_function_of_one_example(model, x)
         examined = len(passes)
@@ -198,7 +199,7 @@ def test_a_network_is_examined_once_for_a_form_of_examples():
         check_function_of_one_example(model, x.double().float().unsqueeze(1).expand(12, 2, 5))
         assert len(passes) > examined
     finally:
-        Own.forward = forward
+        Net.forward = forward
 
 
 def test_all_that_assumes_it_refuses():

@@ -5,60 +5,38 @@ not be taken for another.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedntk.clients import NTKFLClient
 from fedntk.ntk import entk_features, gradient_norms, jacobian
 from fedntk.ntk.jacobian import differentiate
 from fedntk.ntk.jacobian.rows import draw_weights, keeps_rows, rows_of_examples
 
 from ..arithmetic import normal
-from ..cases import one_by_one
+from ..cases import Net, one_by_one
 
 RELATIVE = 1e-10  # float64, of sums of a few hundred terms
-TOKENS = torch.tensor(
-    [
-        [5, 4, 3, 2],
-        [9, 3, 2, 0],
-        [6, 1, 0, 0],
-        [3, 0, 0, 0],
-        [7, 5, 1, 2],
-        [2, 8, 0, 0],
-        [4, 2, 7, 0],
-    ]
-)
+TOKENS = torch.tensor([
+    [5, 4, 3, 2], [9, 3, 2, 0], [6, 1, 0, 0], [3, 0, 0, 0], [7, 5, 1, 2], [2, 8, 0, 0], [4, 2, 7, 0]
+])  # fmt: skip
 SHORT = TOKENS * torch.tensor([[1, 0, 0, 0]] * 3 + [[1, 1, 0, 0]] * 4)
 REPEATED = TOKENS[[2, 1, 0, 4, 5, 5, 3]]  # two are the same, in a second chunk of four
-
-
-class Two(nn.Module):
-    """Two layers and a head, used in some way."""
-
-    def __init__(self, use: Callable[["Two", Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.table, self.use = nn.Embedding(10, 5, padding_idx=0), use
-        if use is packed:  # no plan of a network with an LSTM is kept
-            self.lstm = nn.LSTM(5, 6, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, x)
 
 
 def order(x: Tensor) -> Tensor:
     return x.sum(tuple(range(1, x.ndim))).argsort()
 
 
-def by_index(m: Two, x: Tensor) -> Tensor:
+def by_index(m: Any, x: Tensor) -> Tensor:
     o = order(x)
     return m.head(torch.tanh(m.second(torch.tanh(m.first(x[o])))))[o.argsort()]
 
 
-def without_gradients(m: Two, x: Tensor) -> Tensor:
+def without_gradients(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         o = order(x)
         x = x[o]
@@ -68,27 +46,28 @@ def without_gradients(m: Two, x: Tensor) -> Tensor:
     return m.head(torch.tanh(m.second(torch.tanh(put_back))))
 
 
-def by_scatter(m: Two, x: Tensor) -> Tensor:
+def by_scatter(m: Any, x: Tensor) -> Tensor:
     o = order(x)
     h = torch.tanh(m.first(x.gather(0, o[:, None].expand(-1, 5))))
     return m.head(torch.zeros_like(h).scatter(0, o[:, None].expand_as(h), h))
 
 
-def by_matrix(m: Two, x: Tensor) -> Tensor:
+def by_matrix(m: Any, x: Tensor) -> Tensor:
     p = torch.eye(len(x), dtype=x.dtype)[order(x)]
     return p.T @ m.head(torch.tanh(m.first(p @ x)))
 
 
-def pairs(m: Two, x: Tensor) -> Tensor:
+def pairs(m: Any, x: Tensor) -> Tensor:
     """Neighbours change places, by a view that depends on the number of examples."""
     whole = len(x) // 2 * 2
-    h = torch.tanh(m.first(x))
-    swapped = torch.cat([h[:whole].view(-1, 2, 6).flip(1).reshape(whole, 6), h[whole:]])
-    h = torch.tanh(m.second(swapped))
-    return m.head(torch.cat([h[:whole].view(-1, 2, 6).flip(1).reshape(whole, 6), h[whole:]]))
+
+    def swap(h: Tensor) -> Tensor:
+        return torch.cat([h[:whole].view(-1, 2, 6).flip(1).reshape(whole, 6), h[whole:]])
+
+    return m.head(swap(torch.tanh(m.second(swap(torch.tanh(m.first(x)))))))
 
 
-def experts(m: Two, x: Tensor) -> Tensor:
+def experts(m: Any, x: Tensor) -> Tensor:
     """Each of two layers gets some examples, and both are put together again."""
     chosen = x[:, 0] > 0
     h = x.new_zeros(len(x), 6)
@@ -110,7 +89,7 @@ class Moved(torch.autograd.Function):
         return torch.empty_like(gradient).index_copy(0, ctx.o, gradient), None
 
 
-def by_function(m: Two, x: Tensor) -> Tensor:
+def by_function(m: Any, x: Tensor) -> Tensor:
     o = order(x)
     return Moved.apply(m.head(torch.tanh(m.first(x[o]))), o.argsort())
 
@@ -119,28 +98,29 @@ def lengths(x: Tensor) -> Tensor:
     return (x != 0).sum(1)
 
 
-def tokens_by_length(m: Two, x: Tensor) -> Tensor:
+def tokens_by_length(m: Any, x: Tensor) -> Tensor:
     o = lengths(x).argsort(descending=True, stable=True)
     return m.head(torch.tanh(m.first(m.table(x[o]).mean(1))))[o.argsort()]
 
 
-def packed(m: Two, x: Tensor) -> Tensor:
-    parts = nn.utils.rnn.pack_padded_sequence(
+def pack(m: Any, x: Tensor) -> nn.utils.rnn.PackedSequence:
+    return nn.utils.rnn.pack_padded_sequence(
         m.table(x), lengths(x), batch_first=True, enforce_sorted=False
     )
-    return m.head(torch.tanh(m.lstm(parts)[1][0][-1]))
 
 
-def packed_layer(m: Two, x: Tensor) -> Tensor:
+def packed(m: Any, x: Tensor) -> Tensor:
+    return m.head(torch.tanh(m.lstm(pack(m, x))[1][0][-1]))
+
+
+def packed_layer(m: Any, x: Tensor) -> Tensor:
     """A layer of all tokens of the batch, which may be as many as the examples."""
-    parts = nn.utils.rnn.pack_padded_sequence(
-        m.table(x), lengths(x), batch_first=True, enforce_sorted=False
-    )
+    parts = pack(m, x)
     parts = parts._replace(data=torch.tanh(m.first(parts.data)))
     return m.head(nn.utils.rnn.pad_packed_sequence(parts, batch_first=True)[0].sum(1))
 
 
-def distinct(m: Two, x: Tensor) -> Tensor:
+def distinct(m: Any, x: Tensor) -> Tensor:
     """Each text once, however often it comes."""
     texts, place = x.unique(dim=0, return_inverse=True)
     return m.head(torch.tanh(m.first(m.table(texts).mean(1))))[place]
@@ -150,9 +130,14 @@ NUMBERS = [by_index, without_gradients, by_scatter, by_matrix, pairs, experts, b
 TEXTS = [tokens_by_length, packed, packed_layer, distinct]
 
 
-def network(use: Callable[[Two, Tensor], Tensor]) -> Two:
+def network(use: Callable[[Any, Tensor], Tensor]) -> Net:
+    """Two layers and a head, and a table, used in some way."""
     torch.default_generator.manual_seed(5)
-    return Two(use).double()
+    layers = {"first": nn.Linear(5, 6), "second": nn.Linear(6, 6), "head": nn.Linear(6, 3)}
+    layers["table"] = nn.Embedding(10, 5, padding_idx=0)
+    if use is packed:  # no plan of a network with an LSTM is kept
+        layers["lstm"] = nn.LSTM(5, 6, batch_first=True)
+    return Net(use, **layers).double()
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -201,24 +186,6 @@ def test_a_layer_without_a_row_for_each_example_is_differentiated_as_it_is():
     actual = jacobian(model, REPEATED, chunk_size=4).describe()
     assert "differentiated as it is, since its layer's rule does not hold" in actual
     assert "embedding" not in actual
-
-
-def test_a_client_of_ntk_fl_uploads_what_it_would_without_the_reordering():
-    labels = torch.arange(7) % 3
-    plain = network(lambda m, x: m.head(torch.tanh(m.first(m.table(x).mean(1)))))
-    for x in (TOKENS, REPEATED):
-        uploads = [
-            NTKFLClient(model.float(), x, labels).upload(
-                [t.detach().numpy() for t in model.state_dict().values()], {}
-            )
-            for model in (plain, network(tokens_by_length))
-        ]
-        kernels = [upload.jacobian.gram() for upload in uploads]
-        torch.testing.assert_close(*kernels, rtol=1e-5, atol=1e-6)
-
-
-def _first(m: Two, x: Tensor) -> Tensor:
-    return m.first(x)
 
 
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
