@@ -45,12 +45,13 @@ MODELS = [  # beside a weight that all train, but for one of its numbers
 ]
 
 
+BEFORE = FROZEN | {"w": np.append(np.zeros(5), -0.0)}
+
+
 def masked(models):
-    words = sum(
-        average_words(FROZEN | {"w": np.append(np.zeros(5), -0.0)}, model, n, None)
-        for model, n in zip(models, COUNTS, strict=True)
-    )
-    return average_of(words, FROZEN | {"w": np.append(np.zeros(5), -0.0)}, len(models))[0]
+    pairs = zip(models, COUNTS, strict=True)
+    words = sum(average_words(BEFORE, model, n, None) for model, n in pairs)
+    return average_of(words, BEFORE, len(models))[0]
 
 
 def moving(models):
@@ -60,7 +61,6 @@ def moving(models):
     return mean
 
 
-BEFORE = FROZEN | {"w": np.append(np.zeros(5), -0.0)}
 MEANS = {
     "weighted_mean": lambda models: weighted_mean(models, COUNTS),
     "weighted_sum": lambda models: weighted_sum(models, SHARES),
@@ -115,16 +115,15 @@ def test_whole_numbers_become_the_nearest_to_their_exact_mean(dtype):
                 assert number == round(exact)
 
 
-def test_numbers_at_both_ends_have_a_mean_between_them():
-    for dtype in (np.int64, np.uint64):
-        ends = [{"k": np.array([end], dtype)} for end in (np.iinfo(dtype).min, np.iinfo(dtype).max)]
-        for counts in ([1, 1], [1, 10**6], [10**6, 1]):
-            low, mean, high = (
-                int(model["k"][0]) for model in (ends[0], weighted_mean(ends, counts), ends[1])
-            )
-            exact = Fraction(low * counts[0] + high * counts[1], sum(counts))
-            assert low <= mean <= high
-            assert abs(mean - exact) <= 2**12  # differences of 2^64 in float64
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_numbers_at_both_ends_have_a_mean_between_them(dtype):
+    low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    ends = [{"k": np.array([end], dtype)} for end in (low, high)]
+    for counts in ([1, 1], [1, 10**6], [10**6, 1]):
+        mean = int(weighted_mean(ends, counts)["k"][0])
+        exact = Fraction(low * counts[0] + high * counts[1], sum(counts))
+        assert low <= mean <= high
+        assert abs(mean - exact) <= 2**12  # differences of 2^64 in float64
 
 
 def test_booleans_go_by_the_larger_share():

@@ -8,6 +8,8 @@ from fedntk.ntk import BadReply
 from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.ntk.similarity import cosine_similarities, similarity_weights
 
+from ..conftest import refused
+
 C, P = 4, 5
 
 
@@ -77,18 +79,8 @@ def test_weights_are_a_softmax_with_its_limits():
     np.testing.assert_array_equal(similarity_weights(similarities, temperature=1e-320), np.eye(4))
     weighted = similarity_weights(similarities, temperature=np.inf, examples=[1, 2, 3, 4])
     np.testing.assert_allclose(weighted, [[0.1, 0.2, 0.3, 0.4]] * 4, rtol=1e-15)
-    with pytest.raises(ValueError, match="temperature: expected more than 0, got 0"):
-        similarity_weights(similarities, temperature=0)
-    with pytest.raises(ValueError, match="absent: expected 'zero' or 'common', got 'none'"):
-        cosine_similarities(CLIENTS, absent="none")
-
-
-def test_prototypes_come_back_as_they_were_sent():
-    sent = CLIENTS[1].to_arrays()
-    assert sent["means"].shape == (2, P)  # of the classes that are there alone
-    actual = Prototypes.from_arrays(sent, num_classes=C, width=P, max_examples=10)
-    np.testing.assert_array_equal(actual.means, CLIENTS[1].means)
-    np.testing.assert_array_equal(actual.counts, CLIENTS[1].counts)
+    refused("temperature: expected more than 0", similarity_weights, similarities, temperature=0)
+    refused("absent: expected 'zero' or 'common'", cosine_similarities, CLIENTS, absent="none")
 
 
 @pytest.mark.parametrize(
@@ -106,8 +98,11 @@ def test_prototypes_come_back_as_they_were_sent():
         ({"means": np.zeros((2, P + 1), np.float32)}, "shape"),
     ],
 )
-def test_hostile_prototypes_are_refused(change, reason):
-    arrays = {**CLIENTS[1].to_arrays(), **change}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
-    with pytest.raises(BadReply, match=f"^{reason}: "):
-        Prototypes.from_arrays(arrays, num_classes=C, width=P, max_examples=10)
+def test_prototypes_come_back_as_they_were_sent_and_hostile_ones_are_refused(change, reason):
+    sent, options = CLIENTS[1].to_arrays(), {"num_classes": C, "width": P, "max_examples": 10}
+    assert sent["means"].shape == (2, P)  # only of the classes that are there
+    actual = Prototypes.from_arrays(sent, **options)
+    np.testing.assert_array_equal(actual.means, CLIENTS[1].means)
+    np.testing.assert_array_equal(actual.counts, CLIENTS[1].counts)
+    arrays = {name: array for name, array in {**sent, **change}.items() if array is not None}
+    refused(f"^{reason}: ", Prototypes.from_arrays, arrays, **options, error=BadReply)

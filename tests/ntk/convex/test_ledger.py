@@ -32,8 +32,15 @@ def sums(x: torch.Tensor, labels: torch.Tensor) -> FeatureStatistics:
     return FeatureStatistics.of([x], labels, C, fixed_point=FIXED)
 
 
-def equations(found: FeatureStatistics) -> NormalEquations:
-    return NormalEquations.of(found.scaled(FIXED), Normaliser.identity(P), bias=True)
+def equations(total: FeatureStatistics) -> NormalEquations:
+    return NormalEquations.of(total.scaled(FIXED), Normaliser.identity(P), bias=True)
+
+
+def half_error(examples: ValidationExamples, linear: torch.Tensor, rows: slice = slice(None)):
+    """Half the mean squared error on the examples themselves."""
+    targets = torch.eye(C).double()[examples.labels] - 1 / C
+    errors = targets - examples.rows.double() @ linear
+    return float(errors[rows].square().sum(1).mean() / 2)
 
 
 def judge(num: int = 300, seed: int = 99) -> tuple[ClientLedger, ValidationExamples]:
@@ -51,7 +58,7 @@ def federation(seed: int, num: int = 20) -> dict[int, FeatureStatistics]:
     generator = np.random.default_rng(seed)
     shares, sizes = generator.dirichlet([0.3] * C, num), generator.integers(20, 200, num)
     counts = np.ceil(shares * sizes[:, None]).astype(int).tolist()
-    return {k: sums(*draw(class_counts, 1000 * seed + k)) for k, class_counts in enumerate(counts)}
+    return {k: sums(*draw(row, 1000 * seed + k)) for k, row in enumerate(counts)}
 
 
 def liar(seed: int, moved: int = 1, each: int = 30) -> FeatureStatistics:
@@ -71,13 +78,9 @@ def test_the_model_without_a_client_is_to_the_bit_the_run_that_never_had_it():
 
 def test_harm_is_a_rise_of_half_the_mean_squared_error():
     ledger, examples = judge()
-    targets = torch.eye(C).double()[examples.labels] - 1 / C
-
-    def loss(linear: torch.Tensor) -> float:
-        return float((targets - examples.rows.double() @ linear).square().sum(1).mean() / 2)
-
     models = [ledger.solve(liar(1)), ledger.solve(liar(2, moved=0))]
-    assert ledger.harm(*models) == pytest.approx(loss(models[0]) - loss(models[1]), rel=1e-9)
+    with_it, without = (half_error(examples, model) for model in models)
+    assert ledger.harm(*models) == pytest.approx(with_it - without, rel=1e-9)
 
 
 def test_shapley_values_are_those_of_all_orders_within_their_errors():
@@ -107,20 +110,14 @@ def test_an_examples_harm_is_that_of_adding_it():
     total = FeatureStatistics.join(clients.values())
     base = equations(total)
     actual, linear = examples.harms(base, 1e-9), base.solve(1e-9)
-    rows = examples.rows.double()
-    targets = torch.eye(C)[examples.labels].double() - 1 / C
     for i in (0, 1, 13):
-        gram = base.gram + torch.outer(rows[i], rows[i])
-        cross = base.cross + torch.outer(rows[i], targets[i])
-        leverage = rows[i] @ torch.linalg.solve(base.gram, rows[i])
+        row, target = examples.rows[i].double(), torch.eye(C)[examples.labels[i]].double() - 1 / C
+        gram, cross = base.gram + torch.outer(row, row), base.cross + torch.outer(row, target)
         moved = replace(base, gram=gram, cross=cross).solve(1e-9) - linear
-        moved *= 1 + leverage
+        moved *= 1 + row @ torch.linalg.solve(base.gram, row)
         other = slice(1 - i % 2, None, 2)
-        losses = [
-            float((targets[other] - rows[other] @ w).square().sum(1).mean() / 2)
-            for w in (linear, linear + moved)
-        ]
-        assert actual[i] == pytest.approx(losses[1] - losses[0], rel=1e-4)
+        before, after = (half_error(examples, w, other) for w in (linear, linear + moved))
+        assert actual[i] == pytest.approx(after - before, rel=1e-4)
 
 
 def test_honest_clients_are_rarely_removed_and_liars_are():
@@ -191,7 +188,7 @@ def test_judging_weights_bears_any_counts():
     huge = replace(stats, counts=np.array([2**62 + 1, 1, 0]))
     mean = replace(stats, class_sums=np.zeros((C, P), np.int64))
     for judged in (examples, few, equal, replace(examples, fixed_point=None)):
-        assert not any(np.isnan(judged.weight_score(each)) for each in (stats, none, huge, mean))
+        assert not np.isnan([judged.weight_score(s) for s in (stats, none, huge, mean)]).any()
     assert equal.weight_score(stats) == examples.weight_score(none) == -np.inf
 
 
@@ -215,12 +212,13 @@ def test_what_is_removed_is_judged_by_the_model_without_it():
 
 def test_sums_of_no_examples_are_known():
     honest = [liar(0), sums(*draw([2, 0, 1], 0)), sums(torch.zeros(2, P), torch.tensor([0, 1]))]
-    assert all(are_possible(stats) for stats in honest)
+    assert all(map(are_possible, honest))
+    first = honest[0]
     lies = [
-        replace(honest[0], gram=3 * honest[0].gram, class_sums=3 * honest[0].class_sums),
-        replace(honest[0], gram=honest[0].gram * np.where(np.arange(21) == 1, -40, 1)),
-        replace(honest[0], counts=honest[0].counts // 4),
+        replace(first, gram=3 * first.gram, class_sums=3 * first.class_sums),
+        replace(first, gram=first.gram * np.where(np.arange(21) == 1, -40, 1)),
+        replace(first, counts=first.counts // 4),
     ]
-    assert not any(are_possible(stats) for stats in lies)
+    assert not any(map(are_possible, lies))
     ledger, examples = judge()
     refused("all clients are harmful", find_harmful, ledger, {1: liar(1)}, examples, 0.1)

@@ -11,10 +11,13 @@ from fedntk.ntk.convex.pooled_statistics import (
     best_ridge,
     class_weights,
     normaliser_of,
+    personal_model,
 )
+from fedntk.ntk.convex.ridge import sandwiched_ridge
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.split_statistics import SplitStatistics
 
 from ...conftest import refused
 
@@ -22,11 +25,13 @@ N, P, C = 60, 9, 4
 LABELS = torch.arange(N) % (C - 1)  # nobody has the last class
 
 
-def features(n: int = N, width: int = P, seed: int = 0) -> torch.Tensor:
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def features(seed: int = 0) -> torch.Tensor:
     """Scales from 1e-3 to 1e3, means of the same size, one feature constant, one zero."""
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(n, width, generator=generator) + 1
-    z *= torch.logspace(-3, 3, width)
+    z = (random(N, P, seed=seed) + 1) * torch.logspace(-3, 3, P)
     z[:, 3], z[:, 5] = -2.5, 0
     return z
 
@@ -139,7 +144,7 @@ def test_fixed_point_numbers_are_right_to_half_a_step():
 def test_the_loss_is_that_of_the_rows():
     z = features(seed=3)
     normaliser = normaliser_of(statistics(features()))
-    linear = torch.randn(P + 1, C, generator=torch.Generator().manual_seed(0)).double()
+    linear = random(P + 1, C).double()
     equations = NormalEquations.of(statistics(z), normaliser, bias=True)
     rows = torch.cat([normaliser(z), torch.ones(N, 1)], 1).double()
     error = rows @ linear - (one_hot(LABELS, C).double() - 1 / C)
@@ -150,8 +155,7 @@ def test_the_loss_is_that_of_the_rows():
 def test_the_best_ridge_has_the_least_validation_loss():
     """With noise for features a large ridge is best."""
     noise = [
-        NormalEquations.of(statistics(z), Normaliser.identity(P))
-        for z in (torch.randn(N, P, generator=torch.Generator().manual_seed(k)) for k in (0, 1))
+        NormalEquations.of(statistics(random(N, P, seed=k)), Normaliser.identity(P)) for k in (0, 1)
     ]
     assert best_ridge(*noise) == pooled_statistics.RIDGES[-1]
     grid = (1e-4, 0.1, 1.0)
@@ -193,10 +197,70 @@ def test_least_norm_is_the_pseudo_inverse_on_the_rows(bias, deficient):
 
     The rows' condition number, without these, is below 100: 1e4 for the matrix, 1e-12 rounded.
     """
-    z = torch.randn(N, P, generator=torch.Generator().manual_seed(2))
+    z = random(N, P, seed=2)
     if deficient:
         z[:, 3], z[:, 5] = z[:, 2], 0
     actual = NormalEquations.of(statistics(z), Normaliser.identity(P), bias=bias, centred=False)
     rows = torch.cat([z, torch.ones(N, 1)], 1) if bias else z
     expected = torch.linalg.pinv(rows.double(), rtol=1e-10) @ one_hot(LABELS, C).double()
     np.testing.assert_allclose(actual.least_norm(), expected, rtol=1e-9, atol=1e-11)
+
+
+def group(n: int, seed: int, shift: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Examples of a problem that the client has, but for a shift in others'."""
+    z, noise = random(n, P, seed=seed), random(n, C, seed=seed + 1)
+    linear = random(P, C, seed=9) + shift * random(P, C, seed=8)
+    return z, (z @ linear + noise).argmax(1)
+
+
+OTHERS, OWN, HELD = group(60, 0), group(30, 2, 0), group(10, 4, 0)
+CLIENT = SplitStatistics(statistics(*OWN), statistics(*HELD))
+TOTAL = SplitStatistics(statistics(*OTHERS) + CLIENT.fitting, CLIENT.held_out)
+
+
+def rows_of(z: torch.Tensor, y: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Features with a bias, and labels minus 1/C."""
+    return np.c_[z.numpy(), np.ones(len(z))], np.eye(C)[y] - 1 / C
+
+
+def solved(parts: list[tuple[float, tuple[torch.Tensor, torch.Tensor]]], ridge: float):
+    """Solve with each example's weight, in float64."""
+    weight = np.concatenate([np.full(len(y), w) for w, (_, y) in parts])
+    z, y = (np.concatenate(part) for part in zip(*(rows_of(*g) for _, g in parts), strict=True))
+    rho = ridge * (weight @ np.square(z).sum(1)) / weight.sum()
+    return np.linalg.solve((z.T * weight) @ z + rho * np.eye(P + 1), (z.T * weight) @ y)
+
+
+def test_a_personal_model_solves_the_weighted_problem_that_held_out_examples_choose():
+    weights, (z, y) = (0.0, 0.5, 2.0, 20.0), rows_of(*HELD)
+    models = [solved([(1, OTHERS), (1 + w, OWN)], 0.1) for w in weights]
+    best = weights[int(np.argmin([np.square(z @ linear - y).sum() for linear in models]))]
+    assert 0 < best < 20  # neither end is chosen
+    linear, weight = personal_model(TOTAL, CLIENT, 0.1, bias=True, weights=weights)
+    assert weight == best
+    parts = [(1, OTHERS), (1 + best, OWN), (1 + best, HELD)]
+    np.testing.assert_allclose(linear, solved(parts, 0.1), rtol=1e-9, atol=1e-11)
+
+
+def test_limits_of_personal_models_are_the_joint_one_and_the_clients_own():
+    """With w = 1.5e7 the others are 60 / (40 w) = 1e-7 of the weight."""
+    joint, _ = personal_model(TOTAL, CLIENT, 0.1, bias=True, weights=(0.0,))
+    parts = [(1.0, OTHERS), (1.0, OWN), (1.0, HELD)]
+    np.testing.assert_allclose(joint, solved(parts, 0.1), rtol=1e-9, atol=1e-11)
+    alone, _ = personal_model(TOTAL, CLIENT, 1e-9, bias=True, weights=(1.5e7,))
+    np.testing.assert_allclose(alone, solved(parts[1:], 1e-9), rtol=1e-4, atol=1e-6)
+    empty = SplitStatistics(CLIENT.fitting, statistics(OWN[0][:0], OWN[1][:0]))
+    assert personal_model(TOTAL, empty, 0.1)[1] == 0
+
+
+@pytest.mark.parametrize(("p", "num_classes"), [(5, 3), (3, 5)])
+def test_deep_afls_omega_solves_the_normal_equations(p, num_classes):
+    """vec(F Omega W) = (F kron W^T) vec(Omega), by rows; the condition number is below 1e4."""
+    f, r = random(20, 4).double(), random(20, num_classes, seed=1).double()
+    w = random(p, num_classes, seed=2).double()
+    rho = 0.1 * f.square().sum(1).mean() * w.square().sum(0).mean()
+    system = torch.kron(f, w.T.contiguous())
+    gram = system.T @ system + rho * torch.eye(4 * p).double()
+    expected = torch.linalg.solve(gram, system.T @ r.flatten()).view(4, p)
+    actual = sandwiched_ridge(f.T @ f, f.T @ r, w, 0.1, 20)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)

@@ -39,8 +39,8 @@ def sums(rows, num_classes=2):
     return FeatureStatistics.of([rows], labels, num_classes, fixed_point=fixed)
 
 
-def numbers(found):
-    return np.concatenate([found.gram, found.class_sums.ravel()])
+def numbers(total):
+    return np.concatenate([total.gram, total.class_sums.ravel()])
 
 
 def variance_of_each(noise, survivors=None):

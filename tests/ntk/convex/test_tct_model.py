@@ -38,11 +38,9 @@ def model(*, bias=False, kind="entk", num_features=50):
     feature_map = FeatureMap(kind, num_features, seed=3)
     net = network()
     width = feature_map.width(net)
-    normaliser = Normaliser(
-        normal(width, seed=2).numpy().astype("f4"), normal(width, seed=3).numpy().astype("f4")
-    )
-    linear = normal(width + bias, CLASSES, seed=4).numpy().astype("f4")
-    return TCTModel(net, feature_map, normaliser, linear)
+    shapes = (width,), (width,), (width + bias, CLASSES)
+    *sides, linear = (normal(*s, seed=i).float().numpy() for i, s in enumerate(shapes, start=2))
+    return TCTModel(net, feature_map, Normaliser(*sides), linear)
 
 
 OPTIONS = [{}, {"kind": "last-layer", "bias": True}, {"num_features": 0, "bias": True}]
@@ -90,9 +88,10 @@ def test_files_and_a_strategys_arrays_give_the_same_bits(options, tmp_path):
     tct, other = model(**options), network()
     for tensor in other.state_dict().values():
         tensor.zero_()
-    arrays = {name: t.numpy().copy() for name, t in tct.network.state_dict().items()}
-    mean, scale = tct.normaliser.mean.copy(), tct.normaliser.inv_std.copy()
-    arrays |= {"tct.linear": tct.linear.numpy().copy(), "tct.mean": mean, "tct.scale": scale}
+    arrays = {name: t.numpy() for name, t in tct.network.state_dict().items()}
+    arrays |= {"tct.linear": tct.linear.numpy(), "tct.mean": tct.normaliser.mean}
+    arrays |= {"tct.scale": tct.normaliser.inv_std}
+    arrays = {name: array.copy() for name, array in arrays.items()}
     for array in arrays.values():
         array.flags.writeable = False
     tct.save(tmp_path / "a" / "b")

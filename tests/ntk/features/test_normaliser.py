@@ -30,6 +30,7 @@ def test_joined_moments_are_those_of_the_pooled_data(cuts, order, seed):
     order.shuffle(parts)
     moments = Moments.join(parts)
     assert moments.count == 40
+    assert moments.size == pytest.approx(float(z.square().sum(1).mean().sqrt()))
     mean, sum_sq_dev = z.numpy().mean(0), 40 * z.numpy().var(0)
     np.testing.assert_allclose(moments.mean[-1], mean[-1], rtol=1e-15)
     np.testing.assert_allclose(moments.sum_sq_dev[-1], sum_sq_dev[-1], rtol=5e-9)
@@ -38,20 +39,11 @@ def test_joined_moments_are_those_of_the_pooled_data(cuts, order, seed):
     assert (np.abs(moments.sum_sq_dev - sum_sq_dev) <= 1e-12 * sum_sq_dev + 1e-27)[:-1].all()
 
 
-def test_the_size_of_moments_is_the_root_of_the_examples_mean_squared_norm():
-    """Float64: right to some 1e-15, for offsets as for spreads."""
-    for offset in (0.0, 100.0):
-        z = normal(40, 5, seed=0) + offset
-        assert Moments.of(z).size == pytest.approx(float(z.pow(2).sum(1).mean().sqrt()))
-
-
 def clients():
     """float32 features of three clients that differ: heavy tails, scales from 1e-7 to 1e4."""
     scales, shift = torch.logspace(-7, 4, 12, dtype=torch.float64), normal(12, seed=0)
-    return [
-        ((normal(n, 12, seed=n) ** 3 + k * shift) * scales).float()
-        for k, n in enumerate((7, 30, 120))
-    ]
+    parts = [normal(n, 12, seed=n) ** 3 + k * shift for k, n in enumerate((7, 30, 120))]
+    return [(part * scales).float() for part in parts]
 
 
 def test_normalised_features_have_mean_0_and_variance_1_over_all_clients():

@@ -10,22 +10,17 @@ from fedntk.ntk.features import tangent
 from fedntk.ntk.support import memory as ntk_memory
 
 from ...conftest import refused
+from ..arithmetic import normal
 from ..cases import CASES, make
 
 
 def gradients(model, x, output=0):
     """One backward pass for each example: (n, P), in the order of the parameters."""
     parameters = [p for p in model.eval().parameters() if p.requires_grad]
-    rows = [
-        torch.autograd.grad(
-            model(example[None]).flatten()[output],
-            parameters,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for example in x
-    ]
-    return torch.stack([torch.cat([g.flatten() for g in grads]) for grads in rows])
+    options = {"allow_unused": True, "materialize_grads": True}
+    logits = (model(example[None]).flatten()[output] for example in x)
+    rows = [torch.autograd.grad(logit, parameters, **options) for logit in logits]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -43,15 +38,6 @@ def test_features_are_coordinates_of_the_gradient_of_one_logit(name):
     assert max(nearest) < 1e-10
 
 
-def test_the_seed_alone_decides_which_coordinates():
-    model, x = make("narrow-maps")
-    first, again, other = (entk_features(model, x, 20, seed) for seed in (3, 3, 4))
-    apart = [entk_features(model, part, 20, 3) for part in x.split(2)]
-    assert torch.equal(first, again)
-    torch.testing.assert_close(torch.cat(apart), first, rtol=1e-6, atol=1e-7)
-    assert not torch.equal(first, other)
-
-
 def test_float16_is_the_rounded_float32_and_overflow_is_refused():
     model, x = make("mlp")
     full = entk_features(model, x, 40, 0)
@@ -61,45 +47,50 @@ def test_float16_is_the_rounded_float32_and_overflow_is_refused():
     refused("store them in float32", entk_features, model, 1e6 * x, 40, 0, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("name", ["narrow-maps", "tokens-first", "mlp", "lstm"])
-def test_projected_features_are_the_gradient_times_one_fixed_matrix(name):
-    """Linear in the gradient, the same in any chunks, and of the right size on average.
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("sketch", name) for name in sorted(CASES)]
+    + [("projection", name) for name in ("narrow-maps", "tokens-first", "mlp", "lstm")],
+)
+def test_projections_and_sketches_are_linear_in_the_gradient_and_the_same_in_any_chunks(
+    method, name
+):
+    """An estimated inner product varies by 2/p of |x|^2 |x'|^2, by 8/p of an outer product's.
 
-    With entries of variance 1/p the squared norm of a projected row has mean |g|^2 and a relative
-    standard deviation of sqrt(2/p): 3.2 % for p = 2,000, so that 6 rows stay within 5 of them.
+    There, with signs independent, the second moments 3 of both factors multiply: 9 - 1.
     """
     model, x = make(name)
-    rows = gradients(model, x)
-    p = 2000
-    options = {"method": "projection", "dtype": torch.float64}
-    projected = entk_features(model, x, p, 5, **options)
-    parts = [entk_features(model, part, p, 5, chunk_size=1, **options) for part in x.split(4)]
-    torch.testing.assert_close(torch.cat(parts), projected, rtol=1e-9, atol=1e-10)
-    sizes = projected.square().sum(1) / rows.square().sum(1)
-    assert ((sizes - 1).abs() < 5 * (2 / p) ** 0.5).all()
-    dependence = torch.linalg.lstsq(rows.T, (rows[:1] + 2 * rows[-1:]).T).solution
-    torch.testing.assert_close(projected.T @ dependence, (projected[:1] + 2 * projected[-1:]).T)
+    rows, p = gradients(model, x).detach(), 4000
+    options = {"method": method, "dtype": torch.float64}
+    actual = entk_features(model, x, p, 5, **options)
+    assert actual.shape == (len(x), p)
+    parts = [entk_features(model, part, p, 5, chunk_size=1, **options) for part in x.split(3)]
+    torch.testing.assert_close(torch.cat(parts), actual, rtol=1e-9, atol=1e-10)
+    norms = rows.norm(dim=1)
+    error = (actual @ actual.T - rows @ rows.T) / (norms[:, None] * norms + 1e-30)
+    assert float(error.abs().max()) < 6 * ((8 if method == "sketch" else 2) / p) ** 0.5
+    # what depends linearly on the others among gradients does among their images
+    combination = (rows[:1] - 2 * rows[-1:]).T
+    mixed = torch.linalg.lstsq(rows.T, combination, rcond=1e-10, driver="gelsd").solution
+    expected, atol = (actual[:1] - 2 * actual[-1:]).T, 1e-6 * float(norms.max())
+    torch.testing.assert_close(actual.T @ mixed, expected, rtol=1e-6, atol=atol)
 
 
-def test_projection_of_the_identity_is_a_gaussian_matrix():
+def test_projection_of_the_identity_is_a_gaussian_matrix_whatever_the_block(monkeypatch):
     """9,000 x 50 entries: mean within 5/sqrt(450,000) and variance within 5 sqrt(2/450,000).
 
     9,000 rows take three generators; their rows must not repeat.
     """
-    matrix = random_projection(torch.eye(9000), 50, seed=1) * 50**0.5
+    entries = random_projection(torch.eye(9000), 50, seed=1)
+    matrix = entries * 50**0.5
     count = matrix.numel()
     assert abs(float(matrix.mean())) < 5 / count**0.5
     assert abs(float(matrix.var()) - 1) < 5 * (2 / count) ** 0.5
     assert len(torch.unique(matrix, dim=0)) == 9000
-
-
-def test_projection_is_its_matrix_whatever_the_block(monkeypatch):
-    x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    matrix = random_projection(torch.eye(5000, dtype=torch.float64), 64, seed=2)
-    whole = random_projection(x, 64, seed=2)
-    torch.testing.assert_close(whole, x @ matrix, rtol=1e-10, atol=1e-10)
-    monkeypatch.setattr("fedntk.ntk.features.projection.BLOCK_BYTES", 4 * 64 * 16)
-    torch.testing.assert_close(random_projection(x, 64, seed=2), whole, rtol=1e-10, atol=1e-10)
+    x = normal(3, 9000, seed=0)
+    monkeypatch.setattr("fedntk.ntk.features.projection.BLOCK_BYTES", 4 * 50 * 16)
+    actual = random_projection(x, 50, seed=1)
+    torch.testing.assert_close(actual, x @ entries.double(), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -122,35 +113,6 @@ def test_what_does_not_fit_is_refused_before_the_work(monkeypatch):
     with pytest.raises(NotEnoughMemory, match="18 features of 2 examples needs"):
         entk_features(nn.Linear(5, 3), torch.zeros(2, 5), 18, 0)
     refused("random_projection: expected", random_projection, torch.zeros(3), 2, 0)
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_a_sketch_is_linear_in_the_gradient_and_the_same_in_any_chunks(name):
-    """The variance of an inner product's estimate is at most 8/p of |x|^2 |x'|^2.
-
-    A count sketch has 2/p at most. Of an outer product the second moments of both factors multiply:
-    with signs independent, 3 x 3 for each coincidence of buckets instead of the product itself,
-    which leaves 9 - 1.
-    """
-    model, x = make(name)
-    rows, p = gradients(model, x).detach(), 4000
-    options = {"method": "sketch", "dtype": torch.float64}
-    actual = entk_features(model, x, p, 5, **options)
-    assert actual.shape == (len(x), p)
-    parts = [entk_features(model, part, p, 5, chunk_size=1, **options) for part in x.split(3)]
-    torch.testing.assert_close(torch.cat(parts), actual, rtol=1e-9, atol=1e-10)
-    norms = rows.norm(dim=1)
-    error = (actual @ actual.T - rows @ rows.T) / (norms[:, None] * norms + 1e-30)
-    assert float(error.abs().max()) < 6 * (8 / p) ** 0.5
-    # what depends linearly on the others among gradients does among sketches
-    combination = (rows[:1] - 2 * rows[-1:]).T
-    mixed = torch.linalg.lstsq(rows.T, combination, rcond=1e-10, driver="gelsd").solution
-    torch.testing.assert_close(
-        actual.T @ mixed,
-        (actual[:1] - 2 * actual[-1:]).T,
-        rtol=1e-6,
-        atol=1e-6 * float(norms.max()),
-    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -179,19 +141,6 @@ def test_the_outer_products_sketch_is_the_count_sketch_of_summed_buckets(kind, b
     signed = matrix * torch.from_numpy(signs[:, None] * column_signs)
     expected = torch.zeros(4, p).double().index_add_(1, buckets, signed.flatten(1))
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_inner_products_are_right_on_average_over_seeds():
-    """Their mean over m seeds within 5 of its standard errors, as those m seeds show them."""
-    model, x = make("narrow-maps")
-    rows = gradients(model, x)
-    exact, m = rows @ rows.T, 50
-    actual = torch.stack(
-        [entk_features(model, x, 50, seed, method="sketch").double() for seed in range(m)]
-    )
-    products = actual @ actual.transpose(1, 2)
-    error = products.mean(0) - exact
-    assert bool((error.abs() <= 5 * products.std(0) / m**0.5).all())
 
 
 def test_the_whole_gradient_is_never_formed_of_a_linear_layer(monkeypatch):

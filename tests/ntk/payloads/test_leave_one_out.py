@@ -1,6 +1,7 @@
 """Clients left out of the kernel: equal to fresh regressions without them, and liars are found."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +31,10 @@ def upload(client, *, shift=0, scale=1.0, first=0, classes=3, noise=1.0, draw=0)
     jac = ntk.Jacobian(tuple(b.with_arrays([*b.arrays[:-1], scale * b.arrays[-1]]) for b in blocks))
     targets = ntk.one_hot((y + shift) % 3, 3).double()
     return ntk.JacobianUpload(jac, MODEL(x).detach(), targets)
+
+
+def mapped(sent, change):
+    return replace(sent, jacobian=sent.jacobian.mapped(change))
 
 
 def uploads(liars=(), **lie):
@@ -100,9 +105,7 @@ def test_scaled_jacobians_of_false_labels_are_found_like_others(scale):
 def test_the_order_of_clients_and_rows_without_derivatives_change_no_verdict():
     sent = uploads([3], shift=1)
     assert dropped(sent[::-1], 1) == [2]
-    silent = ntk.JacobianUpload(
-        sent[1].jacobian.mapped(torch.zeros_like), sent[1].outputs, sent[1].targets
-    )
+    silent = mapped(sent[1], torch.zeros_like)
     assert dropped([sent[0], silent, *sent[2:]], 1) == [3]
 
 
@@ -116,10 +119,8 @@ def test_a_client_that_trusts_itself_finds_the_liar_among_one_or_most_of_its_nei
 
 
 def test_a_kernel_that_is_not_finite_is_refused():
-    sent = uploads()
-    sent[2] = ntk.JacobianUpload(
-        sent[2].jacobian.mapped(lambda array: 1e200 * array), sent[2].outputs, sent[2].targets
-    )
+    first, *others = uploads()
+    sent = [mapped(first, lambda array: 1e200 * array), *others]
     refused("not finite", screen_harmful, sent, 1, error=FloatingPointError)
 
 

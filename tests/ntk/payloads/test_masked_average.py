@@ -67,8 +67,8 @@ def test_the_largest_sums_fit_in_64_bits():
     mean, metrics = average_of(most * np.uint64(2047), {"w": np.zeros(1)}, 2047)
     assert mean["w"] == LIMIT * STEP
     assert metrics["num-examples"] == 2047 * 2**24
-    with pytest.raises(BadReply):
-        average_of(most * np.uint64(2048), {"w": np.zeros(1)}, 2048)
+    more = most * np.uint64(2048), {"w": np.zeros(1)}, 2048
+    refused("no sums of models", average_of, *more, error=BadReply)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,7 @@ def test_what_is_no_sum_of_models_is_refused(position, value):
     words = total([trained(k) for k in range(3)])
     words.view(np.int64)[position] = value
     assert len(words) == NUMBERS + BESIDE
-    with pytest.raises(BadReply):
-        average_of(words, MODEL, 3)
+    refused("no sums of models", average_of, words, MODEL, 3, error=BadReply)
 
 
 def test_a_client_refuses_what_it_could_not_send_truly():

@@ -62,9 +62,8 @@ def test_layers_that_are_read_out_travel_by_themselves_only_uncompressed():
     assert arrays_of(actual) == arrays_of(sent)
     assert torch.equal(actual.jacobian.gram(), sent.jacobian.gram())
     assert ntk.JacobianUpload.concatenate([actual, sent]).jacobian.form == sent.jacobian.form
-    refused(
-        "^layout: ", ntk.JacobianUpload.from_arrays, arrays, parameters=SHAPES, error=ntk.BadReply
-    )
+    with pytest.raises(ntk.BadReply, match=r"^layout: "):
+        ntk.JacobianUpload.from_arrays(arrays, parameters=SHAPES)
     assert arrays_of(received(compressed(sent))) == arrays_of(upload())
     parcel, limits = JacobianParcel(sent), ntk.UploadLimits(SHAPES)
     actual = JacobianParcel.from_arrays(parcel.to_arrays(), limits=limits, receiver=parcel)
@@ -94,8 +93,7 @@ def test_embeddings_tokens_travel_as_they_are():
 
 
 def changed(name, change):
-    arrays = compressed()
-    return arrays | {name: change(arrays[name])}
+    return compressed() | {name: change(compressed()[name])}
 
 
 def reshaped(name, *shape):
@@ -181,10 +179,9 @@ def test_canonical_order_is_the_same_for_every_permutation(structure):
 
 def test_rows_keep_jacobian_outputs_and_targets_together():
     whole, order = upload(n=9), torch.tensor([4, 0, 8, 2])
-    some, before = (
-        [*tensors_of(part), part.outputs, part.targets] for part in (whole.rows(order), whole)
-    )
-    assert all(torch.equal(mine, part[order]) for mine, part in zip(some, before, strict=True))
+    some = whole.rows(order)
+    actual, before = ([*tensors_of(part), part.outputs, part.targets] for part in (some, whole))
+    assert all(torch.equal(rows, part[order]) for rows, part in zip(actual, before, strict=True))
 
 
 def scaled(rows=1.0, outputs=1.0):
@@ -256,16 +253,12 @@ def test_what_does_not_fit_is_refused(changes, reason):
 
 
 @pytest.mark.parametrize("options", [{}, SOME])
-def test_more_rows_than_a_client_may_have_are_refused(options):
-    arrays = JacobianParcel(SENT).to_arrays(**options)
+def test_parcels_with_more_rows_another_form_or_less_compression_are_refused(options):
+    arrays, bad = JacobianParcel(SENT).to_arrays(**options), {"error": ntk.BadReply}
     parsed(arrays, max_examples=12, **options)
-    with pytest.raises(ntk.BadReply, match="expected at most 11 examples, got 12"):
-        parsed(arrays, max_examples=11, **options)
-
-
-def test_another_form_and_less_compression_than_was_asked_for_are_refused():
+    refused("most 11 examples, got 12", parsed, arrays, max_examples=11, **options, **bad)
     dense = ntk.JacobianUpload(SENT.jacobian.to_dense(), SENT.outputs, SENT.targets)
-    refused("another form", parsed, JacobianParcel(dense).to_arrays(), error=ntk.BadReply)
+    refused("another form", parsed, JacobianParcel(dense).to_arrays(), **bad)
     for less in ({}, {"sparsity": 0.25}, {"sparsity": 0.5, "bits": 8}):
-        with pytest.raises(ntk.BadReply):
-            parsed(JacobianParcel(SENT).to_arrays(**less), **SOME)
+        words = "^(compression|arrays): "
+        refused(words, parsed, JacobianParcel(SENT).to_arrays(**less), **SOME, **bad)
