@@ -41,8 +41,8 @@ from common import keep_rows
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.simulations import Config, run
 from fedntk.simulations.attacks import choose_liars
-from fedntk.simulations.config.registry import find_method
 from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.methods import find_method
 
 RESULTS = Path(__file__).parent / "results"
 KEYS = ["data", "alpha", "method", "defence", "attack", "liars", "seed"]
@@ -190,7 +190,7 @@ def cases_of(method: str) -> Iterator[tuple[str, Case]]:
     others = DEFENCES if method == "fedavg" else ("none",)
     defences = dict.fromkeys(("none", METHODS[method][0], "norm-bound", *others))
     for defence in defences:
-        if defence in find_method(method)[1].strategy_class.rules:
+        if defence in find_method(method, {})[1].strategy_class.rules:
             more = ABSENT if defence == "none" else []
             for case in [*CASES_OF.get(method, CASES), *more]:
                 if case[1] < 3 or method not in FEWER_LIARS:

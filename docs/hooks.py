@@ -181,7 +181,7 @@ def _keys(names: str) -> str:
     with warnings.catch_warnings(action="ignore"):
         from fedntk.simulations import Config
 
-    return _table(Config.home_of(name) for name in names.split())
+    return _table(Config().home_of(name) for name in names.split())
 
 
 def _table(settings: "Iterable[tuple[type[Settings], str]]") -> str:

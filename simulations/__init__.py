@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .assessment.uncertainty import Assessment, assess
     from .assessment.unlearning import Unlearned, unlearn
     from .check import check_method, make_fixture
-    from .config.config import Config
+    from .configuration import Config
     from .data.own import OwnData
     from .deploy.federation import Federation
     from .engine.building import load_predictor
@@ -33,7 +33,7 @@ _HOMES = {
     "assessment.uncertainty": ("Assessment", "assess"),
     "assessment.unlearning": ("Unlearned", "unlearn"),
     "check": ("check_method", "make_fixture"),
-    "config.config": ("Config",),
+    "configuration": ("Config",),
     "data.own": ("OwnData",),
     "deploy.federation": ("Federation",),
     "engine.building": ("load_predictor",),

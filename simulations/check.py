@@ -25,14 +25,13 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from fedntk.ntk.options import STATE, Declared, key_of
 from fedntk.strategies.core.averaging import named_arrays
 
-from .config.config import Config
+from .configuration import Config
 from .engine._flower import log_from
 from .engine.building import load_setup, make_strategy
 from .engine.client_app import app
 from .engine.engines import LocalGrid, MeteredGrid
 from .engine.runs import Runnable, read_config
 from .errors import ConfigError, first_line
-from .models import name_model
 
 Change = Callable[[Message], list[Message]]
 DATA = (int, float, str, list, dict, set, np.ndarray, torch.Tensor)
@@ -275,8 +274,6 @@ NAMES = [name for name in vars(Contract) if not name.startswith("_")]
 
 
 def _read_config(method: Runnable, settings: dict[str, Any]) -> Config:
-    if "model" in settings:
-        settings["model"] = name_model(settings["model"])
     return read_config(method, {**SMALL, **settings})
 
 

@@ -234,10 +234,11 @@ def tune_command(
     from . import tune
 
     overrides = _parse_settings(settings, conf)
+    config = _config_knowing(settings, conf)
     found = tune(
         conf,
-        grid=dict(map(_parse_values, grid or [])),
-        random=dict(_parse_values(each, ranged=True) for each in random or []),
+        grid=dict(_parse_values(config, text) for text in grid or []),
+        random=dict(_parse_values(config, text, ranged=True) for text in random or []),
         trials=trials,
         sampler=sampler,  # type: ignore[arg-type]
         sampler_seed=sampler_seed,
@@ -485,19 +486,24 @@ def _show(report: Path) -> None:
 
 
 def _parse_settings(settings: list[str] | None, *named: Path | str | None) -> dict[str, Any]:
-    """Parse ``key=value`` as the key's type.
+    """Parse ``key=value`` as the key's type."""
+    config = _config_knowing(settings, *named)
+    pairs = [_split("--set", "KEY=VALUE", setting) for setting in settings or []]
+    return {key.replace("-", "_"): config.convert(key, text) for key, text in pairs}
 
-    Keys may be of a method of one's own, which is among the settings, or in what is `named`.
-    """
+
+def _config_knowing(settings: list[str] | None, *named: Path | str | None) -> Any:
+    """Return a configuration that knows a user's methods in the settings, or in what is named."""
     from . import Config
     from .engine.runs import read_config
 
-    pairs = [_split("--set", "KEY=VALUE", setting) for setting in settings or []]
-    for each in (*named, dict(pairs).get("method")):
+    config = Config()
+    methods = [text.partition("=")[2] for text in settings or [] if text.startswith("method=")]
+    for method in (*named, *methods):
         with contextlib.suppress(ConfigError):
-            if each:
-                read_config(each, {})
-    return {key.replace("-", "_"): Config.convert(key, text) for key, text in pairs}
+            if method:
+                config = config.replace(methods=read_config(method, {}).methods)
+    return config
 
 
 def _split(option: str, expected: str, given: str) -> tuple[str, str]:
@@ -507,19 +513,17 @@ def _split(option: str, expected: str, given: str) -> tuple[str, str]:
     return key.strip(), text.strip()
 
 
-def _parse_values(given: str, *, ranged: bool = False) -> tuple[str, Sequence[Any]]:
+def _parse_values(config: Any, given: str, *, ranged: bool = False) -> tuple[str, Sequence[Any]]:
     """Parse ``key=v1,v2``, ``key=v1;v2`` if values have commas, or ``key=low:high[:log]``."""
-    from . import Config
-
     option, expected = "--grid", "KEY=V1,V2,..."
     if ranged:
         option, expected = "--random", f"KEY=LOW:HIGH[:log] or {expected}"
     key, text = _split(option, expected, given)
     if ranged and ":" in text:
         low, high, *log = text.split(":")
-        return key, (Config.convert(key, low), Config.convert(key, high), *log)
+        return key, (config.convert(key, low), config.convert(key, high), *log)
     values = text.split(";" if ";" in text else ",")
-    return key, [Config.convert(key, value.strip()) for value in values]
+    return key, [config.convert(key, value.strip()) for value in values]
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from fedntk.ntk.first_weights import draw_weights
 from fedntk.ntk.losses import require_scores
 from fedntk.ntk.support.shared_arrays import first_names, require_separate
 
-from .config.config import Config
-from .config.importing import import_named, name_object, object_named
+from .config.config import BaseConfig
+from .config.importing import import_named
 from .config.settings import ConfigError, nearest
 from .errors import first_line, naming
 
@@ -216,21 +216,6 @@ def _image(input_shape: InputShape, name: str, *, at_least: int) -> InputShape:
     return input_shape
 
 
-def name_model(model: nn.Module | Callable[[InputShape, int], nn.Module] | str) -> str:
-    """Return the setting ``model``; what cannot be imported is known in this process only."""
-    if isinstance(model, str):
-        return model
-    if not callable(model):
-        raise ConfigError(
-            "model: expected a torch.nn.Module, a function of (input_shape, num_classes), or a "
-            f"name, got {type(model).__name__}"
-        )
-    if isinstance(model, nn.Module):
-        with naming(f"model = {type(model).__name__}", ValueError):
-            require_separate(model)  # copies of it would not share memory
-    return name_object(model)
-
-
 def network_checksum(network: nn.Module) -> str:
     """Return a checksum of what a network shows of itself: layers and shapes."""
     digest = hashlib.sha256(repr(network).encode())
@@ -259,7 +244,7 @@ def sample_outputs(network: nn.Module, input_shape: InputShape) -> list[float]:
     return [*map(float, outputs.flatten()[:8]), float(outputs.norm())]
 
 
-def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
+def build_model(config: BaseConfig, input_shape: InputShape, num_classes: int) -> nn.Module:
     """Make the network that `config` names, its weights drawn from the configured seed.
 
     With a random projection it takes the projected features. Weights from a file are of the network
@@ -343,7 +328,7 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
     model.load_state_dict(tensors)
 
 
-def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
+def _by_name(config: BaseConfig, input_shape: InputShape, num_classes: int) -> nn.Module:
     known: dict[str, Callable[..., nn.Module]] = {
         "mlp": partial(mlp, width=config.width, batch_norm=config.chosen_method.batch_norm),
         "simple-cnn": simple_cnn,
@@ -357,9 +342,16 @@ def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Mo
     }
     if config.model in known:
         return known[config.model](input_shape, num_classes)
-    given = object_named(config.model)
+    given = config.passed(config.model)
     if isinstance(given, nn.Module):
+        with naming(f"model = {type(given).__name__}", ValueError):
+            require_separate(given)  # copies of it would not share memory
         return copy.deepcopy(given)
+    if given is not None and not callable(given):
+        raise ConfigError(
+            "model: expected a torch.nn.Module, a function of (input_shape, num_classes), or a "
+            f"name, got {type(given).__name__}"
+        )
     if given is None and "()" in config.model:
         raise ConfigError(
             f"model = {config.model}: a module or function of another process; pass it again "

@@ -17,32 +17,32 @@ from torch import Tensor
 from fedntk.clients import SealedProjection, project
 from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, public_bytes
 
-from .config.config import Config
+from .config.config import BaseConfig
 
 
-def run_name(config: Config) -> str:
+def run_name(config: BaseConfig) -> str:
     """Return the run's name: runs of one seed share the projection, and can be compared."""
     return f"simulation of seed {config.seed}"
 
 
-def key_server(config: Config) -> KeyServer:
+def key_server(config: BaseConfig) -> KeyServer:
     """Make the key server, with all clients enrolled."""
     return KeyServer(_derive(config, "master"), _enrolled(config), _signing_key(config))
 
 
-def shuffling_server(config: Config) -> ShufflingServer:
+def shuffling_server(config: BaseConfig) -> ShufflingServer:
     """Make the shuffling server, with all clients enrolled."""
     key = X25519PrivateKey.from_private_bytes(_derive(config, "shuffling"))
     return ShufflingServer(_enrolled(config), key)
 
 
-def client_key(config: Config, partition: int) -> X25519PrivateKey:
+def client_key(config: BaseConfig, partition: int) -> X25519PrivateKey:
     """Make a client's enrolled key."""
     return X25519PrivateKey.from_private_bytes(_derive(config, f"client {partition}"))
 
 
 def sealed_projection(
-    config: Config, partition: int, state: MutableMapping[str, Any]
+    config: BaseConfig, partition: int, state: MutableMapping[str, Any]
 ) -> SealedProjection:
     """Make a client's projection, with a sealed seed; `state` is kept between messages."""
     keys = ClientKeys(
@@ -54,7 +54,7 @@ def sealed_projection(
     return SealedProjection(config.projection, keys, config.projection_kind)
 
 
-def projected(config: Config, x: Tensor) -> Tensor:
+def projected(config: BaseConfig, x: Tensor) -> Tensor:
     """Project examples (n, ...) as the clients do, if they do, to evaluate the model.
 
     This takes the seed, as clients do; the strategy lacks it.
@@ -65,14 +65,14 @@ def projected(config: Config, x: Tensor) -> Tensor:
     return project(x, config.projection, seed, config.projection_kind)
 
 
-def _enrolled(config: Config) -> list[bytes]:
+def _enrolled(config: BaseConfig) -> list[bytes]:
     return [public_bytes(client_key(config, p)) for p in range(config.num_clients)]
 
 
-def _signing_key(config: Config) -> Ed25519PrivateKey:
+def _signing_key(config: BaseConfig) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(_derive(config, "signing"))
 
 
-def _derive(config: Config, purpose: str) -> bytes:
+def _derive(config: BaseConfig, purpose: str) -> bytes:
     info = f"fedntk simulation {purpose}".encode()
     return HKDF(SHA256(), 32, salt=None, info=info).derive(str(config.seed).encode())

@@ -15,7 +15,7 @@ import fedntk.clients
 import fedntk.strategies
 from fedntk.clients import TCTClient
 from fedntk.clients.core.numpy_client import NumPyClient
-from fedntk.simulations.config.config import Config
+from fedntk.simulations import Config
 from fedntk.simulations.methods import own_methods
 from fedntk.strategies import NTKFL, TCT, OneExchange, Strategy
 from fedntk.strategies.core.sampling import Sampling
@@ -145,7 +145,6 @@ def test_rooms_folders_and_files_import_downwards_only():
 BY_NAME = {
     "simulations/__init__.py",  # public names, when first used
     "simulations/config/importing.py",  # what users name in settings
-    "simulations/config/registry.py",  # the methods
 }
 
 

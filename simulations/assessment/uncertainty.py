@@ -17,8 +17,8 @@ from fedntk.ntk.predictors.conformal import Score, calibrate, prediction_sets, r
 from fedntk.ntk.predictors.ensemble import EnsemblePredictor, uncertainty_of
 from fedntk.ntk.predictors.network import Predictor
 
-from ..config.config import Config
 from ..config.settings import ConfigError
+from ..configuration import Config
 from ..data.load import load_data
 from ..data.partitions import load_split
 from ..engine.building import load_predictor
@@ -260,7 +260,7 @@ def assess(
     if which not in ("model", "best"):
         raise ConfigError(f"which: expected model or best, got {which!r}")
     config = run.config
-    predictor = load_predictor(run.folder, which)
+    predictor = load_predictor(run, which)
     if predictor.loss != "cross-entropy":
         raise ConfigError(
             f"expected a model whose loss is cross-entropy, got {predictor.loss}, whose outputs "

@@ -6,15 +6,14 @@ Flower's run-config knows no lists, so lists are written as strings: ``steps = "
 """
 
 import difflib
-import functools
 import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import copy_context
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import tomli_w
 
@@ -27,10 +26,9 @@ from fedntk.strategies import Strategy
 from ..attacks import ATTACKS
 from ..errors import naming
 from .data import SplitSettings, absolute_dataset
-from .importing import STRANGE, UNTRUSTED, whole_name
-from .metrics import metrics_of, metrics_setting
+from .importing import STRANGE, UNTRUSTED, id_of, ids_of, name_object, renew_names, whole_name
+from .metrics import Metric, load_metrics, metrics_of, metrics_setting
 from .private import public_parts
-from .registry import all_methods, find_method, known_methods, own_methods
 from .sections import (
     AsynchronySettings,
     AverageSettings,
@@ -62,21 +60,12 @@ MONITORED = (
 END = "# end of the settings\n"  # of a file that is whole
 
 
-class Config(SplitSettings, frozen=True, eq=True):
-    """All settings of a run; a ConfigError says which of them cannot work.
+class BaseConfig(SplitSettings, frozen=True, eq=False):
+    """All that :class:`~fedntk.simulations.Config` is but for the table of the methods."""
 
-    ``Config.describe()`` lists each key with its default, limits and meaning. Settings of one
-    method are given as a dictionary under its name; those of other methods than the chosen one are
-    checked and kept, and have no effect.
-
-    Examples
-    --------
-    >>> config = Config(num_clients=20, method="tct", tct={"num_features": 1000})
-    >>> config.clients_a_round, config.settings.num_features
-    (10, 1000)
-    >>> config.replace(tct={"local_steps": 50}).settings.num_features
-    1000
-    """
+    objects: ClassVar[dict[str, Any]]  # id -> what was passed in Python, of this configuration
+    methods: ClassVar[dict[str, Any]]  # setting -> method that is not installed
+    chosen_method: ClassVar[Any]  # the method that is run
 
     method: str = setting("ntk-fl", "method: one of those here, or <file>.py:<class>")
     name: str = setting("", "name of the run; the method by default")
@@ -260,19 +249,39 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     tables: tuple[Settings, ...] = ()  # of the chosen method, and others' that are not defaults
 
-    def __init__(self, **values: Any) -> None:
-        given: dict[str, Any] = {}
-        values["method"], chosen = find_method(
-            values.get("method", self.options()["method"].default)
-        )
-        object.__setattr__(self, "_method", chosen)
-        values["metrics"] = metrics_setting(values.get("metrics", ""), chosen.metrics)
-        if isinstance(values.get("tables"), tuple):  # from dataclasses.replace
-            for table in values.pop("tables"):
-                given |= table.values()
+    def __init__(self, *layers: Mapping[str, Any], **overrides: Any) -> None:
+        """Take settings from mappings and keywords; what comes later wins.
+
+        In each, ``objects`` are what was passed in Python, by id, and ``methods`` a user's, by the
+        setting: what :attr:`objects` and :attr:`methods` of a configuration hold.
+        """
+        every = [*map(dict[str, Any], layers), overrides]
+        objects: dict[str, Any] = {}
+        methods: dict[str, Any] = {}
+        for layer in every:
+            objects |= layer.pop("objects", {})
+            methods |= layer.pop("methods", {})
+            for table in layer.pop("tables", ()):  # from dataclasses.replace
+                layer |= table.values()
+        place = self.options()["method"].default
+        for layer in every:  # the table of a method may be in any of them
+            if "method" in layer:
+                place, method = self.find_method(layer["method"], methods)
+                if place not in self.installed_methods():
+                    methods[place] = method
+        object.__setattr__(self, "objects", objects)
+        object.__setattr__(self, "methods", methods)
+        chosen = methods.get(place) or self.installed_methods()[place]
+        object.__setattr__(self, "chosen_method", chosen)
+        flat = self._merged(every) | {"method": place}
+        if not isinstance(flat.get("model", ""), str):
+            flat["model"] = self._pass(flat["model"])
+        if "metrics" in flat:
+            flat["metrics"] = metrics_setting(flat["metrics"], chosen.metrics, self._pass)
         by_table: dict[str, dict[str, Any]] = {}
-        for key, value in {**given, **_flatten(values)}.items():
-            table, name = _locate(key)
+        places = self._places()
+        for key, value in flat.items():
+            table, name = places[key] if key in places else self._unknown(key)
             by_table.setdefault(table, {})[name] = value
         common = by_table.get("", {})
         for name, option in self.options().items():
@@ -280,21 +289,74 @@ class Config(SplitSettings, frozen=True, eq=True):
         for name in parts_of(type(self)):
             object.__setattr__(self, name, self.section_from(name, by_table))
         self.__post_init__()
-        methods = known_methods().items()
-        every = [method.settings.from_tables(by_table) for _, method in methods]
-        installed = [own for own in every if own.table in all_methods()]
-        kept = [
+        settings = [known.settings.from_tables(by_table) for known in self.known_methods().values()]
+        tables = tuple(
             own
-            for own in every
-            if own.table == chosen.name or (own in installed and own != type(own)())
-        ]
-        object.__setattr__(self, "tables", tuple(kept))
+            for own in settings
+            if own.table == chosen.name
+            or (own.table in self.installed_methods() and own != type(own)())
+        )
+        object.__setattr__(self, "tables", tables)
         if self.class_prior and "class_prior" in self.settings.options():
             raise ConfigError(
                 f"class-prior needs local SGD, which {self.method} lacks; set "
                 f"{self.settings.key('class_prior')}"
             )
-        self.chosen_method.check(self, self.settings)
+        chosen.check(self, self.settings)
+
+    @classmethod
+    def installed_methods(cls) -> Mapping[str, Any]:
+        """Return the methods that every process knows, by name."""
+        raise NotImplementedError
+
+    @classmethod
+    def app_methods(cls) -> Mapping[str, Any]:
+        """Return the methods of this package, by name."""
+        raise NotImplementedError
+
+    @classmethod
+    def find_method(cls, named: Any, methods: Mapping[str, Any]) -> tuple[str, Any]:
+        """Return what the setting ``method`` holds, and the method; ConfigError if there is none.
+
+        `named` is a text, a Method or the class of a strategy; `methods` are those found before.
+        """
+        raise NotImplementedError
+
+    def known_methods(self) -> dict[str, Any]:
+        """Return the methods by name: those installed, and those that were passed or named here."""
+        return {**self.installed_methods(), **{own.name: own for own in self.methods.values()}}
+
+    def knowing(self, *methods: Any) -> Self:
+        """Return a copy that takes settings of further methods."""
+        found = dict(self.find_method(method, self.methods) for method in methods)
+        new = {place: own for place, own in found.items() if place not in self.installed_methods()}
+        return self.replace(methods=new)
+
+    def _pass(self, thing: Any) -> str:
+        """Return the name of an object that was passed, and hold it."""
+        name = name_object(thing)
+        self.objects[id_of(name)] = thing
+        return name
+
+    def passed(self, named: str) -> Any:
+        """Return the object of a name, if it was passed in this process; else None."""
+        return self.objects.get(id_of(named))
+
+    def load_metrics(self) -> dict[str, Metric]:
+        """Return name -> metric of the setting ``metrics``; ConfigError if one cannot be had."""
+        return load_metrics(self.metrics, self.passed)
+
+    def renewed(self, before: Mapping[str, Any] | None = None) -> Self:
+        """Return a copy in which passed objects have new names, or those of earlier settings."""
+        names, objects = dict[str, str](), dict(self.objects)
+        for key in OBJECTS:
+            named = getattr(self, key)
+            names[key] = renew_names(named, str((before or {}).get(key, "")))
+            for old, new in zip(ids_of(named), ids_of(names[key]), strict=True):
+                if old in objects:
+                    objects[new] = objects[old]
+        known = {names["method"]: self.chosen_method} if self.method in self.methods else {}
+        return self.replace(**names, objects=objects, methods=known)
 
     def check(self) -> None:
         """Refuse common settings that do not fit together."""
@@ -357,11 +419,6 @@ class Config(SplitSettings, frozen=True, eq=True):
         return self.clients_per_round or min(10, self.num_clients - self.validation_clients)
 
     @property
-    def chosen_method(self) -> Any:
-        """The :class:`~fedntk.simulations.methods.method.Method` that is run."""
-        return self._method  # type: ignore[attr-defined]
-
-    @property
     def mechanism(self) -> type[Noise] | None:
         """What adds noise, if the run is to be differentially private."""
         found: type[Noise] | None = self.chosen_method.mechanism(self.settings)
@@ -379,13 +436,20 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     def settings_of(self, method: str) -> Settings:
         """Return one method's own settings, chosen or not."""
-        given = {own.table: own for own in self.tables}
-        settings: Settings = given.get(method) or known_methods()[method].settings()
+        by_table = {own.table: own for own in self.tables}
+        settings: Settings = by_table.get(method) or self.known_methods()[method].settings()
         return settings
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BaseConfig) and self.values() == other.values()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values().items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the values: classes of settings that are made from options have no module."""
-        return type(self).parse, (self.values(),)
+        named = [place for place in self.methods if not id_of(place)]
+        return _restore, (type(self), self.values(), named)
 
     @property
     def folder(self) -> Path:
@@ -407,39 +471,45 @@ class Config(SplitSettings, frozen=True, eq=True):
         """Key -> value of the settings that have an effect."""
         return {**super().values(), **self.settings.values()}
 
-    def differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
-        """Key -> (own value, the other's) of the settings of both that can change results."""
-        theirs = other._acting()
+    def differences(self, other: "BaseConfig | Mapping[str, Any]") -> dict[str, tuple[Any, Any]]:
+        """Key -> (own value, the other's) of the settings of both that can change results.
+
+        The other may be what :func:`saved_values` returns.
+        """
+        if isinstance(other, BaseConfig):
+            theirs = other._acting()
+        else:  # which may lack a setting that is new
+            defaults = type(self)()
+            theirs = {**super(BaseConfig, defaults).values(), **type(self.settings)().values()}
+            theirs |= other
         return {
             key: (value, theirs[key])
             for key, value in self._acting().items()
-            if key in theirs and value != theirs[key] and key not in INCIDENTAL
+            if key in theirs and _named(value) != _named(theirs[key]) and key not in INCIDENTAL
         }
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
         """Make a configuration from keys, in kebab-case or snake_case; the rest are defaults."""
-        return cls(**values)
+        return cls(values)
 
-    @classmethod
-    def convert(cls, key: str, text: str) -> Any:
+    def convert(self, key: str, text: str) -> Any:
         """Read a value from text, as the type of its key."""
-        home, name = cls.home_of(key)
+        home, name = self.home_of(key)
         return home.checked(name, text, from_text=True)
 
-    @classmethod
-    def home_of(cls, key: str) -> tuple[type[Settings], str]:
+    def home_of(self, key: str) -> tuple[type[Settings], str]:
         """Return the class that has the setting of a key, and its name there."""
-        table, name = _locate(key_of(key))
-        method = known_methods().get(table.partition(".")[0])
-        home = cls if method is None else method.settings
+        key, places = key_of(key), self._places()
+        table, name = places[key] if key in places else self._unknown(key)
+        method = self.known_methods().get(table.partition(".")[0])
+        home = type(self) if method is None else method.settings
         return home.sections().get(table, home), name
 
     def replace(self, **overrides: Any) -> Self:
         """Return a copy with other settings (snake_case): ``replace(tct={"bias": True})``."""
-        if "method" in overrides:
-            find_method(overrides["method"])
-        return self.parse(_replaced(self.values(), _flatten(overrides)))
+        passed = {"objects": self.objects, "methods": self.methods}
+        return type(self)(self.values(), passed, overrides)
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Self:
@@ -452,7 +522,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         if not file.exists() and str(file.parent) in (".", "simulations/conf"):
             file = own if (own := CONF / file.name).exists() else file
         if not file.exists() and file.suffix != ".toml":
-            return cls.parse({"method": str(path), **overrides})
+            return cls({"method": str(path), **overrides})
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (FileNotFoundError, IsADirectoryError) as error:
@@ -461,26 +531,26 @@ class Config(SplitSettings, frozen=True, eq=True):
             cure = f"; did you mean {path}:<class>?" * (Path(path).suffix == ".py")
             raise ConfigError(f"{path} is no TOML: {error}{cure}") from None
         with naming(str(path)):
-            for given in (values, overrides):
-                if "method" in given:  # whose table may be in either
-                    find_method(given["method"])
-            return cls.parse(_replaced(_flatten(values), _flatten(overrides)))
+            return cls(values, overrides)
 
     @classmethod
-    def of_run(cls, folder: str | Path, *, trust: bool = False) -> Self:
-        """Read a run's configuration; code that only its folder names needs `trust` to be run."""
-        path = Path(folder) / "config.toml"
-        if not path.exists():
-            raise ConfigError(f"no run in {folder}: config.toml is missing")
-        if not path.read_text(encoding="utf-8", errors="replace").endswith(END):
-            raise ConfigError(
-                f"{path} is cut off, or of an older version: its last line, {END.strip()!r}, is "
-                f"missing. Choose another folder with out, or {REPLACE_RUN}"
-            )
+    def of_run(
+        cls, folder: str | Path, *, trust: bool = False, passed: "BaseConfig | None" = None
+    ) -> Self:
+        """Read a run's configuration; code that only its folder names needs `trust` to be run.
+
+        What was passed in Python is that of a configuration, `passed`.
+        """
+        saved_values(folder)  # whether they can be read
         reading = copy_context()
         reading.run(STRANGE.set, not trust)
-        given = {} if trust else {"ray_address": ""}  # whose cluster executes what it is sent
-        return reading.run(cls.load, path, out=str(folder), **given)
+        more: dict[str, Any] = {}
+        if not trust:
+            more["ray_address"] = ""  # whose cluster executes what it is sent
+        if passed is not None:
+            more |= {"objects": passed.objects, "methods": passed.methods}
+        path = Path(folder) / "config.toml"
+        return reading.run(cls.load, path, out=str(folder), **more)
 
     def values(self) -> dict[str, Value]:
         """Key -> value: of common settings, the chosen method's, and others' that were given."""
@@ -491,17 +561,16 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     def run_config(self) -> dict[str, Value]:
         """Return what Flower carries: settings of other packages' methods are in one key."""
-        known, values = own_methods(), super().values()
-        others: dict[str, Value] = {}
+        values, others = super().values(), dict[str, Value]()
         for own in self.tables:
-            (values if own.table in known else others).update(own.values())
+            (values if own.table in self.app_methods() else others).update(own.values())
         return {**values, PLUGGED_IN: json.dumps(others) if others else ""}
 
     @classmethod
     def run_config_defaults(cls) -> dict[str, Value]:
         """Return all keys of Flower's run-config with their defaults, as the app lists them."""
         values = cls().run_config()
-        for home in (cls, *(method.settings for method in own_methods().values())):
+        for home in (cls, *(method.settings for method in cls.app_methods().values())):
             values |= {} if home is cls else home().values()
             for section in home.sections().values():
                 values |= section().values()
@@ -515,26 +584,86 @@ class Config(SplitSettings, frozen=True, eq=True):
     @classmethod
     def describe(cls, method: str = "") -> list[str]:
         """One line for each key, or for each of a method's own: default, choices, meaning."""
-        methods = [find_method(method)[1]] if method else all_methods().values()
+        methods = [cls.find_method(method, {})[1]] if method else cls.installed_methods().values()
         tables = [line for known in methods for line in known.settings.describe()]
         return tables if method else [*super().describe(), *tables]
 
     @classmethod
     def choices(cls, name: str) -> tuple[str, ...]:
         """Return what a setting may be, if it is one of several words."""
-        named = {"method": tuple(all_methods()), "monitor": MONITORED}
+        named = {"method": tuple(cls.installed_methods()), "monitor": MONITORED}
         return named.get(name) or super().choices(name)
 
+    def _homes(self) -> list[type[Settings]]:
+        return [type(self), *(method.settings for method in self.known_methods().values())]
 
-def _replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat values with changes; what is said later of a part wins."""
-    left = dict(values)
-    for table in _tables():
-        if changes.get(table) is False:
-            left = {key: value for key, value in left.items() if not key.startswith(f"{table}.")}
-        elif any(key.startswith(f"{table}.") for key in changes):
-            left.pop(table, None)
-    return {**left, **changes}
+    def _places(self) -> dict[str, tuple[str, str]]:
+        """Return key -> table (empty: none) and name there."""
+        places = type(self).places()
+        for method in self.known_methods().values():
+            places |= method.places
+        return places
+
+    def _merged(self, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return flat settings; what is said later wins, also of a part."""
+        tables = {home.table: False for home in self._homes() if home.table}
+        for home in self._homes():
+            tables |= {home.key(name): own.optional for name, own in parts_of(home).items()}
+        flat: dict[str, Any] = {}
+        for layer in layers:
+            changes = _flatten(layer, tables)
+            for table in tables:
+                prefix = f"{table}."
+                if changes.get(table) is False:
+                    flat = {key: v for key, v in flat.items() if not key.startswith(prefix)}
+                elif any(key.startswith(prefix) for key in changes):
+                    flat.pop(table, None)
+            flat |= changes
+        return flat
+
+    def _unknown(self, key: str) -> Any:
+        places = self._places()
+        in_tables = [full for full in places if full.endswith(f".{key}")]
+        if meant := in_tables or difflib.get_close_matches(key, places, n=1):
+            raise ConfigError(f"unknown key {key!r}; did you mean {' or '.join(map(repr, meant))}?")
+        common = ", ".join(name for name in places if "." not in name)
+        raise ConfigError(
+            f"unknown key {key!r}; known keys: {common}; and those of each method, which fedntk "
+            "settings lists"
+        )
+
+
+def _restore(kind: type[BaseConfig], values: Mapping[str, Any], methods: Sequence[str]) -> Any:
+    found = dict(kind.find_method(method, {}) for method in methods)
+    return kind(values, methods=found)
+
+
+def saved_values(folder: str | Path) -> dict[str, Any]:
+    """Return key -> value of the run in a folder, without any code that its settings name."""
+    path = Path(folder) / "config.toml"
+    if not path.exists():
+        raise ConfigError(f"no run in {folder}: config.toml is missing")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not text.endswith(END):
+        raise ConfigError(
+            f"{path} is cut off, or of an older version: its last line, {END.strip()!r}, is "
+            f"missing. Choose another folder with out, or {REPLACE_RUN}"
+        )
+    with naming(str(path), tomllib.TOMLDecodeError):
+        return _unnest(tomllib.loads(text))
+
+
+def _named(value: Value) -> Value:
+    return value.replace(UNTRUSTED, "") if isinstance(value, str) else value
+
+
+def _unnest(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat[prefix + key] = True if isinstance(value, dict) else value  # a part that is there
+        if isinstance(value, dict):
+            flat |= _unnest(value, f"{prefix}{key}.")
+    return flat
 
 
 def nest(values: Mapping[str, Value]) -> dict[str, Any]:
@@ -551,22 +680,27 @@ def nest(values: Mapping[str, Value]) -> dict[str, Any]:
     return result
 
 
-def _flatten(values: Mapping[str, Any], table: str = "") -> dict[str, Any]:
+def _flatten(
+    values: Mapping[str, Any], tables: Mapping[str, bool], table: str = ""
+) -> dict[str, Any]:
     """Turn tables into keys with a dot, all in kebab-case."""
     flat: dict[str, Any] = {}
-    for given, value in values.items():
-        key = f"{table}.{key_of(given)}" if table else key_of(given)
+    for name, value in values.items():
+        key = f"{table}.{key_of(name)}" if table else key_of(name)
         if key == PLUGGED_IN and isinstance(value, str):
             try:
-                flat |= json.loads(value) if value else {}
-            except (TypeError, ValueError):
-                raise ConfigError(f"{PLUGGED_IN}: expected JSON, got {value!r}") from None
-        elif (is_optional := _tables().get(key)) is None:
+                others = json.loads(value or "{}")
+            except ValueError:
+                others = None
+            if not isinstance(others, dict) or not all("." in key for key in others):
+                raise ConfigError(f"{PLUGGED_IN}: expected JSON of methods' keys, got {value!r}")
+            flat |= others
+        elif (is_optional := tables.get(key)) is None:
             flat[key] = value
         elif isinstance(value, Settings):
             flat |= ({key: True} if is_optional else {}) | value.values()
         elif isinstance(value, Mapping):
-            flat |= ({key: True} if is_optional else {}) | _flatten(value, key)
+            flat |= ({key: True} if is_optional else {}) | _flatten(value, tables, key)
         elif is_optional:
             flat[key] = False if value is None else value
         else:
@@ -574,41 +708,3 @@ def _flatten(values: Mapping[str, Any], table: str = "") -> dict[str, Any]:
                 f"{key}: expected a table of settings, got {type(value).__name__} {value!r}"
             )
     return flat
-
-
-def _tables() -> dict[str, bool]:
-    """Return the table of each method and of each part -> whether it is optional."""
-    return _tables_of(tuple(_homes()))
-
-
-@functools.lru_cache(maxsize=8)
-def _tables_of(homes: tuple[Any, ...]) -> dict[str, bool]:
-    tables = {home.table: False for home in homes if home.table}
-    for home in homes:
-        tables |= {home.key(name): own.optional for name, own in parts_of(home).items()}
-    return tables
-
-
-@functools.lru_cache(maxsize=8)
-def _places(homes: tuple[Any, ...]) -> dict[str, tuple[str, str]]:
-    """Return key -> table (empty: none) and field name."""
-    return {key: place for home in homes for key, place in home.places().items()}
-
-
-def _homes() -> list[type[Settings]]:
-    return [Config, *(method.settings for method in known_methods().values())]
-
-
-def _locate(key: str) -> tuple[str, str]:
-    """Return table and field name of a key."""
-    known = _places(tuple(_homes()))
-    if key in known:
-        return known[key]
-    in_tables = [full for full in known if full.endswith(f".{key}")]
-    if meant := in_tables or difflib.get_close_matches(key, known, n=1):
-        raise ConfigError(f"unknown key {key!r}; did you mean {' or '.join(map(repr, meant))}?")
-    common = ", ".join(name for name in known if "." not in name)
-    raise ConfigError(
-        f"unknown key {key!r}; known keys: {common}; and those of each method, which fedntk "
-        "settings lists"
-    )

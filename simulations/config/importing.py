@@ -34,7 +34,6 @@ LIBRARIES = tuple(
     f"{path}{os.sep}"
     for path in (*map(sysconfig.get_path, ("stdlib", "purelib")), *site.getsitepackages())
 )
-_objects: dict[str, Any] = {}  # id -> object that was passed in this process
 _named: set[str] = set()  # code that this process named, or trusted in a run's folder
 STRANGE: ContextVar[bool] = ContextVar("strange", default=False)  # a stranger's settings are read
 _loaded: dict[str, dict[str, str]] = {}  # module -> checksums of its source files when imported
@@ -75,14 +74,17 @@ def name_object(thing: Any, place: str = "") -> str:
         home, _, name = place.rpartition(":")
         same = functools.reduce(_part, name.split("."), sys.modules.get(home)) is thing
         place += "" if same or not callable(thing) else "()"
-    name = f"{place}#{_new_id()}"
-    _objects[ID.findall(name)[0]] = thing
-    return name
+    return f"{place}#{_new_id()}"
 
 
-def object_named(named: str) -> Any:
-    """Return the object of a name, if it was passed in this process; else None."""
-    return _objects.get((ID.findall(named) or [""])[0])
+def ids_of(named: str) -> list[str]:
+    """Return the ids of the objects that a setting names, in order."""
+    return ID.findall(named)
+
+
+def id_of(named: str) -> str:
+    """Return the id of the object that is named; empty if none is."""
+    return next(iter(ids_of(named)), "")
 
 
 def renew_names(named: str, before: str = "") -> str:
@@ -91,11 +93,7 @@ def renew_names(named: str, before: str = "") -> str:
     The earlier one is taken if it differs only in the ids.
     """
     same = before and ID.sub("", before) == ID.sub("", named)
-    renewed = before if same else ID.sub(lambda _: f"#{_new_id()}", named)
-    for old, new in zip(ID.findall(named), ID.findall(renewed), strict=True):
-        if old in _objects:
-            _objects[new] = _objects[old]
-    return renewed
+    return before if same else ID.sub(lambda _: f"#{_new_id()}", named)
 
 
 def _new_id() -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import first_line
-from .importing import ID, import_named, name_object, object_named, whole_name
+from .importing import ID, import_named, whole_name
 from .settings import ConfigError, key_of, nearest
 
 Metric = Callable[[Tensor, Tensor], Any]
@@ -58,18 +58,19 @@ def metrics_of(setting: str) -> dict[str, str]:
     return {name or _name(place): place for name, _, place in items}
 
 
-def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -> str:
-    """Return what the setting ``metrics`` holds, given that or a dict of name to metric.
+def metrics_setting(
+    named: str | Mapping[str, Any], taken: Iterable[str], pass_object: Callable[[Any], str]
+) -> str:
+    """Return what the setting ``metrics`` holds, from that or a dict of name to metric.
 
-    Objects get names that no other call has, by which this process finds them again. ConfigError
-    if one is unknown, or a name is `taken`.
+    `pass_object` names an object and holds it. ConfigError if one is unknown, or a name is `taken`.
     """
-    if not isinstance(given, Mapping):
-        several = isinstance(given, Iterable) and not isinstance(given, str)
-        given = metrics_of(",".join(map(str, given if several else [given])))
+    if not isinstance(named, Mapping):
+        several = isinstance(named, Iterable) and not isinstance(named, str)
+        named = metrics_of(",".join(map(str, named if several else [named])))
     items = []
-    for name, metric in given.items():
-        place = whole_name(metric) if isinstance(metric, str) else name_object(metric)
+    for name, metric in named.items():
+        place = whole_name(metric) if isinstance(metric, str) else pass_object(metric)
         recorded = name in (*MEASURED, *taken) or name.startswith((*MEASURED_PREFIXES, *REPORTED))
         if recorded or {*name} & {*",="}:
             raise ConfigError(f"metrics: expected another name, such as my-{name}, got {name!r}")
@@ -83,21 +84,20 @@ def metrics_setting(given: str | Mapping[str, Any], taken: Iterable[str] = ()) -
     return ",".join(items)
 
 
-def load_metrics(setting: str) -> dict[str, Metric]:
-    """Return name -> metric of a setting: each returns None, and logs it once, if it fails."""
-    return {name: _guard(name, metric) for name, metric in _find(setting).items()}
+def load_metrics(setting: str, passed: Callable[[str], Any]) -> dict[str, Metric]:
+    """Return name -> metric of a setting: each returns None, and logs it once, if it fails.
 
-
-def _find(setting: str) -> dict[str, Metric]:
-    found = {}
+    `passed` returns the object of a name, if it was passed in this process.
+    """
+    metrics = {}
     for name, place in metrics_of(setting).items():
-        metric = object_named(place) or BUILT_IN.get(place) or import_named("metrics", place)
+        metric = passed(place) or BUILT_IN.get(place) or import_named("metrics", place)
         if not callable(metric):
             raise ConfigError(f"metrics = {place}: expected a function, got {metric!r}")
         if hasattr(metric, "reset"):
             metric.reset()
-        found[name] = metric
-    return found
+        metrics[name] = _guard(name, metric)
+    return metrics
 
 
 def _name(place: str) -> str:

@@ -21,17 +21,18 @@ from fedntk.strategies.core.strategy import round_of
 
 from ..attacks import ATTACKS
 from ..checkpoints import Checkpoint, Checkpoints
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.importing import ID, place_of, source_checksum
 from ..config.metrics import metrics_of
 from ..config.private import named_for
-from ..config.registry import all_methods
 from ..config.settings import ConfigError
+from ..configuration import Config
 from ..data.kept_examples import Own
 from ..data.load import load_data
+from ..methods import all_methods
 from ..methods.method import Method, Setup
-from ..models import build_model, name_model, network_checksum, sample_outputs
-from ..report.results import read_summary, require_same
+from ..models import build_model, network_checksum, sample_outputs
+from ..report.results import Run, read_summary, require_same
 from ..simulated_trust import key_server, projected, run_name, sealed_projection
 from ._flower import log_from
 
@@ -44,7 +45,7 @@ def load_setup(config: Config) -> Setup:
     return setup
 
 
-def code_checksums(config: Config) -> dict[str, str]:
+def code_checksums(config: BaseConfig) -> dict[str, str]:
     """Return checksums of the source files that the settings name: see SOURCES."""
     method, metrics = config.chosen_method, metrics_of(config.metrics).values()
     parts = type(method), method.strategy_class, method.client_class, *method.parts
@@ -71,7 +72,7 @@ def source_of(setup: Setup) -> dict[str, Any]:
     }
 
 
-def network_inputs(config: Config, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+def network_inputs(config: BaseConfig, input_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of an example as the network takes it."""
     return (config.projection,) if config.projection else input_shape
 
@@ -166,7 +167,7 @@ def make_client(
 
 
 def load_predictor(
-    folder: str | Path,
+    run: Run | str | Path,
     which: Literal["model", "best"] = "model",
     *,
     client: int | None = None,
@@ -182,19 +183,20 @@ def load_predictor(
 
     Parameters
     ----------
-    folder : path
-        Folder of a finished run.
+    run : Run or path
+        A finished run, or its folder.
     which : {"model", "best"}
         The last model, or the best one by the setting ``monitor``.
     client : int, optional
         Partition of a client, to return its own last model, with what it kept in the run's folder:
         what that client would evaluate. Methods without such models give the last one.
     model : nn.Module or callable, optional
-        The network, if the run got it as an object in another process.
+        The network, if the run got it as an object and is given as a folder.
     trust : bool
         Whether to execute files and modules that only the folder's ``config.toml`` names.
     """
-    folder = Path(folder)
+    folder = run.folder if isinstance(run, Run) else Path(run)
+    passed = run.config if isinstance(run, Run) else None
     inputs = InputTransform.load(folder)
     if inputs is None or not (folder / "config.toml").exists():
         runs = [str(path.parent) for path in sorted(folder.rglob("inputs.json"))]
@@ -203,8 +205,8 @@ def load_predictor(
             cure = "; a predictor that was saved is read by load of its class, such as "
             cure += f"NetworkPredictor.load({str(folder)!r}, network)"
         raise FileNotFoundError(f"expected the folder of a run, got {folder}{cure}")
-    own_model = {} if model is None else {"model": name_model(model)}
-    config = Config.of_run(folder, trust=trust).replace(weights="", **own_model)
+    own_model = {} if model is None else {"model": model}
+    config = Config.of_run(folder, trust=trust, passed=passed).replace(weights="", **own_model)
     if config.projection:
         inputs = replace(inputs, project=partial(projected, config))
     setup = Setup(config, build_model(config, inputs.shape, len(inputs.classes)))

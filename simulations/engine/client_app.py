@@ -15,8 +15,8 @@ from flwr.clientapp import ClientApp
 from fedntk.clients import MaskedWeights, PrivacyLimits, cache_dir, client_app
 from fedntk.clients.core.numpy_client import NumPyClient
 
-from ..config.config import Config
 from ..config.settings import ConfigError
+from ..configuration import Config
 from ..data.kept_examples import KeptExamples
 from ..data.load import load_own
 from ..errors import TRACEBACKS, first_line, naming

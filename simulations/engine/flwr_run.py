@@ -8,7 +8,7 @@ from pathlib import Path
 import tomli_w
 
 from ..checkpoints import OnRound
-from ..config.config import Config
+from ..configuration import Config
 from ..errors import RunFailed
 from . import processes
 from .processes import Process, tool

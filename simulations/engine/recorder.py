@@ -19,7 +19,7 @@ from fedntk.strategies.core.replies import INCOMPLETE
 from fedntk.strategies.core.rounds import fault_of
 
 from ..checkpoints import Best, Checkpoint, Checkpoints, OnRound, Record, Round
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.metrics import MEASURED, MEASURED_PREFIXES, metrics_of
 from .engines import MeteredGrid
 from .meter import peak_memory, reset_peak_memory
@@ -96,7 +96,7 @@ class Recorder:
     :class:`~fedntk.simulations.checkpoints.Checkpoint`.
     """
 
-    config: Config
+    config: BaseConfig
     grid: MeteredGrid
     strategy: Strategy
     evaluate: Callable[[dict[str, NDArray[Any]]], Evaluation]

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import os
 import shlex
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,18 +17,18 @@ from fedntk.ntk.support.files import claimed
 
 from ..checkpoints import Checkpoints, OnRound, Record
 from ..config import importing
-from ..config.config import OBJECTS, Config
-from ..config.importing import ID, renew_names
+from ..config.config import OBJECTS, saved_values
+from ..config.importing import ID
 from ..config.metrics import metrics_of
 from ..config.private import named_for
-from ..config.registry import require_importable_method
 from ..config.settings import ConfigError
+from ..configuration import Config
 from ..data.data import PASSED
 from ..data.load import PASSED_FILE, forget_loaded, load_data
 from ..data.own import OwnData
 from ..errors import CONTROL, RunFailed, first_line, naming
+from ..methods import require_importable_method
 from ..methods.method import Method
-from ..models import name_model
 from ..report.results import (
     MOSTLY_FAILED,
     Run,
@@ -199,12 +198,13 @@ def compare(
     for config in planned:
         with naming(config.name):
             prepared.append(_prepare(config, engine, again=again))
-    failed, rounds = [], sum(config.rounds for config in planned)
+    runs, failed, rounds = [], [], sum(config.rounds for config in planned)
     with show_progress(rounds, len(planned), enabled=progress) as shown:
         for config in planned:
             own = prepared.pop(0)  # which is free after its run
             try:
-                _run(config, own, engine, workers, writers, shown, None, again=again)
+                done = _run(config, own, engine, workers, writers, shown, None, again=again)
+                runs.append(done)
             except Exception as error:  # the other runs' results are worth having
                 failed.append(f"{config.name}, seed {config.seed}: {error}")
                 shown.end("failed")
@@ -216,7 +216,7 @@ def compare(
         )
     from ..report.comparison import load_results  # imports pandas and matplotlib
 
-    return load_results([config.folder for config in planned])
+    return load_results(runs)
 
 
 def _check(engine: str, workers: int, writers: Sequence[str], *, progress: bool) -> None:
@@ -302,10 +302,9 @@ def read_config(
             raise ConfigError(
                 f"{name}: the data say {own[name]}, got {overrides[name]}; leave one of the two out"
             )
-    names = {name: renew_names(getattr(config, name)) for name in OBJECTS}
     if model is not None:
-        names["model"] = name_model(model)
-    return config.replace(**names, **own)
+        own["model"] = model
+    return config.renewed().replace(**own)
 
 
 def with_names_of_before(config: Config) -> Config:
@@ -315,9 +314,7 @@ def with_names_of_before(config: Config) -> Config:
         raise ConfigError("resume: expected out, the folder of the run, got none")
     if not path.exists():
         return config
-    before = tomllib.loads(path.read_text(encoding="utf-8"))
-    names = {n: renew_names(getattr(config, n), str(before.get(n, ""))) for n in OBJECTS}
-    return config.replace(**names)
+    return config.renewed(saved_values(config.folder))
 
 
 def read_seeds(given: Iterable[int] | str) -> list[int]:
@@ -347,9 +344,11 @@ def _plan(
     folders = {name: name.replace("/", "-").replace("\\", "-").strip(". ") for name in configs}
     if "" in folders.values() or len(set(folders.values())) < len(folders):
         raise ConfigError(f"names: expected names that make different folders, got {list(configs)}")
+    methods: dict[str, Any] = {}
     for config in configs.values():  # the overrides may be for the table of any of them
         with contextlib.suppress(ConfigError):
-            read_config(config, {})
+            methods |= read_config(config, {}).methods
+    overrides = {**overrides, "methods": methods}
     planned = []
     for name, config in configs.items():
         with naming(name):
@@ -423,7 +422,7 @@ def _run(
                 application = make_app(lambda _: first)
                 with LocalGrid(application, *clients, **options) as grid, at_work(config):
                     train(grid, setup, strategy, on_round, resume=state == "interrupted")
-    run = read_run(folder)
+    run = read_run(folder, passed=config)
     ending = "done"
     if state == "finished":
         ending = f"finished before: read from {folder}; again=True (--again) runs it anew"

@@ -18,10 +18,10 @@ from fedntk.strategies import Strategy
 
 from ..attacks import ATTACKS
 from ..checkpoints import Checkpoints, OnRound
-from ..config.config import Config
-from ..config.metrics import load_metrics
+from ..config.config import BaseConfig
 from ..config.private import describe_released
 from ..config.settings import ConfigError
+from ..configuration import Config
 from ..data.kept_examples import KeptExamples
 from ..errors import Stopped, first_line
 from ..methods.method import Setup
@@ -56,7 +56,7 @@ Prepared = tuple[Setup, Strategy]
 
 def prepare(config: Config) -> Prepared:
     """Load data and split, build network, strategy and, as a trial, metrics and a client."""
-    load_metrics(config.metrics)
+    config.load_metrics()
     setup = load_setup(config)
     make_client(replace(setup, kept=KeptExamples()), 0, {})  # whose examples go with it
     return setup, make_strategy(setup)
@@ -142,7 +142,7 @@ def train(
     metered = MeteredGrid(grid)
     x, y = setup.evaluation_set()
     x = projected(config, x)  # once, not in each round
-    metrics = load_metrics(config.metrics)
+    metrics = config.load_metrics()
 
     def evaluate(arrays: ArrayDict) -> Evaluation:
         predictor = method.predictor(setup, arrays, strategy.learned, cache=config.cache)
@@ -205,7 +205,7 @@ def train(
     logger.info("results are in %s", folder)
 
 
-def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
+def _await_nodes(grid: Grid, config: BaseConfig, patience: float = 30) -> None:
     """Wait for the configured number of nodes, as long as new ones come within `patience` s."""
     seen, since = -1, time.monotonic()
     while (count := len(list(grid.get_node_ids()))) < config.num_clients:

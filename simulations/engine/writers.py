@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..checkpoints import OnRound, Record
-from ..config.config import Config
-from ..config.settings import ConfigError
+from ..configuration import Config
+from ..errors import ConfigError
 
 Records = Sequence[Record]
 

@@ -1,5 +1,5 @@
-"""The methods, found by :mod:`fedntk.simulations.config.registry`."""
+"""The methods, by name."""
 
-from ..config.registry import all_methods, own_methods
+from .table import all_methods, find_method, own_methods, require_importable_method
 
-__all__ = ["all_methods", "own_methods"]
+__all__ = ["all_methods", "find_method", "own_methods", "require_importable_method"]

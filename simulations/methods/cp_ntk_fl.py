@@ -5,7 +5,7 @@ from typing import Any
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.strategies import CPNTKFL, Strategy
 
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.settings import setting
 from ..simulated_trust import client_key, run_name, shuffling_server
 from .method import Setup
@@ -24,7 +24,7 @@ class _CPNTKFL(EvolvingMethod):
     strategy_class = CPNTKFL
     metrics = EvolvingMethod.metrics
 
-    def seeded_protection(self, config: Config) -> list[str]:
+    def seeded_protection(self, config: BaseConfig) -> list[str]:
         own = self.own(config)
         shuffled = [own.key("shuffle")] if own.shuffle else []
         return [*super().seeded_protection(config), *shuffled]

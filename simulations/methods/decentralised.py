@@ -14,7 +14,7 @@ from fedntk.strategies import RelayStrategy, Strategy, Topology
 from fedntk.strategies.core.averaging import cast_like, named_arrays
 from fedntk.strategies.gossip.topology import TopologyKind
 
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.settings import ConfigError, Settings, setting
 from ..errors import naming
 from ..simulated_trust import projected
@@ -22,7 +22,6 @@ from .method import Method, Setup
 
 if TYPE_CHECKING:  # slow to import
     import networkx as nx
-    from matplotlib.figure import Figure
 
 _GRAPH = Topology.options()
 
@@ -53,7 +52,7 @@ class GraphSettings(Settings, frozen=True, eq=True):
         if self.graph:
             object.__setattr__(self, "graph", str(Path(self.graph).expanduser().absolute()))
 
-    def graphs(self, config: Config) -> Topology:
+    def graphs(self, config: BaseConfig) -> Topology:
         """Return the graphs of a run."""
         return Topology(
             self.topology,
@@ -87,7 +86,7 @@ class DecentralisedMethod(Method):
         "restarted", "spectral-gap",
     )  # fmt: skip
 
-    def check(self, config: Config, settings: Any) -> None:
+    def check(self, config: BaseConfig, settings: Any) -> None:
         """Refuse more neighbours than there are others in a round."""
         super().check(config, settings)
         taking_part = config.clients_a_round
@@ -97,7 +96,7 @@ class DecentralisedMethod(Method):
                 f"got {settings.degree}"
             )
 
-    def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
+    def arguments(self, config: BaseConfig, settings: Any) -> dict[str, Any]:
         """Return the graphs, and whether clients send two models."""
         return {"topology": settings.graphs(config), "collect_both": settings.both_accuracies}
 
@@ -137,15 +136,6 @@ class DecentralisedMethod(Method):
         )
         with whole(folder / "selection.parquet") as file:
             curves.to_parquet(file)
-
-    def pictures(self, folder: Path) -> Mapping[str, "Figure"]:
-        """Draw the accuracy against the number of clients averaged."""
-        import pandas as pd
-
-        from ..report.figures import selection_accuracies
-
-        path = folder / "selection.parquet"
-        return {"selection": selection_accuracies(pd.read_parquet(path))} if path.exists() else {}
 
     def _accuracy(self, setup: Setup, model: Arrays, x: Tensor, y: Tensor) -> float:
         return self.predictor(setup, model, "network").evaluate(x, y).accuracy

@@ -5,7 +5,7 @@ from torch import nn
 from fedntk.ntk import with_residual_features
 from fedntk.strategies import DeepAFL
 
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.settings import Settings, setting
 from .method import Method
 
@@ -23,7 +23,7 @@ class _DeepAFL(Method):
     own_settings = DeepAFLSettings
     baseline = True
 
-    def adapt(self, network: nn.Module, config: Config) -> nn.Module:
+    def adapt(self, network: nn.Module, config: BaseConfig) -> nn.Module:
         own = self.own(config)
         return with_residual_features(network, own.layers, own.block_width, config.seed)
 

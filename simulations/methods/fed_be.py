@@ -5,7 +5,7 @@ from typing import Any
 from fedntk.ntk.options import refuse_first
 from fedntk.strategies import Distillation, FedBE, Strategy
 
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.settings import ConfigError, Settings, setting
 from .method import Method, Setup
 
@@ -27,7 +27,7 @@ class _FedBE(Method):
     baseline = True
     metrics = ("ensemble-size", "distilled", "distillation-loss-before", "distillation-loss")
 
-    def check(self, config: Config, settings: Any) -> None:
+    def check(self, config: BaseConfig, settings: Any) -> None:
         super().check(config, settings)
         key = self.validates(config)
         rules = {
@@ -42,7 +42,7 @@ class _FedBE(Method):
         }
         refuse_first(rules if key else {}, ConfigError)
 
-    def validates(self, config: Config) -> str:
+    def validates(self, config: BaseConfig) -> str:
         return "fed-be.distill" if self.own(config).distill else ""
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:

@@ -14,10 +14,9 @@ from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.ntk.support.arrays import Arrays
 from fedntk.strategies import FedEnsemble, Sampling, Strategy
 
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.settings import ConfigError, Settings, setting
 from ..models import build_model
-from . import all_methods
 from .method import Method, Setup
 
 FAR = 1_000_003  # between the seeds of two models, so that no other run has them
@@ -47,15 +46,15 @@ class _FedEnsemble(Method):
         "mutual-information",
     )
 
-    def inner(self, config: Config) -> Method:
+    def inner(self, config: BaseConfig) -> Method:
         """Return the method of each model."""
-        inner: Method = all_methods()[self.own(config).inner]
+        inner: Method = config.installed_methods()[self.own(config).inner]
         return inner
 
-    def check(self, config: Config, settings: Any) -> None:
+    def check(self, config: BaseConfig, settings: Any) -> None:
         super().check(config, settings)
         strata = settings.num_strata or settings.num_models
-        known, key = sorted(all_methods().keys() - {self.name}), settings.key
+        known, key = sorted(config.installed_methods().keys() - {self.name}), settings.key
         rules = {
             f"{key('inner')}: expected one of {', '.join(known)}, got {settings.inner!r}": (
                 settings.inner not in known
@@ -109,13 +108,13 @@ class _FedEnsemble(Method):
         own = self.own(setup.config)
         self.inner(setup.config).require_resources(setup, models * own.num_models)
 
-    def validates(self, config: Config) -> str:
+    def validates(self, config: BaseConfig) -> str:
         return self.inner(config).validates(config)
 
-    def seeded_protection(self, config: Config) -> list[str]:
+    def seeded_protection(self, config: BaseConfig) -> list[str]:
         return self.inner(config).seeded_protection(config)
 
-    def clean_up(self, config: Config) -> None:
+    def clean_up(self, config: BaseConfig) -> None:
         self.inner(config).clean_up(config)
 
 

@@ -1,11 +1,12 @@
 """What the simulations ask of a method; this file knows none of them."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,18 +26,14 @@ from fedntk.strategies.core.averaging import named_arrays
 from fedntk.trust.secure_sum import FEWEST
 
 from ..attacks import choose_liars
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.private import require_covered
-from ..config.registry import all_methods, named_client
 from ..config.settings import ConfigError, Settings, key_of, settings_class, vars_of
 from ..data.data import Data
 from ..data.kept_examples import KeptExamples, Own
 from ..data.load import load_data
 from ..data.partitions import Split, load_split
 from ..simulated_trust import projected
-
-if TYPE_CHECKING:  # slow to import
-    from matplotlib.figure import Figure
 
 PERSONAL = "personal"  # in a run's cache: what its clients keep
 
@@ -52,7 +49,7 @@ class Setup:
     clients that are made from this setup, in one thread. `loaded` is the data set, if it is loaded.
     """
 
-    config: Config
+    config: BaseConfig
     network: nn.Module
     kept: KeptExamples = field(default_factory=KeptExamples)
     loaded: Data | None = None
@@ -156,6 +153,16 @@ def _options(kind: type[Declared]) -> Mapping[str, Option]:
     return {name: o for name, o in kind.options().items() if (kind, name) != (LocalSGD, "epochs")}
 
 
+def named_client(strategy: Any) -> Any:
+    """Return the class of clients that a strategy names; None if it is nowhere.
+
+    It is looked for in the module of the class that names it, and in :mod:`fedntk.clients`.
+    """
+    home = next(kind for kind in strategy.__mro__ if "client" in vars(kind)).__module__
+    places = (sys.modules.get(home), fedntk.clients)
+    return next(filter(None, (getattr(own, strategy.client, None) for own in places)), None)
+
+
 def masks_itself(client_class: Any) -> bool:
     """Whether clients of a class mask sums of their own."""
     return issubclass(client_class, Declared) and "secure" in parts_of(client_class)
@@ -212,19 +219,20 @@ class Method:
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
             raise ValueError(f"name: expected words in kebab-case, got {self.name!r}")
         self.settings = self._make_settings()
+        self.places = self.settings.places()  # key -> table and name there
 
     @cached_property
     def client_class(self) -> Any:
         """Class of its clients: the one that the strategy names, unless another is given."""
-        if (found := named_client(self.strategy_class)) is None:
+        if (client := named_client(self.strategy_class)) is None:
             raise ConfigError(
                 f"{self.name}: client = {self.strategy_class.client!r} is neither beside "
                 f"{self.strategy_class.__name__} nor in fedntk.clients; give Method both classes"
             )
-        return found
+        return client
 
     def _make_settings(self) -> Any:
-        shared = (Config, Strategy, fedntk.clients.ModelClient, LocalSGD)
+        shared = (BaseConfig, Strategy, fedntk.clients.ModelClient, LocalSGD)
         common = {name for kind in shared for name in _options(kind)}
         own = self.own_settings.options()
         found: dict[str, Option] = {}
@@ -234,7 +242,7 @@ class Method:
                 if declared.in_files and is_own and name not in own:
                     found.setdefault(name, declared)
         parts = parts_of(self.strategy_class).items()
-        own_parts = {name: part for name, part in parts if name not in parts_of(Config)}
+        own_parts = {name: part for name, part in parts if name not in parts_of(BaseConfig)}
         return settings_class(self.name, found, own_parts, self.own_settings)
 
     def _declared(self) -> list[type[Declared]]:
@@ -243,7 +251,7 @@ class Method:
         return [*declared, LocalSGD] if "sgd" in parts_of(declared[-1]) else declared
 
     def _given(
-        self, kind: type[Declared], config: Config, settings: Any, setup: Setup | None = None
+        self, kind: type[Declared], config: BaseConfig, settings: Any, setup: Setup | None = None
     ) -> dict[str, Any]:
         """Return the options of a class that the settings say."""
         given = self.arguments(config, settings) if kind is self.strategy_class else {}
@@ -257,7 +265,7 @@ class Method:
             is_own = name not in self.apart or kind is homes[0]
             if declared.in_files and is_own and name in self.settings.options():
                 given[name] = getattr(settings, name)
-            elif declared.in_files and name in Config.options():
+            elif declared.in_files and name in BaseConfig.options():
                 given[name] = getattr(config, name)
         if kind is self.strategy_class:
             for name, part in parts_of(kind).items():
@@ -269,7 +277,7 @@ class Method:
                 given[name] = part.check(None) if values is None else part.make(values)
         return given
 
-    def part_arguments(self, name: str, config: Config, setup: Setup | None) -> dict[str, Any]:
+    def part_arguments(self, name: str, config: BaseConfig, setup: Setup | None) -> dict[str, Any]:
         """Return arguments of one of the strategy's parts that no file holds.
 
         There is no setup while settings are checked.
@@ -278,7 +286,7 @@ class Method:
             return {}
         return {"validation_loss": _unmeasured if setup is None else self.validation_loss(setup)}
 
-    def judges(self, config: Config) -> bool:
+    def judges(self, config: BaseConfig) -> bool:
         """Whether the strategy judges weights by the server's validation examples."""
         return config.screening.rule == "validation"
 
@@ -296,11 +304,11 @@ class Method:
         given = self._given(kind, setup.config, self.own(setup.config), setup)
         return kind(**{**shared, **given, **options})
 
-    def check(self, config: Config, settings: Any) -> None:
+    def check(self, config: BaseConfig, settings: Any) -> None:
         """Refuse settings that do not go together, with a ConfigError."""
-        for name in parts_of(Config):
+        for name in parts_of(BaseConfig):
             if getattr(config, name) is not None and not self.can_have(name):
-                those = [m for m in all_methods().values() if m.can_have(name)]
+                those = [m for m in config.installed_methods().values() if m.can_have(name)]
                 raise ConfigError(
                     f"{key_of(name)}: {self.name} cannot have it; expected method = "
                     f"{' or '.join(method.name for method in those)}, or {key_of(name)} = false"
@@ -345,21 +353,23 @@ class Method:
         """Return what adds noise, if the method's settings ask for differential privacy."""
         return self.strategy_class.mechanism_of(settings)
 
-    def random_features(self, config: Config, input_shape: tuple[int, ...]) -> tuple[int, float]:
+    def random_features(
+        self, config: BaseConfig, input_shape: tuple[int, ...]
+    ) -> tuple[int, float]:
         """Return number and bandwidth of the network's random features; 0: it has none."""
         return config.random_features, config.bandwidth
 
-    def adapt(self, network: nn.Module, config: Config) -> nn.Module:
+    def adapt(self, network: nn.Module, config: BaseConfig) -> nn.Module:
         """Return the network that the run has in place of the one that its settings name."""
         return network
 
-    def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
+    def arguments(self, config: BaseConfig, settings: Any) -> dict[str, Any]:
         """Return arguments of the strategy that the settings say, and its rules speak of."""
         return {}
 
     def _in_keys(self, message: str) -> str:
         """Name settings by their keys in an error about options."""
-        homes: list[Any] = [*self.settings.sections().values(), Config, self.settings]
+        homes: list[Any] = [*self.settings.sections().values(), BaseConfig, self.settings]
         keys = {name: home.key(name) for home in homes for name in home.names()}
         for name, declared in parts_of(self.settings).items():
             kind = self.settings.sections()[self.settings.key(name)]
@@ -370,7 +380,7 @@ class Method:
         pattern = rf"(?<![\w.-])({'|'.join(long)})(?![\w-])"
         return re.sub(pattern, lambda found: keys[found[1]], message)
 
-    def own(self, config: Config) -> Any:
+    def own(self, config: BaseConfig) -> Any:
         """Return the method's settings in a configuration."""
         return config.settings_of(self.name)
 
@@ -407,7 +417,7 @@ class Method:
         client: NumPyClient = self._make(self.client_class, setup, options)
         return client
 
-    def mask_options(self, config: Config) -> dict[str, Any]:
+    def mask_options(self, config: BaseConfig) -> dict[str, Any]:
         """Return options of MaskedSums that a simulation's clients have."""
         return {}
 
@@ -430,19 +440,19 @@ class Method:
     def require_resources(self, setup: Setup, models: int = 1) -> None:
         """Raise NotEnoughMemory if this machine lacks memory or disk for so many models."""
 
-    def validates(self, config: Config) -> str:
+    def validates(self, config: BaseConfig) -> str:
         """Return the key of a setting by which held-out examples choose part of the model.
 
         It is empty if none does.
         """
         return ""
 
-    def chosen_by(self, config: Config) -> str:
+    def chosen_by(self, config: BaseConfig) -> str:
         """Return the key of :meth:`validates`, or that of screening by such examples."""
         by_loss = config.screening.rule == "validation"
         return "screening.rule" if by_loss else self.validates(config)
 
-    def seeded_protection(self, config: Config) -> list[str]:
+    def seeded_protection(self, config: BaseConfig) -> list[str]:
         """Name the settings with keys that the app derives from the run's seed.
 
         They protect nothing: clients with examples of their own refuse them.
@@ -465,9 +475,5 @@ class Method:
         The strategy is made anew if a run that was cut off had no round left.
         """
 
-    def pictures(self, folder: Path) -> Mapping[str, "Figure"]:
-        """Draw what :meth:`after_round` and :meth:`after_run` wrote, for the report, by name."""
-        return {}
-
-    def clean_up(self, config: Config) -> None:
+    def clean_up(self, config: BaseConfig) -> None:
         """Remove what clients keep on disk for a run and can make again, when it has ended."""

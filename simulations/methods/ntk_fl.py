@@ -7,7 +7,7 @@ from fedntk.ntk import jacobian, require_memory
 from fedntk.ntk.evolution.flow_options import AUTO
 from fedntk.strategies import NTKFL, Sampling, Strategy
 
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.settings import ConfigError, Settings, setting
 from ..simulated_trust import projected
 from .method import Method, Setup
@@ -38,7 +38,7 @@ class EvolvingMethod(Method):
         "solver-error-estimate",
     )
 
-    def check(self, config: Config, settings: Any) -> None:
+    def check(self, config: BaseConfig, settings: Any) -> None:
         """Refuse a choice by examples that are missing."""
         examples, clients = config.validation_examples, config.validation_clients
         if (key := self.validates(config)) and bool(examples) == bool(clients):
@@ -48,18 +48,18 @@ class EvolvingMethod(Method):
             )
         super().check(config, settings)
 
-    def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
+    def arguments(self, config: BaseConfig, settings: Any) -> dict[str, Any]:
         """Return the clients whose examples choose t."""
         partitions = range(config.num_clients - config.validation_clients, config.num_clients)
         chosen = settings.selection == "validation"
         return {"validation_partitions": list(partitions) if chosen else []}
 
-    def judges(self, config: Config) -> bool:
+    def judges(self, config: BaseConfig) -> bool:
         """Whether examples on the server choose t."""
         chosen = bool(self.validates(config)) and config.validation_examples > 0
         return chosen or super().judges(config)
 
-    def validates(self, config: Config) -> str:
+    def validates(self, config: BaseConfig) -> str:
         """Return the key of `selection` if held-out examples choose t."""
         own = self.own(config)
         return str(own.key("selection")) if own.selection == "validation" else ""

@@ -4,7 +4,7 @@ from typing import Any
 
 from fedntk.ntk.options import refuse_first
 
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.settings import ConfigError
 from .method import Method, Setup
 
@@ -12,7 +12,7 @@ from .method import Method, Setup
 class SumsMethod(Method):
     """A method whose clients send sums, masked if wanted."""
 
-    def part_arguments(self, name: str, config: Config, setup: Setup | None) -> dict[str, Any]:
+    def part_arguments(self, name: str, config: BaseConfig, setup: Setup | None) -> dict[str, Any]:
         """Return where sums are kept, and the examples of the server that they need."""
         arguments = super().part_arguments(name, config, setup)
         if name == "storage":
@@ -23,14 +23,14 @@ class SumsMethod(Method):
                 arguments["validation"] = setup.data.train(setup.split.validation)
         return arguments
 
-    def validates(self, config: Config) -> str:
+    def validates(self, config: BaseConfig) -> str:
         """Return the key of the option for which the server needs examples."""
         sums: Any = self.own(config).sums
         if sums is None or not sums.auto_ridge or sums.validation_share:
             return ""
         return str(sums.key("auto_ridge"))
 
-    def check(self, config: Config, settings: Any) -> None:
+    def check(self, config: BaseConfig, settings: Any) -> None:
         """Refuse evaluations that reveal sums, and missing examples."""
         super().check(config, settings)
         secure = config.secure is not None
@@ -51,7 +51,7 @@ class SumsMethod(Method):
         }
         refuse_first(rules, ConfigError)
 
-    def mask_options(self, config: Config) -> dict[str, Any]:
+    def mask_options(self, config: BaseConfig) -> dict[str, Any]:
         """Return that a simulation's clients send only masked sums if that is the method.
 
         They may repeat them: a run that was cut off asks again, and a simulation is of one owner.

@@ -1,7 +1,24 @@
-"""The methods that are a row: their classes and metrics say all that the simulations ask."""
+"""The table of the methods, and how a setting names one.
 
+Another package names a :class:`~fedntk.simulations.methods.method.Method` in the entry-point group
+``fedntk.methods``::
+
+    [project.entry-points."fedntk.methods"]
+    my-method = "my_package.my_method:METHOD"
+
+A method of a user's own has no such name. The setting ``method`` holds where its strategy is:
+``/home/me/mymethod.py:FedAvgM`` or ``my_module:FedAvgM``, and after a comma the class of its
+clients, if the strategy does not name it. ``__main__`` is a notebook's cells.
+"""
+
+import functools
+import importlib.metadata
+from collections.abc import Mapping
+from logging import getLogger
+from types import MappingProxyType
 from typing import Any
 
+from fedntk.ntk.options import nearest
 from fedntk.strategies import (
     AFL,
     DPSGD,
@@ -21,12 +38,33 @@ from fedntk.strategies import (
     SeededFedAvg,
 )
 
+from ..config.config import BaseConfig
+from ..config.importing import (
+    ID,
+    import_named,
+    name_object,
+    place_of,
+    require_importable,
+    whole_name,
+)
+from ..errors import ConfigError, first_line
+from . import cp_ntk_fl, deep_afl, fed_be, fed_ensemble, ntk_fl, one_exchange, tct, weighted_fedavg
 from .decentralised import DecentralisedMethod
-from .method import Method
+from .method import Method, named_client
+
+logger = getLogger("flwr")
 
 # of methods whose models are the clients' own: they are judged by the clients' evaluations
 PERSONAL: dict[str, Any] = {"baseline": True, "headline": "client-accuracy-mean"}
 METHODS: tuple[Method, ...] = (
+    cp_ntk_fl.METHOD,
+    deep_afl.METHOD,
+    fed_be.METHOD,
+    fed_ensemble.METHOD,
+    ntk_fl.METHOD,
+    one_exchange.METHOD,
+    tct.METHOD,
+    weighted_fedavg.METHOD,
     Method("afl", AFL, baseline=True),
     Method("fed-cof", FedCOF, baseline=True),
     Method("fed-ncm", FedNCM, baseline=True),
@@ -51,3 +89,79 @@ METHODS: tuple[Method, ...] = (
         "ntk-dfl", NTKDFL, apart=("class_prior",), metrics=(*DecentralisedMethod.metrics, "t")
     ),
 )
+
+
+@functools.cache
+def own_methods() -> Mapping[str, Method]:
+    """Return the methods of this package, by name."""
+    return MappingProxyType({own.name: own for own in sorted(METHODS, key=lambda m: m.name)})
+
+
+@functools.cache
+def all_methods() -> Mapping[str, Method]:
+    """Return the methods of this package and of others, by name.
+
+    One that cannot be imported, or has the name of another, is left out with a warning.
+    """
+    methods = dict(own_methods())
+    for entry in importlib.metadata.entry_points(group="fedntk.methods"):
+        try:
+            method = entry.load()
+            if not isinstance(method, Method):
+                raise TypeError(f"expected an object of a subclass of Method, got {method!r}")
+            if method.name in methods:
+                raise ValueError(f"there is a method {method.name!r} already")
+        except Exception as error:  # another package's fault must not stop all other methods
+            fault = entry.name, entry.value, first_line(error)
+            logger.warning("method %s (%s) is left out: %s", *fault)
+        else:
+            methods[method.name] = method
+    return MappingProxyType(methods)
+
+
+def find_method(named: Any, methods: Mapping[str, Any]) -> tuple[str, Method]:
+    """Return what the setting ``method`` holds, and the method; ConfigError if there is none.
+
+    `named` is a text, a Method or the class of a strategy, and `methods` has those found before by
+    the setting. An object gets a name that no other call has.
+    """
+    if isinstance(named, type):
+        named = Method(named)
+    if isinstance(named, Method):
+        place, method = named.name, named
+        if named not in all_methods().values():
+            strategy, client = named.strategy_class, named.client_class
+            other = "" if client is named_client(strategy) else f",{client.__qualname__}"
+            place = name_object(named, place_of(strategy) + other)
+    else:
+        place = whole_name(str(named))
+        method = all_methods().get(place) or methods.get(place) or import_method(place)
+    if place not in all_methods() and (
+        method.name in all_methods() or method.name.replace("-", "_") in BaseConfig.options()
+    ):
+        raise ConfigError(
+            f"method = {place}: {method.name!r} is a method or a setting already; rename the "
+            "class, or give name='...' to Method"
+        )
+    return place, method
+
+
+def import_method(place: str) -> Method:
+    """Import the method that the setting names; ConfigError if there is none."""
+    home, colon, names = ID.sub("", place).rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"method: expected one of {', '.join(all_methods())}, or <file>.py:<strategy>, got "
+            f"{place!r}{nearest(place, all_methods())}"
+        )
+    things = [import_named("method", f"{home}:{name}") for name in names.split(",")]
+    return things[0] if isinstance(things[0], Method) else Method(*things)
+
+
+def require_importable_method(place: str, method: Method) -> None:
+    """Refuse a method that other processes cannot import, or would find to be another."""
+    if place in all_methods():
+        return
+    require_importable("method", place)
+    theirs, ours = ({**vars(m), "settings": type(m)} for m in (import_method(place), method))
+    require_importable("method", place, same=theirs == ours)

@@ -19,7 +19,7 @@ from fedntk.ntk.predictors.tct_model import LINEAR
 from fedntk.ntk.support.arrays import Arrays
 from fedntk.strategies import TCT, Sampling, Screening, SeededFedAvg, Strategy
 
-from ..config.config import Config
+from ..config.config import BaseConfig
 from ..config.settings import ConfigError, Settings, setting
 from .method import Setup
 from .sums import SumsMethod
@@ -40,13 +40,13 @@ class _TCT(SumsMethod):
     apart = ("learning_rate", "loss", "proximal_mu")
     metrics = ("examples-changed", "features-constant", "rate-times-lambda", "ridge")
 
-    def validates(self, config: Config) -> str:
+    def validates(self, config: BaseConfig) -> str:
         sums = self.own(config).sums
         if sums is not None and sums.bits != UNQUANTISED:
             return str(sums.key("bits"))
         return super().validates(config)
 
-    def check(self, config: Config, settings: Any) -> None:
+    def check(self, config: BaseConfig, settings: Any) -> None:
         super().check(config, settings)
         before = TCT.rounds_before_stage_2(settings)
         rules = {
@@ -114,7 +114,7 @@ class _TCT(SumsMethod):
             cure="lower tct.num-features, or set tct.dtype = float16",
         )
 
-    def clean_up(self, config: Config) -> None:
+    def clean_up(self, config: BaseConfig) -> None:
         shrink(config.cache)
 
 

@@ -1,7 +1,7 @@
 """Similarity-weighted FedAvg: a model for each client, mixed from those of clients like it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
@@ -9,9 +9,6 @@ from fedntk.ntk.support.files import whole
 from fedntk.strategies import Strategy, WeightedFedAvg
 
 from .method import Method
-
-if TYPE_CHECKING:  # slow to import
-    from matplotlib.figure import Figure
 
 
 class _WeightedFedAvg(Method):
@@ -26,19 +23,6 @@ class _WeightedFedAvg(Method):
         if mixing is not None and mixing.server_round == server_round:
             with whole(folder / f"similarity-{server_round:06}.npz") as file:
                 np.savez(file, **mixing._asdict())
-
-    def pictures(self, folder: Path) -> dict[str, "Figure"]:
-        from ..report.figures import similarity_heat_map
-
-        files = sorted(folder.glob("similarity-*.npz"))
-        if not files:
-            return {}
-        with np.load(files[-1]) as saved:
-            number = int(files[-1].stem.partition("-")[2])
-            figure = similarity_heat_map(
-                saved["similarities"], saved["clients"], title=f"Similarity in round {number}"
-            )
-        return {"similarity": figure}
 
 
 METHOD = _WeightedFedAvg()

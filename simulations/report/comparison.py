@@ -57,6 +57,8 @@ class Results(pd.DataFrame):
         return as_html(report.final_table(self.runs), self.plot())
 
 
-def load_results(folders: str | Path | Iterable[str | Path], *, trust: bool = False) -> Results:
+def load_results(
+    folders: str | Path | Iterable[str | Path | Run], *, trust: bool = False
+) -> Results:
     """Read runs as :func:`read_runs`: one table of run, method, seed, round, metric, value."""
     return Results(read_runs(folders, trust=trust))

@@ -12,6 +12,7 @@ import base64
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -341,6 +342,20 @@ def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     return figure
+
+
+def figures_of_details(folder: Path) -> dict[str, Figure]:
+    """Draw what methods wrote into a run's ``details``, by name."""
+    figures, curves = {}, folder / "selection.parquet"
+    if curves.exists():
+        figures["selection"] = selection_accuracies(pd.read_parquet(curves))
+    if files := sorted(folder.glob("similarity-*.npz")):
+        number = int(files[-1].stem.partition("-")[2])
+        with np.load(files[-1]) as saved:
+            similarities, clients = saved["similarities"], saved["clients"]
+        title = f"Similarity in round {number}"
+        figures["similarity"] = similarity_heat_map(similarities, clients, title=title)
+    return figures
 
 
 def as_html(table: pd.DataFrame, figure: Figure) -> str:

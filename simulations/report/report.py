@@ -29,6 +29,7 @@ from .figures import (
     accuracy_curves,
     class_counts,
     client_accuracies,
+    figures_of_details,
     label_distribution,
     styles,
     tuning_values,
@@ -110,7 +111,7 @@ def write_report(
         name = "labels" if number == 1 else f"labels-{number}"
         pictures[name] = label_distribution(labels, split, title=title)
     for name, (run, *_) in _group(runs).items():  # what methods draw, of each run's first seed
-        figures = run.config.chosen_method.pictures(run.folder / "details")
+        figures = figures_of_details(run.folder / "details")
         pictures |= {f"{kind}-{name}": figure for kind, figure in figures.items()}
     pictures = {re.sub(r"\W+", "-", name).strip("-"): figure for name, figure in pictures.items()}
     for name, figure in pictures.items():

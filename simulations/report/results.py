@@ -26,11 +26,12 @@ from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import load_tensors, save_tensors
 
 from ..checkpoints import Checkpoint, Record
-from ..config.config import CACHE, OBJECTS, REPLACE_RUN, Config
+from ..config.config import CACHE, OBJECTS, REPLACE_RUN, BaseConfig, saved_values
 from ..config.importing import ID
 from ..config.metrics import metrics_of
 from ..config.private import named_for
 from ..config.settings import ConfigError
+from ..configuration import Config
 from ..data.load import load_data
 from ..errors import RunFailed, first_line
 
@@ -96,7 +97,7 @@ MOSTLY_FAILED = "mostly-failed"  # all rounds were run, and in most of them most
 OVER = ("finished", MOSTLY_FAILED)  # statuses of runs with results
 
 
-def run_state(config: Config) -> State:
+def run_state(config: BaseConfig) -> State:
     """Say how far a run has come in its folder; with more rounds than before, it is interrupted.
 
     ConfigError if the folder holds a run with other settings.
@@ -105,15 +106,15 @@ def run_state(config: Config) -> State:
     started = (folder / "rounds.jsonl").exists() or (folder / "checkpoints").exists()
     if not started or not (folder / "config.toml").exists():
         return "new"
-    saved = Config.of_run(folder)
-    differing = saved.differences(config)
-    longer = config.rounds > saved.rounds
+    saved = saved_values(folder)
+    differing = config.differences(saved)
+    longer = config.rounds > saved["rounds"]
     if longer:
         del differing["rounds"]
     if differing:
-        listed = ", ".join(f"{k} = {old!r} (now {new!r})" for k, (old, new) in differing.items())
+        listed = ", ".join(f"{k} = {old!r} (now {new!r})" for k, (new, old) in differing.items())
         is_same = ""
-        if {*differing} <= {*OBJECTS} and all(ID.search(own) for _, own in differing.values()):
+        if {*differing} <= {*OBJECTS} and all(ID.search(own) for own, _ in differing.values()):
             is_same = "; an object counts as another in each call: if it is the same, resume=True"
         raise ConfigError(
             f"{folder} holds a run with other settings: {listed}; choose another folder with out, "
@@ -136,7 +137,7 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
+def write_run(config: BaseConfig, checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """Write a finished run's tables and models; return the summary, with `more` in it."""
     method = config.chosen_method
     folder, headline = config.folder, method.headline
@@ -263,8 +264,8 @@ def round_at(values: Mapping[int, float], target: float) -> int | None:
     return None
 
 
-def read_run(folder: str | Path, *, trust: bool = False) -> Run:
-    """Read a finished run; RunFailed says why it did not finish. `trust`: see `Config.of_run`."""
+def read_run(folder: str | Path, *, trust: bool = False, passed: BaseConfig | None = None) -> Run:
+    """Read a finished run; RunFailed says why it did not finish. Options: see `Config.of_run`."""
     folder = Path(folder)
     if not (folder / "summary.json").exists():
         raise FileNotFoundError(f"no finished run in {folder}: summary.json is missing")
@@ -276,7 +277,7 @@ def read_run(folder: str | Path, *, trust: bool = False) -> Run:
         path = folder / f"{name}.parquet"
         with _tell_damage(path), pyarrow.parquet.ParquetFile(path) as file:
             tables[name] = file.read()
-    return Run(folder, Config.of_run(folder, trust=trust), summary, tables)
+    return Run(folder, Config.of_run(folder, trust=trust, passed=passed), summary, tables)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -335,14 +336,18 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path
 
 def run_with_its_data(run: Run | str | Path, *, trust: bool = False) -> Run:
     """Return a run, or read it from its folder; refuse it if its data set has changed since."""
-    if trust or not isinstance(run, Run):
-        run = read_run(run.folder if isinstance(run, Run) else run, trust=trust)
+    if not isinstance(run, Run):
+        run = read_run(run, trust=trust)
+    elif trust:
+        run = read_run(run.folder, trust=True, passed=run.config)
     checksum = named_for(run.config, load_data(run.config).checksum)
     require_same(run.summary, {"data": checksum}, run.folder)
     return run
 
 
-def read_runs(folders: str | Path | Iterable[str | Path], *, trust: bool = False) -> list[Run]:
+def read_runs(
+    folders: str | Path | Iterable[str | Path | Run], *, trust: bool = False
+) -> list[Run]:
     """Read several finished runs; those of one name get names that say how their settings differ.
 
     `folders` are runs', or hold runs' at any depth, of which those that cannot be read are skipped,
@@ -350,7 +355,11 @@ def read_runs(folders: str | Path | Iterable[str | Path], *, trust: bool = False
     named itself did not finish. `trust`: see `Config.of_run`.
     """
     runs: list[Run] = []
-    for folder in map(Path, [folders] if isinstance(folders, str | Path) else folders):
+    for place in [folders] if isinstance(folders, str | Path) else folders:
+        if isinstance(place, Run):
+            runs.append(place)
+            continue
+        folder = Path(place)
         if (folder / "summary.json").exists():
             runs.append(read_run(folder, trust=trust))
             continue

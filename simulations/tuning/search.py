@@ -20,8 +20,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from fedntk.ntk.support.files import claimed
 
-from ..config.config import Config
 from ..config.settings import ConfigError, Value
+from ..configuration import Config
 from ..engine._flower import log_from
 from ..engine.progress import Progress
 from ..engine.runs import run

@@ -16,10 +16,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from fedntk.ntk.options import parts_of
 from fedntk.ntk.support.files import claimed
 
-from ..config.config import INCIDENTAL, OBJECTS, Config
+from ..config.config import INCIDENTAL, OBJECTS
 from ..config.importing import ID
-from ..config.registry import find_method
 from ..config.settings import ConfigError, Value
+from ..configuration import Config
 from ..data.load import forget_loaded
 from ..engine.building import code_checksums
 from ..engine.progress import progress as show_progress
@@ -147,8 +147,11 @@ def tune(
         if number < 1:
             raise ConfigError(f"{name}: expected at least 1, got {number}")
     space: Space = {}
-    for key, values in (grid or random or {}).items():
-        space |= _dimension(key, values, ranged=not grid)
+    searched = grid or random or {}
+    if isinstance(methods := searched.get("method"), list | tuple):
+        base = base.knowing(*methods)
+    for key, values in searched.items():
+        space |= _dimension(base, key, values, ranged=not grid)
     each = read_seeds(seeds)
     _check_metric(base, metric)
     if parallel > 1:
@@ -192,9 +195,9 @@ def tune(
 # --------------------------------------------------------------------- what is searched
 
 
-def _dimension(given: str, values: Any, *, ranged: bool) -> Space:
+def _dimension(base: Config, given: str, values: Any, *, ranged: bool) -> Space:
     """Return a key and what it may be; each value is checked."""
-    home, name = Config.home_of(given)
+    home, name = base.home_of(given)
     key, checked = home.key(name), partial(home.checked, name)
     if key in FIXED:
         raise ConfigError(f"{key} cannot be searched: it has no part in how a method learns")
@@ -229,7 +232,7 @@ def _ends(values: Searched) -> Sequence[Any]:
 def _combinations(base: Config, space: Space, *, each_once: bool) -> list[dict[str, Value]]:
     """Return all combinations, or as many as have each value and end of a range."""
     given = _ends(space["method"]) if "method" in space else (base.method,)
-    methods = [find_method(method)[1].name for method in given]
+    methods = [Config.find_method(method, base.methods)[1].name for method in given]
     for key in space:
         if "." in key and key.partition(".")[0] not in (*methods, *parts_of(Config)):
             raise ConfigError(f"{key} has no effect with method = {', '.join(methods)}")
@@ -321,7 +324,7 @@ def _conclude(search: Search, space: Space) -> Tuning:
         reason = failed[0] if failed else "all were pruned"
         raise RunFailed(f"no trial was finished; {reason}; give the same command to try again")
     values = {key: table[key].tolist()[0] for key in space}
-    at_edges = (_note_of_edge(key, values[key], own) for key, own in space.items())
+    at_edges = (_note_of_edge(base, key, values[key], own) for key, own in space.items())
     notes = [*filter(None, at_edges), *failed]
     for note in notes:
         logger.warning("%s", note)
@@ -336,9 +339,9 @@ def _conclude(search: Search, space: Space) -> Tuning:
     return Tuning(best, table, folder)
 
 
-def _note_of_edge(key: str, best: Value, values: Searched) -> str:
+def _note_of_edge(base: Config, key: str, best: Value, values: Searched) -> str:
     """Say that better values may lie beyond a grid, unless the setting itself ends there."""
-    home, name = Config.home_of(key)
+    home, name = base.home_of(key)
     if isinstance(best, bool | str) or best in home.setting_of(name).limits.values():
         return ""
     ends = {min(_ends(values)): "smallest", max(_ends(values)): "largest"}

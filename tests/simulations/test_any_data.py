@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fedntk.simulations import Config, run
-from fedntk.simulations.config.registry import all_methods
 from fedntk.simulations.engine.building import load_setup, make_client, make_strategy
+from fedntk.simulations.methods import all_methods
 
 NUM_CLASSES = 3
 # on data this small, only for time: the defaults are 20 rounds of 50 clients

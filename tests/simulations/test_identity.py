@@ -314,12 +314,14 @@ def test_other_weights_in_the_file_that_a_run_starts_from_count(tmp_path):
 def test_a_predictor_is_not_made_of_another_network(tmp_path):
     """Those that look alike compute other outputs; one that was changed since is noticed."""
     net = seeded()
-    folder = run("fedavg", model=net, out=tmp_path, **SMALL).folder
-    assert load_predictor(folder, model=seeded()).predict(np.zeros((1, 1, 8, 8))).shape == (1, 10)
+    result = run("fedavg", model=net, out=tmp_path, **SMALL)
+    assert load_predictor(result).predict(np.zeros((1, 1, 8, 8))).shape == (1, 10)
+    refused("a module or function of another process", load_predictor, result.folder)
+    assert load_predictor(tmp_path, model=seeded()).predict(np.zeros((1, 1, 8, 8))).shape == (1, 10)
     for name in ("activation", "flag", "buffer", "hook"):
-        refused("the network has changed", load_predictor, folder, model=NETWORKS[name]())
+        refused("the network has changed", load_predictor, result, model=NETWORKS[name]())
     net.act = torch.sin
-    refused("the network has changed", load_predictor, folder)
+    refused("the network has changed", load_predictor, result)
 
 
 def test_a_search_with_other_objects_or_edited_files_is_another(tmp_path, files):

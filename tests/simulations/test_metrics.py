@@ -12,7 +12,7 @@ from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor
 from fedntk.simulations import Config, RunFailed, run, tune, write_report
-from fedntk.simulations.config.metrics import BUILT_IN, load_metrics, metrics_setting
+from fedntk.simulations.config.metrics import BUILT_IN
 
 from .outcomes import refused
 
@@ -98,7 +98,7 @@ def test_patience_and_tuning_go_by_a_metric(tmp_path):
 
 def test_an_ensembles_evaluation_has_metrics_beside_those_of_its_models():
     ensemble = EnsemblePredictor(NetworkPredictor(nn.Linear(4, 3)) for _ in range(2))
-    ensemble.metrics = load_metrics(metrics_setting({"n": Total()}))
+    ensemble.metrics = Config(metrics={"n": Total()}).load_metrics()
     more = ensemble.evaluate(torch.ones(5, 4), torch.zeros(5, dtype=torch.long)).more
     assert (more["n"], "model-accuracy-max" in more) == (5, True)
 

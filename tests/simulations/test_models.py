@@ -14,7 +14,7 @@ from torchvision.models import resnet18
 from fedntk.simulations import Config, ConfigError, load_predictor, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.building import load_setup, make_strategy
-from fedntk.simulations.models import build_model, name_model
+from fedntk.simulations.models import build_model
 from fedntk.simulations.report.results import load_model
 
 from ..conftest import ROOT
@@ -214,6 +214,6 @@ class Named(nn.Linear):
 
 
 def test_a_network_that_returns_no_tensor_is_refused_by_name():
-    config = Config(model=name_model(Named(6, 3)))
+    config = Config(model=Named(6, 3))
     with pytest.raises(ConfigError, match=r"one tensor of scores \(n, C\), got a dict; wrap it"):
         build_model(config, (6,), 3)

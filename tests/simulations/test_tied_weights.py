@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedntk.simulations import Config, ConfigError, load_model, load_predictor, run
 from fedntk.simulations.methods import own_methods
-from fedntk.simulations.models import build_model, name_model
+from fedntk.simulations.models import build_model
 
 from .outcomes import measured
 from .settings import tiny
@@ -84,7 +84,7 @@ def test_a_file_may_hold_an_array_under_one_of_its_names(tmp_path):
     model, path = network(tied=True), tmp_path / "weights.safetensors"
     save_model(model, str(path))
     fresh = Net(tied=True)
-    config = Config(model=name_model(fresh), weights=str(path))
+    config = Config(model=fresh, weights=str(path))
     built = build_model(config, (6,), 3)
     for name, tensor in model.state_dict().items():
         assert torch.equal(built.state_dict()[name], tensor)

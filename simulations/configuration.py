@@ -1,0 +1,31 @@
+"""The configuration of a run, with the table of all methods."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config.config import BaseConfig
+from .methods import all_methods, find_method, own_methods
+
+
+class Config(BaseConfig, frozen=True, eq=False):
+    """All settings of a run; a ConfigError says which of them cannot work.
+
+    ``Config.describe()`` lists each key with its default, limits and meaning. Settings of one
+    method are given as a dictionary under its name; those of other methods than the chosen one are
+    checked and kept, and have no effect.
+
+    Examples
+    --------
+    >>> config = Config(num_clients=20, method="tct", tct={"num_features": 1000})
+    >>> config.clients_a_round, config.settings.num_features
+    (10, 1000)
+    >>> config.replace(tct={"local_steps": 50}).settings.num_features
+    1000
+    """
+
+    installed_methods = staticmethod(all_methods)
+    app_methods = staticmethod(own_methods)
+    find_method = staticmethod(find_method)
+
+    def __init__(self, *layers: Mapping[str, Any], **overrides: Any) -> None:
+        super().__init__(*layers, **overrides)
