@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from . import methods
 from .config.config import BaseConfig
-from .methods import all_methods, find_method, own_methods
 
 
 class Config(BaseConfig, frozen=True, eq=False):
@@ -23,9 +23,7 @@ class Config(BaseConfig, frozen=True, eq=False):
     1000
     """
 
-    installed_methods = staticmethod(all_methods)
-    app_methods = staticmethod(own_methods)
-    find_method = staticmethod(find_method)
+    method_table = methods
 
     def __init__(self, *layers: Mapping[str, Any], **overrides: Any) -> None:
         super().__init__(*layers, **overrides)

@@ -66,6 +66,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     objects: ClassVar[dict[str, Any]]  # id -> what was passed in Python, of this configuration
     methods: ClassVar[dict[str, Any]]  # setting -> method that is not installed
     chosen_method: ClassVar[Any]  # the method that is run
+    method_table: ClassVar[Any]  # has own_methods(), all_methods() and find_method(...)
 
     method: str = setting("ntk-fl", "method: one of those here, or <file>.py:<class>")
     name: str = setting("", "name of the run; the method by default")
@@ -250,11 +251,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     tables: tuple[Settings, ...] = ()  # of the chosen method, and others' that are not defaults
 
     def __init__(self, *layers: Mapping[str, Any], **overrides: Any) -> None:
-        """Take settings from mappings and keywords; what comes later wins.
-
-        In each, ``objects`` are what was passed in Python, by id, and ``methods`` a user's, by the
-        setting: what :attr:`objects` and :attr:`methods` of a configuration hold.
-        """
+        """Take settings, and the attributes `objects` and `methods`; what comes later wins."""
         every = [*map(dict[str, Any], layers), overrides]
         objects: dict[str, Any] = {}
         methods: dict[str, Any] = {}
@@ -264,15 +261,13 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             for table in layer.pop("tables", ()):  # from dataclasses.replace
                 layer |= table.values()
         place = self.options()["method"].default
-        for layer in every:  # the table of a method may be in any of them
+        for layer in ({"method": place}, *every):  # the table of a method may be in any of them
             if "method" in layer:
-                place, method = self.find_method(layer["method"], methods)
-                if place not in self.installed_methods():
-                    methods[place] = method
-        object.__setattr__(self, "objects", objects)
-        object.__setattr__(self, "methods", methods)
-        chosen = methods.get(place) or self.installed_methods()[place]
-        object.__setattr__(self, "chosen_method", chosen)
+                place, method = self.method_table.find_method(layer["method"], methods)
+                methods[place] = method
+        chosen = methods[place]
+        for name, value in (("objects", objects), ("methods", methods), ("chosen_method", chosen)):
+            object.__setattr__(self, name, value)
         flat = self._merged(every) | {"method": place}
         if not isinstance(flat.get("model", ""), str):
             flat["model"] = self._pass(flat["model"])
@@ -290,13 +285,13 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             object.__setattr__(self, name, self.section_from(name, by_table))
         self.__post_init__()
         settings = [known.settings.from_tables(by_table) for known in self.known_methods().values()]
-        tables = tuple(
+        installed = self.method_table.all_methods()
+        tables = [
             own
             for own in settings
-            if own.table == chosen.name
-            or (own.table in self.installed_methods() and own != type(own)())
-        )
-        object.__setattr__(self, "tables", tables)
+            if own.table == chosen.name or (own.table in installed and own != type(own)())
+        ]
+        object.__setattr__(self, "tables", tuple(tables))
         if self.class_prior and "class_prior" in self.settings.options():
             raise ConfigError(
                 f"class-prior needs local SGD, which {self.method} lacks; set "
@@ -304,33 +299,15 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             )
         chosen.check(self, self.settings)
 
-    @classmethod
-    def installed_methods(cls) -> Mapping[str, Any]:
-        """Return the methods that every process knows, by name."""
-        raise NotImplementedError
-
-    @classmethod
-    def app_methods(cls) -> Mapping[str, Any]:
-        """Return the methods of this package, by name."""
-        raise NotImplementedError
-
-    @classmethod
-    def find_method(cls, named: Any, methods: Mapping[str, Any]) -> tuple[str, Any]:
-        """Return what the setting ``method`` holds, and the method; ConfigError if there is none.
-
-        `named` is a text, a Method or the class of a strategy; `methods` are those found before.
-        """
-        raise NotImplementedError
-
     def known_methods(self) -> dict[str, Any]:
-        """Return the methods by name: those installed, and those that were passed or named here."""
-        return {**self.installed_methods(), **{own.name: own for own in self.methods.values()}}
+        """Return the methods by name: those installed, and those that were named or passed."""
+        named = {method.name: method for method in self.methods.values()}
+        return {**self.method_table.all_methods(), **named}
 
     def knowing(self, *methods: Any) -> Self:
         """Return a copy that takes settings of further methods."""
-        found = dict(self.find_method(method, self.methods) for method in methods)
-        new = {place: own for place, own in found.items() if place not in self.installed_methods()}
-        return self.replace(methods=new)
+        find = self.method_table.find_method
+        return self.replace(methods=dict(find(method, self.methods) for method in methods))
 
     def _pass(self, thing: Any) -> str:
         """Return the name of an object that was passed, and hold it."""
@@ -355,8 +332,8 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             for old, new in zip(ids_of(named), ids_of(names[key]), strict=True):
                 if old in objects:
                     objects[new] = objects[old]
-        known = {names["method"]: self.chosen_method} if self.method in self.methods else {}
-        return self.replace(**names, objects=objects, methods=known)
+        methods = {names["method"]: self.chosen_method}
+        return self.replace(**names, objects=objects, methods=methods)
 
     def check(self) -> None:
         """Refuse common settings that do not fit together."""
@@ -481,7 +458,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         else:  # which may lack a setting that is new
             defaults = type(self)()
             theirs = {**super(BaseConfig, defaults).values(), **type(self.settings)().values()}
-            theirs |= other
+            theirs |= _unnest(other)
         return {
             key: (value, theirs[key])
             for key, value in self._acting().items()
@@ -541,16 +518,15 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
 
         What was passed in Python is that of a configuration, `passed`.
         """
-        saved_values(folder)  # whether they can be read
+        values = saved_values(folder) | {"out": str(folder)}
+        if passed is not None:
+            values |= {"objects": passed.objects, "methods": passed.methods}
+        if not trust:
+            values["ray-address"] = ""  # whose cluster executes what it is sent
         reading = copy_context()
         reading.run(STRANGE.set, not trust)
-        more: dict[str, Any] = {}
-        if not trust:
-            more["ray_address"] = ""  # whose cluster executes what it is sent
-        if passed is not None:
-            more |= {"objects": passed.objects, "methods": passed.methods}
-        path = Path(folder) / "config.toml"
-        return reading.run(cls.load, path, out=str(folder), **more)
+        with naming(str(Path(folder) / "config.toml")):
+            return reading.run(cls, values)
 
     def values(self) -> dict[str, Value]:
         """Key -> value: of common settings, the chosen method's, and others' that were given."""
@@ -562,15 +538,16 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     def run_config(self) -> dict[str, Value]:
         """Return what Flower carries: settings of other packages' methods are in one key."""
         values, others = super().values(), dict[str, Value]()
-        for own in self.tables:
-            (values if own.table in self.app_methods() else others).update(own.values())
+        for settings in self.tables:
+            of_app = settings.table in self.method_table.own_methods()
+            (values if of_app else others).update(settings.values())
         return {**values, PLUGGED_IN: json.dumps(others) if others else ""}
 
     @classmethod
     def run_config_defaults(cls) -> dict[str, Value]:
         """Return all keys of Flower's run-config with their defaults, as the app lists them."""
         values = cls().run_config()
-        for home in (cls, *(method.settings for method in cls.app_methods().values())):
+        for home in (cls, *(method.settings for method in cls.method_table.own_methods().values())):
             values |= {} if home is cls else home().values()
             for section in home.sections().values():
                 values |= section().values()
@@ -584,14 +561,16 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     @classmethod
     def describe(cls, method: str = "") -> list[str]:
         """One line for each key, or for each of a method's own: default, choices, meaning."""
-        methods = [cls.find_method(method, {})[1]] if method else cls.installed_methods().values()
-        tables = [line for known in methods for line in known.settings.describe()]
-        return tables if method else [*super().describe(), *tables]
+        if method:
+            _, found = cls.method_table.find_method(method, {})
+            return list(found.settings.describe())
+        methods = cls.method_table.all_methods().values()
+        return [*super().describe(), *(line for m in methods for line in m.settings.describe())]
 
     @classmethod
     def choices(cls, name: str) -> tuple[str, ...]:
         """Return what a setting may be, if it is one of several words."""
-        named = {"method": tuple(cls.installed_methods()), "monitor": MONITORED}
+        named = {"method": tuple(cls.method_table.all_methods()), "monitor": MONITORED}
         return named.get(name) or super().choices(name)
 
     def _homes(self) -> list[type[Settings]]:
@@ -634,12 +613,12 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
 
 
 def _restore(kind: type[BaseConfig], values: Mapping[str, Any], methods: Sequence[str]) -> Any:
-    found = dict(kind.find_method(method, {}) for method in methods)
-    return kind(values, methods=found)
+    find = kind.method_table.find_method
+    return kind(values, methods=dict(find(method, {}) for method in methods))
 
 
 def saved_values(folder: str | Path) -> dict[str, Any]:
-    """Return key -> value of the run in a folder, without any code that its settings name."""
+    """Return what a run's file says, without any code that its settings name."""
     path = Path(folder) / "config.toml"
     if not path.exists():
         raise ConfigError(f"no run in {folder}: config.toml is missing")
@@ -650,7 +629,7 @@ def saved_values(folder: str | Path) -> dict[str, Any]:
             f"missing. Choose another folder with out, or {REPLACE_RUN}"
         )
     with naming(str(path), tomllib.TOMLDecodeError):
-        return _unnest(tomllib.loads(text))
+        return tomllib.loads(text)
 
 
 def _named(value: Value) -> Value:

@@ -48,13 +48,13 @@ class _FedEnsemble(Method):
 
     def inner(self, config: BaseConfig) -> Method:
         """Return the method of each model."""
-        inner: Method = config.installed_methods()[self.own(config).inner]
+        inner: Method = config.method_table.all_methods()[self.own(config).inner]
         return inner
 
     def check(self, config: BaseConfig, settings: Any) -> None:
         super().check(config, settings)
         strata = settings.num_strata or settings.num_models
-        known, key = sorted(config.installed_methods().keys() - {self.name}), settings.key
+        known, key = sorted(config.method_table.all_methods().keys() - {self.name}), settings.key
         rules = {
             f"{key('inner')}: expected one of {', '.join(known)}, got {settings.inner!r}": (
                 settings.inner not in known

@@ -308,7 +308,7 @@ class Method:
         """Refuse settings that do not go together, with a ConfigError."""
         for name in parts_of(BaseConfig):
             if getattr(config, name) is not None and not self.can_have(name):
-                those = [m for m in config.installed_methods().values() if m.can_have(name)]
+                those = [m for m in config.method_table.all_methods().values() if m.can_have(name)]
                 raise ConfigError(
                     f"{key_of(name)}: {self.name} cannot have it; expected method = "
                     f"{' or '.join(method.name for method in those)}, or {key_of(name)} = false"

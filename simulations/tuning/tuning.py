@@ -27,6 +27,7 @@ from ..engine.progress import silence_bars
 from ..engine.runs import Runnable, failing_as_run, read_config, read_seeds, require_importable
 from ..engine.server_app import prepare
 from ..errors import RunFailed
+from ..methods import find_method
 from ..report.report import write_tuning_report
 from .search import Pruner, Sampler, Search, Searched, Space, open_study
 from .workers import run_in_processes
@@ -232,7 +233,7 @@ def _ends(values: Searched) -> Sequence[Any]:
 def _combinations(base: Config, space: Space, *, each_once: bool) -> list[dict[str, Value]]:
     """Return all combinations, or as many as have each value and end of a range."""
     given = _ends(space["method"]) if "method" in space else (base.method,)
-    methods = [Config.find_method(method, base.methods)[1].name for method in given]
+    methods = [find_method(method, base.methods)[1].name for method in given]
     for key in space:
         if "." in key and key.partition(".")[0] not in (*methods, *parts_of(Config)):
             raise ConfigError(f"{key} has no effect with method = {', '.join(methods)}")
