@@ -193,8 +193,7 @@ def stage_2(
     from flwr.app import ArrayRecord, Context
 
     from fedntk.clients import TCTClient, client_app
-    from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
-    from fedntk.simulations.engine.meter import meter
+    from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid, meter
     from fedntk.strategies import TCT
 
     data = [examples(data_dir, "MNIST", n, (2 * k, 2 * k + 1)) for k in range(clients)]

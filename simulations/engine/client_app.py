@@ -22,8 +22,7 @@ from ..data.load import load_own
 from ..errors import TRACEBACKS, first_line, naming
 from ..methods.method import PERSONAL, Setup, masks_itself
 from .building import load_setup, make_client
-from .engines import CLIENT_APP_RAISED_EXCEPTION
-from .meter import meter
+from .engines import CLIENT_APP_RAISED_EXCEPTION, meter
 
 logger = getLogger("flwr")
 Function = Callable[[Message, Context], Message]

@@ -1,13 +1,16 @@
 """Grids: an in-process one that needs no Ray, and one that meters any other."""
 
 import itertools
+import resource
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from logging import getLogger
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -19,11 +22,11 @@ from fedntk.strategies.core.sampling import patience_with
 
 from ..errors import TRACEBACKS
 from ._flower import Run, become_server, own_copy, stamp
-from .meter import METER
 
 logger = getLogger("flwr")
 CLIENT_APP_RAISED_EXCEPTION, NODE_UNAVAILABLE = 2, 3  # of Flower's error codes
 SET_UP = ("query.partition", "query.keys")  # asked once of each node, and not counted
+METER = "fedntk.meter"  # name of the record that `meter` adds and MeteredGrid takes out
 OnAnswer = Callable[[str, int, int], None]
 UserConfig = dict[str, bool | float | int | str]
 _run_ids = itertools.count(1)
@@ -161,6 +164,18 @@ class ForwardingGrid(Grid):
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
 
+    def sent(self, messages: list[Message]) -> list[Message]:
+        """Return messages as they are sent."""
+        return messages
+
+    def received(self, replies: Iterator[Message], messages: list[Message]) -> Iterable[Message]:
+        """Return replies as they arrive; `messages` are those sent in the same call."""
+        return replies
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Surround each wait for the other grid."""
+        return nullcontext()
+
     def set_run(self, run: Run) -> None:
         """Set the run that messages belong to."""
         self.grid.set_run(run)
@@ -182,6 +197,27 @@ class ForwardingGrid(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes."""
         return self.grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages; return their ids."""
+        messages = self.sent(list(messages))
+        with self.waiting():
+            return self.grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there."""
+        with self.waiting():
+            replies = iter(self.grid.pull_messages(message_ids))
+        return self.received(replies, [])
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages, and return their replies."""
+        messages = self.sent(list(messages))
+        with self.waiting():
+            replies = iter(self.grid.send_and_receive(messages, timeout=timeout))
+        return self.received(replies, messages)
 
 
 class MeteredGrid(ForwardingGrid):
@@ -205,40 +241,18 @@ class MeteredGrid(ForwardingGrid):
         self._costs.clear()
         return {**costs, "peak-memory-clients": self._peak}
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Count and send."""
-        sent = self._count("down", list(messages), {})
-        with self._waiting():
-            return self.grid.push_messages(sent)
+    def sent(self, messages: list[Message]) -> list[Message]:  # noqa: D102
+        known: dict[int, int] = {}  # messages of a round share their records
+        for message in messages:
+            self._count("down", message, message.metadata.message_type, known)
+        return messages
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Receive and count."""
-        with self._waiting():
-            replies = iter(self.grid.pull_messages(message_ids))
-        return self._count_received(replies, {})
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Count, send, receive and count."""
-        sent = self._count("down", list(messages), {})
-        with self._waiting():
-            replies = iter(self.grid.send_and_receive(sent, timeout=timeout))
-        kinds = {m.metadata.message_id: m.metadata.message_type for m in sent}
-        return self._count_received(replies, kinds)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._costs["seconds-waiting"] += time.perf_counter() - start
-
-    def _count_received(
-        self, replies: Iterator[Message], kinds: Mapping[str, str]
+    def received(  # noqa: D102
+        self, replies: Iterator[Message], messages: list[Message]
     ) -> Iterator[Message]:
-        """Count replies as they come; those to known messages by the messages' kinds."""
+        kinds = {m.metadata.message_id: m.metadata.message_type for m in messages}
         while True:
-            with self._waiting():
+            with self.waiting():
                 reply = next(replies, None)
             if reply is None:
                 return
@@ -250,17 +264,21 @@ class MeteredGrid(ForwardingGrid):
                 seconds, peak = (v if isinstance(v, float) and 0 <= v < 1e12 else 0 for v in claims)
                 self._costs["seconds-clients"] += seconds
                 self._peak = max(self._peak, peak)
-            yield from self._count("up", [reply], kinds)
-
-    def _count(self, way: str, messages: list[Message], kinds: Mapping[str, str]) -> list[Message]:
-        known: dict[int, int] = {}  # messages of a round share their records
-        for message in messages:
-            metadata = message.metadata
+            metadata = reply.metadata
             kind = kinds.get(metadata.reply_to_message_id, metadata.message_type)
-            if kind not in SET_UP:
-                prefix = "evaluation-" if kind.startswith("evaluate") else ""
-                self._costs[f"{prefix}bytes-{way}"] += message_bytes(message, known)
-        return messages
+            self._count("up", reply, kind, {})
+            yield reply
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:  # noqa: D102
+        start = time.perf_counter()
+        yield
+        self._costs["seconds-waiting"] += time.perf_counter() - start
+
+    def _count(self, way: str, message: Message, kind: str, known: dict[int, int]) -> None:
+        if kind not in SET_UP:
+            prefix = "evaluation-" if kind.startswith("evaluate") else ""
+            self._costs[f"{prefix}bytes-{way}"] += message_bytes(message, known)
 
 
 def message_bytes(message: Message, known: dict[int, int] | None = None) -> int:
@@ -278,3 +296,27 @@ def message_bytes(message: Message, known: dict[int, int] | None = None) -> int:
                 arrays = isinstance(record, ArrayRecord)
                 known[id(record)] = record.count_bytes() if arrays else len(record.deflate())
     return sum(known[id(record)] for record in message.content.values())
+
+
+def meter(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
+    """Add to a reply the seconds that it took, and the process's peak of memory in MB."""
+    start = time.perf_counter()
+    reply = call_next(message, context)
+    if reply.has_content():
+        seconds = time.perf_counter() - start
+        reply.content[METER] = MetricRecord({"seconds": seconds, "peak-memory": peak_memory()})
+    return reply
+
+
+def peak_memory() -> float:
+    """Return the largest memory of this process so far, in MB (10^6 bytes)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def reset_peak_memory() -> None:
+    """Let the peak begin anew, if the system can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

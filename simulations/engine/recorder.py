@@ -21,8 +21,7 @@ from fedntk.strategies.core.rounds import fault_of
 from ..checkpoints import Best, Checkpoint, Checkpoints, OnRound, Record, Round
 from ..config.config import BaseConfig
 from ..config.metrics import MEASURED, MEASURED_PREFIXES, metrics_of
-from .engines import MeteredGrid
-from .meter import peak_memory, reset_peak_memory
+from .engines import MeteredGrid, peak_memory, reset_peak_memory
 
 logger = getLogger("flwr")
 

@@ -1,6 +1,6 @@
 """What the decentralised methods share: the graph of the clients, and how good their models are."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -22,6 +22,7 @@ from .method import Method, Setup
 
 if TYPE_CHECKING:  # slow to import
     import networkx as nx
+    import pandas as pd
 
 _GRAPH = Topology.options()
 
@@ -123,8 +124,6 @@ class DecentralisedMethod(Method):
             return
         (x, y), held = selection_sets(setup)
         x, x_held = projected(setup.config, x), projected(setup.config, held[0])
-        from ..selection import selection_curves
-
         expected = next(iter(relay.models.values()))
         curves = selection_curves(
             relay.models,
@@ -154,3 +153,48 @@ def selection_sets(setup: Setup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
     order = torch.from_numpy(generator.permutation(len(y)))
     judging, sorting = order[: len(y) // 2], order[len(y) // 2 :]
     return (x[judging], y[judging]), (x[sorting], y[sorting])
+
+
+def selection_curves(
+    models: Mapping[int, Arrays],
+    validation: Callable[[Arrays], float],
+    judged: Callable[[Arrays], float],
+    mean_of: Callable[[Sequence[Arrays]], Arrays],
+    *,
+    seed: int = 0,
+    points: int = 20,
+) -> "pd.DataFrame":
+    """Average more and more of the clients' last models, in three orders, and evaluate each mean.
+
+    `models` is client -> weights. `validation` and `judged` return the accuracy of weights on the
+    examples that sort the models, and on those that judge the means; they have no example in
+    common: else the best models are those of lucky examples. `seed` is of the random order, and
+    means are judged at `points` numbers of clients at most. The result has the columns order,
+    clients (how many are averaged), client (the last of them), accuracy.
+    """
+    import pandas as pd
+
+    accuracies = {client: validation(model) for client, model in sorted(models.items())}
+    worst_first = sorted(accuracies, key=lambda client: accuracies[client])
+    best_first = sorted(accuracies, key=lambda client: -accuracies[client])
+    drawn = np.random.default_rng([seed, *b"selection"]).permutation([*accuracies]).tolist()
+    orders = {"best to worst": best_first, "random": drawn, "worst to best": worst_first}
+    rows = []
+    for order, clients in orders.items():
+        for count in numbers_averaged(len(clients), points):
+            mean = mean_of([models[client] for client in clients[:count]])
+            rows.append((order, count, clients[count - 1], judged(mean)))
+    return pd.DataFrame(rows, columns=["order", "clients", "client", "accuracy"])
+
+
+def numbers_averaged(count: int, points: int) -> list[int]:
+    """Return how many clients to average: 1 ... `count`, or `points` numbers, small ones dense.
+
+    Examples
+    --------
+    >>> numbers_averaged(4, 20), numbers_averaged(300, 6)
+    ([1, 2, 3, 4], [1, 3, 10, 31, 96, 300])
+    """
+    if count <= points:
+        return list(range(1, count + 1))
+    return sorted({*np.rint(np.geomspace(1, count, max(points, 2))).astype(int).tolist()})

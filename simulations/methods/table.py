@@ -15,15 +15,22 @@ import functools
 import importlib.metadata
 from collections.abc import Mapping
 from logging import getLogger
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+from torch import nn
+
+from fedntk.ntk import with_residual_features
 from fedntk.ntk.options import nearest
+from fedntk.ntk.support.files import whole
 from fedntk.strategies import (
     AFL,
     DPSGD,
     NTKDFL,
     SCAFFOLD,
+    DeepAFL,
     DFedAvg,
     DFedSAM,
     DisPFL,
@@ -36,6 +43,8 @@ from fedntk.strategies import (
     FedProto,
     LocalTraining,
     SeededFedAvg,
+    Strategy,
+    WeightedFedAvg,
 )
 
 from ..config.config import BaseConfig
@@ -47,24 +56,57 @@ from ..config.importing import (
     require_importable,
     whole_name,
 )
+from ..config.settings import Settings, setting
 from ..errors import ConfigError, first_line
-from . import cp_ntk_fl, deep_afl, fed_be, fed_ensemble, ntk_fl, one_exchange, tct, weighted_fedavg
+from . import fed_be, fed_ensemble, ntk_fl, sums, tct
 from .decentralised import DecentralisedMethod
 from .method import Method, named_client
 
 logger = getLogger("flwr")
 
+
+class DeepAFLSettings(Settings, frozen=True, eq=True):
+    """The blocks, which strategy and clients find in their network; the run's seed gives them."""
+
+    layers: int = setting(3, "blocks: one is computed in a round", at_least=1)
+    block_width: int = setting(500, "m, random features of a block", at_least=1)
+
+
+class _DeepAFL(Method):
+    name = "deep-afl"
+    strategy_class = DeepAFL
+    own_settings = DeepAFLSettings
+    baseline = True
+
+    def adapt(self, network: nn.Module, config: BaseConfig) -> nn.Module:
+        own = self.own(config)
+        return with_residual_features(network, own.layers, own.block_width, config.seed)
+
+
+class _WeightedFedAvg(Method):
+    name = "weighted-fedavg"
+    strategy_class = WeightedFedAvg
+    headline = "client-accuracy-mean"
+    metrics = ("effective-clients", "own-weight-mean", "similarity-mean")
+
+    def after_round(self, strategy: Strategy, server_round: int, folder: Path) -> None:
+        """Write the mixing weights, ``similarity-<round>.npz``, unless nothing was mixed."""
+        mixing = cast(WeightedFedAvg, strategy).mixing
+        if mixing is not None and mixing.server_round == server_round:
+            with whole(folder / f"similarity-{server_round:06}.npz") as file:
+                np.savez(file, **mixing._asdict())
+
+
 # of methods whose models are the clients' own: they are judged by the clients' evaluations
 PERSONAL: dict[str, Any] = {"baseline": True, "headline": "client-accuracy-mean"}
 METHODS: tuple[Method, ...] = (
-    cp_ntk_fl.METHOD,
-    deep_afl.METHOD,
+    _DeepAFL(),
     fed_be.METHOD,
     fed_ensemble.METHOD,
-    ntk_fl.METHOD,
-    one_exchange.METHOD,
+    *ntk_fl.METHODS,
+    sums.METHOD,
     tct.METHOD,
-    weighted_fedavg.METHOD,
+    _WeightedFedAvg(),
     Method("afl", AFL, baseline=True),
     Method("fed-cof", FedCOF, baseline=True),
     Method("fed-ncm", FedNCM, baseline=True),

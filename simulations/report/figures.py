@@ -334,7 +334,7 @@ def client_harms(table: pd.DataFrame) -> Figure:
 def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
     """Draw the accuracy of the mean of some clients' models against their number.
 
-    `curves` is what :func:`~fedntk.simulations.selection.selection_curves` returns.
+    `curves` is what :func:`~fedntk.simulations.methods.decentralised.selection_curves` returns.
     """
     figure, axes = _figure(title, "clients averaged", "accuracy of their mean (%)")
     for name, rows, style in _each(curves, "order"):

@@ -8,9 +8,12 @@ import pytest
 
 from fedntk.simulations import Config, load_predictor, run
 from fedntk.simulations.engine.building import load_setup, make_strategy
-from fedntk.simulations.methods.decentralised import selection_sets
+from fedntk.simulations.methods.decentralised import (
+    numbers_averaged,
+    selection_curves,
+    selection_sets,
+)
 from fedntk.simulations.report.report import write_report
-from fedntk.simulations.selection import numbers_averaged, selection_curves
 
 from .outcomes import refused
 

@@ -8,8 +8,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid, message_bytes
-from fedntk.simulations.engine.meter import METER, meter
+from fedntk.simulations.engine.engines import METER, LocalGrid, MeteredGrid, message_bytes, meter
 
 
 def echo(message: Message, context: Context) -> Message:

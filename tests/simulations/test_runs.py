@@ -182,7 +182,7 @@ OWN = """
 import beside
 from fedntk.clients import CPNTKFLClient
 from fedntk.ntk.options import option
-from fedntk.simulations.methods import cp_ntk_fl
+from fedntk.simulations.methods import own_methods
 from fedntk.strategies import CPNTKFL
 
 class OwnClient(CPNTKFLClient):
@@ -195,7 +195,7 @@ class OwnClient(CPNTKFLClient):
 class OwnFL(CPNTKFL):
     client = "OwnClient"
 
-METHOD = type(cp_ntk_fl.METHOD)(OwnFL)
+METHOD = type(own_methods()["cp-ntk-fl"])(OwnFL)
 """
 
 
