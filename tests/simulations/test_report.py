@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from scipy.stats import bootstrap, trim_mean
 from selenium.webdriver import ActionChains
 
 from fedntk.simulations import Results, Run, RunFailed, compare, load_results, read_runs, run
@@ -20,6 +21,7 @@ from fedntk.simulations.report.report import (
     write_html,
 )
 from fedntk.simulations.report.results import round_at, run_state
+from fedntk.simulations.report.statistics import Estimate, estimate
 
 from ..conftest import requests_of, show
 from .outcomes import refused
@@ -38,13 +40,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 
 
 def test_final_table_holds_means_and_intervals_over_seeds(runs):
-    """The interval of two values is from one to the other: see test_statistics."""
+    """The interval of two values is from one to the other."""
     assert _without_alpha(runs) == {"SGD, 0.1": "SGD", "SGD, 100": "SGD", "E_%": "E_%"}
     row = final_table(runs).set_index("run").loc["SGD, 0.1"]
-    own = [run for run in runs if run.summary["run"] == "SGD, 0.1"]
-    last = 100 * np.array([run.curve().iloc[-1] for run in own])
+    group = [run for run in runs if run.summary["run"] == "SGD, 0.1"]
+    last = 100 * np.array([run.curve().iloc[-1] for run in group])
     assert row["last accuracy (%)"] == f"{last.mean():.1f} [{last.min():.1f}, {last.max():.1f}]"
-    assert row["MB up"] == f"{np.mean([run.curve('bytes-up').sum() for run in own]) / 1e6:.1f}"
+    assert row["MB up"] == f"{np.mean([run.curve('bytes-up').sum() for run in group]) / 1e6:.1f}"
 
 
 def test_clients_figures_say_which_examples_they_are_of(runs):
@@ -53,9 +55,11 @@ def test_clients_figures_say_which_examples_they_are_of(runs):
         ({"local_test_fraction": 0.2}, "held-out examples"),
         ({"private_test": True}, "part of the test set"),
     ):
-        own = [replace(run, config=run.config.replace(**settings)) for run in runs]
-        assert _examples_of_clients(own) == words
-    assert _examples_of_clients([runs[0], own[1]]) == "part of the test set or training examples"
+        changed = [replace(run, config=run.config.replace(**settings)) for run in runs]
+        assert _examples_of_clients(changed) == words
+    assert (
+        _examples_of_clients([runs[0], changed[1]]) == "part of the test set or training examples"
+    )
 
 
 def test_target_table_holds_medians_of_those_that_reach_it(runs):
@@ -64,12 +68,9 @@ def test_target_table_holds_medians_of_those_that_reach_it(runs):
     These curves are straight, so a mean over rounds on both sides is the round's value. The last
     two have fewer after them: seed 1 has 40 % in rounds 2 to 5, and 45 % in rounds 3 to 5.
     """
-    tables = [table([seed], 6).query("run == 'one'") for seed in (0, 1)]
-    own = [
-        replace(runs[0], tables={"rounds": pa.Table.from_pandas(own)}, summary={"run": "one"})
-        for own in tables
-    ]
-    assert target_table(own, [0.34, 0.44, 0.99]).iloc[0].to_dict() == {
+    tables = [pa.Table.from_pandas(table([seed], 6).query("run == 'one'")) for seed in (0, 1)]
+    pair = [replace(runs[0], tables={"rounds": t}, summary={"run": "one"}) for t in tables]
+    assert target_table(pair, [0.34, 0.44, 0.99]).iloc[0].to_dict() == {
         "run": "one", "rounds to 34 %": "4", "MB up to 34 %": "9.0", "MB down to 34 %": "13.5",
         "s to 34 %": "2.2", "rounds to 44 %": "5 (1 of 2)", "MB up to 44 %": "12.0 (1 of 2)",
         "MB down to 44 %": "18.0 (1 of 2)", "s to 44 %": "3.0 (1 of 2)",
@@ -77,43 +78,17 @@ def test_target_table_holds_medians_of_those_that_reach_it(runs):
     }  # fmt: skip
 
 
-def noiseless(rounds=40):
-    """A curve that gains 0.2 points a round, and is at 0.8 after 20."""
-    return {r: 0.8 + 0.002 * (r - 20) for r in range(1, rounds + 1)}
-
-
 def test_a_round_reaches_a_target_by_the_mean_around_it():
     """Means by hand; of a straight line that is the round's own value, so the mean has no delay."""
-    assert round_at(noiseless(), 0.8 - 1e-9) == 20
-    assert round_at(noiseless() | {9: 0.82}, 0.8) == 20  # 4 points of luck
+    line = {r: 0.8 + 0.002 * (r - 20) for r in range(1, 41)}  # at 0.8 after 20 rounds
+    assert round_at(line, 0.8 - 1e-9) == 20
+    assert round_at(line | {9: 0.82}, 0.8) == 20  # 4 points of luck
     assert round_at({0: 0.1, 1: 0.9}, 0.8) == 1  # one exchange
     assert round_at({0: 0.8, 1: 0.1}, 0.8) == 0  # of a network that was trained before
     assert round_at({0: 0.1, 1: 0.5, 2: 0.99, 3: 0.99, 4: 0.99}, 0.8) == 2  # not 1, nor 3
     assert round_at({1: 0.7, 2: 0.7, 3: 0.7, 4: 0.7, 5: 0.85}, 0.8) is None  # the last one's luck
     assert round_at({5: 0.7, 10: np.nan, 15: 0.9, 20: 0.9}, 0.8) == 15  # what was evaluated
     assert round_at({}, 0.8) is round_at({1: np.nan}, 0.8) is None
-
-
-def test_noise_moves_a_mean_over_rounds_less_than_a_first_crossing():
-    """A curve gains 0.2 points a round, with noise of 0.5 points; the true round is 20.
-
-    Each of its early values may cross by luck, so the first crossing is early. In a mean of five
-    the noise is smaller by the root of five. Then all values move by 0.1 points, as last bits do
-    to a training.
-    """
-    noise, last_bits = (
-        np.random.default_rng(seed).normal(0, size, (200, 40))
-        for seed, size in ((0, 0.005), (1, 0.001))
-    )
-    firsts, means = [], []
-    for values in (noise, noise + last_bits):
-        shifted = values + np.array([*noiseless().values()])
-        curves = [dict(enumerate(own, 1)) for own in shifted]
-        firsts.append(np.array([next(r for r in own if own[r] >= 0.8) for own in curves]))
-        means.append(np.array([round_at(own, 0.8) for own in curves]))
-    assert abs(means[0].mean() - 20.5) < 0.2 < 20.5 - firsts[0].mean()  # rounds are whole: + 0.5
-    assert means[0].std() < 0.8 * firsts[0].std()
-    assert np.abs(np.diff(means, axis=0)).mean() < 0.7 * np.abs(np.diff(firsts, axis=0)).mean()
 
 
 def table(seeds=(0, 1), rounds=5):
@@ -141,33 +116,30 @@ def test_curves_are_means_over_seeds_against_summed_costs():
 
 
 CLIENTS = pd.DataFrame(
-    columns=["run", "seed", "round", "partition", "metric", "value"],
+    columns=["run", "seed", "round", "partition", "value"],
     data=[
-        ("b", 0, 10, 0, "accuracy", 0.5),
-        ("b", 0, 10, 1, "accuracy", 0.8),
-        ("b", 0, 8, 0, "accuracy", 0.9),  # older than what round 10 says
-        ("b", 0, 5, 2, "accuracy", 1.0),  # too old, by a round
-        ("b", 0, 10, 0, "loss", 7.0),
-        ("a", 0, 10, 0, "accuracy", 0.7),
-        ("a", 0, 9, 1, "accuracy", 0.795),
-        ("a", 0, 10, 3, "accuracy", 0.1),
-        ("a", 1, 10, 0, "accuracy", 0.3),
+        ("b", 0, 10, 0, 0.5),
+        ("b", 0, 10, 1, 0.8),
+        ("b", 0, 8, 0, 0.9),  # older than what round 10 says
+        ("b", 0, 5, 2, 1.0),  # too old, by a round
+        ("a", 0, 10, 0, 0.7),
+        ("a", 0, 9, 1, 0.795),
+        ("a", 0, 10, 3, 0.1),
+        ("a", 1, 10, 0, 0.3),
     ],
-)
+).assign(metric="accuracy")
+CLIENTS.loc[len(CLIENTS)] = ("b", 0, 10, 0, 7.0, "loss")
 
 
-def test_the_newest_accuracy_of_the_last_rounds_counts():
+def test_clients_newest_accuracies_of_the_last_rounds_count():
     newest = statistics.newest_accuracies(CLIENTS)
-    found = {(r.run, r.seed, r.partition): r.accuracy for r in newest.itertuples()}
-    assert found == {
+    assert {(r.run, r.seed, r.partition): r.accuracy for r in newest.itertuples()} == {
         ("b", 0, 0): 0.5, ("b", 0, 1): 0.8, ("a", 0, 0): 0.7, ("a", 0, 1): 0.795,
         ("a", 0, 3): 0.1, ("a", 1, 0): 0.3,
     }  # fmt: skip
-    one = statistics.client_accuracy_table(CLIENTS).loc[(0, 1)]
-    assert one.to_dict() == {"b": 0.8, "a": 0.795}
-
-
-def test_statistics_are_of_each_seeds_clients_and_then_means_over_the_seeds():
+    row = statistics.client_accuracy_table(CLIENTS).loc[(0, 1)]
+    assert row.to_dict() == {"b": 0.8, "a": 0.795}
+    # statistics are of each seed's clients, and then means over the seeds
     names = ["seeds", "clients", "mean", "worst", "std", "mean-std"]
     summary = statistics.client_summary(CLIENTS).set_index("run")[names]
     first = np.array([0.7, 0.795, 0.1])
@@ -213,8 +185,8 @@ def test_table_of_all_rounds_by_name_and_seed(whole, tmp_path):
         (name, seed, number) for name in PAIR for seed in (1, 0) for number in range(3)
     ]
     single = run(PAIR["narrow"], seed=1, out=tmp_path, progress=False)
-    own = accuracy[(accuracy.run == "narrow") & (accuracy.seed == 1)].value
-    assert own.tolist() == single.curve().tolist()
+    narrow = accuracy[(accuracy.run == "narrow") & (accuracy.seed == 1)].value
+    assert narrow.tolist() == single.curve().tolist()
 
 
 def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, whole, each_run):
@@ -235,8 +207,8 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, whole, eac
         *(("narrow 1", "interrupted"), ("narrow 0", "new")),
     ]
     assert (tmp_path / "wide" / "seed-1" / "rounds.parquet").exists()
-    own, other = (t[~t.metric.str.contains("seconds|memory")] for t in (table, whole))
-    assert own.equals(other)
+    resumed, expected = (t[~t.metric.str.contains("seconds|memory")] for t in (table, whole))
+    assert resumed.equals(expected)
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, each_run):
@@ -274,7 +246,7 @@ def test_results_are_a_table_that_shows_itself(runs):
     for shown in (table._repr_html_(), runs[0]._repr_html_()):
         assert "accuracy" in shown
         assert '<img alt="curves of accuracy" src="data:image/png;base64,' in shown
-    last = pd.DataFrame([each.summary for each in runs]).groupby("run").accuracy.mean()
+    last = pd.DataFrame([run.summary for run in runs]).groupby("run").accuracy.mean()
     assert table.summary().set_index("run")["mean"].to_dict() == pytest.approx(last.to_dict())
     gain = table.differences(against="E_%").set_index("run").difference
     assert gain["SGD, 100"] == pytest.approx(last["SGD, 100"] - last["E_%"])
@@ -295,14 +267,96 @@ def test_more_than_four_runs_have_bars_in_place_of_bands():
     assert [len(axes.containers), len(axes.collections)] == [5, 5]  # of bars, and no band
 
 
+# --------------------------------------------------------------------- over seeds
+
+
+def scores(**runs):
+    rows = [
+        (run, f"task {number}", seed, float(value))
+        for run, tasks in runs.items()
+        for number, task in enumerate(tasks if isinstance(tasks[0], list) else [tasks])
+        for seed, value in enumerate(task)
+    ]
+    return pd.DataFrame(rows, columns=["run", "task", "seed", "value"])
+
+
+def test_intervals_that_can_be_counted():
+    """The mean of a resample of 0, 0, 3 is binomial(3, 1/3): 0 in 30 %, 3 in 3.7 % of all.
+
+    Both are more than the 2.5 % at each end of a 95 % interval. In the middle 90 % there is no 3,
+    and the next is 2, in 22 %. Of two values, each end is a quarter of all resamples.
+    """
+    assert estimate([[0, 3, 0]]) == (1, 0, 3)
+    assert estimate([[0, 0, 3]], confidence=0.9) == (1, 0, 2)
+    assert estimate([[0, 1]]) == (0.5, 0, 1)
+    # resampled within each task, so the mean of both tasks does not vary: not from 0 to 10
+    assert estimate([[0, 0], [10, 10]]) == (5, 5, 5)
+
+
+def test_intervals_are_scipys_whatever_the_order_of_the_seeds():
+    values = np.random.default_rng(1).normal(size=8)
+    generator = np.random.default_rng(0)
+    theirs = bootstrap((np.sort(values),), np.mean, method="percentile", rng=generator)
+    assert estimate([values])[1:] == pytest.approx(tuple(theirs.confidence_interval))
+    assert estimate([values[::-1]]) == estimate([values])
+
+
+def test_interquartile_mean_is_that_of_all_tasks_together():
+    """As rliable's ``aggregate_iqm``: a quarter is cut at each end of all runs of all tasks."""
+    first, second = np.array([0.0, 1, 2, 3]), np.array([4.0, 5, 6, 100])
+    assert statistics.interquartile_mean(first, second) == (2 + 3 + 4 + 5) / 4
+    assert statistics.interquartile_mean(first, second) == trim_mean(
+        np.stack([first, second]), 0.25, None
+    )
+    row = statistics.summary_over_seeds(scores(a=[[0, 1, 2, 3], [4, 5, 6, 100]])).iloc[0]
+    assert (row["mean"], row.iqm, row.seeds, row.scores) == (121 / 8, 3.5, 4, 8)
+    assert row["iqm-low"] < row.iqm < row["iqm-high"]
+
+
+def test_one_seed_has_no_interval():
+    assert estimate([[0.5]]).text() == "50.0"
+    assert Estimate(0.5, 0.25, 1).text() == "50.0 [25.0, 100.0]"
+    assert (
+        statistics.summary_over_seeds(scores(a=[1])).filter(regex="low|high").isna().all(axis=None)
+    )
+
+
+def test_paired_differences_are_over_common_seeds():
+    """What differs between seeds but not between runs leaves no width."""
+    table = statistics.paired_differences(scores(a=[1, 5, 9], b=[2, 6, 10, 99], c=[1, 5, 9]))
+    row = table.set_index(["run", "against"]).T
+    assert row["b", "a"].tolist() == [3, 1, 1, 1]
+    assert row["a", "b"].tolist() == [3, -1, -1, -1]
+    assert row["c", "a"].tolist() == [3, 0, 0, 0]
+    assert len(table) == 6
+    assert statistics.paired_differences(scores(a=[1, 2], b=[0, 0]), ["a"]).difference.tolist() == [
+        -1.5
+    ]
+
+
+def test_performance_profile_counts_what_lies_above():
+    table = scores(a=[0.1, 0.5, 0.9], b=[[1, 1], [0, 0]])
+    profile = statistics.performance_profile(table, [0, 0.1, 0.5, 1])
+    assert profile[profile.run == "a"].share.tolist() == [1, 2 / 3, 1 / 3, 0]
+    b = profile[profile.run == "b"]
+    assert b[["share", "low", "high"]].to_numpy().tolist() == [[0.5] * 3] * 3 + [[0] * 3]
+
+
+def test_scores_are_of_the_last_round_that_has_the_metric():
+    rows = [("a", 0, r, v) for r, v in enumerate([0.3, 0.9, 0.6])] + [("b", 0, 0, 0.2)]
+    rounds = pd.DataFrame(rows, columns=["run", "seed", "round", "value"]).assign(metric="accuracy")
+    assert statistics.run_scores(rounds[::-1]).value.tolist() == [0.6, 0.2]
+    assert statistics.run_scores(rounds, tasks={"a": "x", "b": "y"}).task.tolist() == ["x", "y"]
+    message = "metric: expected one of accuracy; got 'f1'"
+    refused(message, statistics.run_scores, rounds, "f1", error=ValueError)
+
+
 @pytest.mark.slow
 def test_the_page_in_a_browser(chrome, runs, tmp_path):
     """One file, which asks nothing of a network: its tables sort, and its curves say values."""
     evil = "<b>&</script><script>throw 1</script>"  # a name is a text
-    named = []
-    for own in runs:
-        name = own.summary["run"].replace("E_%", evil)
-        named.append(replace(own, summary={**own.summary, "run": name}))
+    summaries = [{**run.summary, "run": run.summary["run"].replace("E_%", evil)} for run in runs]
+    named = [replace(run, summary=summary) for run, summary in zip(runs, summaries, strict=True)]
     page = write_html(named, tmp_path / "report.html")
     backgrounds = set()
     for width, scheme in ((1280, "light"), (400, "dark")):
@@ -321,7 +375,7 @@ def test_the_page_in_a_browser(chrome, runs, tmp_path):
                 return [...document.querySelectorAll(".scroll")]
                 .filter(each => each.scrollWidth > each.clientWidth).length"""
             assert chrome.execute_script(cut) == 0
-        check_hover(chrome, {each.summary["run"] for each in named})
+        check_hover(chrome, {summary["run"] for summary in summaries})
     assert len(backgrounds) == 2
     assert chrome.get_log("browser") == []
     asked = requests_of(chrome)
