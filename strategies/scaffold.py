@@ -35,7 +35,7 @@ from fedntk.ntk.robust_averages import DEFENCES, robust_mean
 from fedntk.ntk.support.arrays import ArrayDict
 
 from .core.averaging import cast_like, record_of
-from .core.centre import CentreInputs
+from .core.centre import CentreInputs, untrained_by
 from .core.channel import Rounds
 from .core.replies import Reply, check_weights
 from .core.round import Round
@@ -89,7 +89,7 @@ class SCAFFOLD(Strategy):
 
         def parse(reply: Reply) -> Both:
             weights, controls = reply.array_records(r.owner.arrayrecord_key, wire.CONTROLS)
-            checked = check_weights(weights, r.model, self.untrained)
+            checked = check_weights(weights, r.model, untrained_by(self))
             return checked, check_weights(controls, floating)
 
         def screen(both: Sequence[Both], factor: float) -> list[BadReply | None]:

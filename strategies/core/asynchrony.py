@@ -33,8 +33,7 @@ class Asynchrony(Declared):
     after the run's timeout is asked again.
 
     A method passes it as ``r.ask(clients=asynchrony.to_ask(r), late=asynchrony)``, and lets
-    :meth:`count_once` judge what comes. It is for sums of whole numbers, such as OneExchange's;
-    TCT's, which are solved once, need all clients in one round.
+    :meth:`count_once` judge what comes. It is for sums of whole numbers, such as OneExchange's.
 
     Attributes
     ----------
@@ -65,18 +64,18 @@ class Asynchrony(Declared):
 
         Only a run's first round waits for nodes. Who joins later is first asked which client it is.
         """
-        registry, grid = r.registry, r.channel.grid
+        channel, registry = r.channel, r.registry
         if not registry.partitions:
             nodes = list(r.everyone().nodes)
         else:
-            nodes = [] if grid is None else sorted(grid.get_node_ids())
-            told = r.channel.ask_partitions(_new(r.channel, nodes))
+            nodes = [] if channel.grid is None else sorted(channel.grid.get_node_ids())
+            told = channel.ask_partitions(_new(channel, nodes))
             registry.add(told)
             registry.expect([node for node, partition in told.items() if partition is None])
             registry.set_present(nodes)
         r.sampled = 0  # a reply may come in any round
         unknown = set(registry.unknown(nodes))  # go by node ids, which may be others' numbers
-        asked_since = time.time() - r.channel.timeout
+        asked_since = time.time() - channel.timeout
         busy = {m.dst_node_id for m in self._open.values() if m.created_at >= asked_since}
         done = {*self.counted, *self.left, *r.held_out}
         to_ask = [n for n in nodes if n in unknown or registry.client(n) not in done]

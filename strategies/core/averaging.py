@@ -23,8 +23,8 @@ def record_of(arrays: Arrays) -> ArrayRecord:
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of arrays that only one of two models has, or in another shape."""
-    own, given = ({n: tuple(a.shape) for n, a in arrays.items()} for arrays in (one, other))
-    return [name for name in {**own, **given} if own.get(name) != given.get(name)]
+    first, second = ({n: tuple(a.shape) for n, a in arrays.items()} for arrays in (one, other))
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
 def cast_like(arrays: Arrays, expected: Arrays) -> ArrayRecord:

@@ -21,10 +21,11 @@ from fedntk.ntk.support.arrays import require_array
 
 from .channel import Rounds
 from .replies import LARGEST_WEIGHT, NoUsableReply, Reply
-from .round import Round
 
 logger = getLogger("flwr")
 STAGE = "query.input_sums"
+Round = Any  # that of round.py, which imports this file
+Strategy = Any
 Mean = tuple[NDArray[np.float64], int]  # of a client's inputs, and of how many
 
 
@@ -41,10 +42,10 @@ class CentreInputs(Declared):
         """Return the model's arrays with the mean over the inputs of all clients that may train.
 
         `r` is a round 0 of the stage STAGE. NoUsableReply if half of the clients or fewer gave a
-        usable sum, or too
-        few for a round.
+        usable sum, or too few for a round.
         """
-        arrays, strategy = r.arrays, r.strategy
+        arrays: ArrayRecord = r.arrays
+        strategy = r.strategy
         if self.done:
             return arrays
         if CENTRE not in arrays:
@@ -69,6 +70,11 @@ class CentreInputs(Declared):
         mean = weighted_mean(means, counts)[CENTRE].astype(centre.dtype)
         self.done = True
         return ArrayRecord({**arrays, CENTRE: Array(mean)})
+
+
+def untrained_by(strategy: Strategy) -> tuple[str, ...]:
+    """Return the names of the model's arrays that clients must return as they were sent."""
+    return () if strategy.part_of(CentreInputs) is None else (CENTRE,)
 
 
 def _parse_mean(reply: Reply, centre: NDArray[Any]) -> Mean:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -33,31 +33,8 @@ REPLIES_AT_ONCE = 100  # that are taken from a grid together
 TRACEBACK = "Traceback (most recent call last)"
 
 
-class Late(Protocol):
-    """Has replies to earlier rounds' messages count: see :class:`~.asynchrony.Asynchrony`."""
-
-    def join(self, exchange: Exchange) -> None:
-        """Let open messages of earlier rounds be answered in this exchange, too."""
-
-    def receive(
-        self,
-        channel: "Channel",
-        grid: Grid,
-        messages: Iterable[Message],
-        timeout: float,
-        at_once: int,
-    ) -> Iterable[Message]:
-        """Send messages; yield replies to these and to open ones until the round goes on."""
-
-
-class Forgets(Protocol):
-    """Knows what clients were sent, such as :class:`~.registry.SentParts`."""
-
-    def forget(self, client: int) -> None:
-        """Have a client that says that it lost them sent all parts again."""
-
-    def doubt(self, client: int) -> None:
-        """Note that a client failed, and may have lost them."""
+Late = Any  # such as asynchrony.Asynchrony: has replies to earlier rounds' messages count
+Forgets = Any  # such as registry.SentParts: knows what clients keep of what they were sent
 
 
 class Fold(NamedTuple, Generic[T]):
@@ -88,20 +65,11 @@ class Ask(Generic[T]):
 
 @dataclass(frozen=True)
 class JointAsk:
-    """Several exchanges at once, with different clients; it is sent :class:`JointUploads`.
-
-    Attributes
-    ----------
-    asks : tuple of Ask
-        The exchanges.
-    wanted : int, optional
-        Replies after which the others are not waited for; None: all.
-    screen : callable, optional
-        (this ask, replies of each exchange) -> verdicts of each, before they are parsed.
-    """
+    """Several exchanges at once, with different clients; it is sent :class:`JointUploads`."""
 
     asks: tuple[Ask[Any], ...]
-    wanted: int | None = None
+    wanted: int | None = None  # replies after which the others are not waited for; None: all
+    # this ask, replies of each exchange -> verdicts of each, before they are parsed
     screen: "JointScreen | None" = None
 
 
@@ -128,46 +96,46 @@ class Posted(NamedTuple):
 
 
 class Channel:
-    """What a run's messages and replies go through.
-
-    Parameters
-    ----------
-    weighted_by_key, configrecord_key : str
-        Names of the metric that counts examples, and of the configuration's record.
-    seeds : SealedSeeds, optional
-        Clients' sealed seeds, which go with each message.
-    query_timeout : float
-        Seconds to wait for answers to questions without content.
-
-    Attributes
-    ----------
-    registry : ClientRegistry
-        Which node is which client.
-    grid : Grid or None
-        Of the current round; None between rounds.
-    timeout : float
-        Seconds to wait for replies to training and evaluation.
-    last_refusal, last_failure : str
-        Why the newest reply of training was dropped, and the newest failure of another's strategy.
-    claimants : set of int
-        Nodes whose claims to a partition, in their newest replies, are not settled yet.
-    """
+    """What a run's messages and replies go through."""
 
     def __init__(
         self,
         *,
         weighted_by_key: str = "num-examples",
         configrecord_key: str = "config",
-        seeds: SealedSeeds | None = None,
+        seeds: SealedSeeds | None = None,  # of clients, which go with each message
         query_timeout: float = 600,
     ) -> None:
         self.weighted_by_key, self.configrecord_key = weighted_by_key, configrecord_key
-        self.seeds, self.query_timeout, self.timeout = seeds, query_timeout, 3600.0
+        self.seeds, self.query_timeout = seeds, query_timeout
+        self.timeout = 3600.0  # seconds to wait for replies to training and evaluation
         self.registry = ClientRegistry()
-        self.grid: Grid | None = None
-        self.last_refusal = self.last_failure = ""
-        self.claimants: set[int] = set()
+        self.grid: Grid | None = None  # of the current round; None between rounds
+        self.conversation: Conversation[Any] | None = None  # between two hooks
+        self.last_refusal = ""  # why the newest reply of training was dropped
+        self.last_failure = ""  # the newest one of another's strategy
+        self.claimants: set[int] = set()  # nodes whose newest claims to a partition are not settled
         self._untold: set[int] = set()  # unknown nodes whose replies do not tell their partition
+
+    def begin(self, rounds: Rounds[Any], grid: Grid) -> list[Message]:
+        """Begin a round; return the messages of its first exchange."""
+        self.grid = grid
+        conversation = Conversation(rounds, self)
+        try:
+            messages = conversation.begin()
+        except BaseException:
+            self.grid = None
+            raise
+        self.conversation = conversation
+        return messages
+
+    def finish(self, replies: Iterable[Message]) -> Any:
+        """Return what the round that was begun makes of the replies; None if none was."""
+        conversation, self.conversation = self.conversation, None
+        try:
+            return None if conversation is None else conversation.finish(replies)
+        finally:
+            self.grid = None
 
     # ----------------------------------------------------------------- sending
 
@@ -213,10 +181,7 @@ class Channel:
         contents: Sequence[RecordDict] = (),
         timeout: float | None = None,
     ) -> list[Message]:
-        """Ask nodes a question, by default without content; return the replies that answer it.
-
-        They are not parsed, and may hold anything.
-        """
+        """Ask nodes a question, by default without content; return the answers, not parsed."""
         messages = _messages(stage, nodes, contents or [RecordDict()] * len(nodes))
         exchange, answers = Exchange(messages), []
         for reply in self._send(messages, self.query_timeout if timeout is None else timeout):
@@ -228,14 +193,14 @@ class Channel:
                 logger.warning("dropped an answer to %s, of node %s: %s", stage, node, error)
         return answers
 
-    def collect(
-        self, posted: Posted | None, grid: Grid, messages: Iterable[Message], timeout: float
-    ) -> Iterable[Message]:
+    def collect(self, grid: Grid, messages: Iterable[Message], timeout: float) -> Iterable[Message]:
         """Send a round's first messages, and return the replies, as they come if some may miss."""
+        posted = None if self.conversation is None else self.conversation.posted
         ask = None if posted is None else posted.ask
         if isinstance(ask, Ask) and ask.late is not None:
             at_once = REPLIES_AT_ONCE if ask.fold is None else ask.fold.at_once
-            return ask.late.receive(self, grid, messages, timeout, at_once)
+            late: Iterable[Message] = ask.late.receive(self, grid, messages, timeout, at_once)
+            return late
         if ask is None or ask.wanted is None:
             return grid.send_and_receive(messages, timeout=timeout)
         waiting = push(grid, messages)
@@ -292,9 +257,8 @@ class Channel:
         return JointUploads([self._receive(*triple) for triple in triples], rejected)
 
     def _accept(self, ask: Ask[T], exchange: Exchange, replies: Iterable[Message]) -> Uploads[T]:
-        """Parse replies, and drop those that cannot be used.
+        """Parse replies, and drop what cannot be used; of more than are wanted, use the first.
 
-        If more clients were asked than are wanted, the first replies that can be parsed are used.
         Only replies that are used claim a partition.
         """
         uploads, rejected = list[Upload[T]](), Counter[str]()
@@ -353,10 +317,7 @@ class Channel:
         logger.warning("dropped the reply of node %d: %s", node, bad)
 
     def _identify(self, replies: Iterable[Message], exchange: Exchange) -> None:
-        """Take the partitions from the first replies of nodes that were not asked beforehand.
-
-        Until the replies are accepted these are claims: see :meth:`settle`.
-        """
+        """Take the partitions from the first replies of unknown nodes, as claims to be settled."""
         first: dict[int, Message] = {}
         for reply in replies:
             node = reply.metadata.src_node_id
@@ -375,8 +336,8 @@ class Channel:
     def settle(self, uploads: Sequence[Upload[T]], dropped: Collection[int]) -> list[Upload[T]]:
         """Give up the dropped nodes' claims to a partition; return uploads with clients' new ids.
 
-        These nodes are asked for their partitions when clients are sampled next; those whose
-        replies are used but do not tell it, such as a user's own, are asked now.
+        They are asked for it when clients are sampled next; nodes whose replies are used but do not
+        tell it, such as a user's own, are asked now.
         """
         self.registry.expect(self.claimants & set(dropped))
         if silent := sorted(self._untold & {upload.node for upload in uploads}):
@@ -389,9 +350,7 @@ class Channel:
 class Conversation(Generic[T]):
     """A round's generator between Flower's two hooks.
 
-    :meth:`begin` returns the messages of its first exchange. :meth:`finish` is given the replies,
-    makes all other exchanges, and returns what the generator does. A round that asks nobody begins
-    without messages.
+    A round that asks nobody begins without messages.
     """
 
     def __init__(self, rounds: Rounds[T], channel: Channel) -> None:
@@ -404,19 +363,14 @@ class Conversation(Generic[T]):
 
     def begin(self) -> list[Message]:
         """Return the messages of the first exchange."""
-        try:
-            ask = self._advance(None)
-        except BaseException:
-            self._channel.grid = None
-            raise
-        if ask is None:
+        if (ask := self._advance(None)) is None:
             return []
         posted = self._channel.post(ask)
         self.posted = posted._replace(messages=[])  # their contents may be large
         return posted.messages
 
     def finish(self, replies: Iterable[Message]) -> T:
-        """Return what the round made of the replies."""
+        """Make all other exchanges; return what the round made of the replies."""
         posted, self.posted = self.posted, None
         if posted is None:
             return cast("T", self._result)
@@ -448,8 +402,7 @@ def together(
 ) -> Rounds[tuple[list[T], Counter[str]]]:
     """Run several rounds whose first exchanges are one; the rest follow one after another.
 
-    Returns what each returned, and the counts of replies that answer none of them. `wanted` and
-    `screen` are those of :class:`JointAsk`.
+    Returns what each returned, and the counts of replies that answer none of them.
     """
     asks, results, rejected = dict[int, Any](), dict[int, T](), Counter[str]()
     for k, one in enumerate(rounds):
@@ -497,10 +450,7 @@ def poll(
     is_over: Callable[[], bool],
     at_once: int = REPLIES_AT_ONCE,
 ) -> Iterator[Message]:
-    """Yield replies to messages as they come, for as long as a round waits.
-
-    Answered messages are taken out of those `waiting`, by id.
-    """
+    """Yield replies as they come; take the messages that they answer out of those `waiting`."""
     end = time.monotonic() + timeout
     while True:
         for part in in_parts(list(waiting), at_once):

@@ -35,19 +35,19 @@ class RunCheckpoints:
         `strategy` is a Strategy. The result's arrays are those that the next round begins with.
         """
         self._archive.remove_partial()
-        found = self._archive.newest()
-        if found is None:
+        state = self._archive.newest()
+        if state is None:
             return Result()
-        arrays = record_of(found["arrays"])
-        self._require_same(found, strategy.network_of(arrays))
+        arrays = record_of(state["arrays"])
+        self._require_same(state, strategy.network_of(arrays))
         try:
-            strategy.load_state_dict(found["strategy"])
+            strategy.load_state_dict(state["strategy"])
         except ValueError as error:
             raise ValueError(
                 f"checkpoint: {self.folder} holds another run ({error}); use the same settings, or "
                 "another folder"
             ) from error
-        self._saved, self._first_weights = strategy.server_round, found["first-weights"]
+        self._saved, self._first_weights = strategy.server_round, state["first-weights"]
         if self._saved >= num_rounds:
             logger.warning(
                 "%s: all %d rounds have been run before, and none is run now; choose another "
@@ -59,23 +59,22 @@ class RunCheckpoints:
             logger.info("%s: going on after round %d", self.folder, self._saved)
         result = Result(arrays)
         for history in HISTORIES:
-            own = found["result"][history]
-            setattr(result, history, {int(k): MetricRecord(v) for k, v in own.items()})
+            records = state["result"][history].items()
+            setattr(result, history, {int(k): MetricRecord(metrics) for k, metrics in records})
         return result
 
-    def _require_same(self, found: Mapping[str, Any], saved: ArrayRecord) -> None:
-        if odd := differing(saved, self._network):
+    def _require_same(self, state: Mapping[str, Any], network: ArrayRecord) -> None:
+        if names := differing(network, self._network):
             raise ValueError(
                 f"checkpoint: {self.folder} holds a run of another network, which differs in "
-                f"{odd[:5]}; start with that network, or choose another folder"
+                f"{names[:5]}; start with that network, or choose another folder"
             )
-        if found["train-config"] != self._train_config:
+        if (config := state["train-config"]) != self._train_config:
             raise ValueError(
-                f"checkpoint: {self.folder} holds a run with train_config = "
-                f"{found['train-config']}, got {self._train_config}; use the same, or another "
-                "folder"
+                f"checkpoint: {self.folder} holds a run with train_config = {config}, got "
+                f"{self._train_config}; use the same, or another folder"
             )
-        if found["first-weights"] != self._first_weights:
+        if state["first-weights"] != self._first_weights:
             logger.warning(
                 "%s: the run in it began with other weights than those given now, which are not "
                 "used",

@@ -16,17 +16,12 @@ class ClientRegistry:
 
     A client is known by the partition that its node reports, or by the node's id if it reports
     none. If two live nodes claim one partition, the first that reported it keeps it, and the other
-    becomes a client of its own with a negative placeholder id. What is kept from round to round is
-    kept by client, since Flower draws node ids anew whenever a node registers.
-
-    Attributes
-    ----------
-    partitions : dict of int to int
-        Node id -> the partition that the node reported, or its own id.
+    is a client with a negative placeholder id. What is kept from round to round is kept by client,
+    since Flower draws node ids anew whenever a node registers.
     """
 
     def __init__(self) -> None:
-        self.partitions: dict[int, int] = {}
+        self.partitions: dict[int, int] = {}  # node -> what it reported, or its own id
         self._owners: dict[int, int] = {}  # partition -> node that holds it
         self._silent: set[int] = set()  # nodes that reported no partition
         self._expected: set[int] = set()  # nodes that have yet to report
@@ -113,19 +108,11 @@ class SentParts:
 
 
 class ClientRounds:
-    """Which rounds count, in one run, of the arrays that clients keep on their disks.
-
-    Attributes
-    ----------
-    last : dict of int to int
-        Client -> the last round in which its reply was accepted; others are missing.
-    run_key : str
-        Names the run for the clients' folders; drawn at random when it begins.
-    """
+    """Which rounds count, in one run, of the arrays that clients keep on their disks."""
 
     def __init__(self) -> None:
-        self.last: dict[int, int] = {}
-        self.run_key = secrets.token_hex(8)
+        self.last: dict[int, int] = {}  # client -> the last round in which its reply was accepted
+        self.run_key = secrets.token_hex(8)  # names the run for the clients' folders
 
     def __contains__(self, client: int) -> bool:
         return client in self.last
@@ -167,9 +154,8 @@ class ClientRounds:
 class Exchange:
     """Messages that were sent together, and which of them have been answered.
 
-    A reply counts if it answers one of the messages, comes from the node that was asked, and is the
-    first to do so. Messages are told apart by the ids that the grid gives them when it sends them;
-    on a grid that gives none, by their nodes, and there is one message to a node.
+    Messages are told apart by the ids that the grid gives them when it sends them; on a grid that
+    gives none, by their nodes, and there is one message to a node.
     """
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
@@ -188,10 +174,7 @@ class Exchange:
         return {m.message_id: m.dst_node_id for m in self._asked if m.message_id}
 
     def node_asked(self, reply: Message) -> int | None:
-        """Return the node whose message a reply answers, whoever sent the reply; None if none.
-
-        An error of the transport carries the SuperLink's node id instead of the node's.
-        """
+        """Return the node whose message a reply answers, whoever sent the reply; None if none."""
         if self._node_by_id:
             return self._node_by_id.get(reply.metadata.reply_to_message_id)
         source = reply.metadata.src_node_id

@@ -40,10 +40,8 @@ class Reply:
 
     Attributes
     ----------
-    message, node : Message, int
-        The reply itself, and the id of the node that sent it.
-    client : int
-        Id of the client that sent it, as the registry knows it.
+    message, node, client : Message, int, int
+        The reply itself, and the ids of the node and of the client that sent it.
     num_examples : int
         Examples that its metrics count under `num_examples_key`: 1 ... `max_examples`.
     metrics : dict of str to int, float or list

@@ -13,6 +13,7 @@ from fedntk.ntk import BadReply
 from fedntk.ntk.payloads import wire
 
 from .averaging import named_arrays
+from .centre import untrained_by
 from .channel import Ask, Fold, Forgets, Late, Parse, Rounds
 from .registry import ClientRegistry
 from .replies import Reply, check_weights, is_like
@@ -40,23 +41,14 @@ class Round:
 
     Attributes
     ----------
-    number : int
-        From 1 on.
-    stage : str
-        ``"train"`` or ``"evaluate"``.
-    arrays : ArrayRecord
-        The global arrays.
+    number, stage : int, str
+        From 1 on; ``"train"`` or ``"evaluate"``.
+    arrays, model : ArrayRecord, dict of str to ndarray
+        The global arrays, and the same by name.
     config : dict
         The user's configuration of the stage.
     channel : Channel
         What messages and replies go through.
-    strategy, owner : Strategy
-        The one that runs this round, whose options count; and the outermost one, which samples
-        clients and waits for replies.
-    population : Population
-        How many clients are sampled, and which never are.
-    sampled : int
-        Clients whose replies this round wants; 0 before they are sampled.
     """
 
     def __init__(
@@ -74,8 +66,9 @@ class Round:
     ) -> None:
         self.strategy, self.number, self.stage = strategy, number, stage
         self.arrays, self.config, self.population = arrays, dict(config), population
-        self.owner = owner or strategy
-        self.channel, self.sampled = self.owner.channel, 0
+        self.owner = owner or strategy  # the outermost: samples clients, and waits for replies
+        self.channel = self.owner.channel
+        self.sampled = 0  # clients whose replies this round wants; 0 before they are sampled
         self._speaker, self._shown = speaker or strategy, shown
 
     @cached_property
@@ -103,8 +96,8 @@ class Round:
     def sample(self, *, fraction: float | None = None, sent_alike: bool = True) -> Sample:
         """Draw the round's clients, by default the strategy's fraction of them.
 
-        A round within another one's has the clients that it is shown. `sent_alike` says that all
-        clients are sent the same in the first round, so that they need not say before who they are.
+        `sent_alike` says that all clients are sent the same in the first round, so that they need
+        not say before who they are.
         """
         sample = self._shown
         if sample is None:
@@ -128,9 +121,9 @@ class Round:
         speaker: Strategy = None,
         config: Mapping[str, Any] | None = None,
     ) -> "Round":
-        """Return this round for another strategy, with a sample of its clients, or node ids.
+        """Return this round for another strategy, with some of its clients.
 
-        Clients are to agree with the `speaker`, by default that strategy.
+        They are to agree with the `speaker`, by default that strategy.
         """
         if not isinstance(clients, Sample):
             clients = Sample(tuple(clients), None, 0)
@@ -177,25 +170,15 @@ class Round:
         arrays : ArrayRecord, optional
             What is sent to all; by default the global arrays.
         config : dict, or callable client -> dict, optional
-            Added to the configuration: the user's, if it is of the round's stage, the round's
-            number, what clients must agree with, and the options that travel to clients.
-        records : callable, optional
-            Client -> further records by name.
-        contents : callable, optional
-            (client, configuration) -> all that the client is sent, in place of the above.
+            Added to the user's configuration, the round's number, and what clients must agree with.
+        records, contents : callable, optional
+            Client -> further records by name; or (client, configuration) -> all that it is sent.
         sent : SentParts, optional
-            What clients keep of earlier messages. After an error a client's is in doubt.
-        resends : bool
-            Whether a client that replies that it lost this is asked once more: `config`, `records`
-            and `contents` are then called again.
+            What clients keep of earlier messages. After an error a client's is in doubt; one that
+            replies that it lost this is asked once more if the exchange `resends`.
         late, fold, require_kind : optional
             See :class:`~.channel.Ask`; by default weights are refused unless they are what the
             strategy's clients reply with.
-
-        Returns
-        -------
-        Uploads of T
-            The replies that can be used, sorted by client.
         """
         stage, sample = stage or self.stage, self._sample_of(clients)
         ask: Ask[Any] = Ask(
@@ -298,7 +281,7 @@ class Round:
 
     def weights(self, reply: Reply) -> dict[str, NDArray[Any]]:
         """Return a reply's one set of weights, checked against the global arrays."""
-        return check_weights(reply.arrays(), self.model, self.strategy.untrained)
+        return check_weights(reply.arrays(), self.model, untrained_by(self.strategy))
 
     def _require_kind(self, stage: str) -> Callable[[Message], None]:
         """Return what refuses weights where something else is taken, and says what to do."""

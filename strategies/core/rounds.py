@@ -42,8 +42,7 @@ def run_rounds(
 ) -> Result:
     """Run the rounds that remain, in the order of Flower's own ``Strategy.start``.
 
-    The other parameters are those of the strategy's ``start``. The newest
-    checkpoint, if there is one, takes the place of `arrays`.
+    The newest checkpoint, if there is one, takes the place of `arrays`.
     """
     result = Result() if checkpoints is None else checkpoints.restore(strategy, num_rounds)
     done = strategy.rounds_loaded or 0
@@ -64,9 +63,8 @@ def run_rounds(
         return arrays if average is None or not average.count else average.mean
 
     def replies_to(messages: Iterable[Message], stage: str) -> Iterable[Message]:
-        conversation, timeout = strategy.conversation, timeout_of(strategy, stage)
-        posted = None if conversation is None else conversation.posted
-        replies: Iterable[Message] = strategy.channel.collect(posted, grid, messages, timeout)
+        timeout = timeout_of(strategy, stage)
+        replies: Iterable[Message] = strategy.channel.collect(grid, messages, timeout)
         return replies
 
     def is_last(number: int) -> bool:
@@ -147,10 +145,7 @@ def _evaluate(
 def open_run(
     strategy: Strategy, initial_arrays: ArrayRecord, num_rounds: int, done: int
 ) -> ArrayRecord:
-    """Return the arrays that a run begins with.
-
-    If no round is `done`, what is left of an earlier run of the strategy is forgotten.
-    """
+    """Return the arrays that a run begins with; if no round is `done`, forget earlier runs."""
     strategy.require_memory()
     strategy.last_round = num_rounds
     strategy.reset_state(saved_too=strategy.rounds_loaded is None)
@@ -164,10 +159,8 @@ def _centre(strategy: Strategy, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
     centre: CentreInputs | None = strategy.part_of(CentreInputs)
     if centre is None or not strategy.fraction_train:
         return arrays
-    fewest = strategy.fewest_replies
-    population = Population(
-        1.0, fewest, 0, strategy.min_available_nodes, strategy.sampling.held_out
-    )
+    fewest, available = strategy.fewest_replies, strategy.min_available_nodes
+    population = Population(1.0, fewest, 0, available, strategy.sampling.held_out)
     strategy.channel.grid = grid
     r = Round(strategy, 0, STAGE, arrays, {}, population)
     return Conversation(centre.centred(r), strategy.channel).run()

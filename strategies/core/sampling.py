@@ -7,7 +7,7 @@ and clients are drawn by it, from a generator of (seed, round, stage).
 import time
 from collections.abc import Collection, Mapping, Sequence
 from logging import getLogger
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import MessageType
@@ -15,11 +15,8 @@ from flwr.serverapp import Grid
 
 from fedntk.ntk.options import Declared, option
 
-from .channel import Channel
-
 logger = getLogger("flwr")
-
-
+Round = Any  # that of round.py, which imports this file
 SETTLED = 10.0  # seconds in which Flower's simulation registers a node more, if one is to come
 SILENCE = 5.0  # seconds of waiting before the log says so
 
@@ -72,32 +69,20 @@ class Population(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Clients of a round: node ids in the order of the clients.
+    """Clients of a round."""
 
-    `wanted` is the number of replies after which a round goes on, None if it waits for all;
-    `num_clients` the number of clients that are sampled, without those over this number.
-    """
-
-    nodes: tuple[int, ...]
-    wanted: int | None
-    num_clients: int
+    nodes: tuple[int, ...]  # their ids, in the order of the clients
+    wanted: int | None  # number of replies after which a round goes on; None: it waits for all
+    num_clients: int  # that are sampled, without those over this number
 
 
 class Candidates(NamedTuple):
-    """(client, node) of all that may be sampled, in order; how many are; replies waited for."""
+    """All clients that may be sampled, and how many are."""
 
-    pairs: list[tuple[int, int]]
+    pairs: list[tuple[int, int]]  # (client, node), in order
     size: int
-    wanted: int | None
+    wanted: int | None  # as of a Sample
     num_clients: int
-
-
-class Sampled(Protocol):
-    """What is asked of a round: its number, its stage, and the channel to the clients."""
-
-    number: int
-    stage: str
-    channel: Channel
 
 
 class Sampling(Declared):
@@ -115,19 +100,19 @@ class Sampling(Declared):
         "partitions never sampled for evaluation", default=(), compared=False
     )
 
-    def draw(self, r: Sampled, population: Population, *, sent_alike: bool = True) -> Sample:
+    def draw(self, r: Round, population: Population, *, sent_alike: bool = True) -> Sample:
         """Draw the clients of a round.
 
         The seed, the round and its stage seed the draw of ``max(int(fraction * available),
         minimum)`` clients, times `over_selection` for training, or of all if they are fewer.
         """
-        found = self.candidates(r, population, sent_alike=sent_alike)
+        pairs, size, wanted, num_clients = self.candidates(r, population, sent_alike=sent_alike)
         generator = np.random.default_rng([self.seed, r.number, *r.stage.encode()])
-        chosen = np.sort(generator.choice(len(found.pairs), size=found.size, replace=False))
-        return Sample(tuple(found.pairs[i][1] for i in chosen), found.wanted, found.num_clients)
+        chosen = np.sort(generator.choice(len(pairs), size=size, replace=False))
+        return Sample(tuple(pairs[i][1] for i in chosen), wanted, num_clients)
 
     def candidates(
-        self, r: Sampled, population: Population, *, sent_alike: bool = True
+        self, r: Round, population: Population, *, sent_alike: bool = True
     ) -> Candidates:
         """Return all clients that may be sampled, when enough of them are there.
 
@@ -136,11 +121,8 @@ class Sampling(Declared):
         channel, registry, stage = r.channel, r.channel.registry, r.stage
         if channel.grid is None:
             raise RuntimeError("call configure_train first, which sets the grid")
-        waits_for = {
-            "min_available_nodes": population.available,
-            f"clients to {stage}": population.minimum,
-        }
-        nodes = await_nodes(channel.grid, waits_for)
+        minimum = {f"clients to {stage}": population.minimum}
+        nodes = await_nodes(channel.grid, {"min_available_nodes": population.available, **minimum})
         wanted = max(int(population.fraction * len(nodes)), population.minimum, population.needed)
         if new := registry.unknown(nodes):  # ask each once, or have it told with the reply
             everyone = wanted >= len(nodes) and not population.excluded
@@ -150,15 +132,11 @@ class Sampling(Declared):
             else:
                 registry.add(channel.ask_partitions(new))
         registry.set_present(nodes)
-        pairs = sorted(
-            (registry.client(node), node)
-            for node in nodes
-            if registry.partitions[node] not in population.excluded
-        )
+        partitions, excluded = registry.partitions, population.excluded
+        present = [node for node in nodes if partitions[node] not in excluded]
+        pairs = sorted((registry.client(node), node) for node in present)
         count = size = min(wanted, len(pairs))
-        replies = None
         if stage == MessageType.TRAIN:
             size = min(round(self.over_selection * count), len(pairs))
-            replies = count if size > count else None
         logger.info("%s: sampled %d of %d nodes", stage, size, len(nodes))
-        return Candidates(pairs, size, replies, count)
+        return Candidates(pairs, size, count if size > count else None, count)

@@ -1,5 +1,6 @@
 """How declared state is written into a checkpoint, and read back."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
@@ -8,8 +9,46 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord
 
+from fedntk.ntk.options import Declared, saved_state
+
 from .array_archive import under
 from .averaging import named_arrays, record_of
+
+
+def pack_state(declared: Declared) -> dict[str, Any]:
+    """Return the declared state of an object and its parts: arrays, and what JSON holds."""
+    packed: dict[str, Any] = {}
+    for name, (holder, field, _) in saved_state(declared).items():
+        packed |= pack(name, getattr(holder, field))
+    return packed
+
+
+def unpack_state(declared: Declared, state: Mapping[str, Any]) -> None:
+    """Give an object the state that :func:`pack_state` returned."""
+    for name, (holder, field, kind) in saved_state(declared).items():
+        setattr(holder, field, unpack(name, kind, getattr(holder, field), state))
+
+
+def require_same(expected: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse a state with other settings, and name the first that differs."""
+    one, other = (_flat(json.loads(json.dumps(settings))) for settings in (expected, saved))
+    for name in {**one, **other}:
+        if one.get(name) != other.get(name):
+            raise ValueError(
+                f"state: expected {name} = {one.get(name)}, got {other.get(name)}; it is of a "
+                "strategy with other settings"
+            )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with those of parts under dotted names."""
+    flat = dict[str, Any]()
+    for name, value in settings.items():
+        flat[name] = value
+        if isinstance(value, dict):
+            flat[name] = "there"
+            flat |= {f"{name}.{below}": member for below, member in _flat(value).items()}
+    return flat
 
 
 def pack(name: str, value: Any) -> dict[str, Any]:

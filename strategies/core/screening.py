@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord
 
@@ -56,8 +56,6 @@ class Screening(Declared):
         default=None,
     )
 
-    NONE: ClassVar[str] = "none"
-
     def check(self) -> None:
         """Refuse the rule that needs the server's loss without it."""
         if self.rule == "validation" and self.validation_loss is None:
@@ -66,7 +64,7 @@ class Screening(Declared):
     @property
     def is_robust(self) -> bool:
         """Whether false models are expected."""
-        return self.rule != self.NONE
+        return self.rule != "none"
 
     @property
     def fewest(self) -> int:

@@ -11,13 +11,11 @@ A method derives from :class:`Strategy`, declares its options and its state as f
                 return Update(uploads)
             return Update(uploads, cast_like(self.screening.mean(uploads, r.model), r.model))
 
-What is orthogonal to methods is an object that a strategy has: how clients are sampled, how replies
-are screened, masks, noise, averaging over rounds.
+How clients are sampled, how replies are screened, masks, averaging over rounds are parts.
 """
 
 import contextlib
 import inspect
-import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +31,6 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 
 from fedntk.ntk import NetworkPredictor, Predictor
-from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import Declared, argument, option, part, parts_of, saved_state, state
 from fedntk.ntk.payloads import wire
@@ -43,13 +40,13 @@ from fedntk.ntk.support.files import claimed
 from .asynchrony import Asynchrony
 from .averaging import Learned, named_arrays
 from .centre import CentreInputs
-from .channel import Channel, Conversation, Rounds
+from .channel import Channel, Rounds
 from .checkpoint import RunCheckpoints
 from .replies import accuracy_of, mean_metrics, of_most, screen_accuracies
 from .round import Round
 from .rounds import EvaluateFn, ShouldStop, require_nodes, run_rounds
 from .sampling import Population, Sampling
-from .saved_state import pack, unpack
+from .saved_state import pack_state, require_same, unpack_state
 from .screening import Screening
 from .secure import SecureAggregation
 from .trust_protocols import SealedSeeds, SealsSeeds
@@ -70,9 +67,9 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     server_round : int
         The current round, or the last one; 0 before the first.
     train_metrics, evaluate_metrics : dict of int to MetricRecord
-        What each round's aggregation returned: weighted means of the clients' metrics, none if no
-        reply was accepted, and the counts ``num-examples``, ``replies-accepted``,
-        ``replies-rejected`` and ``rejected-<reason>``. Rounds that ask nobody have none.
+        What each round's aggregation returned: weighted means of the clients' metrics, and the
+        counts ``num-examples``, ``replies-accepted``, ``replies-rejected`` and
+        ``rejected-<reason>``. Rounds that ask nobody have none.
     client_evaluations : dict of int to dict
         Client -> metrics of its evaluation, for those that the newest round accepted.
     """
@@ -187,7 +184,6 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
         self.global_arrays, self.server_round = ArrayRecord(), 0
         self.rounds_loaded: int | None = None  # of a state, until a run goes on from it
         self.last_round = 0  # of the run
-        self.conversation: Conversation[Any] | None = None  # between two hooks
         self.prepare()
 
     def check(self) -> None:
@@ -288,11 +284,6 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     # ----------------------------------------------------------------------- what it has
 
     @property
-    def untrained(self) -> tuple[str, ...]:
-        """Names of the model's arrays that clients must return as they were sent."""
-        return () if self.part_of(CentreInputs) is None else (CENTRE,)
-
-    @property
     def fewest_replies(self) -> int:
         """Number of valid replies without which no round changes the model."""
         return max(int(self.min_completed), self.screening.fewest)
@@ -359,9 +350,7 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
         for key, declared in parts_of(type(self)).items():
             refused = declared.optional and key not in self.nested_parts
             if refused and getattr(self, key) is not None:
-                raise ValueError(
-                    f"{key}: expected None within a {owner}; leave it out, or set it on that"
-                )
+                raise ValueError(f"{key}: expected None within a {owner}; set it on that")
 
     # ------------------------------------------------------------------------ the hooks
 
@@ -371,20 +360,20 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     ) -> Iterable[Message]:
         """Begin a round of training: return its first messages."""
         self.global_arrays, self.server_round = arrays, server_round
-        self.conversation = None
+        self.channel.conversation = None
         if self.fraction_train == 0.0:
             return []
         r = round_of(self, server_round, MessageType.TRAIN, arrays, config)
-        return _begin(self, self.train_round, r, grid)
+        return self.channel.begin(self.train_round(r), grid)
 
     @final
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Finish a round of training: return the new arrays, if any, and its metrics."""
-        if self.conversation is None:
+        if self.channel.conversation is None:
             return None, None
-        update = _finish(self, replies)
+        update = self.channel.finish(replies)
         if not isinstance(update, Update):
             raise TypeError(
                 f"{type(self).__name__}.train_round: expected an Update, got "
@@ -400,11 +389,11 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Begin a round of evaluation: return its first messages."""
-        self.conversation = None
+        self.channel.conversation = None
         if self.fraction_evaluate == 0.0 or not self.evaluates_in(server_round):
             return []
         r = round_of(self, server_round, MessageType.EVALUATE, arrays, config)
-        return _begin(self, self.evaluate_round, r, grid)
+        return self.channel.begin(self.evaluate_round(r), grid)
 
     @final
     def aggregate_evaluate(
@@ -412,9 +401,9 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     ) -> MetricRecord | None:
         """Finish a round of evaluation: average the metrics of the accepted replies."""
         self.client_evaluations = {}
-        if self.conversation is None:
+        if self.channel.conversation is None:
             return None
-        uploads: Uploads[Any] = _finish(self, replies)
+        uploads: Uploads[Any] = self.channel.finish(replies)
         key = self.weighted_by_key
         self.client_evaluations = {
             upload.client: {**upload.metrics, key: upload.num_examples} for upload in uploads
@@ -507,9 +496,8 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
 
         A checkpoint goes with one set of them.
         """
-        return {
-            "strategy": type(self).__name__, **self.compared_options(), **self.further_settings()
-        }  # fmt: skip
+        options, further = self.compared_options(), self.further_settings()
+        return {"strategy": type(self).__name__, **options, **further}
 
     def further_settings(self) -> dict[str, Any]:
         """Return settings of a method that are no options."""
@@ -522,25 +510,22 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
         bit for bit as this one would. A name with a dot is one of a varying number, such as
         ``controls.<client>``. Later rounds do not change what was returned.
         """
-        saved: dict[str, Any] = {"settings": self.settings(), "server-round": self.server_round}
-        for name, (holder, field, _) in saved_state(self).items():
-            saved |= pack(name, getattr(holder, field))
-        return saved
+        settings = {"settings": self.settings(), "server-round": self.server_round}
+        return {**settings, **pack_state(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned; :meth:`start` then goes on from it.
 
         ValueError if it is of another class of strategy, or of other settings.
         """
-        if "settings" not in state:
-            raise ValueError(f"state: expected {sorted(self.state_dict())}, got {sorted(state)}")
-        require_same(self.settings(), state["settings"])
-        states, current = saved_state(self), self.state_dict()
-        if not {name for name in current if "." not in name or name in states} <= state.keys():
+        current = self.state_dict()
+        fixed = {name for name in current if "." not in name or name in saved_state(self)}
+        if "settings" in state:
+            require_same(current["settings"], state["settings"])
+        if not fixed <= state.keys():
             raise ValueError(f"state: expected {sorted(current)}, got {sorted(state)}")
         self.reset_state()
-        for name, (holder, field, kind) in states.items():
-            setattr(holder, field, unpack(name, kind, getattr(holder, field), state))
+        unpack_state(self, state)
         self.server_round = self.rounds_loaded = int(state["server-round"])
 
 
@@ -581,24 +566,6 @@ def permitted_by(strategy: Strategy) -> Callable[[Mapping[str, Any]], Mapping[st
     return dict if mechanism is None else mechanism.filtered
 
 
-def _begin(
-    strategy: Strategy, rounds: Callable[[Round], Rounds[Any]], r: Round, grid: Grid
-) -> list[Message]:
-    strategy.channel.grid = grid
-    conversation = Conversation(rounds(r), strategy.channel)
-    messages = conversation.begin()
-    strategy.conversation = conversation
-    return messages
-
-
-def _finish(strategy: Strategy, replies: Iterable[Message]) -> Any:
-    conversation, strategy.conversation = strategy.conversation, None
-    try:
-        return None if conversation is None else conversation.finish(replies)
-    finally:
-        strategy.channel.grid = None
-
-
 def architecture_of(strategy: Strategy, network: nn.Module | None) -> nn.Module:
     """Return a network, or else the strategy's; TypeError if there is neither."""
     chosen = strategy.network if network is None else network
@@ -608,28 +575,6 @@ def architecture_of(strategy: Strategy, network: nn.Module | None) -> nn.Module:
             f"{type(strategy).__name__}"
         )
     return chosen
-
-
-def require_same(expected: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a state with other settings, and name the first that differs."""
-    one, other = (_flat(json.loads(json.dumps(settings))) for settings in (expected, saved))
-    for name in {**one, **other}:
-        if one.get(name) != other.get(name):
-            raise ValueError(
-                f"state: expected {name} = {one.get(name)}, got {other.get(name)}; it is of a "
-                "strategy with other settings"
-            )
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with those of parts under dotted names."""
-    flat = dict[str, Any]()
-    for name, value in settings.items():
-        flat[name] = value
-        if isinstance(value, dict):
-            flat[name] = "there"
-            flat |= {f"{name}.{below}": member for below, member in _flat(value).items()}
-    return flat
 
 
 def _aggregation_of(function: Any) -> Callable[[list[RecordDict], str], MetricRecord]:

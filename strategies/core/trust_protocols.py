@@ -85,9 +85,9 @@ def public_key_in(reply: Message, key_server: VouchesForKeys | None, run: str) -
     """
     if reply.has_error():
         raise ValueError(reply.error.reason)
-    found = [own[wire.PUBLIC_KEY] for own in reply.content.config_records.values()
-             if wire.PUBLIC_KEY in own]  # fmt: skip
-    if len(found) != 1 or not isinstance(found[0], bytes) or len(found[0]) > LONGEST:
+    records = reply.content.config_records.values()
+    keys = [record[wire.PUBLIC_KEY] for record in records if wire.PUBLIC_KEY in record]
+    if len(keys) != 1 or not isinstance(keys[0], bytes) or len(keys[0]) > LONGEST:
         raise ValueError("expected its public key, as bytes")
-    key = check_public_key(found[0])
+    key = check_public_key(keys[0])
     return key.hex(), "" if key_server is None else key_server.voucher(key, run).hex()

@@ -46,8 +46,6 @@ class Uploads(Sequence[Upload[T]]):
         Clients that lost state which the server cannot send again.
     sampled : int
         Number of clients whose replies the round wants; 0 if it does not say.
-    channel : Channel
-        What the replies came through.
     """
 
     def __init__(

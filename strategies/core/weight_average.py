@@ -20,8 +20,7 @@ class WeightAverage(Declared):
 
     It is evaluated and returned in their place, while clients train from the newest weights. After
     n changes to the weights w_1 ... w_n it is the sum of decay^(n-k) w_k over the sum of these
-    factors, so that the first weights, which nobody learned, have no part in it. Whole numbers, as
-    of BatchNorm's batches, are the newest.
+    factors. Whole numbers, as of BatchNorm's batches, are the newest.
 
     Attributes
     ----------

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedntk.ntk.convex.local_steps import mean_gradient
-from fedntk.ntk.options import Declared, saved_state, state
+from fedntk.ntk.options import Declared, state
 
-from ..core.saved_state import pack, unpack
+from ..core.saved_state import pack_state, unpack_state
 
 
 class ControlVariate(Declared):
@@ -81,12 +81,8 @@ class ControlVariate(Declared):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later rounds depend on."""
-        saved: dict[str, Any] = {}
-        for name in saved_state(self):
-            saved |= pack(name, getattr(self, name))
-        return saved
+        return pack_state(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned."""
-        for name, (_, _, kind) in saved_state(self).items():
-            setattr(self, name, unpack(name, kind, getattr(self, name), state))
+        unpack_state(self, state)
