@@ -102,25 +102,25 @@ SECONDS = 10  # of the processor, in a run that takes a tenth of one
 MOST_BYTES = 2 * 2**30  # of address space that a run may add
 ASYNCHRONOUS = "asynchronous OneExchange"
 SUMS = {"sums": FeatureSums(validation=examples(7))}
-SECURE = SUMS | {"secure": SecureAggregation()}
+SECURE = {"secure": SecureAggregation()}
 LATE = SUMS | {"asynchrony": Asynchrony(), "round_deadline": 1e-9}
 SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
 NOISY = {
     "sums": FeatureSums(auto_ridge=False, validation_share=0.0), "noise": NoisySums(4.0, delta=1e-3)
 }  # fmt: skip
 FEW = {"noise": NoisySums(4.0, delta=1e-3, client_examples=4)}
-KEPT = tempfile.TemporaryDirectory(prefix="fedntk-kept-")  # sums on the server's disk
-HARM = SUMS | {"storage": KeptSums(KEPT.name), "ledger": Ledger(0.05)}
+FOLDER = tempfile.TemporaryDirectory(prefix="fedntk-kept-")  # sums on the server's disk
+KEPT = {"storage": KeptSums(FOLDER.name)}
 KEYS, SHUFFLING_KEY, SEALING = test_cp_ntk_fl.Parties(), new_key(), test_cp_ntk_fl.sealing
 NTK = {"learning_rate": 0.1, "steps": [5, 20, 50], "run": test_cp_ntk_fl.RUN}
 
 
 def validation_loss(arrays: ArrayRecord) -> float:
     """Loss of the network on the server's examples, or the norm of TCT's linear model."""
-    own, (x, y) = arrays_of(arrays), examples(7)
-    if TCTModel.ARRAYS[0] in own:
-        return float(np.linalg.norm(own[TCTModel.ARRAYS[0]]))
-    return float(nn.functional.cross_entropy(loaded(own)(x), y).detach())
+    weights, (x, y) = arrays_of(arrays), examples(7)
+    if TCTModel.ARRAYS[0] in weights:
+        return float(np.linalg.norm(weights[TCTModel.ARRAYS[0]]))
+    return float(nn.functional.cross_entropy(loaded(weights)(x), y).detach())
 
 
 JUDGED = {"screening": Screening("validation", validation_loss=validation_loss)}
@@ -133,7 +133,6 @@ DEFENCES = {
 
 
 def centred(network: nn.Module, *data: Any, **options: Any) -> SGDClient:
-    """Make a client that takes off the mean over all clients' inputs."""
     return SGDClient(CentredInputs(network, (4,)), *data, **options)
 
 
@@ -153,36 +152,30 @@ class CountingExchange(OneExchange):
         return super().solve(total, *args)
 
 
+def one_exchange(**options: Any) -> Contract:
+    strategy = partial(CountingExchange, network=network(), **options)
+    return Contract(strategy, app(ClosedFormClient))
+
+
+def defended(name: str) -> Contract:
+    case = CONTRACTS[name]
+    return case._replace(strategy=partial(case.strategy, **DEFENCES[name]))
+
+
 # what CONTRACTS lack: secure sums, with and without noise, sums in any order, those that are judged
 # by what the model is without them, sealed parcels, trusted third parties, centred inputs
 FEDERATIONS = CONTRACTS | {
-    "secure OneExchange": Contract(
-        partial(CountingExchange, network=network(), **SECURE), app(ClosedFormClient)
-    ),
+    "secure OneExchange": one_exchange(**SUMS | SECURE),
     "secure TCT": Contract(
-        partial(TCT, network=network(), num_features=12, **SECURE),
+        partial(TCT, network=network(), num_features=12, **SUMS | SECURE),
         app(TCTClient, sgd=BootstrapSGD(learning_rate=0.1, batch_size=4)),
     ),
-    ASYNCHRONOUS: Contract(
-        partial(CountingExchange, network=network(), **LATE), app(ClosedFormClient)
-    ),
-    f"{ASYNCHRONOUS} that keeps sums": Contract(
-        partial(CountingExchange, network=network(), storage=KeptSums(KEPT.name), **LATE),
-        app(ClosedFormClient),
-    ),
-    "OneExchange with noise": Contract(
-        partial(CountingExchange, network=network(), **NOISY), app(ClosedFormClient)
-    ),
-    "OneExchange with noise for a client's examples": Contract(
-        partial(CountingExchange, network=network(), **NOISY | FEW), app(ClosedFormClient)
-    ),
-    "secure OneExchange with noise": Contract(
-        partial(CountingExchange, network=network(), secure=SecureAggregation(), **NOISY),
-        app(ClosedFormClient),
-    ),
-    "OneExchange that judges sums": Contract(
-        partial(CountingExchange, network=network(), **HARM), app(ClosedFormClient)
-    ),
+    ASYNCHRONOUS: one_exchange(**LATE),
+    f"{ASYNCHRONOUS} that keeps sums": one_exchange(**LATE | KEPT),
+    "OneExchange with noise": one_exchange(**NOISY),
+    "OneExchange with noise for a client's examples": one_exchange(**NOISY | FEW),
+    "secure OneExchange with noise": one_exchange(**NOISY | SECURE),
+    "OneExchange that judges sums": one_exchange(**SUMS | KEPT, ledger=Ledger(0.05)),
     "CPNTKFL with a key server": Contract(
         partial(CPNTKFL, key_server=KEYS.server, **NTK), KEYS.app
     ),
@@ -190,12 +183,7 @@ FEDERATIONS = CONTRACTS | {
     "centred SeededFedAvg": Contract(
         partial(SeededFedAvg, centre=CentreInputs()), app(centred, **SGD)
     ),
-    **{
-        f"{name} with a defence": CONTRACTS[name]._replace(
-            strategy=partial(CONTRACTS[name].strategy, **options)
-        )
-        for name, options in DEFENCES.items()
-    },
+    **{f"{name} with a defence": defended(name) for name in DEFENCES},
     "FedEnsemble with a defence": Contract(
         partial(FedEnsemble, inner=partial(SeededFedAvg, **JUDGED), num_models=2),
         CONTRACTS["FedEnsemble"].clients,
@@ -212,7 +200,7 @@ ACCIDENTS = ("TypeError", "KeyError", "AttributeError", "IndexError", "RuntimeEr
 COMPARED = {*get_args(Defence), "scale"}  # why a defence drops what it compares
 ASIDE = {"query.partition"}  # asked while other replies are being read
 RANDOM = {name for name in FEDERATIONS if re.match("secure|sealed|shuffled|.*key server", name)}
-CACHES = test_tct.CACHE.name, test_fed_ensemble.CACHE.name, KEPT.name  # of files that are kept
+CACHES = test_tct.CACHE.name, test_fed_ensemble.CACHE.name, FOLDER.name  # of files that are kept
 
 _answers: dict[tuple[Any, ...], Message] = {}  # what a client was sent in a run -> last answer
 

@@ -1,4 +1,4 @@
-"""Bad arguments are refused by name: beyond an option's limits, and what does not go together."""
+"""What is refused by name: options beyond limits, and options and clients that do not fit."""
 
 import functools
 import inspect
@@ -9,10 +9,20 @@ import networkx as nx
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAdam, FedAvg
 from torch import nn
 
 import fedntk.clients
+from fedntk.clients import (
+    CPNTKFLClient,
+    LocalSGD,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SGDClient,
+    TCTClient,
+)
 from fedntk.ntk.convex.private_sums import SumNoise
 from fedntk.ntk.options import Declared, parts_of
 from fedntk.strategies import (
@@ -30,6 +40,9 @@ from fedntk.strategies import (
     FedPer,
     FromFlower,
     KeptSums,
+    Ledger,
+    NoUsableReply,
+    OneExchange,
     Screening,
     SecureAggregation,
     SeededFedAvg,
@@ -39,6 +52,7 @@ from fedntk.strategies import (
 )
 from fedntk.trust import KeyServer, ShufflingServer
 
+from .federation import Grid, app, bits, network, start
 from .test_contract import CONTRACTS
 
 SERVER = ShufflingServer([])
@@ -60,12 +74,15 @@ CLIPPING = functools.partial(DifferentialPrivacyServerSideFixedClipping, FedAvg(
 BOTH = {"validation_partitions": (1,), "screening": Screening(validation_loss=lambda arrays: 0.0)}
 SHUFFLED = {"shuffling_server": SERVER, "run": "a run"}
 CENTRED = {"centre": CentreInputs()}
+LATE = {"asynchrony": True, "round_deadline": 60}
+MEDIAN = {"screening": Screening("median")}
 NET = nn.Linear(4, 3)
 EVOLUTION = {"learning_rate": 0.1, "steps": [5, 20, 50]}
 ntk_fl = functools.partial(NTKFL, **EVOLUTION)
 cp_ntk_fl = functools.partial(CPNTKFL, **EVOLUTION)
 weighted = functools.partial(WeightedFedAvg, network=NET)
 fed_per = functools.partial(FedPer, network=NET)
+one_exchange = functools.partial(OneExchange, network=NET)
 tct = functools.partial(TCT, network=NET)
 own_graph = functools.partial(Topology, "own")
 DISTILLED = {"network": NET, "examples": torch.ones(5, 4)}
@@ -85,6 +102,22 @@ def held(count, label=0):
 
 
 REFUSED = [
+    (ntk_fl, MEDIAN, "screening.rule: expected none or leave-one-out for NTKFL, got median"),
+    (weighted, MEDIAN, "screening.rule: expected none or norm-bound for WeightedFedAvg"),
+    (FedEnsemble, {"inner": SeededFedAvg} | MEDIAN, "that of inner, which follows it, none"),
+    (Screening, {"rule": "validation"}, "validation_loss: expected one"),
+    (cp_ntk_fl, SHUFFLED | {"screening": Screening("leave-one-out")}, "do not say whose they are"),
+    (SeededFedAvg, SECURE | CENTRED, "centre: expected None with secure aggregation"),
+    (SeededFedAvg, SECURE | MEDIAN, "no client's weights under secure aggregation"),
+    (one_exchange, {"ledger": Ledger(0.05)}, "ledger: expected storage"),
+    (one_exchange, {"ledger": Ledger(0.05)} | KEPT, "ledger.alpha = 0.05: pass sums.validation"),
+    (one_exchange, LATE | SECURE, "cancel only if all answer in one round"),
+    (one_exchange, LATE | sums(), "sums in any order need sums.bits = 2 ... 8, got 32"),
+    (
+        functools.partial(FromFlower, SCAFFOLD()),
+        {},
+        "strategy: expected another one's, got SCAFFOLD",
+    ),
     (ntk_fl, {"steps": (2, 1)}, "steps: expected increasing times"),
     (ntk_fl, {"class_prior": True, "loss": "mse"}, "expected the loss cross-entropy"),
     (ntk_fl, {"class_target": "seen"}, "'seen' goes with class_prior=True, got False"),
@@ -191,3 +224,92 @@ def test_arguments_are_refused_by_name(make, options, message):
 def test_a_part_that_a_method_cannot_have_is_no_argument_of_it(make, options):
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(options))}'"):
         make(**options)
+
+
+# ------------------------------------- strategies and clients that do not go together
+
+OFF = {"fraction_evaluate": 0.0}
+BOOTSTRAP = {"network": network(), "bootstrap": SeededFedAvg(**OFF), "bootstrap_rounds": 1}
+STRATEGY_FOR = {
+    SGDClient: lambda: SeededFedAvg(**OFF),
+    SCAFFOLDClient: lambda: SCAFFOLD(**OFF),
+    NTKFLClient: lambda: NTKFL(learning_rate=0.1, **OFF),
+    CPNTKFLClient: lambda: CPNTKFL(learning_rate=0.1, **OFF),
+    TCTClient: lambda: TCT(normalise=False, num_features=5, **BOOTSTRAP, **OFF),
+}
+
+
+def run(strategy, clients, rounds=1, **config):
+    options = {"train_config": ConfigRecord(config)} if config else {}
+    return start(strategy, Grid(clients, num_clients=2), rounds, **options)
+
+
+def stock_app():
+    """Replies with the weights that came, as an app of Flower's own does."""
+    own = ClientApp()
+
+    @own.train()
+    def train(message, context):
+        metrics = MetricRecord({"train_loss": 1.0, "num-examples": 10})
+        arrays = message.content["arrays"]
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    return own
+
+
+UNKNOWN = {"local-epochs": 5, "colour": "blue"}
+SAID = "train_config: unknown keys colour, local-epochs for"
+MISMATCHES = [
+    *(
+        (own, app(other), {}, f"takes {own.replies}, and {other.__name__} replies with "
+         f"{other.replies}; have client_fn return a {own.__name__}")
+        for own, other in itertools.pairwise([*STRATEGY_FOR, SGDClient])
+    ),
+    *(
+        (own, stock_app(), {}, f"weights came, not {own.replies}: is the client a {own.__name__}?")
+        for own in (SCAFFOLDClient, NTKFLClient, CPNTKFLClient)
+    ),
+    *(
+        (own, app(own, loss="mse"), {},
+         f"has the loss cross-entropy, and {own.__name__} has mse; give both the same loss")
+        for own in (NTKFLClient, CPNTKFLClient)
+    ),
+    (SGDClient, app(SGDClient), {"lr": 0.0}, "ValueError: lr: expected more than 0, got"),
+    (SGDClient, app(SGDClient), {"lr": "fast"}, "ValueError: lr: expected float, got"),
+    (SGDClient, app(SGDClient), UNKNOWN, f"{SAID} SGDClient; supported: lr, proximal-mu. "),
+    (NTKFLClient, app(NTKFLClient), UNKNOWN, f"{SAID} NTKFLClient; supported: none. "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "clients", "config", "message"), MISMATCHES)
+def test_what_does_not_go_together_is_named_with_its_cure(own, clients, config, message):
+    with pytest.raises(NoUsableReply) as caught:
+        run(STRATEGY_FOR[own](), clients, **config)
+    assert message in str(caught.value).partition("the last refused: ")[2]
+
+
+@pytest.mark.parametrize("client", [SCAFFOLDClient, TCTClient])
+def test_a_stock_strategy_is_told_from_the_clients_own(client, caplog):
+    """Flower's FedAvg hears of it as the clients' errors, and its run goes on."""
+    with caplog.at_level("INFO", "flwr"):
+        run(FedAvg(**OFF), app(client))
+    name = client.__name__.removesuffix("Client")
+    assert f"use fedntk.strategies.{name} on the server" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [SGDClient, SCAFFOLDClient])
+def test_a_learning_rate_in_train_config_is_that_of_the_steps(kind):
+    def trained(**own):
+        return bits(run(STRATEGY_FOR[kind](), app(kind, **own), 2))
+
+    sent = bits(run(STRATEGY_FOR[kind](), app(kind), 2, lr=0.5))
+    assert sent == trained(sgd=LocalSGD(learning_rate=0.5)) != trained()
+
+
+class Coloured(NTKFLClient):
+    config_keys = NTKFLClient.config_keys | {"colour"}
+
+
+def test_clients_of_ones_own_may_know_more():
+    run(strategy := STRATEGY_FOR[NTKFLClient](), app(Coloured), colour="blue")
+    assert strategy.train_metrics[1]["replies-accepted"] == 2

@@ -13,7 +13,7 @@ from fedntk.clients import FedEnsembleClient, LocalSGD, SGDClient
 from fedntk.strategies import FedEnsemble, FromFlower, SeededFedAvg, Strategy, Update
 
 from .federation import NUM_CLIENTS, Grid, app, arrays_of, bits, failed, first_model, network, start
-from .test_contract import FEWER, STRATEGIES, frozen, richest
+from .test_contract import FEWER, STRATEGIES, frozen, histories, richest
 
 ALL = {"min_available_nodes": NUM_CLIENTS, "fraction_evaluate": 0.0}
 SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
@@ -69,9 +69,7 @@ def test_flowers_own_start_drives_the_rounds_to_the_same_bits(name):
             num_rounds=2,
             evaluate_fn=lambda number, arrays: seen.append((number, bits(arrays_of(arrays)))),
         )
-        histories = result.train_metrics_clientapp, result.evaluate_metrics_clientapp
-        metrics = [{k: dict(v) for k, v in history.items()} for history in histories]
-        return bits(arrays_of(result.arrays)), metrics, seen
+        return bits(arrays_of(result.arrays)), histories(result), seen
 
     arrays = theirs.begin(initial(theirs), 2, 0)
     theirs.last_round = 2

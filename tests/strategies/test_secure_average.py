@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 
 from fedntk.clients import (
     DittoClient,
@@ -15,22 +15,15 @@ from fedntk.clients import (
     client_app,
 )
 from fedntk.ntk.payloads.masked_average import average_of, average_words
-from fedntk.strategies import (
-    CentreInputs,
-    Ditto,
-    FromFlower,
-    PersonalisedStrategy,
-    Screening,
-    SecureAggregation,
-)
+from fedntk.strategies import Ditto, PersonalisedStrategy, SecureAggregation
 from fedntk.strategies import SeededFedAvg as FedAvg
 from fedntk.strategies.core.averaging import cast_like
 
-from ..conftest import refused
 from .federation import (
     Grid,
     app,
     arrays_of,
+    as_record,
     bits,
     examples,
     first_model,
@@ -47,6 +40,7 @@ from .federation import (
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
 NORM = tuple(name for name in network().state_dict() if name.startswith("1."))
+SECRETS = "fedntk.strategies.core.secure.secrets"
 STEPS = ("public-key", "shares", "masked", "confirm", "reveal")
 KINDS = {
     "FedAvg": (FedAvg, SGDClient),
@@ -64,8 +58,8 @@ def masked(tmp_path):
     """Make the clients' app, with the mod's settings."""
 
     def made(client=SGDClient, **settings):
-        own = {"cache": tmp_path / "masks", "allow_repeats": True} | settings
-        return app(client, mods=[MaskedWeights(**own)], **SGD)
+        settings = {"cache": tmp_path / "masks", "allow_repeats": True} | settings
+        return app(client, mods=[MaskedWeights(**settings)], **SGD)
 
     return made
 
@@ -171,8 +165,8 @@ def test_a_client_that_was_sent_another_model_keeps_the_sum_closed(masked):
         for message in messages[1:2]:
             if step_of(message) == "masked":
                 arrays = arrays_of(message.content["arrays"])
-                changed = {n: Array(np.asarray(a + 1, a.dtype)) for n, a in arrays.items()}
-                message.content["arrays"] = ArrayRecord(changed)
+                changed = {n: np.asarray(a + 1, a.dtype) for n, a in arrays.items()}
+                message.content["arrays"] = as_record(changed)
 
     after = start_in_vain(make(), Grid(masked(), on_send=lie))
     assert bits(after) == initial_bits()
@@ -198,7 +192,7 @@ def test_a_client_gives_one_sum_of_its_weights_in_a_round(tmp_path, monkeypatch)
     start(strategy, Grid(masked()), rounds=2)
     assert told(strategy) == [6, 6]  # each round is another function of the data
     key = strategy.secure.run_key
-    monkeypatch.setattr("fedntk.strategies.core.secure.secrets.token_hex", lambda _: key)
+    monkeypatch.setattr(f"{SECRETS}.token_hex", lambda _: key)
     again = make(min_available_nodes=5)
     start_in_vain(again, Grid(masked(), changes={0: lost}), rounds=2)
     assert "only its owner can allow" in again.channel.last_refusal
@@ -209,17 +203,14 @@ def test_a_client_gives_one_sum_of_its_weights_in_a_round(tmp_path, monkeypatch)
 def test_a_round_whose_sum_clients_gave_up_is_not_counted(tmp_path, monkeypatch):
     """But one that closed after they gave their shares is, whose round is asked for again."""
     for step, accepted in (("masked", [6, 6]), ("reveal", [0, 6])):
-        closed, grid = (
-            make(secure=SecureAggregation(threshold=0.8)),
-            Lossy(remembering(tmp_path / step)()),
-        )
+        masked = remembering(tmp_path / step)
+        closed, grid = make(secure=SecureAggregation(threshold=0.8)), Lossy(masked())
         grid.gone = step
         start_in_vain(closed, grid)
         assert "4 clients are left, 5 are needed" in closed.channel.last_refusal
-        key = closed.secure.run_key
         with monkeypatch.context() as patch:
-            patch.setattr("fedntk.strategies.core.secure.secrets.token_hex", lambda _: key)  # noqa: B023
-            start(again := make(), Grid(remembering(tmp_path / step)()), rounds=2)
+            patch.setattr(f"{SECRETS}.token_hex", lambda _, key=closed.secure.run_key: key)
+            start(again := make(), Grid(masked()), rounds=2)
         assert told(again) == accepted
 
 
@@ -278,10 +269,3 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(masked, tmp_path):
     start(make(), Grid(masked()), rounds=2, checkpoint=tmp_path / "run")
     again = start(make(), Grid(masked()), rounds=3, checkpoint=tmp_path / "run")
     assert bits(again) == bits(straight)
-
-
-def test_strategies_that_need_each_clients_reply_refuse():
-    secret = {"secure": SecureAggregation()}
-    refused("unexpected keyword argument 'secure'", FromFlower, FedAvg(), **secret, error=TypeError)
-    refused("centre: expected None with secure aggregation", make, centre=CentreInputs())
-    refused("no client's weights under secure aggregation", make, screening=Screening("median"))
