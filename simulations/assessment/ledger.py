@@ -8,7 +8,7 @@ import pandas as pd
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.strategies.core.kept_sums import require_storage
-from fedntk.strategies.core.ledger import client_ledger, clients_sums
+from fedntk.strategies.core.ledger import clients_sums
 
 from ..config.settings import ConfigError
 from ..errors import naming, place_in
@@ -61,7 +61,7 @@ def ledger(run: Run | str | Path, *, shapley: int = 0, trust: bool = False) -> p
         storage = require_storage(strategy.storage)
         removed = () if strategy.ledger is None else strategy.ledger.removed
         clients = clients_sums(storage, list(storage.without((), removed)))
-        made, examples = client_ledger(strategy.sums, checkpoint.arrays, strategy.ridge_used)
+        made, examples = strategy.client_ledger(checkpoint.arrays, strategy.ridge_used)
         total = FeatureStatistics.join(clients[client] for client in storage.summed)
         rows = []
         for client, sums, *models in made.parts(total, clients, removed):

@@ -20,6 +20,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from fedntk.ntk import Normaliser
+from fedntk.ntk.convex.ledger import ClientLedger, ValidationExamples
 from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.convex.private_sums import SumNoise
 from fedntk.ntk.features.fixed_point import MOST_BITS
@@ -34,7 +35,7 @@ from ..core.asynchrony import Asynchrony
 from ..core.averaging import record_of
 from ..core.channel import Fold, Rounds
 from ..core.kept_sums import KeptSums, require_storage
-from ..core.ledger import Ledger
+from ..core.ledger import Ledger, client_ledger
 from ..core.replies import Reply, accuracy_of, result_of, screen_accuracies, screen_own_sizes
 from ..core.round import Round
 from ..core.secure import SecureAggregation
@@ -393,3 +394,9 @@ class OneExchange(ClosedFormStrategy):
             raise ValueError(f"restored: expected some of {removed}, got {unknown}")
         total = add_up(require_storage(self.storage).without(clients, restored).values())
         return self.with_layer(arrays, self.solve(total, arrays))
+
+    def client_ledger(
+        self, arrays: ArrayRecord, ridge: float
+    ) -> tuple[ClientLedger, ValidationExamples]:
+        """Return the ledger of models with this ridge, and the examples that judge harm."""
+        return client_ledger(self.sums, arrays, ridge)
