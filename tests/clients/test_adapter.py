@@ -1,16 +1,29 @@
-"""client_app: any NumPyClient answers the messages of today's strategies."""
+"""client_app: any NumPyClient answers today's messages; each client draws its own numbers."""
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from fedntk.clients import NamedArrays, client_app
+from fedntk.clients import (
+    FedEnsembleClient,
+    LocalSGD,
+    NamedArrays,
+    NTKFLClient,
+    SGDClient,
+    client_app,
+)
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.clients.core.weights import records_of
 from fedntk.simulations.engine._flower import become_server
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.strategies import NTKFL, NoUsableReply, SeededFedAvg
 
 from ..conftest import refused
 from ..strategies.federation import arrays_of, as_record
+from .problem import X, Y
 
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(4, dtype=np.int64)}
 RECORDS = {
@@ -182,3 +195,78 @@ def test_mods_and_lifespan_go_with_both_kinds_of_function():
     answer(app, "train")
     answer(app, "evaluate")
     assert seen == ["begin", "train", "end", "begin", "evaluate", "end"]
+
+
+# ------------------------------------------------------------------ making clients
+
+
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Adds noise from torch's global generator each time that an example is read."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return X[i] + torch.randn(4), int(Y[i])
+
+
+def net():
+    """A user's own network, built anew in each message, whose weights and dropout draw."""
+    return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
+
+
+with torch.random.fork_rng(devices=[]):
+    torch.default_generator.manual_seed(0)
+    FIRST = ArrayRecord(dict(net().state_dict()))
+
+
+def trained(client_fn, clients=2, strategy=None, rounds=1, **options):
+    strategy = strategy or SeededFedAvg(fraction_evaluate=0.0)
+    with LocalGrid(client_app(client_fn), clients, {}, **options) as grid:
+        result = strategy.start(grid, FIRST, num_rounds=rounds)
+    return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
+
+
+def test_clients_in_threads_do_not_draw_each_others_numbers():
+    """client_fn builds a network, which draws from the generator that reading and dropout use."""
+
+    def client_fn(context):
+        return SGDClient(net(), Augmented(), sgd=LocalSGD(epochs=3, batch_size=4))
+
+    alone, *in_threads = (trained(client_fn, 12, rounds=2, workers=k) for k in (1, 4, 4))
+    assert in_threads == [alone, alone]
+
+
+def test_clients_without_a_seed_draw_numbers_of_their_own():
+    """By their ids in the federation, and the same in each exchange of a round."""
+    seen = {}
+
+    def client_fn(context):
+        class Watching(NTKFLClient):
+            def training_examples(self, config):
+                x, targets = super().training_examples(config)
+                seen.setdefault(int(context.node_config["partition-id"]), []).append(x)
+                return x, targets
+
+        return Watching(net(), Augmented())
+
+    trained(client_fn, strategy=NTKFL(learning_rate=0.1, steps=[20], fraction_evaluate=0.0))
+    for fit, query in seen.values():
+        assert torch.equal(fit, query)
+    assert not torch.equal(seen[0][0], seen[1][0])
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(3, (3,)), ((1, 2), (1, 2)), (None, (0,))])
+def test_a_seed_may_be_one_number_and_none_is_that_of_the_clients_id(seed, expected):
+    """An ensemble's client tells the client within who it is."""
+    own = SGDClient(nn.Linear(4, 3), X, Y, seed=seed)
+    assert own.seed == expected
+    FedEnsembleClient(own).identify("7")
+    assert (own.seed == expected) == (seed is not None)
+    text = "seed: expected a whole number of at least 0, or sever"
+    refused(text, SGDClient, nn.Linear(4, 3), X, Y, seed=(0, -1))
+
+
+def test_a_client_fn_of_older_tutorials_is_told_what_to_return():
+    text = r"return the client itself, without .to_client\(\)"
+    refused(text, trained, lambda _: SGDClient(net(), X, Y).to_client(), error=NoUsableReply)

@@ -1,19 +1,23 @@
-"""DiskStore: files are whole or not there, whatever went wrong while they were written or since."""
+"""What stays with a client: whole or not there, whatever went wrong, and not without end."""
 
 import contextlib
 import errno
+import os
 import shutil
+import time
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from fedntk.clients import DiskStore
-from fedntk.clients.core.disk_store import data_digest
+from fedntk.clients import DiskStore, cache_dir
+from fedntk.clients.core import disk_store
+from fedntk.clients.core.disk_store import PersonalStore, data_digest
 from fedntk.ntk import NotEnoughMemory
 
 from ..conftest import refused
+from ..strategies.federation import bits
 
 SHAPE = (4, 3)
 ARRAYS = {"x": np.arange(3.0), "y": np.array(5, np.int64)}
@@ -46,9 +50,8 @@ def assert_untouched(store):
 
 def test_what_is_kept_comes_back_bit_for_bit_and_is_replaced_when_saved_again(store):
     """What was never kept, or has another shape, is missing."""
-    found = again(store).load("small")
-    kept = [(name, array.dtype, array.tobytes()) for name, array in found.items()]
-    assert kept == [(name, array.dtype, array.tobytes()) for name, array in ARRAYS.items()]
+    assert list(again(store).load("small")) == list(ARRAYS)
+    assert bits(again(store).load("small")) == bits(ARRAYS)
     large = again(store).mapped("large", SHAPE)
     assert large.dtype == np.float16
     large += 1  # of the mapped array, not of the file
@@ -161,3 +164,76 @@ def test_a_digest_is_of_values_shapes_and_dtypes():
     assert data_digest(x.clone(), torch.stack([x, x], 1)[:, 0]) == digest
     others = [(x,), (x, x + 1), (x, x.reshape(2, 3)), (x, x.view(torch.int32))]
     assert len({digest, *(data_digest(*other) for other in others)}) == 5
+
+
+# ------------------------------------------------------------------ PersonalStore
+
+PERSONAL = {
+    "0.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "0.counter": np.array(7),
+    "file": np.zeros(0, np.float64),  # as an argument of numpy's own is called
+}
+
+
+def store_of(cache, run="a", client="3"):
+    return PersonalStore(cache, {"personal-run": run, "client-id": client})
+
+
+def rounds(store):
+    return sorted(int(path.stem.removeprefix("round-")) for path in store.folder.glob("round-*"))
+
+
+@pytest.fixture
+def personal(tmp_path):
+    return store_of(tmp_path)
+
+
+def test_a_round_is_read_as_it_was_written_and_any_other_is_missing(personal):
+    assert personal.load(1) is None
+    assert not personal.folder.exists()  # nothing is made by looking
+    personal.save(5, PERSONAL)
+    loaded = store_of(personal.folder.parents[1]).load(5)  # by another process
+    assert list(loaded) == list(PERSONAL)
+    assert [a.shape for a in loaded.values()] == [a.shape for a in PERSONAL.values()]
+    assert bits(loaded) == bits(PERSONAL)
+    assert personal.load(2) is None
+
+
+def test_a_round_that_is_run_again_removes_those_after_it(personal):
+    """A run went on from a checkpoint of round 2: what was kept of 3 and 4 is of no run."""
+    for number in (1, 2, 3, 4, 3):
+        personal.save(number, PERSONAL)
+    assert rounds(personal) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("numbers", "left"), [(1, 20), (25, 10), (150, 2)])
+def test_the_newest_rounds_are_kept_as_far_as_they_are_small(personal, monkeypatch, numbers, left):
+    """1,000 bytes in all: of 4-byte numbers, 20 rounds of 1, 10 of 25; two of any size."""
+    monkeypatch.setattr(disk_store, "KEPT_BYTES", 1000)
+    for number in range(1, 31):
+        personal.save(number, {"w": np.zeros(numbers, np.float32)})
+    assert rounds(personal) == list(range(31 - left, 31))
+
+
+def test_the_round_that_is_gone_on_from_stays_however_old_it_is(personal, monkeypatch):
+    """Replies of rounds 3 to 9 were refused: what was kept of round 2 is still the client's."""
+    monkeypatch.setattr(disk_store, "KEPT_BYTES", 0)
+    for number in range(1, 10):
+        personal.save(number, PERSONAL, needed=min(number - 1, 2))
+    assert rounds(personal) == [2, 8, 9]
+    personal.save(10, PERSONAL, needed=9)
+    assert rounds(personal) == [9, 10]
+
+
+def test_folders_of_other_runs_go_when_nobody_has_used_them_for_a_day(tmp_path):
+    names = [("a", "3"), ("b", "3"), ("c", "4"), ("d", "33")]
+    old, recent, others, alike = stores = [store_of(tmp_path, *name) for name in names]
+    for store in stores:
+        store.save(1, PERSONAL)
+    then = time.time() - 25 * 3600
+    for store in (old, others, alike):
+        os.utime(store.folder / "key.json", (then, then))
+    store_of(tmp_path, "d").save(1, PERSONAL)
+    there = [store.folder.exists() for store in (old, recent, others, alike)]
+    assert there == [False, True, True, True]  # the last two are other clients'
+    assert store_of(None).folder.parents[1] == cache_dir() / "personal"

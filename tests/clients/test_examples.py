@@ -261,6 +261,43 @@ def test_a_dataset_that_writes_over_what_it_keeps_is_refused(kind):
     made = SGDClient(nn.Linear(4, 3), Centred(in_place=False))
     for _ in range(2):
         assert made.training_examples({})[0][0].tolist() == [-1.0, 0.0, 1.0, 2.0]
-    client = SGDClient(nn.Linear(4, 3), Centred(in_place=True))  # has read the first one
-    with pytest.raises(ValueError, match=r"x: expected a dataset .* changes in place"):
-        client.fit(client.get_parameters({}), {})
+    refused("x: expected a dataset .* changes in place", trained, Centred(in_place=True))
+
+
+PAIRS = [None if i % 7 == 0 else (torch.ones(4) * i, i % 3) for i in range(20)]
+COLLATED = {
+    "drops": lambda items: data.default_collate([item for item in items if item is not None]),
+    "returns None": lambda items: None,
+    "returns nothing": lambda items: (),
+    "fails": lambda items: items[0]["x"],
+    "leaves out the first": lambda items: data.default_collate(items[1:] + items[1:2]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(COLLATED))
+def test_a_collate_fn_that_loses_examples_is_refused_with_the_cure(name):
+    for pairs, size in ((PAIRS, 8), (PAIRS[1:], 1)):
+        loader = data.DataLoader(pairs, batch_size=size, collate_fn=COLLATED[name])
+        refused(r"^x: .*torch\.utils\.data\.Subset", trained, loader)
+
+
+def trained(dataset):
+    client = SGDClient(nn.Linear(4, 3), dataset)
+    return client.fit(client.get_parameters({}), {})
+
+
+def test_a_dataset_that_holds_none_is_refused_with_the_cure():
+    refused(r"NoneType.*every example must come out .*Subset", trained, PAIRS)
+
+
+def test_a_collate_fn_that_writes_over_its_items_changes_none():
+    def centre(items):
+        for x, _ in items:
+            x.sub_(1)
+        return data.default_collate(items)
+
+    pairs = [(torch.full((4,), float(i)), i % 3) for i in range(9)]
+    client = SGDClient(nn.Linear(4, 3), data.DataLoader(pairs, collate_fn=centre))
+    for _ in range(2):
+        x, _ = client.training_examples({})
+        assert x[:, 0].tolist() == [i - 1.0 for i in range(9)]

@@ -15,15 +15,12 @@ from torch.utils.data import Dataset
 import fedntk.clients
 from fedntk.clients import (
     ClosedFormClient,
-    CPNTKFLClient,
     DittoClient,
     FedEnsembleClient,
     FedProtoClient,
     MaskedSums,
     MaskedWeights,
-    ModelClient,
     NamedArrays,
-    NTKFLClient,
     PersonalisedClient,
     PrivacyLimits,
     SGDClient,
@@ -44,6 +41,7 @@ from fedntk.simulations.engine._flower import become_server
 from fedntk.strategies import FeatureSums, NoisySums, OneExchange
 
 from ..conftest import refused
+from .test_chains import CLIENTS as ALL_CLIENTS
 
 GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.randn(41, 1, 12, 12, generator=GENERATOR), torch.arange(41) % 3
@@ -90,12 +88,7 @@ def in_ensemble(kind, **options):
     return client_app(lambda _: FedEnsembleClient(kind(network(), X, Y, **TESTS, **options)))
 
 
-EXPORTS = [getattr(fedntk.clients, name) for name in fedntk.clients.__all__]
-CLIENTS = [
-    kind
-    for kind in EXPORTS
-    if inspect.isclass(kind) and issubclass(kind, ModelClient) and not inspect.isabstract(kind)
-]
+CLIENTS = [kind for kind in ALL_CLIENTS if not inspect.isabstract(kind)]
 MASKING = [kind for kind in CLIENTS if "secure" in parts_of(kind)]
 PROMISES = {"masked": {"only_masked": True}, "limited": {"only_masked": False, "privacy": LIMITS}}
 EVERY_PRIVATE = {
@@ -156,25 +149,10 @@ def test_it_evaluates_on_examples_for_that_and_never_on_its_training_examples(na
 
 
 def test_a_mod_that_masks_lets_no_client_evaluate_on_its_training_examples():
-    def masked(**own):
-        return client_app(lambda _: SGDClient(network(), X, Y, **own), mods=[MaskedWeights()])
-
-    assert answer(masked(**TESTS), "evaluate")["metrics"]["num-examples"] == 5
-    refused("give it examples for evaluation", answer, masked(), "evaluate")
-    limited = MaskedWeights(privacy=LIMITS, only_masked=False)
-    app = client_app(lambda _: SGDClient(network(), X, Y), mods=[limited])
-    refused("give it examples for evaluation", answer, app, "evaluate")
-    refused("sends only masked sums", answer, masked(**TESTS), "query.input_sums")
-
-
-@pytest.mark.parametrize("kind", [CPNTKFLClient, NTKFLClient])
-def test_a_mod_that_masks_lets_no_jacobian_leave(kind):
-    """Nor losses of candidates: CP-NTK-FL has no noise that an owner could demand."""
-    mods = [MaskedWeights(privacy=LIMITS)], [MaskedWeights(privacy=LIMITS, only_masked=False)]
-    for mod in mods:
-        app = client_app(lambda _: kind(network(), X, Y, **TESTS), mods=mod)
-        for message in ("train", "query", "query.input_sums"):
-            refused("sends only masked sums", answer, app, message)
+    assert answer(guarded(SGDClient), "evaluate")["metrics"]["num-examples"] == 5
+    for promise in PROMISES.values():
+        app = client_app(lambda _: SGDClient(network(), X, Y), mods=[MaskedWeights(**promise)])
+        refused("give it examples for evaluation", answer, app, "evaluate")
 
 
 def asked(client, total=None, **options):
@@ -196,8 +174,7 @@ def sums_of(client, **options):
 def test_a_private_client_evaluates_no_arrays_of_its_own_and_trains_no_weights_in_the_clear():
     """Personal arrays, and weights of the first stage of TCT, are functions of the examples."""
     for kind in (PersonalisedClient, DittoClient, FedProtoClient):
-        app = client_app(lambda _, k=kind: k(network(), X, Y, **TESTS), mods=[MaskedWeights()])
-        refused("arrays of its own are computed from these", answer, app, "evaluate")
+        refused("arrays of its own are computed from these", answer, guarded(kind), "evaluate")
     limited = TCTClient(network(), X, Y, secure=LIMITED, **TESTS)
     weights = [v.numpy() for v in network().state_dict().values()]
     refused("stage 1 sends weights without masks", limited.fit, weights, {"server-round": 2})

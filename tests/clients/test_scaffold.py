@@ -9,9 +9,10 @@ from torch import nn
 
 from fedntk.clients import LocalSGD, NamedArrays, SCAFFOLDClient, SGDClient, get_weights
 
+from ..conftest import refused
 from ..strategies.federation import assert_near, bits
+from .problem import X, Y, named, weights_of
 
-X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 GENERATOR = np.random.default_rng(0)
 
 
@@ -21,10 +22,6 @@ def client(model, **options):
     own = SCAFFOLDClient(copy.deepcopy(model), X.to(dtype), Y, **options)
     own.targets = own.targets.to(dtype)
     return own
-
-
-def weights_of(model):
-    return dict(zip(model.state_dict(), get_weights(model), strict=True))
 
 
 def filled(model, value=0.0):
@@ -38,8 +35,8 @@ def drawn(model):
 
 def answer(own, corrections):
     """New weights and controls of a round."""
-    records = {"arrays": weights_of(own.model), "corrections": corrections}
-    result, count, _ = own.fit(NamedArrays(records), {})
+    message = named(arrays=weights_of(own.model), corrections=corrections)
+    result, count, _ = own.fit(message, {})
     assert (count, list(result.records)) == (20, ["arrays", "controls"])
     return result.records["arrays"], result.records["controls"]
 
@@ -71,9 +68,8 @@ def test_full_batch_steps_and_both_controls_by_the_formulas(option, steps, weigh
         velocity = {n: momentum * velocity[n] + g + corrections[n] for n, g in met[-1].items()}
         weights = {n: w - 0.5 * velocity[n] for n, w in weights.items()}
     control = met[0] if option == "I" else {n: sum(g[n] for g in met) / steps for n in start}
-    sgd = LocalSGD(
-        epochs=steps, learning_rate=0.5, batch_size=20, weight_decay=weight_decay, momentum=momentum
-    )
+    options = {"weight_decay": weight_decay, "momentum": momentum, "epochs": steps}
+    sgd = LocalSGD(learning_rate=0.5, batch_size=20, **options)
     own = client(model, option=option, sgd=sgd)
     arrays, controls = answer(own, corrections)
     assert_near(arrays, weights, 1e-12, 1e-12)
@@ -102,9 +98,9 @@ def test_without_corrections_the_weights_are_those_of_sgd_bit_for_bit(option):
     options = {"sgd": sgd, "seed": (3, 1)}
     plain = SGDClient(copy.deepcopy(model), X, Y, **options)
     expected, *told = plain.fit(get_weights(model), {"server-round": 2})
-    records = {"arrays": weights_of(model), "corrections": filled(model)}
+    message = named(arrays=weights_of(model), corrections=filled(model))
     own = client(model, option=option, **options)
-    result, *own_told = own.fit(NamedArrays(records), {"server-round": 2})
+    result, *own_told = own.fit(message, {"server-round": 2})
     assert own_told == told
     arrays, controls = result.records["arrays"], result.records["controls"]
     assert bits(arrays) == bits(dict(zip(model.state_dict(), expected, strict=True)))
@@ -127,30 +123,25 @@ def test_frozen_and_unused_parameters_have_a_gradient_of_zero(option):
 
 
 @pytest.mark.parametrize(
-    ("options", "config", "change", "message"),
+    ("change", "message"),
     [
-        ({"sgd": LocalSGD(epochs=0)}, {}, {}, "epochs: expected at least 1 with SCAFFOLD, got 0"),
-        (
-            {"sgd": LocalSGD(proximal_mu=0.1)},
-            {},
-            {},
-            "expected 0, got 0.1; SCAFFOLD has no proximal",
-        ),
-        ({}, {}, {"corrections": None}, "records corrections, got arrays; .* strategy SCAFFOLD"),
-        ({}, {}, {"arrays": None}, "one record of weights beside corrections, got 0"),
-        ({}, {}, {"more": {}}, "one record of weights beside corrections, got 2"),
-        ({}, {}, {"corrections": {"weight": np.ones((3, 4))}}, r"differing in \['bias'\]"),
-        (
-            {},
-            {},
-            {"corrections": dict.fromkeys(("weight", "bias"), np.ones(3))},
-            r"in \['weight'\]",
-        ),
+        ({"corrections": None}, "records corrections, got arrays; .* strategy SCAFFOLD"),
+        ({"arrays": None}, "one record of weights beside corrections, got 0"),
+        ({"more": {}}, "one record of weights beside corrections, got 2"),
+        ({"corrections": {"weight": np.ones((3, 4))}}, r"differing in \['bias'\]"),
+        ({"corrections": dict.fromkeys(("weight", "bias"), np.ones(3))}, r"in \['weight'\]"),
     ],
 )
-def test_what_has_no_place_in_scaffold_is_refused(options, config, change, message):
+def test_other_records_are_refused(change, message):
     model = nn.Linear(4, 3)
     records = {"arrays": weights_of(model), "corrections": weights_of(model)} | change
-    sent = NamedArrays({name: record for name, record in records.items() if record is not None})
-    with pytest.raises(ValueError, match=message):
-        client(model, **options).fit(sent, config)
+    sent = {name: record for name, record in records.items() if record is not None}
+    refused(message, client(model).fit, NamedArrays(sent), {})
+
+
+def test_local_training_without_steps_or_with_a_proximal_term_is_refused():
+    for sgd, text in (
+        (LocalSGD(epochs=0), "epochs: expected at least 1 with SCAFFOLD, got 0"),
+        (LocalSGD(proximal_mu=0.1), "expected 0, got 0.1; SCAFFOLD has no proximal"),
+    ):
+        refused(text, client, nn.Linear(4, 3), sgd=sgd)

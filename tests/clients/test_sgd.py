@@ -14,9 +14,10 @@ from fedntk.clients.core.randomness import torch_seed
 from fedntk.ntk import one_hot
 from fedntk.ntk.class_prior import log_class_prior
 
+from ..conftest import refused
 from ..strategies.federation import InOrder, app, bits, network, start
+from .problem import X, Y, raw
 
-X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 X64, TARGETS = X.double(), one_hot(Y, 3).double()
 
 
@@ -42,9 +43,8 @@ def test_steps_are_those_of_torchs_optimizer_bit_for_bit(loss, momentum, weight_
         model.spare = nn.Parameter(torch.ones(2))
     ours, theirs = models
     options = {"momentum": momentum, "weight_decay": weight_decay}
-    own = SGDClient(
-        ours, X, Y, loss=loss, sgd=LocalSGD(epochs=3, learning_rate=0.3, batch_size=6, **options)
-    )
+    sgd = LocalSGD(epochs=3, learning_rate=0.3, batch_size=6, **options)
+    own = SGDClient(ours, X, Y, loss=loss, sgd=sgd)
     trained, _, metrics = own.fit(get_weights(theirs), {})
     trainable = [p for p in theirs.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.3, **options)
@@ -60,7 +60,7 @@ def test_steps_are_those_of_torchs_optimizer_bit_for_bit(loss, momentum, weight_
             value.backward()
             optimizer.step()
             total += value.item() * len(rows) / 60
-    assert [a.tobytes() for a in trained] == [a.tobytes() for a in get_weights(theirs)]
+    assert raw(trained) == raw(get_weights(theirs))
     assert metrics["train-loss"] == pytest.approx(total, rel=1e-12)
 
 
@@ -99,8 +99,9 @@ def test_the_class_prior_is_an_offset_of_the_outputs_only_in_training():
         np.testing.assert_allclose(after, before - 0.5 * gradient.numpy(), rtol=1e-6, atol=1e-7)
     assert metrics["train-loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert own.evaluate(start, {}) == SGDClient(model, X64, labels).evaluate(start, {})
-    with pytest.raises(ValueError, match="class_prior: expected the loss cross-entropy, got mse"):
-        SGDClient(model, X64, labels, loss="mse", sgd=LocalSGD(class_prior=True))
+    text = "class_prior: expected the loss cross-entropy, got mse"
+    prior = LocalSGD(class_prior=True)
+    refused(text, SGDClient, model, X64, labels, loss="mse", sgd=prior)
 
 
 def test_train_loss_without_epochs_is_that_of_the_received_weights():
@@ -108,7 +109,7 @@ def test_train_loss_without_epochs_is_that_of_the_received_weights():
     model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.9), nn.Linear(9, 3)).double()
     start = get_weights(model)
     arrays, _, metrics = exact_client(model, epochs=0).fit(start, {})
-    assert [a.tobytes() for a in arrays] == [a.tobytes() for a in start]
+    assert raw(arrays) == raw(start)
     expected = nn.functional.cross_entropy(model[2](model[0](X64)), Y)
     assert metrics["train-loss"] == pytest.approx(expected.item(), rel=1e-12)
 
@@ -135,7 +136,7 @@ def test_shuffling_and_dropout_follow_seed_and_round_and_nothing_else(dropout):
         own = SGDClient(model, X, Y, sgd=LocalSGD(batch_size=3), seed=seed)
         arrays, _, _ = own.fit(start, {"server-round": number})
         assert torch.equal(before, torch.get_rng_state())
-        return b"".join(a.tobytes() for a in arrays)
+        return tuple(raw(arrays))
 
     assert fit((0, 1), 1) == fit((0, 1), 1)
     assert len({fit((0, 1), 1), fit((0, 1), 2), fit((0, 2), 1), fit((1, 1), 1)}) == 4
@@ -147,16 +148,15 @@ def test_batch_norm_takes_a_last_batch_of_one_with_the_batch_before():
     joined, whole = (
         SGDClient(network(), X, Y, sgd=LocalSGD(batch_size=b)).fit(start, {})[0] for b in (19, 20)
     )
-    assert [a.tobytes() for a in joined] == [a.tobytes() for a in whole]
+    assert raw(joined) == raw(whole)
 
 
 def test_flowers_fedprox_drives_it_and_its_mu_counts():
     """Two rounds over clients with a mu of their own."""
 
     def run(mu, own):
-        clients = app(
-            SGDClient, sgd=LocalSGD(epochs=3, proximal_mu=own, learning_rate=0.1, batch_size=4)
-        )
+        sgd = LocalSGD(epochs=3, proximal_mu=own, learning_rate=0.1, batch_size=4)
+        clients = app(SGDClient, sgd=sgd)
         strategy = FedProx(proximal_mu=mu, fraction_evaluate=0.0, min_available_nodes=6)
         return bits(start(strategy, InOrder(clients), rounds=2))
 
@@ -165,8 +165,8 @@ def test_flowers_fedprox_drives_it_and_its_mu_counts():
 
 @pytest.mark.parametrize("mu", [-0.1, float("nan"), "1"])
 def test_a_bad_mu_in_a_message_is_refused(mu):
-    with pytest.raises(ValueError, match=r"proximal-mu: expected (at least 0|a finite|float)"):
-        SGDClient(network(), X, Y).fit(get_weights(network()), {"proximal-mu": mu})
+    client, text = SGDClient(network(), X, Y), r"proximal-mu: expected (at least 0|a finite|float)"
+    refused(text, client.fit, get_weights(network()), {"proximal-mu": mu})
 
 
 TRAINED = """

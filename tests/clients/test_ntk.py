@@ -1,4 +1,4 @@
-"""CPNTKFLClient: each tool of section 4.2 does what it says, alone and together."""
+"""NTKFLClient sends what section 4.1 says; each tool of section 4.2 does what it says."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,16 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from fedntk.clients import CPNTKFLClient, SealedProjection, get_weights, project
-from fedntk.ntk import CentredInputs, CompressedUpload, JacobianUpload, UploadLimits, one_hot
+from fedntk.clients import CPNTKFLClient, NTKFLClient, SealedProjection, get_weights, project
+from fedntk.ntk import (
+    CentredInputs,
+    CompressedUpload,
+    JacobianUpload,
+    UploadLimits,
+    jacobian,
+    loss_value,
+    one_hot,
+)
 from fedntk.trust import (
     SEALED_SEED,
     ClientKeys,
@@ -18,10 +26,14 @@ from fedntk.trust import (
     public_bytes,
 )
 
+from ..conftest import refused
+from ..strategies.federation import network as small
 from ..trust.uploads import rows
+from .problem import X, Y, raw
 
 N = 40
-X, Y = torch.randn(N, 2, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3
+IMAGES = torch.randn(N, 2, 3, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(N) % 3
 RUN, FIRST = "a run", {"server-round": 1}
 KEY = new_key()
 SERVER = KeyServer(bytes(range(32)), [public_bytes(KEY)], Ed25519PrivateKey.generate())
@@ -41,7 +53,7 @@ SHAPES = {name: list(p.shape) for name, p in network().named_parameters()}
 
 
 def client(**options):
-    return CPNTKFLClient(network(), X, Y, **options)
+    return CPNTKFLClient(network(), IMAGES, LABELS, **options)
 
 
 def projected(*choice):
@@ -66,13 +78,13 @@ def test_samples_are_the_rounds_and_the_partitions_and_draw_every_example_equall
     """Of 400 rounds a quarter: 100 +- 8.7 each; 5 deviations allowed."""
     numbered = torch.arange(float(N)).view(N, 1, 1).expand(N, 2, 3)
     own, other = (
-        CPNTKFLClient(network(), numbered, Y, sampling_rate=0.25, seed=(3, k)) for k in (7, 8)
+        CPNTKFLClient(network(), numbered, LABELS, sampling_rate=0.25, seed=(3, k)) for k in (7, 8)
     )
 
     def drawn(own, server_round):
         x, targets = own.training_examples({"server-round": server_round})
         positions = x[:, 0, 0].long()
-        assert torch.equal(targets, one_hot(Y, 3)[positions])
+        assert torch.equal(targets, one_hot(LABELS, 3)[positions])
         return positions.tolist()
 
     samples = [drawn(own, server_round) for server_round in range(400)]
@@ -85,17 +97,16 @@ def test_samples_are_the_rounds_and_the_partitions_and_draw_every_example_equall
 def test_a_client_with_a_projection_is_one_of_projected_examples():
     """It trains, evaluates and compares candidates on the same."""
     options = {"sampling_rate": 0.5, "seed": (1, 2)}
-    own = CPNTKFLClient(network(4), X, Y, projection=SealedProjection(4, KEYS), **options)
-    plain = CPNTKFLClient(network(4), project(X, 4, SEED), Y, **options)
+    own = CPNTKFLClient(network(4), IMAGES, LABELS, projection=SealedProjection(4, KEYS), **options)
+    plain = CPNTKFLClient(network(4), project(IMAGES, 4, SEED), LABELS, **options)
     weights, config = get_weights(network(4)), {**FIRST, SEALED_SEED: SEALED}
     (sent, *told), (expected, *expected_told) = own.fit(weights, config), plain.fit(weights, FIRST)
     assert told == expected_told
-    assert [a.tobytes() for a in sent] == [a.tobytes() for a in expected]
+    assert raw(sent) == raw(expected)
     assert own.evaluate(weights, config) == plain.evaluate(weights, {})
     stacked = [w[None] for w in weights]
     assert own.query(stacked, config) == plain.query(stacked, FIRST)
-    with pytest.raises(SealError, match="give the strategy key_server="):
-        own.fit(weights, {})
+    refused("give the strategy key_server=", own.fit, weights, {}, error=SealError)
 
 
 def test_projections_keep_the_variance_of_inputs():
@@ -105,7 +116,7 @@ def test_projections_keep_the_variance_of_inputs():
     """
     x = torch.randn(500, 784, generator=torch.Generator().manual_seed(0))
     assert float(project(x, 100, SEED).var()) == pytest.approx(1, abs=0.03)
-    images = X[:, None]
+    images = IMAGES[:, None]
     z = SealedProjection(6, KEYS, "low-frequency")(images, {SEALED_SEED: SEALED})
     pixels = images.flatten(1)
     assert torch.equal(z, project(images, 6, SEED, "low-frequency"))
@@ -128,7 +139,7 @@ def test_projections_keep_the_variance_of_inputs():
 )
 def test_what_does_not_go_together_is_refused_when_the_client_is_made(options, message):
     with pytest.raises(ValueError, match=message):
-        CPNTKFLClient(network(), X.flatten(1), Y, **options())
+        CPNTKFLClient(network(), IMAGES.flatten(1), LABELS, **options())
 
 
 def test_a_sealed_upload_opens_only_for_the_shuffling_server_and_no_loss_comes_with_it():
@@ -154,8 +165,33 @@ def test_a_sealed_upload_opens_only_for_the_shuffling_server_and_no_loss_comes_w
 
 
 def test_a_client_that_seals_for_shuffling_gives_no_sum_of_its_inputs():
-    centred = CentredInputs(network(), X.shape[1:])
+    centred = CentredInputs(network(), IMAGES.shape[1:])
     keys = {"shuffling_key": public_bytes(KEY), "private_key": KEY}
-    shuffled = CPNTKFLClient(centred, X, Y, run=RUN, **keys)
-    with pytest.raises(ValueError, match="which helps to tell shuffled rows apart"):
-        shuffled.input_sums({})
+    shuffled = CPNTKFLClient(centred, IMAGES, LABELS, run=RUN, **keys)
+    refused("which helps to tell shuffled rows apart", shuffled.input_sums, {})
+
+
+# ------------------------------------------------------------------ NTK-FL
+
+
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(structure):
+    sent = small().eval()
+    client = NTKFLClient(small(2), X, Y, structure=structure)
+    arrays, count, metrics = client.fit(get_weights(sent), {})
+    shapes = {name: p.shape for name, p in sent.named_parameters()}
+    upload = JacobianUpload.from_arrays(arrays.records["arrays"], parameters=shapes)
+    assert count == 20
+    assert torch.equal(upload.targets, one_hot(Y, 3))
+    with torch.no_grad():
+        assert torch.equal(upload.outputs, sent(X))
+    assert ('"linear"' in upload.jacobian.layout) == (structure == "factored")
+    found, expected = upload.jacobian.dense(), jacobian(sent, X).dense()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert metrics["train-loss"] == loss_value(upload.outputs, upload.targets, "cross-entropy")
+
+
+def test_candidates_of_different_numbers_are_refused():
+    first, *others = (np.stack([array, array]) for array in get_weights(small()))
+    refused("one number of rows", NTKFLClient(small(), X, Y).query, [first[:1], *others], {})
