@@ -193,20 +193,18 @@ def masked(words: np.ndarray, *, clients: int = 10) -> dict[str, Any]:
     keys = [new_key() for _ in range(clients)]
     threshold, public = math.ceil(2 * clients / 3), tuple(map(public_bytes, keys))
     roster = Roster(bytes(16), tuple(range(clients)), public, threshold)
-    maskers = [Masker(roster, k) for k in range(clients)]
-    parcels = [masker.parcels(key) for masker, key in zip(maskers, keys, strict=True)]
+    maskers = [Masker(roster, k, key) for k, key in enumerate(keys)]
+    parcels = [masker.parcels() for masker in maskers]
     for k, masker in enumerate(maskers):
-        masker.receive(keys[k], {j: parcels[j][k] for j in range(clients) if j != k})
+        masker.receive({j: parcels[j][k] for j in range(clients) if j != k})
     start = time.perf_counter()
     total = maskers[0].mask(words)
     found = {f"s of a client for masks, {clients} clients": round(time.perf_counter() - start, 3)}
     for masker in maskers[1:-1]:
         total += masker.mask(words)
     arrived = range(clients - 1)
-    tags = {k: maskers[k].confirm(keys[k], arrived) for k in arrived}
-    shares = {
-        k: maskers[k].reveal(keys[k], {j: tags[j][k] for j in arrived if j != k}) for k in arrived
-    }
+    tags = {k: maskers[k].confirm(arrived) for k in arrived}
+    shares = {k: maskers[k].reveal({j: tags[j][k] for j in arrived if j != k}) for k in arrived}
     start = time.perf_counter()
     server = MaskedSum(roster, {k: masker.promise for k, masker in enumerate(maskers)})
     opened = server.unmask(total, arrived, shares)

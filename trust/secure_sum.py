@@ -111,6 +111,10 @@ class Roster:
             raise SealError(f"client {client} takes no part in this sum")
         return self.clients.index(client)
 
+    def key_of(self, client: int) -> bytes:
+        """Return a client's public key."""
+        return self.keys[self.position(client)]
+
     def require_enough(self, left: Collection[Any]) -> None:
         """Refuse to go on with fewer clients than are needed to open the sum."""
         if len(left) < self.threshold:
@@ -155,23 +159,23 @@ class Masker:
     >>> from fedntk.trust import new_key
     >>> keys = [new_key() for _ in range(4)]
     >>> roster = Roster(bytes(16), (0, 1, 2, 3), tuple(public_bytes(key) for key in keys), 3)
-    >>> maskers = [Masker(roster, k) for k in range(4)]
-    >>> parcels = [masker.parcels(key) for masker, key in zip(maskers, keys)]
+    >>> maskers = [Masker(roster, k, key) for k, key in enumerate(keys)]
+    >>> parcels = [masker.parcels() for masker in maskers]
     >>> for k, masker in enumerate(maskers):
-    ...     masker.receive(keys[k], {j: parcels[j][k] for j in range(4) if j != k})
+    ...     masker.receive({j: parcels[j][k] for j in range(4) if j != k})
     >>> words = [masker.mask(np.array([10, -k]).astype(np.uint32))
     ...          for k, masker in enumerate(maskers)]
     >>> total = MaskedSum(roster, {k: masker.promise for k, masker in enumerate(maskers)})
     >>> left = [0, 1, 2]
-    >>> tags = [maskers[k].confirm(keys[k], left) for k in left]
-    >>> given = {k: maskers[k].reveal(keys[k], {j: tags[j][k] for j in left if j != k})
-    ...          for k in left}
-    >>> total.unmask(words[0] + words[1] + words[2], left, given).view(np.int32)
+    >>> tags = [maskers[k].confirm(left) for k in left]
+    >>> shares = {k: maskers[k].reveal({j: tags[j][k] for j in left if j != k}) for k in left}
+    >>> total.unmask(words[0] + words[1] + words[2], left, shares).view(np.int32)
     array([30, -3], dtype=int32)
     """
 
     roster: Roster
     client: int
+    private_key: X25519PrivateKey = field(repr=False)  # of the key in the roster
     # seed of the mask key, and b_u: 16 bytes each
     seed: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     self_mask: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
@@ -180,18 +184,17 @@ class Masker:
     arrived: tuple[int, ...] = ()  # clients in the sum, as confirmed; NOBODY: it was given up
 
     def __post_init__(self) -> None:
-        self.roster.position(self.client)
+        if self.roster.key_of(self.client) != public_bytes(self.private_key):
+            raise SealError("the server has another public key of this client")
 
     @property
     def promise(self) -> Promise:
         """What this client tells the server about its secrets."""
         return self.roster.promise(self.seed, self.self_mask)
 
-    def parcels(self, private_key: X25519PrivateKey) -> dict[int, bytes]:
+    def parcels(self) -> dict[int, bytes]:
         """Return 92 bytes for each other client: the mask key and shares of both secrets."""
         roster, mask_key = self.roster, self.promise.mask_key
-        if roster.keys[roster.position(self.client)] != public_bytes(private_key):
-            raise SealError("the server has another public key of this client")
         shares_of_seed, shares_of_mask = (
             Shamir.split(roster.threshold, len(roster.clients), secret, ssss=False)
             for secret in (self.seed, self.self_mask)
@@ -205,15 +208,15 @@ class Masker:
                 self.received[other] = content
                 continue
             nonce = secrets.token_bytes(NONCE_BYTES)
-            key, info = self._channel(private_key, other, sends=True)
+            key, info = self._channel(other, sends=True)
             parcels[other] = nonce + ChaCha20Poly1305(key).encrypt(nonce, content, info)
         return parcels
 
-    def receive(self, private_key: X25519PrivateKey, parcels: Mapping[int, bytes]) -> None:
+    def receive(self, parcels: Mapping[int, bytes]) -> None:
         """Open the other clients' parcels; :meth:`mask` adds masks with their senders."""
         self.roster.require_enough({**parcels, self.client: b""})
         for sender, parcel in parcels.items():
-            key, info = self._channel(private_key, sender, sends=False)
+            key, info = self._channel(sender, sends=False)
             try:
                 nonce, sealed = parcel[:NONCE_BYTES], parcel[NONCE_BYTES:]
                 content = ChaCha20Poly1305(key).decrypt(nonce, sealed, info)
@@ -240,7 +243,7 @@ class Masker:
                 self.roster.add_pair_mask(result, key, content[:KEY_BYTES], about, sign)
         return result
 
-    def confirm(self, private_key: X25519PrivateKey, arrived: Iterable[int]) -> dict[int, bytes]:
+    def confirm(self, arrived: Iterable[int]) -> dict[int, bytes]:
         """Tell each other client which clients' words `arrived`: return tags, 16 bytes each.
 
         A client confirms only one set: clients that it shares masks with, itself among them, as
@@ -253,16 +256,16 @@ class Masker:
         if self.arrived and survivors != set(self.arrived):
             raise SealError("this client has confirmed other clients of the sum before")
         self.arrived = tuple(sorted(survivors))
-        return {v: self._tag(private_key, v, sends=True) for v in self.arrived if v != self.client}
+        return {v: self._tag(v, sends=True) for v in self.arrived if v != self.client}
 
-    def reveal(self, private_key: X25519PrivateKey, tags: Tags) -> dict[int, bytes]:
+    def reveal(self, tags: Tags) -> dict[int, bytes]:
         """Return shares of b_v of the clients whose words arrived, of the other clients' seeds.
 
         As many as the threshold must have confirmed the same, by their `tags` to this client, which
         counts itself. That is more than half of all, and each confirms once: so all shares that
         clients give are for one set of clients.
         """
-        agreeing = self._agreeing(private_key, tags, self.arrived) + bool(self.arrived)
+        agreeing = self._agreeing(tags, self.arrived) + bool(self.arrived)
         if agreeing < self.roster.threshold:
             raise SealError(
                 f"{agreeing} clients were told the same of who is in the sum, fewer than the "
@@ -274,50 +277,47 @@ class Masker:
             for v, content in sorted(self.received.items())
         }
 
-    def void(self, private_key: X25519PrivateKey) -> dict[int, bytes]:
+    def void(self) -> dict[int, bytes]:
         """Destroy all secrets of the sum, for good; tell each other client: return tags."""
         self.seed, self.self_mask, self.arrived = bytes(SECRET_BYTES), bytes(SECRET_BYTES), NOBODY
         self.received = dict.fromkeys(self.roster.clients, b"")  # and no parcels are taken again
-        others = set(self.roster.clients) - {self.client}
-        return {v: self._tag(private_key, v, sends=True) for v in others}
+        return {v: self._tag(v, sends=True) for v in self.received if v != self.client}
 
-    def require_void(self, private_key: X25519PrivateKey, tags: Tags, malicious: int) -> None:
+    def require_void(self, tags: Tags, malicious: int) -> None:
         """Refuse unless the sum can never open, as too few are left without `tags` of :meth:`void`.
 
         At most so many of those with tags are `malicious`.
         """
         clients, threshold = self.roster.clients, self.roster.threshold
-        left = len(clients) - 1 - self._agreeing(private_key, tags, clients) + malicious
+        left = len(clients) - 1 - self._agreeing(tags, clients) + malicious
         if self.arrived != NOBODY or left >= threshold:
             raise SealError(f"{left} clients may yet open the sum, {threshold} are enough")
 
-    def _agreeing(self, private_key: X25519PrivateKey, tags: Tags, clients: Iterable[int]) -> int:
+    def _agreeing(self, tags: Tags, clients: Iterable[int]) -> int:
         """Return how many of the other clients say by their tags what this one would say."""
-        return sum(
-            hmac.compare_digest(tags[v], self._tag(private_key, v, sends=False))
-            for v in tags.keys() & set(clients) - {self.client}
-        )
+        others = tags.keys() & set(clients) - {self.client}
+        return sum(hmac.compare_digest(tags[v], self._tag(v, sends=False)) for v in others)
 
-    def _tag(self, private_key: X25519PrivateKey, other: int, *, sends: bool) -> bytes:
-        key, _ = self._channel(private_key, other, sends=sends, what="tag")
+    def _tag(self, other: int, *, sends: bool) -> bytes:
+        key, _ = self._channel(other, sends=sends, what="tag")
         text = np.array(self.arrived, np.int64).tobytes()
         return hashlib.blake2b(text, digest_size=TAG_BYTES, key=key).digest()
 
-    def _channel(
-        self, private_key: X25519PrivateKey, other: int, *, sends: bool, what: str = "parcel"
-    ) -> tuple[bytes, bytes]:
+    def _channel(self, other: int, *, sends: bool, what: str = "parcel") -> tuple[bytes, bytes]:
         """Return the key for what one client sends another in this sum, and its purpose."""
         sender, receiver = (self.client, other) if sends else (other, self.client)
-        secret = agree(private_key, self.roster.keys[self.roster.position(other)])
+        secret = agree(self.private_key, self.roster.key_of(other))
         purpose = f"{what} from {sender} to {receiver}"
         return self.roster.derive(secret, purpose), purpose.encode()
 
     def to_bytes(self) -> bytes:
-        """Write all of it, secrets included: only the client may read it."""
-        return json.dumps(asdict(self), default=bytes.hex).encode()
+        """Write all of it but the private key, secrets included: only the client may read it."""
+        fields = {**vars(self), "roster": asdict(self.roster)}
+        del fields["private_key"]
+        return json.dumps(fields, default=bytes.hex).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
+    def from_bytes(cls, data: bytes, private_key: X25519PrivateKey) -> Self:
         """Read what :meth:`to_bytes` returned."""
         fields, read = json.loads(data), bytes.fromhex
         roster = fields["roster"]
@@ -325,6 +325,7 @@ class Masker:
         return cls(
             Roster(read(roster["exchange"]), clients, keys, roster["threshold"]),
             fields["client"],
+            private_key,
             read(fields["seed"]),
             read(fields["self_mask"]),
             {int(k): read(content) for k, content in fields["received"].items()},

@@ -76,8 +76,8 @@ class SecureSum:
             place, path = keys.index(self._keys.public_key), self._folder / NONCE
             if not path.exists() or path.read_bytes() != nonces[place]:
                 raise SealError("this client drew another nonce; ask for its public key once more")
-            masker = Masker(agreed, clients[place])
-            parcels = masker.parcels(self._keys.private_key)
+            masker = Masker(agreed, clients[place], self._keys.private_key)
+            parcels = masker.parcels()
             path.unlink()  # so that it takes part once with it
             for stale in self._folder.glob("sum-*"):
                 stale.unlink(missing_ok=True)
@@ -99,7 +99,7 @@ class SecureSum:
                 raise SealError("this client has masked its numbers for this sum already")
             sealed = _by_client(parcels, wire.PARCELS)
             sealed.pop(masker.client, None)
-            masker.receive(self._keys.private_key, sealed)
+            masker.receive(sealed)
             self._save(masker)
             return masker.mask(words, about)
 
@@ -115,9 +115,8 @@ class SecureSum:
     def confirm(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
         """Return tags for the roster's clients (K, 16) that show who arrived; none: it gives up."""
         with claimed(self._folder, "sum"):
-            masker = self._load(arrived)
-            key, clients = self._keys.private_key, arrived[wire.CLIENTS].tolist()
-            tags = masker.confirm(key, clients) if clients else masker.void(key)
+            masker, clients = self._load(arrived), arrived[wire.CLIENTS].tolist()
+            tags = masker.confirm(clients) if clients else masker.void()
             self._save(masker)
         none = bytes(TAG_BYTES)
         return {wire.TAGS: _as_rows([tags.get(client, none) for client in masker.roster.clients])}
@@ -126,7 +125,7 @@ class SecureSum:
         """Return this client's shares (m, 16), and which clients' secrets they share (m,); once."""
         with claimed(self._folder, "sum"):
             masker = self._load(confirmed)
-            shares = masker.reveal(self._keys.private_key, _by_client(confirmed, wire.TAGS))
+            shares = masker.reveal(_by_client(confirmed, wire.TAGS))
             self._path(masker.roster.exchange).unlink()  # with other clients it gives none
             return {
                 wire.CLIENTS: np.array(list(shares), np.int64),
@@ -135,8 +134,7 @@ class SecureSum:
 
     def free(self, given_up: Arrays) -> dict[str, NDArray[Any]]:
         """Refuse unless the tags show that the sum never opens: see Masker.require_void."""
-        masker, tags = self._load(given_up), _by_client(given_up, wire.TAGS)
-        masker.require_void(self._keys.private_key, tags, self._malicious)
+        self._load(given_up).require_void(_by_client(given_up, wire.TAGS), self._malicious)
         return {}
 
     def _path(self, exchange: bytes) -> Path:
@@ -150,7 +148,7 @@ class SecureSum:
         path = self._path(message[wire.EXCHANGE].tobytes())
         if not path.exists():
             raise SealError("this client does not know of the sum, or has given its shares before")
-        return Masker.from_bytes(path.read_bytes())
+        return Masker.from_bytes(path.read_bytes(), self._keys.private_key)
 
 
 def load_or_draw_key(folder: Path) -> X25519PrivateKey:

@@ -43,10 +43,10 @@ def total_of(clients: Sequence[int], dtype: Any = np.uint32) -> np.ndarray:
 
 def agreed(sharing: Sequence[int] = IDS, threshold: int = 3) -> dict[int, Masker]:
     """Clients that have each other's parcels."""
-    maskers = {k: Masker(roster(threshold), k) for k in sharing}
-    parcels = {k: masker.parcels(KEYS[k]) for k, masker in maskers.items()}
+    maskers = {k: Masker(roster(threshold), k, KEYS[k]) for k in sharing}
+    parcels = {k: masker.parcels() for k, masker in maskers.items()}
     for k, masker in maskers.items():
-        masker.receive(KEYS[k], {j: parcels[j][k] for j in sharing if j != k})
+        masker.receive({j: parcels[j][k] for j in sharing if j != k})
     return maskers
 
 
@@ -60,10 +60,8 @@ def given(
 ) -> dict[int, dict[int, bytes]]:
     """Shares of some, after all those whose words arrived have confirmed it."""
     fresh = {k: replace(maskers[k], arrived=()) for k in arrived}
-    tags = {k: masker.confirm(KEYS[k], arrived) for k, masker in fresh.items()}
-    return {
-        k: fresh[k].reveal(KEYS[k], {j: tags[j][k] for j in arrived if j != k}) for k in revealing
-    }
+    tags = {k: masker.confirm(arrived) for k, masker in fresh.items()}
+    return {k: fresh[k].reveal({j: tags[j][k] for j in arrived if j != k}) for k in revealing}
 
 
 def masked(maskers: dict[int, Masker], arrived: Sequence[int], dtype: Any = np.uint32):
@@ -127,12 +125,12 @@ def test_the_masks_of_a_subset_or_about_different_things_do_not_cancel():
 
 
 def test_secrets_are_drawn_anew_and_promises_do_not_tell_them():
-    first, second = Masker(roster(), 2), Masker(roster(), 2)
+    first, second = (Masker(roster(), 2, KEYS[2]) for _ in range(2))
     assert len({first.seed, first.self_mask, second.seed, second.self_mask}) == 4
     public = first.promise.mask_key + first.promise.commitment
     assert first.seed not in public
     assert first.self_mask not in public
-    parcels = [*first.parcels(KEYS[2]).values(), *first.parcels(KEYS[2]).values()]
+    parcels = [*first.parcels().values(), *first.parcels().values()]
     assert len({parcel[:12] for parcel in parcels}) == 8  # nonces: twice with the same key
 
 
@@ -163,20 +161,20 @@ def test_secrets_are_those_that_the_shares_library_finds():
 def test_clients_who_were_told_different_things_give_no_shares():
     """Else five clients that each leave out one would open sums that differ by single clients."""
     maskers = agreed(threshold=4)
-    tags = {k: maskers[k].confirm(KEYS[k], set(IDS) - {IDS[i - 1]}) for i, k in enumerate(IDS)}
+    tags = {k: maskers[k].confirm(set(IDS) - {IDS[i - 1]}) for i, k in enumerate(IDS)}
     for k, masker in maskers.items():
         came = {j: tags[j][k] for j in IDS if k in tags[j]}
-        refused("1 clients were told the same of who is in the sum", masker.reveal, KEYS[k], came)
+        refused("1 clients were told the same of who is in the sum", masker.reveal, came)
 
 
 def test_a_client_confirms_once_and_counts_each_tag_for_what_it_is():
     maskers = agreed(threshold=4)
-    refused("0 clients were told the same", maskers[2].reveal, KEYS[2], {})
-    tags = {k: maskers[k].confirm(KEYS[k], IDS) for k in IDS}
-    maskers[2].confirm(KEYS[2], IDS)  # the same again
-    refused("has confirmed other clients", maskers[2].confirm, KEYS[2], IDS[:4])
+    refused("0 clients were told the same", maskers[2].reveal, {})
+    tags = {k: maskers[k].confirm(IDS) for k in IDS}
+    maskers[2].confirm(IDS)  # the same again
+    refused("has confirmed other clients", maskers[2].confirm, IDS[:4])
     good = {k: tags[k][2] for k in (3, 5, 8)}
-    assert len(maskers[2].reveal(KEYS[2], good)) == 5
+    assert len(maskers[2].reveal(good)) == 5
     for bad in (
         {k: good[k] for k in (3, 5)},
         {**good, 8: good[5]},  # another client's
@@ -185,7 +183,7 @@ def test_a_client_confirms_once_and_counts_each_tag_for_what_it_is():
         {**good, 8: b""},
         {3: good[3], 5: good[5], 2: good[3], 99: good[5]},
     ):
-        refused("3 clients were told the same", maskers[2].reveal, KEYS[2], bad)
+        refused("3 clients were told the same", maskers[2].reveal, bad)
 
 
 def test_a_client_gives_shares_only_for_its_sum():
@@ -195,7 +193,7 @@ def test_a_client_gives_shares_only_for_its_sum():
         ([2, 3, 99], "expected clients of this sum"),
         ([2, 3], "2 clients are left, 3 are needed"),
     ):
-        refused(words, maskers[2].confirm, KEYS[2], arrived)
+        refused(words, maskers[2].confirm, arrived)
     both = maskers[2].received
     expected = {k: both[k][48:] if k in (2, 3, 5) else both[k][32:48] for k in IDS}
     assert given(maskers, (2, 3, 5), (2,))[2] == expected  # of either secret, never of both
@@ -219,8 +217,8 @@ def test_a_server_with_an_accomplice_opens_single_clients_if_the_threshold_is_lo
     np.testing.assert_array_equal(words, total_of([3]))
 
     maskers = agreed(threshold=4)
-    maskers[5].confirm(KEYS[5], (2, 3, 5, 8))
-    refused("confirmed other clients", maskers[5].confirm, KEYS[5], (2, 5, 8, 13))
+    maskers[5].confirm((2, 3, 5, 8))
+    refused("confirmed other clients", maskers[5].confirm, (2, 5, 8, 13))
 
 
 @functools.cache
@@ -349,7 +347,7 @@ def test_whose_secret_cannot_be_had_is_named():
 def voiding(threshold: int, some: Sequence[int]) -> tuple[dict[int, Masker], dict]:
     """Clients of whom some have given the sum up, and their tags."""
     maskers = agreed(threshold=threshold)
-    return maskers, {k: maskers[k].void(KEYS[k]) for k in some}
+    return maskers, {k: maskers[k].void() for k in some}
 
 
 @pytest.mark.parametrize("liars", [0, 1, 2])
@@ -360,15 +358,15 @@ def test_a_sum_counts_as_given_up_once_too_few_are_left_to_open_it(threshold, li
         maskers, tags = voiding(threshold, IDS[:count])
         came = {k: tags[k][2] for k in IDS[1:count]}
         if 5 - (count - liars) < threshold:
-            maskers[2].require_void(KEYS[2], came, liars)
+            maskers[2].require_void(came, liars)
         else:
-            refused("may yet open the sum", maskers[2].require_void, KEYS[2], came, liars)
+            refused("may yet open the sum", maskers[2].require_void, came, liars)
 
 
 def test_tags_of_a_sum_given_up_count_once_for_what_they_are():
     maskers, tags = voiding(4, (2, 3, 5))
     good = {k: tags[k][2] for k in (3, 5)}
-    maskers[2].require_void(KEYS[2], good, 1)
+    maskers[2].require_void(good, 1)
     other, same = voiding(4, IDS)  # of another sum
     other[2] = replace(other[2], roster=roster(4, exchange=bytes(16)))
     for masker, bad in (
@@ -380,12 +378,12 @@ def test_tags_of_a_sum_given_up_count_once_for_what_they_are():
         (maskers[8], {k: tags[k][8] for k in tags}),  # it has not given the sum up itself
         (other[2], {k: same[k][2] for k in IDS[1:]}),
     ):
-        refused("clients may yet open the sum", masker.require_void, KEYS[masker.client], bad, 1)
+        refused("clients may yet open the sum", masker.require_void, bad, 1)
     confirming = agreed(threshold=4)
-    confirming[2].confirm(KEYS[2], IDS)
-    confirmed = {k: confirming[k].confirm(KEYS[k], IDS)[2] for k in IDS[1:]}
+    confirming[2].confirm(IDS)
+    confirmed = {k: confirming[k].confirm(IDS)[2] for k in IDS[1:]}
     for masker in (maskers[2], confirming[2]):
-        refused("may yet open the sum", masker.require_void, KEYS[2], confirmed, 1)
+        refused("may yet open the sum", masker.require_void, confirmed, 1)
 
 
 def test_who_gave_a_sum_up_keeps_no_secret_and_confirms_and_reveals_nothing():
@@ -395,43 +393,43 @@ def test_who_gave_a_sum_up_keeps_no_secret_and_confirms_and_reveals_nothing():
         known = {maskers[2].seed, maskers[2].self_mask}
         known |= {c[32 + i : 48 + i] for c in maskers[2].received.values() for i in (0, 16)}
         if confirmed:
-            maskers[2].confirm(KEYS[2], IDS)
-        tags = {k: maskers[k].void(KEYS[k]) for k in (2, 3, 5)}
+            maskers[2].confirm(IDS)
+        tags = {k: maskers[k].void() for k in (2, 3, 5)}
         kept = maskers[2].to_bytes()
         assert not any(secret.hex().encode() in kept for secret in known)
-        maskers[2] = Masker.from_bytes(kept)
-        refused("confirmed other clients", maskers[2].confirm, KEYS[2], IDS)
-        for came in (tags, {k: maskers[k].confirm(KEYS[k], IDS) for k in (8, 13)}):
+        maskers[2] = Masker.from_bytes(kept, KEYS[2])
+        refused("confirmed other clients", maskers[2].confirm, IDS)
+        for came in (tags, {k: maskers[k].confirm(IDS) for k in (8, 13)}):
             tags_of_others = {k: tag[2] for k, tag in came.items() if k != 2}
-            refused("1 clients were told the same", maskers[2].reveal, KEYS[2], tags_of_others)
+            refused("1 clients were told the same", maskers[2].reveal, tags_of_others)
         tags_of_others = {k: tags[k][8] for k in tags}
-        refused("1 clients were told the same", maskers[8].reveal, KEYS[8], tags_of_others)
+        refused("1 clients were told the same", maskers[8].reveal, tags_of_others)
 
 
 def test_parcels_open_for_their_receiver_only_in_their_sum():
-    sender, receiver = Masker(roster(), 2), Masker(roster(), 3)
-    parcels = sender.parcels(KEYS[2])
-    refused("2 clients are left, 3 are needed", receiver.receive, KEYS[3], {2: parcels[3]})
-    assert parcels[3] != Masker(roster(), 2, sender.seed, sender.self_mask).parcels(KEYS[2])[3]
+    sender, receiver = (Masker(roster(), k, KEYS[k]) for k in (2, 3))
+    parcels = sender.parcels()
+    refused("2 clients are left, 3 are needed", receiver.receive, {2: parcels[3]})
+    assert parcels[3] != replace(sender, received={}).parcels()[3]
     others = {5: bytes(PARCEL_BYTES), 8: bytes(PARCEL_BYTES)}
     for parcel in (parcels[5], parcels[3][:-1], parcels[3][:20] + bytes(72), b""):
         damaged = {2: parcel, **others}
-        refused("what client 2 sent does not open", receiver.receive, KEYS[3], damaged)
+        refused("what client 2 sent does not open", receiver.receive, damaged)
     renamed = {**others, 5: parcels[3]}  # another one's, under its name
-    refused("what client 5 sent does not open", receiver.receive, KEYS[3], renamed)
+    refused("what client 5 sent does not open", receiver.receive, renamed)
     returned = {3: parcels[3], **others}  # its own, as if from the receiver
-    refused("what client 3 sent does not open", sender.receive, KEYS[2], returned)
-    key, info = sender._channel(KEYS[2], 3, sends=True)
+    refused("what client 3 sent does not open", sender.receive, returned)
+    key, info = sender._channel(3, sends=True)
     longer = bytes(12) + ChaCha20Poly1305(key).encrypt(bytes(12), bytes(65), info)
-    refused("expected 92 bytes of shares", receiver.receive, KEYS[3], {2: longer, **others})
+    refused("expected 92 bytes of shares", receiver.receive, {2: longer, **others})
     came = {2: parcels[3], **others, 13: bytes(92)}
     for changed in (  # the server told these two something else
         roster(4), roster(exchange=bytes(16)), roster(keys=(*PUBLIC[:4], public_bytes(new_key())))
     ):  # fmt: skip
-        refused("what client 2 sent does not open", Masker(changed, 3).receive, KEYS[3], came)
-    refused("another public key of this client", sender.parcels, KEYS[3])
+        refused("what client 2 sent does not open", Masker(changed, 3, KEYS[3]).receive, came)
+    refused("another public key of this client", Masker, roster(), 2, KEYS[3])
     weak = roster(keys=(*PUBLIC[:4], bytes(32)))  # of low order: everybody would know the secret
-    refused("full order", Masker(weak, 2).parcels, KEYS[2])
+    refused("full order", Masker(weak, 2, KEYS[2]).parcels)
 
 
 def first(count: int, threshold: int) -> dict[str, Any]:
@@ -458,6 +456,6 @@ def test_a_roster_under_which_numbers_would_not_be_safe_is_refused(changes, word
 
 def test_a_client_goes_on_from_what_it_kept():
     maskers = agreed()
-    kept = {k: Masker.from_bytes(masker.to_bytes()) for k, masker in maskers.items()}
+    kept = {k: Masker.from_bytes(masker.to_bytes(), KEYS[k]) for k, masker in maskers.items()}
     np.testing.assert_array_equal(opened(kept, IDS[:4], IDS[:3]), total_of(IDS[:4]))
     assert kept == maskers
