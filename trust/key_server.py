@@ -33,9 +33,7 @@ from .sealing import (
 )
 
 SEALED_SEED = "sealed-seed"  # its name in a message
-SEED_BYTES = 32
-CHALLENGE_BYTES = 16
-SIGNATURE_BYTES = 64
+SEED_BYTES, CHALLENGE_BYTES, SIGNATURE_BYTES = 32, 16, 64
 _SEED, _VOUCHED = b"ntkseed1", b"ntkpeer1"  # start what is signed: a sealed seed, a voucher
 _CHALLENGE = "seed-challenge"
 
@@ -66,14 +64,9 @@ class Enrolment:
 class KeyServer(Enrolment):
     """The trusted third party that knows the seeds.
 
-    Parameters
-    ----------
-    master : bytes
-        32 secret bytes; all seeds are derived from them, the same ones after a restart.
-    enrolled : iterable of bytes
-        Public keys of the clients, 32 raw bytes each.
-    signing_key : Ed25519PrivateKey
-        Key that signs sealed seeds. `verify_key` is its public half, 32 raw bytes.
+    Seeds are derived from the `master`, 32 secret bytes, the same ones after a restart. `enrolled`
+    are the clients' public keys, 32 raw bytes each. `signing_key` signs sealed seeds; `verify_key`
+    is its public half, 32 raw bytes.
 
     Examples
     --------
@@ -115,8 +108,7 @@ class KeyServer(Enrolment):
     def voucher(self, public_key: bytes, run: str) -> bytes:
         """Return a signature, 64 bytes, that the key is a client's in this run; or NotEnrolled.
 
-        Clients that seal for each other check it with :func:`check_voucher`, so that a relay cannot
-        name keys of its own.
+        Clients that seal for each other check it, so that a relay cannot name keys of its own.
         """
         self.require_enrolled(public_key)
         return self._signing_key.sign(_VOUCHED + public_key + check_run(run))
@@ -210,13 +202,10 @@ def _describe(signed: bytes) -> str:
 
 def new_secret(path: str | Path) -> bytes:
     """Write a new key server's master and signing key; return its verification key."""
-    signing_key = Ed25519PrivateKey.generate()
-    secret = {
-        "master": secrets.token_hex(SEED_BYTES),
-        "signing-key": signing_key.private_bytes_raw().hex(),
-    }
+    key = Ed25519PrivateKey.generate()
+    secret = {"master": secrets.token_hex(SEED_BYTES), "signing-key": key.private_bytes_raw().hex()}
     write_secret(path, json.dumps(secret).encode())
-    return signing_key.public_key().public_bytes_raw()
+    return key.public_key().public_bytes_raw()
 
 
 def load_secret(path: str | Path) -> tuple[bytes, Ed25519PrivateKey]:
@@ -224,8 +213,7 @@ def load_secret(path: str | Path) -> tuple[bytes, Ed25519PrivateKey]:
     data = Path(path).read_bytes()
     try:
         secret = json.loads(data)
-        master = bytes.fromhex(secret["master"])
         signing_key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(secret["signing-key"]))
+        return bytes.fromhex(secret["master"]), signing_key
     except (ValueError, TypeError, KeyError):
         raise SealError(f"{path} holds no key server's secret; new-key-server makes one") from None
-    return master, signing_key

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 
 from .key_server import check_voucher
-from .sealing import SealError, public_bytes, seal, unseal
+from .sealing import TOO_LARGE, SealError, public_bytes, seal, unseal
 from .wire import frame_arrays, unframe_arrays
 
 CONTENT, KEY = "content", "key-"  # names of arrays: the ciphertext, and its key for one receiver
@@ -70,9 +70,7 @@ def seal_parcel(
     try:
         content = ChaCha20Poly1305(key).encrypt(NONCE, plain, info)
     except OverflowError:
-        raise SealError(
-            f"expected less than 2 GiB to seal, got {len(plain)} bytes; send fewer examples"
-        ) from None
+        raise SealError(TOO_LARGE.format(len(plain))) from None
     sealed = {CONTENT: content}
     sealed |= {KEY + receiver.hex(): seal(key, receiver, info) for receiver in receivers}
     return {name: np.frombuffer(data, np.uint8) for name, data in sealed.items()}

@@ -96,8 +96,8 @@ class RemoteKeyServer(_Remote):
 class RemoteShufflingServer(_Remote):
     """A :class:`ShufflingServer` in another process; parameters as of :class:`RemoteKeyServer`.
 
-    `timeout` is 600 by default, as shuffling may take a while. A round on which the caller gives up
-    is lost: its rows are not given out again.
+    `timeout` is 600 by default. A round on which the caller gives up is lost: its rows are not
+    given out again.
     """
 
     command = "shuffling-server"

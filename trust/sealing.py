@@ -2,8 +2,7 @@
 
 Sealing is E(k^+, ·) of Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022,
 section 4.2 and figure 2; the paper names no cipher. Here it is HPKE (RFC 9180) in base mode:
-X25519, HKDF-SHA256, ChaCha20-Poly1305. Anyone can seal for a public key, only its owner can open.
-Bytes that were changed, or sealed for another purpose, do not open.
+X25519, HKDF-SHA256, ChaCha20-Poly1305.
 """
 
 import os
@@ -16,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
 KEY_BYTES = 32
-LONGEST_RUN = 255
+TOO_LARGE = "expected less than 2 GiB to seal, got {} bytes; send fewer examples"
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 
 
@@ -27,7 +26,7 @@ class SealError(ValueError):
 def seal(plaintext: bytes, public_key: bytes, info: bytes) -> bytes:
     """Encrypt less than 2 GiB for the owner of a public key, 32 raw bytes.
 
-    `info` is the purpose: the bytes open only with the same. They are 48 more than the plaintext,
+    They open only with the same `info`, the purpose. They are 48 bytes longer than the plaintext,
     for an ephemeral public key and a tag, and different each time.
 
     Examples
@@ -45,9 +44,7 @@ def seal(plaintext: bytes, public_key: bytes, info: bytes) -> bytes:
             f"got {len(public_key)} bytes that are none; new_key and public_bytes make one"
         ) from None
     except OverflowError:
-        raise SealError(
-            f"expected less than 2 GiB to seal, got {len(plaintext)} bytes; send fewer examples"
-        ) from None
+        raise SealError(TOO_LARGE.format(len(plaintext))) from None
 
 
 def unseal(sealed: bytes, private_key: X25519PrivateKey, info: bytes) -> bytes:
@@ -142,9 +139,9 @@ def check_run(run: str) -> bytes:
         name = run.encode()
     except UnicodeEncodeError:
         raise SealError(f"run: expected a name in Unicode, got {run!r}") from None
-    if not 1 <= len(name) <= LONGEST_RUN:
+    if not 1 <= len(name) <= 255:
         raise SealError(
-            f"run: expected a name of 1 ... {LONGEST_RUN} bytes, got {len(name)}; give clients and "
-            "servers the same name"
+            f"run: expected a name of 1 ... 255 bytes, got {len(name)}; give clients and servers "
+            "the same name"
         )
     return name

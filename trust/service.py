@@ -20,10 +20,8 @@ from .shuffling_server import ShufflingServer
 from .wire import SEALED_SEED, SHUFFLE, VOUCHER, unpack
 
 Answers = dict[str, Callable[..., bytes]]  # by address
-BODY_LIMIT = 2_000_000_000
-BODY_TIMEOUT = 600.0
-SMALL_BODY = 10_000
-SMALL_BODY_TIMEOUT = 30.0
+BODY_LIMIT, BODY_TIMEOUT = 2_000_000_000, 600.0
+SMALL_BODY, SMALL_BODY_TIMEOUT = 10_000, 30.0
 SHORTER = "send fewer uploads or fewer examples, or start the server with a larger"
 STATUS: dict[type[Exception], int] = {AuthenticationError: 401, NotEnrolled: 403, TimeoutError: 408}
 logger = getLogger("uvicorn.error")

@@ -6,8 +6,8 @@ clients, so that the update J^T R, eq. (9b), stays the same. The paper leaves th
 module's choices:
 
 * An upload opens only in its run and round. It begins with its sender's enrolled public key, and is
-  sealed with what only sender and shuffling server can compute from their keys, as in HPKE's
-  authenticated mode. Each sender counts once.
+  sealed with what only sender and shuffling server can compute, as in HPKE's authenticated mode.
+  Each sender counts once.
 * A round's rows are given out once, and none of an earlier round after it: a second time, without
   one client, would show which rows are that client's.
 * Clients compress row by row: a common scale or threshold would show which rows belong together.
@@ -83,14 +83,9 @@ def seal_upload(
 class ShufflingServer(Enrolment):
     """The third party that pools the uploads of a round and permutes their rows.
 
-    Parameters
-    ----------
-    enrolled : iterable of bytes
-        Public keys of the clients, 32 raw bytes each; uploads of others are dropped.
-    private_key : X25519PrivateKey, optional
-        A new one by default. `public_key` is its public half, for :func:`seal_upload`.
-    min_clients : int
-        Fewest good uploads, 2 at least: one client's rows have nothing to hide in.
+    Uploads of others than the `enrolled` clients, by public keys of 32 raw bytes, are dropped.
+    `public_key` is the public half of its key, for :func:`seal_upload`. With fewer than
+    `min_clients` good uploads, 2 at least, nothing is given out: one client's rows cannot hide.
     """
 
     def __init__(
@@ -120,28 +115,16 @@ class ShufflingServer(Enrolment):
     ) -> Shuffled:
         """Open the uploads of a round and return all their rows, permuted.
 
-        Parameters
-        ----------
-        sealed : sequence of bytes
-            One upload of each client, from :func:`seal_upload` for this `run` and `server_round`.
-        limits : UploadLimits
-            Limits on what a client may send.
-        num_examples : sequence of int, optional
-            Number of examples that each client claims; uploads with another number are dropped.
-
-        Returns
-        -------
-        Shuffled
-            Reasons of bad uploads are ``"not-enrolled"``, ``"replayed"`` (its sender's came
-            before), ``"sealed"`` (does not open), ``"arrays"`` (holds something else),
-            ``"num-examples"``, ``"memory"``, ``"malformed"``, and those of
-            :meth:`fedntk.ntk.CompressedUpload.from_arrays` and ``screen_uploads``.
+        `sealed` are from :func:`seal_upload`, one of each client, for this `run` and
+        `server_round`. Uploads beyond the `limits` are dropped, and those of another number of
+        examples than its client claims in `num_examples`. Other reasons are ``"not-enrolled"``,
+        ``"replayed"`` (its sender's came before), ``"sealed"`` (does not open), ``"arrays"`` (holds
+        something else), ``"memory"``, ``"malformed"``, and those of
+        :meth:`fedntk.ntk.CompressedUpload.from_arrays` and ``screen_uploads``.
         """
         if num_examples is not None and len(num_examples) != len(sealed):
-            raise SealError(
-                f"num_examples: expected one for each of {len(sealed)} uploads, got "
-                f"{len(num_examples)}"
-            )
+            counts = f"{len(sealed)} uploads, got {len(num_examples)}"
+            raise SealError(f"num_examples: expected one for each of {counts}")
         info = _binding(run, server_round)
         with self._one_at_a_time:
             if server_round <= self._given_out.get(run, -1):
@@ -207,9 +190,8 @@ def _parse(opened: bytes, limits: UploadLimits) -> JacobianUpload:
         return CompressedUpload.from_arrays(arrays, limits)
     except BadReply:
         raise
-    except NotEnoughMemory as error:
-        raise BadReply("memory", str(error)) from error
     except Exception as error:  # whatever hostile bytes provoke
+        reason = "memory" if isinstance(error, NotEnoughMemory) else reason
         raise BadReply(reason, str(error)) from error
 
 
