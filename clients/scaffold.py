@@ -72,19 +72,15 @@ class SCAFFOLDClient(ModelClient):
         records = records_of(parameters, wire.CORRECTIONS, strategy=self.strategy)
         corrections = self._read_corrections(records[wire.CORRECTIONS])
         others = [name for name in records if name != wire.CORRECTIONS]
-        if len(others) != 1:
-            raise ValueError(
-                f"expected one record of weights beside corrections, got {len(others)}"
-            )
+        if (count := len(others)) != 1:
+            raise ValueError(f"expected one record of weights beside corrections, got {count}")
         weights = list(records[others[0]].values())
         x, targets = self.training_examples(config)
         trained = trained_parameters(self.model)
         corrected = _Corrected(trained, corrections, self.sgd.weight_decay)
         train_loss = self.sgd.descend(self, weights, x, targets, config, corrected)
-        new_weights = self.model_weights()
-        if self.option == "II":
-            control = corrected.mean_gradients()
-        else:
+        new_weights, control = self.model_weights(), corrected.mean_gradients()
+        if self.option == "I":
             control = self._gradient(weights, x, targets, config)
         first = first_names(self.model)
         controls = {

@@ -131,10 +131,7 @@ def shuffling_server_command(
 
 
 class _OneRequest(H11Protocol):
-    """A connection, closed if the head of a request takes more than `HEAD_TIMEOUT` seconds.
-
-    uvicorn has no such limit: its `timeout_keep_alive` begins after an answer.
-    """
+    """A connection that is closed if a head takes longer, for which uvicorn has no limit."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -148,10 +145,10 @@ class _OneRequest(H11Protocol):
 def _serve(
     service: FastAPI, host: str, port: int, certificate: Path | None, key: Path | None
 ) -> None:
-    """Serve one request a connection: uvicorn limits a head's length, `_OneRequest` its time.
+    """Serve one request a connection: a second would have no limit for its head.
 
-    A second request would have no limit for its head. A proxy in front has to limit how long the
-    caller reads its answer, and how many strangers connect at once, each with a head in memory.
+    A proxy in front has to limit how long the caller reads its answer, and how many strangers
+    connect at once, each with a head in memory.
     """
     uvicorn.run(
         service,

@@ -106,10 +106,7 @@ class KeyServer(Enrolment):
         return signed + self._signing_key.sign(signed)
 
     def voucher(self, public_key: bytes, run: str) -> bytes:
-        """Return a signature, 64 bytes, that the key is a client's in this run; or NotEnrolled.
-
-        Clients that seal for each other check it, so that a relay cannot name keys of its own.
-        """
+        """Return a signature, 64 bytes, that the key is a client's in this run; or NotEnrolled."""
         self.require_enrolled(public_key)
         return self._signing_key.sign(_VOUCHED + public_key + check_run(run))
 
@@ -151,19 +148,13 @@ class ClientKeys:
             ) from None
 
     def request(self) -> dict[str, bytes]:
-        """Return ``"public-key"`` (32 bytes) and a fresh ``"challenge"`` (16 bytes).
-
-        They are arguments of :meth:`KeyServer.sealed_seed`. An earlier challenge is void.
-        """
+        """Return ``"public-key"`` (32 bytes) and ``"challenge"`` (16 bytes), the only valid one."""
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.state[_CHALLENGE] = challenge
         return {"public-key": self._public_key, "challenge": challenge}
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the seed rho, 32 bytes, from the key server's answer to the newest request.
-
-        The answer may be opened again, until the next request. SealError refuses all other bytes.
-        """
+        """Return the seed rho, 32 bytes, from the answer to the newest request; else SealError."""
         if _CHALLENGE not in self.state:
             raise SealError(
                 "a sealed seed came, but none was asked for; call request first, and keep its "

@@ -1,9 +1,8 @@
 """Parcels that clients send each other through a relay, which cannot open them; without Flower.
 
 A parcel's arrays are encrypted once, with a key drawn for this parcel (ChaCha20-Poly1305, RFC
-8439). That key is sealed for each receiver (HPKE, see :mod:`fedntk.trust.sealing`), in 80 bytes.
-
-A parcel does not say who sent it: anyone who knows a receiver's public key can seal for it.
+8439), which is sealed for each receiver (HPKE, see :mod:`fedntk.trust.sealing`), in 80 bytes. It
+does not say who sent it: anyone who knows a receiver's public key can seal for it.
 """
 
 import secrets

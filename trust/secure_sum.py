@@ -58,10 +58,7 @@ Tags = Mapping[int, bytes]  # client -> its tag
 
 
 def exchange_of(nonces: Iterable[bytes]) -> bytes:
-    """Return the name of a sum, 16 bytes, from the nonces of its clients in the roster's order.
-
-    A nonce has 16 bytes and is used once, so no other sum has this name.
-    """
+    """Return the name of a sum, 16 bytes, from its clients' nonces of 16 bytes, each used once."""
     text = b"fedntk secure sum 1 exchange\0" + frame(nonces)
     return hashlib.sha256(text).digest()[:EXCHANGE_BYTES]
 
@@ -246,8 +243,7 @@ class Masker:
     def confirm(self, arrived: Iterable[int]) -> dict[int, bytes]:
         """Tell each other client which clients' words `arrived`: return tags, 16 bytes each.
 
-        A client confirms only one set: clients that it shares masks with, itself among them, as
-        many as the threshold or more.
+        A client confirms only one set, of as many clients as the threshold or more, with itself.
         """
         survivors = set(arrived)
         if self.client not in survivors or survivors - self.received.keys():
@@ -284,10 +280,7 @@ class Masker:
         return {v: self._tag(v, sends=True) for v in self.received if v != self.client}
 
     def require_void(self, tags: Tags, malicious: int) -> None:
-        """Refuse unless the sum can never open, as too few are left without `tags` of :meth:`void`.
-
-        At most so many of those with tags are `malicious`.
-        """
+        """Refuse unless the sum can never open, by `tags` of :meth:`void`, some `malicious`."""
         clients, threshold = self.roster.clients, self.roster.threshold
         left = len(clients) - 1 - self._agreeing(tags, clients) + malicious
         if self.arrived != NOBODY or left >= threshold:
@@ -352,8 +345,8 @@ class MaskedSum:
     ) -> Words:
         """Return the sum without masks; SealError if too few clients gave right shares.
 
-        `total` (m,) is the sum of the masked words that arrived from some clients; `revealed` has
-        what each client returned from :meth:`Masker.reveal`.
+        `total` (m,) is the sum of the masked words of clients that `arrived`; `revealed` has what
+        each client returned from :meth:`Masker.reveal`.
         """
         survivors, result = sorted(arrived), total.copy()
         for client in self.promises:
@@ -374,10 +367,7 @@ class MaskedSum:
         return result
 
     def _secret(self, shares: Mapping[int, int], client: int, in_sum: bool) -> bytes:
-        """Return a client's secret; shares (point -> share) of givers without conflicts go first.
-
-        Others' are checked if they are in conflict, or if the first ones were not all right.
-        """
+        """Return a client's secret; shares (point -> share) of givers in no conflict go first."""
         threshold, givers = self.roster.threshold, self.roster.clients
         promise = self.promises[client]
         part = "commitment" if in_sum else "mask_key"
@@ -452,10 +442,7 @@ def _value(shares: Mapping[int, int], at: int = 0) -> int:
 
 
 def _wrong_points(shares: Mapping[int, int], threshold: int) -> set[int]:
-    """Return where m shares are wrong, if (m - threshold) / 2 are or fewer.
-
-    Source: Massey, *Shift-register synthesis and BCH decoding*, 1969, for Reed-Solomon codes.
-    """
+    """Return where (m - threshold) / 2 or fewer of m shares are wrong: Massey 1969, decoding."""
     terms, syndromes = list(map(_multiply, shares.values(), _coefficients(tuple(shares)))), []
     locator, before, length, scale = [1], [0, 1], 0, 1
     for n in range(len(shares) - threshold):

@@ -30,8 +30,8 @@ logger = getLogger("uvicorn.error")
 def key_server_app(server: KeyServer, enrolled: Path, token: str, body_timeout: float) -> FastAPI:
     """Serve sealed seeds and vouchers to who has the `token`.
 
-    The file of `enrolled` keys is read anew for each. While it cannot be read, the keys read last
-    stay enrolled. `body_timeout` is in seconds, for the whole body of a request.
+    The file of `enrolled` keys is read anew for each; while that fails, the keys read last stay.
+    `body_timeout` is in seconds, for the whole body of a request.
     """
     seed, voucher = validate_call(server.sealed_seed), validate_call(server.voucher)
     answers: Answers = {SEALED_SEED: seed, VOUCHER: voucher}

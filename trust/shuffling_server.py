@@ -71,9 +71,8 @@ def seal_upload(
 ) -> NDArray[np.uint8]:
     """Seal the arrays of a client's :class:`~fedntk.ntk.CompressedUpload`, less than 2 GiB in all.
 
-    They open only for the shuffling server, in this run and round. Its `public_key`, 32 raw bytes,
-    must not be from the aggregation server. The client's `private_key` shows who sent them: its
-    public half, enrolled with the shuffling server, comes first.
+    They open only for the shuffling server, whose `public_key` must not be from the aggregation
+    server. The client's public half, enrolled there, comes first and shows who sent them.
     """
     info = _binding(run, server_round) + agree(private_key, public_key)
     sealed = seal(frame_arrays(arrays), public_key, info)

@@ -26,8 +26,8 @@ from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.base import sample_size
-from ..core.feature_sums import Sums, SumsClient, fixed_point_in
-from ..core.secure_sum import Arrays, SumRequest
+from ..core.feature_sums import SumsClient, fixed_point_in
+from ..core.secure_sum import Arrays
 from ..core.weights import (
     Config,
     Evaluation,
@@ -97,8 +97,14 @@ class ClosedFormClient(SumsClient):
         weights, records = self._load_network(parameters)
         sums, fixed_point, metrics = self._sum_up(task, examples, records, config)
         request, message = self.sum_request(task, config), records[wire.SECURE_SUM]
-        if task.epsilon:
-            sums = self._add_noise(sums, request, message)
+        if task.epsilon:  # a share for the fewest clients who can open the sum
+            if not isinstance(sums, FeatureStatistics):
+                raise ValueError(
+                    "epsilon: expected validation_share = 0, got held-out sums as well"
+                )
+            quorum = self.secure.secure_sum(request).quorum(message)
+            noise = SumNoise.of(task, sums.width, len(sums.counts), quorum)
+            sums = noise.add(sums, np.random.default_rng(secrets.randbits(256)))
         key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
         arrays = self.mask_sums(sums, request, message, key=key, fixed_point=fixed_point)
         return NamedArrays({"arrays": arrays}), self.reported_examples(task), metrics
@@ -134,19 +140,10 @@ class ClosedFormClient(SumsClient):
         loss = features.loss(torch.cat(order))
         return sums, fixed_point, {} if task.epsilon else {wire.TRAIN_LOSS: loss}
 
-    def _add_noise(self, sums: Sums, request: SumRequest, parcels: Arrays) -> Sums:
-        """Add this client's share, sized for the fewest clients who can open the sum."""
-        if not isinstance(sums, FeatureStatistics):
-            raise ValueError("epsilon: expected validation_share = 0, got held-out sums as well")
-        quorum = self.secure.secure_sum(request).quorum(parcels)
-        noise = SumNoise.of(request.task, sums.width, len(sums.counts), quorum)
-        return noise.add(sums, np.random.default_rng(secrets.randbits(256)))
-
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Loss and accuracy on the local test examples.
 
-        If the sums over all clients come with the network, it is a model of the client's own that
-        is evaluated, and the metric ``personal-weight`` is w of
+        With sums over all clients, it is of the client's own model: ``personal-weight`` is the w of
         :func:`~fedntk.ntk.convex.pooled_statistics.personal_model`.
         """
         task = read_task(SumTask, config)
@@ -170,11 +167,7 @@ class ClosedFormClient(SumsClient):
         return weights, beside
 
     def _load_personal_network(self, parameters: Parameters, config: Config) -> Metrics:
-        """Load the received network, with a last layer of the client's own if sums came with it.
-
-        The client's sums are formed anew, from the same examples as before if neither
-        `sampling_rate` nor augmentation draws others for this round.
-        """
+        """Load the received network, with a last layer of the client's own if sums came with it."""
         _, records = self._load_network(parameters)
         if not records[wire.TOTAL]:
             return {}

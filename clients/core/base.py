@@ -215,10 +215,7 @@ class ModelClient(Declared, NumPyClient):
         """Refuse a step that is not among those which a private client answers."""
 
     def require_agreement(self, config: Mapping[str, Any], *, to_train: bool = True) -> None:
-        """Refuse a message of a strategy for other examples.
-
-        To train, also one for another client, loss or projection, or of unknown keys.
-        """
+        """Refuse a strategy for other examples; to train, also for another client, loss or keys."""
         client, expected = type(self).__name__, Agreement.from_config(config)
         if expected is not None and expected.schema not in ("", self.schema):
             raise ValueError(
@@ -351,11 +348,7 @@ class ModelClient(Declared, NumPyClient):
         return value, len(hits), {"accuracy": float(hits.double().mean())}
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
-        """Make a module of what a message brings, for your own evaluation.
-
-        Parameters are those of :func:`~fedntk.clients.received`; the module maps examples,
-        projected if there is a projection, to scores.
-        """
+        """Make a module of what :func:`~fedntk.clients.received` returns, to evaluate yourself."""
         return self.network_predictor(parameters)
 
     def network_predictor(self, weights: Parameters) -> Predictor:

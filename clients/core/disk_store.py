@@ -1,7 +1,7 @@
 """A folder in which a client keeps arrays from one message to the next.
 
-Flower makes a client anew for every message, so memory does not outlast one; and a node's
-``context.state`` travels with every message in a simulation, which large arrays must not.
+Flower makes a client anew for every message, and a node's ``context.state`` travels with every
+message in a simulation, which large arrays must not.
 """
 
 import contextlib
@@ -137,10 +137,7 @@ class DiskStore:
     def fill(
         self, name: str, shape: tuple[int, ...], dtype: str, *, what: str
     ) -> Iterator[NDArray[Any]]:
-        """Make one large array to be filled, which is kept once it is.
-
-        NotEnoughMemory, which names the array by `what`, if the disk is too small.
-        """
+        """Make one large array to fill and keep; NotEnoughMemory if the disk is too small."""
         needed = math.prod(shape) * np.dtype(dtype).itemsize
         require_disk(needed, what, self.folder, cure=self._cure)
         with whole_path(self.folder / f"{name}.npy") as partial:
@@ -160,15 +157,12 @@ class DiskStore:
 
 
 class PersonalStore:
-    """A folder with the arrays that one client keeps in one run, by round.
+    """A folder with the arrays that one client keeps in one run, by round, whole or missing.
 
-    Each round's are whole or missing. What was kept in the newest 20 rounds can be loaded, as
-    long as it takes no more than 64 MiB, and that of the newest two in any case: so a run that was
-    cut off goes on from its checkpoint to the same bits.
-
-    The `cache` is of all clients on this machine: see :class:`PersonalClient`. A message's
-    `config` names run and client; without a client's id, the `seed` names it. `what` tells a
-    client's stores apart.
+    Those of the newest 20 rounds stay, as long as they take no more than 64 MiB, and those of the
+    newest two in any case: so a run that was cut off goes on from its checkpoint to the same bits.
+    A message's `config` names run and client; without a client's id, the `seed` names it. `what`
+    tells a client's stores apart.
     """
 
     def __init__(
@@ -189,10 +183,7 @@ class PersonalStore:
         return {name.removeprefix(PREFIX): array for name, array in saved.items()} or None
 
     def save(self, server_round: int, arrays: Arrays, *, needed: int = 0) -> None:
-        """Keep some arrays, under their names, as those of a round.
-
-        Those of the round `needed` stay, however old: the new ones may yet be refused.
-        """
+        """Keep arrays of a round; those of `needed` stay, as the new ones may be refused."""
         make_folder(self.folder)
         disk, plain = self._disk(), {PREFIX + n: np.asarray(a) for n, a in arrays.items()}
         disk.save(_file(server_round), **plain)

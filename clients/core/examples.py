@@ -54,10 +54,7 @@ class LabelledExamples:
         return len(self.x)
 
     def read(self, seed: Sequence[int], chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the `chosen` examples (m, ...), by default all n in order, and their labels.
-
-        `seed` is for the global generators of torch, NumPy and Python while they are read.
-        """
+        """Return the `chosen` examples (m, ...), by default all, and their labels."""
         del seed
         return (self.x, self.y) if chosen is None else (self.x[chosen], self.y[chosen])
 
@@ -144,10 +141,7 @@ class _FromDataset(LabelledExamples):
 def labelled_examples(
     x: Data, y: Any = None, *, columns: Columns | None = None, name: str = "x"
 ) -> LabelledExamples:
-    """Take examples in any of the forms that clients take; errors name the argument by `name`.
-
-    A DataLoader is read through its ``collate_fn`` in this process, whatever its ``num_workers``.
-    """
+    """Take examples in any of the forms that clients take; `name` names them in errors."""
     labels = name.replace("x", "y")
     if isinstance(x, tuple) and len(x) == 2 and y is None and all(map(_is_array, x)):
         raise TypeError(

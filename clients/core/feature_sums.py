@@ -30,11 +30,7 @@ Sums = FeatureStatistics | SplitStatistics
 
 
 class SumsClient(ModelClient):
-    """A client that adds up features, and can mask the sums.
-
-    Its method ``step_masked`` forms the numbers of a secure sum, and `secure` answers the steps
-    before and after that.
-    """
+    """A client that adds up features in ``step_masked``; `secure` answers the steps beside it."""
 
     task_kind: ClassVar[type[Declared]]  # of what its strategy asks for
 
@@ -61,10 +57,7 @@ class SumsClient(ModelClient):
         """Return the number of examples that a reply states."""
 
     def sum_request(self, task: Any, config: Mapping[str, Any]) -> SumRequest:
-        """Return what a message asks of this client's part in a sum, with its noise.
-
-        The noise of a whole client is of all examples that the owner has.
-        """
+        """Return what a message asks of this client: noise of a client is of all its examples."""
         release = Release(task.run_key[:64])
         examples = None if self.secure.privacy is None else self.inputs
         if isinstance(task, NoiseOptions):

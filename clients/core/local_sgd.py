@@ -62,10 +62,7 @@ def held_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
 def proximal_term(
     parameters: Mapping[str, nn.Parameter], mu: float, centre: Mapping[str, Tensor] | None = None
 ) -> Adjust:
-    """Return what adds mu (w - centre) to the gradients of parameters w, trained in place.
-
-    By default the centre is w as it is now. It is copied, and may hold more than w has.
-    """
+    """Return what adds mu (w - centre) to gradients of w, by default from w as it is now."""
     weights = _detach(parameters)
     if centre is not None:
         centre = {name: centre[name].to(weight) for name, weight in weights.items()}
@@ -233,7 +230,8 @@ class LocalSGD(Declared, frozen=True):
 
     def batch_loss(self, client: ModelClient, x: Tensor, targets: Tensor) -> BatchLoss:
         """Return the function from a batch's positions to its mean loss, in training mode."""
-        labels = targets if client.loss == "mse" else _class_numbers(targets)
+        one_hot = bool(((targets.amax(1) == 1) & (targets.count_nonzero(1) == 1)).all())
+        labels = targets.argmax(1) if one_hot and client.loss != "mse" else targets
         offset = log_class_prior(client.targets).to(client.device) if self.class_prior else None
 
         def loss(batch: Tensor) -> Tensor:
@@ -250,8 +248,3 @@ class LocalSGD(Declared, frozen=True):
 
     def _resolve(self, name: str, config: Mapping[str, Any], key: str) -> float:
         return float(self.options()[name].check(config.get(key, getattr(self, name)), key))
-
-
-def _class_numbers(targets: Tensor) -> Tensor:
-    one_hot = (targets.amax(1) == 1) & (targets.count_nonzero(1) == 1)
-    return targets.argmax(1) if bool(one_hot.all()) else targets

@@ -1,8 +1,6 @@
 """A mod for Flower's ClientApp: weights go to the server under masks, which sees only their mean.
 
-The server half is :mod:`fedntk.strategies.core.secure_average`. Source: Bonawitz et al., CCS 2017,
-see :mod:`fedntk.trust.secure_sum`; the numbers are those of
-:mod:`fedntk.ntk.payloads.masked_average`.
+The server half is :mod:`fedntk.strategies.core.secure`; see also :mod:`fedntk.trust.secure_sum`.
 """
 
 import copy
@@ -65,7 +63,10 @@ class MaskedWeights(MaskedSums, frozen=True):
         if self.answers(task.masked_step):
             arrays = self.answer(task.masked_step, request, protocol)
         else:
-            reply = call_next(_without_masks(message), context)
+            bare, content = copy.copy(message), message.content  # others may hold what came
+            names = [name for name in content if name != wire.SECURE_SUM]
+            bare.content = RecordDict({name: content[name] for name in names})
+            reply = call_next(bare, context)
             weights = reply.content.array_records if reply.has_content() else {}
             if not any(weights.values()):  # an error, or a client that lost its state
                 return reply
@@ -90,11 +91,3 @@ class MaskedWeights(MaskedSums, frozen=True):
         words = average_words(model, weights, values[COUNT], loss)
         about = average_digest(model, request.task.run_key, request.release.server_round)
         return self.mask(words, about, request, protocol)
-
-
-def _without_masks(message: Message) -> Message:
-    """Return a message as the app knows it; the one that came, which others may hold, stays."""
-    bare = copy.copy(message)
-    records = {name: message.content[name] for name in message.content if name != wire.SECURE_SUM}
-    bare.content = RecordDict(records)
-    return bare

@@ -24,10 +24,7 @@ def check_dtypes(model: nn.Module, allowed: Collection[torch.dtype]) -> None:
 
 
 def cast_examples(x: Tensor, model: nn.Module) -> Tensor:
-    """Return examples of floating point in the dtype of the model's first such parameter.
-
-    Refuse float64 examples of whose differences float32 holds less than 10 bits on average.
-    """
+    """Return floats in the model's dtype; refuse float64 if float32 keeps less than 10 bits."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
     if not x.is_floating_point():
         return x
@@ -46,8 +43,7 @@ def cast_examples(x: Tensor, model: nn.Module) -> Tensor:
 def num_outputs(model: nn.Module, example: Tensor, loss: Loss, *, fewest: int = 2) -> int:
     """Return the number of classes C, at least `fewest`; leave the model in evaluation mode.
 
-    `example` (1, ...) is on the model's device. The model is given it twice, as a single one can be
-    mistaken for an example without a batch.
+    The model is given the `example` (1, ...) twice: one may be taken for one without a batch.
     """
     shape = f"shape {tuple(example.shape[1:])} and dtype {dtype_name(example.dtype)}"
     model.eval()

@@ -53,10 +53,7 @@ class PrivacyLedger:
 
     @classmethod
     def create(cls, path: str | Path, examples: Any = None) -> Self:
-        """Make the ledger of data that gave nothing before; SealError if the file exists.
-
-        It is of `examples` (n, ...), all of the data set, or of those that are given first.
-        """
+        """Make the ledger of data that gave nothing yet: `examples` (n, ...), or the first ones."""
         made, key = cls(path), secrets.token_hex(32)
         write_secret(made.path, json.dumps([key, _checksums(key, examples), []]).encode())
         return made
@@ -72,7 +69,7 @@ class PrivacyLedger:
         """Write down a release before it leaves the client; without an exchange, only ask for it.
 
         It is of `examples` (n, ...); None: of all. `allow` raises an error if it may not come after
-        those that count. One that is there stays one. ValueError if the ledger is of other data.
+        those that count. ValueError if the ledger is of other data.
         """
         with self._content() as (key, sets, releases):
             checksums = _checksums(key, examples)
@@ -126,8 +123,7 @@ class PrivacyLedger:
 class PrivacyLimits(Declared, frozen=True):
     """What the owner of a client's data allows; the client refuses sums beyond it.
 
-    It then gives nothing about its features but masked sums and, without `only_masked`, sums to
-    which a trusted server adds noise.
+    Without `only_masked` it also gives sums to which a trusted server adds noise.
     """
 
     ledger: str | Path = argument("file of the PrivacyLedger that the owner has made")
@@ -151,14 +147,26 @@ class PrivacyLimits(Declared, frozen=True):
         PrivacyLedger(self.ledger).settle(exchange, opened=opened)
 
     def reserve(self, release: Release, task: Any, examples: Any, *, repeats: bool) -> None:
-        """Refuse a sum beyond the limits with a ValueError, or put it into the ledger.
-
-        `task` is what the server asks for. With `repeats` only epsilon limits how many there are.
-        """
-        self._require_limits(release, task)
+        """Put a sum into the ledger; ValueError beyond the limits, or if it `repeats` one."""
+        self._require("most_bits", getattr(task, "bits", 0) <= self.most_bits, task)
+        if release.epsilon < math.inf:
+            self._require("most_radius", task.radius <= self.most_radius, task)
+            if task.step != "statistics":  # a trusted server's noise has one share
+                self._require("least_colluding", task.colluding >= self.least_colluding, task)
 
         def allow(earlier: Sequence[Release]) -> None:
-            self._require_epsilon([*earlier, release])
+            everything = [*earlier, release]
+            total = [
+                math.fsum(r.epsilon for r in everything),
+                math.fsum(r.delta for r in everything),
+            ]
+            limits = [self.epsilon, self.delta]
+            within = all(n <= (1 + 1e-9) * limit for n, limit in zip(total, limits, strict=True))
+            if self.epsilon < math.inf and not within:
+                raise ValueError(
+                    f"privacy: this client's sums would have epsilon and delta of {total} in all "
+                    f"runs, and its owner allows {limits}, and can raise that"
+                )
             if self.epsilon == math.inf and not repeats and _repeats(release, earlier):
                 raise ValueError(
                     "this client has given a sum of the same data before, and the difference of "
@@ -169,29 +177,12 @@ class PrivacyLimits(Declared, frozen=True):
         rows = examples if self.examples is None else self.examples
         PrivacyLedger(self.ledger).reserve(release, rows, allow)
 
-    def _require_limits(self, release: Release, task: Any) -> None:
-        self._require("most_bits", getattr(task, "bits", 0) <= self.most_bits, task)
-        if release.epsilon < math.inf:
-            self._require("most_radius", task.radius <= self.most_radius, task)
-            if task.step != "statistics":  # a trusted server's noise has one share
-                self._require("least_colluding", task.colluding >= self.least_colluding, task)
-
     def _require(self, name: str, holds: bool, task: Any) -> None:
         if not holds:
             value = getattr(task, name.partition("_")[2])
             raise ValueError(
                 f"{name}: this client's owner allows {getattr(self, name)}, and the server asks "
                 f"for {value}; change the strategy's, or have the owner change the limit"
-            )
-
-    def _require_epsilon(self, releases: Sequence[Release]) -> None:
-        total = [math.fsum(r.epsilon for r in releases), math.fsum(r.delta for r in releases)]
-        limits = [self.epsilon, self.delta]
-        within = all(n <= (1 + 1e-9) * limit for n, limit in zip(total, limits, strict=True))
-        if self.epsilon < math.inf and not within:
-            raise ValueError(
-                f"privacy: this client's sums would have epsilon and delta of {total} in all "
-                f"runs, and its owner allows {limits}, and can raise that"
             )
 
 

@@ -58,16 +58,14 @@ class SealedProjection:
 
 
 def project(x: Tensor, num_features: int, seed: bytes, kind: ProjectionKind = "gaussian") -> Tensor:
-    """Return Z = X P of shape (n, d_1') for n examples of d_1 numbers each.
+    """Return Z = X P of shape (n, d_1') for n examples of d_1 numbers each; `seed` is of P.
 
-    Gaussian: independent entries of P with variance 1/d_1. The paper's entries have variance 1.
-    With 1/d_1 the features of inputs of mean 0 and variance 1 have variance 1 again, on average;
-    a network's first weights are drawn for that.
+    Gaussian: independent entries of P with variance 1/d_1, where the paper has 1: features of
+    inputs of mean 0 and variance 1 have variance 1, as a network's first weights expect.
 
     Low frequencies: :func:`~fedntk.ntk.features.projection.rotated_low_frequencies` of images,
     times sqrt(d_1' / d_1), for the same size. They keep far more of an image, and the kept
-    frequencies are public; the page on privacy says what that gives away. `seed` is of P, or of the
-    rotation.
+    frequencies are public; the page on privacy says what that gives away.
     """
     rows, number = x.flatten(1), int.from_bytes(seed, "big")
     scale = math.sqrt(num_features / rows.shape[1])

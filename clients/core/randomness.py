@@ -18,10 +18,7 @@ GLOBAL_STATE = threading.RLock()
 
 
 def round_seed(seed: Sequence[int], config: Mapping[str, Any]) -> list[int]:
-    """Return what seeds a client's draws in a round: (run's seed, partition, round).
-
-    The round is 0 if the configuration names none.
-    """
+    """Return what seeds a client's draws in a round: (run's seed, partition, round or 0)."""
     return [*seed, int(config.get("server-round", 0))]
 
 
@@ -35,9 +32,8 @@ def torch_seed(seed: Sequence[int], config: Mapping[str, Any]) -> int:
 def own_randomness(model: nn.Module, x: Tensor, seed: int) -> Iterator[torch.Generator]:
     """Yield a generator, and let what `model` draws while it trains depend only on `seed`.
 
-    Torch's global state is the same afterwards as before. Clients of one process train at the same
-    time, in threads of their own, unless their networks draw random numbers: those take turns.
-    The examples `x` (n, ...), on the model's device, show whether it draws; its buffers may change.
+    Torch's global state is the same afterwards. Clients in threads of one process train at the same
+    time, unless their networks draw random numbers, as examples `x` (n, ...) show: then in turn.
     """
     generator = torch.Generator().manual_seed(seed)
     devices = [x.device] if x.device.type == "cuda" else []
@@ -53,9 +49,8 @@ def own_randomness(model: nn.Module, x: Tensor, seed: int) -> Iterator[torch.Gen
 def seeded_generators(seed: Sequence[int]) -> Iterator[None]:
     """Seed the global generators of torch, NumPy and Python, and restore them afterwards.
 
-    The seed is any number of whole numbers of at least 0. Other clients of this process that are
-    made, or that read or train at random, wait meanwhile; what else draws from these generators in
-    another thread must not run at the same time.
+    Other clients of this process that are made, or read or train at random, wait meanwhile; nothing
+    else may draw from these generators in another thread.
     """
     words = np.random.SeedSequence([int(number) for number in seed]).generate_state(3)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

@@ -36,10 +36,10 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class SecureSum:
-    """What a client answers in the exchanges of a secure sum; SealError if it refuses.
+    """A client's answers in a secure sum, with secrets in a folder; SealError if it refuses.
 
-    The `folder`, which exists, keeps its secrets between exchanges. It takes part only in sums that
-    open with `fewest` clients or more. Of those who give one up, so many may be `malicious`.
+    It takes part only in sums that open with `fewest` clients or more. Of those who give one up, so
+    many may be `malicious`.
     """
 
     def __init__(self, folder: Path, keys: ParcelKeys, fewest: int = FEWEST, malicious: int = 1):
@@ -54,10 +54,7 @@ class SecureSum:
         return {name: np.frombuffer(part, np.uint8) for name, part in parts.items()}
 
     def shares(self, roster: Arrays) -> dict[str, NDArray[np.uint8]]:
-        """Return the promise (2, 32) and the parcels for the roster's clients (K, 92).
-
-        The roster has to hold vouched keys, and this client's newest nonce, unused.
-        """
+        """Return promise (2, 32) and parcels (K, 92) for vouched keys and an unused nonce."""
         with claimed(self._folder, "sum"):
             keys = tuple(row.tobytes() for row in roster[wire.KEYS])
             for key, voucher in zip(keys, roster[wire.VOUCHERS], strict=True):
@@ -89,10 +86,7 @@ class SecureSum:
             }
 
     def mask(self, parcels: Arrays, words: NDArray[Any], about: bytes) -> NDArray[Any]:
-        """Return words (m,), uint32 or uint64, with masks shared with the senders of `parcels`.
-
-        `about` is the subject of the words; the sum opens only if all clients have the same.
-        """
+        """Return words (m,), uint32 or uint64, under masks; `about` is their subject."""
         with claimed(self._folder, "sum"):
             masker = self._load(parcels)
             if len(masker.received) > 1:
@@ -228,10 +222,7 @@ class MaskedSums(Declared, frozen=True):
             )
 
     def reserve(self, request: SumRequest, exchange: str = "") -> None:
-        """Put a sum into the owner's ledger, or, without an exchange, only ask whether it may be.
-
-        ValueError if that is beyond what the owner allows.
-        """
+        """Put a sum into the ledger, or, without an exchange, ask for it; ValueError if refused."""
         repeats = not self.is_private if self.allow_repeats is None else self.allow_repeats
         release = request.release._replace(exchange=exchange)
         if self.privacy is not None:

@@ -64,10 +64,7 @@ def get_weights(model: nn.Module) -> list[NDArray[Any]]:
 
 
 def set_weights(model: nn.Module, arrays: Sequence[NDArray[Any]]) -> None:
-    """Load what :func:`get_weights` returned, cast to the model's own dtypes.
-
-    Of an array with several names, such as tied weights, what comes under the first name counts.
-    """
+    """Load what :func:`get_weights` returned, in the model's dtypes; of tied weights the first."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     names = state if len({*state.values()}) == len(state) else {*first_names(model).values()}
     if len(arrays) != len(state):

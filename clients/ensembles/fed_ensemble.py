@@ -11,21 +11,19 @@ from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 
 from ..core.base import ModelClient
 from ..core.numpy_client import NumPyClient
-from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar
+from ..core.weights import Config, Evaluation, NamedArrays, Parameters, Scalar
 
 
 class FedEnsembleClient(NumPyClient):
-    """Trains one model as the client within does, and evaluates the whole ensemble.
+    """Trains one model as the `client` within does, and evaluates the whole ensemble.
 
-    Parameters
-    ----------
-    client : ModelClient
-        Client of the inner strategy: an :class:`~fedntk.clients.SGDClient` for FedAvg and its
-        relatives, an ``NTKFLClient`` for NTKFL, and so on.
+    The `client` is that of the inner strategy, such as an :class:`~fedntk.clients.SGDClient`.
     """
 
     def __init__(self, client: ModelClient) -> None:
         self.client = client
+        for name in ("fit", "get_parameters", "get_properties"):  # which NumPyClient has as well
+            setattr(self, name, getattr(client, name))
 
     def __getattr__(self, name: str) -> Any:
         """Give what else the client within has, such as ``identify`` and ``query``."""
@@ -33,23 +31,8 @@ class FedEnsembleClient(NumPyClient):
             raise AttributeError(name)
         return getattr(self.client, name)
 
-    def get_parameters(self, config: Config) -> Parameters:
-        """Return those of the client within."""
-        return self.client.get_parameters(config)
-
-    def get_properties(self, config: Config) -> dict[str, Scalar]:
-        """Return those of the client within."""
-        return self.client.get_properties(config)
-
-    def fit(self, parameters: Parameters, config: Config) -> Fit:
-        """Train the one model that came."""
-        return self.client.fit(parameters, config)
-
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
-        """Evaluate the ensemble on the local test examples, and its single models.
-
-        See :meth:`~fedntk.ntk.EnsemblePredictor.evaluate`.
-        """
+        """Evaluate the ensemble, and its single models: see :class:`EnsemblePredictor`."""
         x, targets = self.client.test_examples(config)
         evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
         return evaluated.loss, len(x), {"accuracy": evaluated.accuracy, **evaluated.more}

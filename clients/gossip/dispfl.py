@@ -51,10 +51,7 @@ class SparseWeights(NamedTuple):
         max_examples: int,
         masked: Sequence[str],
     ) -> "SparseWeights":
-        """Check what :meth:`to_arrays` made against a network's arrays; raise BadReply.
-
-        Arrays in `masked` must have as many numbers as their masks say.
-        """
+        """Check what :meth:`to_arrays` made, with masks of arrays `masked`; raise BadReply."""
         take_arrays(arrays, *expected, COUNT, MASKS)
         sizes = [expected[name].size for name in masked]
         length = -(-sum(sizes) // 8)
@@ -216,8 +213,7 @@ def search(
 ) -> NDArray[np.bool_]:
     """Prune the smallest weights of a mask, and regrow as many by the largest gradients.
 
-    ceil(share k) of the k weights in the mask go. As many come among all that are outside then,
-    also those just pruned. All arrays have one shape; a `share` of 0 changes nothing.
+    ceil(share k) of the k weights in the mask go; those just pruned may come back.
     """
     count = math.ceil(share * int(mask.sum()))
     new = mask.ravel().copy()

@@ -37,11 +37,7 @@ class GossipClient(RelayClient):
     def train_from(
         self, weights: ArrayDict, message: Message, adjust: Adjust | None = None
     ) -> tuple[ArrayDict, dict[str, float]]:
-        """Return new weights after a round's local epochs, and ``{"train-loss": ...}`` if finite.
-
-        `adjust` is that of :meth:`LocalSGD.descend`. Training that diverged gives the weights where
-        it began.
-        """
+        """Return new weights, the old ones if training diverged, and ``train-loss`` if finite."""
         config = dict(message.config)
         x, targets = self.training_examples(config)
         factor = message.options.learning_rate_factor ** (message.memory.round - 1)
@@ -62,10 +58,7 @@ class GossipClient(RelayClient):
         *,
         with_own: bool = True,
     ) -> ArrayDict:
-        """Return sum over j of W_ij x_j: see :func:`weighted_sum`.
-
-        Unless `with_own` the shares of the others, if there are some, grow by that of x_i.
-        """
+        """Return sum over j of W_ij x_j; unless `with_own` the others, if any, share x_i's part."""
         shares = self.shares([(j, parcel.num_examples) for j, parcel in others], message)
         models = [weights, *(parcel.weights for _, parcel in others)]
         if not with_own and others:
@@ -73,10 +66,7 @@ class GossipClient(RelayClient):
         return weighted_sum(models, shares)
 
     def shares(self, heard: Sequence[tuple[int, int]], message: Message) -> list[float]:
-        """Return a row of W: the client's own share, then those of the neighbours heard.
-
-        Each neighbour comes with its number of examples.
-        """
+        """Return W's row: the client's share, then those of neighbours (id, number of examples)."""
         counts = [self.num_examples, *(n for _, n in heard)]
         neighbours = message.neighbours
         listed = message.config.get(wire.DEGREES, [0] * len(neighbours))

@@ -230,10 +230,7 @@ class NTKDFLClient(RelayClient):
         message: Message,
         offset: Tensor,
     ) -> int | None:
-        """Return the position of the t of the lowest loss on all inputs; None if none is finite.
-
-        Neighbours with losses out of all proportion have no say.
-        """
+        """Return the position of t by the plausible losses on all inputs, None if all are bad."""
         if rows.inputs is None:
             return len(candidates) - 1
         models = [list(candidates.weights_at(k).values()) for k in range(len(candidates))]

@@ -63,10 +63,9 @@ class WeightsParcel(NamedTuple):
 
 
 class SealedParcels:
-    """Opens the parcels of one message, and seals those of the reply to it.
+    """Opens the parcels of one message, and seals those of the reply, for run, round and exchange.
 
-    A parcel is bound to run, round, exchange and sender. Raises ValueError if the relay, by the
-    message's configuration, knows this client by another key: the client's was lost.
+    ValueError if the relay knows this client by another key: the client's was lost.
     """
 
     def __init__(self, keys: ParcelKeys, config: Mapping[str, Any]) -> None:
@@ -82,10 +81,7 @@ class SealedParcels:
         return open_parcel(parcel, self._keys.private_key, self._binding(sender, before=1))
 
     def seal(self, outgoing: Mapping[str, Arrays]) -> dict[str, Arrays]:
-        """Seal the records of a reply, each for its receivers; omit those without any.
-
-        Receivers whose keys nobody vouches for get nothing.
-        """
+        """Seal a reply's records, each for its receivers with vouched keys, if there are some."""
         info = self._binding(int(self._config[wire.PARCEL_SENDER]))
         trusted = dict[int, bytes]()
         columns = wire.PARCEL_RECEIVERS, wire.PARCEL_KEYS, wire.PARCEL_VOUCHERS
@@ -156,8 +152,14 @@ class RelayClient(ModelClient):
         for name, reason in unreadable.items():
             logger.warning("dropped what came %s: it cannot be read: %s", name, reason)
         self._rejected = len(unreadable)
-        sealing = self._sealing(config)
-        if sealing is not None:
+        if wire.PARCEL_RUN not in config and self.parcel_keys is not None:
+            raise ValueError(
+                "parcel_keys: the strategy does not have parcels sealed; give it seal=True, or "
+                "leave parcel_keys out"
+            )
+        sealing = None
+        if wire.PARCEL_RUN in config:
+            sealing = SealedParcels(self._keys(config), config)
             parcels = dict(self.open(parcels, sealing.open))
         answer = step_method(self, self.step_in(config))
         keys = {name: name.replace("_", "-") for name in Message._field_defaults}
@@ -170,11 +172,7 @@ class RelayClient(ModelClient):
         return NamedArrays(outgoing), self.num_examples, metrics
 
     def report(self, parameters: Parameters, config: Config) -> Fit:
-        """Return the client's weights, for the mean model that is evaluated.
-
-        With ``keep-both`` a record ``before`` has those of :meth:`RelayMemory.before`, if it took
-        part.
-        """
+        """Return the client's weights, for the mean model; with ``keep-both`` also those before."""
         memory = self._memory(parameters, config)
         records = {"arrays": memory.current()[0]}
         if before := memory.before():
@@ -198,16 +196,6 @@ class RelayClient(ModelClient):
     def _keys(self, config: Mapping[str, Any]) -> ParcelKeys:
         folder = PersonalStore(self.cache, config, self.seed, "-keys").folder
         return self.parcel_keys or ParcelKeys(load_or_draw_key(folder))
-
-    def _sealing(self, config: Mapping[str, Any]) -> SealedParcels | None:
-        if wire.PARCEL_RUN in config:
-            return SealedParcels(self._keys(config), config)
-        if self.parcel_keys is not None:
-            raise ValueError(
-                "parcel_keys: the strategy does not have parcels sealed; give it seal=True, or "
-                "leave parcel_keys out"
-            )
-        return None
 
     def _memory(self, parameters: Parameters, config: Mapping[str, Any]) -> RelayMemory:
         same_weights = self.options_kind.from_config(config).same_weights

@@ -20,10 +20,7 @@ logger = getLogger("flwr")
 
 
 class RelayMemory:
-    """What the client that got a message keeps on its disk, in the message's run.
-
-    `seed` draws first weights, unless all clients begin with the `same_weights`.
-    """
+    """What a client keeps of a run; `seed` draws first weights unless all begin with the same."""
 
     def __init__(
         self,
@@ -53,10 +50,7 @@ class RelayMemory:
         self.store().save(0, first if self.round > 1 else self._draw_first(first))
 
     def current(self) -> tuple[ArrayDict, bool]:
-        """Return the client's weights from the round that counts, and whether they were lost.
-
-        Then they are the first ones; if these are lost as well, the model's.
-        """
+        """Return the weights, and whether they are lost: then the first ones, or the model's."""
         if weights := self._of_network(self.store().load(self.counted)):
             return weights, False
         if not self.counted:

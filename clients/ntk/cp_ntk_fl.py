@@ -60,10 +60,7 @@ class CPNTKFLClient(NTKFLClient):
                 raise ValueError("private_key: expected the key that is enrolled there, got None")
 
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
-        """Return a :class:`~fedntk.ntk.CompressedUpload` as arrays, or its bytes ``sealed``.
-
-        An upload that is not sealed has the metric ``train-loss``, at the received weights.
-        """
+        """Return a :class:`~fedntk.ntk.CompressedUpload` with ``train-loss``, or it ``sealed``."""
         upload, key = self.upload(parameters, config), self.shuffling_key
         metrics: dict[str, Scalar] = {}
         if key is None:

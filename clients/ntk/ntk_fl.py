@@ -22,10 +22,7 @@ from ..core.weights import Config, Fit, NamedArrays, Parameters, set_weights
 
 
 class NTKFLClient(ModelClient):
-    """Computes J_m, f(X_m) and Y_m at the received weights (section 4.1, step 2).
-
-    The model is of float32 or float64.
-    """
+    """Computes J_m, f(X_m) and Y_m at the received weights (section 4.1, step 2)."""
 
     strategy = "NTKFL"
     replies = "Jacobians"
@@ -41,10 +38,7 @@ class NTKFLClient(ModelClient):
     )
 
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
-        """Return a :class:`~fedntk.ntk.JacobianUpload` as arrays; the weights stay.
-
-        The metric ``train-loss`` is at the received weights.
-        """
+        """Return a :class:`~fedntk.ntk.JacobianUpload` and ``train-loss``, of received weights."""
         upload = self.upload(parameters, config)
         train_loss = loss_value(upload.outputs, upload.targets, self.loss)
         arrays = NamedArrays({"arrays": upload.to_arrays()})
@@ -61,11 +55,10 @@ class NTKFLClient(ModelClient):
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
     def query(self, parameters: Parameters, config: Config) -> dict[str, list[float] | int]:
-        """Loss of the true network at each candidate: eq. (11a), this client's share.
+        """Return ``{"losses": [...], "num-examples": n}`` of stacked candidates (eq. 11a).
 
-        Weights come stacked over candidates. The round's sample is that of :meth:`step_train`;
-        ``"output-offset"``, C numbers, is added to the outputs before their loss is taken. Returns
-        ``{"losses": [...], "num-examples": n}``, the losses averaged over the local examples.
+        The round's sample is that of :meth:`step_train`; ``"output-offset"``, C numbers, is added
+        to the outputs before their loss is taken.
         """
         self.require_permitted("query")
         x, targets = self.training_examples(config)

@@ -52,8 +52,7 @@ class DittoClient(PersonalClient):
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Train both models, and return the global one.
 
-        Metrics are ``train-loss`` of w_k and ``personal-loss`` of v_k, as of
-        :meth:`LocalSGD.descend`, and ``restarted``: 1 if v_k was lost, else 0.
+        Metrics are ``train-loss`` of w_k, ``personal-loss`` of v_k, ``restarted`` if v_k was lost.
         """
         received, _ = self.split_records(parameters)
         network = self.assemble(received, {}, config)

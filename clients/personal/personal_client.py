@@ -55,10 +55,9 @@ class PersonalClient(ModelClient):
         return self.assemble(*self.split_records(parameters), config)
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
-        """Evaluate the client's own network on its examples for evaluation.
+        """Evaluate the client's own network on its examples; ``{"lost-state": 0}`` if that is lost.
 
-        A client that lost what it kept reports ``{"lost-state": 0}`` instead. A private client
-        refuses to evaluate arrays that it computed from its examples.
+        A private client refuses to evaluate arrays that it computed from its examples.
         """
         if self.is_private:
             raise ValueError(
@@ -151,11 +150,7 @@ class PersonalisedClient(PersonalClient):
     """Trains the whole network by local SGD, and keeps its personal arrays to itself."""
 
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
-        """Run E epochs of SGD on the received arrays and the client's own, together.
-
-        The new shared arrays go back, with ``train-loss``. A client that lost what it kept returns
-        no arrays, and ``{"lost-state": 0}``.
-        """
+        """Train shared and personal arrays together; return the shared ones and ``train-loss``."""
         network = self.own_network(parameters, config)
         if network is None:
             return self.lost_reply()

@@ -25,10 +25,7 @@ class WeightedFedAvgClient(PersonalClient):
     config_keys = PersonalClient.config_keys | FeatureMap("last-layer").to_config().keys()
 
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
-        """Train as :class:`PersonalisedClient`, then form the prototypes.
-
-        They go in a record of that name: see :class:`~fedntk.ntk.payloads.prototypes.Prototypes`.
-        """
+        """Train as :class:`PersonalisedClient`; add the record of Prototypes."""
         network = self.own_network(parameters, config)
         if network is None:
             return self.lost_reply()

@@ -91,10 +91,7 @@ class FeatureStore(DiskStore):
         self.width = feature_map.width(model)
 
     def take(self, records: Mapping[str, Arrays]) -> None:
-        """Keep the network and the normaliser if records of those names came.
-
-        A new normaliser makes void what was computed with the one before.
-        """
+        """Keep a network and a normaliser that came; a new one makes void the old one's work."""
         if wire.NETWORK in records:
             arrays = records[wire.NETWORK].values()
             self.save(wire.NETWORK, **{str(i): array for i, array in enumerate(arrays)})
@@ -187,7 +184,11 @@ class FeatureStore(DiskStore):
             whole, filled = (torch.from_numpy(array).split(size) for array in (raw, stored))
             for features, place in zip(whole, filled, strict=True):
                 made = normalise(features)
-                _require_range(made, dtype)
+                largest = max(map(abs, map(float, made.aminmax()))) if made.numel() else 0.0
+                if not largest <= float(np.finfo(dtype).max):
+                    raise OverflowError(
+                        f"a normalised feature of {largest:g} does not fit in {dtype}"
+                    )
                 place.copy_(made)
 
     def _fill(self, name: str, n: int, dtype: str) -> AbstractContextManager[NDArray[Any]]:
@@ -220,10 +221,7 @@ class FeatureStore(DiskStore):
     def remember(
         self, server_round: int, coefficients: Tensor, linear: Tensor, *, needed: int = 0
     ) -> None:
-        """Keep A_k (n, C) of this round and the model sent, beside those of some rounds before.
-
-        c_k of the round `needed` stays, however old: the reply of this one may yet be lost.
-        """
+        """Keep this round's A_k (n, C) and the model sent; c_k of the round `needed` stays."""
         self.save(_state(server_round), coefficients=coefficients.numpy())
         self.save(_sent(server_round), linear=linear.numpy())
         self.remove(pattern="sent-*.npz", all_but=self.names("sent-*.npz")[-SENT:])
@@ -263,9 +261,3 @@ def _state(server_round: int) -> str:
 
 def _sent(server_round: int) -> str:
     return f"sent-{server_round:06}"
-
-
-def _require_range(features: Tensor, dtype: str) -> None:
-    largest = max(map(abs, map(float, features.aminmax()))) if features.numel() else 0.0
-    if not largest <= float(np.finfo(dtype).max):
-        raise OverflowError(f"a normalised feature of {largest:g} does not fit in {dtype}")

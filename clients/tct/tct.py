@@ -218,10 +218,7 @@ class TCTClient(SumsClient):
         return _Work(task, records, store, digests, x, self.targets[order], config)
 
     def _note_examples(self, work: "_Work") -> int:
-        """Return whether these are other examples than before.
-
-        Then c_k stays as it was, and all else is computed anew.
-        """
+        """Return whether the examples have changed: then c_k stays, and all else is made anew."""
         task, store, digests = work.task, work.store, work.digests
         before = store.examples("train")
         if before is None:
@@ -284,10 +281,7 @@ class TCTClient(SumsClient):
         return sums, fixed_point
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
-        """Loss and accuracy on the local test examples, of the network or of the linear model.
-
-        A client that lacks the network of stage 2 says ``"lost-state"``: 0 instead.
-        """
+        """Evaluate the network or the linear model; ``"lost-state"``: 0 if the network is lost."""
         task = read_task(ConvexTask, config)
         if task is None:
             set_weights(self.model, parameters)
@@ -311,10 +305,7 @@ class TCTClient(SumsClient):
         return value, len(hits), {"accuracy": float(hits.double().mean())}
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
-        """Make a module of what a message brings: the network, or in stage 2 the linear model.
-
-        LookupError if the client lacks the network of stage 2, which is sent again next time.
-        """
+        """Make a module of the network or the linear model; LookupError if the network is lost."""
         task = read_task(ConvexTask, config)
         if task is None:
             return self.network_predictor(parameters)
@@ -348,8 +339,7 @@ def _take_steps(
 ) -> Steps:
     """Take the steps of eq. (3), by the sum of the residuals in the kernel's eigenbasis.
 
-    Returned are the new model, A_k, and the outputs before. The correction h_k is -Z^T A_k, by the
-    A_k (n, C) `before`, minus `shift` (p, C).
+    The correction h_k is -Z^T A_k, by the A_k (n, C) `before`, minus `shift` (p, C).
     """
     task, store = work.task, work.store
     metrics: dict[str, Scalar] = {}
