@@ -23,7 +23,7 @@ _lock, _open = threading.Lock(), list[bool]()  # for each block that is open, th
 def no_fast_path(model: nn.Module) -> Iterator[None]:
     """Switch off, for a model with attention, what torch does without gradients.
 
-    The switch is torch's own, for the whole process; blocks may overlap in any order.
+    The switch is the whole process's; blocks may overlap in any order.
     """
     if not any(isinstance(module, LAYERS) for module in model.modules()):
         yield
@@ -44,8 +44,8 @@ def no_fast_path(model: nn.Module) -> Iterator[None]:
 def separate_projections(model: nn.Module) -> Iterator[None]:
     """Let the model's attention layers call ``in_proj`` and ``out_proj``, modules of their own.
 
-    Only layers with one matrix for queries, keys and values. A call with different queries, keys
-    and values is one call of ``in_proj`` for each.
+    Only those with one matrix for queries, keys and values; if these differ, ``in_proj`` is called
+    for each.
     """
     layers: list[Any] = [
         module

@@ -112,7 +112,7 @@ class Block(ABC):
     def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:
         """Write columns of a parameter's flattened coordinates `indices` into `out` (n, C, k).
 
-        It may have any strides, floating dtype and device.
+        It may have any strides and floating dtype.
         """
 
     @abstractmethod

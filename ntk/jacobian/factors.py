@@ -312,11 +312,6 @@ class LinearBlock(FactoredBlock):
             super().write_columns(name, indices, out)
             return
         n, outputs, _, width = self.gradients.shape
-        if out.device != self.gradients.device:
-            here = self.gradients.new_empty(n, outputs, len(indices))
-            self.write_columns(name, indices, here)
-            out.copy_(here)
-            return
         inputs, gradients = self.inputs.reshape(n, -1), self.gradients.reshape(n * outputs, width)
         size = max(1, self._at_a_time(AT_WORK) // (n * outputs))
         for chosen, part in zip(indices.split(size), out.split(size, 2), strict=True):

@@ -23,9 +23,9 @@ INPUT_OF = {"AddmmBackward0": 1, "MmBackward0": 0}  # place of a linear layer's 
 def find_layers(model: nn.Module, x: Tensor, without: Collection[str] = ()) -> tuple[Layer, ...]:
     """Find the layers that a rule may serve, by running 2 and then 3 examples.
 
-    One axis of a layer's inputs and outputs must follow the number of examples, each of its rows
-    must act on one example, and every use of a parameter must be by a call of its layer. Layers of
-    the parameters `without` are left out.
+    One axis of a layer's inputs and outputs must follow the number of examples, and every use of a
+    parameter must be by a call of its layer that reaches the outputs. Layers of the parameters
+    `without` are left out.
     """
     names = {p: n for n, p in model.named_parameters() if p.requires_grad}
     held = {
@@ -44,17 +44,14 @@ def find_layers(model: nn.Module, x: Tensor, without: Collection[str] = ()) -> t
         model(two.clone())
     written = written_over(seen)
     with capture((*named, True) for named in modules.items()) as calls, torch.enable_grad():
-        three = three.requires_grad_() if three.is_floating_point() else three
         outputs = model(three.clone())
-        outputs = outputs if outputs.ndim == 2 else outputs.reshape(3, -1)
     if not outputs.requires_grad:
         return ()
     uses: Counter[Tensor] = Counter()  # operations that read each parameter
     for _, inputs in nodes_behind(outputs.grad_fn):
         uses.update(parent.variable for parent, _ in inputs if hasattr(parent, "variable"))
     axes = {name: _batch_axis(few[name], calls[name]) for name in modules}
-    followed = {name: calls[name] for name, axis in axes.items() if axis is not None}
-    reached = _reached_calls(outputs, three, followed, axes)
+    reached = _reached_calls(outputs, calls)
     layers = []
     for name, module in modules.items():
         axis, reaching, rule = axes[name], reached.get(name, ()), rule_for(module)
@@ -110,43 +107,16 @@ def _batch_axis(few: Calls, more: Calls) -> int | None:
     return None
 
 
-def _reached_calls(
-    outputs: Tensor, x: Tensor, calls: Mapping[str, Calls], axes: Mapping[str, int | None]
-) -> dict[str, tuple[int, ...]]:
-    """Find each layer's calls that reach the outputs, if each row acts on one example.
-
-    A layer with a row that acts on two, or two rows that act on one (batch statistics), is left
-    out. None is found if an example's outputs depend on another example.
-    """
-    network = "the examples"
-    points = [
-        (name, k, tensor)
-        for name, of_layer in {**calls, network: [(x, x)]}.items()
-        for k, (_, tensor) in enumerate(of_layer)
-        if tensor.requires_grad
-    ]
+def _reached_calls(outputs: Tensor, calls: Mapping[str, Calls]) -> dict[str, tuple[int, ...]]:
+    points = [(name, k, z) for name in calls for k, (_, z) in enumerate(calls[name])]
+    points = [point for point in points if point[-1].requires_grad]
     if not points:
         return {}
-    n = len(outputs)
-    acts = {(name, k): torch.zeros(n, n, dtype=torch.bool) for name, k, _ in points}  # output, row
-    reached: dict[str, set[int]] = {}
-    weights = torch.arange(1, outputs.shape[1] + 1).to(outputs)
-    for i, output in enumerate(outputs):
-        slopes = torch.autograd.grad(
-            output @ weights,
-            [tensor for *_, tensor in points],
-            retain_graph=True,
-            allow_unused=True,
-        )
-        for (name, k, _), gradient in zip(points, slopes, strict=True):
-            if gradient is not None:
-                reached.setdefault(name, set()).add(k)
-                rows = gradient.movedim(axes.get(name) or 0, 0).reshape(n, -1)
-                acts[name, k][i] = (rows != 0).any(1).cpu()
-    mixed = {name for (name, _), a in acts.items() if max(a.sum(0).max(), a.sum(1).max()) > 1}
-    if network in mixed:
-        return {}
-    return {name: tuple(sorted(ks)) for name, ks in reached.items() if name not in mixed}
+    slopes = torch.autograd.grad(
+        outputs.sum(), [z for *_, z in points], retain_graph=True, allow_unused=True
+    )
+    reached = [point for point, slope in zip(points, slopes, strict=True) if slope is not None]
+    return {name: tuple(k for other, k, _ in reached if other == name) for name in calls}
 
 
 def written_over(seen: Seen) -> set[str]:

@@ -75,8 +75,7 @@ class Jacobian:
     def gram(self, other: "Jacobian | None" = None) -> Tensor:
         """Empirical tangent kernel H_ij = (1/C) <J(x_i), J(x_j)>_F, shape (n, m): eq. (6).
 
-        `other` has the m examples of the columns, over the same parameters in the same form; itself
-        by default.
+        `other`, by default itself, has the m examples of the columns, in the same form.
         """
         other = self if other is None else self._compatible(other)
         n, m, dtype = self.num_examples, other.num_examples, self.dtype
@@ -102,11 +101,7 @@ class Jacobian:
 
     @full_float32()
     def mean_product(self, matrix: Tensor) -> Tensor:
-        """``H V`` (n, K) of a matrix V (n, K), without building the kernel H of :meth:`gram`.
-
-        H is a mean over outputs of ``J_c J_c^T``: the cost is C K times a :meth:`vjp` and a
-        :meth:`jvp`.
-        """
+        """``H V`` (n, K) without building H, by C K times a :meth:`vjp` and a :meth:`jvp`."""
         product = torch.zeros_like(matrix)
         for block in self.blocks:
             for output in range(self.num_outputs):

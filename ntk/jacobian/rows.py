@@ -1,9 +1,8 @@
 """Which row of a layer belongs to which example.
 
 A network may reorder its batch, by length for instance, and put it back; a layer's rule needs the
-row of each example. :func:`keeps_rows` proves from the graph of a chunk that row i is example i.
-Where the graph does not show it, :func:`rows_of_examples` takes it from one more backward pass, in
-which each example has a weight of its own.
+row of each example. :func:`keeps_rows` proves from the graph of a chunk that row i is example i;
+else :func:`rows_of_examples` takes it from one more backward pass, with a weight for each example.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,11 +40,10 @@ AXES = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
 
 def keeps_rows(outputs: Tensor, points: Sequence[Tensor]) -> bool:
     """Whether the graph shows that row i of each point (n, ...) acts only on row i of `outputs`."""
-    n = len(outputs)
     reaching = {point.grad_fn for point in points}
     for node, inputs in nodes_behind(outputs.grad_fn):
         places = [k for k, (parent, _) in enumerate(inputs) if parent in reaching]
-        if not all(_keeps(node, k, inputs[k], n) for k in places):
+        if not all(_keeps(node, k, inputs[k], len(outputs)) for k in places):
             return False
         if places:
             reaching.add(node)

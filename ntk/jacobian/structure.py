@@ -1,8 +1,7 @@
 """What may be kept about a network from one call to the next, and when it still holds.
 
-A finding belongs to a :func:`structure_of` a network and to a :func:`graph_of` its outputs. The
-first says which calls may share a finding; the second is compared in each call, so that a network
-that computes something else, for whatever reason, is examined anew.
+A finding belongs to a :func:`structure_of` a network and to a :func:`graph_of` its outputs, which
+is compared in each call: a network that computes something else is examined anew.
 """
 
 import threading
@@ -108,7 +107,6 @@ def keep(findings: dict[Hashable, Any], key: Hashable | None, finding: Any, most
 
 
 def _settings_of(node: Any) -> Hashable:
-    """Numbers, axes and flags that an operation was called with."""
     if (kind := node.name()) not in _SAVED:
         saved = [
             name
