@@ -18,12 +18,10 @@ def draw_weights(
 ) -> dict[str, NDArray[Any]]:
     """Draw matrices and filters (out, in, ...) anew, and keep all other arrays.
 
-    Sources: He et al., *Delving Deep into Rectifiers*, ICCV 2015, eq. (10): a normal distribution
-    of variance 2 / fan_in. Glorot and Bengio, *Understanding the Difficulty of Training Deep
-    Feedforward Neural Networks*, AISTATS 2010, eq. (16): a uniform one of variance
-    2 / (fan_in + fan_out).
-
-    With `zero_biases`, vectors become 0 if the last part of their name has "bias" in it.
+    Sources: He et al., *Delving Deep into Rectifiers*, ICCV 2015, eq. (10): normal, of variance
+    2 / fan_in. Glorot and Bengio, *Understanding the Difficulty of Training Deep Feedforward Neural
+    Networks*, AISTATS 2010, eq. (16): uniform, of variance 2 / (fan_in + fan_out). With
+    `zero_biases`, vectors become 0 if the last part of their name has "bias" in it.
     """
     drawn = dict(arrays)
     for name, array in arrays.items():

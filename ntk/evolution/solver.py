@@ -21,8 +21,8 @@ NOT_FINITE = "the kernel or the outputs are not finite; look for NaN in the inpu
 class SolverStep(NamedTuple):
     """How far the solver is: t reached, the last t, and kernel products so far.
 
-    `expected` estimates the products at the end from t = 0: 0.7 to 1.9 times the true number in 36
-    evolutions of MLPs, a CNN and a transformer block.
+    `expected` estimates the products at the end: 0.7 to 1.9 times the true number in 36 evolutions
+    of MLPs, a CNN and a transformer block.
     """
 
     time: float
@@ -165,7 +165,7 @@ class RungeKuttaChebyshev:
     def _follow_radius(self, outputs: Tensor, *, iterations: int) -> None:
         """Power iteration on -H dG/df at `outputs`, from where the last one stopped.
 
-        That is a lower bound, and a poor one after a rest, so the radius falls by 10 % at most.
+        That is a lower bound, poor after a rest, so the radius falls by 10 % at most.
         """
         radius = 0.0
         for i in range(iterations):
@@ -249,7 +249,7 @@ def _coefficients(s: int) -> tuple[float, tuple[_Stage, ...], tuple[float, ...]]
     """Return the first stage's factor, the other stages, and the weights of all s slopes.
 
     A step of length h ends at ``y(0) + h * sum over j of weights[j] F_j``, F_j being the slope at
-    stage j: y(0) counts as stage 0. The weights come from the stages' recursion, run backwards.
+    stage j, y(0) stage 0. The weights come from the stages' recursion, run backwards.
     """
     w0 = 1 + 2 / (13 * s**2)
     values, first, second = _chebyshev(w0, s)

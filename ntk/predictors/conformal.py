@@ -59,17 +59,11 @@ def conformal_scores(
 ) -> Tensor:
     """Score how badly each class fits each example: shape (n, C), float64, in 0 ... 1.
 
-    Parameters
-    ----------
-    probabilities : Tensor, shape (n, C)
-        Rows that add up to 1.
-    score : {"threshold", "adaptive"}
-        ``"threshold"``: 1 - p_y, with the smallest sets on average. ``"adaptive"``: the probability
-        of all classes that are more probable than y (the first of equal ones), and `draws` times
-        p_y; the coverage differs less from one kind of example to another.
-    draws : Tensor, shape (n,), optional
-        Uniform draws from 0 ... 1 for the adaptive score; by default 1, which may give an empty set
-        where the model is nearly certain.
+    `probabilities` (n, C) are rows that add up to 1. The score ``"threshold"``, 1 - p_y, has the
+    smallest sets on average. ``"adaptive"`` is the probability of all classes that are more
+    probable than y (the first of equal ones), and `draws` times p_y; the coverage differs less from
+    one kind of example to another. `draws` (n,) are uniform in 0 ... 1, by default 1, which may
+    give an empty set where the model is nearly certain.
     """
     p = probabilities.double()
     if p.ndim != 2 or p.shape[1] < 2:

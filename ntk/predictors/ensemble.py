@@ -59,7 +59,7 @@ class EnsemblePredictor(Predictor):
 
     Evaluations also report ``model-accuracy-max``, ``-mean`` and ``-min`` over the models; with
     cross-entropy also ``model-entropy-mean`` (Shi et al. 2021, Table 4) and ``mutual-information``:
-    the examples' mean expected entropy and mean mutual information, in nats.
+    the examples' means, in nats.
 
     Examples
     --------

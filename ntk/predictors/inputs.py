@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -14,13 +14,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..support.arrays import require_unmasked
-from .schema import column_kinds, other_kinds, out_of_range
 
 ORIENTATION = 0x0112  # EXIF's tag
 PLAIN_MODES = {  # of modes whose numbers are no shades of light
     **dict.fromkeys(("P", "CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB"),
     **{"1": "L", "La": "LA", "PA": "RGBA", "RGBa": "RGBA"},
 }
+
+Kind = Literal["0 or 1", "whole", "real"]
+
+FAR = 5.0  # pooled standard deviations between a node's mean and the pooled one
+WIDE = 10.0  # a node's standard deviation over the pooled one
+# a node's mean this far off, with a spread below 1 / WIDE of the pooled one, is another unit
+SHIFTED = 2.0
+NARROW_PICTURES = 20.0  # pooled standard deviation of pictures over a node's
+EXTREME = 30.0  # deviations of one value from the pooled mean, or sqrt(N - 1) if that is more
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +103,7 @@ class InputTransform:
             precise = precise or standardise
             _require_resolved(x, mean, std, standardise=standardise)
         dtype = np.float64 if precise else np.float32
-        names: Any = {"columns": columns, "kinds": column_kinds(x) if columns else ()}
+        names: Any = {"columns": columns, "kinds": _column_kinds(x) if columns else ()}
         return cls(x.shape[1:], mean.astype(dtype), std.astype(dtype), **names, **more)
 
     def __call__(self, x: Any, *, check_ranges: bool = True) -> Tensor:
@@ -142,10 +150,53 @@ class InputTransform:
         """Describe the columns of a table, or all else, that are not as in training."""
         if not len(raw) or self.alphabet or (num_train is None and not self.columns):
             return []
-        doubts = other_kinds(raw, self.columns, self.kinds) if self.kinds else []
-        if self.standardises:
-            moments = self.mean, self.std, self.columns, self.kinds
-            doubts += out_of_range(raw, *moments, num_train)
+        return self._other_kinds(raw) + self._out_of_range(raw, num_train)
+
+    def _other_kinds(self, raw: NDArray[Any]) -> list[str]:
+        doubts = []
+        of_columns = zip(self.kinds, _column_kinds(raw), raw.T, strict=True) if self.kinds else ()
+        for name, (expected, actual, column) in zip(self.columns, of_columns, strict=False):
+            fits = {"0 or 1": ("0 or 1",), "whole": ("0 or 1", "whole")}.get(expected, (actual,))
+            if actual not in fits:
+                numbers = {"0 or 1": "0 and 1", "whole": "whole numbers"}[expected]
+                examples = ", ".join(f"{value:g}" for value in np.unique(column)[:3])
+                doubts.append(f"{name} has values such as {examples}, and {numbers} in training")
+        return doubts
+
+    def _out_of_range(self, raw: NDArray[Any], num_train: int | None) -> list[str]:
+        """Describe the columns, or channels, that are far from the pooled moments.
+
+        These cannot bound one example's values, as columns may have long tails: a column is judged
+        by its mean and spread, as by Chebyshev's inequality at most 1 of 25 pooled values is 5
+        standard deviations or more from the pooled mean. A single value is judged only if
+        `num_train`, the number N of pooled examples, is known: none of these lies sqrt(N - 1)
+        deviations off.
+        """
+        if not self.standardises:
+            return []
+        mean, std, last = self.mean, self.std, raw.ndim - 1
+        axes = (0, *(i for i in range(1, raw.ndim) if mean.ndim < last or mean.shape[i - 1] == 1))
+        scaled = (raw - mean.astype(np.float64)) / std
+        shift, spread = scaled.mean(axes).reshape(-1), scaled.std(axes).reshape(-1)
+        farthest = np.abs(scaled).max(axes).reshape(-1)
+        outside = (np.abs(shift) > FAR) | (spread > WIDE)
+        outside |= (spread > 0) & (spread < 1 / WIDE) & (np.abs(shift) > SHIFTED)
+        if raw.ndim == 4:
+            outside |= (spread > 0) & (spread < 1 / NARROW_PICTURES)
+        if num_train is not None:
+            outside |= farthest > max(EXTREME, float(np.sqrt(num_train - 1)))
+        if self.kinds:  # a rare 1 is far from the mean, and other values are of another kind
+            outside &= np.array([kind != "0 or 1" for kind in self.kinds])
+        pooled_mean, pooled_std = mean.reshape(-1), std.reshape(-1)
+        doubts = []
+        for i in np.flatnonzero(outside).tolist():
+            channel = "the set" if len(outside) == 1 else f"channel or column {i}"
+            there = pooled_mean[i] + shift[i] * pooled_std[i]
+            doubts.append(
+                f"{self.columns[i] if self.columns else channel} has mean {there:.4g}, deviation "
+                f"{spread[i] * pooled_std[i]:.4g} and a value {farthest[i]:.3g} deviations off, in "
+                f"training mean {pooled_mean[i]:.4g} and deviation {pooled_std[i]:.4g}"
+            )
         return doubts
 
     def require_alike(self, x: NDArray[Any], num_train: int) -> None:
@@ -350,3 +401,11 @@ def _require_resolved(
             f"{largest.max():g} that differ by {spread.min():g}; subtract an offset first, such as "
             "the first example, or scale them"
         )
+
+
+def _column_kinds(x: NDArray[Any]) -> tuple[Kind, ...]:
+    whole, binary = (x == np.floor(x)).all(0), ((x == 0) | (x == 1)).all(0)
+    return tuple(
+        "0 or 1" if is_binary else "whole" if is_whole else "real"
+        for is_whole, is_binary in zip(whole, binary, strict=True)
+    )

@@ -70,8 +70,9 @@ class PrototypePredictor(NetworkPredictor):
 
     def _save(self, folder: Path) -> None:
         super()._save(folder)
-        arrays = {"means": self.prototypes.means, "counts": self.prototypes.counts}
-        write_model(folder / self.PROTOTYPES, arrays, {"head": self.feature_map.head})
+        means, counts = self.prototypes.means, self.prototypes.counts
+        described = {"head": self.feature_map.head}
+        write_model(folder / self.PROTOTYPES, {"means": means, "counts": counts}, described)
 
     @classmethod
     def _load(cls, folder: Path, network: nn.Module) -> Self:

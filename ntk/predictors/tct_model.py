@@ -117,8 +117,7 @@ class TCTModel(Predictor):
     def predict(self, x: Any, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
         """Return the classes' scores (n, C), float32 on the CPU; the largest is the prediction.
 
-        Trained by least squares they estimate the classes' probabilities minus 1/C; trained by
-        cross-entropy they are logits.
+        By least squares they estimate probabilities minus 1/C; by cross-entropy they are logits.
         """
         linear = self.linear.cpu()
         with torch.inference_mode(False):  # features are gradients, whatever the caller has off

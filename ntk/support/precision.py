@@ -39,9 +39,8 @@ def _switch_off() -> list[Callable[[], Any]]:
     """Switch off, by the names that a program may have used; return what undoes it."""
     undo: list[Callable[[], Any]] = []
     backends: Any = torch.backends
-    named = [(backends.cuda, "matmul"), (backends.mkldnn, "matmul")]
-    named += [(backends.cudnn, "conv"), (backends.cudnn, "rnn")]
-    every = [getattr(owner, name, None) for owner, name in named]
+    every = [getattr(owner, "matmul", None) for owner in (backends.cuda, backends.mkldnn)]
+    every += [getattr(backends.cudnn, name, None) for name in ("conv", "rnn")]
     owners: list[Any] = [owner for owner in every if hasattr(owner, "fp32_precision")]  # torch 2.9
     before = [owner.fp32_precision for owner in owners]
     with suppress(RuntimeError):  # it was chosen by `fp32_precision`, and these refuse to be read
