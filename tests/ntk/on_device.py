@@ -12,14 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fedntk.ntk import (
-    Jacobian,
-    entk_features,
-    evolve,
-    jacobian,
-    random_projection,
-    ridge_regression,
-)
+from fedntk import ntk
+from fedntk.ntk import Jacobian, evolve, jacobian
 from fedntk.ntk.convex.local_steps import Spectrum, residual_sum
 from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.support.precision import full_float32
@@ -53,7 +47,7 @@ def products(name: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     width = min(8, sum(p.numel() for p in model.parameters() if p.requires_grad))
     for method in ("subsample", "projection"):
         options = {"method": method, "dtype": dtype, "chunk_size": 4}
-        results[f"features, {method}"] = entk_features(model, x, width, 3, **options)
+        results[f"features, {method}"] = ntk.entk_features(model, x, width, 3, **options)
     return results
 
 
@@ -90,8 +84,8 @@ def convex(_: str, dtype: torch.dtype, device: str) -> Results:
         "Z Z^T": gram,
         "closed form": residual_sum(Spectrum.of(kernel), *state, **options),
         "cross-entropy": residual_sum(kernel, *state, **options, loss="cross-entropy"),
-        "ridge": ridge_regression(kernel, state[1], 0.1),
-        "projection": random_projection(z.to(device), 4, seed=2**63 - 1),
+        "ridge": ntk.ridge_regression(kernel, state[1], 0.1),
+        "projection": ntk.random_projection(z.to(device), 4, seed=2**63 - 1),
     }
 
 
@@ -115,12 +109,12 @@ def report(device: str, names: Sequence[str] = ()) -> bool:
     """Print cases, all by default, with their largest difference; return whether all is good."""
     good = True
     for name in names or TABLE:
-        found = differences(name, device)
-        worst = max(found, key=lambda what: (math.isnan(found[what]), found[what]))
-        within = found[worst] <= BOUND
+        errors = differences(name, device)
+        worst = max(errors, key=lambda what: (math.isnan(errors[what]), errors[what]))
+        within = errors[worst] <= BOUND
         good &= within
         mark = "" if within else f", more than {BOUND:g}"
-        line = f"{name:20}{len(found):3} results, at most {found[worst]:.1e} off: {worst}{mark}"
+        line = f"{name:20}{len(errors):3} results, at most {errors[worst]:.1e} off: {worst}{mark}"
         print(line, flush=True)  # noqa: T201
     return good
 

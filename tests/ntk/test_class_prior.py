@@ -8,22 +8,18 @@ from fedntk.ntk.class_prior import OUTPUT_OFFSET, log_class_prior, offset_of
 from ..conftest import refused
 
 
-def test_it_is_the_logarithm_of_the_smoothed_shares():
-    targets = torch.eye(3)[[0, 0, 0, 1]]
-    shares = torch.tensor([(3 + 1 / 3) / 5, (1 + 1 / 3) / 5, (1 / 3) / 5])
-    assert float(shares.sum()) == pytest.approx(1)
-    torch.testing.assert_close(log_class_prior(targets), (3 * shares).log())
-    assert log_class_prior(targets.double()).dtype == torch.float64
-
-
-def test_it_is_relative_to_other_shares_where_they_are_given():
+def test_it_is_the_logarithm_of_the_smoothed_shares_relative_to_others():
     targets = torch.eye(3, dtype=torch.float64)[[0, 0, 0, 1]]
+    shares = torch.tensor([(3 + 1 / 3) / 5, (1 + 1 / 3) / 5, (1 / 3) / 5], dtype=torch.float64)
+    assert float(shares.sum()) == pytest.approx(1)
+    prior = log_class_prior(targets)
+    torch.testing.assert_close(prior, (3 * shares).log())
+    torch.testing.assert_close(log_class_prior(targets.float()), prior.float())
     counts = torch.tensor([30.0, 20.0, 50.0])
     others = (counts.double() + 1 / 3) / 101
-    expected = log_class_prior(targets) - (3 * others).log()
-    torch.testing.assert_close(log_class_prior(targets, counts), expected)
-    prior = log_class_prior(targets, targets.sum(0))
-    torch.testing.assert_close(prior, torch.zeros_like(prior), rtol=0, atol=1e-15)
+    torch.testing.assert_close(log_class_prior(targets, counts), prior - (3 * others).log())
+    same = log_class_prior(targets, targets.sum(0))
+    torch.testing.assert_close(same, torch.zeros_like(same), rtol=0, atol=1e-15)
 
 
 def test_a_messages_offset_is_read_or_refused():

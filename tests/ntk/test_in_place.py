@@ -7,19 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedntk.ntk import (
-    EnsemblePredictor,
-    FeatureMap,
-    NetworkPredictor,
-    Normaliser,
-    TCTModel,
-    entk_features,
-    example_gradients,
-    gradient_norms,
-    jacobian,
-)
+from fedntk import ntk
+from fedntk.ntk import FeatureMap, NetworkPredictor, example_gradients, jacobian
 from fedntk.ntk.payloads.prototypes import Prototypes
-from fedntk.ntk.predictors.prototypes import PrototypePredictor
 
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(7) % 3
@@ -60,8 +50,8 @@ FUNCTIONS = {
     "jacobian": lambda net, x: dense(jacobian(net, x, chunk_size=3)),
     "dense jacobian": lambda net, x: dense(jacobian(net, x, structure="dense")),
     "gradients": lambda net, x: dense(example_gradients(net, x, Y.clone(), loss_in_place)),
-    "norms": lambda net, x: {"": gradient_norms(net, x, Y.clone(), loss_in_place).numpy()},
-    "entk": lambda net, x: {"": entk_features(net, x, 9, seed=0).numpy()},
+    "norms": lambda net, x: {"": ntk.gradient_norms(net, x, Y.clone(), loss_in_place).numpy()},
+    "entk": lambda net, x: {"": ntk.entk_features(net, x, 9, seed=0).numpy()},
     **{
         kind: lambda net, x, kind=kind: {"": FeatureMap(kind, 9).extractor(net)(x).numpy()}
         for kind in ("entk", "entk-sketch", "last-layer", "fourier")
@@ -106,9 +96,9 @@ def predictors(net: nn.Module) -> dict[str, nn.Module]:
     linear = np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
     return {
         "network": NetworkPredictor(net),
-        "linear model": TCTModel(net, features, Normaliser.identity(5), linear),
-        "ensemble": EnsemblePredictor([NetworkPredictor(net), NetworkPredictor(net)]),
-        "prototypes": PrototypePredictor(net, Prototypes(means, np.ones(3, np.int64))),
+        "linear model": ntk.TCTModel(net, features, ntk.Normaliser.identity(5), linear),
+        "ensemble": ntk.EnsemblePredictor([NetworkPredictor(net), NetworkPredictor(net)]),
+        "prototypes": ntk.PrototypePredictor(net, Prototypes(means, np.ones(3, np.int64))),
     }
 
 

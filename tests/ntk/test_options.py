@@ -8,17 +8,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from fedntk.ntk.options import (
-    Declared,
-    argument,
-    check_together,
-    option,
-    parameters_of,
-    part,
-    parts_of,
-    saved_state,
-    state,
-)
+from fedntk.ntk import options
+from fedntk.ntk.options import Declared, argument, option, part, saved_state, state
 
 from ..conftest import refused
 
@@ -93,15 +84,14 @@ def test_a_wrong_value_is_refused_by_name(kind, values, message):
     refused(message, kind, **values)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "bog"}, r"^toy\.kind: expected one of big, small, got 'bog'; "),
-        ({"kind": "small", "count": 6}, r"^toy\.count: expected at most 5 with"),
-    ],
-)
-def test_errors_of_a_part_made_from_its_options_name_it(options, message):
-    refused(message, parts_of(Outer)["toy"].make, options)
+def test_values_of_parts_and_rules_across_them_are_refused_by_name():
+    make = options.parts_of(Outer)["toy"].make
+    refused(r"^toy\.kind: expected one of big, small, got 'bog'; ", make, {"kind": "bog"})
+    refused(r"^toy\.count: expected at most 5 with", make, {"kind": "small", "count": 6})
+    check = options.check_together  # needs no object
+    check(Outer, {"toy": Toy(kind="small")})
+    refused("count: expected at most 5", check, Toy, {"kind": "small", "count": 9})
+    refused("mean: expected None", check, Outer, {"toy": Toy(kind="small"), "mean": 1})
 
 
 def test_values_are_converted_to_their_types():
@@ -119,11 +109,7 @@ def test_an_object_has_copies_of_its_parts_with_their_first_state():
     assert (two.mean.toy.seen, mean.toy.seen) == ({}, {1: 2})
     assert one.part_of(Mean) is one.mean
     assert Outer().toy is not Outer().toy
-
-
-def test_an_optional_part_is_none_unless_it_is_asked_for():
-    assert Outer().part_of(Mean) is None
-    assert Outer(mean=False).mean is None
+    assert Outer().part_of(Mean) is Outer(mean=False).mean is None
     assert Outer(mean=True).mean.decay == 0.5
 
 
@@ -139,17 +125,11 @@ def test_compared_options_have_those_of_the_parts():
 def test_options_travel_and_are_checked_when_they_arrive():
     config = Toy(rate="auto", steps=[3]).to_config()
     assert config == {"option-rate": "auto", "option-steps": [3.0], "option-kind": "big"}
-    there = Toy.from_config({**config, "server-round": 1})
-    assert (there.rate, there.steps, there.count) == ("auto", (3.0,), 2)
+    toy = Toy.from_config({**config, "server-round": 1})
+    assert (toy.rate, toy.steps, toy.count) == ("auto", (3.0,), 2)
     with pytest.raises(ValueError, match=r"expected option-kind, got \['option-rate'"):
         Toy.from_config({k: v for k, v in config.items() if k != "option-kind"})
     refused("kind: expected one of big, small", Toy.from_config, {**config, "option-kind": 1})
-
-
-def test_rules_across_options_and_parts_need_no_object():
-    check_together(Outer, {"toy": Toy(kind="small")})
-    refused("count: expected at most 5", check_together, Toy, {"kind": "small", "count": 9})
-    refused("mean: expected None", check_together, Outer, {"toy": Toy(kind="small"), "mean": 1})
 
 
 def test_state_is_no_argument_has_dotted_names_in_parts_and_is_reset():
@@ -170,15 +150,9 @@ def test_state_is_no_argument_has_dotted_names_in_parts_and_is_reset():
 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
-    [
-        ("rate", "0.25", 0.25),
-        ("rate", "auto", "auto"),
-        ("count", "4", 4),
-        ("steps", "1,2.5", (1.0, 2.5)),
-        ("kind", "small", "small"),
-        ("extra", "true", True),
-    ],
-)
+    [("rate", "0.25", 0.25), ("rate", "auto", "auto"), ("count", "4", 4), ("extra", "true", True),
+     ("steps", "1,2.5", (1.0, 2.5)), ("kind", "small", "small")],
+)  # fmt: skip
 def test_text_is_read_as_the_options_type(name, text, value):
     declared = Larger.options()[name]
     assert declared.from_text(text) == value
@@ -191,17 +165,16 @@ def test_signature_docstring_and_repr_show_options_and_parts():
     assert "extra : bool, default False\n    One line more." in (Larger.__doc__ or "")
     assert Toy.options()["kind"].describe() == "kind = 'big' (big, small): which"
     shown = inspect.signature(Outer)
-    assert list(shown.parameters) == list(parameters_of(Outer)) == ["rate", "toy", "mean"]
+    assert list(shown.parameters) == list(options.parameters_of(Outer)) == ["rate", "toy", "mean"]
     assert "toy: tests.ntk.test_options.Toy = Toy()" in str(shown)
     text = Outer.__doc__ or ""
     assert "toy : Toy, default Toy()\n    How it plays." in text
     assert "mean : Mean or None, default None\n    A mean over rounds." in text
     assert "decay" not in text
     assert "toy : Toy, default Toy(kind='small')" in (Mean.__doc__ or "")
-    assert [repr(Outer()), repr(Outer(rate=1, mean=Mean(toy=Toy(count=3))))] == [
-        "Outer()",
-        "Outer(rate=1.0, mean=Mean(toy=Toy(count=3)))",
-    ]
+    outer = Outer(rate=1, mean=Mean(toy=Toy(count=3)))
+    assert repr(Outer()) == "Outer()"
+    assert repr(outer) == "Outer(rate=1.0, mean=Mean(toy=Toy(count=3)))"
 
 
 def test_a_constructor_written_by_hand_is_handed_down_and_shows_what_it_takes():

@@ -119,8 +119,7 @@ def test_the_newer_switches_are_heeded(owner):
     backend = operator.attrgetter(f"backends.{owner}".rstrip("."))(torch)
 
     def precisions() -> list[str]:
-        backends = torch.backends
-        return [each.fp32_precision for each in (backends.cuda.matmul, backends.cudnn.conv)]
+        return [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision]
 
     old, state = backend.fp32_precision, chosen()
     try:
