@@ -13,7 +13,7 @@ see :class:`~fedntk.ntk.features.scattering.Scattering`, :func:`~fedntk.ntk.with
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -45,15 +45,6 @@ from .closed_form import ClosedFormStrategy, Layer
 from .noisy_sums import NoiseShares, NoisySums
 
 AT_ONCE = 2**26  # bytes of replies in memory, if they can be added as they come
-
-
-class Added(NamedTuple):
-    """A round's sums over clients, None if there is nothing to solve; the replies, and metrics."""
-
-    total: Sums | None
-    uploads: Uploads[Any]
-    metrics: Mapping[str, float] = {}
-    shares: NoiseShares | None = None
 
 
 class OneExchange(ClosedFormStrategy):
@@ -215,24 +206,39 @@ class OneExchange(ClosedFormStrategy):
                 self.ledger.removed = ()
         if not self.total:
             self.sums.steps = self.choose_steps(r.arrays)
-        if self.secure is not None:
-            added = yield from self._add_masked(r, self.secure)
+        total: Sums | None
+        uploads: Uploads[Any]
+        shares, metrics = None, dict[str, float]()
+        if self.secure is not None:  # the sum over the clients that stay to the end
+            plan = self.sums.secure_plan(r.arrays, self.task, records=self._step_records)
+            total, uploads, quorum = yield from self.secure.sum(r, plan, self.enough, r.everyone())
+            shares = NoiseShares(len(uploads), quorum)
+            if self.noise is not None and total is not None:
+                self.noise.released = True
         else:
-            added = yield from self._add_up(r)
-        if self.ledger is not None and self.storage is not None and added.total is not None:
-            added = self._without_harmful(added, self.ledger, self.storage, r.arrays)
+            total, uploads = yield from self._add_up(r)
+        if self.asynchrony is not None:
+            metrics["clients"] = len(self.asynchrony.counted)
+        if self.ledger is not None and self.storage is not None and total is not None:
+            total = self.ledger.without_harmful(self.storage, r.arrays)
+            if total is not None:
+                metrics["clients-removed"] = len(self.ledger.removed)
+                if not self.enough(len(self.storage.summed), sampled=uploads.sampled):
+                    total = None
         self.solved = False
-        if added.total is None:
-            return Update(added.uploads, None, added.metrics)
-        total, shares = added.total, added.shares
-        arrays = result_of(lambda: self.with_layer(r.arrays, self.solve(total, r.arrays, shares)))
+        if total is None:
+            return Update(uploads, None, metrics)
+        joint = total
+        arrays = result_of(lambda: self.with_layer(r.arrays, self.solve(joint, r.arrays, shares)))
         if arrays is None:
-            return Update(added.uploads, None, added.metrics)
+            return Update(uploads, None, metrics)
         self.solved = True
-        solution = {"ridge": self.ridge_used}
-        if self.noise is not None:
-            solution = {"epsilon": self.noise.epsilon_reached, "delta": self.noise.delta}
-        return Update(added.uploads, arrays, {**added.metrics, **solution})
+        if self.noise is None:
+            metrics["ridge"] = self.ridge_used
+        else:
+            metrics["epsilon"] = self.noise.epsilon_reached
+            metrics["delta"] = self.noise.delta
+        return Update(uploads, arrays, metrics)
 
     def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
         """Have clients evaluate the network, or models of their own; they are told of noise."""
@@ -277,15 +283,7 @@ class OneExchange(ClosedFormStrategy):
 
     # ---------------------------------------------------------------------- adding up
 
-    def _add_masked(self, r: Round, secure: SecureAggregation) -> Rounds[Added]:
-        """Open the sum over the clients that stay to the end."""
-        plan = self.sums.secure_plan(r.arrays, self.task, records=self._step_records)
-        total, uploads, quorum = yield from secure.sum(r, plan, self.enough, r.everyone())
-        if self.noise is not None and total is not None:
-            self.noise.released = True
-        return Added(total, uploads, {}, NoiseShares(len(uploads), quorum))
-
-    def _add_up(self, r: Round) -> Rounds[Added]:
+    def _add_up(self, r: Round) -> Rounds[tuple[Sums | None, Uploads[Any]]]:
         """Add up what clients send, whole numbers as they come; in any order with what came."""
         late, total = self.asynchrony, list[Sums]()
         if self.total:
@@ -312,24 +310,13 @@ class OneExchange(ClosedFormStrategy):
         if not self.sums.is_exact:
             uploads = add(self.screening.drop(uploads, screen_own_sizes))
         if late is None:
-            return Added(total[0] if self.enough(uploads) else None, uploads)
-        metrics = {"clients": len(late.counted)}
+            return total[0] if self.enough(uploads) else None, uploads
         if not uploads and not self.changed:
-            return Added(None, uploads, metrics)
+            return None, uploads
         self.total = self.sums.to_arrays(total[0]) if total else {}
         self.changed = False
         enough = self.enough(len(late.counted))
-        return Added(total[0] if enough and total else None, uploads, metrics)
-
-    def _without_harmful(
-        self, added: Added, ledger: Ledger, storage: KeptSums, arrays: ArrayRecord
-    ) -> Added:
-        total = ledger.without_harmful(storage, arrays)
-        if total is None:
-            return added._replace(total=None)
-        enough = self.enough(len(storage.summed), sampled=added.uploads.sampled)
-        metrics = {**added.metrics, "clients-removed": len(ledger.removed)}
-        return added._replace(total=total if enough else None, metrics=metrics)
+        return total[0] if enough and total else None, uploads
 
     # ------------------------------------------------------------------------ solution
 
