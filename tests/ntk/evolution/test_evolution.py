@@ -8,7 +8,7 @@ against outputs of at least 1, as the solver measures it.
 """
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,59 +17,59 @@ from scipy.integrate import solve_ivp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from fedntk.ntk import (
-    Evolution,
-    Jacobian,
-    NotEnoughMemory,
-    evolve,
-    jacobian,
-    loss_value,
-    one_hot,
-    residual,
-)
+from fedntk.ntk import Evolution, Jacobian, NotEnoughMemory, evolve, jacobian, loss_value, one_hot
 from fedntk.ntk.evolution.flow_options import Kernel
 from fedntk.ntk.evolution.gradient_flow import GradientFlow
 from fedntk.ntk.evolution.solver import RungeKuttaChebyshev, SolverStep, _coefficients
-from fedntk.ntk.losses import output_hessian, output_scale
+from fedntk.ntk.losses import output_hessian, output_scale, residual
 
 from ...conftest import refused
 from ..arithmetic import relative
 
-LOSSES = ("mse", "cross-entropy")
 TOLERANCE = 1e-6
 
 
-@pytest.fixture(params=LOSSES)
+@pytest.fixture(params=["mse", "cross-entropy"])
 def loss(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def problem(model: nn.Module, n: int = 12) -> tuple[nn.Module, Tensor, Tensor]:
+def problem(*layers: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network, 12 examples and targets, in float64."""
+    model = nn.Sequential(*layers)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.5)
-        x = torch.randn(n, 4, dtype=torch.float64)
-        y = one_hot(torch.randint(0, 3, (n,)), 3, torch.float64)
+        x = torch.randn(12, 4, dtype=torch.float64)
+        y = one_hot(torch.randint(0, 3, (12,)), 3, torch.float64)
     return model.double(), x, y
 
 
 def mlp(width: int = 5) -> tuple[Jacobian, Tensor, Tensor]:
     """Jacobian, outputs and targets of a small network."""
-    model, x, y = problem(nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)))
+    model, x, y = problem(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
     return jacobian(model, x), model(x).detach(), y
 
 
-def off_linearised(jac: Jacobian, f: Tensor, found: Evolution) -> list[float]:
+def flow(*tensors: Any, **options: Any) -> Evolution:
+    return evolve(*tensors, **{"learning_rate": 0.3, "tolerance": TOLERANCE, **options})
+
+
+def flat(model: nn.Module, update: dict[str, Tensor]) -> Tensor:
+    return torch.cat([update[name].flatten() for name, _ in model.named_parameters()])
+
+
+def off_linearised(jac: Jacobian, f: Tensor, evolution: Evolution) -> list[float]:
     """How far the outputs at each step are from f(0) + J J^T R."""
-    changes = [jac.jvp(jac.vjp(r)) for r in found.residuals]
-    return [relative(a - f, b) for a, b in zip(found.outputs, changes, strict=True)]
+    changes = [jac.jvp(jac.vjp(r)) for r in evolution.residuals]
+    return [relative(a - f, b) for a, b in zip(evolution.outputs, changes, strict=True)]
 
 
-def require_start(found: Evolution, f: Tensor) -> None:
+def require_start(evolution: Evolution, f: Tensor) -> None:
     """Check that time 0, the first step, gives the input."""
-    assert torch.equal(found.outputs[0], f)
-    assert torch.equal(found.residuals[0], torch.zeros_like(f))
+    assert torch.equal(evolution.outputs[0], f)
+    assert torch.equal(evolution.residuals[0], torch.zeros_like(f))
 
 
 def gradient_flow(
@@ -78,21 +78,21 @@ def gradient_flow(
     """Integrate dw/dt = -eta grad L(w) to 1e-11; returns (T, P) weights and (T, n, C) outputs."""
     start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
+    def outputs_at(w: np.ndarray) -> Tensor:
+        nn.utils.vector_to_parameters(torch.from_numpy(w.copy()), model.parameters())
+        return model(x)
+
     def slope(_: float, w: np.ndarray) -> np.ndarray:
-        nn.utils.vector_to_parameters(torch.from_numpy(w), model.parameters())
-        outputs = model(x)
+        outputs = outputs_at(w)
         entropy = nn.functional.cross_entropy(outputs, y)
         value = nn.functional.mse_loss(outputs, y) / 2 if loss == "mse" else entropy
         grads = torch.autograd.grad(value, list(model.parameters()))
         return -learning_rate * torch.cat([g.flatten() for g in grads]).numpy()
 
     solution = solve_ivp(slope, (0, times[-1]), start.numpy(), t_eval=times, rtol=1e-11, atol=1e-12)
-    outputs = []
-    for w in solution.y.T:
-        nn.utils.vector_to_parameters(torch.from_numpy(w.copy()), model.parameters())
-        outputs.append(model(x).detach())
+    outputs = torch.stack([outputs_at(w).detach() for w in solution.y.T])
     nn.utils.vector_to_parameters(start, model.parameters())
-    return torch.from_numpy(solution.y.T.copy()), torch.stack(outputs)
+    return torch.from_numpy(solution.y.T.copy()), outputs
 
 
 @pytest.mark.parametrize("kernel", get_args(Kernel))
@@ -102,21 +102,18 @@ def test_linear_model_evolves_as_under_gradient_flow(loss, kernel):
     times = [0.0, 1.0, 7.0, 40.0]
     weights, outputs = gradient_flow(model, x, y, loss, 0.3, times)
     jac = jacobian(model, x)
-    options = {"loss": loss, "learning_rate": 0.3, "steps": times, "kernel": kernel}
-    evolution = evolve(jac, model(x).detach(), y, tolerance=TOLERANCE, **options)
+    evolution = flow(jac, model(x).detach(), y, loss=loss, steps=times, kernel=kernel)
     bound = max(1e-9, TOLERANCE * evolution.solver_steps)
     assert relative(evolution.outputs, outputs) < bound
     for w, r in zip(weights[1:], evolution.residuals[1:], strict=True):
-        update = jac.vjp(r)
-        change = torch.cat([update[name].flatten() for name, _ in model.named_parameters()])
-        assert relative(change, w - weights[0]) < bound
+        assert relative(flat(model, jac.vjp(r)), w - weights[0]) < bound
 
 
 def test_closed_form_reaches_the_targets_and_stays_finite_for_a_singular_kernel():
     """exp(-rate t) underflows at t = 1e12; a zero eigenvalue's residual grows linearly, f stays."""
     f, y, times = torch.zeros(2, 1), torch.ones(2, 1), [4, 1e12]
     kernel = torch.diag(torch.tensor([3.0, 0.0]))
-    evolution = evolve(kernel, f, y, loss="mse", learning_rate=0.5, steps=times)
+    evolution = flow(kernel, f, y, loss="mse", learning_rate=0.5, steps=times)
     assert evolution.residuals[:, 1, 0].tolist() == pytest.approx([0.5 / 2 * t for t in times])
     assert evolution.outputs[:, :, 0].tolist() == [[pytest.approx(1 - math.exp(-3)), 0], [1, 0]]
     assert evolution.kernel_products == 0
@@ -126,8 +123,7 @@ def test_closed_form_reaches_the_targets_and_stays_finite_for_a_singular_kernel(
 def test_outputs_are_the_kernel_applied_to_the_residual(loss, kernel):
     """f(t) = f(0) + H R(t) for the mean kernel, which J J^T R is far from; else f(0) + J J^T R."""
     jac, f, y = mlp()
-    options = {"loss": loss, "learning_rate": 0.3, "steps": [0, 2, 5, 30], "tolerance": TOLERANCE}
-    evolution = evolve(jac, f, y, kernel=kernel, **options)
+    evolution = flow(jac, f, y, loss=loss, steps=[0, 2, 5, 30], kernel=kernel)
     require_start(evolution, f)
     off = off_linearised(jac, f, evolution)[1:]
     if kernel == "mean":
@@ -141,29 +137,28 @@ def test_outputs_are_the_kernel_applied_to_the_residual(loss, kernel):
 def test_sum_of_equation_10_is_the_literal_sum_over_whole_steps(loss, kernel, rate):
     """At the small rate the solver's steps, and so the times within them, hold several of these."""
     jac, f, y = mlp(9)
-    options = {"loss": loss, "learning_rate": rate, "kernel": kernel, "tolerance": TOLERANCE}
-    flow = evolve(jac, f, y, steps=range(30), **options).outputs
-    each = [rate * output_scale(*f.shape, loss) * residual(at_u, y, loss) for at_u in flow]
-    evolution = evolve(jac, f, y, steps=[0, 7, 30], residuals="sum", **options)
+    options = {"loss": loss, "learning_rate": rate, "kernel": kernel}
+    outputs = flow(jac, f, y, steps=range(30), **options).outputs
+    terms = [rate * output_scale(*f.shape, loss) * residual(at_u, y, loss) for at_u in outputs]
+    evolution = flow(jac, f, y, steps=[0, 7, 30], residuals="sum", **options)
     require_start(evolution, f)
     bound = max(1e-10, TOLERANCE * evolution.solver_steps)
     for actual, t in zip(evolution.residuals[1:], (7, 30), strict=True):
-        assert relative(actual, sum(each[:t])) < bound
+        assert relative(actual, sum(terms[:t])) < bound
 
 
 def test_weights_follow_true_gradient_flow_for_a_wide_network_and_a_short_time():
     """Eq. (9b) for a width of 2,048: the kernel changes by about |w(t) - w| / |w|, under 1 %."""
-    model, x, y = problem(nn.Sequential(nn.Linear(4, 2048), nn.Tanh(), nn.Linear(2048, 3)))
+    model, x, y = problem(nn.Linear(4, 2048), nn.Tanh(), nn.Linear(2048, 3))
     with torch.no_grad():
         model[2].weight.mul_(2 / math.sqrt(2048))
-    jac, f, eta, times = jacobian(model, x), model(x).detach(), 8e-5, [0.0, 400.0]
-    options = {"learning_rate": eta, "steps": times, "kernel": "full", "tolerance": TOLERANCE}
-    update = jac.vjp(evolve(jac, f, y, loss="mse", **options).residuals[1])
+    jac, eta, times = jacobian(model, x), 8e-5, [0.0, 400.0]
+    options = {"loss": "mse", "learning_rate": eta, "kernel": "full"}
+    update = jac.vjp(flow(jac, model(x).detach(), y, steps=times, **options).residuals[1])
     weights, _ = gradient_flow(model, x, y, "mse", eta, times)
     change = weights[1] - weights[0]
     assert float(change.norm() / weights[0].norm()) < 0.01
-    predicted = torch.cat([update[name].flatten() for name, _ in model.named_parameters()])
-    assert relative(predicted, change) < 0.02
+    assert relative(flat(model, update), change) < 0.02
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +192,7 @@ def test_cross_entropy_solver_against_a_fine_reference(digits):
     options = {"rtol": 1e-8, "atol": 1e-9}
     exact = solve_ivp(slope, (0, 600), f64.flatten().numpy(), t_eval=times, **options)
     many, last = (
-        evolve(kernel, f, y, loss="cross-entropy", learning_rate=eta, steps=steps)
+        evolve(*digits, loss="cross-entropy", learning_rate=eta, steps=steps)
         for steps in (times, times[-1:])
     )
     errors = [
@@ -211,63 +206,52 @@ def test_cross_entropy_solver_against_a_fine_reference(digits):
 
 def test_the_corrected_kernel_tends_to_the_full_one_with_the_number_of_steps(loss):
     """Between corrections it is off to first order in their distance, so 4 times closer by 4."""
-    jac, f, y = mlp()
-    options = {"loss": loss, "learning_rate": 0.02, "tolerance": TOLERANCE}
-    end = 128
-    full = evolve(jac, f, y, kernel="full", steps=[end], **options)
 
-    def off(steps: int) -> float:
-        times = [end * (k + 1) // steps for k in range(steps)]
-        actual = evolve(jac, f, y, kernel="corrected", steps=times, **options)
-        return relative(actual.residuals[-1], full.residuals[-1])
+    def end(kernel: str, steps: int = 1) -> Tensor:
+        times = [128 * (k + 1) // steps for k in range(steps)]
+        return flow(*mlp(), loss=loss, learning_rate=0.02, kernel=kernel, steps=times).residuals[-1]
 
-    mean = evolve(jac, f, y, kernel="mean", steps=[end], **options)
-    assert off(1) == pytest.approx(relative(mean.residuals[-1], full.residuals[-1]), rel=1e-6)
-    errors = [off(4), off(16), off(64)]
-    assert errors[1] < errors[0] / 3
+    full = end("full")
+    errors = [relative(end("corrected", steps), full) for steps in (1, 4, 16, 64)]
+    assert errors[0] == pytest.approx(relative(end("mean"), full), rel=1e-6)
     assert errors[2] < errors[1] / 3
+    assert errors[3] < errors[2] / 3
 
 
 def test_corrected_sums_at_every_step_are_gradient_descent_on_the_linearised_network(loss):
     jac, f, y = mlp()
-    evolution = evolve(
-        jac, f, y, loss=loss, learning_rate=0.1, steps=range(1, 21), kernel="corrected",
-        residuals="sum", tolerance=TOLERANCE,
-    )  # fmt: skip
+    options = {"learning_rate": 0.1, "kernel": "corrected", "residuals": "sum"}
     scale = 0.1 * output_scale(*f.shape, loss)
-    for outputs in evolution.outputs:
+    for outputs in flow(jac, f, y, loss=loss, steps=range(1, 21), **options).outputs:
         f = f + jac.full_product(scale * residual(f, y, loss))
         assert relative(outputs, f) < 1e-10
 
 
 def test_corrections_never_raise_the_loss_where_the_mean_kernel_overshoots(loss):
     """All outputs hang on one number: along it the update does C = 10 times what H foresees."""
-    model, x, y = problem(nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 10, bias=False)))
+    model, x, y = problem(nn.Linear(4, 1, bias=False), nn.Linear(1, 10, bias=False))
     y = nn.functional.pad(y, (0, 7))
     with torch.no_grad():
         model[0].weight.mul_(0.1)
     model[1].weight.requires_grad_(False)
     jac, f = jacobian(model, x), model(x).detach()
     options = {"loss": loss, "learning_rate": 1.0, "steps": range(40, 401, 40)}
+    mean, corrected, full = (
+        evolve(jac, f, y, kernel=kernel, **options) for kernel in ("mean", "corrected", "full")
+    )
     before = loss_value(f, y, loss)
-    mean = evolve(jac, f, y, kernel="mean", **options)
-    reached = loss_value(f + jac.jvp(jac.vjp(mean.residuals[-1])), y, loss)
-    assert reached > before  # the mean kernel alone overshoots
-    actual = evolve(jac, f, y, kernel="corrected", **options)
-    losses = [before, *(loss_value(outputs, y, loss) for outputs in actual.outputs)]
+    assert loss_value(f + jac.jvp(jac.vjp(mean.residuals[-1])), y, loss) > before
+    losses = [before, *(loss_value(outputs, y, loss) for outputs in corrected.outputs)]
     assert losses == sorted(losses, reverse=True)
-    assert max(off_linearised(jac, f, actual)) < 1e-10
-    full = evolve(jac, f, y, kernel="full", **options)  # which is followed where H cannot be
-    assert relative(actual.outputs[-1], full.outputs[-1]) < 1e-3
+    assert max(off_linearised(jac, f, corrected)) < 1e-10
+    # the full kernel is followed where H cannot be
+    assert relative(corrected.outputs[-1], full.outputs[-1]) < 1e-3
 
 
 def test_the_progress_of_corrected_intervals_is_that_of_the_whole(loss):
-    jac, f, y = mlp()
-    flow = GradientFlow(
-        loss=loss, learning_rate=0.3, steps=[5, 10, 30], kernel="corrected", memory_budget=0
-    )
+    options = {"loss": loss, "learning_rate": 0.3, "kernel": "corrected", "memory_budget": 0}
     steps: list[SolverStep] = []
-    evolution = flow(jac, f, y, steps.append)
+    evolution = GradientFlow(steps=[5, 10, 30], **options)(*mlp(), steps.append)
     for values in ([step.time for step in steps], [step.products for step in steps]):
         assert values == sorted(values)
     assert {step.end for step in steps} == {steps[-1].time} == {30.0}
@@ -309,10 +293,8 @@ def test_a_problem_that_is_too_stiff_ends_in_bounded_work(size, monkeypatch):
 @pytest.mark.parametrize("residuals", ["integral", "sum"])
 def test_mean_kernel_past_its_memory_is_left_unbuilt(loss, residuals):
     """The same flow by products alone; for MSE the closed form is the reference."""
-    jac, f, y = mlp(9)
     options = {"loss": loss, "learning_rate": 0.5, "steps": [4, 20], "residuals": residuals}
-    options["tolerance"] = 1e-4
-    built, unbuilt = (evolve(jac, f, y, memory_budget=b, **options) for b in (10**9, 0))
+    built, unbuilt = (evolve(*mlp(9), memory_budget=b, **options) for b in (10**9, 0))
     assert unbuilt.kernel_products > 0
     bound = 1e-4 * (built.solver_steps + unbuilt.solver_steps)
     assert relative(unbuilt.outputs, built.outputs) < bound
@@ -373,19 +355,17 @@ def test_the_automatic_rate_is_that_of_the_largest_eigenvalue(kernel, loss):
     The iteration converges from below and stops when a product adds less than 1e-4, so the rate is
     a little too large: by 2 % at most with this network.
     """
-    model, x, y = problem(nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3)))
+    model, x, y = problem(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
     model, x, y = model.float(), x.float(), y.float()
     jac, f = jacobian(model, x), model(x).detach()
     dense = torch.cat([t.flatten(2) for t in jac.dense().values()], 2).double()
+    matrix = dense.flatten(0, 1) @ dense.flatten(0, 1).T
     if kernel == "mean":
         matrix = torch.einsum("icp,jcp->ij", dense, dense) / 3
-    else:
-        matrix = dense.flatten(0, 1) @ dense.flatten(0, 1).T
-    largest = float(torch.linalg.eigvalsh(matrix)[-1])
-    scale = 1 / 12 if loss == "cross-entropy" else 1 / 36
+    best = 1 / (output_scale(*f.shape, loss) * float(torch.linalg.eigvalsh(matrix)[-1]))
     options = {"loss": loss, "steps": [1], "kernel": kernel}
     actual = evolve(jac, f, y, learning_rate="auto", **options)
-    assert 1 / (scale * largest) <= actual.learning_rate * (1 + 1e-5)
-    assert actual.learning_rate < 1.02 / (scale * largest)
-    given = evolve(jac, f, y, learning_rate=actual.learning_rate, **options)
-    assert torch.equal(actual.outputs, given.outputs)
+    assert best <= actual.learning_rate * (1 + 1e-5)
+    assert actual.learning_rate < 1.02 * best
+    expected = evolve(jac, f, y, learning_rate=actual.learning_rate, **options)
+    assert torch.equal(actual.outputs, expected.outputs)
