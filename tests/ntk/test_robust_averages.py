@@ -33,8 +33,8 @@ def models(count, seed=0, spread=0.1, dtype=np.float32):
 ZERO = {n: np.zeros(shape, np.float32) for n, shape in SHAPES.items()}
 
 
-def mean(defence, group, liars=1, before=ZERO, examples=None):
-    return robust_mean(before, group, examples or [10] * len(group), defence, liars)
+def mean(defence, group, malicious=1, before=ZERO, examples=None):
+    return robust_mean(before, group, examples or [10] * len(group), defence, malicious)
 
 
 def flat(arrays):
@@ -68,22 +68,22 @@ def test_rules_are_those_of_flower(defence, oracle):
 
 
 @pytest.mark.parametrize("defence", ROBUST)
-@pytest.mark.parametrize("liars", [1, 2])
-def test_liars_cannot_carry_the_mean_away(defence, liars):
+@pytest.mark.parametrize("malicious", [1, 2])
+def test_malicious_models_cannot_carry_the_mean_away(defence, malicious):
     """With the fewest models that a rule needs, it stays within twice the honest models' spread.
 
-    norm-bound needs a majority here, too; each liar then moves it by at most two median norms
+    norm-bound needs a majority here, too; each of them then moves it by at most two median norms
     times its share.
     """
-    group = models(max(least_models(defence, liars), 2 * liars + 1))
-    honest = np.stack([flat(model) for model in group[liars:]])
-    for k in range(liars):
+    group = models(max(least_models(defence, malicious), 2 * malicious + 1))
+    honest = np.stack([flat(model) for model in group[malicious:]])
+    for k in range(malicious):
         group[k] = {n: np.full_like(a, 1e6) for n, a in group[k].items()}
-    actual, centre = flat(mean(defence, group, liars)), honest.mean(0)
+    actual, centre = flat(mean(defence, group, malicious)), honest.mean(0)
     spread = np.abs(honest - centre).max()
     if defence == "norm-bound":
         longest = np.median(np.linalg.norm(honest, axis=1))
-        assert np.linalg.norm(actual - centre) <= 2.1 * longest * liars / len(group)
+        assert np.linalg.norm(actual - centre) <= 2.1 * longest * malicious / len(group)
     else:
         assert np.abs(actual - centre).max() <= 2 * spread
     assert np.abs(flat(mean("none", group)) - centre).max() > 1e4 * spread
@@ -121,11 +121,11 @@ def prototypes(rows, counts):
     return Prototypes(np.asarray(rows, np.float32), np.asarray(counts))
 
 
-def test_prototypes_of_most_clients_bear_a_liar_whatever_it_claims():
+def test_prototypes_of_most_clients_bear_a_malicious_one_whatever_it_claims():
     """Two agree on the first class. Of the second's two prototypes the longer is shortened."""
     honest = [prototypes([[1, 0], [0, 2]], [3, 4]), prototypes([[1, 0], [0, 4]], [5, 1])]
-    liar = prototypes([[-99, -99], [0, 0]], [1000, 0])
-    actual = Prototypes.geometric_median([*honest, liar])
+    malicious = prototypes([[-99, -99], [0, 0]], [1000, 0])
+    actual = Prototypes.geometric_median([*honest, malicious])
     np.testing.assert_allclose(actual.means, [[1, 0], [0, 2]], atol=1e-4)
     assert actual.counts.tolist() == [1008, 5]
 
@@ -154,8 +154,8 @@ def test_nearest_neighbour_mixing_by_hand():
 
 
 @pytest.mark.parametrize("claim", [5, 10**7])
-@pytest.mark.parametrize("liars", [1, 2, 4])
-def test_models_are_refused_without_which_a_fresh_mean_has_the_lowest_loss(liars, claim):
+@pytest.mark.parametrize("malicious", [1, 2, 4])
+def test_models_are_refused_without_which_a_fresh_mean_has_the_lowest_loss(malicious, claim):
     """Two of six are far off, and whole numbers too. The loss is 0.3 above that of the others."""
     group, examples = models(6), [1, claim, 3, 4, claim, 6]
     for k, model in enumerate(group):
@@ -174,15 +174,15 @@ def test_models_are_refused_without_which_a_fresh_mean_has_the_lowest_loss(liars
         return 0.3 + float(np.linalg.norm(mean - honest))
 
     left = [[*range(6)]]
-    while len(left) <= liars:
+    while len(left) <= malicious:
         fewer = [[k for k in left[-1] if k != out] for out in left[-1]]
         left.append(min(fewer, key=lambda some: loss_of(mean_of(some))))
     best = min(left, key=lambda some: loss_of(mean_of(some)) / 0.995 ** (6 - len(some)))
     actual = screen_by_loss(
-        group, examples, lambda a: loss_of(np.append(flat(a), a["count"])), liars
+        group, examples, lambda a: loss_of(np.append(flat(a), a["count"])), malicious
     )
     assert [k for k, bad in enumerate(actual) if bad is None] == best
-    if liars > 1:
+    if malicious > 1:
         assert best == [0, 2, 3, 5]
 
 

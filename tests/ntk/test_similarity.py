@@ -44,7 +44,7 @@ def test_similarities_are_cosines_of_the_concatenations(absent):
     for k, prototypes in enumerate(CLIENTS):
         for other, their in enumerate(CLIENTS):
             both = prototypes.present & their.present if absent == "common" else np.ones(C, bool)
-            a, b = (each.means[both].astype(float).ravel() for each in (prototypes, their))
+            a, b = (p.means[both].astype(float).ravel() for p in (prototypes, their))
             norms = np.linalg.norm(a) * np.linalg.norm(b)
             expected = a @ b / norms if norms else 0  # without a class in common
             assert actual[k, other] == pytest.approx(expected, abs=1e-12)

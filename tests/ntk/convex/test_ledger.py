@@ -61,8 +61,8 @@ def federation(seed: int, num: int = 20) -> dict[int, FeatureStatistics]:
     return {k: sums(*draw(row, 1000 * seed + k)) for k, row in enumerate(counts)}
 
 
-def liar(seed: int, moved: int = 1, each: int = 30) -> FeatureStatistics:
-    x, labels = draw([each] * C, seed)
+def malicious(seed: int, moved: int = 1, count: int = 30) -> FeatureStatistics:
+    x, labels = draw([count] * C, seed)
     return sums(x, (labels + moved) % C)
 
 
@@ -78,14 +78,14 @@ def test_the_model_without_a_client_is_to_the_bit_the_run_that_never_had_it():
 
 def test_harm_is_a_rise_of_half_the_mean_squared_error():
     ledger, examples = judge()
-    models = [ledger.solve(liar(1)), ledger.solve(liar(2, moved=0))]
+    models = [ledger.solve(malicious(1)), ledger.solve(malicious(2, moved=0))]
     with_it, without = (half_error(examples, model) for model in models)
     assert ledger.harm(*models) == pytest.approx(with_it - without, rel=1e-9)
 
 
 def test_shapley_values_are_those_of_all_orders_within_their_errors():
     """Means of 60 pairs; four values within 4 standard errors of 59 degrees: 99.9 %."""
-    clients = {7: liar(1), **dict(itertools.islice(federation(1).items(), 3))}
+    clients = {7: malicious(1), **dict(itertools.islice(federation(1).items(), 3))}
     ledger, _ = judge()
     zero = ledger.solve(clients[7] - clients[7])
     exact = dict.fromkeys(clients, 0.0)
@@ -120,13 +120,13 @@ def test_an_examples_harm_is_that_of_adding_it():
         assert actual[i] == pytest.approx(after - before, rel=1e-4)
 
 
-def test_honest_clients_are_rarely_removed_and_liars_are():
+def test_honest_clients_are_rarely_removed_and_malicious_ones_are():
     """At alpha = 0.1 more than 9 of 40 honest federations have 0.5 % probability or less."""
     ledger, examples = judge()
     alarms = sum(bool(find_harmful(ledger, federation(s), examples, 0.1)) for s in range(40))
     assert alarms <= 9
     for seed in range(5):
-        clients = federation(seed) | {50: liar(seed, 1, 90), 51: liar(seed + 9, 2, 90)}
+        clients = federation(seed) | {50: malicious(seed, 1, 90), 51: malicious(seed + 9, 2, 90)}
         actual = find_harmful(ledger, clients, examples, 0.01)
         assert set(actual) == {50, 51}
 
@@ -184,7 +184,7 @@ def test_judging_weights_bears_any_counts():
     _, examples = judge()
     few = replace(examples, rows=examples.rows[:2].repeat(2, 1), labels=torch.tensor([0, 0, 1, 1]))
     equal = replace(few, rows=few.rows[:1].repeat(4, 1))
-    stats, none = liar(0), liar(0) - liar(0)
+    stats, none = malicious(0), malicious(0) - malicious(0)
     huge = replace(stats, counts=np.array([2**62 + 1, 1, 0]))
     mean = replace(stats, class_sums=np.zeros((C, P), np.int64))
     for judged in (examples, few, equal, replace(examples, fixed_point=None)):
@@ -197,10 +197,10 @@ def test_what_is_removed_is_judged_by_the_model_without_it():
 
     Phi^{-1}(1 - 0.05 / 52) = 3.100 and Phi^{-1}(1 - 0.05 / 2) = 1.960.
     """
-    clients, (ledger, examples) = federation(3) | {k: liar(k) for k in range(50, 56)}, judge()
+    clients, (ledger, examples) = federation(3) | {k: malicious(k) for k in range(50, 56)}, judge()
     actual = find_harmful(ledger, clients, examples, 0.05)
-    kept = [k for k in clients if k not in actual]
-    total = FeatureStatistics.join(clients[k] for k in kept)
+    remaining = [k for k in clients if k not in actual]
+    total = FeatureStatistics.join(clients[k] for k in remaining)
     for k, stats, *models in ledger.parts(total, clients, actual):
         removed, harm = k in actual, np.array([ledger.harm(*models)])
         (score,) = examples.scores(harm, stats.counts[None], equations(total), 1e-3)
@@ -211,7 +211,11 @@ def test_what_is_removed_is_judged_by_the_model_without_it():
 
 
 def test_sums_of_no_examples_are_known():
-    honest = [liar(0), sums(*draw([2, 0, 1], 0)), sums(torch.zeros(2, P), torch.tensor([0, 1]))]
+    honest = [
+        malicious(0),
+        sums(*draw([2, 0, 1], 0)),
+        sums(torch.zeros(2, P), torch.tensor([0, 1])),
+    ]
     assert all(map(are_possible, honest))
     first = honest[0]
     lies = [
@@ -221,4 +225,4 @@ def test_sums_of_no_examples_are_known():
     ]
     assert not any(map(are_possible, lies))
     ledger, examples = judge()
-    refused("all clients are harmful", find_harmful, ledger, {1: liar(1)}, examples, 0.1)
+    refused("all clients are harmful", find_harmful, ledger, {1: malicious(1)}, examples, 0.1)

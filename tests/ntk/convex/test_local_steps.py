@@ -219,9 +219,9 @@ def test_ridge_regression_solves_the_primal_normal_equations(shape, ridge):
     """
     z, _, y, _ = problem(shape)
     kernel = z @ z.T
-    kept = kernel.clone()
+    before = kernel.clone()
     w = z.T @ ridge_regression(kernel, y, ridge)
-    assert torch.equal(kernel, kept)
+    assert torch.equal(kernel, before)
     rho = ridge * float(kernel.trace()) / len(z)
     primal = torch.linalg.solve(z.T @ z + rho * torch.eye(z.shape[1], dtype=z.dtype), z.T @ y)
     assert relative(w, primal) < 1e-11 + 1e-14 / ridge

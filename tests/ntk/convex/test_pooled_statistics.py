@@ -51,9 +51,9 @@ SPLITS = {
 }
 
 
-def solution(found: FeatureStatistics, ridge: float = 1e-2, **options: bool) -> np.ndarray:
-    normaliser = normaliser_of(found)
-    return NormalEquations.of(found, normaliser, **options).solve(ridge).numpy()
+def solution(sums: FeatureStatistics, ridge: float = 1e-2, **options: bool) -> np.ndarray:
+    normaliser = normaliser_of(sums)
+    return NormalEquations.of(sums, normaliser, **options).solve(ridge).numpy()
 
 
 def by_rows(z: torch.Tensor, ridge: float, bias: str, weights: torch.Tensor) -> np.ndarray:

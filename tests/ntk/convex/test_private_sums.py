@@ -123,9 +123,9 @@ def test_epsilon_holds_for_the_exact_privacy_profile(dimension, radius, factor, 
 def test_large_numbers_make_it_the_gaussian_mechanism_of_another_accountant(multiplier):
     """At R = 1,000 the bound's second term is below 1e-5 of the first."""
     whole, shares = (noise_of(1000, 50, 10, multiplier, fewest=fewest) for fewest in (0, 3))
-    theirs = rdp.compute_rdp(q=1.0, noise_multiplier=multiplier, steps=1, orders=[*ORDERS])
-    np.testing.assert_allclose(shares.renyi(), theirs, rtol=1e-5)
-    epsilon, _ = rdp.get_privacy_spent(orders=[*ORDERS], rdp=theirs, delta=DELTA)
+    accountant = rdp.compute_rdp(q=1.0, noise_multiplier=multiplier, steps=1, orders=[*ORDERS])
+    np.testing.assert_allclose(shares.renyi(), accountant, rtol=1e-5)
+    epsilon, _ = rdp.get_privacy_spent(orders=[*ORDERS], rdp=accountant, delta=DELTA)
     assert shares.epsilon(DELTA) == pytest.approx(epsilon, rel=1e-5)
     exact = gdp.eps_from_mu(mu=1 / multiplier, delta=DELTA)
     assert whole.epsilon(DELTA) == pytest.approx(exact, rel=1e-6)
@@ -185,7 +185,7 @@ def test_shares_add_up_to_the_noise_of_those_who_survive(survivors):
 
 @pytest.mark.parametrize("fewest", [0, 2])
 def test_noise_off_the_diagonal_has_half_the_variance_and_counts_are_zero(fewest):
-    """Means are within 5 standard errors, and variances within 5 sqrt(2 / n) of theirs."""
+    """Means are within 5 standard errors, and variances within 5 sqrt(2 / n) of accountant."""
     noise = noise_of(127, 120, 40, fewest=fewest)
     exact = sums(bound_rows(torch.eye(120), 127), 40)
     noisy, (v, s) = noise.add(exact, np.random.default_rng(0)), noise.variances()

@@ -113,8 +113,8 @@ def test_whole_numbers_of_few_examples_come_back_from_a_root_of_their_sums(kind)
 def test_a_root_that_would_not_give_the_sums_back_is_not_sent(monkeypatch):
     """Nor that of a matrix that is none of inner products, as a hostile client's may be."""
     statistics = whole(ROWS["random"])
-    odd = replace(statistics, gram=-statistics.gram)
-    assert np.array_equal(odd.to_arrays(GRID)["gram"], odd.gram)
+    negative = replace(statistics, gram=-statistics.gram)
+    assert np.array_equal(negative.to_arrays(GRID)["gram"], negative.gram)
     root = statistics.to_arrays(GRID)["gram"]
     for off in (root * np.sqrt(2), root * 1.001, root * np.nan):
         monkeypatch.setattr(feature_statistics, "_root", lambda *_, off=off: off)
