@@ -94,12 +94,6 @@ class SumNoise(Noise):
     fewest : int
         m, smallest number of clients that may survive. Each client adds a share of Skellam noise,
         and m shares make the noise. 0: a trusted server adds Gaussian noise, rounded.
-
-    Examples
-    --------
-    >>> noise = SumNoise(radius=127, width=1000, num_classes=10, fewest=90).calibrated(3.0, 1e-5)
-    >>> round(noise.noise_multiplier, 3), round(noise.epsilon(1e-5, survivors=95), 3)
-    (1.497, 2.906)
     """
 
     protects: ClassVar = "one training example, or a client with all of its own, added or removed"

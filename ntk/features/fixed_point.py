@@ -17,16 +17,7 @@ MOST_BITS = 8  # a product of two numbers then has 14 bits, and 1,000 of them ad
 
 @dataclass(frozen=True, eq=False)
 class FixedPoint:
-    """z -> round(z / step), clipped to b bits with a sign: fixed-point numbers.
-
-    Examples
-    --------
-    >>> fixed = FixedPoint.of(torch.tensor([[1.0, -30.0], [0.5, 10.0]]), bits=8)
-    >>> fixed.step
-    array([0.03125, 0.5    ], dtype=float32)
-    >>> fixed(torch.tensor([[1.1, 1000.0]]))
-    tensor([[ 35., 127.]])
-    """
+    """z -> round(z / step), clipped to b bits with a sign: fixed-point numbers."""
 
     step: NDArray[np.float32]  # of each feature (p,): powers of two, so that divisions are exact
     bits: int  # b, 2 ... 8

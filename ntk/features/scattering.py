@@ -36,11 +36,6 @@ class Scattering(nn.Module):
     reflected. Convolutions are products of Fourier transforms, at the resolution of each scale:
     products of matrices have other bits beside other images. Nothing is trained or in the state
     dict.
-
-    Examples
-    --------
-    >>> Scattering((28, 28))(torch.rand(5, 3, 28, 28)).shape
-    torch.Size([5, 3, 81, 7, 7])
     """
 
     wavelets: Tensor  # Fourier transforms, float32 (J, L, rows, columns)
@@ -210,13 +205,6 @@ class ScatteringFrequencies(nn.Module):
 
     `scattering` makes the coefficients, which may have gone through a function of each; `size` is
     channels K h w, and p = `num_features` at most that.
-
-    Examples
-    --------
-    >>> scattering = Scattering((8, 8))
-    >>> coefficients = scattering(torch.rand(5, 1, 8, 8)).flatten(1)
-    >>> ScatteringFrequencies(scattering, 324, 50)(coefficients).norm(dim=1).round(decimals=4)
-    tensor([1., 1., 1., 1., 1.])
     """
 
     angles: Tensor  # orthonormal, over the coefficients of a position (K, K)

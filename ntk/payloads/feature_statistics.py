@@ -67,15 +67,6 @@ class FeatureStatistics:
     products whose magnitudes add up to S = n 127^2 or less (Cauchy-Schwarz), so two machines differ
     in them by 2 n S / 2^53 at most, 1/16 for S < 2^31 and n <= 2^17; more need p > 2^19. A client
     sends F if it finds F^T F within 1/8 of its integers. A server then finds it within 1/4.
-
-    Examples
-    --------
-    >>> z, y = torch.tensor([[1.0, 2.0], [0.0, 3.0]]), torch.tensor([0, 1])
-    >>> both = FeatureStatistics.of([z], y, 2)
-    >>> both.gram, both.class_sums.tolist(), both.counts
-    (array([ 1.,  2., 13.]), [[1.0, 2.0], [0.0, 3.0]], array([1, 1]))
-    >>> (both - FeatureStatistics.of([z[:1]], y[:1], 2)).gram
-    array([0., 0., 9.])
     """
 
     NAMES: ClassVar = ("gram", "class-sums", "counts")  # of what travels
