@@ -2,11 +2,13 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedntk.ntk import FeatureMap
+from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.simulations.models import resnet18, simple_cnn
 
 from ...conftest import refused
@@ -264,3 +266,15 @@ def test_config_names_all_of_the_map():
     feature_map = FeatureMap("last-layer", 77, 9, "fc")
     assert FeatureMap.from_config(feature_map.to_config()) == feature_map
     assert {type(v) for v in feature_map.to_config().values()} == {str, int}
+
+
+def test_a_key_names_network_and_map():
+    """The same for the same bytes, in whatever memory; another for any change in them."""
+    state = [np.arange(6.0).reshape(2, 3), np.array(3), np.zeros((0, 2), np.float32)]
+    key = ConvexTask.key_of(FeatureMap(), state)
+    assert ConvexTask.key_of(FeatureMap(), [np.array(a, order="F") for a in state]) == key
+    first, *rest = state
+    changed = (first.reshape(3, 2), np.nextafter(first, 9), first.view(np.int64))
+    others = {ConvexTask.key_of(FeatureMap(), [other, *rest]) for other in changed}
+    others |= {ConvexTask.key_of(FeatureMap(), arrays) for arrays in (state[::-1], state[:2])}
+    assert len({key, ConvexTask.key_of(FeatureMap(seed=1), state), *others}) == 7

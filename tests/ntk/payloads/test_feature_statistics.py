@@ -12,6 +12,7 @@ from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
 from fedntk.ntk.payloads.npy import from_npy, to_npy
+from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 
 from ...conftest import refused
 
@@ -250,3 +251,85 @@ def test_steps_are_powers_of_two(step):
     with pytest.raises(BadReply):
         FixedPoint.from_arrays(step, 8, P)
     assert FixedPoint.from_arrays(FIXED.step, 8, P).bits == 8
+
+
+def split(held: torch.Tensor, n: int = N, **options: object) -> SplitStatistics:
+    fitting = ~held
+    return SplitStatistics(
+        *(
+            FeatureStatistics.of([Z[:n][part]], LABELS[:n][part], C, **options)
+            for part in (fitting, held)
+        )
+    )
+
+
+HELD = draw_held_out(LABELS, 0.25, [0])
+FORMAT = SumFormat(P, C)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 0.5])
+@pytest.mark.parametrize("counts", [(20, 20, 20), (1, 1, 1), (57, 2, 0), (0, 0, 2), (1, 30, 4)])
+def test_each_class_has_its_share_to_within_one_example(share, counts):
+    """round(share n) of n, but at least one: (1/share)-th places of an order by class.
+
+    With m of n places, a class of k examples has floor or ceil of k m / n.
+    """
+    labels = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))]
+    total = max(1, round(share * len(labels)))
+    for seed in range(20):
+        held = draw_held_out(labels, share, [seed])
+        assert int(held.sum()) == total
+        for label, count in enumerate(counts):
+            drawn = int(held[labels == label].sum())
+            assert abs(drawn - count * total / len(labels)) < 1
+
+
+def test_the_draw_depends_on_the_seed_and_of_one_example_on_the_share():
+    """A binomial of 2,000: 5 deviations of 0.01."""
+    first, same, other = (draw_held_out(LABELS.repeat(4), 0.2, [3, k]) for k in (4, 4, 5))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    drawn = [draw_held_out(torch.zeros(1, dtype=torch.int64), 0.3, [s]) for s in range(2000)]
+    assert abs(float(torch.cat(drawn).double().mean()) - 0.3) < 0.05
+
+
+@pytest.mark.parametrize("way", ["float64", "integers"])
+def test_what_travels_in_parts_comes_back_and_both_parts_are_all_examples(way):
+    """Integers add up to the same bits; in float64 12 products differ by roundings."""
+    fixed = WAYS[way].get("fixed_point")
+    arrays = split(HELD, **WAYS[way]).to_arrays(fixed)
+    again = SplitStatistics.from_arrays(arrays, SumFormat(P, C, fixed_point=fixed), N)
+    if fixed is not None:
+        assert np.array_equal(again.everyone.gram, of(way).gram)
+    np.testing.assert_allclose(again.everyone.gram, of(way).gram, rtol=1e-12, atol=1e-12)
+    assert again.everyone.counts.tolist() == of(way).counts.tolist()
+    assert again.size == max(again.fitting.size, again.held_out.size)
+
+
+def test_a_part_may_be_of_no_example_and_its_sums_are_zero():
+    alone, whole = split(torch.ones(1, dtype=torch.bool), 1), split(HELD)
+    again = SplitStatistics.from_arrays(alone.to_arrays(), FORMAT, 1)
+    assert again.size == alone.held_out.size
+    assert (again + whole).fitting.gram.tolist() == whole.fitting.gram.tolist()
+    arrays = alone.to_arrays()
+    arrays["gram"] = arrays["held-out-gram"]
+    with pytest.raises(BadReply, match=r"gram: expected \(0, 5\), got \(1, 5\)"):
+        SplitStatistics.from_arrays(arrays, FORMAT, 1)
+
+
+@pytest.mark.parametrize("part", ["", "held-out-"])
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("gram", lambda a: a + 1e9 * (np.arange(len(a)) == 1), "range"),
+        ("class-sums", lambda a: 1e3 * a + 1e6, "range"),
+        ("counts", lambda a: a + 1, "num-examples"),
+    ],
+)
+def test_either_part_refuses_the_whole_and_cannot_come_by_itself(part, name, change, reason):
+    arrays = split(HELD).to_arrays()
+    arrays[part + name] = change(arrays[part + name])
+    refused(f"^{reason}: ", SplitStatistics.from_arrays, arrays, FORMAT, N, error=BadReply)
+    words, arrays = r"^arrays: expected .*held-out-counts, got", split(HELD).fitting.to_arrays()
+    refused(words, SplitStatistics.from_arrays, arrays, FORMAT, error=BadReply)
