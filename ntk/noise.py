@@ -33,26 +33,13 @@ class Noise(ABC):
     """A mechanism of differential privacy.
 
     Options of parts have a dot, as ``screening.rule``; a part's name stands for all of its options.
-
-    Attributes
-    ----------
-    protects : str
-        What two neighbouring data sets differ in.
-    covers : frozenset of str
-        Options besides HARMLESS ones that may have any value.
-    needs : dict of str to tuple
-        Options that must have one of these values; all others keep their defaults.
-    metrics : frozenset of str
-        What a run may record of a round of training.
-    releases : tuple of str
-        What whoever has all that a run sends out and writes learns of the training examples.
     """
 
-    protects: ClassVar[str]
-    covers: ClassVar[frozenset[str]]
-    needs: ClassVar[Mapping[str, tuple[Any, ...]]]
-    metrics: ClassVar[frozenset[str]]
-    releases: ClassVar[tuple[str, ...]]
+    protects: ClassVar[str]  # what two neighbouring data sets differ in
+    covers: ClassVar[frozenset[str]]  # options besides HARMLESS ones that may have any value
+    needs: ClassVar[Mapping[str, tuple[Any, ...]]]  # values of options; others keep their defaults
+    metrics: ClassVar[frozenset[str]]  # what a run may record of a round of training
+    releases: ClassVar[tuple[str, ...]]  # what all that a run sends and writes tells of examples
 
     @property
     @abstractmethod

@@ -2,7 +2,7 @@
 
 With n models, f of them false, all as changes d_i of the model before the round:
 
-- ``median``, ``trimmed-mean``: of each coordinate; the latter without its f largest and f smallest
+- ``median``, ``trimmed-mean``: of each coordinate, the latter without its f largest and f smallest
   (Yin et al., *Byzantine-Robust Distributed Learning*, ICML 2018, definitions 1 and 2);
 - ``krum``: the model with the least sum of squared distances to its n - f - 2 nearest others;
   ``multi-krum``: the mean of the n - f models with the least sums (Blanchard et al., *Machine

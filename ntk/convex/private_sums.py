@@ -81,19 +81,8 @@ def bound_rows(features: Tensor, radius: int) -> Tensor:
 class SumNoise(Noise):
     """Noise for sums of rows that :func:`bound_rows` made, and the epsilon that it gives.
 
-    Attributes
-    ----------
-    radius, width, num_classes : int
-        R, number of features p, and number of classes C.
-    noise_multiplier : float
-        s, standard deviation of the noise over the joint L2 sensitivity.
-    gram_part : float
-        a, between 0 and 1: the Gram matrix's part of the budget.
-    examples : int
-        E, most examples of what is protected: 1 for an example, more for a client's whole data.
-    fewest : int
-        m, smallest number of clients that may survive. Each client adds a share of Skellam noise,
-        and m shares make the noise. 0: a trusted server adds Gaussian noise, rounded.
+    With `fewest` clients each adds a share of Skellam noise; else a trusted server adds Gaussian
+    noise, rounded.
     """
 
     protects: ClassVar = "one training example, or a client with all of its own, added or removed"
@@ -106,13 +95,13 @@ class SumNoise(Noise):
     metrics: ClassVar = frozenset({"num-examples", "epsilon", "delta", "model-updated"})
     releases: ClassVar = ("the sums Z^T Z and Z^T Y with noise, once", "which clients took part")
 
-    radius: int
-    width: int
-    num_classes: int
-    noise_multiplier: float = 1.0
-    gram_part: float = 0.5
-    examples: int = 1
-    fewest: int = 0
+    radius: int  # R
+    width: int  # p
+    num_classes: int  # C
+    noise_multiplier: float = 1.0  # s, standard deviations of the noise over the sensitivity
+    gram_part: float = 0.5  # a, the Gram matrix's part of the budget
+    examples: int = 1  # E, most of what is protected: 1, or more for a client's whole data
+    fewest: int = 0  # m, least clients that may survive, with whose shares the noise is made
 
     def __post_init__(self) -> None:
         numbers = (self.radius, self.width, self.num_classes, self.noise_multiplier, self.examples)
@@ -153,7 +142,7 @@ class SumNoise(Noise):
 
     @property
     def sensitivity(self) -> float:
-        """1 / s, of all sums together, and of the fewest clients' shares."""
+        """1 / s, of all sums together, with the fewest clients' shares."""
         return 1 / self.noise_multiplier
 
     def variances(self, survivors: int | None = None) -> NDArray[np.float64]:
@@ -168,8 +157,8 @@ class SumNoise(Noise):
     def renyi(self, survivors: int | None = None) -> NDArray[np.float64]:
         """Bound the Renyi divergences of the ORDERS, by Agarwal et al., theorem 3.5.
 
-        For order a that is the sum over all numbers, which are independent, of
-        a D^2 / (2 v) + min(((2 a - 1) D^2 + 6 |D|) / (4 v^2), 3 |D| / (2 v)).
+        For order a: the sum of a D^2 / (2 v) + min(((2 a - 1) D^2 + 6 |D|) / (4 v^2),
+        3 |D| / (2 v)) over all numbers, which are independent.
         """
         v, r, e = self.variances(survivors), float(self.radius), self.examples
         one_norm = math.sqrt(self.width) * r
@@ -246,8 +235,7 @@ def solve_noisy(gram: Tensor, cross: Tensor, variance: float, fraction: float = 
     """Return W (p, C) = (G_+ + rho I)^{-1} Z^T Y in float64, regularised by the noise only.
 
     G_+ is the noisy Gram matrix without its negative eigenvalues, and rho = `fraction` times
-    sqrt(2 p V), up to which the noise's own eigenvalues go (Wigner's semicircle law). `variance` is
-    V, of the noise on the diagonal (:meth:`SumNoise.variances`). It costs no epsilon.
+    sqrt(2 p V), the noise's largest eigenvalue (Wigner's semicircle law) for a `variance` V.
     """
     if not (variance > 0 and fraction > 0):
         raise ValueError(f"expected variance, fraction above 0, got {variance}, {fraction}")

@@ -24,7 +24,6 @@ from .scattering import Scattering, ScatteringFrequencies
 from .tangent import Method, TangentFeatures
 
 FeatureKind = Literal["entk", "entk-sketch", "last-layer", "fourier"]
-SIZED = ("entk-sketch", "fourier")  # kinds with any number of features
 REPRESENTATIONS = ("last-layer", "fourier")  # kinds made of the last layer's inputs
 
 
@@ -63,7 +62,8 @@ class FeatureMap:
             raise ValueError(
                 f"features: expected one of {', '.join(get_args(FeatureKind))}, got {self.kind!r}"
             )
-        if self.num_features < (fewest := int(self.kind in SIZED)):
+        fewest = int(self.kind in ("entk-sketch", "fourier"))  # which have any number of them
+        if self.num_features < fewest:
             raise ValueError(
                 f"num_features: expected at least {fewest} for {self.kind}, got {self.num_features}"
             )

@@ -1,14 +1,13 @@
 """What the decentralised methods tell their clients, and the mixing matrix W of their averages.
 
-W_ij > 0 if i and j are neighbours or the same, and rows sum to one. With the rule of Metropolis and
-Hastings columns sum to one as well, on any graph: repeated averaging then leads to the equal mean
-of all clients. Source: Xiao, Boyd and Lall, *A Scheme for Robust Distributed Sensor Fusion Based on
-Average Consensus*, IPSN 2005, section 3.
+Rows of W sum to one. With the rule of Metropolis and Hastings columns do as well, on any graph:
+repeated averaging then leads to the equal mean of all clients. Source: Xiao, Boyd and Lall, *A
+Scheme for Robust Distributed Sensor Fusion Based on Average Consensus*, IPSN 2005, section 3.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ..evolution.flow_options import FlowOptions, Kernel
 from ..evolution.gradient_flow import GradientFlow
@@ -26,9 +25,9 @@ _FLOW, _COMPRESSION = FlowOptions.options(), CompressionOptions.options()
 def mixing_row(
     mixing: MixingMatrix, num_examples: Sequence[int], degrees: Sequence[int] = ()
 ) -> list[float]:
-    """Return the shares of a client and of the neighbours that it heard, in this order.
+    """Return the shares of a client and then of the neighbours that it heard.
 
-    `num_examples` and, for ``"metropolis"``, `degrees` (numbers of neighbours) are of each of them.
+    `degrees`, their numbers of neighbours, are for ``"metropolis"``.
     """
     if mixing == "metropolis":
         weights = [1 / (1 + max(degrees[0], degree)) for degree in degrees[1:]]
@@ -173,7 +172,7 @@ class NTKDFLOptions(Declared):
     def check(self) -> None:
         """Refuse an empty grid, and a prior that the loss does not use."""
         check_compression(self.sparsity, self.bits)
-        FlowOptions(**{name: getattr(self, name) for name in _FLOW})
+        FlowOptions(**self._flow())
         if not self.steps:
             raise ValueError("steps: expected at least one time, got none")
         if self.class_prior and self.loss != "cross-entropy":
@@ -182,10 +181,12 @@ class NTKDFLOptions(Declared):
     def flow_in(self, server_round: int) -> GradientFlow:
         """Return what evolves outputs in a round; with the last t only if no other is needed."""
         needs_all = self.selection != "last" or self.kernel == "corrected"
-        options = {name: getattr(self, name) for name in _FLOW}
-        options["learning_rate"] *= math.exp(-self.learning_rate_decay * (server_round - 1))
-        options["steps"] = self.steps if needs_all else self.steps[-1:]
-        return GradientFlow(**options)
+        rate = self.learning_rate * math.exp(-self.learning_rate_decay * (server_round - 1))
+        steps = self.steps if needs_all else self.steps[-1:]
+        return GradientFlow(**{**self._flow(), "learning_rate": rate, "steps": steps})
+
+    def _flow(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _FLOW}
 
 
 class NTKDFLTask(NTKDFLOptions, NeighbourScreening):

@@ -116,38 +116,30 @@ def _parse_block(
     match entry:
         case {"kind": DenseBlock.kind, "name": str(name), **extra} if not extra:
             return DenseBlock(name, none)
-        case {
-            "kind": ReadoutBlock.kind,
-            "weight": str(weight),
-            "bias": (str() | None) as bias,
-            "readout": str(readout),
-            **extra,
-        } if not extra:
-            if readout and readout not in weights:
-                raise BadReply("layout", f"no weight {readout[:200]!r} was sent")
-            return ReadoutBlock(weight, bias, readout, weights.get(readout), none, none)
         case {"kind": kind, "weight": str(weight), "bias": (str() | None) as bias, **extra}:
-            shape = parameters.get(weight, ())
+            shape, readout = parameters.get(weight, ()), extra.get("readout")
+            if kind == ReadoutBlock.kind and isinstance(readout, str) and len(extra) == 1:
+                if readout and readout not in weights:
+                    raise BadReply("layout", f"no weight {readout[:200]!r} was sent")
+                return ReadoutBlock(weight, bias, readout, weights.get(readout), none, none)
             if kind == LinearBlock.kind and not extra:
                 return LinearBlock(weight, bias, none, none)
             if kind == EmbeddingBlock.kind and bias is None and not extra:
                 if len(shape) != 2:
                     raise BadReply("layout", f"{weight[:200]!r} is no table of an embedding")
                 return EmbeddingBlock(weight, None, none, none, shape[0])
+            if kind in (ConvBlock.kind, TransposedConvBlock.kind) and (
+                len(shape) < 3 or 0 in shape
+            ):
+                raise BadReply("layout", f"{weight[:200]!r} is no weight of a convolution")
             if kind == TransposedConvBlock.kind and bias is None and not extra:
-                if len(shape) < 3 or 0 in shape:
-                    raise BadReply("layout", f"{weight[:200]!r} is no weight of a convolution")
                 return TransposedConvBlock(weight, None, none, none, tuple(shape))
             if kind == ConvBlock.kind and extra.keys() == {"stride", "dilation"}:
                 steps: Any = extra
                 stride, dilation = tuple(steps["stride"]), tuple(steps["dilation"])
                 if not all(type(n) is int and 0 < n <= LARGEST_STRIDE for n in stride + dilation):
-                    raise BadReply(
-                        "layout",
-                        f"stride and dilation of {weight[:200]!r}: expected 1 ... {LARGEST_STRIDE}",
-                    )
-                if len(shape) < 3 or 0 in shape:
-                    raise BadReply("layout", f"{weight[:200]!r} is no weight of a convolution")
+                    words = f"stride and dilation of {weight[:200]!r}: expected 1"
+                    raise BadReply("layout", f"{words} ... {LARGEST_STRIDE}")
                 kernel_size = tuple(shape[2:])
                 return ConvBlock(weight, bias, none, none, kernel_size, stride, dilation, shape[1])
     raise BadReply("layout", f"unknown block {str(entry)[:200]}")

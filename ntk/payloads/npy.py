@@ -3,7 +3,6 @@
 import functools
 import io
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,9 @@ Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
 def from_npy(data: bytes) -> NDArray[Any]:
     """Read an array from the bytes of a whole file, as a read-only view; refuse other sizes."""
     version = np.lib.format.read_magic(io.BytesIO(data[:8]))
-    if version not in _READERS:
+    if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} of the format")
-    width, _ = _READERS[version]
+    width = 2 * version[0]
     start = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
     shape, fortran_order, dtype = _header(version, data[8:start])
     left = len(data) - start
@@ -38,16 +37,11 @@ def to_npy(array: NDArray[Any]) -> bytes:
     return b"".join((_head(array.dtype, array.shape), flat))  # one copy
 
 
-_READERS: dict[tuple[int, int], tuple[int, Callable[[io.BytesIO], Header]]] = {
-    (1, 0): (2, np.lib.format.read_array_header_1_0),
-    (2, 0): (4, np.lib.format.read_array_header_2_0),
-}
-
-
 @functools.lru_cache(maxsize=1024)
 def _header(version: tuple[int, int], data: bytes) -> Header:
-    _, read = _READERS[version]
-    return read(io.BytesIO(data))
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(io.BytesIO(data))
+    return np.lib.format.read_array_header_2_0(io.BytesIO(data))
 
 
 @functools.lru_cache(maxsize=1024)

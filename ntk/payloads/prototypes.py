@@ -35,10 +35,7 @@ class Prototypes:
     def of(
         cls, extract: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, num_classes: int
     ) -> Self:
-        """Form them from at least one example (n, ...) with labels (n,), a chunk at a time.
-
-        `extract` maps x (m, ...) to features (m, p).
-        """
+        """Form them from at least one example (n, ...) with labels (n,) by features (m, p)."""
         if not len(x):
             raise ValueError("x: expected at least one example, got none")
         sums = torch.empty(0)
@@ -145,7 +142,6 @@ class Prototypes:
 
 
 def _nearest_to_all(rows: NDArray[np.float64], votes: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the weighted geometric median of rows (n, p), by Weiszfeld's iteration."""
     median: NDArray[np.float64] = np.median(rows, 0)
     least = 1e-6 * np.linalg.norm(rows, axis=1).max() + 1e-300  # distance that it divides by
     for _ in range(ITERATIONS):

@@ -111,8 +111,8 @@ def screen_uploads(
     verdicts: list[BadReply | None] = [None] * len(uploads)
     rows = [math.sqrt(float(upload.jacobian.squared_norms().mean())) for upload in uploads]
     outputs = [math.sqrt(float(upload.outputs.double().square().mean())) for upload in uploads]
-    for i, size in enumerate(zip(rows, outputs, strict=True)):
-        if not math.isfinite(sum(size)):
+    for i in range(len(uploads)):
+        if not math.isfinite(rows[i] + outputs[i]):
             verdicts[i] = BadReply("scale", "its Jacobian or its outputs have no finite norm")
     forms = {i: upload.jacobian.form for i, upload in enumerate(uploads) if verdicts[i] is None}
     common = Counter(forms.values()).most_common(1)
