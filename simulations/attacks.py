@@ -59,19 +59,19 @@ def _add_backdoor(x: Tensor, y: Tensor, _: int, __: Generator) -> Examples:
     return images, torch.where(every, BACKDOOR_CLASS, y)
 
 
-def _scale(own: Changes, factor: float) -> Changes:
-    return {name: factor * change for name, change in own.items()}
+def _scale(changes: Changes, factor: float) -> Changes:
+    return {name: factor * change for name, change in changes.items()}
 
 
 def _mean(honest: Sequence[Changes], deviations: float = 0) -> Changes:
     """Mean of the honest changes, less some standard deviations of each coordinate."""
     stacked = {name: np.stack([other[name] for other in honest]) for name in honest[0]}
-    return {name: every.mean(0) - deviations * every.std(0) for name, every in stacked.items()}
+    return {name: rows.mean(0) - deviations * rows.std(0) for name, rows in stacked.items()}
 
 
 def _mimic(honest: Sequence[Changes]) -> Changes:
     """Return the honest change that is farthest along their first principal direction."""
-    rows = np.stack([np.concatenate([a.ravel() for a in own.values()]) for own in honest])
+    rows = np.stack([np.concatenate([a.ravel() for a in one.values()]) for one in honest])
     rows = rows.astype(np.float64) - rows.mean(0)
     return honest[int(np.abs(np.linalg.eigh(rows @ rows.T)[1][:, -1]).argmax())]
 

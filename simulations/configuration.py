@@ -1,7 +1,7 @@
 """The configuration of a run, with the table of all methods."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from . import methods
 from .config.config import BaseConfig
@@ -23,7 +23,7 @@ class Config(BaseConfig, frozen=True, eq=False):
     1000
     """
 
-    method_table = methods
+    method_table: ClassVar[Any] = methods
 
     def __init__(self, *layers: Mapping[str, Any], **overrides: Any) -> None:
         super().__init__(*layers, **overrides)

@@ -26,7 +26,7 @@ from fedntk.strategies import Strategy
 from ..attacks import ATTACKS
 from ..errors import naming
 from .data import SplitSettings, absolute_dataset
-from .importing import STRANGE, UNTRUSTED, id_of, ids_of, name_object, renew_names, whole_name
+from .importing import ID, STRANGE, UNTRUSTED, id_of, name_object, renew_names, whole_name
 from .metrics import Metric, load_metrics, metrics_of, metrics_setting
 from .private import public_parts
 from .sections import (
@@ -329,7 +329,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         for key in OBJECTS:
             named = getattr(self, key)
             names[key] = renew_names(named, str((before or {}).get(key, "")))
-            for old, new in zip(ids_of(named), ids_of(names[key]), strict=True):
+            for old, new in zip(ID.findall(named), ID.findall(names[key]), strict=True):
                 if old in objects:
                     objects[new] = objects[old]
         methods = {names["method"]: self.chosen_method}

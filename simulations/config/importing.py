@@ -72,19 +72,16 @@ def name_object(thing: Any, place: str = "") -> str:
     place = place or place_of(thing)
     if not is_of_one_process(place) and "," not in place:
         home, _, name = place.rpartition(":")
-        same = functools.reduce(_part, name.split("."), sys.modules.get(home)) is thing
-        place += "" if same or not callable(thing) else "()"
+        there: Any = sys.modules.get(home)
+        for part in name.split("."):
+            there = getattr(there, part, None)
+        place += "" if there is thing or not callable(thing) else "()"
     return f"{place}#{_new_id()}"
-
-
-def ids_of(named: str) -> list[str]:
-    """Return the ids of the objects that a setting names, in order."""
-    return ID.findall(named)
 
 
 def id_of(named: str) -> str:
     """Return the id of the object that is named; empty if none is."""
-    return next(iter(ids_of(named)), "")
+    return next(iter(ID.findall(named)), "")
 
 
 def renew_names(named: str, before: str = "") -> str:
@@ -98,10 +95,6 @@ def renew_names(named: str, before: str = "") -> str:
 
 def _new_id() -> str:
     return uuid.uuid4().hex[:12]
-
-
-def _part(whole: Any, name: str) -> Any:
-    return getattr(whole, name, None)
 
 
 def import_named(key: str, named: str) -> Any:
@@ -132,7 +125,9 @@ def import_named(key: str, named: str) -> Any:
         raise ConfigError(f"{key} = {named}: cannot be imported: {first_line(error)}") from error
     try:
         thing = functools.reduce(getattr, name.split("."), module)
-        if home.startswith("fedntk.") and not str(_part(thing, "__module__")).startswith("fedntk."):
+        if home.startswith("fedntk.") and not str(getattr(thing, "__module__", "")).startswith(
+            "fedntk."
+        ):
             raise ConfigError(f"{key} = {named}: expected a part of fedntk's own, got {thing!r}")
         return thing
     except AttributeError:
@@ -172,17 +167,19 @@ def source_checksum(*named: str) -> str:
     names a file or a module; a passed object has an id in its place.
     """
     homes = [place.rpartition(":")[0] for place in named if not ID.search(place)]
-    sources = [[*own.values()] for home in filter(None, homes) if (own := _checksums(_files(home)))]
+    checksums = [list(_checksums(_files(home)).values()) for home in homes if home]
+    sources = [files for files in checksums if files]
     return hashlib.sha256(repr(sources).encode()).hexdigest() if sources else ""
 
 
 def _folders(home: str) -> list[str]:
     """Return the folders where a module is looked for, in order: those of other calls last."""
-    own = os.environ[SEARCHED].split(os.pathsep) if SEARCHED in os.environ else [str(Path.cwd())]
-    own += [str(Path(home).parent)] * home.endswith(".py")
+    folders = os.environ.get(SEARCHED, str(Path.cwd())).split(os.pathsep)
+    if home.endswith(".py"):
+        folders.append(str(Path(home).parent))
     others = [folder for folder in _added if folder in sys.path]
     before = [folder for folder in sys.path if folder not in others]
-    return list(dict.fromkeys([*before, *own, *others]))
+    return list(dict.fromkeys([*before, *folders, *others]))
 
 
 def _checksums(files: list[tuple[str, Path]]) -> dict[str, str]:

@@ -41,8 +41,8 @@ def balanced_accuracy(scores: Tensor, labels: Tensor) -> float:
 def _counts(scores: Tensor, labels: Tensor) -> list[Tensor]:
     """Return the hits, labels and predictions of each class, float64."""
     predicted = scores.argmax(1)
-    each = labels[predicted == labels], labels, predicted
-    return [torch.bincount(own, minlength=scores.shape[1]).double() for own in each]
+    classes = labels[predicted == labels], labels, predicted
+    return [torch.bincount(named, minlength=scores.shape[1]).double() for named in classes]
 
 
 BUILT_IN: dict[str, Metric] = {"f1-macro": f1_macro, "balanced-accuracy": balanced_accuracy}

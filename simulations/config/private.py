@@ -24,19 +24,9 @@ PUBLIC = {
 HARMLESS_SETTINGS = HARMLESS - {"max_examples"} | {
     *("average", "method", "name", "out", "rounds", "clients_per_round", "clients_per_evaluation"),
     *("lost_share", "late_share", "targets", "metrics", "monitor", "patience", "checkpoint_every"),
-    *(
-        "test_examples",
-        "width",
-        "init",
-        "norm",
-        "learning_rate",
-        "random_features",
-        "expand",
-        "bandwidth",
-    ),
-    *("projection_kind", "local_epochs", "batch_size", "learning_rate", "momentum"),
-    *("weight_decay", "public"),
-    *("ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
+    *("test_examples", "width", "init", "norm", "learning_rate", "random_features", "expand"),
+    *("bandwidth", "projection_kind", "local_epochs", "batch_size", "momentum", "weight_decay"),
+    *("public", "ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
     *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
     *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),
     *("alpha", "min_partition_size", "examples_per_client", "classes_per_client"),
@@ -97,11 +87,7 @@ def named_for(config: Any, checksum: str) -> str:
 
 
 def keyed(checksum: str) -> str:
-    """Return a name for a checksum that tells only this machine's user what it is of.
-
-    By the checksum itself, whoever knows all examples but one could try values of that one. The
-    key is drawn once, and kept in the cache's folder.
-    """
+    """Return a name for a checksum, with which nobody else can try values of an example."""
     path = cache_dir() / "checksum.key"
     if not path.exists():
         with whole_path(path) as partial:

@@ -57,9 +57,8 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
 def superlink(home: Path, ray_address: str = "") -> Iterator[tuple[Process, dict[str, str]]]:
     """Start a SuperLink in simulation mode with its files in `home`; stop it and all it started.
 
-    Its clients work on the Ray cluster at an address, which goes on, or on a Ray of their own.
-
-    It yields the process, and the environment with which ``flwr run`` finds it.
+    Its clients work on the Ray cluster at an address, which goes on, or on a Ray of their own. It
+    yields the process, and the environment with which ``flwr run`` finds it.
     """
     home.mkdir(parents=True, exist_ok=True)
     environment, log = processes.flower_environment(home), home / "superlink.log"

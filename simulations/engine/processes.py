@@ -36,7 +36,7 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 
 def last_words(text: str) -> str:
-    """Return the last line with words that a command of Flower's said, without its frame."""
+    """Return the last line with words of a text, without the frame that Flower draws."""
     lines = [line.strip(" │╭╰─╮╯") for line in text.splitlines()]
     return next((line for line in reversed(lines) if any(map(str.isalnum, line))), "")
 
@@ -57,10 +57,7 @@ def start_on_free_port(
     *,
     port: int | None = None,
 ) -> tuple[Process, int]:
-    """Start a server with the command for a port, and wait until it listens on it.
-
-    The port is a free one, unless one is given. What the server says is appended to `log`.
-    """
+    """Start a server with the command for a port, a free one by default; wait until it listens."""
     for _ in range(3):  # another process may take a port that was free a moment ago
         with socket.create_server(("127.0.0.1", 0)) as probe:
             chosen = port or int(probe.getsockname()[1])
@@ -130,11 +127,12 @@ def stop(*processes: Process, patience: float = PATIENCE) -> None:
 
 def processes_with(variable: str, folder: Path) -> list[psutil.Process]:
     """Return the processes that have this folder in an environment variable."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            found += [process] * (process.environ().get(variable) == str(folder))
-    return found
+            if process.environ().get(variable) == str(folder):
+                processes.append(process)
+    return processes
 
 
 def end_with(variable: str, folder: Path) -> None:
@@ -142,8 +140,8 @@ def end_with(variable: str, folder: Path) -> None:
 
     All at once: a server that outlives its clients would take their end for a round's replies.
     """
-    found = processes_with(variable, folder)
-    for process in found:
+    processes = processes_with(variable, folder)
+    for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(found, timeout=PATIENCE)
+    psutil.wait_procs(processes, timeout=PATIENCE)

@@ -38,17 +38,12 @@ class AdmittedMetrics:
     """
 
     def __init__(
-        self,
-        known: Iterable[str],
-        refused: Callable[[str], bool],
-        source: str,
-        others: int = OTHERS,
+        self, known: Iterable[str], refused: Callable[[str], bool], source: str, most: int = OTHERS
     ) -> None:
         self._known, self._refused, self._source = frozenset(known), refused, source
         self._others: set[str] = set()
-        self._most = {True: OTHERS, False: others}  # names of reasons, and of other metrics
         self._reasons: set[str] = set()  # of rejected replies: names that servers give
-        self._warned = False
+        self._most, self._warned = most, False
 
     def take(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers among the metrics that are recorded."""
@@ -57,13 +52,13 @@ class AdmittedMetrics:
             for name, value in metrics.items()
             if isinstance(value, int | float) and not self._refused(name)
         }
-        admitted = {n for n in scalars if n.isprintable() and self._admits(n)}  # common ones first
+        admitted = {n for n in scalars if n.isprintable() and self._admits(n)}
         if (left_out := scalars.keys() - admitted) and not self._warned:
             self._warned = True
             logger.warning(
                 "metrics of %s are left out, as %.80r: %d names of at most %d printable characters "
                 "are recorded besides the known ones",
-                *(self._source, min(left_out), self._most[False], LONGEST),
+                *(self._source, min(left_out), self._most, LONGEST),
             )
         return {name: value for name, value in scalars.items() if name in admitted}
 
@@ -76,14 +71,16 @@ class AdmittedMetrics:
         return self._reasons if name.startswith("rejected-") else self._others
 
     def _admits(self, name: str) -> bool:
-        pool, most = self._pool(name), self._most[name.startswith("rejected-")]
-        if name not in self._known and len(name) <= LONGEST and len(pool) < most:
+        if name in self._known:
+            return True
+        pool = self._pool(name)
+        most = OTHERS if pool is self._reasons else self._most
+        if len(name) <= LONGEST and len(pool) < most:
             pool.add(name)
-        return name in self._known or name in pool
+        return name in pool
 
 
 def _is_statistic(name: str) -> bool:
-    """Whether a metric of clients has the name of a statistic over them."""
     return name.startswith(("accuracy-", "loss-"))
 
 
@@ -110,14 +107,14 @@ class Recorder:
         config, method = self.config, self.config.chosen_method
         known: tuple[str, ...] = (*OF_REPLIES, "train-loss", *method.metrics)
         of_clients = (*OF_REPLIES, "accuracy", "loss", *method.evaluation_metrics)
-        others = OTHERS
+        most = OTHERS
         if config.mechanism is not None:  # what is on its list, and nothing else
             known, of_clients = (*OF_REPLIES, *config.mechanism.metrics), ("accuracy", "loss")
-            others = 0
-        self._of_training = AdmittedMetrics(known, self._is_measured_here, "training", others)
-        self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation", others)
+            most = 0
+        self._of_training = AdmittedMetrics(known, self._is_measured_here, "training", most)
+        self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation", most)
         source = "clients' evaluations"
-        self._of_clients = AdmittedMetrics(of_clients, lambda _: False, source, others)
+        self._of_clients = AdmittedMetrics(of_clients, lambda _: False, source, most)
         self.checkpoint = Checkpoint({}, self.strategy.learned, {}, self.source)
         reset_peak_memory()
 
@@ -126,9 +123,9 @@ class Recorder:
         self._arrays, self.checkpoint, self._saved = arrays, checkpoint, checkpoint.round
         names = {name for record in checkpoint.records for name in record}
         self._of_training.remember(n for n in names if not self._is_measured_here(n))
-        own = (n.removeprefix("client-") for n in names if n.startswith("client-"))
-        self._of_evaluation.remember(name for name in own if not _is_statistic(name))
-        self._of_clients.remember(name for own in checkpoint.rounds for _, name, _ in own.clients)
+        of_clients = (n.removeprefix("client-") for n in names if n.startswith("client-"))
+        self._of_evaluation.remember(name for name in of_clients if not _is_statistic(name))
+        self._of_clients.remember(name for r in checkpoint.rounds for _, name, _ in r.clients)
         self._append(*checkpoint.records)
 
     def save(self) -> None:
@@ -156,11 +153,11 @@ class Recorder:
     def should_stop(self, server_round: int, result: Result) -> bool:
         """Whether this round is evaluated, and as many as `patience` had no better model."""
         best, patience = self.checkpoint.best, self.config.patience
-        stops = best is not None and 0 < patience <= server_round - best.round
-        stops = stops and self.strategy.evaluates_in(server_round)
-        if stops:
-            logger.info("no better model in %d rounds: stopped", patience)
-        return stops
+        in_vain = best is not None and 0 < patience <= server_round - best.round
+        if not in_vain or not self.strategy.evaluates_in(server_round):
+            return False
+        logger.info("no better model in %d rounds: stopped", patience)
+        return True
 
     def _is_measured_here(self, name: str) -> bool:
         measured = *MEASURED, *metrics_of(self.config.metrics)
@@ -180,11 +177,11 @@ class Recorder:
         record |= {**evaluated, "round": server_round}
         if server_round in strategy.train_metrics:
             record["model-updated"] = int(updated)
-        own: dict[int, dict[str, float]] = {}
+        clients: dict[int, dict[str, float]] = {}
         if server_round in strategy.evaluate_metrics:
             evaluations = sorted(strategy.client_evaluations.items())
-            own = {partition: self._of_clients.take(metrics) for partition, metrics in evaluations}
-            record |= _among_clients(list(own.values()))
+            clients = {partition: self._of_clients.take(own) for partition, own in evaluations}
+            record |= _among_clients(list(clients.values()))
         costs = self.grid.take()
         waiting = costs.pop("seconds-waiting")
         record |= {**costs, "seconds-server": seconds - waiting, "seconds": seconds}
@@ -195,7 +192,7 @@ class Recorder:
         if not math.isnan(value) and (best is None or sign * value > sign * best.value):
             best = Best(server_round, float(value), strategy.learned, weights)
         self._arrays = arrays
-        rounds = [*self.checkpoint.rounds, Round.of(record, own)]
+        rounds = [*self.checkpoint.rounds, Round.of(record, clients)]
         self.checkpoint = Checkpoint(
             weights, strategy.learned, strategy.state_dict(), self.checkpoint.source, rounds, best
         )
@@ -215,7 +212,7 @@ def _among_clients(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean, worst and standard deviation over the clients, each counting once."""
     statistics: dict[str, float] = {}
     for name, worst in (("accuracy", min), ("loss", max)):
-        if values := [float(own[name]) for own in metrics if name in own]:
+        if values := [float(client[name]) for client in metrics if name in client]:
             statistics[f"client-{name}-mean"] = float(np.mean(values))
             statistics[f"client-{name}-worst"] = worst(values)
             statistics[f"client-{name}-std"] = float(np.std(values))

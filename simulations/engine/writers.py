@@ -87,10 +87,7 @@ def check_writers(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def writing(names: Sequence[str], config: Config, before: Records) -> Iterator[OnRound]:
-    """Open the named writers; yield a function that writes a round's metrics to all of them.
-
-    It is first called with `before`, the metrics of the rounds that were run before.
-    """
+    """Yield a function that writes a round's metrics to all writers; write the rounds `before`."""
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(WRITERS[name](config, before)) for name in names]
 

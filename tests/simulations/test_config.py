@@ -84,18 +84,6 @@ def test_a_wrong_setting_is_refused_in_one_line(values, message):
     assert "\n" not in str(caught.value)
 
 
-OLD = {
-    "defence": "median", "liars-expected": 2, "average-decay": 0.5, "centre-inputs": True,
-    "over-selection": 2.0, "fedavg.secure-aggregation": True, "one-exchange.asynchronous": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("key", "value"), OLD.items())
-def test_a_key_that_is_now_of_a_part_is_unknown(key, value):
-    with pytest.raises(ConfigError, match=f"unknown key '{key}'"):
-        Config.parse({key: value})
-
-
 def test_a_part_is_a_table_or_true():
     as_table = Config(method="fedavg", secure={"threshold": 0.9}, screening={"rule": "none"})
     assert (
