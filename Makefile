@@ -62,7 +62,7 @@ gpu: ## the cases of ntk and the benchmarks on a GPU; torch and numpy suffice, n
 speed: install ## the programs behind docs/speed.md, one after another, and its table; an idle machine
 	$(BIN)/python benchmarks/kernel.py
 	$(BIN)/python benchmarks/entk_features.py
-	for name in ntk_fl_round tct ntk_dfl engine many_clients; do $(BIN)/python benchmarks/$$name.py --data-dir $(DATA) || exit; done
+	for name in ntk_fl_round ntk_dfl engine many_clients; do $(BIN)/python benchmarks/$$name.py --data-dir $(DATA) || exit; done
 	$(BIN)/python benchmarks/features.py --data-dir $(DATA) --parts speed
 	! test -x build/peers/bin/python || $(BIN)/python benchmarks/kernel_peers.py
 	$(BIN)/python docs/tables.py

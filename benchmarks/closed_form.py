@@ -12,28 +12,24 @@ difference.
     python benchmarks/closed_form.py --data-dir FOLDER [--networks random,trained] [--seeds 0,1,2]
         [--fourier 0] [--out FOLDER]
 
-Each row of results/closed_form.csv is one exchange; results/closed_form.json has the means over
-seeds. Rows of other cases stay as they are. FedAvg's runs in FOLDER are continued.
+FedAvg's runs in --out are continued.
 """
 
 import argparse
-import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tct_statistics import Settings, bootstrapped, joined, percent, settled
+from common import keep_rows, parse_options, write
+from tct_statistics import Settings, bootstrapped, percent, settled
 
 from fedntk.ntk import FeatureMap, Normaliser
 from fedntk.ntk.convex.pooled_statistics import NormalEquations, best_ridge
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config, run
 from fedntk.simulations.engine.building import load_setup
-from fedntk.simulations.report.results import machine
 
-RESULTS = Path(__file__).parent / "results"
 SPLITS: dict[str, Settings] = {"one class a client": {}, "IID": {"partition": "iid"}}
 METHODS: dict[str, Settings] = {
     "AFL": {"method": "afl", "validation_examples": 0},
@@ -65,19 +61,18 @@ def chosen_ridge(config: Config) -> float:
 def exchanged(
     options: argparse.Namespace, network: str, seed: int, method: str, split: str
 ) -> dict[str, Any]:
-    """Make one exchange, by the simulation."""
     more: Settings = {"rounds": 1, "tct.bootstrap_rounds": 0, **SPLITS[split]}
     row: dict[str, Any] = {"network": network, "method": method, "split": split, "seed": seed}
     row |= {"network's own accuracy": None, "ridge": None}
     if network == "trained":
-        trained = bootstrapped(options, options.bootstrap, seed)
+        trained = bootstrapped(options, "#C=2", seed)
         more["weights"] = str(trained.folder / "model.safetensors")
         row["network's own accuracy"] = percent(trained.curve().iloc[-1])
     name = f"{network} {method} {split}"
     if method == "Fed3R":
-        row["ridge"] = chosen_ridge(settled(options, options.data, seed, name, **more))
+        row["ridge"] = chosen_ridge(settled(options, "#C=1", seed, name, **more))
         more["fed3r.ridge"] = row["ridge"]
-    config = settled(options, options.data, seed, name, **more, **METHODS[method])
+    config = settled(options, "#C=1", seed, name, **more, **METHODS[method])
     done = run(config, progress=False)
     if method.startswith("TCT"):
         row["ridge"] = float(done.curve("ridge").loc[1])
@@ -90,9 +85,8 @@ def exchanged(
     }
 
 
-def write(rows: list[dict[str, Any]]) -> None:
-    """Join the rows with those of other cases; write all, and the means over seeds."""
-    table = joined(RESULTS / "closed_form.csv", rows, KEYS)
+def keep(rows: list[dict[str, Any]]) -> None:
+    table = keep_rows("closed_form", rows, KEYS)
     cases = [
         {
             **dict(zip(CASE, case, strict=True)),
@@ -105,39 +99,30 @@ def write(rows: list[dict[str, Any]]) -> None:
         for case, own in table.groupby(CASE, sort=False)
     ]
     summary = {
-        "machine": machine(),
         "size": "60,000 training images on 10 clients (TCT: 58,000, and 2,000 on the server) and "
         "10,000 test images; SimpleCNN, 128 features before the last layer",
         "cases": cases,
     }
-    text = json.dumps(summary, indent=2)
-    (RESULTS / "closed_form.json").write_text(text + "\n", encoding="utf-8")
+    write("closed_form", summary=summary)
 
 
 def main() -> None:
-    """Make the exchanges, one after another, and write after each."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", required=True, help="in torchvision's layout")
-    parser.add_argument("--networks", default="random,trained", help="with commas")
-    parser.add_argument("--seeds", default="0,1,2", help="with commas")
-    parser.add_argument("--fourier", default="0", help="seeds with Fourier features, with commas")
-    parser.add_argument("--rounds", type=int, default=15, help="of FedAvg before")
-    parser.add_argument("--rate", type=float, default=0.03, help="FedAvg's learning rate")
-    parser.add_argument("--out", default="runs/closed-form", help="folder of the runs")
-    parser.set_defaults(data="#C=1", bootstrap="#C=2")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, data_dir=True, networks=("random", "trained"), seeds=(0, 1, 2), fourier=(0,),
+        rounds=15, rate=0.03, out="runs/closed-form",
+    )  # fmt: skip
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for network in options.networks.split(","):
-        for seed in map(int, options.seeds.split(",")):
+    for network in options.networks:
+        for seed in options.seeds:
             for method in METHODS:
-                if method.endswith("fourier") and str(seed) not in options.fourier.split(","):
+                if method.endswith("fourier") and seed not in options.fourier:
                     continue
                 both = seed == 0 and method in ("AFL", "Fed3R", "FedNCM")
                 for split in [*SPLITS][: 2 if both else 1]:
                     rows.append(exchanged(options, network, seed, method, split))
                     print(rows[-1], flush=True)
-                    write(rows)
+                    keep(rows)
 
 
 if __name__ == "__main__":

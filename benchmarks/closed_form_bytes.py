@@ -10,12 +10,9 @@ then all training images are fitted. Test images only measure.
     python benchmarks/closed_form_bytes.py --draw
 
 The cache keeps scattering coefficients from one call to the next. Each row of
-results/closed_form_bytes.csv is one method with its bytes up, of all clients and exchanges
-together; rows of other cases stay as they are.
+the .csv is one method with its bytes up, of all clients and exchanges together.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from common import keep_rows
+from common import RESULTS, keep_rows, parse_options
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
@@ -33,10 +30,8 @@ from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
-from fedntk.simulations.report.results import machine
 from fedntk.strategies import AFL, DeepAFL, Fed3R, FedCOF, FedNCM
 
-RESULTS = Path(__file__).parent / "results"
 KEYS = ["dataset", "seed", "method", "features", "layers"]
 RIDGES = tuple(10.0**k for k in range(-6, 1))
 BLOCK_RIDGES = (1e-3, 1e-2, 1e-1)
@@ -124,7 +119,6 @@ def kept(path: Path, x: Tensor, extract) -> Tensor:
 
 @torch.no_grad()
 def phi(blocks: nn.Module, z: Tensor) -> Tensor:
-    """Return what the blocks make of features."""
     return blocks(z)
 
 
@@ -140,7 +134,6 @@ def best(fit, choices, problem: Problem):
 
 
 def shallow(problem: Problem, p: int) -> list[dict[str, object]]:
-    """Measure the methods of one exchange."""
     head, rows = nn.Linear(p, problem.classes), []
     means = {part: problem.prototypes(part) for part in ("fitting", "all")}
     sums = {part: problem.sums(part) for part in ("fitting", "validation")}
@@ -197,7 +190,6 @@ def deep(problem: Problem, p: int) -> list[dict[str, object]]:
 
 
 def draw(table: pd.DataFrame) -> None:
-    """Draw accuracy against bytes, a panel for each data set."""
     import matplotlib.pyplot as plt
 
     titles = {
@@ -227,19 +219,12 @@ def draw(table: pd.DataFrame) -> None:
 
 
 def main() -> None:
-    """Measure what is asked for, or draw what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir")
-    parser.add_argument("--dataset", default="fashion-mnist")
-    parser.add_argument("--cache")
-    parser.add_argument("--features", default="500,1000,2000")
-    parser.add_argument("--deep", default="500,1000")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draw", action="store_true")
-    options = parser.parse_args()
-    path = RESULTS / "closed_form_bytes.csv"
+    options = parse_options(
+        __doc__, data_dir="", dataset="fashion-mnist", cache="", features=(500, 1000, 2000),
+        deep=(500, 1000), seed=0, draw=False,
+    )  # fmt: skip
     if options.draw:
-        draw(pd.read_csv(path))
+        draw(pd.read_csv(RESULTS / "closed_form_bytes.csv"))
         return
     name, folder = options.dataset, options.data_dir
     dataset = f"hf:{folder}/CIFAR10-jpeg" if name == "cifar10-jpeg" else name
@@ -248,20 +233,14 @@ def main() -> None:
         num_clients=100, partition="dirichlet", alpha=0.1, seed=options.seed,
     )  # fmt: skip
     problem = Problem(config, Path(options.cache))
-    wanted = {
-        kind: [int(p) for p in getattr(options, kind).split(",") if p]
-        for kind in ("features", "deep")
-    }
-    for p in sorted({*wanted["features"], *wanted["deep"]}):
+    for p in sorted({*options.features, *options.deep}):
         start = time.perf_counter()
         problem.use(p)
-        rows = (shallow(problem, p) if p in wanted["features"] else []) + (
-            deep(problem, p) if p in wanted["deep"] else []
-        )
+        rows = shallow(problem, p) if p in options.features else []
+        rows += deep(problem, p) if p in options.deep else []
         new = pd.DataFrame(rows).assign(dataset=name, seed=options.seed, features=p)
-        keep_rows(path, new.to_dict("records"), KEYS)
-        described = {"machine": machine(), "threads": torch.get_num_threads()}
-        path.with_suffix(".json").write_text(json.dumps(described, indent=2) + "\n")
+        threads = {"threads": torch.get_num_threads()}
+        keep_rows("closed_form_bytes", new.to_dict("records"), KEYS, threads)
         print(new.to_string(), f"{time.perf_counter() - start:.0f} s", flush=True)
 
 

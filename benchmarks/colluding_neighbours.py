@@ -14,19 +14,16 @@ weights   client 3's, with which no curious one has an edge, from client 0's wei
           Error: distance from the truth, over that of client 0's average
 
     python benchmarks/colluding_neighbours.py [--images 20]
-
-Writes results/colluding_neighbours.json.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from common import parse_options, write
 from flwr.app import Array, ArrayRecord, Context, Message
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -37,7 +34,6 @@ from fedntk.ntk.payloads.npy import from_npy
 from fedntk.simulations import Config
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
-from fedntk.simulations.report.results import machine
 from fedntk.strategies import NTKDFL, Topology
 
 VICTIM, THIRD = 0, 3
@@ -49,12 +45,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def mlp() -> nn.Module:
-    """64-100-10: its first layer is linear."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
 
 
 def cnn() -> nn.Module:
-    """Convolution of 8 filters, pooled 2 x 2, and a linear layer."""
     body = (nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
     return nn.Sequential(*body, nn.Linear(128, 10))
 
@@ -89,7 +83,6 @@ class Curious(LocalGrid):
 
 
 def examples() -> list[tuple[Tensor, Tensor]]:
-    """Digits of each client, drawn without replacement."""
     data = load_data(Config())
     order = np.random.default_rng(0).permutation(len(data.y_train))
     parts = np.split(order, np.cumsum(EXAMPLES))[: len(EXAMPLES)]
@@ -203,7 +196,6 @@ def third_weights(grid: Curious, curious: Sequence[int]) -> float:
 
 
 def measured(name: str, images: int) -> list[dict[str, Any]]:
-    """Return what one and two curious neighbours learn with a network."""
     grid, x = overheard(name)
     rows = []
     for curious in ((1,), (1, 2)):
@@ -228,14 +220,11 @@ def measured(name: str, images: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--images", type=int, default=20)
-    options = parser.parse_args()
+    options = parse_options(__doc__, images=20)
     rows = [row for name in NETWORKS for row in measured(name, options.images)]
     for row in rows:
         print(json.dumps(row))
-    path = Path(__file__).parent / "results" / "colluding_neighbours.json"
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n", "utf-8")
+    write("colluding_neighbours", summary={"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""What the benchmarks of the mathematics share. It needs only torch and numpy, and a checkout."""
+"""What the benchmarks share. It needs only torch and numpy, and a checkout.
+
+A program NAME.py writes results/NAME*.csv, .json with the machine, and .png; with _cuda for a GPU.
+Where it says so, rows of cases that are not asked for stay. FOLDER is in torchvision's layout.
+"""
 
 import argparse
 import csv
@@ -13,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +27,12 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
 STEPS = (*range(100, 1001, 100), 1500, 2000)  # the strategies' own grid of t
-RESULTS = Path(__file__).parent / "results"
+CONF, RESULTS = ROOT / "simulations" / "conf", ROOT / "benchmarks" / "results"
 
 
 def use_checkout() -> None:
-    """Make ``fedntk.ntk`` this checkout's folder, whether fedntk is installed or not."""
+    """Make ``fedntk.ntk`` this checkout's folder, whether fedntk is installed or not. TF32 off."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if "fedntk.ntk" in sys.modules:
         return
     folder = ROOT / "ntk"
@@ -107,23 +113,20 @@ def make(network: str, n: int, device: str) -> tuple[nn.Module, Tensor]:
 
 def fashion_mnist(data_dir: str, num_clients: int) -> tuple[Tensor, Tensor, list[int]]:
     """Return images, labels and sizes of clients with about 200 examples each, Dirichlet(0.1)."""
-    folder = Path(data_dir) / "FashionMNIST" / "raw"
-    files = [next(folder.glob(f"train-{kind}-ubyte*")) for kind in ("images-idx3", "labels-idx1")]
-    raw = [
-        np.frombuffer(
-            gzip.decompress(f.read_bytes()) if f.suffix == ".gz" else f.read_bytes(), np.uint8
-        )
-        for f in files
-    ]
+    raw = []
+    for kind in ("images-idx3", "labels-idx1"):
+        file = next((Path(data_dir) / "FashionMNIST" / "raw").glob(f"train-{kind}-ubyte*"))
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            raw.append(np.frombuffer(stream.read(), np.uint8))
     pictures, labels = raw[0][16:].reshape(-1, 1, 28, 28), raw[1][8:]
     generator = np.random.default_rng(0)
     pools = [list(generator.permutation(np.nonzero(labels == c)[0])) for c in range(10)]
     chosen, sizes = [], []
     for _ in range(num_clients):
         counts = generator.multinomial(200, generator.dirichlet([0.1] * 10))
-        own = [pools[c].pop() for c in range(10) for _ in range(min(counts[c], len(pools[c])))]
-        chosen += own
-        sizes.append(len(own))
+        some = [pools[c].pop() for c in range(10) for _ in range(min(counts[c], len(pools[c])))]
+        chosen += some
+        sizes.append(len(some))
     x = torch.from_numpy(pictures[chosen].astype(np.float32)) / 255
     return (x - 0.286) / 0.353, torch.from_numpy(labels[chosen].astype(np.int64)), sizes
 
@@ -171,21 +174,47 @@ def _memory(key: str) -> int:
     raise RuntimeError(f"the kernel does not report {key}")
 
 
-def options(description: str, child: Callable[..., Any], *, data_dir: bool = False) -> Any:
-    """Parse the command line, TF32 off. With ``--child``, measure that one case and exit."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    if data_dir:
-        parser.add_argument("--data-dir", help="in torchvision's layout")
-    chosen = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    if chosen.child:
-        print(json.dumps(child(**json.loads(chosen.child))))
+def parse_options(
+    doc: str,
+    *,
+    child: Callable[..., Any] | None = None,
+    data_dir: bool | str = False,
+    **defaults: Any,
+) -> argparse.Namespace:
+    """Parse the command line: ``--name`` for each default, of its type.
+
+    A tuple is a list with commas (with semicolons, if a name has a comma) of numbers, or of some of
+    its names. A mapping is a choice that must come first, of one key. `data_dir=True` needs a
+    folder in torchvision's layout. With ``--child``, measure that one case and exit.
+    """
+    if child is not None and sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(**json.loads(sys.argv[2]))))
         sys.exit()
-    if data_dir and not chosen.data_dir:
-        parser.error("--data-dir is needed")
-    return chosen
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    if data_dir is True:
+        parser.add_argument("--data-dir", required=True, help="in torchvision's layout")
+    elif data_dir is not False:
+        defaults["data_dir"] = data_dir
+    for name, default in defaults.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(default, Mapping):
+            parser.add_argument(name, choices=default)
+        elif isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(flag, type=partial(_split, among=default), default=default)
+        else:
+            parser.add_argument(flag, type=type(default), default=default)
+    return parser.parse_args()
+
+
+def _split(text: str, among: tuple[Any, ...]) -> list[Any]:
+    separator = ";" if any("," in str(value) for value in among) else ","
+    values = [type(among[0])(part) for part in text.split(separator) if part]
+    unknown = set(values) - set(among)
+    if unknown and isinstance(among[0], str):
+        raise argparse.ArgumentTypeError(f"expected some of {separator.join(among)}, got {text}")
+    return values
 
 
 def measured(program: str, cases: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -265,15 +294,15 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def keep_rows(
-    path: Path, rows: Iterable[Mapping[str, Any]], keys: Sequence[str], summary: Any = None
+    stem: str, rows: Iterable[Mapping[str, Any]], keys: Sequence[str], summary: Any = None
 ) -> Any:
-    """Put rows into a CSV file in place of all with the same keys; return the sorted table.
+    """Put rows into results/STEM.csv in place of all with the same keys; return the sorted table.
 
-    A summary goes into a JSON file beside it.
+    A summary goes into a JSON file beside it, with the machine.
     """
     import pandas as pd
 
-    table = pd.DataFrame(list(rows))
+    path, table = RESULTS / f"{stem}.csv", pd.DataFrame(list(rows))
     if path.exists():
         old = pd.read_csv(path)
         new = pd.MultiIndex.from_frame(table[keys])
@@ -281,24 +310,27 @@ def keep_rows(
     table = table.sort_values(keys, kind="stable")
     table.to_csv(path, index=False, float_format="%.6g")
     if summary is not None:
-        text = json.dumps(summary, indent=2)
-        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+        write(stem, summary=summary)
     return table
 
 
-def write(
-    stem: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], device: str = "cpu"
-) -> None:
-    """Write all measurements as CSV and the summary as JSON, with _cuda for a GPU; print both."""
-    RESULTS.mkdir(exist_ok=True)
+def write(stem: str, rows: Any = None, summary: Any = None, device: str = "cpu") -> None:
+    """Write rows, or a table of pandas, as CSV, and a summary and the machine as JSON.
+
+    Both go into results/STEM, with _cuda for a GPU. Print the summary.
+    """
     stem += "" if device == "cpu" else f"_{device.split(':')[0]}"
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    with (RESULTS / f"{stem}.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, keys, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-    text = json.dumps(summary, indent=2)
-    (RESULTS / f"{stem}.json").write_text(text + "\n", encoding="utf-8")
-    print((RESULTS / f"{stem}.csv").read_text(encoding="utf-8"))
-    print(text)
+    if hasattr(rows, "to_csv"):
+        rows.to_csv(RESULTS / f"{stem}.csv", index=False, float_format="%.6g")
+    elif rows is not None:
+        keys = dict.fromkeys(key for row in rows for key in row)
+        with (RESULTS / f"{stem}.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, keys, lineterminator="\n")
+            writer.writeheader()
+            for row in rows:
+                cells = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+                writer.writerow(cells)
+    if summary is not None:
+        text = json.dumps({"machine": machine(device), **summary}, indent=2)
+        (RESULTS / f"{stem}.json").write_text(text + "\n", encoding="utf-8")
+        print(text, flush=True)

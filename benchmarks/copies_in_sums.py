@@ -13,20 +13,18 @@ included, on the validation examples. Nothing is tuned on these federations.
 
     python benchmarks/copies_in_sums.py [--seeds 25]
 
-Writes results/copies_in_sums.csv, a federation a row. The seed is of the split, the validation
-examples, the liar and its noise; the features are the same for all.
+A row is a federation. The seed is of the split, the validation examples, the liar and its noise;
+the features are the same for all.
 """
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
+from common import parse_options, write
+from liars_in_sums import WholeFeatures, large_clients
 from torch import Tensor
-from whole_features import WholeFeatures
 
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.convex.ledger import ClientLedger, ValidationExamples, find_harmful
@@ -36,7 +34,6 @@ from fedntk.simulations import Config
 from fedntk.simulations.data.partitions import split_data
 from fedntk.simulations.engine.building import load_setup
 
-RESULTS = Path(__file__).parent / "results"
 WIDTH, LEVEL, VALIDATION, NOISE = 200, 0.05, 200, 0.05
 WHOLE = WholeFeatures(WIDTH)
 SPLITS = {
@@ -89,7 +86,6 @@ class Digits:
 
 
 def federations(digits: Digits, name: str, num: int, seed: int) -> Iterable[dict[str, object]]:
-    """Yield a row for each attack in the federations of one split."""
     config = Config(
         method="afl", num_clients=num, clients_per_round=num, seed=seed,
         validation_examples=VALIDATION, **SPLITS[name],
@@ -98,9 +94,7 @@ def federations(digits: Digits, name: str, num: int, seed: int) -> Iterable[dict
     honest = {
         k: WHOLE.sums(digits.features[own], digits.y[own]) for k, own in enumerate(split.clients)
     }
-    sizes = np.array([len(own) for own in split.clients])
-    large = np.flatnonzero(sizes >= np.median(sizes))
-    chosen = int(np.random.default_rng([seed, num]).choice(large))
+    chosen = int(np.random.default_rng([seed, num]).choice(large_clients(split)))
     x, y = digits.features[split.validation], digits.y[split.validation]
     held = WHOLE.equations(WHOLE.sums(x, y))
     for attack, times in ATTACKS:
@@ -129,16 +123,11 @@ def federations(digits: Digits, name: str, num: int, seed: int) -> Iterable[dict
 
 
 def main() -> None:
-    """Measure all federations."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=25)
-    seeds = range(parser.parse_args().seeds)
+    seeds = range(parse_options(__doc__, seeds=25).seeds)
     digits = Digits()
     cases = [(name, num, seed) for name in SPLITS for num in (10, 20) for seed in seeds]
     rows = [row for case in cases for row in federations(digits, *case)]
-    path = RESULTS / "copies_in_sums.csv"
-    pd.DataFrame(rows).to_csv(path, index=False, float_format="%.5g")
-    print(f"{len(rows)} federations in {path}")
+    write("copies_in_sums", rows)
 
 
 if __name__ == "__main__":

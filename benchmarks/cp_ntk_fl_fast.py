@@ -20,10 +20,8 @@ much they would gain.
     python benchmarks/cp_ntk_fl_fast.py --data-dir FOLDER [--runs "all three;FedAvg'"]
         [--search "FedAvg'"] [--seeds 0,1,2] [--rounds 25] [--parallel 1]
 
-FOLDER is in torchvision's layout. Runs go into runs/cp_ntk_fl_fast, and are not repeated if they
-are there. Writes beside this file results/cp_ntk_fl_fast.csv (accuracy and bytes of all rounds),
-.json (machine, search, table) and _rounds.png and _bytes-up.png. What these have of other runs and
-seeds stays, and what searches came to is taken from there.
+Runs go into runs/cp_ntk_fl_fast, and are not repeated if they are there. What searches came to is
+taken from the results.
 """
 
 import argparse
@@ -32,15 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from common import CONF, RESULTS, parse_options, write
+from cp_ntk_fl_fmnist import TARGET, to_target
 
 from fedntk.simulations import Config, compare, tune
 from fedntk.simulations.report.figures import accuracy_curves
-from fedntk.simulations.report.results import machine, round_at
 
-CONF = Path(__file__).parent.parent / "simulations" / "conf"
-RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("runs/cp_ntk_fl_fast")
-TARGET = 0.85
 CASE = ["run", "seed"]
 KEPT = ("accuracy", "bytes-up", "bytes-down")
 DECAYS = [0.5, 0.7, 0.85]
@@ -90,25 +86,18 @@ def searched(options: argparse.Namespace, told: dict[str, Any]) -> dict[str, Con
         grid = GRIDS[name]
         if name not in told or name in options.search:
             found = tune(
-                config,
-                grid=grid,
-                seeds=(0, 1),
-                parallel=options.parallel,
+                config, grid=grid, seeds=(0, 1), parallel=options.parallel,
                 out=FOLDER / f"search, {name}",
-            )
+            )  # fmt: skip
             told[name] = found.trials[["mean", "std", *grid]].round(4).to_dict("records")
         print(name, told[name][0], flush=True)
         return config.replace(**{key: told[name][0][key] for key in grid})
 
     def start(stem: str, **changes: Any) -> Config:
         return Config.load(
-            CONF / f"{stem}.toml",
-            **changes,
-            data_dir=options.data_dir,
-            rounds=20,
-            validation_examples=5_000,
-            checkpoint_every=20,
-        )
+            CONF / f"{stem}.toml", **changes, data_dir=options.data_dir, rounds=20,
+            validation_examples=5_000, checkpoint_every=20,
+        )  # fmt: skip
 
     ours = best("CP-NTK-FL", start("cp_ntk_fl_fmnist_fast"))
     if "FedAvg'" in options.search:
@@ -136,14 +125,8 @@ def chosen(best: dict[str, Config]) -> dict[str, Config]:
 
 
 def row(name: str, own: pd.DataFrame) -> dict[str, Any]:
-    """Return rounds and bytes to the target for each seed, and the accuracy at some rounds."""
-    firsts, costs, rounds = [], [], int(own["round"].max())
-    for _, of_seed in own.groupby("seed"):
-        wide = of_seed.pivot_table(index="round", columns="metric", values="value")
-        first = round_at(wide.accuracy.to_dict(), TARGET)
-        firsts.append(first)
-        bytes_up = None if first is None else wide["bytes-up"].loc[:first].sum()
-        costs.append(None if bytes_up is None else round(float(bytes_up) / 1e6, 1))
+    firsts, costs = to_target(own)
+    rounds = int(own["round"].max())
     accuracy = own[own.metric == "accuracy"]
     up, down = (
         own[(own.metric == f"bytes-{way}") & (own["round"] > 0)].value.mean() / 1e6
@@ -164,48 +147,34 @@ def row(name: str, own: pd.DataFrame) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--runs", default="", help="names, by semicolons; all without it")
-    parser.add_argument("--search", default="", help="names to search again, by semicolons")
-    parser.add_argument("--parallel", type=int, default=1, help="trials of the search at a time")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, data_dir=True, seeds=(0, 1, 2), rounds=25, runs="", search="", parallel=1
+    )
     options.search = [*filter(None, options.search.split(";"))]
-    if unknown := set(options.search) - GRIDS.keys():
-        parser.error(f"--search: expected some of {', '.join(GRIDS)}, got {', '.join(unknown)}")
-    stem = RESULTS / "cp_ntk_fl_fast"
-    before = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+    before = json.loads((RESULTS / "cp_ntk_fl_fast.json").read_text(encoding="utf-8"))
     told = before["search"]
     configs = {
         name: config.replace(rounds=options.rounds, clients_per_evaluation=0)
         for name, config in chosen(searched(options, told)).items()
     }
     asked = options.runs.split(";") if options.runs else [*configs]
-    if unknown := set(asked) - configs.keys():
-        parser.error(f"--runs: expected some of {', '.join(configs)}, got {', '.join(unknown)}")
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    found = compare({name: configs[name] for name in asked}, seeds=seeds, out=FOLDER / "table")
+    found = compare(
+        {name: configs[name] for name in asked}, seeds=options.seeds, out=FOLDER / "table"
+    )
     found = found[found.metric.isin(KEPT)].drop(columns="method")
-    kept = pd.read_csv(stem.with_suffix(".csv"))
+    kept = pd.read_csv(RESULTS / "cp_ntk_fl_fast.csv")
     again = kept.set_index(CASE).index.isin(found.set_index(CASE).index)
     rounds = pd.concat([kept[~again], found])
     rows = [row(name, own) for name in configs if len(own := rounds[rounds.run == name])]
     print(pd.DataFrame(rows).to_string(index=False), flush=True)
-    rounds.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
-    content = {"machine": machine(), "search": told, "table": rows}
-    stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write("cp_ntk_fl_fast", rounds, {"search": told, "table": rows})
     drawn = ("no option", "all three", "all three, compressed", "FedAvg'", "FedAvg", "SCAFFOLD'")
     shown = rounds[rounds.run.isin(drawn) & (rounds["round"] > 0)]
     for against in ("rounds", "bytes-up"):
         figure = accuracy_curves(
-            shown,
-            against=against,
-            title="Fashion-MNIST, 300 clients, Dirichlet(0.1), 20 a round",
-            target=TARGET,
-            bottom=0.65,
-        )
+            shown, against=against, title="Fashion-MNIST, 300 clients, Dirichlet(0.1), 20 a round",
+            target=TARGET, bottom=0.65,
+        )  # fmt: skip
         if against == "bytes-up":
             figure.axes[0].set(xscale="log", xlim=(0.9, None))
         figure.savefig(RESULTS / f"cp_ntk_fl_fast_{against}.png")

@@ -21,19 +21,17 @@ bytes
 import argparse
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from common import CONF, RESULTS, parse_options, write
 from matplotlib.figure import Figure
 
 from fedntk.simulations import Config, compare
 from fedntk.simulations.report.figures import COLOURS, accuracy_curves
-from fedntk.simulations.report.results import machine, round_at
+from fedntk.simulations.report.results import round_at
 
-ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
 KEPT = ("accuracy", "bytes-up", "t")
 TARGET = 0.85
 # (stem of the configuration, overrides)
@@ -64,7 +62,6 @@ LITERAL_CODES = ((0.9, 6), (0.98, 6), (0.995, 6), (0.999, 4))
 
 
 def table(options: argparse.Namespace) -> None:
-    """Measure rounds and uplink to the target."""
     parts = []
     for name, run in TABLE.items():
         rounds = options.rounds or ROUNDS.get(name, 300)
@@ -73,15 +70,10 @@ def table(options: argparse.Namespace) -> None:
     rounds = pd.concat(parts)
     reached: dict[str, Any] = {}
     for name, rows in rounds.groupby("run", sort=False):
-        firsts, costs = [], []
-        for _, own in rows.groupby("seed"):
-            by_metric = own.pivot_table(index="round", columns="metric", values="value")
-            firsts.append(round_at(by_metric.accuracy.to_dict(), TARGET))
-            if firsts[-1] is not None:
-                costs.append(float(by_metric["bytes-up"].loc[: firsts[-1]].sum() / 1e6))
+        firsts, costs = to_target(rows)
         reached[str(name)] = {
             "rounds to 85 %": firsts,
-            "MB up to 85 %": [round(cost, 1) for cost in costs],
+            "MB up to 85 %": [cost for cost in costs if cost is not None],
             "MB up a round": megabytes_a_round(rows),
             "rounds run": int(rows["round"].max()),
             "accuracy after round 10, 40, last": [
@@ -93,7 +85,7 @@ def table(options: argparse.Namespace) -> None:
             "MB up a round": megabytes_a_round(rows),
             "accuracy after round 3": mean_accuracy(rows, 3),
         }
-    write("table", pd.concat([rounds, literal]), {"reached": reached})
+    keep("table", pd.concat([rounds, literal]), {"reached": reached})
     for against in ("rounds", "bytes-up"):
         figure = accuracy_curves(
             rounds[rounds["round"] > 0],
@@ -104,11 +96,22 @@ def table(options: argparse.Namespace) -> None:
         )
         if against == "bytes-up":
             figure.axes[0].set(xscale="log", xlim=(0.9, None))
-        save(figure, f"table_{against}")
+        figure.savefig(RESULTS / f"cp_ntk_fl_table_{against}.png")
+
+
+def to_target(rows: pd.DataFrame) -> tuple[list[int | None], list[float | None]]:
+    """Return rounds and MB from clients until the target, for each seed of a run."""
+    firsts, costs = [], []
+    for _, own in rows.groupby("seed"):
+        by_metric = own.pivot_table(index="round", columns="metric", values="value")
+        first = round_at(by_metric.accuracy.to_dict(), TARGET)
+        bytes_up = by_metric["bytes-up"].loc[:first].sum() / 1e6
+        firsts.append(first)
+        costs.append(None if first is None else round(float(bytes_up), 1))
+    return firsts, costs
 
 
 def grid(options: argparse.Namespace) -> None:
-    """Measure accuracy after 10 rounds over sampling rate and features."""
     runs: dict[str, Run] = {
         f"{rate:g} x {features}": (
             CP,
@@ -123,7 +126,7 @@ def grid(options: argparse.Namespace) -> None:
         for rate in RATES
     ])  # fmt: skip
     cells = pd.DataFrame(values, index=list(RATES), columns=list(FEATURES))
-    write("grid", rounds, {"accuracy after 10 rounds": json.loads(cells.to_json(orient="split"))})
+    keep("grid", rounds, {"accuracy after 10 rounds": json.loads(cells.to_json(orient="split"))})
     figure = Figure(figsize=(6, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
     picture = axes.imshow(100 * values, cmap="cividis", origin="lower", aspect="auto")
@@ -138,11 +141,10 @@ def grid(options: argparse.Namespace) -> None:
         title="Test accuracy (%) of CP-NTK-FL after 10 rounds",
     )
     figure.colorbar(picture, ax=axes, label="test accuracy (%)")
-    save(figure, "grid")
+    figure.savefig(RESULTS / "cp_ntk_fl_grid.png")
 
 
 def by_bytes(options: argparse.Namespace) -> None:
-    """Measure accuracy after 4 to 6 rounds against bytes a round."""
     runs: dict[str, Run] = {}
     for wire, codes in (("factored", FACTORED_CODES), ("dense", LITERAL_CODES)):
         for sparsity, bits in codes:
@@ -174,12 +176,11 @@ def by_bytes(options: argparse.Namespace) -> None:
             }
         )
     cells = pd.DataFrame(rows)
-    write("bytes", rounds, {"settings": cells.to_dict(orient="records")})
-    save(drawn_by_bytes(cells), "bytes")
+    keep("bytes", rounds, {"settings": cells.to_dict(orient="records")})
+    drawn_by_bytes(cells).savefig(RESULTS / "cp_ntk_fl_bytes.png")
 
 
 def drawn_by_bytes(cells: pd.DataFrame) -> Figure:
-    """Draw one curve a wire."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
     for (wire, own), colour, marker in zip(
@@ -206,66 +207,41 @@ def drawn_by_bytes(cells: pd.DataFrame) -> Figure:
 
 
 def measured(runs: dict[str, Run], options: argparse.Namespace, *, rounds: int) -> pd.DataFrame:
-    """Run configurations over the seeds; return all rounds."""
     configs = {
-        name: Config.load(ROOT / "simulations" / "conf" / f"{stem}.toml", **overrides)
+        name: Config.load(CONF / f"{stem}.toml", **overrides)
         for name, (stem, overrides) in runs.items()
     }
     with tempfile.TemporaryDirectory() as scratch:
         return compare(
-            configs,
-            seeds=map(int, options.seeds.split(",")),
-            out=options.out or scratch,
-            rounds=rounds,
-            data_dir=options.data_dir,
-            targets=str(TARGET),
-            checkpoint_every=rounds,
+            configs, seeds=options.seeds, out=options.out or scratch, rounds=rounds,
+            data_dir=options.data_dir, targets=str(TARGET), checkpoint_every=rounds,
             server_threads=options.threads,
-        )
+        )  # fmt: skip
 
 
 def megabytes_a_round(rows: pd.DataFrame) -> float:
-    """Mean over rounds and seeds."""
     up = rows[(rows.metric == "bytes-up") & (rows["round"] > 0)]
     return round(float(up.value.mean() / 1e6), 3)
 
 
 def mean_accuracy(rows: pd.DataFrame, server_round: int) -> float:
-    """Mean over the seeds, after a round."""
     accuracy = rows[(rows.metric == "accuracy") & (rows["round"] == server_round)]
     return round(float(accuracy.value.mean()), 4)
 
 
-def write(part: str, rounds: pd.DataFrame, summary: dict[str, Any]) -> None:
-    """Write all rounds as CSV, and the summary, machine and settings as JSON; print the latter."""
-    RESULTS.mkdir(exist_ok=True)
+def keep(part: str, rounds: pd.DataFrame, summary: dict[str, Any]) -> None:
+    configuration = (CONF / f"{CP}.toml").read_text(encoding="utf-8").splitlines()
     kept = rounds[rounds.metric.isin(KEPT)].drop(columns="method")
-    kept.to_csv(RESULTS / f"cp_ntk_fl_{part}.csv", index=False, float_format="%.6g")
-    configuration = (ROOT / "simulations" / "conf" / f"{CP}.toml").read_text(encoding="utf-8")
-    content = {"machine": machine(), "configuration": configuration.splitlines(), **summary}
-    text = json.dumps(content, indent=2)
-    (RESULTS / f"cp_ntk_fl_{part}.json").write_text(text + "\n", encoding="utf-8")
-    print(json.dumps(summary, indent=2))
-
-
-def save(figure: Figure, name: str) -> None:
-    """Write a picture."""
-    figure.savefig(RESULTS / f"cp_ntk_fl_{name}.png")
+    write(f"cp_ntk_fl_{part}", kept, {"configuration": configuration, **summary})
 
 
 PARTS = {"table": table, "grid": grid, "bytes": by_bytes}
 
 
 def main() -> None:
-    """Run one part."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--out", help="folder that keeps the runs, to go on after an interruption")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--threads", type=int, default=0, help="of the server; 0: all cores")
-    parser.add_argument("--rounds", type=int, help="of each run of the table")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, part=PARTS, data_dir=True, out="", seeds=(0, 1, 2), threads=0, rounds=0
+    )
     PARTS[options.part](options)
 
 

@@ -19,7 +19,6 @@ longer ``fedntk.clients`` takes than torch and Flower, each the least of the rep
 results/deployment.csv, a row for each reply, and .json, with medians.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -31,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common import machine, write
+from common import parse_options, write
 
 from fedntk.simulations.deploy.federation import Federation
 
@@ -43,7 +42,6 @@ LONGEST = 6  # packages that are named
 
 
 def exchanges(nodes: int, repeats: int) -> list[dict[str, Any]]:
-    """Return what each reply said, as seconds of each stage."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         with Federation(Path(folder) / "federation", nodes) as federation:
@@ -102,8 +100,6 @@ def _import_seconds(modules: str) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of each kind of exchange, and of all."""
-
     def medians(of: list[dict[str, Any]]) -> dict[str, float]:
         keys = [key for key in of[0] if key != "exchange"]
         found = {key: round(statistics.median(row[key] for row in of), 2) for key in keys}
@@ -116,23 +112,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = parse_options(__doc__, nodes=3, repeats=5)
     load, begin = os.getloadavg()[0], time.time()
     rows = exchanges(options.nodes, options.repeats)
     result = {
-        "machine": machine("cpu"),
-        "load-before": round(load, 2),
-        "load-after": round(os.getloadavg()[0], 2),
-        "seconds-in-all": round(time.time() - begin, 1),
-        "nodes": options.nodes,
-        "repeats": options.repeats,
-        "medians": summary(rows),
-        "imports": imports(options.repeats),
-    }
+        "load-before": round(load, 2), "load-after": round(os.getloadavg()[0], 2),
+        "seconds-in-all": round(time.time() - begin, 1), "nodes": options.nodes,
+        "repeats": options.repeats, "medians": summary(rows), "imports": imports(options.repeats),
+    }  # fmt: skip
     write("deployment", rows, result)
 
 

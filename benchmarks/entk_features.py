@@ -9,7 +9,7 @@ coordinates are drawn once, before. On a CPU there is one thread.
 
     python benchmarks/entk_features.py [--device cpu]
 
-Writes results/entk_features.csv and .json (with _cuda for a GPU). Needs only torch and numpy.
+Needs only torch and numpy.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import machine, make, measured, options, relative, timed, use_checkout, write
+from common import make, measured, parse_options, relative, timed, use_checkout, write
 from torch import Tensor, nn
 
 TURNS = 5
@@ -55,7 +55,6 @@ def loop(model: nn.Module, x: Tensor, coordinates: Tensor) -> Tensor:
 
 
 def child(network: str, num_features: int, method: str, n: int, device: str) -> dict[str, Any]:
-    """Measure one way."""
     use_checkout()
     from fedntk.ntk.features.tangent import TangentFeatures
 
@@ -102,7 +101,7 @@ def child(network: str, num_features: int, method: str, n: int, device: str) -> 
 def main() -> None:
     """Measure all, write, print the ratios."""
     torch.set_num_threads(1)
-    device = options(__doc__, child).device
+    device = parse_options(__doc__, child=child, device="cpu").device
     rows = measured(
         __file__,
         [
@@ -111,7 +110,7 @@ def main() -> None:
         ],
     )
     loops = {(r["network"], r["num_features"]): r for r in rows if r["method"] == "loop"}
-    summary: dict[str, Any] = {"machine": machine(device), "cases": {}}
+    summary: dict[str, Any] = {"cases": {}}
     for row in rows:
         loop = loops.get((row["network"], row["num_features"]))
         case = "{network}, {method}, p={num_features}, n={n}".format(**row)

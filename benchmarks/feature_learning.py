@@ -13,29 +13,26 @@ sigma_p = 1, eta = 1, E = 5, R = 100, full batches. The standard deviation of th
 fedntk's choice: see ``fedntk.ntk.feature_learning.initial_std``; ``initial-std`` in the results has
 figure 4 with others. Nothing was tuned. Each seed draws its own data and first weights.
 
-Writes beside this file results/feature_learning.json, .csv (the runs of theorem 4.4) and _iid.csv
-(figures 1 and 3), and the pictures feature_learning_iid.png, _trajectory.png, _groups.png and
-_snr.png. It takes half an hour on one core.
+The .csv has the runs of theorem 4.4, _iid.csv figures 1 and 3. It takes half an hour on one core.
 """
 
-import argparse
-import csv
-import json
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
+from common import RESULTS, parse_options, write
 from matplotlib import pyplot
 from torch import Tensor
 
 from fedntk.ntk.feature_learning import (
     Coefficients,
     TwoPatchDistribution,
-    TwoPatchExamples,
     coefficient_step,
     decompose,
     evaluate,
@@ -45,18 +42,15 @@ from fedntk.ntk.feature_learning import (
     train,
 )
 from fedntk.simulations.report.figures import COLOURS
-from fedntk.simulations.report.results import machine
 
 WIDTH, ROUNDS, LOCAL_STEPS, RATE = 50, 100, 5, 1.0
 EXAMPLES, TEST_EXAMPLES = 100, 2000
 SHOWN_ROUNDS = (1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 GROUPS = (1, 3, 6, 10)
 LABELS = {"fedavg": "FedAvg", "group": "averages within the group", "local": "local training"}
-RESULTS = Path(__file__).parent / "results"
 
 
 def first_weights(dimension: int, seed: int, std: float | None = None) -> Tensor:
-    """Draw the first weights of all clients."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(2, WIDTH, dimension, generator=generator)
     return (initial_std(dimension) if std is None else std) * drawn
@@ -93,10 +87,9 @@ def training(
     std: float | None = None,
     clients: list[int] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the weights of all clients, or of some, after each round."""
     drawn = distribution.draw(examples, clients=clients, dtype=torch.float32)
     parts = averaged(distribution, method)
-    mixing = mixing_matrix(parts if clients is None else parts[clients], dtype=torch.float32)
+    mixing = mixing_matrix(parts if clients is None else parts[clients]).float()
     return train(
         drawn,
         first_weights(distribution.dimension, distribution.seed, std),
@@ -119,61 +112,48 @@ def test_errors(distribution: TwoPatchDistribution, weights: Tensor) -> list[flo
 # ------------------------------------------------------------------ figures 1 and 3
 
 
-def curves(dimension: int, seeds: int) -> list[dict[str, Any]]:
-    """Measure loss and accuracy of client 1, IID."""
-    rows = []
-    for seed in range(seeds):
-        distribution = TwoPatchDistribution(dimension=dimension, seed=seed)
-        sets: dict[str, TwoPatchExamples] = {
-            "train": distribution.draw(EXAMPLES, clients=[0], dtype=torch.float32),
-            "test": distribution.draw(TEST_EXAMPLES, part="test", clients=[0], dtype=torch.float32),
-        }
-        for method, clients in (("fedavg", None), ("local", [0])):  # which needs no others
-            for number, weights in enumerate(training(distribution, method, clients=clients), 1):
-                if number not in SHOWN_ROUNDS:
-                    continue
-                for part, examples in sets.items():
-                    loss, error = (float(v) for v in evaluate(weights[:1], examples))
-                    rows.append(
-                        {
-                            "dimension": dimension, "seed": seed, "method": method,
-                            "round": number, "part": part, "loss": loss, "accuracy": 1 - error,
-                        }
-                    )  # fmt: skip
-        print("figure 1", rows[-1], flush=True)
-    return rows
+def curves(dimension: int, seed: int) -> Iterator[dict[str, Any]]:
+    distribution = TwoPatchDistribution(dimension=dimension, seed=seed)
+    counts = {"train": EXAMPLES, "test": TEST_EXAMPLES}
+    sets = {
+        part: distribution.draw(count, part=part, clients=[0], dtype=torch.float32)
+        for part, count in counts.items()
+    }
+    for method, clients in (("fedavg", None), ("local", [0])):  # which needs no others
+        for number, weights in enumerate(training(distribution, method, clients=clients), 1):
+            for part, examples in sets.items() if number in SHOWN_ROUNDS else ():
+                loss, error = map(float, evaluate(weights[:1], examples))
+                yield {
+                    "dimension": dimension, "seed": seed, "method": method, "round": number,
+                    "part": part, "loss": loss, "accuracy": 1 - error,
+                }  # fmt: skip
 
 
-def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
-    dimensions = sorted({row["dimension"] for row in rows})
+def draw_curves(table: pd.DataFrame, path: Path) -> None:
+    dimensions = sorted(table.dimension.unique())
+    size = (11, 2.9 * len(dimensions))
     figure, grid = pyplot.subplots(
-        len(dimensions), 4, figsize=(11, 2.9 * len(dimensions)), layout="constrained", squeeze=False
+        len(dimensions), 4, figsize=size, layout="constrained", squeeze=False
     )
-    for line, dimension in zip(grid, dimensions, strict=True):
-        panels = [(p, v) for p in ("train", "test") for v in ("loss", "accuracy")]
-        for axes, (part, value) in zip(line, panels, strict=True):
-            for i, method in enumerate(("fedavg", "local")):
-                own = [
-                    r for r in rows
-                    if (r["dimension"], r["part"], r["method"]) == (dimension, part, method)
-                ]  # fmt: skip
-                scale = 100 if value == "accuracy" else 1
-                rounds = sorted({r["round"] for r in own})
-                values = np.array(
-                    [[scale * r[value] for r in own if r["round"] == t] for t in rounds]
-                )
-                axes.plot(rounds, values.mean(1), color=COLOURS[i], label=LABELS[method])
-                axes.fill_between(rounds, values.min(1), values.max(1), color=COLOURS[i], alpha=0.2)
-            unit = " (%)" if value == "accuracy" else ""
-            axes.set(xlabel="round", ylabel=f"{part} {value}{unit}", title=f"d = {dimension:,}")
-            axes.set_ylim(*((45, 101.5) if value == "accuracy" else (0, None)))
-            axes.grid(alpha=0.3)
+    by_case = table.groupby(["dimension", "part", "method"])
+    panels = itertools.product(dimensions, ("train", "test"), ("loss", "accuracy"))
+    for axes, (dimension, part, value) in zip(grid.flat, panels, strict=True):
+        scale, unit, limits = (
+            (100, " (%)", (45, 101.5)) if value == "accuracy" else (1, "", (0, None))
+        )
+        for colour, method in zip(COLOURS, ("fedavg", "local"), strict=False):
+            rounds = by_case.get_group((dimension, part, method)).groupby("round")[value]
+            seeds = scale * rounds.agg(["mean", "min", "max"])
+            axes.plot(seeds.index, seeds["mean"], color=colour, label=LABELS[method])
+            axes.fill_between(seeds.index, seeds["min"], seeds["max"], color=colour, alpha=0.2)
+        axes.set(xlabel="round", ylabel=f"{part} {value}{unit}", title=f"d = {dimension:,}")
+        axes.set_ylim(*limits)
+        axes.grid(alpha=0.3)
     figure.legend(
         *grid[0, 0].get_legend_handles_labels(),
         loc="outside lower center", ncols=2, frameon=False,
     )  # fmt: skip
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 # ------------------------------------------------------------------ figure 2
@@ -204,23 +184,17 @@ def trajectory(rounds: int = 12) -> dict[str, Any]:
         found = found.mixed(mixing)
         note((number + 1) * LOCAL_STEPS)
         by_projection = decompose(weights, initial, examples)
-        projected.append(
-            [
-                times[-1],
-                float(by_projection.signal[0, 0].max()),
-                float(by_projection.noise[0, 0].max()),
-            ]
-        )
+        largest = [float(getattr(by_projection, name)[0, 0].max()) for name in ("signal", "noise")]
+        projected.append([times[-1], *largest])
         for name in ("signal", "noise"):
             difference = getattr(by_projection, name) - getattr(found, name)
             worst = max(worst, float(difference.abs().max() / getattr(found, name).abs().max()))
+    pairs = zip(pairwise(times), pairwise(map(max, noise)), strict=True)
     return {
         "times": times, "signal": signal, "noise": noise, "projected": projected,
         "largest-difference-to-projection": worst,
         "drops-of-largest-noise": [
-            1 - max(after) / max(before)
-            for t, u, before, after in zip(times, times[1:], noise, noise[1:], strict=False)
-            if t == u
+            1 - after / before for (t, u), (before, after) in pairs if t == u
         ],
         "largest-relative-fall-of-signal": max(
             1 - after / before for before, after in pairwise(signal[1:])
@@ -249,7 +223,6 @@ def draw_trajectory(found: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 # ------------------------------------------------------------------ figure 4 and theorem 4.4
@@ -264,109 +237,79 @@ def measured(
     std: float | None = None,
 ) -> list[dict[str, Any]]:
     """Train, and return the test error of each group of clients with one signal."""
-    weights = torch.empty(0)
-    for after in training(distribution, method, examples=examples, std=std):
-        weights = after
+    *_, weights = training(distribution, method, examples=examples, std=std)
     errors = torch.tensor(test_errors(distribution, weights))
-    drawn = distribution.draw(examples, dtype=torch.float32)
-    train_errors = evaluate(weights, drawn).error
+    train_errors = evaluate(weights, distribution.draw(examples, dtype=torch.float32)).error
     theory = exponents(distribution, method, examples)
     rows = []
     for group, size in enumerate(distribution.group_sizes):
-        own = distribution.groups == group
-        rows.append(
-            {
-                "sweep": name, "method": method, "group-size": size,
-                "clients": distribution.num_clients, "examples": examples,
-                "dimension": distribution.dimension, "signal": distribution.signal_norm,
-                "initial-std": initial_std(distribution.dimension) if std is None else std,
-                "seed": distribution.seed, "exponent": float(theory[own][0]),
-                "test-error": float(errors[own].mean()),
-                "train-error": float(train_errors[own].mean()),
-            }
-        )  # fmt: skip
+        members = distribution.groups == group
+        rows.append({
+            "sweep": name, "method": method, "group-size": size,
+            "clients": distribution.num_clients, "examples": examples,
+            "dimension": distribution.dimension, "signal": distribution.signal_norm,
+            "initial-std": initial_std(distribution.dimension) if std is None else std,
+            "seed": distribution.seed, "exponent": round(float(theory[members][0]), 9),
+            "test-error": float(errors[members].mean()),
+            "train-error": float(train_errors[members].mean()),
+        })  # fmt: skip
     print(rows[-1], flush=True)
     return rows
 
 
-def sweep(seeds: int) -> list[dict[str, Any]]:
-    """Measure test error for several values of one quantity of the exponent."""
-    rows: list[dict[str, Any]] = []
-    for seed in range(seeds):
-        for signal in (2.0, 1.0):
-            groups = TwoPatchDistribution(GROUPS, signal_norm=signal, seed=seed)
-            for method in ("fedavg", "group", "local"):
-                rows += measured("groups", groups, method)
-        for signal in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
-            one = TwoPatchDistribution((20,), signal_norm=signal, seed=seed)
-            rows += measured("signal", one, "fedavg")
-            rows += measured("signal", one, "local")
-        for clients in (1, 2, 5, 10):
-            one = TwoPatchDistribution((clients,), signal_norm=1.0, seed=seed)
-            rows += measured("clients", one, "fedavg")
-        for examples in (25, 50, 200):
-            one = TwoPatchDistribution((5,), signal_norm=1.0, seed=seed)
-            rows += measured("examples", one, "fedavg", examples=examples)
-        for dimension in (500, 2000, 4000):
-            one = TwoPatchDistribution((5,), dimension, 1.0, seed=seed)
-            rows += measured("dimension", one, "fedavg")
-    return rows
+def sweep(seed: int) -> list[dict[str, Any]]:
+    def one(clients: int = 5, dimension: int = 1000, signal: float = 1.0) -> TwoPatchDistribution:
+        return TwoPatchDistribution((clients,), dimension, signal, seed=seed)
+
+    cases = [
+        ("groups", TwoPatchDistribution(GROUPS, signal_norm=signal, seed=seed), method, EXAMPLES)
+        for signal in (2.0, 1.0)
+        for method in LABELS
+    ]
+    cases += [
+        ("signal", one(20, signal=signal), method, EXAMPLES)
+        for signal in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+        for method in ("fedavg", "local")
+    ]
+    cases += [("clients", one(number), "fedavg", EXAMPLES) for number in (1, 2, 5, 10)]
+    cases += [("examples", one(), "fedavg", number) for number in (25, 50, 200)]
+    cases += [("dimension", one(dimension=d), "fedavg", EXAMPLES) for d in (500, 2000, 4000)]
+    return [row for *case, number in cases for row in measured(*case, examples=number)]
 
 
-def initialisations(seeds: int) -> list[dict[str, Any]]:
-    """Measure figure 4 with other standard deviations of the first weights."""
-    rows: list[dict[str, Any]] = []
-    for seed in range(seeds):
-        groups = TwoPatchDistribution(GROUPS, seed=seed)
-        for factor in (0.01, 1.0):
-            for method in ("fedavg", "group", "local"):
-                std = factor / math.sqrt(groups.dimension)
-                rows += measured("initial-std", groups, method, std=std)
-    return rows
+def initialisations(seed: int) -> list[dict[str, Any]]:
+    """Figure 4 with other standard deviations of the first weights."""
+    groups = TwoPatchDistribution(GROUPS, seed=seed)
+    cases = itertools.product((0.01, 1.0), LABELS)
+    return [
+        row
+        for factor, method in cases
+        for row in measured("initial-std", groups, method, std=factor / groups.dimension**0.5)
+    ]
 
 
-def summarised(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return mean and range of the test accuracies over the seeds, for each setting."""
-    settings = (
-        "sweep", "method", "group-size", "clients", "examples", "dimension", "signal",
-        "initial-std", "exponent",
-    )  # fmt: skip
-    grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        key = tuple(row[k] if k != "exponent" else round(row[k], 9) for k in settings)
-        grouped.setdefault(key, []).append(row)
-    table = []
-    for key, own in grouped.items():
-        accuracy = [100 * (1 - row["test-error"]) for row in own]
-        table.append(
-            {
-                **dict(zip(settings, key, strict=True)),
-                "seeds": len(own),
-                "test-accuracy": float(np.mean(accuracy)),
-                "lowest": min(accuracy),
-                "highest": max(accuracy),
-                "train-error": float(np.mean([row["train-error"] for row in own])),
-            }
-        )
-    return table
+def summarised(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    table = pd.DataFrame(rows)
+    table["accuracy"] = 100 * (1 - table["test-error"])
+    settings = [*table.columns[:8], "exponent"]
+    over_seeds = table.groupby(settings, sort=False).agg(**{
+        "seeds": ("seed", "count"), "test-accuracy": ("accuracy", "mean"),
+        "lowest": ("accuracy", "min"), "highest": ("accuracy", "max"),
+        "train-error": ("train-error", "mean"),
+    })  # fmt: skip
+    return over_seeds.reset_index()
 
 
-def draw_groups(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_groups(table: pd.DataFrame, path: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.9), layout="constrained", sharey=True)
     for axes, signal in zip(panels, (2.0, 1.0), strict=True):
-        own = [r for r in rows if r["sweep"] == "groups" and r["signal"] == signal]
-        for i, method in enumerate(LABELS):
-            mine = [r for r in own if r["method"] == method]
-            mean = np.array([r["test-accuracy"] for r in mine])
-            spread = np.array(
-                [
-                    [r["test-accuracy"] - r["lowest"], r["highest"] - r["test-accuracy"]]
-                    for r in mine
-                ]
-            )
-            x = np.arange(len(mine)) + 0.27 * (i - 1)
-            axes.bar(x, mean, 0.25, color=COLOURS[i], label=LABELS[method])
-            axes.errorbar(x, mean, spread.T, fmt="none", color="0.2", capsize=2, lw=1)
+        shown = table[(table.sweep == "groups") & (table.signal == signal)]
+        for i, (method, label) in enumerate(LABELS.items()):
+            bars = shown[shown.method == method]
+            mean, x = bars["test-accuracy"], np.arange(len(bars)) + 0.27 * (i - 1)
+            spread = [mean - bars.lowest, bars.highest - mean]
+            axes.bar(x, mean, 0.25, color=COLOURS[i], label=label)
+            axes.errorbar(x, mean, spread, fmt="none", color="0.2", capsize=2, lw=1)
         axes.set_xticks(range(len(GROUPS)), [str(size) for size in GROUPS])
         axes.set(xlabel="clients with the same signal", title=f"signal norm {signal:g}")
         axes.set_ylim(50, 101)
@@ -378,10 +321,9 @@ def draw_groups(rows: list[dict[str, Any]], path: Path) -> None:
         loc="outside lower center", ncols=3, frameon=False,
     )  # fmt: skip
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
-def draw_theory(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_theory(table: pd.DataFrame, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6.8, 4.8), layout="constrained")
     labels = {
         "signal": "signal norm 0.5 to 3, K = 1 or 20",
@@ -390,66 +332,42 @@ def draw_theory(rows: list[dict[str, Any]], path: Path) -> None:
         "examples": "25 to 200 examples a client",
         "dimension": "d = 500 to 4,000",
     }
-    least = 1 / (20 * TEST_EXAMPLES)
-    for i, (name, label) in enumerate(labels.items()):
-        own = [r for r in rows if r["sweep"] == name and r["test-accuracy"] < 100]
-        axes.loglog(
-            [r["exponent"] for r in own],
-            [1 - r["test-accuracy"] / 100 for r in own],
-            "os^Dv"[i], color=COLOURS[i], ms=5, mfc="none", label=label,
-        )  # fmt: skip
+    for marker, colour, (name, label) in zip("os^Dv", COLOURS, labels.items(), strict=False):
+        shown = table[(table.sweep == name) & (table["test-accuracy"] < 100)]
+        errors = 1 - shown["test-accuracy"] / 100
+        axes.loglog(shown.exponent, errors, marker, color=colour, ms=5, mfc="none", label=label)
     x = np.geomspace(0.004, 30, 200)
     linear = [0.5 * math.erfc(math.sqrt(v / 2)) for v in x]
     axes.loglog(x, linear, color="0.4", lw=1, label=r"$\Phi(-\sqrt{x})$: a linear classifier")
     axes.set(
-        xlabel=r"$x = n\,\chi^2 \|\mu\|^4 / (K \sigma_p^4 d)$",
-        ylabel="test error",
-        ylim=(least, 0.6),
-        xlim=(0.004, 30),
-    )
+        xlabel=r"$x = n\,\chi^2 \|\mu\|^4 / (K \sigma_p^4 d)$", ylabel="test error",
+        ylim=(1 / (20 * TEST_EXAMPLES), 0.6), xlim=(0.004, 30),
+    )  # fmt: skip
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, frameon=False, loc="lower left")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    seeds = parser.parse_args().seeds
+    seeds = range(parse_options(__doc__, seeds=5).seeds)
     torch.set_num_threads(1)
-    RESULTS.mkdir(exist_ok=True)
     followed = trajectory()
     draw_trajectory(followed, RESULTS / "feature_learning_trajectory.png")
-    rows = sweep(seeds)
+    rows = [row for seed in seeds for row in sweep(seed)]
     table = summarised(rows)
     draw_groups(table, RESULTS / "feature_learning_groups.png")
     draw_theory(table, RESULTS / "feature_learning_snr.png")
-    other = summarised(initialisations(seeds))
-    by_round = [row for dimension in (1000, 8000) for row in curves(dimension, seeds)]
-    draw_curves(by_round, RESULTS / "feature_learning_iid.png")
-    write_csv(rows, RESULTS / "feature_learning.csv")
-    write_csv(by_round, RESULTS / "feature_learning_iid.csv")
-    summary = {
-        "machine": machine(),
-        "settings": {
-            "width": WIDTH, "rounds": ROUNDS, "local-steps": LOCAL_STEPS, "learning-rate": RATE,
-            "examples": EXAMPLES, "test-examples": TEST_EXAMPLES, "seeds": seeds,
-        },
-        "theorem": table,
-        "initial-std": other,
-        "trajectory": {k: v for k, v in followed.items() if k not in ("times", "noise", "signal")},
+    others = summarised([row for seed in seeds for row in initialisations(seed)])
+    by_round = [row for d in (1000, 8000) for seed in seeds for row in curves(d, seed)]
+    draw_curves(pd.DataFrame(by_round), RESULTS / "feature_learning_iid.png")
+    write("feature_learning_iid", by_round)
+    settings = {
+        "width": WIDTH, "rounds": ROUNDS, "local-steps": LOCAL_STEPS, "learning-rate": RATE,
+        "examples": EXAMPLES, "test-examples": TEST_EXAMPLES, "seeds": len(seeds),
     }  # fmt: skip
-    text = json.dumps(summary, indent=1)
-    (RESULTS / "feature_learning.json").write_text(text + "\n", encoding="utf-8")
+    del followed["times"], followed["noise"], followed["signal"]
+    tables = {"theorem": table.to_dict("records"), "initial-std": others.to_dict("records")}
+    write("feature_learning", rows, {"settings": settings, **tables, "trajectory": followed})
 
 
 if __name__ == "__main__":

@@ -12,21 +12,18 @@
   batches of 32). 2,000 training images choose ridge and bandwidth, or rate and epochs, by accuracy;
   then all 10,000 are fitted. Only the last accuracy is on the test images. Three seeds.
 
-Each row of results/features.csv is one measurement; rows of other cases stay as they are. The
-machine in results/features.json is that of `speed`.
+The machine in results/features.json is that of `speed`.
 """
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import keep_rows, machine
+from common import keep_rows, parse_options, write
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -38,7 +35,6 @@ from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.methods.method import Setup
 
-RESULTS = Path(__file__).parent / "results"
 KEYS = ["part", "dataset", "case", "features", "seed"]
 RIDGES = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 BANDWIDTHS = (0.4, 0.8, 1.6)
@@ -60,17 +56,14 @@ def loaded(options: argparse.Namespace, dataset: str, model: str, seed: int = 0)
 
 
 def sums_of(module: nn.Module, z: Tensor, y: Tensor) -> FeatureStatistics:
-    """Return the sums of examples (n, d) of ten classes."""
     return FeatureStatistics.of(map(module, z.split(1000)), y, 10)
 
 
 def normal(sums: FeatureStatistics) -> NormalEquations:
-    """Return the normal equations with a bias."""
     return NormalEquations.of(sums, Normaliser.identity(sums.width), bias=True)
 
 
 def accuracy(module: nn.Module, linear: Tensor, z: Tensor, y: Tensor) -> float:
-    """Share of examples for which the right class has the largest score."""
     linear = linear.float()
     scores = [module(part) @ linear[:-1] + linear[-1] for part in z.split(1000)]
     return float((torch.cat(scores).argmax(1) == y).float().mean())
@@ -102,7 +95,6 @@ def speed(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def expand(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compare expansions of scattering by their accuracy on validation images."""
     setup = loaded(options, "fashion-mnist", "scattering")
     extract = FeatureMap("last-layer").extractor(setup.network)
     drawn = np.random.default_rng(0).permutation(len(setup.data.y_train))[:15_000]
@@ -129,7 +121,6 @@ def expand(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def cifar10(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compare one exchange of scattering with a CNN that was trained."""
     for seed in SEEDS:
         for case, learn in (("scattering, fourier", closed_form), ("SimpleCNN", trained)):
             row = {"dataset": "CIFAR-10, JPEG subset", "case": case, "seed": seed}
@@ -137,7 +128,6 @@ def cifar10(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def closed_form(options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Choose bandwidth and ridge, then solve with all images."""
     setup = loaded(options, options.cifar10, "scattering")
     extract = FeatureMap("last-layer").extractor(setup.network)
     (x, y), (x_test, y_test) = _shuffled(setup, seed), setup.data.test()
@@ -158,7 +148,6 @@ def closed_form(options: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def trained(options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Choose rate and epochs, then train anew on all images."""
     setup = loaded(options, options.cifar10, "simple-cnn", seed)
     x, y = _shuffled(setup, seed)
     curves = {
@@ -208,25 +197,17 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
 
 
 def main() -> None:
-    """Make the measurements, one after another, and write after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    options = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True, parts=tuple(PARTS))
     options.cifar10 = f"hf:{options.data_dir}/CIFAR10-jpeg"
     torch.set_num_threads(1)
-    here = machine("cpu")
-    print(here, flush=True)
-    path = RESULTS / "features.csv"
     if "speed" in options.parts:
-        text = json.dumps({"machine": here}, indent=2) + "\n"
-        path.with_suffix(".json").write_text(text, encoding="utf-8")
-    for part in options.parts.split(","):
+        write("features", summary={})
+    for part in options.parts:
         for found in PARTS[part](options):
             row = {"part": part, "features": 0, "seed": 0, **found}
             row["dataset"] = row["dataset"].replace(options.cifar10, "CIFAR-10, JPEG subset")
             print(row, flush=True)
-            keep_rows(path, [row], KEYS)
+            keep_rows("features", [row], KEYS)
 
 
 if __name__ == "__main__":

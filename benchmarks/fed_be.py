@@ -7,25 +7,19 @@ images of Fashion-MNIST; 20 clients have 4,000 of them, two classes each. The cl
 is the best of four for FedAvg, then the rate of the distillation the best of six, by the accuracy
 on labelled examples that neither the clients nor the server have and that are no test examples. The
 figures are from further runs, on the test set, with three seeds.
-
-Results are written beside this file: results/fed_be.csv and .json.
 """
 
-import argparse
-import csv
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from common import parse_options, write
 
 from fedntk.simulations import Config, run
 from fedntk.simulations.data.load import load_data
-from fedntk.simulations.report.results import machine
 
-RESULTS = Path(__file__).parent / "results"
 Settings = dict[str, Any]
 
 COMMON: Settings = {
@@ -80,11 +74,7 @@ def files(name: str, folder: Path, data_dir: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Choose the rates, make the runs, write the results."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="with Fashion-MNIST, as torchvision's")
-    parser.add_argument("--out", help="folder of the runs; a temporary one by default")
-    chosen = parser.parse_args()
+    chosen = parse_options(__doc__, data_dir=True, out="")
     rows: list[dict[str, Any]] = []
     rates: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -136,18 +126,9 @@ def main() -> None:
             for method in METHODS:
                 for seed in SEEDS:
                     accuracy("test", method, seed, client_rate, server_rate)
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / "fed_be.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows
-        )
     tested = pd.DataFrame(rows)
     tested = tested[tested["part"] == "test"]
-    described = machine()
     summary = {
-        "machine": described,
         "chosen learning rates": rates,
         "accuracy in %, mean of the last 5 rounds, by seed": {
             data: {
@@ -157,9 +138,7 @@ def main() -> None:
             for data, group in tested.groupby("data", sort=False)
         },
     }
-    text = json.dumps(summary, indent=2)
-    (RESULTS / "fed_be.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    write("fed_be", rows, summary)
 
 
 if __name__ == "__main__":

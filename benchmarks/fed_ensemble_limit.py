@@ -13,31 +13,24 @@ and K0 the covariance of f at the first weights (both in closed form, Cho and Sa
 Reported for each width, over test points x: the distance of each trained model from its own limit
 (by the kernel at its first weights, from ``fedntk.ntk``), and that of the same model trained on all
 points together; the distance of that kernel from Theta; and the distances of the models' mean and
-standard deviation from the Gaussian process's, beside what chance makes of so many models. Writes
-beside this file results/fed_ensemble_limit.json and .png.
+standard deviation from the Gaussian process's, beside what chance makes of so many models.
 """
 
-import argparse
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context
+from common import RESULTS, parse_options, write
+from fed_ensemble_toy import trained_ensemble
 from matplotlib import pyplot
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.clients import client_app
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import jacobian
-from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
-from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.report.figures import COLOURS
-from fedntk.simulations.report.results import machine
-from fedntk.strategies import FedEnsemble, Sampling, Screening, SeededFedAvg
 
 WIDTHS = (64, 256, 1024, 4096)
 CLIENTS, MODELS, LOCAL_STEPS, RATE = 4, 4, 10, 0.5
@@ -64,7 +57,6 @@ class Network(nn.Module):
 
 
 def outputs(first: Floats, last: Floats, z: Floats) -> Floats:
-    """Return f of points z (n, 3)."""
     return np.maximum(z @ first.T, 0) @ last / np.sqrt(len(last))
 
 
@@ -76,21 +68,25 @@ class RegressionClient(NumPyClient):
 
     def fit(self, parameters: list[Floats], config: dict[str, Any]) -> Any:
         """Take the local steps."""
-        del config
-        first, last = (w.copy() for w in parameters)
-        for _ in range(LOCAL_STEPS):
-            hidden = self.z @ first.T
-            error = (
-                RATE / len(self.y) / np.sqrt(len(last)) * (outputs(first, last, self.z) - self.y)
-            )
-            step = ((error[:, None] * (hidden > 0)) * last).T @ self.z
-            last -= error @ np.maximum(hidden, 0)
-            first -= step
-        return [first, last], len(self.y), {"train-loss": 0.0}
+        learned = descended(*parameters, self.z, self.y, LOCAL_STEPS, RATE)
+        return list(learned), len(self.y), {"train-loss": 0.0}
+
+
+def descended(
+    first: Floats, last: Floats, z: Floats, y: Floats, steps: int, rate: float
+) -> tuple[Floats, Floats]:
+    """Return the weights after some steps of gradient descent on points z (n, 3)."""
+    first, last = first.copy(), last.copy()
+    for _ in range(steps):
+        hidden = z @ first.T
+        error = rate / len(y) / np.sqrt(len(last)) * (outputs(first, last, z) - y)
+        step = ((error[:, None] * (hidden > 0)) * last).T @ z
+        last -= error @ np.maximum(hidden, 0)
+        first -= step
+    return first, last
 
 
 def first_weights(width: int, seed: int) -> list[dict[str, Floats]]:
-    """Draw the first weights of the models of one run."""
     generator = np.random.default_rng([seed, width])
     return [
         {"first": generator.normal(size=(width, 3)), "last": generator.normal(size=width)}
@@ -99,37 +95,10 @@ def first_weights(width: int, seed: int) -> list[dict[str, Floats]]:
 
 
 def trained(begun: list[dict[str, Floats]], seed: int, rounds: int) -> list[dict[str, Floats]]:
-    """Train the models by the strategy."""
+    def client(k: int) -> RegressionClient:
+        return RegressionClient(OWN[k])
 
-    def client_fn(context: Context) -> RegressionClient:
-        return RegressionClient(OWN[int(context.node_config["partition-id"])])
-
-    strategy = FedEnsemble(
-        inner=lambda: SeededFedAvg(fraction_evaluate=0.0),
-        num_models=MODELS,
-        schedule="balanced",
-        sampling=Sampling(seed=seed),
-        min_available_nodes=CLIENTS,
-        fraction_evaluate=0.0,
-        screening=Screening(outlier_factor=np.inf),
-    )
-    models = EnsembleArrays(tuple({n: Array(w) for n, w in own.items()} for own in begun))
-    grid = LocalGrid(client_app(client_fn), CLIENTS, {})
-    result = strategy.start(grid, ArrayRecord(models.to_arrays()), num_rounds=rounds)
-    learned = EnsembleArrays.from_arrays(result.arrays).models
-    return [{name: array.numpy() for name, array in own.items()} for own in learned]
-
-
-def trained_centrally(begun: dict[str, Floats], steps: int = 1500) -> Floats:
-    """Return the predictions at the test points after gradient descent on all points together."""
-    first, last = begun["first"].copy(), begun["last"].copy()
-    for _ in range(steps):
-        hidden = X @ first.T
-        error = 0.3 / len(Y) / np.sqrt(len(last)) * (outputs(first, last, X) - Y)
-        step = ((error[:, None] * (hidden > 0)) * last).T @ X
-        last -= error @ np.maximum(hidden, 0)
-        first -= step
-    return outputs(first, last, TEST)
+    return trained_ensemble(client, begun, CLIENTS, rounds, seed, schedule="balanced")
 
 
 def limit_kernels(z: Floats, other: Floats) -> tuple[Floats, Floats]:
@@ -169,7 +138,6 @@ def own_limit(begun: dict[str, Floats]) -> tuple[Floats, float]:
 
 
 def distances(width: int, runs: int, rounds: int, *, compared: bool = False) -> dict[str, float]:
-    """Train, and compare with the limit; if `compared`, also with training on all points."""
     found, own, central, kernels, residuals = [], [], [], [], []
     for seed in range(runs):
         begun = first_weights(width, seed)
@@ -179,7 +147,8 @@ def distances(width: int, runs: int, rounds: int, *, compared: bool = False) -> 
             limit, kernel = own_limit(start)
             own.append(limit)
             if compared:
-                central.append(trained_centrally(start) - limit)
+                centrally = descended(**start, z=X, y=Y, steps=1500, rate=0.3)
+                central.append(outputs(*centrally, TEST) - limit)
             kernels.append(kernel)
     mean, std = gaussian_process()
     predictions = np.stack(found)
@@ -199,7 +168,6 @@ def distances(width: int, runs: int, rounds: int, *, compared: bool = False) -> 
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
-    """Draw all distances against the width."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4.6), layout="constrained")
     widths = [row["width"] for row in rows]
     for i, (key, label) in enumerate(
@@ -221,19 +189,14 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=25)
-    parser.add_argument("--rounds", type=int, default=400)
-    options = parser.parse_args()
+    options = parse_options(__doc__, runs=25, rounds=400)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     rows = []
     for width in WIDTHS:
         rows.append(distances(width, options.runs, options.rounds, compared=True))
         print(rows[-1], flush=True)
-    results = Path(__file__).parent / "results"
-    draw(rows, results / "fed_ensemble_limit.png")
-    text = json.dumps({"machine": machine(), "settings": vars(options), "rows": rows}, indent=2)
-    (results / "fed_ensemble_limit.json").write_text(text + "\n", encoding="utf-8")
+    draw(rows, RESULTS / "fed_ensemble_limit.png")
+    write("fed_ensemble_limit", summary={"settings": vars(options), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,17 +12,15 @@ many strata as sampled clients.
     python benchmarks/fed_ensemble_mnist.py --data-dir FOLDER [--dataset mnist] [--parallel 2]
         [--init he] [--without-other-k]
 
-FOLDER is in torchvision's layout. Runs go into runs/fed_ensemble, and are not repeated if they are
-there. Writes beside this file results/fed_ensemble_<dataset>.json, or ..._default.json.
+Runs go into runs/fed_ensemble, and are not repeated if they are there.
 """
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from common import parse_options, write
+
 from fedntk.simulations import Config, compare, tune
-from fedntk.simulations.report.results import machine
 
 SEEDS = (0, 1, 2)
 RATES = [0.01, 0.03, 0.1, 0.3]
@@ -33,7 +31,6 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 def ensemble(num_models: int, **options: Any) -> dict[str, Any]:
-    """Return the settings of an ensemble."""
     own = {"num_models": num_models, "num_strata": min(num_models, 10), **options}
     return {"method": "fed-ensemble", "fed_ensemble": own}
 
@@ -51,29 +48,16 @@ KEPT = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--dataset", default="mnist", choices=["mnist", "fashion-mnist"])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--parallel", type=int, default=1)
-    parser.add_argument("--init", default="he", choices=["he", "default"])
-    parser.add_argument("--without-other-k", action="store_true")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, data_dir=True, dataset="mnist", rounds=60, parallel=1, init="he",
+        without_other_k=False,
+    )  # fmt: skip
     common = Config(
-        dataset=options.dataset,
-        data_dir=options.data_dir,
-        num_clients=100,
-        clients_per_round=10,
-        clients_per_evaluation=0,
-        train_examples=10_000,
-        validation_examples=2_000,
-        model="lenet",
-        init=options.init,
-        fed_ensemble={"init": "he" if options.init == "he" else "network"},
-        local_epochs=2,
-        batch_size=32,
-        rounds=options.rounds,
-    )
+        dataset=options.dataset, data_dir=options.data_dir, num_clients=100, clients_per_round=10,
+        clients_per_evaluation=0, train_examples=10_000, validation_examples=2_000, model="lenet",
+        init=options.init, fed_ensemble={"init": "he" if options.init == "he" else "network"},
+        local_epochs=2, batch_size=32, rounds=options.rounds,
+    )  # fmt: skip
     stem = options.dataset + ("_default" if options.init == "default" else "")
     folder = Path("runs/fed_ensemble") / stem
     rows = []
@@ -112,9 +96,7 @@ def main() -> None:
             print(row, flush=True)
     settings = {**vars(options), "rates": RATES}
     settings.pop("data_dir")
-    text = json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=2)
-    path = Path(__file__).parent / "results" / f"fed_ensemble_{stem}.json"
-    path.write_text(text + "\n", encoding="utf-8")
+    write(f"fed_ensemble_{stem}", summary={"settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

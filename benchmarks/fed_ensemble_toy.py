@@ -14,17 +14,17 @@ weights. Here they are 10 clients a round, 10 steps at rate 0.1, and N(0, 1). Th
 in two ways. In the first all K have 200, so one of K models gets one K-th of the updates. In the
 second, algorithm 1's, all K have 40 ages, which are K rounds each: so each model gets the same
 number of updates, and K models take K times the rounds. Each run is one of the strategy with its
-clients. Writes beside this file results/fed_ensemble_toy.json and .png.
+clients.
 """
 
-import argparse
-import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context
+from common import RESULTS, parse_options, write
+from flwr.app import Array, ArrayRecord
 from matplotlib import pyplot
 from numpy.typing import NDArray
 
@@ -33,7 +33,6 @@ from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.report.figures import COLOURS
-from fedntk.simulations.report.results import machine
 from fedntk.strategies import FedEnsemble, Sampling, Screening, SeededFedAvg
 
 CLIENTS, SAMPLED, LOCAL_STEPS, RATE = 50, 10, 10, 0.1
@@ -78,32 +77,38 @@ class ToyClient(NumPyClient):
         return [w], len(self.y), {"train-loss": 0.0}
 
 
+def trained_ensemble(
+    client: Callable[[int], NumPyClient],
+    first: list[dict[str, Floats]],
+    clients: int,
+    rounds: int,
+    seed: int,
+    **options: Any,
+) -> list[dict[str, Floats]]:
+    """Train models from their first weights by the strategy, with the client of each number."""
+    strategy = FedEnsemble(
+        inner=lambda: SeededFedAvg(fraction_evaluate=0.0), num_models=len(first),
+        sampling=Sampling(seed=seed), min_available_nodes=clients, fraction_evaluate=0.0,
+        screening=Screening(outlier_factor=np.inf), **options,
+    )  # fmt: skip
+    models = EnsembleArrays(tuple({n: Array(w) for n, w in own.items()} for own in first))
+    app = client_app(lambda context: client(int(context.node_config["partition-id"])))
+    grid = LocalGrid(app, clients, {})
+    result = strategy.start(grid, ArrayRecord(models.to_arrays()), num_rounds=rounds)
+    learned = EnsembleArrays.from_arrays(result.arrays).models
+    return [{name: array.numpy() for name, array in own.items()} for own in learned]
+
+
 def models_of_a_run(data: Data, num_models: int, seed: int, rounds: int) -> Floats:
-    """Train an ensemble; return the K models' weights, shape (K, 100)."""
     generator = np.random.default_rng([seed, *b"first weights"])
     features = data.features(data.x)
 
-    def client_fn(context: Context) -> ToyClient:
-        own = int(context.node_config["partition-id"])
-        return ToyClient(features[own], data.y[own])
-
-    first = EnsembleArrays(
-        tuple({"w": generator.normal(size=100)} for _ in range(num_models))
-    ).to_arrays()
-    strategy = FedEnsemble(
-        inner=lambda: SeededFedAvg(fraction_evaluate=0.0),
-        num_models=num_models,
-        num_strata=min(num_models, SAMPLED),
-        sampling=Sampling(seed=seed),
-        fraction_train=SAMPLED / CLIENTS,
-        min_available_nodes=CLIENTS,
-        fraction_evaluate=0.0,
-        screening=Screening(outlier_factor=np.inf),
-    )
-    arrays = ArrayRecord({name: Array(w) for name, w in first.items()})
-    result = strategy.start(LocalGrid(client_app(client_fn), CLIENTS, {}), arrays, rounds)
-    learned = EnsembleArrays.from_arrays(result.arrays).models
-    return np.stack([model["w"].numpy() for model in learned])
+    first = [{"w": generator.normal(size=100)} for _ in range(num_models)]
+    learned = trained_ensemble(
+        lambda k: ToyClient(features[k], data.y[k]), first, CLIENTS, rounds, seed,
+        num_strata=min(num_models, SAMPLED), fraction_train=SAMPLED / CLIENTS,
+    )  # fmt: skip
+    return np.stack([model["w"] for model in learned])
 
 
 def bias_and_variance(predictions: Floats) -> tuple[float, float]:
@@ -114,7 +119,6 @@ def bias_and_variance(predictions: Floats) -> tuple[float, float]:
 
 
 def draw(data: Data, models: Floats, single: Floats, path: Path) -> None:
-    """Draw one ensemble of 40: its models, their mean, one single model, and the truth."""
     at = data.features(GRID)
     own = models @ at.T
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -133,13 +137,9 @@ def draw(data: Data, models: Floats, single: Floats, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=200, help="of each K")
-    parser.add_argument("--ages", type=int, default=40, help="of K rounds each, of each K")
-    options = parser.parse_args()
+    options = parse_options(__doc__, runs=100, rounds=200, ages=40)
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    data, results = Data(0), Path(__file__).parent / "results"
+    data = Data(0)
     at, rows, examples = data.features(GRID), [], {}
     for num_models in MODELS:
         row: dict[str, Any] = {"K": num_models}
@@ -155,10 +155,9 @@ def main() -> None:
         row |= {f"paper-{key}": values[num_models] for key, values in PAPER.items()}
         rows.append(row)
         print(row, flush=True)
-    draw(data, examples[40], examples[1][0], results / "fed_ensemble_toy.png")
+    draw(data, examples[40], examples[1][0], RESULTS / "fed_ensemble_toy.png")
     settings = vars(options) | {"clients": SAMPLED, "steps": LOCAL_STEPS, "rate": RATE}
-    text = json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=2)
-    (results / "fed_ensemble_toy.json").write_text(text + "\n", encoding="utf-8")
+    write("fed_ensemble_toy", summary={"settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ Each row of results/federation_processes.csv is a process that began or worked w
 when it began, how long it lived and how many seconds of the processor it took, in the run.
 """
 
-import argparse
 import contextlib
 import os
 import re
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import RESULTS, keep_rows, machine
+from common import keep_rows, parse_options
 
 from fedntk.simulations import RunFailed
 from fedntk.simulations.deploy.federation import CONNECTION, Federation
@@ -93,7 +92,6 @@ class Processes(threading.Thread):
 def measure(
     federation: Federation, method: str, data_dir: str, cap: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run a method until the target or the cap, and return its row, and those of processes."""
     row: dict[str, Any] = {"method": method, "load": os.getloadavg()[0], "seconds": None}
     out = str(federation.folder / f"results-{method}")
     settings = {"method": method, **COMMON, **METHODS[method], "data-dir": data_dir, "out": out}
@@ -126,25 +124,17 @@ def measure(
 
 
 def main() -> None:
-    """Measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--cap", type=float, default=300)
-    parser.add_argument("--methods", default=",".join(METHODS))
-    options = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True, cap=300.0, methods=tuple(METHODS))
     data_dir = str(Path(options.data_dir).absolute())
     with (
         tempfile.TemporaryDirectory() as folder,
         Federation(folder, 3, environment={"OMP_NUM_THREADS": "1"}) as federation,
     ):
-        found = [
-            measure(federation, method, data_dir, options.cap)
-            for method in options.methods.split(",")
-        ]
-    described = {"machine": machine("cpu"), "cap": options.cap, "load-after": os.getloadavg()[0]}
+        found = [measure(federation, method, data_dir, options.cap) for method in options.methods]
+    described = {"cap": options.cap, "load-after": os.getloadavg()[0]}
     seen = [process for _, processes in found for process in processes]
     for stem, rows in (("minutes", [row for row, _ in found]), ("processes", seen)):
-        print(keep_rows(RESULTS / f"federation_{stem}.csv", rows, ["method"], described))
+        print(keep_rows(f"federation_{stem}", rows, ["method"], described))
 
 
 if __name__ == "__main__":

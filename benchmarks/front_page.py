@@ -4,19 +4,16 @@ It shows three of the runs of ntk_fl_fmnist.py, from that program's committed re
 85 % are by `round_at`, a mean over five rounds.
 
     python benchmarks/front_page.py
-
-Writes beside this file results/front_page.png.
 """
 
 import json
-from pathlib import Path
 
 import pandas as pd
+from common import RESULTS
 from matplotlib import pyplot
 
 from fedntk.simulations.report.figures import COLOURS, MARKERS, curve
 
-RESULTS = Path(__file__).parent / "results"
 TARGET = "0.85"
 SHOWN = {  # the runs, by what the picture says of them; styles as in that program's picture
     "NTK-FL, full kernel": ("NTK-FL, full kernel (ours)", 1),

@@ -31,7 +31,6 @@ def why_not(device: str) -> str:
 
 
 def cases(device: str, names: list[str]) -> bool:
-    """Compare the table of cases; return whether all is good."""
     import torch
     from common import ROOT, use_checkout
 

@@ -8,24 +8,20 @@
 - runs: one exchange on all images of Fashion-MNIST, NTK-FL with 20,000 examples a round, TCT on all
   images of Fashion-MNIST, and TCT with ResNet-18 on the JPEG subset of CIFAR-10.
 
-FOLDER is in torchvision's layout; it has the CIFAR-10 subset as CIFAR10-jpeg. Each run has a
-process of its own; one that fails is left out. Writes results/gpu_runs.csv, a run a row, and the
-machine into gpu_runs.json. `seconds` are of the whole run by the clock; `gpu-mb` is the peak in
-the run's own process.
+FOLDER has the CIFAR-10 subset as CIFAR10-jpeg. Each run has a process of its own; one that fails
+is left out. `seconds` are of the whole run by the clock; `gpu-mb` is the peak in that process.
 """
 
 import argparse
 import concurrent.futures
-import json
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from common import RESULTS, ROOT, in_child, keep_rows, machine
+from common import CONF, in_child, keep_rows, parse_options
 
-CONF = ROOT / "simulations" / "conf"
 KEYS = ["part", "case", "device", "engine"]
 MEASURED = ["rounds", "seconds", "seconds-in-rounds", "metric", "accuracy", "loss", "gpu-mb"]
 FIRST_STAGE = {"tct": {"tct.bootstrap-rounds": 3}}  # so that five rounds have both stages
@@ -58,7 +54,6 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def child(conf: str, engine: str, **settings: Any) -> dict[str, Any]:
-    """Make one run in this process."""
     import torch
 
     from fedntk.simulations import run
@@ -70,18 +65,14 @@ def child(conf: str, engine: str, **settings: Any) -> dict[str, Any]:
         summary = done.summary
     headline = done.config.chosen_method.headline
     return {
-        "rounds": done.config.rounds,
-        "seconds": time.perf_counter() - start,
-        "seconds-in-rounds": summary["seconds"],
-        "metric": headline,
-        "accuracy": float(done.curve(headline).iloc[-1]),
-        "loss": summary.get("loss"),
+        "rounds": done.config.rounds, "seconds": time.perf_counter() - start,
+        "seconds-in-rounds": summary["seconds"], "metric": headline,
+        "accuracy": float(done.curve(headline).iloc[-1]), "loss": summary.get("loss"),
         "gpu-mb": torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else 0,
-    }
+    }  # fmt: skip
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Name each run, and what it is made with."""
     data = {"data-dir": options.data_dir}
     for file in sorted(CONF.glob("*_digits.toml")):
         name = file.stem.removesuffix("_digits").replace("_", "-")
@@ -100,7 +91,6 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[st
 
 
 def measure(key: dict[str, Any], made: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """Make one run; print its row and return it, or None if it fails."""
     made |= {"engine": key["engine"], "device": key["device"]}
     if (found := in_child(__file__, made, seconds)) is None:
         return None
@@ -110,31 +100,22 @@ def measure(key: dict[str, Any], made: dict[str, Any], seconds: float) -> dict[s
 
 
 def main() -> None:
-    """Make the runs that are asked for, and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", default="../shared/data")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--parts", default="methods,engines,runs")
-    parser.add_argument("--only", default="", help="runs whose case has this text")
-    parser.add_argument("--seconds", type=float, default=300, help="at most, for a run")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(child(**json.loads(options.child))))
-        return
+    options = parse_options(
+        __doc__, child=child, data_dir="../shared/data", device="cuda",
+        parts=("methods", "engines", "runs"), only="", seconds=300.0,
+    )  # fmt: skip
     chosen = [
         own
         for own in cases(options)
-        if own[0]["part"] in options.parts.split(",") and options.only in own[0]["case"]
+        if own[0]["part"] in options.parts and options.only in own[0]["case"]
     ]
-    summary = {"machine": machine(options.device)}
-    for part in options.parts.split(","):  # accuracies of digits are no times: several at once
+    for part in options.parts:  # accuracies of digits are no times: several at once
         at_once = max(1, (os.cpu_count() or 1) // 2) if part == "methods" else 1
         mine = [own for own in chosen if own[0]["part"] == part]
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
             for row in pool.map(lambda own: measure(*own, options.seconds), mine):
                 if row is not None:
-                    keep_rows(RESULTS / "gpu_runs.csv", [row], KEYS, summary)
+                    keep_rows("gpu_runs", [row], KEYS)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ makes no difference to this network.
 
     python benchmarks/gradient_norms.py
 
-Writes results/gradient_norms.csv and .json. Needs torch, numpy and, for its rows, Opacus.
+Needs torch, numpy and, for its rows, Opacus.
 """
 
 import copy
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import machine, make, measured, options, timed, use_checkout, write
+from common import make, measured, parse_options, timed, use_checkout, write
 from torch import Tensor, nn
 
 WAYS = ("factors", "opacus", "vmap, 16 at a time")
@@ -43,7 +43,6 @@ def by_opacus(model: nn.Module) -> Norms:
 
 
 def by_vmap(model: nn.Module) -> Norms:
-    """All gradients by torch.func, sixteen examples at a time."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], example: Tensor, label: Tensor) -> Tensor:
@@ -63,7 +62,6 @@ def by_vmap(model: nn.Module) -> Norms:
 
 
 def child(way: str, batch: int, times: int) -> dict[str, Any]:
-    """Measure one way, alternating with a training step."""
     use_checkout()
     from fedntk.ntk import gradient_norms
 
@@ -102,10 +100,9 @@ def child(way: str, batch: int, times: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure all, write, print the ratios."""
-    options(__doc__, child)
+    parse_options(__doc__, child=child)
     rows = measured(__file__, [{"way": w, "batch": n, "times": k} for w, n, k in CASES])
     summary = {
-        "machine": machine("cpu"),
         "training-steps": {f"{r['way']}, n={r['batch']}": round(r["steps"], 2) for r in rows},
         "peak-mb": {f"{r['way']}, n={r['batch']}": round(r["peak-mb"]) for r in rows},
     }

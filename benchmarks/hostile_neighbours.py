@@ -10,19 +10,17 @@ scale 1e4  the same, 10,000 times as large: refused, unless those who agree set 
 
     python benchmarks/hostile_neighbours.py [--rounds 10] [--seeds 0,1,2]
 
-Writes results/hostile_neighbours.json: test accuracy after the last round of client 0's model, of
-the other honest clients' models on average, and of the mean model; and the number of parcels
-refused in a round.
+Measured are the test accuracy after the last round of client 0's model, of the other honest
+clients' models on average, and of the mean model; and the parcels refused in a round.
 """
 
-import argparse
 import json
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from common import parse_options, write
 from flwr.app import Array, ArrayRecord, Context
 from torch import Tensor, nn
 
@@ -31,7 +29,6 @@ from fedntk.ntk import NetworkPredictor
 from fedntk.simulations import Config
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
-from fedntk.simulations.report.results import machine
 from fedntk.strategies import NTKDFL, Topology
 
 CLIENTS, EXAMPLES = 20, 50
@@ -59,19 +56,16 @@ class Hostile(NTKDFLClient):
 
 
 def network(seed: int) -> nn.Module:
-    """64-50-10."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
 
 
 def accuracy(model: nn.Module, weights: Arrays, test: tuple[Tensor, Tensor]) -> float:
-    """Test accuracy with some weights."""
     predictor = NetworkPredictor.from_arrays(model, weights, loss="cross-entropy")
     return float(predictor.evaluate(*test).accuracy)
 
 
 def measured(degree: int, hostile: tuple[int, ...], attack: str, seed: int, rounds: int) -> Arrays:
-    """Run, and return the accuracies."""
     data = load_data(Config(dataset="digits"))
     order = np.random.default_rng(seed).permutation(len(data.y_train))
     own = [data.train(part) for part in np.split(order[: CLIENTS * EXAMPLES], CLIENTS)]
@@ -107,24 +101,20 @@ def measured(degree: int, hostile: tuple[int, ...], attack: str, seed: int, roun
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seeds", default="0,1,2")
-    options = parser.parse_args()
+    options = parse_options(__doc__, rounds=10, seeds=(0, 1, 2))
     torch.set_num_threads(1)
-    seeds = [int(seed) for seed in options.seeds.split(",")]
     rows = []
     for degree, groups in HOSTILE.items():
         for hostile in groups:
             for attack in SCALES if hostile else ["labels"]:
-                found = [measured(degree, hostile, attack, s, options.rounds) for s in seeds]
+                found = [
+                    measured(degree, hostile, attack, s, options.rounds) for s in options.seeds
+                ]
                 means = {k: round(float(np.mean([f[k] for f in found])), 4) for k in found[0]}
                 row = {"degree": degree, "hostile": len(hostile)}
                 rows.append({**row, "attack": attack if hostile else "none", **means})
                 print(json.dumps(rows[-1]), flush=True)
-    told = {"machine": machine(), "rounds": options.rounds, "seeds": seeds, "rows": rows}
-    path = Path(__file__).parent / "results" / "hostile_neighbours.json"
-    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    write("hostile_neighbours", summary={**vars(options), "rows": rows})
 
 
 if __name__ == "__main__":

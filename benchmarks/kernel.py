@@ -7,14 +7,14 @@ layer by layer with einsum. It computes them once; the tutorial computes them fo
     python benchmarks/kernel.py [--device cpu]
 
 Each measurement runs in a process of its own: median seconds (Jacobian and kernel), the peak of
-memory over that before it, and for few examples the difference from the reference in float64.
-Writes results/kernel.csv and .json, or kernel_cuda. Needs only torch and numpy.
+memory over that before it, and for few examples the difference from the reference in float64. Needs
+only torch and numpy.
 """
 
 from typing import Any
 
 import torch
-from common import machine, make, measured, options, relative, timed, use_checkout, write
+from common import make, matrix_rate, measured, parse_options, relative, timed, use_checkout, write
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
@@ -24,7 +24,6 @@ ALONE |= {"resnet18-gn": (32, 64)}
 
 
 def contraction(model: nn.Module, x: Tensor) -> Tensor:
-    """Kernel by torch.func's Jacobians."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def outputs(parameters: dict[str, Tensor], example: Tensor) -> Tensor:
@@ -37,7 +36,6 @@ def contraction(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def child(network: str, method: str, n: int, device: str) -> dict[str, Any]:
-    """Measure one way at one size."""
     use_checkout()
     from fedntk.ntk import jacobian
     from fedntk.ntk.jacobian.blocks import workspace
@@ -67,7 +65,7 @@ def child(network: str, method: str, n: int, device: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure all, write, print the ratios."""
-    device = options(__doc__, child).device
+    device = parse_options(__doc__, child=child, device="cpu").device
     cases = [
         (net, n, m) for net, ns in BOTH.items() for n in ns for m in ("torch.func", "factored")
     ]
@@ -81,13 +79,13 @@ def main() -> None:
         for net, n, _ in found
         if (net, n, "torch.func") in found and (net, n, "factored") in found
     }
-    summary: dict[str, Any] = {"machine": machine(device)}
+    summary = {}
     for key, name in (("seconds", "times-faster"), ("peak-mb", "times-less-memory")):
         summary[name] = {
             f"{net} n={n}": round(slow[key] / fast[key], 1)
             for (net, n), (slow, fast) in pairs.items()
         }
-    rate = summary["machine"]["float32-matrix-gflops"]
+    rate = matrix_rate(device)
     summary["share-of-matrix-rate"] = {
         f"{r['network']} n={r['n']}": round(r["gflops"] / rate, 2) for r in rows if "gflops" in r
     }

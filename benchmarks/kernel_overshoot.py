@@ -7,20 +7,15 @@ the evolved outputs f(t) - f(0) of a client change most, divided by that change:
 foresees it. Accuracy is that of the mean on 5,000 other training images.
 
     python benchmarks/kernel_overshoot.py --data-dir FOLDER [--clients 8] [--rounds 12]
-
-FOLDER is in torchvision's layout. Writes beside this file results/kernel_overshoot.csv, .json
-(machine, seconds of an evolution) and .png.
 """
 
-import argparse
-import json
 import time
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+from common import CONF, RESULTS, parse_options, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -29,9 +24,7 @@ from fedntk.ntk.evolution.gradient_flow import GradientFlow
 from fedntk.simulations import Config
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.models import build_model
-from fedntk.simulations.report.results import machine
 
-CONF = Path(__file__).parent.parent / "simulations" / "conf"
 EXAMPLES, HELD_OUT = 1200, 5000
 # name -> kernel and steps
 KERNELS = {
@@ -55,11 +48,7 @@ def vector(model: nn.Module) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=12)
-    options = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True, clients=8, rounds=12)
     config = Config.load(CONF / "ntk_dfl_fmnist.toml", data_dir=options.data_dir)
     data = load_data(config)
     x, y = data.train(np.random.default_rng(0).permutation(len(data.y_train)))
@@ -111,10 +100,8 @@ def main() -> None:
     print(table.pivot(index="round", columns="kernel", values="accuracy").to_string())
     print(table.pivot(index="round", columns="kernel", values="overshoot").round(2).to_string())
     print(seconds)
-    stem = Path(__file__).parent / "results" / "kernel_overshoot"
-    table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.4f")
-    summary = {"machine": machine(), "clients": options.clients, "seconds-of-an-evolution": seconds}
-    stem.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    summary = {"clients": options.clients, "seconds-of-an-evolution": seconds}
+    write("kernel_overshoot", table, summary)
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
     shown = {
         "accuracy": "accuracy of the mean model",
@@ -129,7 +116,7 @@ def main() -> None:
     axes[0].set_ylim(bottom=0.6)
     axes[0].legend(title="kernel", fontsize=8)
     figure.tight_layout()
-    figure.savefig(stem.with_suffix(".png"), dpi=110)
+    figure.savefig(RESULTS / "kernel_overshoot.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@
 
 Both get the same weights and examples, and compute Jacobian and kernel; neural-tangents (0.6.5,
 structured derivatives) is compiled before. Seconds are medians over turns, the ratio is the median
-of each turn's. Writes results/kernel_peers.csv and .json.
+of each turn's.
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import ROOT, machine, make, use_checkout, write
+from common import ROOT, make, parse_options, use_checkout, write
 from turns import Contestant, serve
 
 CASES = {"mlp-100": (200, 400, 1000, 2000), "simple-cnn": (32, 100)}
@@ -38,7 +37,6 @@ def work(network: str, arrays: dict[str, np.ndarray]) -> Callable[[], np.ndarray
 
 
 def measure(network: str, n: int, threads: int, folder: Path) -> dict[str, float | str | int]:
-    """Let both take turns on one case."""
     peer = ROOT / "build/peers/bin/python"
     both = {
         "ours": Contestant([sys.executable, __file__, "--serve"], threads),
@@ -74,22 +72,18 @@ def measure(network: str, n: int, threads: int, folder: Path) -> dict[str, float
 
 
 def main() -> None:
-    """Measure all cases."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.serve:
+    if sys.argv[1:] == ["--serve"]:
         serve(work)
         return
+    options = parse_options(__doc__, threads=(1, 2))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for threads in map(int, chosen.threads.split(",")):
+        for threads in options.threads:
             for network, sizes in CASES.items():
                 for n in sizes:
                     rows.append(measure(network, n, threads, Path(folder)))
                     print(rows[-1], flush=True)
-    write("kernel_peers", rows, {"machine": machine("cpu"), "peer": "neural-tangents 0.6.5"})
+    write("kernel_peers", rows, {"peer": "neural-tangents 0.6.5"})
 
 
 if __name__ == "__main__":

@@ -5,19 +5,15 @@ full kernel, one seed. Accuracy is measured on 2,000 other images of the trainin
 client has. The test set is not used.
 
     python benchmarks/learning_rate.py --data-dir FOLDER [--rounds 10]
-
-FOLDER is in torchvision's layout. Writes beside this file results/learning_rate.csv (all rounds),
-.json (machine, settings, a table) and .png (the curves).
 """
 
-import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from common import RESULTS, parse_options, write
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
@@ -25,21 +21,15 @@ from fedntk.ntk.evolution.flow_options import AUTO_STEPS
 from fedntk.simulations import Config, compare, read_runs
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.report.figures import COLOURS, MARKERS
-from fedntk.simulations.report.results import machine
 
 VALIDATION = 2000
 MODELS = {"MLP": "mlp", "CNN": "lenet"}
 RATES = ("0.1", "0.01", "0.001", "auto")
 KEPT = ("accuracy", "loss", "t", "learning-rate", "kernel-products", "seconds")
 COMMON: dict[str, Any] = {
-    "num_clients": 20,
-    "clients_per_round": 10,
-    "clients_per_evaluation": 0,
-    "partition": "dirichlet",
-    "alpha": 0.1,
-    "train_examples": 2400,
-    "seed": 0,
-}
+    "num_clients": 20, "clients_per_round": 10, "clients_per_evaluation": 0,
+    "partition": "dirichlet", "alpha": 0.1, "train_examples": 2400, "seed": 0,
+}  # fmt: skip
 
 
 def without_test_set(data_dir: str, path: Path) -> None:
@@ -48,16 +38,12 @@ def without_test_set(data_dir: str, path: Path) -> None:
     order = np.random.default_rng(0).permutation(len(data.y_train))
     train, validation = order[VALIDATION:], order[:VALIDATION]
     np.savez(
-        path,
-        x_train=data.x_train[train],
-        y_train=data.y_train[train],
-        x_test=data.x_train[validation],
-        y_test=data.y_train[validation],
-    )
+        path, x_train=data.x_train[train], y_train=data.y_train[train],
+        x_test=data.x_train[validation], y_test=data.y_train[validation],
+    )  # fmt: skip
 
 
 def configuration(model: str, rate: str, **common: Any) -> Config:
-    """Make the configuration of one run."""
     own: dict[str, Any] = {"kernel": "full"}
     if rate == "auto":
         own["auto_learning_rate"] = True
@@ -67,13 +53,11 @@ def configuration(model: str, rate: str, **common: Any) -> Config:
 
 
 def of(rounds: pd.DataFrame, run: str, metric: str) -> pd.Series:
-    """Return a metric of a run by round."""
     chosen = rounds[(rounds.run == run) & (rounds.metric == metric)]
     return chosen.set_index("round")["value"]
 
 
 def row(rounds: pd.DataFrame, run: str, last: int) -> dict[str, Any]:
-    """Sum a run up."""
     accuracy, steps = of(rounds, run, "accuracy"), of(rounds, run, "t")
     rates, seconds = of(rounds, run, "learning-rate"), of(rounds, run, "seconds")
     return {
@@ -88,7 +72,6 @@ def row(rounds: pd.DataFrame, run: str, last: int) -> dict[str, Any]:
 
 
 def curves(rounds: pd.DataFrame) -> Figure:
-    """Draw accuracy by round: a picture for each network, a curve for each learning rate."""
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.4), sharey=True, layout="constrained")
     for axis, model in zip(axes, MODELS, strict=True):
         for rate, colour, marker in zip(RATES, COLOURS, MARKERS, strict=False):
@@ -102,15 +85,11 @@ def curves(rounds: pd.DataFrame) -> Figure:
 
 
 def main() -> None:
-    """Run, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--rounds", type=int, default=10)
-    arguments = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True, rounds=10)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "training_set.npz"
-        without_test_set(arguments.data_dir, path)
-        common = {"dataset": f"npz:{path}", "rounds": arguments.rounds}
+        without_test_set(options.data_dir, path)
+        common = {"dataset": f"npz:{path}", "rounds": options.rounds}
         configs = {
             f"{name}, {rate}": configuration(model, rate, **common)
             for name, model in MODELS.items()
@@ -126,18 +105,11 @@ def main() -> None:
         and key != "ntk-fl.auto-learning-rate"
     }
     summary = {
-        "machine": machine(),
-        "validation-examples": VALIDATION,
-        "settings": settings,
-        "steps-of-auto": list(AUTO_STEPS),
-        "splits": sorted(split),
-        "runs": {run: row(rounds, run, arguments.rounds) for run in configs},
-    }
-    stem = Path(__file__).parent / "results" / "learning_rate"
-    rounds.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
-    stem.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    curves(rounds).savefig(stem.with_suffix(".png"), dpi=110)
-    print(json.dumps(summary["runs"], indent=2))
+        "validation-examples": VALIDATION, "settings": settings, "steps-of-auto": list(AUTO_STEPS),
+        "splits": sorted(split), "runs": {run: row(rounds, run, options.rounds) for run in configs},
+    }  # fmt: skip
+    write("learning_rate", rounds, summary)
+    curves(rounds).savefig(RESULTS / "learning_rate.png", dpi=110)
 
 
 if __name__ == "__main__":

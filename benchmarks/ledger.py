@@ -4,8 +4,6 @@ Clients' sums are whole numbers, of random features; one client's are in memory 
 the models are compared, to the bit, with that of a run that never had the client.
 
     OMP_NUM_THREADS=1 python benchmarks/ledger.py
-
-Writes results/ledger.csv and .json.
 """
 
 import resource
@@ -16,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import machine, options, use_checkout, write
+from common import use_checkout, write
 
 use_checkout()
 
@@ -31,7 +29,6 @@ RIDGE = 1e-2
 
 
 def measured(width: int) -> dict[str, Any]:
-    """Make the clients' sums and solve without each."""
     fixed = FixedPoint(np.full(width, 2.0**-11, np.float32), bits=8)
     expected = SumFormat(width, CLASSES, None, fixed)
 
@@ -74,18 +71,14 @@ def measured(width: int) -> dict[str, Any]:
             for client, other in models.items()
         ]
     return {
-        "features": width,
-        "clients": CLIENTS,
-        "seconds": wall,
-        "cpu-seconds": cpu,
+        "features": width, "clients": CLIENTS, "seconds": wall, "cpu-seconds": cpu,
         "of-these-reading": reading,
         "peak-memory-gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "equal-to-the-bit": f"{sum(equal)} of {len(equal)}",
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    options(__doc__, measured)
     torch.set_num_threads(1)
     rows = [measured(width) for width in (1000, 2000, 4000)]
-    write("ledger", rows, {"machine": machine("cpu")})
+    write("ledger", rows, {})

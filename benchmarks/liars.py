@@ -22,12 +22,10 @@ a client (FedAvg with seeds 10 to 12, TCT with 10 and 11).
     python benchmarks/liars.py [--data-dir FOLDER] [--methods fedavg,tct] [--seeds 0,1,2]
         [--defences leave-one-out]
 
-Writes results/liars.csv, a run a row, after each run; the points that liars cost at worst into
-liars_costs.csv; and liars.png. Rows of other cases stay. Without --data-dir only digits are run;
-with --seeds "" only costs and picture are made anew.
+Costs at worst are in liars_costs.csv. Without --data-dir only digits are run; with --seeds "" only
+costs and picture are made anew.
 """
 
-import argparse
 import itertools
 import tempfile
 from collections.abc import Iterator
@@ -36,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from common import keep_rows
+from common import RESULTS, keep_rows, parse_options
 
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.simulations import Config, run
@@ -44,7 +42,6 @@ from fedntk.simulations.attacks import choose_liars
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.methods import find_method
 
-RESULTS = Path(__file__).parent / "results"
 KEYS = ["data", "alpha", "method", "defence", "attack", "liars", "seed"]
 SEEDED = ["data", "alpha", "method", "seed"]
 Case = tuple[str, int]  # attack, liars
@@ -94,7 +91,6 @@ FEWER_LIARS = [method for method, (_, settings) in METHODS.items() if "private_t
 
 
 def measure(config: Config) -> float:
-    """Run a configuration; return the accuracy of what was learned."""
     with tempfile.TemporaryDirectory() as folder:
         result = run(config.replace(out=folder), progress=False)
     if not config.private_test:
@@ -149,7 +145,6 @@ def costs_of(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw the points that each attack costs: without a defence, with it, without the liars."""
     import matplotlib.pyplot as plt
 
     lost = points_lost(table)
@@ -200,7 +195,6 @@ def cases_of(method: str) -> Iterator[tuple[str, Case]]:
 def run_case(
     name: str, alpha: float, method: str, defence: str, case: Case, seed: int, data_dir: str = ""
 ) -> None:
-    """Run a case, and write its row."""
     attack, liars = case
     common: dict[str, Any] = {
         "method": method, "num_clients": 10, "alpha": alpha, "rounds": 10, "seed": seed,
@@ -214,27 +208,22 @@ def run_case(
     values = (name, alpha, method, defence, attack, liars, seed)
     row = {**dict(zip(KEYS, values, strict=True)), "accuracy": measure(config)}
     print(row, flush=True)
-    keep_rows(RESULTS / "liars.csv", [row], KEYS)
+    keep_rows("liars", [row], KEYS)
 
 
 def conclude() -> None:
-    """Write the costs of all rows, and draw them."""
     table = pd.read_csv(RESULTS / "liars.csv")
     costs_of(table).to_csv(RESULTS / "liars_costs.csv", index=False, float_format="%.2f")
     draw(table, RESULTS / "liars.png")
 
 
 def main() -> None:
-    """Measure the cases of the methods and seeds, and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", default="")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--defences", default="", help="only these")
-    parser.add_argument("--seeds", default="0,1,2")
-    options = parser.parse_args()
-    seeds = [int(seed) for seed in options.seeds.split(",") if seed]
+    options = parse_options(
+        __doc__, data_dir="", methods=tuple(METHODS), defences="", seeds=(0, 1, 2)
+    )
+    seeds = options.seeds
     name = "fashion-mnist" if options.data_dir else "digits"
-    for seed, method in itertools.product(seeds, options.methods.split(",")):
+    for seed, method in itertools.product(seeds, options.methods):
         for (defence, case), alpha in itertools.product(cases_of(method), (0.5, 0.1)):
             if not options.defences or defence in options.defences.split(","):
                 run_case(name, alpha, method, defence, case, seed, options.data_dir)

@@ -17,11 +17,10 @@ tuned: the threshold follows from the validation examples, and the ridge is 0.01
 
     python benchmarks/liars_in_sums.py --data-dir FOLDER [--seeds 0,1,2]
 
-Writes results/liars_in_sums.csv, a federation a row, and .png. Rows of other seeds stay. The seed
-is of the split, the validation examples and the liars; the features are the same for all.
+A row is a federation. The seed is of the split, the validation examples and the liars; the features
+are the same for all.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,30 +29,52 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from common import keep_rows
+from common import RESULTS, keep_rows, parse_options
 from torch import Tensor
-from whole_features import WholeFeatures
 
-from fedntk.ntk import FeatureMap
+from fedntk.ntk import FeatureMap, Normaliser
 from fedntk.ntk.convex.ledger import ClientLedger, ValidationExamples, are_possible, find_harmful
+from fedntk.ntk.convex.pooled_statistics import NormalEquations
+from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.attacks import ATTACKS as KIT
 from fedntk.simulations.attacks import draw_gram_signs
-from fedntk.simulations.data.partitions import split_data
+from fedntk.simulations.data.partitions import Split, split_data
 from fedntk.simulations.engine.building import load_setup
 
-RESULTS = Path(__file__).parent / "results"
 KEYS = ["alpha", "clients", "attack", "share", "seed"]
 WIDTH, RIDGE, LEVEL, IMAGES, VALIDATION = 500, 0.01, 0.05, 30_000, 2_000
-WHOLE = WholeFeatures(WIDTH)
 SHARES = {10: (0.1, 0.2), 100: (0.01, 0.05, 0.2)}
 
+
+class WholeFeatures:
+    """Random Fourier features of a width, in steps of 8 bits."""
+
+    def __init__(self, width: int) -> None:
+        self.step = 2.0 ** np.ceil(np.log2(np.sqrt(2 / width) / 127))
+        self.fixed = FixedPoint(np.full(width, self.step, np.float32), bits=8)
+        self.identity = Normaliser.identity(width)
+
+    def sums(self, features: Tensor, labels: Tensor) -> FeatureStatistics:
+        """Add up features (n, p)."""
+        real = [features.float() * self.step]
+        return FeatureStatistics.of(real, labels, 10, fixed_point=self.fixed)
+
+    def equations(self, sums: FeatureStatistics) -> NormalEquations:
+        """Return the ridge regression with a bias, as OneExchange has it."""
+        return NormalEquations.of(sums.scaled(self.fixed), self.identity, bias=True)
+
+    def rows(self, features: Tensor) -> Tensor:
+        """Return features with a 1 appended (n, p + 1), float64."""
+        return torch.cat([features.double() * self.step, torch.ones(len(features), 1)], 1)
+
+
+WHOLE = WholeFeatures(WIDTH)
 Attack = Callable[[Tensor, Tensor, Tensor, np.random.Generator], FeatureStatistics]
 
 
 def scaled(own: FeatureStatistics, *, counts: bool) -> FeatureStatistics:
-    """Multiply sums by ten."""
     gram, class_sums = 10 * own.gram, 10 * own.class_sums
     return replace(
         own, gram=gram, class_sums=class_sums, counts=own.counts * 10 if counts else own.counts
@@ -61,18 +82,15 @@ def scaled(own: FeatureStatistics, *, counts: bool) -> FeatureStatistics:
 
 
 def backdoor(x: Tensor, patched: Tensor, y: Tensor) -> FeatureStatistics:
-    """Every second image has a patch and label 0."""
     every = torch.arange(len(y)) % 2 == 0
     return WHOLE.sums(torch.where(every[:, None], patched, x), torch.where(every, 0, y))
 
 
 def with_labels(name: str) -> Attack:
-    """Return the sums of an attack on labels."""
     return lambda x, _, y, rng: WHOLE.sums(*KIT[name].on_examples(x, y, 10, rng))
 
 
 def signs(own: FeatureStatistics, rng: np.random.Generator) -> FeatureStatistics:
-    """Draw signs off the diagonal."""
     return replace(own, gram=draw_gram_signs(own.gram, rng))
 
 
@@ -120,19 +138,21 @@ class Images:
         return float(scores.argmax(1).eq(0).double().mean())
 
 
+def large_clients(split: Split) -> np.ndarray:
+    sizes = [len(indices) for indices in split.clients]
+    return np.flatnonzero(sizes >= np.median(sizes))
+
+
 def federation(
     images: Images, alpha: float, num: int, attack: str, share: float, seed: int
 ) -> dict[str, object]:
-    """Return what is found in one federation."""
     config = Config(
         method="afl", num_clients=num, clients_per_round=num, partition="dirichlet", alpha=alpha,
         seed=seed, validation_examples=VALIDATION,
     )  # fmt: skip
     split = split_data(config, images.data)
     rng = np.random.default_rng([seed, num])
-    sizes = np.array([len(own) for own in split.clients])
-    large = np.flatnonzero(sizes >= np.median(sizes))
-    liars = set(rng.choice(large, round(share * num), replace=False).tolist())
+    liars = set(rng.choice(large_clients(split), round(share * num), replace=False).tolist())
     clients = {}
     for k, own in enumerate(split.clients):
         x, patched, y = (each[own] for each in (images.x, images.patched, images.y))
@@ -152,14 +172,11 @@ def federation(
 
     after, honest = model(removed), model(liars)
     row = {
-        "liars": len(liars),
-        "found": len(liars & removed),
-        "impossible": len(liars - possible.keys()),
-        "alarms": len(removed - liars),
-        "accuracy-after": images.accuracy(after),
-        "accuracy-honest": images.accuracy(honest),
+        "liars": len(liars), "found": len(liars & removed),
+        "impossible": len(liars - possible.keys()), "alarms": len(removed - liars),
+        "accuracy-after": images.accuracy(after), "accuracy-honest": images.accuracy(honest),
         "cpu-seconds": round(seconds, 1),
-    }
+    }  # fmt: skip
     try:
         total = FeatureStatistics.join(clients.values())
         before = ledger.solve(total)
@@ -177,7 +194,6 @@ def federation(
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw the share of liars found, and accuracy before and after, by attack and federation."""
     import matplotlib.pyplot as plt
 
     cases = [(a, k, s) for a in (0.1, 0.5) for k, shares in SHARES.items() for s in shares]
@@ -226,17 +242,12 @@ def draw(table: pd.DataFrame, path: Path) -> None:
 
 
 def main() -> None:
-    """Measure all cases of the seeds, or only draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", default="")
-    parser.add_argument("--seeds", default="0,1,2,3,4,5,6,7,8,9")
-    options = parser.parse_args()
-    path = RESULTS / "liars_in_sums.csv"
+    options = parse_options(__doc__, data_dir="", seeds=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9))
     images = options.data_dir and Images(Config(
         method="afl", dataset="fashion-mnist", data_dir=options.data_dir, model="scattering",
         random_features=WIDTH, bandwidth=1.6, standardise=False,
     ))  # fmt: skip
-    for seed in map(int, options.seeds.split(",") if images else []):
+    for seed in map(int, options.seeds if images else []):
         rows = []
         for alpha in (0.1, 0.5):
             for num, shares in SHARES.items():
@@ -245,8 +256,8 @@ def main() -> None:
                     case = dict(zip(KEYS, (alpha, num, attack, share, seed), strict=True))
                     rows.append(case | federation(images, alpha, num, attack, share, seed))
                     print(rows[-1], flush=True)
-        keep_rows(path, rows, KEYS)
-    draw(pd.read_csv(path), path.with_suffix(".png"))
+        keep_rows("liars_in_sums", rows, KEYS)
+    draw(pd.read_csv(RESULTS / "liars_in_sums.csv"), RESULTS / "liars_in_sums.png")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ FedAvg on Fashion-MNIST on the local engine: 100 clients in each round, an MLP o
 one step with all of a client's images, no evaluation. Milliseconds are those of a round by the
 clock over 100 visits: medians of the first tenth of the rounds and of the last. Each number of
 clients is a process of its own, with one thread.
-
-Writes results/many_clients.csv and .json.
 """
 
 import statistics
@@ -15,14 +13,13 @@ import tempfile
 from typing import Any
 
 import torch
-from common import machine, measured, options, write
+from common import measured, parse_options, write
 
 CLIENTS, ROUNDS = (1000, 5000), 100
 VISITS = 100  # clients in a round
 
 
 def child(clients: int, rounds: int, data_dir: str) -> dict[str, Any]:
-    """Measure one number of clients."""
     from fedntk.simulations import Config, run
 
     seconds: list[float] = []
@@ -44,12 +41,12 @@ def child(clients: int, rounds: int, data_dir: str) -> dict[str, Any]:
 def main() -> None:
     """Measure, write, print."""
     torch.set_num_threads(1)
-    data_dir = options(__doc__, child, data_dir=True).data_dir
+    data_dir = parse_options(__doc__, child=child, data_dir=True).data_dir
     cases = [{"clients": n, "rounds": ROUNDS, "data_dir": data_dir} for n in CLIENTS]
     rows = measured(__file__, cases)
     for row in rows:
         del row["data_dir"]
-    write("many_clients", rows, {"machine": machine("cpu")})
+    write("many_clients", rows, {})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ each neighbour. No Jacobian is sent dense; its bytes would be 4 n C P for each n
 
     python benchmarks/ntk_dfl.py --data-dir FOLDER
 
-FOLDER is in torchvision's layout. Writes results/ntk_dfl.csv and .json. Needs fedntk installed.
+Needs fedntk installed.
 """
 
 import resource
@@ -21,7 +21,7 @@ import tempfile
 import time
 from typing import Any
 
-from common import machine, measured, options, write
+from common import measured, parse_options, write
 
 CLASSES, INPUTS, WIDTH = 10, 784, 100
 P = INPUTS * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES
@@ -40,16 +40,10 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 SETTINGS = {
-    "method": "ntk-dfl",
-    "dataset": "fashion-mnist",
-    "partition": "client-dirichlet",
-    "alpha": 0.1,
-    "clients_per_evaluation": 0,
-    "model": "mlp",
-    "width": WIDTH,
-    "loss": "cross-entropy",
+    "method": "ntk-dfl", "dataset": "fashion-mnist", "partition": "client-dirichlet", "alpha": 0.1,
+    "clients_per_evaluation": 0, "model": "mlp", "width": WIDTH, "loss": "cross-entropy",
     "learning_rate": 0.01,
-}
+}  # fmt: skip
 
 
 class Enough(Exception):  # noqa: N818 - no error
@@ -59,7 +53,6 @@ class Enough(Exception):  # noqa: N818 - no error
 def child(
     clients: int, kappa: int, data_dir: str, examples: int = 200, workers: int = 1, **own: Any
 ) -> dict[str, Any]:
-    """Measure round 2."""
     from fedntk.simulations import Config, run
 
     found: dict[str, Any] = {}
@@ -77,16 +70,10 @@ def child(
 
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
-            **SETTINGS,
-            data_dir=data_dir,
-            examples_per_client=examples,
-            num_clients=clients,
-            clients_per_round=clients,
-            rounds=3,
-            evaluate_every=3,
-            out=folder,
+            **SETTINGS, data_dir=data_dir, examples_per_client=examples, num_clients=clients,
+            clients_per_round=clients, rounds=3, evaluate_every=3, out=folder,
             ntk_dfl={"degree": kappa, **own},
-        )
+        )  # fmt: skip
         try:
             run(config, workers=workers, progress=False, on_round=on_round)
         except Exception as error:
@@ -114,7 +101,7 @@ def formulas(kappa: int, examples: float, *, once: bool) -> dict[str, float]:
 
 def main() -> None:
     """Measure all, write, print."""
-    chosen = options(__doc__, child, data_dir=True)
+    chosen = parse_options(__doc__, child=child, data_dir=True)
     rows = measured(__file__, [{**case, "data_dir": chosen.data_dir} for case in CASES])
     for row in rows:
         del row["data_dir"]
@@ -126,7 +113,6 @@ def main() -> None:
         }
 
     summary = {
-        "machine": machine("cpu"),
         "seconds": values("seconds", 1),
         "cpu-seconds": values("cpu-seconds", 1),
         "peak-mb": values("peak-mb", 0),

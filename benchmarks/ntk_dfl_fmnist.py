@@ -12,26 +12,21 @@ share all three.
     python benchmarks/ntk_dfl_fmnist.py --data-dir FOLDER [--methods "NTK-DFL;DFedAvg"]
         [--splits "IID;Dirichlet 0.5"] [--seeds 0,1,2] [--rounds 20] [--workers 1]
 
-FOLDER is in torchvision's layout. Each combination's run goes into runs/ntk_dfl_fmnist and is not
-repeated if it is there; what its clients kept, 5 GB, is removed when it has ended. Of runs of
-different lengths the longest counts, as it does of those that are in the results. Writes beside
-this file results/ntk_dfl_fmnist.csv (all rounds of all runs so far), .json (machine, rounds to
-85 %) and .png (the curves).
+Each combination's run goes into runs/ntk_dfl_fmnist and is not repeated if it is there; what its
+clients kept, 5 GB, is removed when it has ended. Of runs of different lengths the longest counts.
 """
 
-import argparse
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from common import CONF, RESULTS, parse_options, write
 
 from fedntk.simulations import Config, read_runs, run
-from fedntk.simulations.report.results import machine, round_at
+from fedntk.simulations.report.results import round_at
 
-CONF = Path(__file__).parent.parent / "simulations" / "conf"
 FOLDER = Path("runs/ntk_dfl_fmnist")
 TARGET = 0.85
 CASE = ["method", "split", "seed"]
@@ -70,11 +65,11 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(results: Path) -> None:
+def conclude() -> None:
     """Join the runs in the folder with those that were written before; the longest count."""
-    stem = results / "ntk_dfl_fmnist"
+    path = RESULTS / "ntk_dfl_fmnist.csv"
     columns = [*CASE, "round", "metric", "value"]
-    found = [pd.read_csv(stem.with_suffix(".csv"))] if stem.with_suffix(".csv").exists() else []
+    found = [pd.read_csv(path)] if path.exists() else []
     for finished in read_runs(FOLDER):
         method, split = finished.config.name.split(" on ")
         own = finished.rounds[finished.rounds.metric.isin(KEPT)]
@@ -87,15 +82,12 @@ def write(results: Path) -> None:
     rows = [row(case, own) for case, own in rounds.groupby(CASE)]
     table = pd.DataFrame(rows).sort_values(["split", "method", "seed"])
     print(table.to_string(index=False), flush=True)
-    rounds.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
     told = table.astype(object).where(table.notna(), None).to_dict("records")
-    summary = {"machine": machine(), "target": TARGET, "rows": told}
-    stem.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    draw(rounds[rounds.metric == "accuracy"], stem.with_suffix(".png"))
+    write("ntk_dfl_fmnist", rounds, {"target": TARGET, "rows": told})
+    draw(rounds[rounds.metric == "accuracy"], path.with_suffix(".png"))
 
 
 def row(case: tuple[Any, ...], own: pd.DataFrame) -> dict[str, Any]:
-    """Say in short what a run came to."""
     accuracy = own[own.metric == "accuracy"]
     last = accuracy["round"].max()
     seconds = own[(own.metric == "seconds") & (own["round"] > 0)].value
@@ -115,7 +107,6 @@ def row(case: tuple[Any, ...], own: pd.DataFrame) -> dict[str, Any]:
 
 
 def draw(accuracy: pd.DataFrame, path: Path) -> None:
-    """Draw a panel for each split: the mean over the seeds, and their range."""
     colours = dict(zip(METHODS, plt.get_cmap("tab20").colors, strict=False))
     splits = [split for split in SPLITS if split in set(accuracy.split)]
     figure, axes = plt.subplots(1, len(splits), figsize=(3.4 * len(splits), 4), squeeze=False)
@@ -145,34 +136,23 @@ def draw(accuracy: pd.DataFrame, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--methods", default=";".join(METHODS), help="names, by semicolons")
-    parser.add_argument("--splits", default=";".join(SPLITS), help="names, by semicolons")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=1)
-    options = parser.parse_args()
-    for seed in map(int, options.seeds.split(",")):
-        for split in options.splits.split(";"):
-            for method in options.methods.split(";"):
+    options = parse_options(
+        __doc__, data_dir=True, methods=tuple(METHODS), splits=tuple(SPLITS), seeds=(0, 1, 2),
+        rounds=20, workers=1,
+    )  # fmt: skip
+    for seed in options.seeds:
+        for split in options.splits:
+            for method in options.methods:
                 stem, changes, every = METHODS[method]
                 name = f"{method} on {split}"
                 config = Config.load(
-                    CONF / f"{stem}.toml",
-                    **{**changes, **SPLITS[split]},
-                    name=name,
-                    seed=seed,
-                    rounds=options.rounds,
-                    evaluate_every=every,
-                    data_dir=options.data_dir,
+                    CONF / f"{stem}.toml", **{**changes, **SPLITS[split]}, name=name, seed=seed,
+                    rounds=options.rounds, evaluate_every=every, data_dir=options.data_dir,
                     out=str(FOLDER / f"{name}, {options.rounds} rounds" / str(seed)),
-                )
+                )  # fmt: skip
                 finished = run(config, workers=options.workers)
                 shutil.rmtree(finished.folder / "cache", ignore_errors=True)  # up to 5 GB
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    write(results)
+    conclude()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ examples in rounds 1 to 8 of 40 clients, for two seeds.
 
     python benchmarks/ntk_dfl_tolerance.py --data-dir FOLDER
 
-FOLDER is in torchvision's layout. Writes results/ntk_dfl_tolerance.csv, with the accuracies, and
-.json. Needs fedntk installed.
+The .csv has the accuracies. Needs fedntk installed.
 """
 
 import tempfile
@@ -20,7 +19,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from common import fashion_mnist, machine, measured, mlp, options, write
+from common import fashion_mnist, measured, mlp, parse_options, write
 from ntk_dfl import CLASSES, SETTINGS
 
 TOLERANCES = (1e-4, 1e-3, 1e-2)
@@ -28,12 +27,10 @@ CURVES = {"mean model": "accuracy", "clients' models": "trained-accuracy-mean"}
 
 
 def child(**own: Any) -> dict[str, Any]:
-    """Measure the solver, or one run."""
     return accuracy(**own) if "seed" in own else tolerance(**own)
 
 
 def tolerance(data_dir: str, clients: int = 6) -> dict[str, Any]:
-    """Measure products of the kernel and the error of the weights' change, relative in its norm."""
     from fedntk.ntk import Jacobian, evolve, jacobian, one_hot
 
     x, labels, sizes = fashion_mnist(data_dir, 10 * clients)
@@ -81,22 +78,14 @@ def tolerance(data_dir: str, clients: int = 6) -> dict[str, Any]:
 
 
 def accuracy(seed: int, tolerance: float, data_dir: str) -> dict[str, Any]:
-    """Train 40 clients for eight rounds."""
     from fedntk.simulations import Config, run
 
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
-            **SETTINGS,
-            data_dir=data_dir,
-            num_clients=40,
-            clients_per_round=40,
-            rounds=8,
-            seed=seed,
-            validation_examples=5000,
-            evaluate_on="validation",
-            out=folder,
+            **SETTINGS, data_dir=data_dir, num_clients=40, clients_per_round=40, rounds=8,
+            seed=seed, validation_examples=5000, evaluate_on="validation", out=folder,
             ntk_dfl={"tolerance": tolerance},
-        )
+        )  # fmt: skip
         result = run(config, progress=False)
         return {
             name: [round(float(v), 4) for k, v in result.curve(metric).items() if k]
@@ -106,7 +95,7 @@ def accuracy(seed: int, tolerance: float, data_dir: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure all, write, print."""
-    fixed = {"data_dir": options(__doc__, child, data_dir=True).data_dir}
+    fixed = {"data_dir": parse_options(__doc__, child=child, data_dir=True).data_dir}
     (by_tolerance,) = measured(__file__, [fixed])
     runs = [{"seed": seed, "tolerance": t, **fixed} for seed in (0, 1) for t in TOLERANCES]
     rows = [
@@ -115,10 +104,7 @@ def main() -> None:
         for run in measured(__file__, runs)
         for number in range(1, 9)
     ]
-    write(
-        "ntk_dfl_tolerance", rows,
-        {"machine": machine("cpu"), "tolerance": by_tolerance["results"]},
-    )  # fmt: skip
+    write("ntk_dfl_tolerance", rows, {"tolerance": by_tolerance["results"]})
 
 
 if __name__ == "__main__":

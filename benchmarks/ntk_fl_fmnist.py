@@ -4,22 +4,16 @@ Yue et al. 2022, section 6: 300 clients, 20 a round, Dirichlet(0.1), MLP with 10
 seed changes the split, the first weights and the sampling; all runs share all three.
 
     python benchmarks/ntk_fl_fmnist.py --data-dir FOLDER [--rounds 40] [--seeds 0,1,2]
-
-FOLDER is in torchvision's layout. Writes beside this file results/ntk_fl_fmnist.csv (all rounds),
-.json (machine, settings, checksums of the splits, rounds to targets) and .png (the curves).
 """
 
-import argparse
-import json
 import tempfile
-from pathlib import Path
 from typing import Any
+
+from common import CONF, RESULTS, parse_options, write
 
 from fedntk.simulations import Config, compare, read_runs
 from fedntk.simulations.report.figures import accuracy_curves
-from fedntk.simulations.report.results import machine
 
-ROOT = Path(__file__).parent.parent
 KEPT = ("accuracy", "loss", "t", "kernel-products", "bytes-up", "bytes-down", "seconds")
 SHOWN = (3, 6, 11, 19, 40)
 TARGETS = (0.7, 0.75, 0.8, 0.85)
@@ -34,27 +28,18 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Run, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--seeds", default="0,1,2")
-    arguments = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True, rounds=40, seeds=(0, 1, 2))
     configs = {
-        name: Config.load(ROOT / "simulations" / "conf" / f"{stem}.toml", **overrides)
+        name: Config.load(CONF / f"{stem}.toml", **overrides)
         for name, (stem, overrides) in RUNS.items()
     }
     splits, settings = {}, {}
     reached: dict[str, dict[str, list[int | None]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         rounds = compare(
-            configs,
-            seeds=map(int, arguments.seeds.split(",")),
-            out=scratch,
-            rounds=arguments.rounds,
-            data_dir=arguments.data_dir,
-            targets=",".join(map(str, TARGETS)),
-        )
+            configs, seeds=options.seeds, out=scratch, rounds=options.rounds,
+            data_dir=options.data_dir, targets=",".join(map(str, TARGETS)),
+        )  # fmt: skip
         for finished in read_runs(scratch):
             name, summary = finished.summary["run"], finished.summary
             splits[str(summary["seed"])] = summary["split"]
@@ -65,34 +50,26 @@ def main() -> None:
                 for key, value in finished.config.values().items()
                 if key not in ("out", "data-dir", "seed")
             }
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    stem = results / "ntk_fl_fmnist"
-    rounds[rounds.metric.isin(KEPT)].to_csv(
-        stem.with_suffix(".csv"), index=False, float_format="%.6g"
-    )
     accuracy = rounds[rounds.metric == "accuracy"]
     table = accuracy.pivot_table(index=["run", "seed"], columns="round", values="value")
     table = table.loc[list(RUNS)]
     shown = table[[r for r in SHOWN if r in table.columns]]
     seconds = rounds[(rounds.metric == "seconds") & (rounds["round"] > 0)].groupby("run").value
     summary = {
-        "machine": machine(),
         "configurations": settings,
         "splits": splits,
         "rounds-to-target": reached,
         "median-seconds-a-round": seconds.median().round(2).to_dict(),
     }
-    stem.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write("ntk_fl_fmnist", rounds[rounds.metric.isin(KEPT)], summary)
     accuracy_curves(
         rounds,
         title="Fashion-MNIST, 300 clients, Dirichlet(0.1), 20 clients a round",
         target=0.85,
         bottom=0.5,
-    ).savefig(stem.with_suffix(".png"))
+    ).savefig(RESULTS / "ntk_fl_fmnist.png")
     print(shown.round(4).to_string())
     print(shown.groupby("run").mean().round(4).to_string())
-    print(json.dumps({k: v for k, v in summary.items() if k != "configurations"}, indent=2))
 
 
 if __name__ == "__main__":

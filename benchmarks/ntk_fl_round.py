@@ -9,15 +9,14 @@ Dirichlet(0.1). ``mean`` builds the n x n kernel, ``full`` couples all outputs a
 
     python benchmarks/ntk_fl_round.py --data-dir FOLDER [--device cpu]
 
-Each round runs in a process of its own. Writes results/ntk_fl_round.csv and .json (with _cuda for
-a GPU). Needs only torch and numpy.
+Each round runs in a process of its own. Needs only torch and numpy.
 """
 
 import time
 from typing import Any
 
 import torch
-from common import STEPS, fashion_mnist, machine, measured, mlp, options, timed, use_checkout, write
+from common import STEPS, fashion_mnist, measured, mlp, parse_options, timed, use_checkout, write
 
 CASES = [(c, "mean") for c in (5, 20, 50, 100)] + [(c, "full") for c in (5, 20, 50, 100)]
 CASES += [(5, "mean, unbuilt")]
@@ -25,7 +24,6 @@ AUTHORS_SECONDS = 208  # the authors' program, 5 clients x 200 examples, on four
 
 
 def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, Any]:
-    """Measure one round."""
     use_checkout()
     from fedntk.ntk import Jacobian, JacobianUpload, jacobian, loss_value, one_hot
     from fedntk.ntk.evolution.candidates import Candidates
@@ -92,14 +90,13 @@ def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, An
 
 def main() -> None:
     """Measure all, write, print."""
-    chosen = options(__doc__, child, data_dir=True)
+    chosen = parse_options(__doc__, child=child, data_dir=True, device="cpu")
     fixed = {"device": chosen.device, "data_dir": chosen.data_dir}
     rows = measured(__file__, [{"clients": c, "kernel": k, **fixed} for c, k in CASES])
     for row in rows:
         del row["data_dir"]
     at_1000 = next(r for r in rows if r["clients"] == 5 and r["kernel"] == "mean")
     summary = {
-        "machine": machine(chosen.device),
         "authors-program-seconds-at-n-1000": AUTHORS_SECONDS,
         "times-faster-than-it": round(AUTHORS_SECONDS / at_1000["seconds"]),
         "seconds": {f"{r['kernel']}, n={r['n']}": round(r["seconds"], 3) for r in rows},

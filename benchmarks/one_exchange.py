@@ -10,21 +10,18 @@ on validation images of Fashion-MNIST.
     python benchmarks/one_exchange.py --data-dir FOLDER [--dataset fashion-mnist] [--features 8000]
         [--seeds 0,1,2] [--splits ...] [--clients 100] [--examples 0]
 
-Each row of results/one_exchange.csv is one exchange: `sums` is a checksum of the clients' sums,
-which must not depend on the split. A model is solved for once for the same sums, so `seconds` of a
-later split lack that. Rows of other cases stay as they are.
+`sums` is a checksum of the clients' sums, which must not depend on the split. A model is solved for
+once for the same sums, so `seconds` of a later split lack that.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import keep_rows
+from common import keep_rows, parse_options
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Normaliser
@@ -35,7 +32,6 @@ from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
 from fedntk.strategies.core.array_archive import checksum
 
-RESULTS = Path(__file__).parent / "results"
 KEYS = ["dataset", "features", "seed", "split", "clients", "examples"]
 RIDGES = tuple(10.0**k for k in range(-6, 2))
 BANDWIDTH = 1.6
@@ -94,7 +90,6 @@ def solve(
     sums: list[FeatureStatistics],
     fixed: FixedPoint,
 ) -> dict[str, float]:
-    """Choose the ridge by the first two sums, solve the third, and test the model."""
     identity = Normaliser.identity(len(fixed.step))
     equations = [NormalEquations.of(own.scaled(fixed), identity, bias=True) for own in sums]
     ridge = best_ridge(*equations[:2], RIDGES)
@@ -108,36 +103,30 @@ def solve(
 
 
 def main() -> None:
-    """Measure the cases that are asked for, one after another."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--dataset", default="fashion-mnist")
-    parser.add_argument("--features", type=int, default=8000)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--splits", default=",".join(SPLITS))
-    parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--examples", type=int, default=0, help="training images; 0: all")
-    options = parser.parse_args()
-    path, solved = RESULTS / "one_exchange.csv", {}
-    for seed in map(int, options.seeds.split(",")):
-        for split in options.splits.split(","):
+    options = parse_options(
+        __doc__, data_dir=True, dataset="fashion-mnist", features=8000, seeds=(0, 1, 2),
+        splits=tuple(SPLITS), clients=100, examples=0,
+    )  # fmt: skip
+    solved = {}
+    for seed in options.seeds:
+        for split in options.splits:
             more = {} if not options.examples else {"train_examples": options.examples}
             config = Config(
                 method="afl", dataset=options.dataset, data_dir=options.data_dir,
                 model="scattering", random_features=options.features, bandwidth=BANDWIDTH,
                 standardise=False, num_clients=options.clients, seed=seed, **SPLITS[split], **more,
             )  # fmt: skip
-            case = [
+            case = (
                 options.dataset,
                 options.features,
                 seed,
                 split,
                 options.clients,
                 options.examples,
-            ]
+            )
             row = dict(zip(KEYS, case, strict=True)) | exchange(config, solved)
             print(row, flush=True)
-            keep_rows(path, [row], KEYS)
+            keep_rows("one_exchange", [row], KEYS)
 
 
 if __name__ == "__main__":

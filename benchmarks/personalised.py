@@ -7,8 +7,8 @@ examples are. The paper names no batch size, local epochs or number of clients. 
 the same network (LeNet with BatchNorm) and rounds, and so the same number of client updates. One
 exchange trains nothing: it has one round, on 2,000 cosines of scattering coefficients.
 
-    python benchmarks/personalised.py --data-dir FOLDER --task cifar10-pathological [--rounds 20]
-    python benchmarks/personalised.py --data-dir FOLDER --task fashion-mnist --variants
+    python benchmarks/personalised.py cifar10-pathological --data-dir FOLDER [--rounds 20]
+    python benchmarks/personalised.py fashion-mnist --data-dir FOLDER --variants
 
 Tasks: cifar10-pathological (eight classes a client), cifar10-dirichlet (0.8), mnist and
 fashion-mnist (two classes a client), digit-domains (MNIST as it is, inverted, rotated, blurred, and
@@ -29,15 +29,14 @@ it is, and one seed. It also holds four clients out of training and reports how 
 are that these new clients are sent. Writes results/personalised_<task>_variants.json.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from common import RESULTS, parse_options, write
 
 from fedntk.simulations import Config, compare, read_runs, tune
-from fedntk.simulations.report.results import machine
 from fedntk.simulations.report.statistics import client_gains, client_summary
 
 SEEDS = (0, 1, 2)
@@ -64,12 +63,10 @@ CHOSEN_AS = {"cifar10-dirichlet": "cifar10-pathological"}  # whose rates and set
 
 
 def weighted(**options: Any) -> dict[str, Any]:
-    """Return the settings of weighted FedAvg."""
     return {"method": "weighted-fedavg", "weighted_fedavg": options}
 
 
 def sums(**options: Any) -> dict[str, Any]:
-    """Return the settings of one exchange of sums."""
     return {
         "method": "one-exchange", "one_exchange": options, "rounds": 1, "model": "scattering",
         "random_features": 2000, "bandwidth": 1.6, "standardise": False,
@@ -99,7 +96,6 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str | None]] = {
 
 
 def base(task: str, data_dir: str, rounds: int) -> Config:
-    """Return what all runs of a task share."""
     images = {"dataset": f"hf:{data_dir}/CIFAR10-jpeg"} if task.startswith("cifar10") else {}
     common = {
         "data_dir": data_dir,
@@ -144,13 +140,9 @@ def _best(
     trial = config.replace(**settings, evaluate_on="validation")
     (key,) = grid
     searched = tune(
-        Config.parse({**trial.values(), **known}),
-        grid=grid,
-        metric="client-accuracy-mean",
-        last=2,
-        parallel=parallel,
-        out=folder / f"tune {name} {key}",
-    )
+        Config.parse({**trial.values(), **known}), grid=grid, metric="client-accuracy-mean", last=2,
+        parallel=parallel, out=folder / f"tune {name} {key}",
+    )  # fmt: skip
     return {key: searched.best.values()[key]}
 
 
@@ -166,7 +158,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def run_variants(configs: dict[str, Config], task: str, folder: Path) -> None:
-    """Run each method once in each variant of the task."""
     rows = []
     for variant, changes in VARIANTS.items():
         out = folder / task / "variants" / variant
@@ -185,21 +176,15 @@ def run_variants(configs: dict[str, Config], task: str, folder: Path) -> None:
                 for row in client_summary(own).round(4).to_dict("records"):
                     rows.append({"variant": variant, "clients-are": kind, **row})
         print(pd.DataFrame(rows).to_string(), flush=True)
-    content = {"machine": machine(), "rows": rows}
-    path = Path(__file__).parent / "results" / f"personalised_{task}_variants.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(f"personalised_{task}_variants", summary={"rows": rows})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--task", required=True, choices=list(TASKS))
-    parser.add_argument("--methods", default=";".join(METHODS), help="names, by semicolons")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--parallel", type=int, default=1)
-    parser.add_argument("--variants", action="store_true")
-    options = parser.parse_args()
-    names = options.methods.split(";")
+    options = parse_options(
+        __doc__, data_dir=True, task=TASKS, methods=tuple(METHODS), rounds=20, parallel=1,
+        variants=False,
+    )  # fmt: skip
+    names = options.methods
     config = base(options.task, options.data_dir, options.rounds)
     folder = Path("runs/personalised")
     source = CHOSEN_AS.get(options.task, options.task)
@@ -221,18 +206,17 @@ def main() -> None:
     summary = client_summary(clients)
     gains = client_gains(clients, ["local training", "FedAvg"])
     print(summary.to_string(), gains.to_string(), sep="\n", flush=True)
-    path = Path(__file__).parent / "results" / f"personalised_{options.task}.json"
+    path = RESULTS / f"personalised_{options.task}.json"
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kept = {key: [r for r in old.get(key, []) if r["run"] not in names] for key in TABLES}
     content = {
-        "machine": machine(),
         "rounds": options.rounds,
         "rates": RATES,
         "chosen": {**old.get("chosen", {}), **settings},
         "summary": kept["summary"] + summary.round(4).to_dict("records"),
         "gains": kept["gains"] + gains.round(4).to_dict("records"),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(path.stem, summary=content)
 
 
 if __name__ == "__main__":

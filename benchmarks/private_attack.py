@@ -8,21 +8,16 @@ other one, over models with it, and another over models without it; the likeliho
 image in one more model. The weaker attack has one threshold for the margins of all images.
 
     python benchmarks/private_attack.py --data-dir FOLDER --keep FOLDER
-
-Writes results/private_attack.json and .png.
 """
-
-import argparse
-import json
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from private_sums import CLASSES, DELTA, RADIUS, RESULTS, all_rows
+from common import RESULTS, parse_options, write
+from private_sums import CLASSES, DELTA, RADIUS, all_rows
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from fedntk.ntk.convex.private_sums import SumNoise, solve_noisy
-from fedntk.simulations.report.results import machine
 
 POOL, WIDTH, MODELS, JUDGED = 4000, 1000, 48, 8
 EPSILONS = (0.0, 100.0, 8.0, 3.0, 1.0)
@@ -37,11 +32,7 @@ def margins(z: torch.Tensor, y: torch.Tensor, linear: torch.Tensor) -> np.ndarra
 
 
 def main() -> None:
-    """Attack models with each epsilon."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--keep", required=True, help="folder for scattering coefficients")
-    options = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True, keep="runs/private-sums")
     (z, y), test = all_rows("fashion-mnist", options.data_dir, "frequencies", WIDTH, options.keep)
     z, y, z_test = z[:POOL].double(), y[:POOL], test[0].double()
     targets = torch.nn.functional.one_hot(y, CLASSES).double()
@@ -97,8 +88,7 @@ def main() -> None:
     plt.legend(loc="lower right", frameon=False)
     figure.savefig(RESULTS / "private_attack.png", dpi=120)
     known = {"models": MODELS, "judged": JUDGED, "pool": POOL, "p": WIDTH, "delta": DELTA}
-    text = json.dumps({**known, "machine": machine(), "rows": found}, indent=2)
-    (RESULTS / "private_attack.json").write_text(text + "\n")
+    write("private_attack", summary={**known, "rows": found})
 
 
 if __name__ == "__main__":

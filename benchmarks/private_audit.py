@@ -11,11 +11,9 @@ epsilon, with Clopper and Pearson's limits: at most 2.5 % of audits of a true cl
 
     python benchmarks/private_audit.py --runs 2000
 
-Writes results/private_audit.json. The last row is a control, in which the inputs' moments, which
-tell, are said to be public.
+The last row is a control, in which the inputs' moments, which tell, are said to be public.
 """
 
-import argparse
 import json
 import math
 import re
@@ -25,13 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS
+from common import parse_options, write
 from rich.progress import track
 from scipy.stats import beta
 from torch import nn
 
 from fedntk.simulations import OwnData, run
-from fedntk.simulations.report.results import load_model, machine
+from fedntk.simulations.report.results import load_model
 from fedntk.strategies import NoisySums
 
 DELTA, WIDTH, CLIENTS, EPSILON = 1e-5, 3, 4, 3.0
@@ -52,7 +50,6 @@ def keep_what_servers_see() -> None:
 
 
 def network() -> nn.Module:
-    """Make a last layer over the inputs as they are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, 2))
@@ -180,11 +177,7 @@ def attack(with_row: np.ndarray, without: np.ndarray) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Audit every configuration."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=2000, help="of each configuration")
-    parser.add_argument("--only", default="", help="part of a configuration's name")
-    options = parser.parse_args()
+    options = parse_options(__doc__, runs=2000, only="")
     keep_what_servers_see()
     rows = []
     for name, (_, kind, _, examples) in CONFIGURATIONS.items():
@@ -211,8 +204,7 @@ def main() -> None:
         if options.runs >= 500 and name.startswith("control") and bounds[best][1] <= claim:
             raise RuntimeError("the audit does not find what is there to be found")
         rows.append(row)
-        result = {"rows": rows, "delta": DELTA, "machine": machine()}
-        (RESULTS / "private_audit.json").write_text(json.dumps(result, indent=1) + "\n")
+        write("private_audit", summary={"rows": rows, "delta": DELTA})
 
 
 if __name__ == "__main__":

@@ -5,16 +5,13 @@
 simulations/conf/one_exchange_fmnist_private.toml as it is: 100 clients add their shares of Skellam
 noise, mask their sums, and the server opens the total. The last ten clients answer with an error
 when they are asked for masked sums, so their masks have to be taken off by the others' shares.
-Writes results/private_run_losses.csv: accuracy on the test images, and the epsilon of those who
-survived.
+Measured are the accuracy on the test images, and the epsilon of those who survived.
 """
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
-from common import machine, write
+from common import CONF, parse_options, write
 from flwr.app import ArrayRecord, Message
 
 from fedntk.ntk.options import read_task
@@ -25,7 +22,6 @@ from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
 
-CONF = Path(__file__).parents[1] / "simulations" / "conf" / "one_exchange_fmnist_private.toml"
 LOST = 10
 
 
@@ -40,14 +36,11 @@ class LossyGrid(LocalGrid):
 
 
 def main() -> None:
-    """Run it, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--examples", type=int, default=0, help="training images; 0: all")
-    options = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True, seed=0, examples=0)
     start = time.monotonic()
-    config = Config.load(CONF, data_dir=options.data_dir, seed=options.seed)
+    config = Config.load(
+        CONF / "one_exchange_fmnist_private.toml", data_dir=options.data_dir, seed=options.seed
+    )
     if options.examples:
         config = config.replace(train_examples=options.examples)
     setup = load_setup(config)
@@ -61,16 +54,12 @@ def main() -> None:
     ]
     metrics: dict[str, Any] = dict(result.train_metrics_clientapp[1])
     row = {
-        "accuracy": sum(int(found.sum()) for found in hits) / len(y),
-        "seed": options.seed,
-        "clients": config.num_clients,
-        "lost": LOST,
-        "images": sum(map(len, setup.split.clients)),
-        "seconds": time.monotonic() - start,
-        **metrics,
-    }
+        "accuracy": sum(int(found.sum()) for found in hits) / len(y), "seed": options.seed,
+        "clients": config.num_clients, "lost": LOST, "images": sum(map(len, setup.split.clients)),
+        "seconds": time.monotonic() - start, **metrics,
+    }  # fmt: skip
     print(row)
-    write("private_run_losses", [row], {"machine": machine("cpu")})
+    write("private_run_losses", [row], {})
 
 
 if __name__ == "__main__":

@@ -18,13 +18,10 @@ on 10,000 held-out training images of MNIST, which no noise protects (--evaluate
 With --client-examples E the epsilon counts a client that comes or goes with all its data: it draws
 E of its images if it has more, and the noise is E times as large.
 
-Each row of results/private_sums.csv is one release; epsilon 0 is without noise. Without
---client-examples the epsilon counts an example that is added or removed; `epsilon-of-survivors` is
-that of the shares which came. Rows of other cases stay.
+Each row is one release; epsilon 0 is without noise. Without --client-examples the epsilon counts an
+example that is added or removed; `epsilon-of-survivors` is that of the shares which came.
 """
 
-import argparse
-import json
 import math
 import time
 from dataclasses import replace
@@ -32,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import keep_rows
+from common import keep_rows, parse_options, write
 
 from fedntk.ntk.convex.private_sums import SumNoise, bound_rows, solve_noisy
 from fedntk.ntk.features.fixed_point import FixedPoint
@@ -41,9 +38,7 @@ from fedntk.ntk.features.scattering import ScatteringFrequencies
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
-from fedntk.simulations.report.results import machine
 
-RESULTS = Path(__file__).parent / "results"
 TRUST = {"server": "Gaussian", "clients": "Skellam"}  # and its noise
 KEYS = ["dataset", "evaluated-on", "features", "p", "trust", "epsilon", "seed", "clients",
         "client-examples"]  # fmt: skip
@@ -53,7 +48,6 @@ DELTA, RADIUS, CLASSES, CHUNK = 1e-5, 127, 10, 500
 def config_of(
     dataset: str, data_dir: str, seed: int, clients: int = 100, alpha: float = 0.1
 ) -> Config:
-    """Return the settings of a split over the clients."""
     return Config(
         method="one-exchange", dataset=dataset, data_dir=data_dir, model="scattering", rounds=1,
         standardise=False, num_clients=clients, partition="dirichlet", alpha=alpha, seed=seed,
@@ -94,21 +88,12 @@ def all_rows(
 
 
 def main() -> None:
-    """Measure the cases that are asked for, one after another."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--dataset", default="fashion-mnist")
-    parser.add_argument("--kind", default="frequencies", choices=["frequencies", "projection"])
-    parser.add_argument("--features", type=int, default=2000)
-    parser.add_argument("--seeds", default="0,1,2,3,4")
-    parser.add_argument("--epsilons", default="0,8,3,1")
-    parser.add_argument("--evaluate", default="test", choices=["test", "validation"])
-    parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--alpha", type=float, default=0.1)
-    parser.add_argument("--client-examples", type=int, default=0)
-    parser.add_argument("--keep", required=True, help="folder for scattering coefficients")
-    options = parser.parse_args()
-    width, path = options.features, RESULTS / "private_sums.csv"
+    options = parse_options(
+        __doc__, data_dir=True, dataset="fashion-mnist", kind="frequencies", features=2000,
+        seeds=(0, 1, 2, 3, 4), epsilons=(0.0, 8.0, 3.0, 1.0), evaluate="test", clients=100,
+        alpha=0.1, client_examples=0, keep="runs/private-sums",
+    )  # fmt: skip
+    width = options.features
     training, test = all_rows(options.dataset, options.data_dir, options.kind, width, options.keep)
     allowed = np.ones(len(training[1]), bool)
     if options.evaluate == "validation":
@@ -125,7 +110,7 @@ def main() -> None:
     clients, most = options.clients, options.client_examples
     survivors = clients * 9 // 10
     everyone = None if most else sums(np.flatnonzero(allowed))
-    for seed in map(int, options.seeds.split(",")):
+    for seed in options.seeds:
         config = config_of(options.dataset, options.data_dir, seed, clients, options.alpha)
         split = [part[allowed[part]] for part in load_setup(config).split.clients]
         order = np.random.default_rng([seed, *b"lost"]).permutation(clients)
@@ -136,7 +121,7 @@ def main() -> None:
             )
         else:
             own = everyone - sums(np.concatenate([split[k] for k in order[survivors:]]))
-        for epsilon in map(float, options.epsilons.split(",")):
+        for epsilon in options.epsilons:
             for trust in TRUST if epsilon else ["none"]:
                 fewest = survivors if trust == "clients" else 0
                 noise = SumNoise(
@@ -181,9 +166,8 @@ def main() -> None:
                     "seconds": time.perf_counter() - start,
                 }  # fmt: skip
                 print({name: row[name] for name in (*KEYS, "accuracy", "seconds")}, flush=True)
-                keep_rows(path, [row], KEYS)
-    known = json.dumps({"machine": machine()}, indent=2)
-    (RESULTS / "private_sums.json").write_text(known + "\n")
+                keep_rows("private_sums", [row], KEYS)
+    write("private_sums", summary={})
 
 
 if __name__ == "__main__":

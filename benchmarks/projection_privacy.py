@@ -22,20 +22,16 @@ seed known       P itself
 
     python benchmarks/projection_privacy.py --data-dir FOLDER
 
-FOLDER is in torchvision's layout. Writes results/projection_privacy.json (means of SSIM, of 28 x 28
-images in [0, 1] with data_range=1, and of squared errors) and .png (the images). Needs the packages
-of the simulations, fedntk installed, and scikit-image.
+SSIM is of 28 x 28 images in [0, 1] with data_range=1. Needs fedntk installed, and scikit-image.
 """
 
-import argparse
-import json
 from collections.abc import Callable
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import RESULTS, fashion_mnist, machine
+from common import RESULTS, fashion_mnist, parse_options, write
 from numpy.typing import NDArray
 from reconstruction import pixels, ssim
 from torch import Tensor
@@ -87,7 +83,6 @@ def estimator(images: Tensor, labels: Tensor, found: Tensor, noise: float = 0.0)
 
 
 def class_means(rows: Tensor, labels: Tensor) -> Tensor:
-    """Means of rows (n, d) by class, (C, d)."""
     return torch.stack([rows[labels == c].mean(0) for c in labels.unique().tolist()])
 
 
@@ -196,9 +191,7 @@ def draw_rows(rows: dict[str, NDArray[np.float32]], stem: str, columns: int, wid
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    options = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True)
 
     x, y, _ = fashion_mnist(options.data_dir, (TARGETS + SEEN + PUBLIC) // 190)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -227,9 +220,7 @@ def main() -> None:
             elif name in SHOWN:
                 shown[f"{kind}, {name}"] = images
     settings = {"features": FEATURES, "seen": SEEN, "one round": ROUND, "public": PUBLIC}
-    content = {"machine": machine("cpu"), "settings": settings, "results": results}
-    text = json.dumps(content, indent=1)
-    (RESULTS / "projection_privacy.json").write_text(text + "\n", encoding="utf-8")
+    write("projection_privacy", summary={"settings": settings, "results": results})
     draw_rows({"original": originals, **shown}, "projection_privacy", 8, width=5.6)
 
 

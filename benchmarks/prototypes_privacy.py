@@ -9,23 +9,17 @@ client's own images in the pool. Features are the last layer's inputs
 FedAvg.
 
     python benchmarks/prototypes_privacy.py --data-dir FOLDER [--draws 200]
-
-FOLDER is in torchvision's layout, with Fashion-MNIST. Writes results/prototypes_privacy.json.
 """
-
-import argparse
-import json
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
+from common import parse_options, write
+from sums_privacy import trained
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap
-from fedntk.simulations import Config, run
+from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
-from fedntk.simulations.report.results import load_model, machine
 
 COUNTS = (1, 2, 5, 20, 100)
 POOL = 1_000  # images of one class
@@ -52,10 +46,7 @@ def attack(features: Tensor, count: int, draws: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--draws", type=int, default=200)
-    options = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True, draws=200)
     config = Config(
         method="fedavg", dataset="fashion-mnist", data_dir=options.data_dir, model="lenet",
         num_clients=20, clients_per_round=10, clients_per_evaluation=0, train_examples=10_000,
@@ -64,13 +55,8 @@ def main() -> None:
     setup, rows = load_setup(config), []
     y = setup.data.y_train
     x, _ = setup.data.train(np.flatnonzero(y == 0)[:POOL])
-    with tempfile.TemporaryDirectory() as folder:
-        run(config, out=folder, progress=False)
-        trained = load_model(Path(folder))
     for rounds in (0, config.rounds):
-        network = setup.network
-        if rounds:
-            network.load_state_dict({name: torch.tensor(a) for name, a in trained.items()})
+        network = trained(config) if rounds else setup.network
         for kind, feature_map in FEATURES.items():
             extract = feature_map.extractor(network)
             features = torch.cat([extract(part) for part in x.split(200)])
@@ -78,9 +64,7 @@ def main() -> None:
                 found = attack(features, count, options.draws)
                 rows.append({"rounds": rounds, "features": kind, **found})
                 print(rows[-1], flush=True)
-    content = {"machine": machine(), "pool": POOL, "draws": options.draws, "rows": rows}
-    path = Path(__file__).parent / "results" / "prototypes_privacy.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write("prototypes_privacy", summary={"pool": POOL, "draws": options.draws, "rows": rows})
 
 
 if __name__ == "__main__":

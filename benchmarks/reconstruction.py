@@ -19,12 +19,10 @@ pseudo-inverse of P, the others have x P in place of x; a server without the see
 
     python benchmarks/reconstruction.py --data-dir FOLDER [--processes 4]
 
-FOLDER is in torchvision's layout. Writes results/reconstruction.csv (means over the images), .json,
-.png (the images) and reconstruction_ssim.png (the means). SSIM is scikit-image's, of 28 x 28 images
-in [0, 1] with data_range=1. Needs torch, numpy, SciPy, scikit-image and matplotlib.
+SSIM is scikit-image's, of 28 x 28 images in [0, 1] with data_range=1. Needs torch, numpy, pandas,
+SciPy, scikit-image and matplotlib.
 """
 
-import argparse
 import copy
 import functools
 import itertools
@@ -35,8 +33,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
-from common import RESULTS, fashion_mnist, machine, use_checkout, write
+from common import RESULTS, fashion_mnist, parse_options, use_checkout, write
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from skimage.metrics import structural_similarity
@@ -84,44 +83,20 @@ class Network:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What an upload shows of one example with inputs z, shape (d,), and H hidden units a.
+    """What an upload shows of one example with inputs z, shape (d,), and H hidden units a."""
 
-    Attributes
-    ----------
-    outputs : Tensor, shape (C,)
-        f, exact.
-    products : Tensor, shape (C, H, d)
-        Jacobian with respect to W1, g z^T; zero where nothing came.
-    slopes : Tensor, shape (C, H)
-        Jacobian with respect to b1, g.
-    tops : Tensor, shape (C, H)
-        Jacobian of output c with respect to row c of W2, a.
-    closed : Tensor, shape (d,)
-        Closed form of z from only the upload; zero where nothing came.
-    inputs, known : Tensor, shape (d,)
-        z with the help of W2, and where it is known (bool).
-    bound : float
-        What abs(z) is at most where it is not known.
-    on, off : Tensor of bool, shape (H,)
-        Units that are surely on, surely off.
-    hidden : Tensor, shape (H,)
-        a, zero where it is not known.
-    hidden_bound : float
-        What a is at most there.
-    """
-
-    outputs: Tensor
-    products: Tensor
-    slopes: Tensor
-    tops: Tensor
-    closed: Tensor
-    inputs: Tensor
-    known: Tensor
-    bound: float
-    on: Tensor
-    off: Tensor
-    hidden: Tensor
-    hidden_bound: float
+    outputs: Tensor  # f, exact (C,)
+    products: Tensor  # Jacobian by W1, g z^T (C, H, d); zero where nothing came
+    slopes: Tensor  # Jacobian by b1, g (C, H)
+    tops: Tensor  # Jacobian of output c by row c of W2, a (C, H)
+    closed: Tensor  # closed form of z from only the upload (d,); zero where nothing came
+    inputs: Tensor  # z with the help of W2 (d,)
+    known: Tensor  # where it is known, bool (d,)
+    bound: float  # what abs(z) is at most elsewhere
+    on: Tensor  # units that are surely on, bool (H,)
+    off: Tensor  # and surely off
+    hidden: Tensor  # a (H,), zero where it is not known
+    hidden_bound: float  # what a is at most there
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,35 +117,18 @@ class Prior:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A client, the network it was sent, and what the server knows beside its upload.
+    """A client, the network it was sent, and what the server knows beside its upload."""
 
-    Attributes
-    ----------
-    name : str
-        Which weights.
-    model : nn.Module
-        784-100-10, or 200-100-10 for projected examples.
-    x, labels : Tensor, shape (n, 784) and (n,)
-        The client's.
-    rows : list of int
-        Examples that are rebuilt.
-    matrices : mapping of str to Tensor or None
-        What the attacker takes for P; the first is the true one. None is no projection.
-    priors : sequence of Prior
-        By class.
-    """
-
-    name: str
-    model: nn.Module
-    x: Tensor
+    name: str  # of the weights
+    model: nn.Module  # 784-100-10, or 200-100-10 for projected examples
+    x: Tensor  # the client's (n, 784)
     labels: Tensor
-    rows: Sequence[int]
-    matrices: Mapping[str, Tensor | None]
-    priors: Sequence[Prior]
+    rows: Sequence[int]  # examples that are rebuilt
+    matrices: Mapping[str, Tensor | None]  # what is taken for P, the true one first; None: none
+    priors: Sequence[Prior]  # by class
 
 
 def network(d: int, seed: int, width: int = 100, num_outputs: int = 10) -> nn.Sequential:
-    """Make d-100-10 as the simulations do: Kaiming-normal weights, zero biases."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(d, width), nn.ReLU(), nn.Linear(width, num_outputs))
@@ -194,7 +152,6 @@ def trained(model: nn.Module, x: Tensor, labels: Tensor, epochs: int = 3) -> nn.
 
 
 def upload(model: nn.Module, z: Tensor, labels: Tensor, wire: str) -> Any:
-    """Make what a client sends, before compression."""
     from fedntk.ntk import JacobianUpload, jacobian, one_hot
 
     outputs = model(z).detach()
@@ -259,8 +216,6 @@ def ratio(found: Tensor, factor: Tensor, dims: tuple[int, ...]) -> Tensor:
 def lbfgs(
     loss: Callable[[Tensor], Tensor], start: Tensor, *, bounds: Any = None, steps: int = 200
 ) -> tuple[Tensor, float]:
-    """Minimise; point and loss."""
-
     def value_and_slope(point: Any) -> tuple[float, Any]:
         x = torch.from_numpy(point).requires_grad_()
         value = loss(x)
@@ -391,21 +346,16 @@ def pixels(x: Tensor) -> Images:
 
 
 def ssim(image: Images, original: Images) -> float:
-    """Compare two images of 784 pixels in [0, 1]."""
     a, b = (np.float64(i).reshape(28, 28) for i in (image, original))
     return float(structural_similarity(a, b, data_range=1.0))
 
 
 def scores(images: Images, originals: Images) -> dict[str, float]:
-    """Mean, least and largest SSIM, and the mean squared error."""
     each = [ssim(a, b) for a, b in zip(images, originals, strict=True)]
     error = float(((images - originals) ** 2).mean())
     return {
-        "ssim": float(np.mean(each)),
-        "ssim-min": min(each),
-        "ssim-max": max(each),
-        "mse": error,
-    }
+        "ssim": float(np.mean(each)), "ssim-min": min(each), "ssim-max": max(each), "mse": error,
+    }  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1)
@@ -435,7 +385,6 @@ def targets(data_dir: str) -> list[Target]:
 
 
 def references(target: Target, originals: Images) -> dict[str, Images]:
-    """Images that need no upload, to judge the others by."""
     classes = [target.priors[int(target.labels[row])].mean for row in target.rows]
     overall = torch.stack([prior.mean for prior in target.priors]).mean(0)
     return {
@@ -446,42 +395,35 @@ def references(target: Target, originals: Images) -> dict[str, Images]:
 
 
 def main() -> None:
-    """Attack, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--processes", type=int, default=4)
-    arguments = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True, processes=4)
     use_checkout()
     start = time.perf_counter()
-    found = targets(arguments.data_dir)
+    found = targets(options.data_dir)
     jobs = [
-        (arguments.data_dir, which, wire, *case)
+        (options.data_dir, which, wire, *case)
         for which in range(len(found))
         for wire in WIRES
         for case in CASES
     ]
     originals = pixels(found[0].x[found[0].rows])
     rows, images = [], {}
-    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for job, results in zip(jobs, pool.imap(attacked, jobs), strict=True):
             for (projection, attacker), rebuilt in results.items():
                 key = (found[job[1]].name, projection, *job[2:], attacker)
                 images[key] = rebuilt
                 rows.append(dict(zip(KEYS, key, strict=True)) | scores(rebuilt, originals))
             print(f"{time.perf_counter() - start:.0f} s:", *job[1:], flush=True)
-    seconds = time.perf_counter() - start
     known = references(found[0], originals)
     summary = {
-        "machine": machine("cpu"),
-        "seconds": round(seconds),
-        "processes": arguments.processes,
+        "seconds": round(time.perf_counter() - start),
+        "processes": options.processes,
         "images": len(originals),
         "examples-of-the-client": len(found[0].x),
         "settings": {
             "projection": PROJECTED,
             "noise-variance": NOISE,
             "prior-weight": PRIOR_WEIGHT,
-            "ssim": "scikit-image, window of 7, data_range=1, pixels in [0, 1]",
         },
         "references": {name: scores(each, originals) for name, each in known.items()},
         "sparsity-and-bits": CASES,
@@ -494,13 +436,13 @@ def main() -> None:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
     """Mean SSIM by situation and attacker, a number for each case; and of the best attacker."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        situation = f"{row['weights']} weights, projection {row['projection']}, {row['wire']}"
-        by_attacker = found.setdefault(situation, {})
-        by_attacker.setdefault(row["attacker"], []).append(round(row["ssim"], 3))
-    for by_attacker in found.values():
-        by_attacker["best"] = [max(case) for case in zip(*by_attacker.values(), strict=True)]
+    scored = pd.DataFrame(rows)
+    found = {}
+    for (weights, projection, wire), own in scored.groupby([*KEYS[:3]], sort=False):
+        by_attacker = own.pivot(index=["sparsity", "bits"], columns="attacker", values="ssim")
+        by_attacker = by_attacker.loc[CASES, ATTACKERS].round(3)
+        situation = f"{weights} weights, projection {projection}, {wire}"
+        found[situation] = by_attacker.assign(best=by_attacker.max(axis=1)).to_dict("list")
     return found
 
 
@@ -536,7 +478,6 @@ def grid(images: Mapping[Any, Images], known: Mapping[str, Images], originals: I
 
 
 def curves(rows: Sequence[Mapping[str, Any]], mean_of_class: float) -> None:
-    """Mean SSIM against sparsity, for each wire and kind of projection."""
     from matplotlib import pyplot
 
     titles = {

@@ -20,17 +20,13 @@ cpu-seconds  of a round, the mean, over all processes but the one that only watc
              end of a round up to 0.2 s late: short rounds need many
 memory-mb    the most that these use at a time; what processes share counts once
 server-...   those of the SuperLink and its ServerApp, which one machine has for all SuperNodes
-
-Writes results/round_costs.csv and .json.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -38,7 +34,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
-from common import machine, measured, write
+from common import measured, parse_options, write
 
 from fedntk.simulations import Config, Federation, run
 from fedntk.simulations.engine import processes
@@ -49,12 +45,10 @@ Family = Callable[[], list[psutil.Process]]
 
 
 def started_by(pid: int) -> list[psutil.Process]:
-    """Return all that a process has started and that still runs."""
     return psutil.Process(pid).children(recursive=True)
 
 
 def cpu_seconds(family: Family) -> float:
-    """CPU seconds of processes, and of those that they have started and outlived."""
     total = 0.0
     for process in family():
         with contextlib.suppress(psutil.Error):
@@ -64,7 +58,6 @@ def cpu_seconds(family: Family) -> float:
 
 
 def memory_mb(family: Family) -> float:
-    """Memory of processes; what several share is divided among them."""
     total = 0
     for process in family():
         with contextlib.suppress(psutil.Error):
@@ -154,7 +147,6 @@ WAYS = {way.__name__: way for way in (local, ray, cluster, supernodes)}
 
 
 def child(way: str, clients: int, rounds: int) -> dict[str, Any]:
-    """Measure one case."""
     load, watch = os.getloadavg()[0], Watch(rounds)
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
@@ -168,22 +160,12 @@ def child(way: str, clients: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--clients", default="10,100,1000")
-    parser.add_argument("--supernodes", default="2,5")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(child(**json.loads(options.child))))
-        sys.exit()
+    options = parse_options(
+        __doc__, child=child, clients=(10, 100, 1000), supernodes=(2, 5), rounds=5
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
     began = time.perf_counter()
-    simulated, deployed = (
-        [int(number) for number in numbers.split(",")]
-        for numbers in (options.clients, options.supernodes)
-    )
+    simulated, deployed = options.clients, options.supernodes
     cases = [(way, clients) for clients in simulated for way in ("local", "ray", "cluster")]
     cases += [("local", clients) for clients in deployed if clients not in simulated]
     cases += [("supernodes", clients) for clients in deployed]
@@ -198,7 +180,6 @@ def main() -> None:
     if differing:
         raise RuntimeError(f"ways learned different bits with so many clients: {differing}")
     summary = {
-        "machine": machine("cpu"),
         "load-after": round(os.getloadavg()[0], 2),
         "seconds-in-all": round(time.perf_counter() - began),
         "same-bits": True,

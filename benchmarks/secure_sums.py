@@ -17,11 +17,8 @@ open        the server takes the masks out, if a tenth of the clients is lost af
 Clients' seconds are means over clients, of three clients for encode and masked if all would take
 too long (the sum of all clients is then not compared); bytes are of one client's arrays. Elsewhere
 the sum must be that of the numbers without masks, to the bit.
-
-Writes results/secure_sums.csv, and .json with the machine and its load.
 """
 
-import argparse
 import os
 import tempfile
 import time
@@ -30,21 +27,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, keep_rows, machine
+from common import keep_rows, parse_options
 
 from fedntk.clients.core.secure_sum import SecureSum
 from fedntk.ntk.payloads.masked_average import average_words
 from fedntk.trust import MaskedSum, ParcelKeys, Promise, Roster, new_key
 from fedntk.trust.secure_sum import exchange_of
 
-CASES = "10x8000,10x1000000,10x11000000,100x8000,100x1000000,100x11000000"
+CASES = ("10x8000", "10x1000000", "10x11000000", "100x8000", "100x1000000", "100x11000000")
 MOST = 2 * 10**9  # words with masks, of all clients, that are made for a comparison
 SHOWN = 3  # clients that are timed beyond it
 Arrays = Mapping[str, np.ndarray]
 
 
 def size(arrays: Arrays) -> int:
-    """Count bytes."""
     return sum(np.asarray(array).nbytes for array in arrays.values())
 
 
@@ -68,7 +64,6 @@ class Stages:
 
 
 def run(clients: int, numbers: int) -> list[dict[str, Any]]:
-    """Measure one case."""
     stages, ids = Stages(clients, numbers), np.arange(clients)
     threshold = -(-2 * clients // 3)
     with tempfile.TemporaryDirectory() as folder:
@@ -150,14 +145,10 @@ def run(clients: int, numbers: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure all cases; those that were measured before and are not asked for stay."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default=CASES)
-    for case in parser.parse_args().cases.split(","):
+    for case in parse_options(__doc__, cases=CASES).cases:
         rows = run(*map(int, case.split("x")))
         load = dict(zip(("1", "5", "15"), os.getloadavg(), strict=True))
-        summary = {"machine": machine("cpu"), "load-average": load}
-        print(keep_rows(RESULTS / "secure_sums.csv", rows, ["clients", "numbers"], summary))
+        keep_rows("secure_sums", rows, ["clients", "numbers"], {"load-average": load})
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ is installed. Errors are the largest over the 12 steps, relative, in the Euclide
 
     python benchmarks/solver.py --data-dir FOLDER [--device cpu]
 
-FOLDER is in torchvision's layout. Writes results/solver.csv and .json (with _cuda for a GPU), and
-solver.png if matplotlib is installed and the device is the CPU. Needs only torch and numpy.
+Needs only torch and numpy.
 """
 
-import argparse
 import time
 from typing import Any
 
 import torch
-from common import RESULTS, STEPS, fashion_mnist, machine, mlp, use_checkout, write
+from common import RESULTS, STEPS, fashion_mnist, mlp, parse_options, use_checkout, write
 from torch import Tensor
 
 TOLERANCES = (1e-3, 3e-4, 2e-4, 1e-4, 3e-5, 1e-5)
@@ -24,7 +22,6 @@ ETA = 0.01
 
 
 def problems(data_dir: str, device: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Kernel, outputs and one-hot targets by name."""
     from fedntk.ntk import evolve, jacobian, one_hot
 
     x, labels, sizes = fashion_mnist(data_dir, 80)
@@ -81,7 +78,6 @@ def by_scipy(kernel: Tensor, f: Tensor, y: Tensor) -> Tensor | None:
 
 
 def error(found: Tensor, reference: Tensor) -> float:
-    """Compare at each step; the largest."""
     return max(
         float((a.double().cpu() - b.cpu()).norm() / b.norm())
         for a, b in zip(found, reference, strict=True)
@@ -89,18 +85,13 @@ def error(found: Tensor, reference: Tensor) -> float:
 
 
 def main() -> None:
-    """Measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    device = arguments.device
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    chosen = parse_options(__doc__, data_dir=True, device="cpu")
+    device = chosen.device
     use_checkout()
     from fedntk.ntk import evolve
 
     rows, checks = [], {}
-    for name, (kernel, f, y) in problems(arguments.data_dir, device).items():
+    for name, (kernel, f, y) in problems(chosen.data_dir, device).items():
         options = {"loss": "cross-entropy", "learning_rate": ETA, "steps": STEPS}
         exact = evolve(kernel.double(), f.double(), y.double(), tolerance=1e-8, **options).outputs
         other = by_scipy(kernel, f, y) if device == "cpu" and len(f) < 2000 else None
@@ -111,14 +102,10 @@ def main() -> None:
         seconds = time.perf_counter() - start
         rows.append(
             {
-                "problem": name,
-                "method": "Euler, unit steps",
-                "products": 2000,
-                "steps": 2000,
-                "error": error(found, exact),
-                "seconds": seconds,
+                "problem": name, "method": "Euler, unit steps", "products": 2000, "steps": 2000,
+                "error": error(found, exact), "seconds": seconds,
             }
-        )
+        )  # fmt: skip
         for tolerance in TOLERANCES:
             start = time.perf_counter()
             evolution = evolve(kernel, f, y, tolerance=tolerance, **options)
@@ -126,19 +113,14 @@ def main() -> None:
             seconds = time.perf_counter() - start
             rows.append(
                 {
-                    "problem": name,
-                    "method": "RKC",
-                    "tolerance": tolerance,
-                    "products": evolution.kernel_products,
-                    "steps": evolution.solver_steps,
-                    "error": error(evolved, exact),
-                    "error-estimate": evolution.error_estimate,
+                    "problem": name, "method": "RKC", "tolerance": tolerance,
+                    "products": evolution.kernel_products, "steps": evolution.solver_steps,
+                    "error": error(evolved, exact), "error-estimate": evolution.error_estimate,
                     "seconds": seconds,
                 }
-            )
+            )  # fmt: skip
             print(rows[-1], flush=True)
     summary = {
-        "machine": machine(device),
         "reference-against-dop853": checks,
         "share-of-eulers-products": {
             f"{row['problem']}, tolerance {row['tolerance']:g}": row["products"] / 2000
@@ -152,7 +134,6 @@ def main() -> None:
 
 
 def picture(rows: list[dict[str, Any]]) -> None:
-    """Error against kernel products."""
     try:
         from matplotlib import pyplot
     except ModuleNotFoundError:

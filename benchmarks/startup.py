@@ -4,12 +4,10 @@
 
 Each program runs in a process of its own, with one thread, and all take turns. Seconds of the CPU
 are hardly changed by what else is at work; those by the clock are. All modules are compiled before,
-as in an installation. Writes results/startup.csv and .json, with the ratio of
-`import fedntk.strategies` to `import torch, flwr` in each turn.
+as in an installation. The .json has the ratio of
+`import fedntk.strategies` to `import torch, flwr`.
 """
 
-import argparse
-import json
 import os
 import resource
 import statistics
@@ -19,9 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedntk.simulations.report.results import machine
+from common import parse_options, write
 
-RESULTS = Path(__file__).parent / "results"
 COMMAND = str(Path(sys.executable).parent / "fedntk")
 BASE, STRATEGIES = "import torch, flwr", "import fedntk.strategies"
 PROGRAMS = {
@@ -39,7 +36,6 @@ PROGRAMS = {
 
 
 def seconds(command: list[str]) -> tuple[float, float]:
-    """Run a program; return its seconds by the clock and of the CPU."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -50,30 +46,23 @@ def seconds(command: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--times", type=int, default=9)
-    times = parser.parse_args().times
+    times = parse_options(__doc__, times=9).times
     turns = [
         {name: seconds(command) for name, command in PROGRAMS.items()} for _ in range(times + 1)
     ][1:]  # the first compiles, and fills the system's caches
-    lines = ["program,median_seconds,median_cpu_seconds"]
+    rows = []
     for name in PROGRAMS:
         clock, cpu = (statistics.median(turn[name][i] for turn in turns) for i in (0, 1))
-        lines.append(f'"{name}",{clock:.3f},{cpu:.3f}')
+        rows.append({"program": name, "median_seconds": clock, "median_cpu_seconds": cpu})
     ratios = [[turn[STRATEGIES][i] / turn[BASE][i] for turn in turns] for i in (0, 1)]
     summary = {
-        "machine": machine(),
         "times": times,
         "strategies-by-torch-and-flwr": {
             kind: [round(f(values), 3) for f in (min, statistics.median, max)]
             for kind, values in zip(("clock", "cpu"), ratios, strict=True)
         },
     }
-    (RESULTS / "startup.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    text = json.dumps(summary, indent=2)
-    (RESULTS / "startup.json").write_text(text + "\n", encoding="utf-8")
-    print("\n".join(lines), text, sep="\n")
+    write("startup", rows, summary)
 
 
 if __name__ == "__main__":

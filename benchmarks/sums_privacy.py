@@ -23,21 +23,16 @@ All this with exact features and with features rounded to 8 bits, with a network
 weights and after ten rounds of FedAvg on 10,000 of the training images, members or not.
 
     python benchmarks/sums_privacy.py --data-dir FOLDER
-
-FOLDER is in torchvision's layout, with Fashion-MNIST. Writes results/sums_privacy.json and .png.
 """
 
-import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS
+from common import parse_options, write
 from numpy.typing import NDArray
 from projection_privacy import draw_rows
 from reconstruction import ssim
@@ -49,7 +44,7 @@ from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config, run
 from fedntk.simulations.engine.building import load_setup
-from fedntk.simulations.report.results import load_model, machine
+from fedntk.simulations.report.results import load_model
 
 COUNTS = (1, 10, 100, 1000, 5800)
 DRAWS = {1: 2}  # of ten clients; one draw for larger counts
@@ -128,13 +123,11 @@ def told_apart(leverage: Tensor, calibration: Tensor, own: NDArray[np.int64]) ->
 
 
 def nearest_is_own(z: Tensor, point: Tensor, own: NDArray[np.int64]) -> float:
-    """Whether the image with the smallest angle to a point is a member."""
     cosines = (z @ point) / z.norm(dim=1)
     return float(int(cosines.abs().argmax()) in own)
 
 
 def first_eigenvector(matrix: Tensor, start: Tensor, *, times: int = 100) -> Tensor:
-    """Return that of the largest eigenvalue, by the power method."""
     for _ in range(times):
         start = matrix @ start
         start = start / start.norm()
@@ -142,7 +135,6 @@ def first_eigenvector(matrix: Tensor, start: Tensor, *, times: int = 100) -> Ten
 
 
 def mean_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean of each number."""
     return {key: round(float(np.mean([f[key] for f in found])), 4) for key in found[0]}
 
 
@@ -245,25 +237,27 @@ def rebuilt(
     return {name: round(float(np.mean(s)), 3) for name, s in scores.items()}, np.stack(images)
 
 
+def trained(config: Config) -> nn.Module:
+    """Return the network of a configuration after its rounds."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights = load_model(run(config, out=folder, progress=False).folder)
+    network = load_setup(config).network
+    network.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
+    return network
+
+
 def extracted(network: nn.Module, kind: str, x: Tensor) -> Tensor:
-    """Features (n, p), float32."""
     extract = MAPS[kind].extractor(network)
     return torch.cat([extract(part) for part in x.split(2_000)])
 
 
 def main() -> None:
-    """Attack, and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    options = parser.parse_args()
+    options = parse_options(__doc__, data_dir=True)
     config = Config(
         method="fedavg", dataset="fashion-mnist", data_dir=options.data_dir, model="simple-cnn",
         num_clients=20, clients_per_round=10, clients_per_evaluation=0, train_examples=10_000,
         partition="dirichlet", alpha=0.8, learning_rate=0.1, rounds=10, test_examples=1_000,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        run(config, out=folder, progress=False)
-        trained = load_model(Path(folder))
     setup = load_setup(config)
     data, num_classes = setup.data, setup.data.num_classes
     (x, y), (x_test, y_test) = data.train(np.arange(len(data.y_train))), data.test()
@@ -280,14 +274,11 @@ def main() -> None:
              for c in range(num_classes) for i in drawn[c, :100:10]]  # fmt: skip
     shown = {"original": raw[drawn[:, 0]].numpy(), "label alone": means.numpy()}
     content: dict[str, Any] = {
-        "machine": machine(),
         "ssim of the class's mean image": round(float(np.mean(alone)), 3),
         "membership": [], "differences": [], "rebuilt": [],
     }  # fmt: skip
     for weights in ("first", "trained"):
-        network = setup.network
-        if weights == "trained":
-            network.load_state_dict({name: torch.tensor(a) for name, a in trained.items()})
+        network = trained(config) if weights == "trained" else setup.network
         for kind in MAPS:
             z = extracted(network, kind, x)
             for bits in (32, 8):
@@ -305,8 +296,7 @@ def main() -> None:
                     for count in (1, 10, 100, 1000):
                         content["differences"].append(case | difference(features, count))
                         print(content["differences"][-1], flush=True)
-                text = json.dumps(content, indent=1)
-                (RESULTS / "sums_privacy.json").write_text(text + "\n", encoding="utf-8")
+                write("sums_privacy", summary=content)
     draw_rows(shown, "sums_privacy", SHOWN, width=0.62 * SHOWN)
 
 

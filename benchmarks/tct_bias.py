@@ -6,19 +6,15 @@ of stage 2, or one exchange of sums, with 1,500 features. All is measured on tra
 stay on the server; the test set is not used.
 
     python benchmarks/tct_bias.py --data-dir FOLDER
-
-Each row of results/tct_bias.csv is one run.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import pandas as pd
-from common import RESULTS
+from common import parse_options, write
 from sklearn.datasets import load_digits, make_classification
 
 from fedntk.ntk.convex.pooled_statistics import class_weights
@@ -43,7 +39,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def data_sets(folder: Path, data_dir: str) -> dict[str, dict[str, Any]]:
-    """Write the tables, and return the settings of each set, with its validation examples."""
     settings: dict[str, dict[str, Any]] = {}
     digits = load_digits()
     tables = {"digits": (digits.data, digits.target), "digit 8 or not": (digits.data,)}
@@ -65,7 +60,6 @@ def data_sets(folder: Path, data_dir: str) -> dict[str, dict[str, Any]]:
 
 
 def measure(name: str, settings: dict[str, Any], variant: str, seed: int) -> dict[str, Any]:
-    """Run one variant and return its row."""
     options = VARIANTS[variant]
     tct = {"num_features": 1500, **options}
     rounds = 11 + tct.get("balanced", False) if "sums" in tct else 21
@@ -100,20 +94,17 @@ def measure(name: str, settings: dict[str, Any], variant: str, seed: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", default="")
-    parser.add_argument("--seeds", default="0,1")
-    arguments = parser.parse_args()
+    options = parse_options(__doc__, data_dir="", seeds=(0, 1))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, settings in data_sets(Path(folder), arguments.data_dir).items():
+        for name, settings in data_sets(Path(folder), options.data_dir).items():
             for variant in VARIANTS:
                 if "balanced" in variant and name in ("digits", "Fashion-MNIST", "table 50:50"):
                     continue
-                for seed in map(int, arguments.seeds.split(",")):
+                for seed in options.seeds:
                     rows.append(measure(name, settings, variant, seed))
                     print(rows[-1], flush=True)
-    pd.DataFrame(rows).to_csv(RESULTS / "tct_bias.csv", index=False)
+    write("tct_bias", rows)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ Parts, each with results/tct_<part>.csv and .json beside this file:
 
 table2
     Table 2 (and a picture): four partitions, four methods. The local learning rate of a method is
-    the best of four after a few rounds on #C = 2; TCT has FedAvg's in stage 1, and its eta of stage
-    2 is also the best of three on #C = 2.
+    the best of four after a few rounds on #C=2; TCT has FedAvg's in stage 1, and its eta of stage
+    2 is also the best of three on #C=2.
 variants
-    On #C = 2, from one FedAvg model: normalisation, loss, features, optimiser, solver (figures 4
+    On #C=2, from one FedAvg model: normalisation, loss, features, optimiser, solver (figures 4
     and 5, tables 11 and 12, and what the paper lacks).
 mnist
     The authors' example: 5 clients, two digits each; how close stage 2 comes to the ridge solution.
@@ -34,9 +34,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from common import CONF, RESULTS, parse_options, write
 from flwr.app import Array, ArrayRecord, Context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from tct_statistics import PARTITIONS, Settings, percent
 from torch import nn
 
 from fedntk.clients import BootstrapSGD, TCTClient, client_app
@@ -47,30 +49,16 @@ from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.models import build_model, simple_cnn
 from fedntk.simulations.report.figures import COLOURS
-from fedntk.simulations.report.results import Run, machine
+from fedntk.simulations.report.results import Run
 from fedntk.strategies import TCT, SeededFedAvg
 
-ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
-CONFIGURATION = ROOT / "simulations" / "conf" / "tct_fmnist.toml"
-Settings = dict[str, Any]
+CONFIGURATION = CONF / "tct_fmnist.toml"
 
 TRAIN_EXAMPLES, STAGE_1, STAGE_2 = 5000, 15, 14
 ROUNDS = STAGE_1 + 1 + STAGE_2
 LONG = 50  # rounds of stage 2 in the end; the paper has 100
 TRIAL, RATES, ETAS = 8, (0.1, 0.03, 0.01, 0.003), (5e-5, 1.6e-5, 5e-6)
-SIZE = (
-    f"{TRAIN_EXAMPLES:,} of the 60,000 training images, {ROUNDS} rounds (TCT: {STAGE_1} of FedAvg, "
-    f"1 for the moments, {STAGE_2} of stage 2; then on to {LONG}) where the paper has 200 (100 and "
-    "100); all 10,000 test images; one seed"
-)
-PARTITIONS: dict[str, Settings] = {
-    "#C = 1": {"partition": "pathological", "classes_per_client": 1},
-    "#C = 2": {"partition": "pathological", "classes_per_client": 2},
-    "Dirichlet(0.1)": {"partition": "dirichlet", "alpha": 0.1},
-    "Dirichlet(0.5)": {"partition": "dirichlet", "alpha": 0.5},
-}
-TUNED = "#C = 2"
+TUNED = "#C=2"
 NETWORK = "tct_fmnist:channels_last"
 BASELINES: dict[str, Settings] = {
     "FedAvg": {"method": "fedavg"},
@@ -111,7 +99,7 @@ VARIANTS: dict[str, list[Settings]] = {
     "the paper's eta": [{"tct.learning_rate": 5e-5}],
     "no stage 1": [{"weights": ""}],
 }
-PAPER_VARIANTS = {  # FMNIST, #C = 2, in %
+PAPER_VARIANTS = {  # FMNIST, #C=2, in %
     "TCT": ("Table 2", 90.33),
     "cross-entropy": ("Table 11", 89.23),
     "all coordinates": ("Table 11", 90.36),
@@ -120,7 +108,6 @@ PAPER_VARIANTS = {  # FMNIST, #C = 2, in %
 
 
 def table2(options: argparse.Namespace) -> None:
-    """Run four methods on four partitions."""
     jobs = [(options, TUNED, method, rate, TRIAL) for method in BASELINES for rate in RATES]
     trials = in_processes(options, trained, jobs)
     tried: dict[str, dict[float, float]] = {}
@@ -142,56 +129,36 @@ def table2(options: argparse.Namespace) -> None:
     ]
     in_processes(options, bootstrapped, long, trained, rest)
 
-    rows = []
-    for partition in PARTITIONS:
+    rows, cells = [], {}
+    for position, partition in enumerate(PARTITIONS):
         for method in METHODS:
             rate = rates.get(method, rates["FedAvg"])
             curve = found_curve(options, partition, method, rate, eta)
-            rows += [
-                {
-                    "partition": partition,
-                    "method": method,
-                    "learning-rate": rate,
-                    "round": server_round,
-                    "accuracy": accuracy,
-                }
-                for server_round, accuracy in curve.items()
-            ]
+            case = {"partition": partition, "method": method, "learning-rate": rate}
+            rows += [{**case, "round": r, "accuracy": value} for r, value in curve.items()]
+            within = curve[curve.index <= ROUNDS]
+            cell = {"final": percent(within.iloc[-1]), "best": percent(within.max())}
+            cell["paper"] = PAPER[method][position]
+            if method == "TCT":
+                cell[f"after {LONG} rounds of stage 2"] = percent(curve.iloc[-1])
+            cells.setdefault(partition, {})[method] = cell
     table = pd.DataFrame(rows)
-    cells: dict[str, Any] = {}
-    for (partition, method), own in table.groupby(["partition", "method"], sort=False):
-        position = list(PARTITIONS).index(str(partition))
-        within = own[own["round"] <= ROUNDS].accuracy
-        cells.setdefault(str(partition), {})[str(method)] = {
-            "final": percent(within.iloc[-1]),
-            "best": percent(within.max()),
-            "paper": PAPER[str(method)][position],
-        }
-        if method == "TCT":
-            later = own.accuracy.iloc[-1]
-            cells[str(partition)]["TCT"][f"after {LONG} rounds of stage 2"] = percent(later)
     summary = {
-        "size": SIZE,
         "learning rates": {
             "chosen": rates,
             f"best accuracy within {TRIAL} rounds on {TUNED}": tried,
-            "differs from the paper": f"chosen on one partition for all, of {RATES}; the paper "
-            "chooses of 0.1, 0.01 and 0.001 for each",
         },
         "stage 2": {
             "eta": eta,
-            "other settings": "M 500, p 100,000, float16 (float32 where that is too small)",
             f"best accuracy within {STAGE_2} rounds of stage 2 on {TUNED}, by eta": found_etas,
-            "differs from the paper": "which has eta = 5e-5 throughout",
         },
         "accuracy in %": cells,
     }
-    write("table2", table, summary)
+    write("tct_table2", table, summary)
     drawn(table).savefig(RESULTS / "tct_table2.png")
 
 
 def variants(options: argparse.Namespace) -> None:
-    """Run stage 2 in many ways from the model that table2's FedAvg had on #C = 2."""
     chosen = json.loads((RESULTS / "tct_table2.json").read_text(encoding="utf-8"))
     rate = chosen["learning rates"]["chosen"]["FedAvg"]
     eta = chosen["stage 2"]["eta"]
@@ -206,57 +173,37 @@ def variants(options: argparse.Namespace) -> None:
     rows, found = [], {}
     for name, candidates in cases.items():
         tries: list[Settings] = []
-        for settings in candidates:
-            result = next(done)
+        for settings, result in zip(candidates, done, strict=False):
             curve, sent = result.curve(), result.curve("bytes-up")
-            lambdas = result.curve("rate-times-lambda")
             first = 2 if settings.get("tct.normalise", True) else 1  # round of the linear model
+            case = {"variant": name, "settings": json.dumps(settings)}
             rows += [
-                {
-                    "variant": name,
-                    "settings": json.dumps(settings),
-                    "round": server_round,
-                    "accuracy": accuracy,
-                    "bytes-up": sent[server_round],
-                }
-                for server_round, accuracy in curve.items()
+                {**case, "round": r, "accuracy": value, "bytes-up": sent[r]}
+                for r, value in curve.items()
             ]
-            tries.append(
-                {
-                    "settings": settings,
-                    "final": percent(curve.iloc[-1]),
-                    "best": percent(curve.loc[first:].max()),
-                    "rounds": len(curve) - 1,
-                    "MB up in total": round(float(sent.sum() / 1e6), 1),
-                }
-            )
-            if len(lambdas):
-                tries[-1]["rate times lambda"] = round(float(lambdas.max()), 3)
-            if unchanged := result.summary["rounds-unchanged"]:
-                tries[-1] |= {"rounds-unchanged": unchanged, "final": None, "best": None}
+            one = {
+                "settings": settings, "final": percent(curve.iloc[-1]),
+                "best": percent(curve.loc[first:].max()), "rounds": len(curve) - 1,
+                "MB up in total": round(float(sent.sum() / 1e6), 1),
+            }  # fmt: skip
+            if len(lambdas := result.curve("rate-times-lambda")):
+                one["rate times lambda"] = round(float(lambdas.max()), 3)
+            if unchanged := result.summary["rounds-unchanged"]:  # it diverged
+                one |= {"rounds-unchanged": unchanged, "final": None, "best": None}
             if name == "TCT":
-                tries[-1]["after one round of stage 2"] = percent(curve.loc[2])
+                one["after one round of stage 2"] = percent(curve.loc[2])
+            tries.append(one)
         found[name] = max(tries, key=lambda one: one["best"] or 0)
         if name in PAPER_VARIANTS:
             found[name]["paper"] = PAPER_VARIANTS[name]
         if len(tries) > 1:
             keys = ("settings", "final", "best")
             found[name]["tried"] = [[one[key] for key in keys] for one in tries]
-    table = pd.DataFrame(rows)
-    starts = table[table["round"] == 0].groupby("variant").accuracy.first()
-    summary = {
-        "size": f"{TRAIN_EXAMPLES:,} training images, {TUNED}; tested on the first 2,000 test "
-        f"images. From FedAvg's model of round {STAGE_1} (no stage 1: from the first weights), "
-        f"{VARIANT_ROUNDS} rounds, the first for the moments where there is normalisation. The "
-        "candidate of the best accuracy counts; null: it diverged. One seed",
-        "FedAvg's model": percent(starts["TCT"]),
-        "accuracy in %": found,
-    }
-    write("variants", table, summary)
+    start = next(row["accuracy"] for row in rows if (row["variant"], row["round"]) == ("TCT", 0))
+    write("tct_variants", rows, {"FedAvg's model": percent(start), "accuracy in %": found})
 
 
 def mnist(options: argparse.Namespace, *, rounds: int = 100) -> None:
-    """Compare stage 2 by round with the ridge regression on all examples."""
     config = Config(dataset="mnist", model="simple-cnn", data_dir=options.data_dir)
     data = load_data(config)
     network = build_model(config, data.input_shape, data.num_classes)
@@ -310,22 +257,17 @@ def mnist(options: argparse.Namespace, *, rounds: int = 100) -> None:
     scratch.cleanup()
 
     rows = [{"round": r, "model": "network", "accuracy": a} for r, a in curve.items()]
-    for server_round, own in zip(models, scores, strict=True):
-        rows.append(
-            {
-                "round": server_round,
-                "model": "linear",
-                "accuracy": accuracy(own, y_test),
-                "distance": float((own - ridge).norm() / ridge.norm()),
-            }
-        )
+    rows += [
+        {
+            "round": server_round, "model": "linear", "accuracy": accuracy(own, y_test),
+            "distance": float((own - ridge).norm() / ridge.norm()),
+        }
+        for server_round, own in zip(models, scores, strict=True)
+    ]  # fmt: skip
     table = pd.DataFrame(rows)
     linear = table[table.model == "linear"].set_index("round")
-    shown = [first_rounds + 1 + t for t in (1, 2, 5, 10, 20, 50, 100) if t <= rounds]
+    linear.index -= first_rounds + 1  # rounds of stage 2
     summary = {
-        "size": "MNIST, 5 clients with two digits each, the first 250 images of each digit, tested "
-        f"on all 10,000; {first_rounds} rounds of FedAvg (learning rate 0.05, 5 epochs, batches of "
-        f"64), one for the moments, {rounds} of stage 2; one seed",
         "accuracy in %": {
             f"FedAvg after {first_rounds} rounds": percent(curve[first_rounds]),
             "TCT, final": percent(linear.accuracy.iloc[-1]),
@@ -334,18 +276,16 @@ def mnist(options: argparse.Namespace, *, rounds: int = 100) -> None:
         },
         "rounds of stage 2: accuracy in %, distance of the test scores from the ridge solution's "
         "over their norm": {
-            str(r - first_rounds - 1): [
-                percent(linear.accuracy[r]),
-                round(float(linear.distance[r]), 4),
-            ]
-            for r in shown
+            str(r): [percent(linear.accuracy[r]), round(float(linear.distance[r]), 4)]
+            for r in (1, 2, 5, 10, 20, 50, 100)
+            if r <= rounds
         },
         "nearest to the ridge solution": {
-            "round of stage 2": int(linear.distance.idxmin()) - first_rounds - 1,
+            "round of stage 2": int(linear.distance.idxmin()),
             "distance": round(float(linear.distance.min()), 4),
         },
     }
-    write("mnist", table, summary)
+    write("tct_mnist", table, summary)
 
 
 def channels_last(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -355,21 +295,16 @@ def channels_last(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def settled(options: argparse.Namespace, partition: str, name: str, **settings: Any) -> Config:
-    """Make a configuration whose folder names partition and run."""
     words = [part.translate(str.maketrans(" ,()#=", "------")) for part in (partition, name)]
     folder = Path(options.out).absolute().joinpath(*words)
     return Config.load(
         CONFIGURATION,
         **PARTITIONS[partition],
         **{
-            "train_examples": TRAIN_EXAMPLES,
-            "server_threads": 1,
-            "data_dir": options.data_dir,
-            "out": folder,
-            "name": name,
-            **settings,
+            "train_examples": TRAIN_EXAMPLES, "server_threads": 1, "data_dir": options.data_dir,
+            "out": folder, "name": name, **settings,
         },
-    )
+    )  # fmt: skip
 
 
 def ran(config: Config) -> Run:
@@ -382,7 +317,6 @@ def ran(config: Config) -> Run:
 def trained(
     options: argparse.Namespace, partition: str, method: str, rate: float, rounds: int
 ) -> Run:
-    """Run a baseline."""
     settings = BASELINES[method] | {"learning_rate": rate, "rounds": rounds, "model": NETWORK}
     return ran(settled(options, partition, f"{method} {rate:g}", **settings))
 
@@ -397,14 +331,12 @@ def stage_1(options: argparse.Namespace, partition: str, rate: float) -> Path:
 
 
 def bootstrapped(options: argparse.Namespace, partition: str, rate: float, eta: float) -> Run:
-    """Run stage 1, TCT's other rounds from its model, and the rest of FedAvg."""
     result = tct(options, partition, rate, eta, LONG)
     trained(options, partition, "FedAvg", rate, ROUNDS)
     return result
 
 
 def tct(options: argparse.Namespace, partition: str, rate: float, eta: float, rounds: int) -> Run:
-    """Run rounds of stage 2 from FedAvg's model after stage 1."""
     settings = {"tct.learning_rate": eta, "rounds": 1 + rounds}
     return convexified(options, partition, rate, f"TCT {eta:g}", settings)
 
@@ -418,7 +350,6 @@ def with_eta(settings: Settings, eta: float) -> Settings:
 def convexified(
     options: argparse.Namespace, partition: str, rate: float, name: str, settings: Settings
 ) -> Run:
-    """Run the rounds after stage 1 from FedAvg's model."""
     common = {
         "weights": str(stage_1(options, partition, rate)),
         "tct.bootstrap_rounds": 0,
@@ -431,7 +362,6 @@ def convexified(
 def found_curve(
     options: argparse.Namespace, partition: str, method: str, rate: float, eta: float
 ) -> "pd.Series[float]":
-    """Accuracy by round; TCT's first rounds are FedAvg's."""
     if method != "TCT":
         return trained(options, partition, method, rate, ROUNDS).curve()
     fedavg = trained(options, partition, "FedAvg", rate, ROUNDS).curve().loc[:STAGE_1]
@@ -455,17 +385,10 @@ def in_processes(
 
 
 def accuracy(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of examples whose largest score is their label's."""
     return float((scores.argmax(1) == labels).double().mean())
 
 
-def percent(share: float) -> float:
-    """As in the paper's tables."""
-    return round(100 * float(share), 2)
-
-
 def drawn(table: pd.DataFrame) -> Figure:
-    """Draw one panel a partition; TCT's curve leaves FedAvg's where stage 1 ends."""
     figure = Figure(figsize=(8, 6.4), layout="constrained", dpi=130)
     panels = figure.subplots(2, 2, sharex=True, sharey="row")
     blue, vermilion, green, _, orange, *_ = COLOURS
@@ -501,26 +424,11 @@ def drawn(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def write(part: str, table: pd.DataFrame, summary: dict[str, Any]) -> None:
-    """Write all rounds as CSV, and the summary and machine as JSON; print the summary."""
-    RESULTS.mkdir(exist_ok=True)
-    table.to_csv(RESULTS / f"tct_{part}.csv", index=False, float_format="%.6g")
-    text = json.dumps({"machine": machine(), **summary}, indent=2)
-    (RESULTS / f"tct_{part}.json").write_text(text + "\n", encoding="utf-8")
-    print(json.dumps(summary, indent=2))
-
-
 PARTS = {"table2": table2, "variants": variants, "mnist": mnist}
 
 
 def main() -> None:
-    """Run one part."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--out", help="folder that keeps the runs; variants needs table2's")
-    parser.add_argument("--processes", type=int, default=3, help="runs at a time")
-    options = parser.parse_args()
+    options = parse_options(__doc__, part=PARTS, data_dir=True, out="", processes=3)
     with tempfile.TemporaryDirectory() as scratch:
         options.out = options.out or scratch
         PARTS[options.part](options)

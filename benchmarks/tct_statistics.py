@@ -10,14 +10,11 @@ class 9; with equal weights for all images, or for all classes.
     python benchmarks/tct_statistics.py --data-dir FOLDER [--data "#C=1;random"] [--features entk]
         [--widths 2000,4000] [--bits 8] [--seeds 0] [--rounds 15] [--out FOLDER]
 
-Each row of results/tct_statistics.csv is one exchange, results/tct_statistics.json has the means
-over seeds. Rows of other cases stay as they are. Runs in FOLDER are continued. With ``--sums``
-it measures instead what an image costs, and how exact sums of float32 products would be:
-results/tct_statistics_sums.json.
+Runs in FOLDER are continued. With ``--sums`` it measures instead what an image costs, and how exact
+sums of float32 products would be.
 """
 
 import argparse
-import json
 import math
 import shutil
 import time
@@ -27,7 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from common import keep_rows
+from common import keep_rows, parse_options, write
 
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.convex.pooled_statistics import normaliser_of
@@ -36,11 +33,10 @@ from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.simulations import Config, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.models import build_model
-from fedntk.simulations.report.results import Run, machine
+from fedntk.simulations.report.results import Run
 from fedntk.trust import MaskedSum, Masker, Roster, new_key, public_bytes
 
 CONFIGURATION = Path(__file__).parent.parent / "simulations" / "conf" / "tct_fmnist_statistics.toml"
-RESULTS = Path(__file__).parent / "results"
 Settings = dict[str, Any]
 
 PARTITIONS: dict[str, Settings] = {
@@ -69,7 +65,6 @@ KEYS = [*CASE, "seed"]
 
 
 def settled(options: argparse.Namespace, data: str, seed: int, name: str, **more: Any) -> Config:
-    """Make a configuration whose folder names data, seed and run."""
     own = {**PARTITIONS, **UNTRAINED}[data]
     if own.get("dataset") == LONG_TAILED:
         long_tailed(options)
@@ -79,14 +74,10 @@ def settled(options: argparse.Namespace, data: str, seed: int, name: str, **more
     return Config.load(
         CONFIGURATION,
         **{
-            **own,
-            "data_dir": options.data_dir,
-            "seed": seed,
-            "server_threads": 1,
-            "out": str(Path(options.out).absolute() / folder),
-            **more,
+            **own, "data_dir": options.data_dir, "seed": seed, "server_threads": 1,
+            "out": str(Path(options.out).absolute() / folder), **more,
         },
-    )
+    )  # fmt: skip
 
 
 def long_tailed(options: argparse.Namespace) -> None:
@@ -111,7 +102,6 @@ def long_tailed(options: argparse.Namespace) -> None:
 
 
 def bootstrapped(options: argparse.Namespace, data: str, seed: int) -> Run:
-    """Run FedAvg."""
     settings = {"method": "fedavg", "rounds": options.rounds, "learning_rate": options.rate}
     name = f"fedavg {options.rounds} {options.rate}"
     return run(settled(options, data, seed, name, **settings), progress=False)
@@ -120,7 +110,6 @@ def bootstrapped(options: argparse.Namespace, data: str, seed: int) -> Run:
 def exchanged(
     options: argparse.Namespace, data: str, seed: int, kind: str, width: int
 ) -> dict[str, Any]:
-    """Make the one exchange, from the bootstrapped network or the first weights."""
     balanced = data.endswith("balanced")  # counts come first, and fixed-point numbers do not go
     bits, rounds = (32, 2) if balanced else (options.bits, 1)
     settings: Settings = {"rounds": rounds, "tct.bootstrap_rounds": 0, "tct.sums.bits": bits}
@@ -151,12 +140,11 @@ def exchanged(
 
 
 def sums(options: argparse.Namespace, *, images: int = 8192, width: int = 4000) -> None:
-    """Time features and sums of some images, and compare sums of float32 products with float64."""
     config = Config(dataset="fashion-mnist", model="simple-cnn", data_dir=options.data_dir)
     data = load_data(config)
     network = build_model(config, data.input_shape, data.num_classes)
     x, y = data.train(np.random.default_rng(0).permutation(len(data.y_train))[:images])
-    found: dict[str, Any] = {"machine": machine(), "images": images, "p": width}
+    found: dict[str, Any] = {"images": images, "p": width}
     for kind in ("entk-sketch", "entk"):
         extract = FeatureMap(kind, width).extractor(network)
         start = time.perf_counter()
@@ -183,13 +171,10 @@ def sums(options: argparse.Namespace, *, images: int = 8192, width: int = 4000) 
         values = torch.linalg.eigvalsh(centred)
         least = float(values[0] / centred.diagonal().mean())
         found[f"{name}: least eigenvalue of normalised features over the mean diagonal"] = least
-    text = json.dumps(found, indent=2)
-    (RESULTS / "tct_statistics_sums.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    write("tct_statistics_sums", summary=found)
 
 
 def masked(words: np.ndarray, *, clients: int = 10) -> dict[str, Any]:
-    """Time what secure aggregation adds for a client, and for the server if one drops out."""
     keys = [new_key() for _ in range(clients)]
     threshold, public = math.ceil(2 * clients / 3), tuple(map(public_bytes, keys))
     roster = Roster(bytes(16), tuple(range(clients)), public, threshold)
@@ -221,13 +206,12 @@ def _each(start: float, images: int) -> float:
 
 
 def percent(share: float) -> float:
-    """As in the paper's tables."""
     return round(100 * float(share), 2)
 
 
-def write(rows: list[dict[str, Any]]) -> None:
+def keep(rows: list[dict[str, Any]]) -> None:
     """Join the rows with those of other cases; write all, and the means over seeds."""
-    table = keep_rows(RESULTS / "tct_statistics.csv", rows, KEYS)
+    table = keep_rows("tct_statistics", rows, KEYS)
     means = [
         {
             **dict(zip(CASE, case, strict=True)),
@@ -241,14 +225,12 @@ def write(rows: list[dict[str, Any]]) -> None:
         for case, own in table.groupby(CASE, sort=False)
     ]
     summary = {
-        "machine": machine(),
         "size": "58,000 training images on 10 clients (CIFAR-10 subset: 8,000 JPEG images), 2,000 "
         "on the server; SimpleCNN; one thread; seconds while other programs ran, too",
         "paper's TCT in % after 200 rounds (Yu et al. 2022, Table 2)": PAPER,
         "cases": means,
     }
-    text = json.dumps(summary, indent=2)
-    (RESULTS / "tct_statistics.json").write_text(text + "\n", encoding="utf-8")
+    write("tct_statistics", summary=summary)
 
 
 def _mean(table: pd.DataFrame, column: str) -> float | None:
@@ -257,34 +239,23 @@ def _mean(table: pd.DataFrame, column: str) -> float | None:
 
 
 def main() -> None:
-    """Make the exchanges, one after another, and write after each."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", required=True, help="in torchvision's layout")
-    known = [*PARTITIONS, *UNTRAINED]
-    parser.add_argument("--data", default=";".join(known), help="some of them, with ; between")
-    parser.add_argument("--features", default="entk,entk-sketch", help="kinds, with commas")
-    parser.add_argument("--widths", default="2000,4000,8000", help="p, with commas")
-    parser.add_argument("--bits", type=int, default=8, help="32: features are not rounded")
-    parser.add_argument("--seeds", default="0", help="with commas")
-    parser.add_argument("--rounds", type=int, default=15, help="of FedAvg before")
-    parser.add_argument("--rate", type=float, default=0.03, help="FedAvg's learning rate")
-    parser.add_argument("--out", default="runs/tct-statistics", help="folder of the runs")
-    parser.add_argument("--sums", action="store_true", help="measure features and sums instead")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, data_dir=True, data=(*PARTITIONS, *UNTRAINED), features=("entk", "entk-sketch"),
+        widths=(2000, 4000, 8000), bits=8, seeds=(0,), rounds=15, rate=0.03,
+        out="runs/tct-statistics", sums=False,
+    )  # fmt: skip
     torch.set_num_threads(1)
     if options.sums:
         sums(options)
         return
     rows: list[dict[str, Any]] = []
-    for data in options.data.split(";"):
-        if data not in known:
-            parser.error(f"--data: expected some of {'; '.join(known)}, got {data}")
-        for seed in map(int, options.seeds.split(",")):
-            for width in map(int, options.widths.split(",")):
-                for kind in options.features.split(","):
+    for data in options.data:
+        for seed in options.seeds:
+            for width in options.widths:
+                for kind in options.features:
                     rows.append(exchanged(options, data, seed, kind, width))
                     print(rows[-1], flush=True)
-                    write(rows)
+                    keep(rows)
 
 
 if __name__ == "__main__":

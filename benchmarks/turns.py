@@ -1,5 +1,6 @@
 """Programs that take turns in being measured, each in a process and an environment of its own."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -33,32 +34,36 @@ def serve(work: Work) -> None:
 
 
 class Contestant:
-    """One of the programs."""
+    """One of the programs, on the last cores of this machine if `threads` says how many."""
 
-    def __init__(self, command: Sequence[str | Path], threads: int) -> None:
+    def __init__(
+        self, command: Sequence[str | Path], threads: int = 0, log: Any = None, **environment: str
+    ) -> None:
+        environment = {"PYTHONPATH": str(FOLDER), **os.environ, **environment}
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
+            environment["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={str(threads > 1).lower()}"
         cores = sorted(os.sched_getaffinity(0))[-threads:]
-        flags = f"--xla_cpu_multi_thread_eigen={str(threads > 1).lower()}"
         self._process: Any = subprocess.Popen(  # noqa: S603 - the benchmarks' own programs
             [str(part) for part in command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | {"OMP_NUM_THREADS": str(threads), "XLA_FLAGS": flags, "PYTHONPATH": str(FOLDER)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        )
-        self._to, self._from = self._process.stdin, self._process.stdout
+        )  # fmt: skip
 
-    def ask(self, **asked: Any) -> list[float]:
-        """Return the seconds of each repetition."""
-        self._to.write(json.dumps(asked) + "\n")
-        self._to.flush()
-        for line in self._from:
+    def ask(self, **asked: Any) -> Any:
+        """Return what it says that its turn took."""
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
             if line.startswith("took "):
-                return [float(s) for s in json.loads(line[5:])]
+                return json.loads(line[5:])
         raise RuntimeError("a program that is measured has ended")
 
     def close(self) -> None:
         """End it."""
-        self._to.close()
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        self._process.kill()
         self._process.wait()
+        self._process.stdout.close()

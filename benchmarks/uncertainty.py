@@ -8,41 +8,26 @@ for either method, and both lengths are reported.
 
     python benchmarks/uncertainty.py --data-dir FOLDER [--rounds 50,150] [--seeds 0,1,2]
 
-FOLDER is in torchvision's layout, with both data sets. Writes beside this file
-results/uncertainty.csv (each model of each run), results/uncertainty_sets.csv (prediction sets),
-results/uncertainty.json (machine, settings, means over the seeds) and pictures of the ensemble with
-the first seed and the most rounds.
+uncertainty.csv has each model of each run, uncertainty_sets.csv prediction sets. Pictures are of
+the ensemble with the first seed and the most rounds.
 """
 
-import argparse
 import itertools
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from common import RESULTS, parse_options, write
 
 from fedntk.simulations import Config, Run, assess, compare, read_runs
-from fedntk.simulations.report.results import machine
 
-RESULTS = Path(__file__).parent / "results"
 SETTINGS = {
-    "dataset": "fashion-mnist",
-    "partition": "dirichlet",
-    "alpha": 0.1,
-    "train-examples": 5500,
-    "num-clients": 55,
-    "validation-clients": 5,
-    "validation-examples": 500,
-    "clients-per-round": 10,
-    "clients-per-evaluation": 0,
-    "model": "mlp",
-    "learning-rate": 0.1,
-    "local-epochs": 5,
-    "batch-size": 32,
-    "device": "cpu",
-}
+    "dataset": "fashion-mnist", "partition": "dirichlet", "alpha": 0.1, "train-examples": 5500,
+    "num-clients": 55, "validation-clients": 5, "validation-examples": 500, "clients-per-round": 10,
+    "clients-per-evaluation": 0, "model": "mlp", "learning-rate": 0.1, "local-epochs": 5,
+    "batch-size": 32, "device": "cpu",
+}  # fmt: skip
 RUNS = {
     "Fed-ensemble": {"method": "fed-ensemble", "fed-ensemble.num-models": 5},
     "FedAvg": {"method": "fedavg"},
@@ -52,19 +37,14 @@ TEXTS = ("calibrated_on", "score", "note")  # of the sets
 
 
 def main() -> None:
-    """Run, assess, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--rounds", default="50,150")
-    parser.add_argument("--seeds", default="0,1,2")
-    arguments = parser.parse_args()
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
-    lengths = sorted(int(rounds) for rounds in arguments.rounds.split(","))
+    options = parse_options(__doc__, data_dir=True, rounds=(50, 150), seeds=(0, 1, 2))
+    seeds = options.seeds
+    lengths = sorted(options.rounds)
     configs = {name: Config.parse({**SETTINGS, **own}) for name, own in RUNS.items()}
     tables, sets = [], []
     with tempfile.TemporaryDirectory() as scratch:
         for rounds in lengths:  # the longer runs go on from the shorter ones
-            compare(configs, seeds=seeds, out=scratch, rounds=rounds, data_dir=arguments.data_dir)
+            compare(configs, seeds=seeds, out=scratch, rounds=rounds, data_dir=options.data_dir)
             for run in read_runs(scratch):
                 table, own_sets = assessed(run)
                 tables.append(table)
@@ -72,11 +52,10 @@ def main() -> None:
                 drawn = (run.summary["run"], run.summary["seed"], rounds)
                 if drawn == ("Fed-ensemble", seeds[0], lengths[-1]):
                     draw(run)
-    write(pd.concat(tables, ignore_index=True), pd.DataFrame(sets), seeds)
+    conclude(pd.concat(tables, ignore_index=True), pd.DataFrame(sets), seeds)
 
 
 def assessed(run: Run) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
-    """Figures of each model of a run, and of its prediction sets, calibrated in four ways."""
     whose = {key: run.summary[key] for key in ("run", "rounds", "seed")}
     sets = []
     for on, score in itertools.product(("clients", "examples"), ("threshold", "adaptive")):
@@ -88,31 +67,26 @@ def assessed(run: Run) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
 
 
 def draw(run: Run) -> None:
-    """Write the pictures of one run."""
     for name, figure in assess(run, unfamiliar="mnist").figures().items():
         if name in ("reliability", "rejection", "unfamiliar-entropy"):
             figure.savefig(RESULTS / f"uncertainty_{name.replace('-', '_')}.png")
 
 
-def write(table: pd.DataFrame, sets: pd.DataFrame, seeds: list[int]) -> None:
-    """Write all figures and their means, and print the means."""
-    table.to_csv(RESULTS / "uncertainty.csv", index=False, float_format="%.6g")
-    sets.to_csv(RESULTS / "uncertainty_sets.csv", index=False, float_format="%.6g")
+def conclude(table: pd.DataFrame, sets: pd.DataFrame, seeds: list[int]) -> None:
+    write("uncertainty_sets", sets)
     kind = table.model.str.replace(r"model \d+", "single model", regex=True)
     means = table.assign(model=kind).groupby(["rounds", "run", "model"]).mean(numeric_only=True)
     means = means.drop(columns="seed").round(4)
     by = sets.groupby(["rounds", "run", "calibrated", "score"])
     of_sets = by[["test_coverage", "mean_size", "empty"]].mean().round(4)
     summary = {
-        "machine": machine(),
         "seeds": seeds,
         "settings": SETTINGS,
         "runs": RUNS,
         "means": json.loads(means.reset_index().to_json(orient="records")),
         "sets": json.loads(of_sets.reset_index().to_json(orient="records")),
     }
-    path = RESULTS / "uncertainty.json"
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write("uncertainty", table, summary)
     print(means.to_string())
     print(by.test_coverage.agg(["mean", "min", "max"]).round(3).to_string())
     print(of_sets.to_string())
