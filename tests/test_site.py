@@ -123,7 +123,6 @@ FOUND = "return document.querySelector('.md-search-result__item a')?.getAttribut
 @pytest.mark.slow
 def test_the_site_in_a_browser(chrome, tmp_path):
     """Searches find first what explains, a phone shows pages whole, and nothing is foreign."""
-    output_of("make", "links", cwd=ROOT)
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     output_of(*build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
