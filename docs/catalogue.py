@@ -8,7 +8,6 @@ import functools
 import importlib
 import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +16,12 @@ SOURCE = re.compile(r"^Source: ([^*]+), \*([^*]+)\*,?[^*]*?\b((?:19|20)\d\d)\b",
 
 
 class Entry(NamedTuple):
-    """What is listed of a method."""
+    """What is listed of a method; `family` is what its folder's methods share, "" for none."""
 
     stem: str
     title: str  # of its page
     special: str
-    family: str  # what its methods have in common; empty: none
+    family: str
     paper: str  # authors, year and title; empty: none
     baseline: bool
 
@@ -41,28 +40,21 @@ def entries() -> list[Entry]:
     for name, method in own_methods().items():
         module = method.strategy_class.__module__
         package = module.rpartition(".")[0]
-        found.append((not method.baseline, package, _entry(name, module, method.baseline)))
-    order = sorted(found, key=lambda one: (not one[0], one[1]))
-    return [entry for _, _, entry in order]
-
-
-def _entry(name: str, module: str, baseline: bool) -> Entry:
-    stem, package = name.replace("-", "_"), module.rpartition(".")[0]
-    docstring = importlib.import_module(module).__doc__ or ""
-    family, home, _ = (importlib.import_module(package).__doc__ or "").partition(": the server")
-    source = SOURCE.search(docstring)
-    paper = ""
-    if source is not None:
-        authors, title, year = (" ".join(part.split()) for part in source.groups())
-        paper = f"{authors} {year}, *{title}*"
-    return Entry(
-        stem,
-        title=(PAGES / f"{stem}.md").read_text(encoding="utf-8").partition("\n")[0].strip("# "),
-        special=docstring.partition("\n")[0].partition(": ")[2].removesuffix("."),
-        family=family if home else "",
-        paper=paper,
-        baseline=baseline,
-    )
+        docstring = importlib.import_module(module).__doc__ or ""
+        family, home, _ = (importlib.import_module(package).__doc__ or "").partition(": the server")
+        source = SOURCE.search(docstring)
+        words = [" ".join(part.split()) for part in source.groups()] if source else []
+        stem = name.replace("-", "_")
+        entry = Entry(
+            stem,
+            title=(PAGES / f"{stem}.md").read_text(encoding="utf-8").partition("\n")[0].strip("# "),
+            special=docstring.partition("\n")[0].partition(": ")[2].removesuffix("."),
+            family=family if home else "",
+            paper="{0} {2}, *{1}*".format(*words) if words else "",
+            baseline=method.baseline,
+        )
+        found.append((method.baseline, package, entry))
+    return [entry for *_, entry in sorted(found, key=lambda one: one[:2])]
 
 
 def baselines() -> list[Entry]:
@@ -90,9 +82,3 @@ def papers() -> str:
         if entry.paper:
             methods.setdefault(entry.paper, []).append(entry.link())
     return "\n".join(f"- {paper}: {', '.join(links)}" for paper, links in methods.items())
-
-
-def unlisted(listed: Iterable[str]) -> list[str]:
-    """Return the pages of baselines that a navigation lacks."""
-    pages = [f"methods/{entry.stem}.md" for entry in baselines()]
-    return [page for page in pages if page not in set(listed)]

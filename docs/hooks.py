@@ -55,7 +55,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Take the repository's address from where it stands, and add the baselines' pages."""
     for part in config.nav or []:
         if "Methods" in part:
-            part["Methods"] += catalogue.unlisted(part["Methods"])
+            pages = [f"methods/{entry.stem}.md" for entry in catalogue.baselines()]
+            part["Methods"] += [page for page in pages if page not in part["Methods"]]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     home = config.extra["repository"] = project["urls"]["Homepage"]
     # not repo_url: for one on GitHub each page would ask its API for the number of stars
@@ -99,8 +100,8 @@ def rendered(path: Path) -> Iterator[tuple[str, str | bytes]]:
             elif "text/html" in data:
                 table = re.sub(r"<style.*?</style>", "", data["text/html"], flags=re.DOTALL)
                 table = re.sub('border="[01]" class="dataframe"', "", table)  # have it as others
-                lines = (line.strip() for line in table.splitlines())
-                parts.append(f'<div class="output">{"".join(lines)}</div>')
+                lines = "".join(line.strip() for line in table.splitlines())
+                parts.append(f'<div class="output">{lines}</div>')
             else:
                 text = (output.get("text") or data.get("text/plain", "")).strip()
                 parts.append(f"``` {{.text .output}}\n{text}\n```")
@@ -138,7 +139,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Files) -> str:
-    """Return where a link of a file in the checkout leads on the site."""
     parts = urlsplit(link)
     if parts.scheme or not parts.path:
         return link
@@ -148,9 +148,9 @@ def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Fi
     if not path.exists():
         logger.warning("%s links to %s, which does not exist", source.relative_to(ROOT), link)
         return link
-    own = {kept: name for name, kept in SOURCES.items()}
-    if path in own:
-        uri = own[path]
+    sources = {source: name for name, source in SOURCES.items()}
+    if path in sources:
+        uri = sources[path]
     elif path.is_relative_to(DOCS) and path != DOCS:
         uri = path.relative_to(DOCS).as_posix()
     elif path.parent == NOTEBOOKS and path.suffix == ".ipynb":
@@ -166,7 +166,6 @@ def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Fi
 
 @functools.cache
 def _settings(method: str) -> str:
-    """Return a table of a method's settings, from the code."""
     with warnings.catch_warnings(action="ignore"):  # other packages', about each other
         from fedntk.simulations.methods import own_methods
 
@@ -177,7 +176,6 @@ def _settings(method: str) -> str:
 
 
 def _keys(names: str) -> str:
-    """Return a table of some common settings, from the code."""
     with warnings.catch_warnings(action="ignore"):
         from fedntk.simulations import Config
 
@@ -208,7 +206,6 @@ def _names(room: str) -> str:
 
 
 def _file(name: str) -> str:
-    """Return a file of this folder as a block of code."""
     text = (DOCS / name).read_text(encoding="utf-8").rstrip()
     return f"```{Path(name).suffix.removeprefix('.')}\n{text}\n```"
 
@@ -224,11 +221,8 @@ def public_names(room: str) -> list[str]:
 
 
 FILLED: dict[str, Callable[[str], str]] = {
-    "settings": _settings,
-    "keys": _keys,
-    "names": _names,
-    "file": _file,
-}
+    "settings": _settings, "keys": _keys, "names": _names, "file": _file,
+}  # fmt: skip
 
 
 # --------------------------------------------------------------------------- check
@@ -246,11 +240,11 @@ class _Links(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         named = {name: value or "" for name, value in attrs}
         self.anchors |= {named[name] for name in ("id", "name") if name in named}
+        address = named.get("href", "")
         if tag == "a" and "href" in named:
-            self.links.append(named["href"])
-        loads = tag == "link" and named.get("rel") not in ("canonical", "prev", "next")
-        if loads and "href" in named:
-            self.loaded.append(named["href"])
+            self.links.append(address)
+        if tag == "link" and address and named.get("rel") not in ("canonical", "prev", "next"):
+            self.loaded.append(address)
         if "src" in named:
             self.loaded.append(named["src"])
 

@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ def percent(share: float) -> str:
     return number(100 * share)
 
 
+def percents(row: Any, keys: Iterable[Any]) -> list[str]:
+    """Return some shares of a row in percent."""
+    return [percent(row[key]) for key in keys]
+
+
 def joined(values: Iterable[Any], form: str = "g", none: str = "-") -> str:
     """Return the values of several seeds, the missing ones as `none`."""
     return ", ".join(
@@ -78,40 +84,34 @@ def ntk_fl() -> str:
         "NTK-FL, MSE": "NTK-FL, MSE, mean kernel",
         "FedAvg": "FedAvg",
     }
-    found, table = read("ntk_fl_fmnist"), rounds_of("ntk_fl_fmnist")
-    mean = table.groupby(["run", "metric", "round"]).value.mean()
+    summary, table = read("ntk_fl_fmnist"), rounds_of("ntk_fl_fmnist")
+    mean = table[table.metric == "accuracy"].groupby(["run", "round"]).value.mean()
+    reached, seconds = summary["rounds-to-target"], summary["median-seconds-a-round"]
+    rows = [
+        [name, *percents(mean[run], (3, 6, 11, 19, 40)),
+         *(joined(reached[run][target]) for target in ("0.8", "0.85")), seconds[run]]
+        for run, name in names.items()
+    ]  # fmt: skip
     return markdown(
         "% after round | 3 | 6 | 11 | 19 | 40 | rounds to 80 % | rounds to 85 % | seconds a round",
-        (
-            [
-                name,
-                *(percent(mean[run, "accuracy", r]) for r in (3, 6, 11, 19, 40)),
-                *(joined(found["rounds-to-target"][run][t]) for t in ("0.8", "0.85")),
-                found["median-seconds-a-round"][run],
-            ]
-            for run, name in names.items()
-        ),
+        rows,
     )
 
 
 def learning_rate() -> str:
-    def name(run: str, row: Any) -> str:
+    rows = []
+    for run, row in read("learning_rate")["runs"].items():
         low, high = row["learning-rates"]
-        return f"{run} ({low:.2g} to {high:.2g})" if run.endswith("auto") else run
-
+        name = f"{run} ({low:.2g} to {high:.2g})" if run.endswith("auto") else run
+        products, seconds = row["median-kernel-products"], row["median-seconds-a-round"]
+        accuracy = percents(row["accuracy"], ("3", "10"))
+        rows.append(
+            [name, *accuracy, row["rounds-without-step"], f"{products:,}", f"{seconds:.3g}"]
+        )
     return markdown(
         "network, rate | % after 3 rounds | after 10 rounds | rounds that t = 0 won"
         " | kernel products a round | seconds a round",
-        (
-            [
-                name(run, row),
-                *(percent(row["accuracy"][r]) for r in ("3", "10")),
-                row["rounds-without-step"],
-                f"{row['median-kernel-products']:,}",
-                f"{row['median-seconds-a-round']:.3g}",
-            ]
-            for run, row in read("learning_rate")["runs"].items()
-        ),
+        rows,
     )
 
 
@@ -125,19 +125,12 @@ def cp_ntk_fl() -> str:
         "FedAvg": "FedAvg, no tools",
         "FedAvg'": "FedAvg' (the same sampling and projection)",
     }
-    found = read("cp_ntk_fl_table")
-    reached = found["reached"] | {key: found[key] for key in names if key in found}
-    rows = [
-        [
-            name,
-            *(joined(row.get(f"{what} to 85 %", []), form) if row.get(f"{what} to 85 %")
-              else "" for what, form in (("rounds", "g"), ("MB up", ".0f"))),
-            f"{row['MB up a round']:.3g}",
-            row.get("rounds run", 3),
-        ]
-        for run, name in names.items()
-        for row in [reached[run]]
-    ]  # fmt: skip
+    reached, rows = read("cp_ntk_fl_table")["reached"], []
+    for run, name in names.items():
+        row = reached[run]
+        firsts = joined(row.get("rounds to 85 %", []))
+        costs = joined(row.get("MB up to 85 %", []), ".0f")
+        rows.append([name, firsts, costs, f"{row['MB up a round']:.3g}", row.get("rounds run", 3)])
     rows += [["*in the paper: CP-NTK-FL*", "*26*", "*386*", "*14.8*", ""],
              ["*in the paper: FedAvg*", "*284*", "*1,720*", "*6.1*", ""]]  # fmt: skip
     return markdown(
@@ -166,31 +159,23 @@ FAST = {
 
 
 def cp_ntk_fl_fast() -> str:
-    rows = {row["method"]: row for row in read("cp_ntk_fl_fast")["table"]}
+    found, rows = {row["method"]: row for row in read("cp_ntk_fl_fast")["table"]}, []
+    for run, name in FAST.items():
+        row = found[run]
+        costs = (joined(row[f"{what} to 85 %"]) for what in ("rounds", "MB up"))
+        later = percents(row, ("accuracy after 5", "accuracy after 20"))
+        rows.append([name, *costs, row["MB up a round"], *later])
     return markdown(
         "| rounds to 85 %, each seed | MB up to 85 %, each seed | MB up a round | % after 5 rounds"
         " | after 20",
-        (
-            [
-                name,
-                joined(row["rounds to 85 %"]),
-                joined(row["MB up to 85 %"]),
-                row["MB up a round"],
-                percent(row["accuracy after 5"]),
-                percent(row["accuracy after 20"]),
-            ]
-            for run, name in FAST.items()
-            for row in [rows[run]]
-        ),
+        rows,
     )
 
 
 def centred_inputs() -> str:
     accuracy = read("centred_inputs")["accuracy"]
-    return markdown(
-        "% after round | 1 | 2 | 3 | 5 | 10",
-        ([run, *map(percent, values.values())] for run, values in accuracy.items()),
-    )
+    rows = ([run, *map(percent, values.values())] for run, values in accuracy.items())
+    return markdown("% after round | 1 | 2 | 3 | 5 | 10", rows)
 
 
 # ------------------------------------------------------------------------------- NTK-DFL
@@ -211,25 +196,23 @@ def ntk_dfl(only: str = "") -> str:
     """Return a row a method and split, of all methods, or on Fashion-MNIST of `only` these."""
     summary = pd.DataFrame(read("ntk_dfl_fmnist")["rows"])
     table = rounds_of("ntk_dfl_fmnist").query("metric == 'accuracy'")
-    mean = table.groupby(["method", "split", "seed", "round"]).value.mean()
+    mean = table.groupby(["method", "split", "round", "seed"]).value.mean()
     names = ["NTK-DFL", *(m for m in summary.method.unique() if m.startswith("NTK-DFL, "))]
     names += ["NTK-FL, as busy clients", "DFedAvg", "D-PSGD", "DFedAvgM", "DFedSAM", "DisPFL"]
     rows = []
     for method in only.split("; ") if only else names:
         own = summary[summary.method == method]
-        if only:
-            own = own[own.split.isin(SPLITS)]
-        for split in sorted(own.split.unique(), key=lambda s: (*SPLITS, s).index(s)):
+        splits = sorted(own.split.unique(), key=lambda s: (*SPLITS, s).index(s))
+        for split in [split for split in splits if not only or split in SPLITS]:
             seeds = own[own.split == split].sort_values("seed")
             after = []
             for number in (1, 3, 5, 10, 20):
-                found = [mean.get((method, split, seed, number)) for seed in seeds.seed]
+                found = [mean.get((method, split, number, seed)) for seed in seeds.seed]
                 after.append("" if None in found else percent(float(np.mean(found))))
-            paper = PAPER.get(method, ("", "", ""))
-            known = paper[SPLITS.index(split)] if split in SPLITS else ""
+            paper = dict(zip(SPLITS, PAPER.get(method, ""), strict=False)).get(split, "")
             rows.append([
                 f"{method}, {split}", joined(seeds.seed), joined(seeds.rounds),
-                joined(seeds["rounds-to-85"]), known, *after, joined(100 * seeds.best, ".2f"),
+                joined(seeds["rounds-to-85"]), paper, *after, joined(100 * seeds.best, ".2f"),
             ])  # fmt: skip
     return markdown(
         "| seeds | rounds run | rounds to 85 % | in the paper | % after round 1 | 3 | 5 | 10 | 20"
@@ -246,13 +229,11 @@ def kernel_overshoot() -> str:
         "full": "`full`",
     }
     seconds = read("kernel_overshoot")["seconds-of-an-evolution"]
-    table = rounds_of("kernel_overshoot").set_index(["kernel", "round"])
-    rows = []
+    table, rows = rounds_of("kernel_overshoot").set_index(["kernel", "round"]), []
     for run, name in names.items():
         late = table.overshoot[run].loc[7:]
-        low, high = number(late.min(), 2), number(late.max(), 2)
-        after = (percent(table.accuracy[run, r]) for r in (1, 2, 3, 5, 8, 12))
-        between = low if low == high else f"{low} to {high}"
+        between = " to ".join(dict.fromkeys(number(v, 2) for v in (late.min(), late.max())))
+        after = percents(table.accuracy[run], (1, 2, 3, 5, 8, 12))
         rows.append([name, *after, between, f"{seconds[run]:.2f}"])
     return markdown(
         "kernel, % after round | 1 | 2 | 3 | 5 | 8 | 12"
@@ -263,57 +244,50 @@ def kernel_overshoot() -> str:
 
 def hostile_neighbours() -> str:
     attacks = {"none": "", "labels": "1", "scale 90": "90", "scale 1e4": "10,000"}
+    models = ("client 0", "other honest clients", "mean model")
+    rows = [
+        [row["degree"], row["hostile"], attacks[row["attack"]], *percents(row, models),
+         f"{row['parcels refused a round']:g}"]
+        for row in read("hostile_neighbours")["rows"]
+    ]  # fmt: skip
     return markdown(
         "neighbours | false ones | Jacobian times | client 0 | other honest clients, mean"
         " | mean model | refused a round",
-        (
-            [
-                row["degree"],
-                row["hostile"],
-                attacks[row["attack"]],
-                *(percent(row[k]) for k in ("client 0", "other honest clients", "mean model")),
-                f"{row['parcels refused a round']:g}",
-            ]
-            for row in read("hostile_neighbours")["rows"]
-        ),
+        rows,
     )
 
 
 def decentralised() -> str:
     """Return all rivals after 20 rounds, with Dirichlet 0.1."""
-    metrics = {
-        "accuracy": percent,
-        "averaged-accuracy-mean": percent,
-        "trained-accuracy-mean": percent,
-        "inter-client-deviation": lambda value: number(value, 3),
-    }
+    shares = ("accuracy", "averaged-accuracy-mean", "trained-accuracy-mean")
     table = rounds_of("ntk_dfl_fmnist").query("split == 'Dirichlet 0.1' and seed == 0")
     sent = table[table["round"] > 0].groupby(["method", "metric"]).value.median() / 300 / 1e3
-    last = table[table["round"] == 20].set_index(["method", "metric"]).value
+    last = table[table["round"] == 20].pivot(index="method", columns="metric", values="value")
+    rows = [
+        [method, *percents(last.loc[method], shares),
+         number(last["inter-client-deviation"][method], 3),
+         *(f"{sent[method, f'bytes-{way}']:,.0f}" for way in ("up", "down"))]
+        for method in ("DFedAvg", "DFedAvgM", "DFedSAM", "D-PSGD", "DisPFL", "NTK-DFL")
+    ]  # fmt: skip
     return markdown(
         "| mean model (%) | clients' models, after the average (%) | after their training (%)"
         " | deviation of the models | kB up, a client | kB down",
-        (
-            [method,
-             *(form(last.get((method, metric), np.nan)) for metric, form in metrics.items()),
-             *(f"{sent[method, f'bytes-{way}']:,.0f}" for way in ("up", "down"))]
-            for method in ("DFedAvg", "DFedAvgM", "DFedSAM", "D-PSGD", "DisPFL", "NTK-DFL")
-        ),
-    )  # fmt: skip
+        rows,
+    )
 
 
 def ntk_dfl_round() -> str:
-    table = rounds_of("ntk_dfl")
     rows = []
-    for _, row in table.iterrows():
-        more = [
-            "two workers" if row.workers == 2 else "",
-            f"tolerance {row.tolerance:g}" if row.tolerance > 0 else "",
-            "clusters" if row.topology == "clustered" else "",
-            "`evolve-once`" if row.evolve_once is True else "",
-        ]
+    for _, row in rounds_of("ntk_dfl").iterrows():
+        more = {
+            f"{row.kappa:g}": True,
+            "two workers": row.workers == 2,
+            f"tolerance {row.tolerance:g}": row.tolerance > 0,
+            "clusters": row.topology == "clustered",
+            "`evolve-once`": row.evolve_once is True,
+        }
         rows.append([
-            int(row.clients), ", ".join([f"{row.kappa:g}", *filter(None, more)]),
+            int(row.clients), ", ".join(word for word, holds in more.items() if holds),
             f"{row['cpu-seconds']:.1f}", f"{row.seconds:.1f}", f"{row['peak-mb'] / 1e3:.1f}",
             f"{row['bytes-up'] / 1e6:.1f}", f"{row['bytes-down'] / 1e6:.1f}",
         ])  # fmt: skip
@@ -326,10 +300,11 @@ def ntk_dfl_round() -> str:
 
 def ntk_dfl_tolerance() -> str:
     table = rounds_of("ntk_dfl_tolerance").query("5 <= round <= 8")
-    rows = []
-    for seed, own in table.groupby("seed"):
-        means = own.groupby("tolerance")[["mean model", "clients' models"]].mean()
-        rows.append([seed, *(" / ".join(map(percent, pair)) for pair in means.to_numpy())])
+    means = table.groupby(["seed", "tolerance"])[["mean model", "clients' models"]].mean()
+    rows = [
+        [seed, *(" / ".join(map(percent, pair)) for pair in own.to_numpy())]
+        for seed, own in means.groupby("seed")
+    ]
     return markdown("seed | 1e-4 | 1e-3 | 1e-2", rows)
 
 
@@ -337,16 +312,16 @@ def ntk_dfl_tolerance() -> str:
 
 
 def tct() -> str:
-    found = read("tct_table2")["accuracy in %"]
+    found = read("tct_table2")["accuracy in %"].values()
 
     def cell(row: Any, key: str = "final") -> str:
         return f"{number(row[key])} ({number(row['paper'])})"
 
     methods = {"FedAvg": "FedAvg", "FedProx": "FedProx, mu = 0.01", "SCAFFOLD": "SCAFFOLD"}
-    rows = [[name, *(cell(found[s][m]) for s in found)] for m, name in methods.items()]
-    rows.append(["**TCT**", *(f"**{number(found[s]['TCT']['final'])}**" for s in found)])
-    later = "after 50 rounds of stage 2"
-    rows.append([f"TCT, {later[6:]}", *(cell(found[s]["TCT"], later) for s in found)])
+    rows = [[name, *(cell(split[method]) for split in found)] for method, name in methods.items()]
+    rows.append(["**TCT**", *(f"**{number(split['TCT']['final'])}**" for split in found)])
+    later = "50 rounds of stage 2"
+    rows.append([f"TCT, {later}", *(cell(split["TCT"], f"after {later}") for split in found)])
     return markdown("| one class a client | two classes | Dirichlet(0.1) | Dirichlet(0.5)", rows)
 
 
@@ -364,35 +339,31 @@ def tct_variants() -> str:
         "gradient descent in stage 2": "gradient descent in stage 2",
     }
     found = read("tct_variants")["accuracy in %"]
-    return markdown(
-        "| here, % | in the paper (200 rounds, all images), %",
-        (
-            [name, number(found[k]["final"]), number(found[k].get("paper", ["", np.nan])[1])]
-            for k, name in names.items()
-        ),
+    rows = (
+        [name, number(found[k]["final"]), number(found[k].get("paper", ["", np.nan])[1])]
+        for k, name in names.items()
     )
+    return markdown("| here, % | in the paper (200 rounds, all images), %", rows)
+
+
+CLASSES = {
+    "one class a client": "#C=1",
+    "two classes": "#C=2",
+    "Dirichlet(0.1)": "Dirichlet(0.1)",
+    "Dirichlet(0.5)": "Dirichlet(0.5)",
+}
 
 
 def tct_statistics() -> str:
-    names = {
-        "#C=1": "one class a client",
-        "#C=2": "two classes",
-        "Dirichlet(0.1)": "Dirichlet(0.1)",
-        "Dirichlet(0.5)": "Dirichlet(0.5)",
-        "random": "no training",
-    }
-    paper = read("tct_statistics")["paper's TCT in % after 200 rounds (Yu et al. 2022, Table 2)"]
-    table = rounds_of("tct_statistics").query("bits == 8")
-    table = table[table["rounds of FedAvg"] <= 15]
+    summary = read("tct_statistics")
+    paper = summary["paper's TCT in % after 200 rounds (Yu et al. 2022, Table 2)"]
+    table = rounds_of("tct_statistics").query("bits == 8 and `rounds of FedAvg` <= 15")
+    cases = [*product(["entk"], [2000, 4000]), *product(["entk-sketch"], [2000, 4000, 8000])]
     rows = []
-    for data, name in names.items():
+    for name, data in {**CLASSES, "no training": "random"}.items():
         own = table[table.data == data]
-        network = own.groupby("seed").network.first().dropna()
-        row = [name, joined(network, ".1f") if len(network) else ""]
-        for features, p in (
-            ("entk", 2000), ("entk", 4000), ("entk-sketch", 2000), ("entk-sketch", 4000),
-            ("entk-sketch", 8000),
-        ):  # fmt: skip
+        row = [name, joined(own.groupby("seed").network.first().dropna(), ".1f")]
+        for features, p in cases:
             some = own[(own.features == features) & (own.p == p)].set_index("seed").accuracy
             seeds = [0] if list(some.index) == [0] else [0, 1, 2]
             row.append(joined([some.get(s) for s in seeds], ".1f") if len(some) else "")
@@ -412,21 +383,20 @@ def spread(row: Any, key: str) -> str:
 
 
 def one_model(row: Any) -> str:
-    keys = (f"model-accuracy-{which}" for which in ("max", "mean", "min"))
-    return ", ".join(percent(row[key]) for key in keys) if "model-accuracy-max" in row else ""
+    keys = [f"model-accuracy-{which}" for which in ("max", "mean", "min")]
+    return ", ".join(percents(row, keys)) if keys[0] in row else ""
 
 
 def fed_ensemble(name: str) -> str:
-    rows = read(f"fed_ensemble_{name}")["rows"]
-    rows = [row for row in rows if re.search(r"FedAvg|K = 5", row["method"])]
+    rows = [
+        [r["split"], r["method"], r["rate"], spread(r, "accuracy"), f"{r['loss']:.3f}",
+         one_model(r)]
+        for r in read(f"fed_ensemble_{name}")["rows"]
+        if re.search(r"FedAvg|K = 5", r["method"])
+    ]  # fmt: skip
     return markdown(
-        "split | method | rate | accuracy (%) | loss | one model: best, mean, worst (%)",
-        (
-            [r["split"], r["method"], r["rate"], spread(r, "accuracy"), f"{r['loss']:.3f}",
-             one_model(r)]
-            for r in rows
-        ),
-    )  # fmt: skip
+        "split | method | rate | accuracy (%) | loss | one model: best, mean, worst (%)", rows
+    )
 
 
 def fed_ensemble_models() -> str:
@@ -441,50 +411,41 @@ def fed_ensemble_models() -> str:
 
 
 def fed_ensemble_toy() -> str:
+    rows = []
+    for row in read("fed_ensemble_toy")["rows"]:
+        cells = [row["K"]]
+        for form in ("", "-by-age"):
+            bias = row[f"bias{form}"]
+            cells.append(f"{number(bias, 4)}, {number(bias**0.5, 3)}")
+            cells.append(number(row[f"variance{form}"], 4))
+        rows.append([*cells, row["paper-bias"], row["paper-variance"]])
     return markdown(
         "K | bias, its root | variance, 200 rounds | bias, its root | variance, 40 ages"
         " | bias in the paper | variance in the paper",
-        (
-            [row["K"],
-             *(cell for form in ("", "-by-age")
-               for bias in [row[f"bias{form}"]]
-               for cell in (f"{number(bias, 4)}, {number(bias**0.5, 3)}",
-                            number(row[f"variance{form}"], 4))),
-             row["paper-bias"], row["paper-variance"]]
-            for row in read("fed_ensemble_toy")["rows"]
-        ),
-    )  # fmt: skip
+        rows,
+    )
 
 
 def fed_ensemble_limit() -> str:
+    rows = (
+        [f"{r['width']:,}", *(f"{r[k]:.3f}" for k in ("own-limit", "kernel", "mean", "std"))]
+        for r in read("fed_ensemble_limit")["rows"]
+    )
     return markdown(
         "width | a model from its own limit | its kernel from the limit, relative"
         " | mean of 100 models from the process's | their standard deviation from the process's",
-        (
-            [f"{r['width']:,}", *(f"{r[k]:.3f}" for k in ("own-limit", "kernel", "mean", "std"))]
-            for r in read("fed_ensemble_limit")["rows"]
-        ),
+        rows,
     )
 
 
 def fed_be() -> str:
-    found = read("fed_be")["accuracy in %, mean of the last 5 rounds, by seed"]
-    names = {name: name for name in found["digits"]}
-    names["FedBE, Gaussian, distilled, no SWA"] = "the same without averaged weights"
-    return markdown(
-        "| digits | mean | Fashion-MNIST | mean",
-        (
-            [
-                name,
-                *(
-                    cell
-                    for data in found
-                    for cell in (joined(found[data][m], ".1f"), f"{np.mean(found[data][m]):.1f}")
-                ),
-            ]
-            for m, name in names.items()
-        ),
-    )
+    found = read("fed_be")["accuracy in %, mean of the last 5 rounds, by seed"].values()
+    renamed = {"FedBE, Gaussian, distilled, no SWA": "the same without averaged weights"}
+    rows = []
+    for method in next(iter(found)):
+        pairs = ((joined(own[method], ".1f"), f"{np.mean(own[method]):.1f}") for own in found)
+        rows.append([renamed.get(method, method), *(cell for pair in pairs for cell in pair)])
+    return markdown("| digits | mean | Fashion-MNIST | mean", rows)
 
 
 # -------------------------------------------------------------- one model for each client
@@ -493,21 +454,19 @@ def fed_be() -> str:
 def personalised(data: str) -> str:
     found = read(f"personalised_{data}")
     gains = {(row["run"], row["against"]): row for row in found["gains"]}
-
-    def gain(run: str, against: str) -> str:
-        row = gains.get((run, against))
-        return f"{100 * row['gain']:.0f} / {100 * row['lose']:.0f}" if row else "-"
-
     rows = []
     for row in sorted(found["summary"], key=lambda row: -row["mean"]):
-        rate, *own = found["chosen"][row["run"]].values() or "-"
-        if row["run"] == "weighted, tau = 1":
+        run = row["run"]
+        rate, *own = found["chosen"][run].values() or "-"
+        if run == "weighted, tau = 1":
             own = [1]
+        gain = [
+            f"{100 * g['gain']:.0f} / {100 * g['lose']:.0f}" if g else "-"
+            for g in (gains.get((run, against)) for against in ("local training", "FedAvg"))
+        ]
         setting = f"{own[0]:g}" if own else "-"
-        rows.append([
-            row["run"], rate, setting, spread(row, "mean"), percent(row["worst"]),
-            percent(row["std"]), gain(row["run"], "local training"), gain(row["run"], "FedAvg"),
-        ])  # fmt: skip
+        rest = percents(row, ("worst", "std"))
+        rows.append([run, rate, setting, spread(row, "mean"), *rest, *gain])
     return markdown(
         "method | rate | own setting | mean | worst client | std over clients"
         " | gain / lose against local training | against FedAvg",
@@ -524,8 +483,7 @@ def personalised_on(method: str) -> str:
         "cifar10-dirichlet": "CIFAR-10 (JPEG subset), Dirichlet(0.8)",
         "digit-domains": "digit domains",
     }
-    runs = dict.fromkeys([method, "local training", "FedAvg"])
-    rows = []
+    runs, rows = dict.fromkeys([method, "local training", "FedAvg"]), []
     for data, name in names.items():
         found = {row["run"]: row for row in read(f"personalised_{data}")["summary"]}
         rows.append([name, *(spread(found[run], "mean") for run in runs)])
@@ -540,38 +498,28 @@ def personalised_variants() -> str:
     names = {(name, "trained"): name for name in variants}
     names |= {("four new clients", "trained"): "four new clients: the 16 others",
               ("four new clients", "new"): "four new clients: these four"}  # fmt: skip
-    rows = read("personalised_fashion-mnist_variants")["rows"]
-    found = {(r["variant"], r["clients-are"], r["run"]): r["mean"] for r in rows}
-    return markdown(
-        "| " + " | ".join(methods),
-        ([name, *(percent(found[(*key, m)]) for m in methods)] for key, name in names.items()),
-    )
+    table = pd.DataFrame(read("personalised_fashion-mnist_variants")["rows"])
+    means = table.set_index(["variant", "clients-are", "run"])["mean"].sort_index()
+    rows = ([name, *percents(means.loc[key], methods)] for key, name in names.items())
+    return markdown("| " + " | ".join(methods), rows)
 
 
 def one_exchange() -> str:
     """Return a row for each split, with the seeds that are in the file."""
-    names = {
-        "one class a client": "#C=1",
-        "two classes a client": "#C=2",
-        "Dirichlet 0.1": "Dirichlet(0.1)",
-        "Dirichlet 0.5": "Dirichlet(0.5)",
-    }
     whole = "dataset == 'fashion-mnist' and features == 8000 and clients == 100 and examples == 0"
     table = rounds_of("one_exchange").query(whole)
-    once = table.pivot(index="split", columns="seed", values="accuracy").reindex(list(names))
     sketch = "features == 'entk-sketch' and p == 8000 and bits == 8 and `rounds of FedAvg` == 15"
     tangent = rounds_of("tct_statistics").query(sketch)
     paper = read("tct_statistics")["paper's TCT in % after 200 rounds (Yu et al. 2022, Table 2)"]
     rows = []
-    for split, data in names.items():
+    for name, data in CLASSES.items():
+        split = name.replace("(", " ").rstrip(")").replace("two classes", "two classes a client")
+        own = table[table.split == split].sort_values("seed")
         theirs = tangent[tangent.data == data].sort_values("seed").accuracy
-        sums = table[(table.split == split) & (table.seed == 0)].sums
-        rows.append([
-            split.replace("Dirichlet 0", "Dirichlet(0") + ")" * split.startswith("D"),
-            joined(100 * once.loc[split], ".1f"), f"`{sums.iloc[0]}`" if len(sums) else "",
-            joined(theirs, ".1f"), number(paper[data]),
-        ])  # fmt: skip
-    seeds = ", ".join(map(str, once.columns))
+        name = "two classes a client" if name == "two classes" else name
+        once, (checksum, *_) = joined(100 * own.accuracy, ".1f"), own.sums
+        rows.append([name, once, f"`{checksum}`", joined(theirs, ".1f"), number(paper[data])])
+    seeds = ", ".join(map(str, sorted(table.seed.unique())))
     return markdown(
         f"split | one exchange, no training, seeds {seeds} | checksum of the sums, seed 0"
         " | tangent features, 15 rounds before | the paper's TCT, 200 rounds",
@@ -583,13 +531,12 @@ def federation_minutes() -> str:
     names = {"one-exchange": "one exchange, p = 1,000",
              "one-exchange-20000": "one exchange of 20,000 images, p = 2,000",
              "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "ntk-fl": "NTK-FL"}  # fmt: skip
-    rows, found = [], rounds_of("federation_minutes").set_index("method")
+    table = rounds_of("federation_minutes").set_index("method")
+    rows = []
     for method, name in names.items():
-        row = found.loc[method]
-        seconds = "" if np.isnan(row["seconds"]) else f"{row['seconds']:.0f}"
-        moments = (f"{row[moment]:.0f}" for moment in ("answered", "until"))
-        accuracy, load = f"{100 * row['accuracy']:.1f}", f"{row['load']:.1f}"
-        rows.append([name, seconds, *moments, int(row["rounds"]), accuracy, load])
+        row = table.loc[method]
+        moments = (number(row[moment], 0) for moment in ("seconds", "answered", "until"))
+        rows.append([name, *moments, int(row.rounds), percent(row.accuracy), f"{row.load:.1f}"])
     return markdown(
         "method | seconds to 88 % | first replies added up after, s | ended after, s | rounds"
         " | accuracy at the end, % | load before",
@@ -600,12 +547,12 @@ def federation_minutes() -> str:
 def closed_form() -> str:
     methods = ["AFL", "Fed3R", "FedNCM", "TCT, last-layer", "TCT, fourier", "AFL, fourier"]
     table = rounds_of("closed_form").query("split == 'one class a client'")
+    itself = table.groupby(["network", "seed"])["network's own accuracy"].first()
     rows = []
     for (network, seed), own in table.groupby(["network", "seed"]):
-        found, itself = own.set_index("method").accuracy, own["network's own accuracy"].iloc[0]
-        cells = [itself, *(found.get(m, np.nan) for m in methods)]
+        found = own.set_index("method").accuracy.reindex(methods)
         name = "as it is drawn" if network == "random" else "trained"
-        rows.append([name, seed, *map(number, cells)])
+        rows.append([name, seed, *map(number, [itself[network, seed], *found])])
     return markdown(
         "network | seed | its own | AFL | Fed3R | FedNCM | TCT, `last-layer`"
         " | TCT, `fourier`, p = 4,000 | AFL, `random-features = 4000`",
@@ -618,36 +565,36 @@ def closed_form() -> str:
 
 def uncertainty() -> str:
     table = rounds_of("uncertainty")
-    kind = table.model.str.replace(r"model \d+", "its single models, mean", regex=True)
-    kind = kind.where(kind.str.startswith("its"), table.run)
+    single = "its single models, mean"
+    kind = table.run.mask(table.model.str.fullmatch(r"model \d+"), single)
     means = table.assign(kind=kind).groupby(["rounds", "kind"]).mean(numeric_only=True)
     keys = ["nll", "brier", "ece", "auroc_entropy", "auroc_mutual_information"]
+    rows = []
+    for rounds, name in product((50, 150), ("Fed-ensemble", single, "FedAvg")):
+        row = means.loc[rounds, name]
+        rows.append(
+            [rounds, name, percent(row.accuracy), *(number(row[k], 3) or "-" for k in keys)]
+        )
     return markdown(
         "rounds | model | accuracy (%) | NLL (nats) | Brier | ECE | AUROC, entropy"
         " | AUROC, mutual information",
-        (
-            [rounds, name, percent(row.accuracy),
-             *(number(row[key], 3) or "-" for key in keys)]
-            for rounds in (50, 150)
-            for name in ("Fed-ensemble", "its single models, mean", "FedAvg")
-            for row in [means.loc[rounds, name]]
-        ),
-    )  # fmt: skip
+        rows,
+    )
 
 
 def uncertainty_sets() -> str:
     names = {"clients": "5 held-out clients", "examples": "500 held-out images"}
     sets = rounds_of("uncertainty_sets").query("rounds == 150")
+    by_case = sets.groupby(["calibrated", "score", "run"])
     rows = []
-    for on, name in names.items():
-        for score in ("threshold", "adaptive"):
-            cells: list[str] = []
-            for run in ("Fed-ensemble", "FedAvg"):
-                own = sets[(sets.calibrated == on) & (sets.score == score) & (sets.run == run)]
-                covered = 100 * own.test_coverage
-                cells.append(f"{covered.mean():.1f} % ({covered.min():.1f} to {covered.max():.1f})")
-                cells.append(f"{own.mean_size.mean():.2f}")
-            rows.append([name, score, *cells])
+    for on, score in product(names, ("threshold", "adaptive")):
+        cells = [names[on], score]
+        for run in ("Fed-ensemble", "FedAvg"):
+            own = by_case.get_group((on, score, run))
+            covered = 100 * own.test_coverage
+            cells.append(f"{covered.mean():.1f} % ({covered.min():.1f} to {covered.max():.1f})")
+            cells.append(f"{own.mean_size.mean():.2f}")
+        rows.append(cells)
     return markdown(
         "calibrated on | score | Fed-ensemble | classes in a set | FedAvg | classes in a set", rows
     )
@@ -655,15 +602,13 @@ def uncertainty_sets() -> str:
 
 def feature_learning_groups() -> str:
     table = pd.DataFrame(read("feature_learning")["theorem"]).query("sweep == 'groups'")
+    table = table.set_index(["signal", "group-size", "method"]).sort_index()
     rows = []
-    for signal in (2, 1):
-        for size, own in table[table.signal == signal].groupby("group-size"):
-            found = own.set_index("method")
-            rows.append([
-                signal, size,
-                *(f"{found.exponent[m]:.3g}: {found['test-accuracy'][m]:.1f} %"
-                  for m in ("fedavg", "group", "local")),
-            ])  # fmt: skip
+    for signal, size in product((2, 1), table.index.levels[1]):
+        found = table.loc[signal, size]
+        exponents, reached = found["exponent"], found["test-accuracy"]
+        cells = (f"{exponents[m]:.3g}: {reached[m]:.1f} %" for m in ("fedavg", "group", "local"))
+        rows.append([signal, size, *cells])
     return markdown(
         "signal norm | clients with the signal | FedAvg | averages within the group"
         " | local training",
@@ -675,26 +620,25 @@ def feature_learning_iid() -> str:
     last = rounds_of("feature_learning_iid").query("round == 100")
     means = last.groupby(["dimension", "method", "part"])[["loss", "accuracy"]].mean()
     names = {"fedavg": "FedAvg", "local": "local training"}
+    rows = []
+    for d, method in product((1000, 8000), names):
+        cells = [f"{d:,}", names[method]]
+        for part in ("train", "test"):
+            row = means.loc[d, method, part]
+            cells += [f"{row.loss:.3f}", percent(row.accuracy)]
+        rows.append(cells)
     return markdown(
-        "d | method | training loss | training accuracy (%) | test loss | test accuracy (%)",
-        (
-            [f"{d:,}", name,
-             *(cell for part in ("train", "test") for row in [means.loc[d, method, part]]
-               for cell in (f"{row.loss:.3f}", percent(row.accuracy)))]
-            for d in (1000, 8000)
-            for method, name in names.items()
-        ),
-    )  # fmt: skip
+        "d | method | training loss | training accuracy (%) | test loss | test accuracy (%)", rows
+    )
 
 
 def private_audit() -> str:
     """Return a row for each private configuration; a bound of 0 says that nothing was found."""
+    bounds = ("model", "server")
     rows = [
-        [
-            row["configuration"], f"{row['claim']:.2f}", f"{row['lower-bound']:.2f}",
-            row["best-view"].replace("file ", "file: "), f"{row['model']:.2f}",
-            "" if row["server"] is None else f"{row['server']:.2f}", row["numbers-in-files"],
-        ]
+        [row["configuration"], f"{row['claim']:.2f}", f"{row['lower-bound']:.2f}",
+         row["best-view"].replace("file ", "file: "), *(number(row[k], 2) for k in bounds),
+         row["numbers-in-files"]]
         for row in read("private_audit")["rows"]
     ]  # fmt: skip
     return markdown(
@@ -706,13 +650,12 @@ def private_audit() -> str:
 
 def sums_privacy() -> str:
     table = pd.DataFrame(read("sums_privacy")["membership"])
-    chosen = table[(table.weights == "first") & (table.bits == 32)]
     rows = []
-    for count, own in chosen.groupby("examples"):
+    for count, own in table.query("weights == 'first' and bits == 32").groupby("examples"):
+        found = (row[sums] for _, row in own.iterrows() for sums in ("one client", "sum of ten"))
         rows.append([f"{count:,}", *(
-            f"{row[s]['auc-calibrated']:.2f} ({100 * row[s]['members-found-at-1%-false']:.0f} %)"
-            for _, row in own.iterrows()
-            for s in ("one client", "sum of ten")
+            f"{f['auc-calibrated']:.2f} ({100 * f['members-found-at-1%-false']:.0f} %)"
+            for f in found
         )])  # fmt: skip
     return markdown(
         "n | AFL, Fed3R: p = 128, one client's sums | the sum of all ten"
@@ -724,33 +667,24 @@ def sums_privacy() -> str:
 def liars_in_sums() -> str:
     """Return a row for each attack, over all splits; accuracies of one case."""
     table = rounds_of("liars_in_sums")
-    seeds = table.seed.nunique()
+    seeds, keys = table.seed.nunique(), ["accuracy-before", "accuracy-after", "accuracy-honest"]
     rows = []
-    for attack, own in table.groupby("attack", sort=False):
-        lied = own[own.share > 0]
+    for attack, lied in table[table.share > 0].groupby("attack", sort=False):
         found = [
             f"{some.found.sum()} of {some.liars.sum()}"
             for _, some in lied.groupby(["clients", "alpha"])
         ]
-        case = lied[(lied.alpha == 0.1) & (lied.clients == 100) & (lied.share == 0.2)]
-        keys = ("accuracy-before", "accuracy-after", "accuracy-honest")
+        case = lied.query("alpha == 0.1 and clients == 100 and share == 0.2")[keys].mean()
         alarms = f"{lied.alarms.sum()} of {int((lied.clients - lied.liars).sum()):,}"
-        reached = [number(100 * case[key].mean()) or "no model" for key in keys]
-        rows.append([attack, *found, alarms, *reached])
+        rows.append([attack, *found, alarms, *(number(100 * case[k]) or "no model" for k in keys)])
     honest = table[table.share == 0]
-    rows.append([
-        "all honest", *([""] * 4), f"{honest.alarms.sum()} of {honest.clients.sum()}",
-        *([number(100 * honest[honest.clients == 100]["accuracy-before"].mean())] * 3),
-    ])  # fmt: skip
-    said = f"Seeds of the split and the malicious clients: {seeds}."
-    return (
-        said
-        + "\n\n"
-        + markdown(
-            "attack | found, 10 clients, Dirichlet 0.1 | 0.5 | 100 clients, Dirichlet 0.1 | 0.5"
-            " | honest ones removed | accuracy before | after | without them",
-            rows,
-        )
+    before = percent(honest[honest.clients == 100]["accuracy-before"].mean())
+    alarms = f"{honest.alarms.sum()} of {honest.clients.sum()}"
+    rows.append(["all honest", *([""] * 4), alarms, *([before] * 3)])
+    return f"Seeds of the split and the malicious clients: {seeds}.\n\n" + markdown(
+        "attack | found, 10 clients, Dirichlet 0.1 | 0.5 | 100 clients, Dirichlet 0.1 | 0.5"
+        " | honest ones removed | accuracy before | after | without them",
+        rows,
     )
 
 
@@ -758,84 +692,70 @@ def copies_in_sums() -> str:
     """Return who is found of clients that copy their examples, and how often honest ones go."""
     table = rounds_of("copies_in_sums")
 
+    def interval(count: int, trials: int) -> str:  # exact: Clopper and Pearson 1934
+        found = binomtest(int(count), trials).proportion_ci()
+        return f"95 % interval {number(100 * found.low, 2)} to {number(100 * found.high, 2)} %"
+
     def alarms(name: str, own: pd.DataFrame) -> str:
         honest, runs = int((own.clients - own.liars).sum()), int((own.alarms > 0).sum())
         return (
             f"{name}: in {runs} of {len(own)} federations an honest client was removed "
-            f"({_interval(runs, len(own))}), {own.alarms.sum()} of {honest:,} honest clients "
-            f"({_interval(own.alarms.sum(), honest)})."
+            f"({interval(runs, len(own))}), {own.alarms.sum()} of {honest:,} honest clients "
+            f"({interval(own.alarms.sum(), honest)})."
         )
 
     lied, splits = table[table.liars > 0], ["split", "clients"]
-    rows = [
-        [
-            f"{attack}, {times} times",
-            *(
-                f"{some.found.sum()} ({some['harm-found'].sum()}) of {len(some)}"
-                for _, some in own.groupby(splits, sort=False)
-            ),
-            *(number(100 * own[f"{kind}accuracy{when}"].mean())
-              for kind, when in (("", "-before"), ("harm-", ""), ("", ""), ("", "-honest"))),
+    rows = []
+    for (attack, times), own in lied.groupby(["attack", "times"], sort=False):
+        found = [
+            f"{some.found.sum()} ({some['harm-found'].sum()}) of {len(some)}"
+            for _, some in own.groupby(splits, sort=False)
         ]
-        for (attack, times), own in lied.groupby(["attack", "times"], sort=False)
-    ]  # fmt: skip
+        keys = ("accuracy-before", "harm-accuracy", "accuracy", "accuracy-honest")
+        rows.append([f"{attack}, {times} times", *found, *(percent(own[k].mean()) for k in keys)])
     names = [f"{split}, {num} clients" for (split, num), _ in table.groupby(splits, sort=False)]
     head = ["attack", *names, "accuracy before", "by harm only", "after", "without them"]
     said = [alarms("All are honest", table[table.liars == 0]), alarms("One is malicious", lied)]
     return "\n\n".join([markdown(" | ".join(head), rows), "\n".join(said)])
 
 
-def _interval(count: int, trials: int) -> str:
-    """Return the exact binomial confidence interval of a rate (Clopper and Pearson 1934)."""
-    found = binomtest(int(count), trials).proportion_ci()
-    return f"95 % interval {number(100 * found.low, 2)} to {number(100 * found.high, 2)} %"
-
-
 def losses() -> str:
     """Accuracy of each method without losses, and with clients lost and late."""
-    table = rounds_of("losses")
+    table = rounds_of("losses").sort_values("seed")
     names = {"none": "No losses", "lost": "30 % lost", "late": "30 % lost, 30 % late"}
     kinds = [kind for kind in names if kind in set(table.losses)]
-
-    def cell(rows: pd.DataFrame) -> str:
-        return joined(100 * rows.accuracy, ".1f") or "not measured"
-
-    rows = [
-        [method, *(cell(own[own.losses == kind]) for kind in kinds), int(own.rounds.iloc[0])]
-        for method, own in table.sort_values("seed").groupby("method")
-    ]
+    rows = []
+    for method, own in table.groupby("method"):
+        cells = [joined(100 * own[own.losses == kind].accuracy, ".1f") for kind in kinds]
+        rows.append([method, *(cell or "not measured" for cell in cells), own.rounds.iloc[0]])
     return markdown(" | ".join(["Method", *(names[kind] for kind in kinds), "Rounds"]), rows)
 
 
 def crashes() -> str:
     """Return how many runs of each case ended with the same bits, by what had happened to them."""
-    table = rounds_of("crashes")
-    cells = {
-        (own["case"], own["trouble"]): f"{own['same-bits']} of {own['runs']}"
-        for own in table.to_dict("records")
-    }
-    kills = table[table.trouble == "kill"].set_index("case").disturbed.sort_index()
-    rows = [
+    table = rounds_of("crashes").set_index(["case", "trouble"])
+    cells = table["same-bits"].astype(str) + " of " + table.runs.astype(str)
+    kills = table.xs("kill", level="trouble").disturbed.sort_index()
+    rows = (
         [case, number, *(cells.get((case, trouble), "-") for trouble in ("kill", "disk", "loss"))]
         for case, number in kills.items()
-    ]
+    )
     return markdown("Method | Kills | Killed runs | Full disk | Lost store", rows)
 
 
 def secure_sums() -> str:
     """Return a row for each stage, and seconds of each case that was measured."""
     table = rounds_of("secure_sums")
-    cases = list(table.groupby(["clients", "numbers"], sort=True).groups)
+    by_stage = table.pivot(index="stage", columns=["clients", "numbers"], values="seconds")
+    by_stage = by_stage.sort_index(axis=1)
     rows = []
     for stage in ("shares", "encode", "masked", "confirm", "reveal", "sum", "open"):
-        own = table[table.stage == stage].set_index(["clients", "numbers"])
         who = "server" if stage in ("sum", "open") else "a client"
-        rows.append([stage, who, *(f"{own.seconds[case]:.2g}" for case in cases)])
+        rows.append([stage, who, *(f"{seconds:.2g}" for seconds in by_stage.loc[stage])])
     of_client = table.groupby(["clients", "numbers"])[["down", "up"]].sum() / 1e6
     for way in ("down", "up"):
-        cells = [f"{of_client[way][case]:.3g}" for case in cases]
-        rows.append([f"MB {way}", "a client", *cells])
-    names = " | ".join(f"{clients} clients, {numbers:,} numbers" for clients, numbers in cases)
+        rows.append([f"MB {way}", "a client", *(f"{sent:.3g}" for sent in of_client[way])])
+    names = " | ".join(f"{k} clients, {numbers:,} numbers" for k, numbers in by_stage.columns)
     return markdown(f"seconds | of | {names}", rows)
 
 
@@ -847,14 +767,12 @@ def liars_costs() -> str:
     for _, row in rounds_of("liars_costs").iterrows():
         cells = [number(row["defended-0"])]
         for liars in (1, 2, 3):
-            found = [row[f"{kind}-{liars}"] for kind in ("defended", "plain", "absent")]
-            own, plain, absent = (number(value) or "-" for value in found)
-            cells.append(f"**{own}** ({plain}; {absent})")
+            found = (number(row[f"{kind}-{liars}"]) for kind in ("defended", "plain", "absent"))
+            cells.append("**{}** ({}; {})".format(*(value or "-" for value in found)))
         missed = [] if pd.isna(row.missed) else str(row.missed).split()
-        cells.append(", ".join(goals[word] for word in missed))
         rows.append([
             row.data, f"{row.alpha:g}", row.method, row.defence, row.seeds, number(row.honest),
-            *cells,
+            *cells, ", ".join(goals[word] for word in missed),
         ])  # fmt: skip
     return markdown(
         "data | Dirichlet | method | rule | seeds | honest, % | none malicious | one"
@@ -872,9 +790,9 @@ def liars() -> str:
     ]  # fmt: skip
     rows = []
     for (alpha, defence), own in table[table.attack != "absent"].groupby(["alpha", "defence"]):
-        found = own.groupby(["attack", "liars"]).accuracy
-        cells = (number(100 * found.mean().get(case, np.nan)) for case in cases)
-        rows.append([alpha, defence, joined(sorted({*found.count()})), *cells])
+        found = own.groupby(["attack", "liars"]).accuracy.agg(["mean", "count"])
+        cells = map(percent, found["mean"].reindex(cases))
+        rows.append([alpha, defence, joined(sorted({*found["count"]})), *cells])
     return markdown(
         "Dirichlet | rule | seeds | all honest | one: change times -50"
         " | one: labels moved on | two: labels moved on | two: honest mean times -1"
@@ -891,21 +809,19 @@ def round_costs() -> str:
         "cluster": "Ray, a cluster of two nodes",
         "supernodes": "SuperLink and SuperNodes",
     }
+    server = ["server-cpu-seconds", "server-memory-mb"]
     table = rounds_of("round_costs")
-    if "server-cpu-seconds" not in table:
-        table[["server-cpu-seconds", "server-memory-mb"]] = np.nan
+    table = table.reindex(columns=[*dict.fromkeys([*table.columns, *server])])
+    table = table[(table.way != "local") | table.clients.isin([10, 100, 1000])]
     rows = []
     for way, name in names.items():
-        own = table[(table.way == way) & ((way != "local") | table.clients.isin([10, 100, 1000]))]
-        for _, row in own.sort_values("clients").iterrows():
-            spent = [
+        for _, row in table[table.way == way].sort_values("clients").iterrows():
+            spent = (
                 f"{row[key]:.3g}" if row[key] < 100 else f"{row[key]:,.0f}"
                 for key in ("seconds", "cpu-seconds")
-            ]
-            rows.append([
-                name, f"{row.clients:,}", *spent, number(row["memory-mb"] / 1e3),
-                number(row["server-cpu-seconds"]), number(row["server-memory-mb"] / 1e3),
-            ])  # fmt: skip
+            )
+            memory, cpu, gb = row["memory-mb"] / 1e3, row[server[0]], row[server[1]] / 1e3
+            rows.append([name, f"{row.clients:,}", *spent, *map(number, (memory, cpu, gb))])
     return markdown(
         "clients run on | clients | seconds | CPU seconds | memory, GB | CPU seconds of the server"
         " | memory of the server, GB",
@@ -915,53 +831,56 @@ def round_costs() -> str:
 
 def speed() -> str:
     """Return a row for each figure of speed, with the machine and the day it was measured."""
-    form, kernel, engine = read("ntk_fl_round"), read("kernel"), read("engine")
-    seconds, gb = form["seconds"], form["peak-gb"]
-    theirs = f"{form['authors-program-seconds-at-n-1000']} s, the authors' program"
+    form, kernel = read("ntk_fl_round"), read("kernel")
     rows: list[tuple[str, str, str, str]] = []
+
+    def add(program: str, what: str, found: str, beside: str = "") -> None:
+        rows.append((what, found, beside, program))
+
+    theirs = f"{form['authors-program-seconds-at-n-1000']} s, the authors' program"
     for examples, more in (("5 clients x 200", theirs), ("20 x 200", "a Jacobian of 12.7 GB")):
-        key = f"mean, n={200 * int(examples.split()[0])}"
         what = f"a round of NTK-FL, {examples} examples, 784-100-10, 12 candidates for t"
-        rows.append((what, f"{seconds[key]:.2f} s, {gb[key]:.2f} GB", more, "ntk_fl_round"))
+        n = 200 * int(examples.split()[0])
+        seconds, gb = (form[key][f"mean, n={n}"] for key in ("seconds", "peak-gb"))
+        add("ntk_fl_round", what, f"{seconds:.2f} s, {gb:.2f} GB", more)
     for name in ("mean", "full"):
-        key = f"{name}, n=20000"
-        found = f"{seconds[key]:.1f} s, {gb[key]:.2f} GB"
-        rows.append((f"the same, n = 20,000, {name} kernel", found, "", "ntk_fl_round"))
+        seconds, gb = (form[key][f"{name}, n=20000"] for key in ("seconds", "peak-gb"))
+        what = f"the same, n = 20,000, {name} kernel"
+        add("ntk_fl_round", what, f"{seconds:.1f} s, {gb:.2f} GB")
     for case, times in kernel["times-faster"].items():
         less = kernel["times-less-memory"][case]
         found = f"{times:g} times faster, {less:.0f} times less memory"
-        rows.append((f"kernel, {case}", found, "contraction of `torch.func`'s Jacobians", "kernel"))
+        add("kernel", f"kernel, {case}", found, "contraction of `torch.func`'s Jacobians")
     for case, own in read("entk_features")["cases"].items():
         if "subsample" in case or "sketch" in case:
-            slower = own.get("times-faster")
-            beside = (
-                f"a backward pass for each example takes {slower:g} times as long" if slower else ""
-            )
+            slower = own.get("times-faster", 0)
+            beside = f"a backward pass for each example takes {slower:g} times as long"
             found = f"{own['forward-passes']:g} forward passes"
-            rows.append((f"tangent features of one logit, {case}", found, beside, "entk_features"))
+            what = f"tangent features of one logit, {case}"
+            add("entk_features", what, found, beside if slower else "")
     rates = rounds_of("features").query("part == 'speed'").set_index(["dataset", "case"])
-    for (dataset, case), rate in rates["images a CPU second"].items():
-        if case != "SimpleCNN":
-            passes = rates["images a CPU second"][dataset, "SimpleCNN"] / rate
-            what = {"scattering": "scattering", "cosines": "8,000 cosines of scattering"}[case]
+    rates = rates["images a CPU second"]
+    kinds = {"scattering": "scattering", "cosines": "8,000 cosines of scattering"}
+    for (dataset, case), rate in rates.items():
+        if case in kinds:
+            passes = rates[dataset, "SimpleCNN"] / rate
             found = f"{passes:.1f} forward passes of SimpleCNN, {rate:.0f} images a CPU second"
-            rows.append((f"{what}, {dataset}", found, "", "features"))
+            add("features", f"{kinds[case]}, {dataset}", found)
     for row in rounds_of("many_clients").to_dict("records"):
         what = f"a client's part of a round of FedAvg, {row['clients']:,} clients, 100 in a round"
         first, last = (f"{row[key]:.1f} ms" for key in ("first-ms", "last-ms"))
         found = f"{first} in the first tenth of {row['rounds']} rounds, {last} in the last"
-        rows.append((what, found, "", "many_clients"))
+        add("many_clients", what, found)
     for case, took in read("ntk_dfl")["seconds"].items():
         case = case.replace("kappa", "neighbours").replace("topology clustered", "in clusters")
-        what = f"200 examples a client, {case.replace('evolve_once True', '`evolve-once`')}"
-        rows.append((f"a round of NTK-DFL, {what}", f"{took:g} s", "", "ntk_dfl"))
-    for case, own in engine["rounds"].items():
-        others = {
-            k: v for k, v in own["over-bare"].items() if k not in ("bare", "fedntk, in-round")
-        }
+        case = case.replace("evolve_once True", "`evolve-once`")
+        add("ntk_dfl", f"a round of NTK-DFL, 200 examples a client, {case}", f"{took:g} s")
+    for case, own in read("engine")["rounds"].items():
+        others = dict(own["over-bare"])
         ours = f"{others.pop('fedntk'):.2f} times a bare loop's time"
+        del others["bare"], others["fedntk, in-round"]
         beside = ", ".join(f"{name} {value:.2f}" for name, value in others.items())
-        rows.append((f"a round of FedAvg, 10 clients x 600 images, {case}", ours, beside, "engine"))
+        add("engine", f"a round of FedAvg, 10 clients x 600 images, {case}", ours, beside)
     places = Counter(_place_of(row[3]) for row in rows)
     usual = places.most_common(1)[0][0]
     return f"Measured on {usual}, if a row does not say otherwise.\n\n" + markdown(
@@ -979,21 +898,15 @@ def gpu() -> str:
     ]
     mlp = "network == 'mlp-100' and method == 'factored' and n >= 1000"
     on_gpu, on_cpu = (
-        rounds_of(f"kernel{on}").query(mlp).set_index("n")["seconds"] for on in ("_cuda", "")
+        1e3 * rounds_of(f"kernel{on}").query(mlp).set_index("n")["seconds"] for on in ("_cuda", "")
     )
     rows += [
-        (f"kernel of {n:,} examples, mlp-100", f"{1e3 * took:.1f} ms", f"{1e3 * on_cpu[n]:.0f} ms")
+        (f"kernel of {n:,} examples, mlp-100", f"{took:.1f} ms", f"{on_cpu[n]:.0f} ms")
         for n, took in on_gpu.items()
     ]
-    runs = rounds_of("gpu_runs").query("part == 'runs'").to_dict("records")
-    rows += [
-        (
-            f"{run['case']}, {run['rounds']} round" + ("s" if run["rounds"] > 1 else ""),
-            f"{run['seconds']:.0f} s, accuracy {percent(run['accuracy'])} %",
-            "",
-        )
-        for run in runs
-    ]
+    for run in rounds_of("gpu_runs").query("part == 'runs'").to_dict("records"):
+        what = f"{run['case']}, {run['rounds']} round" + ("s" if run["rounds"] > 1 else "")
+        rows.append((what, f"{run['seconds']:.0f} s, accuracy {percent(run['accuracy'])} %", ""))
     return markdown("what | GPU | CPU", rows)
 
 
@@ -1012,13 +925,12 @@ def _program(name: str, usual: str) -> str:
 
 
 def kernel_peers() -> str:
-    """Kernels beside neural-tangents'."""
+    rows = (
+        (r.network, r.n, r.threads, number(1e3 * r.ours), number(1e3 * r.peer), number(r.ratio))
+        for r in rounds_of("kernel_peers").itertuples()
+    )
     return markdown(
-        "network | examples | threads | fedntk, ms | neural-tangents, ms | times faster",
-        (
-            (r.network, r.n, r.threads, number(1e3 * r.ours), number(1e3 * r.peer), number(r.ratio))
-            for r in rounds_of("kernel_peers").itertuples()
-        ),
+        "network | examples | threads | fedntk, ms | neural-tangents, ms | times faster", rows
     )
 
 
@@ -1028,19 +940,14 @@ def gradient_norms() -> str:
         "opacus": "Opacus, fast gradient clipping",
         "vmap, 16 at a time": "`vmap` of `torch.func.grad`, 16 at a time",
     }
+    rows = [
+        [names[row.way], row.batch, number(row.steps, 2),
+         f"{number(row.seconds)}, {number(row['step-seconds'])}",
+         f"{row['peak-mb']:.0f}, {row['step-peak-mb']:.0f}", f"{row['relative-difference']:.0e}"]
+        for _, row in rounds_of("gradient_norms").iterrows()
+    ]  # fmt: skip
     return markdown(
-        "| batch | training steps | seconds, of a step | MB, of a step | relative difference",
-        [
-            [
-                names[row.way],
-                row.batch,
-                number(row.steps, 2),
-                f"{number(row.seconds)}, {number(row['step-seconds'])}",
-                f"{row['peak-mb']:.0f}, {row['step-peak-mb']:.0f}",
-                f"{row['relative-difference']:.0e}",
-            ]
-            for _, row in rounds_of("gradient_norms").iterrows()
-        ],
+        "| batch | training steps | seconds, of a step | MB, of a step | relative difference", rows
     )
 
 
