@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -95,27 +95,22 @@ class Posted(NamedTuple):
     exchanges: list[Exchange]  # one for each ask
 
 
+@dataclass(eq=False)
 class Channel:
     """What a run's messages and replies go through."""
 
-    def __init__(
-        self,
-        *,
-        weighted_by_key: str = "num-examples",
-        configrecord_key: str = "config",
-        seeds: SealedSeeds | None = None,  # of clients, which go with each message
-        query_timeout: float = 600,
-    ) -> None:
-        self.weighted_by_key, self.configrecord_key = weighted_by_key, configrecord_key
-        self.seeds, self.query_timeout = seeds, query_timeout
-        self.timeout = 3600.0  # seconds to wait for replies to training and evaluation
-        self.registry = ClientRegistry()
-        self.grid: Grid | None = None  # of the current round; None between rounds
-        self.conversation: Conversation[Any] | None = None  # between two hooks
-        self.last_refusal = ""  # why the newest reply of training was dropped
-        self.last_failure = ""  # the newest one of another's strategy
-        self.claimants: set[int] = set()  # nodes whose newest claims to a partition are not settled
-        self._untold: set[int] = set()  # unknown nodes whose replies do not tell their partition
+    weighted_by_key: str = "num-examples"
+    configrecord_key: str = "config"
+    seeds: SealedSeeds | None = None  # of clients, which go with each message
+    query_timeout: float = 600  # seconds to wait for answers to questions without content
+    timeout: float = 3600  # seconds to wait for replies to training and evaluation
+    registry: ClientRegistry = field(default_factory=ClientRegistry)
+    grid: Grid | None = None  # of the current round; None between rounds
+    conversation: "Conversation[Any] | None" = None  # between two hooks
+    last_refusal: str = ""  # why the newest reply of training was dropped
+    last_failure: str = ""  # the newest one of another's strategy
+    claimants: set[int] = field(default_factory=set)  # nodes with claims that are not settled
+    _untold: set[int] = field(default_factory=set)  # unknown ones that do not tell a partition
 
     def begin(self, rounds: Rounds[Any], grid: Grid) -> list[Message]:
         """Begin a round; return the messages of its first exchange."""

@@ -1,6 +1,7 @@
 """Checkpoints of a strategy's run, for any deployment: what ``start(checkpoint=...)`` writes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,28 @@ from typing import Any
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
+from fedntk.ntk.support.files import claimed
+
 from .array_archive import ArrayArchive, checksum
 from .averaging import differing, named_arrays, record_of
 
 logger = getLogger("flwr")
 HISTORIES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+
+
+@contextmanager
+def open_checkpoints(
+    folder: str | Path | None, network: ArrayRecord, train_config: Mapping[str, Any]
+) -> Iterator["RunCheckpoints | None"]:
+    """Claim a folder for the checkpoints of one run; without a folder there are none."""
+    if folder is None:
+        yield None
+        return
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"checkpoint: expected a folder, got the file {folder}")
+    with claimed(folder, "checkpoint"):
+        yield RunCheckpoints(folder, network, train_config)
 
 
 class RunCheckpoints:

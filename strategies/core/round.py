@@ -1,7 +1,7 @@
 """What a round of a strategy sees of its clients: whom it may ask, and how."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from logging import getLogger
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ class LostState:
     final: bool  # the client also lost what it made itself, which the server cannot send again
 
 
+@dataclass(eq=False)
 class Round:
     """One round of training or of evaluation.
 
@@ -43,33 +44,29 @@ class Round:
     ----------
     number, stage : int, str
         From 1 on; ``"train"`` or ``"evaluate"``.
-    arrays, model : ArrayRecord, dict of str to ndarray
-        The global arrays, and the same by name.
+    arrays : ArrayRecord
+        The global ones; `model` has them by name.
     config : dict
         The user's configuration of the stage.
     channel : Channel
         What messages and replies go through.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        number: int,
-        stage: str,
-        arrays: ArrayRecord,
-        config: Mapping[str, Any],
-        population: Population,
-        *,
-        owner: Strategy = None,
-        shown: Sample | None = None,
-        speaker: Strategy = None,
-    ) -> None:
-        self.strategy, self.number, self.stage = strategy, number, stage
-        self.arrays, self.config, self.population = arrays, dict(config), population
-        self.owner = owner or strategy  # the outermost: samples clients, and waits for replies
+    strategy: Strategy  # the one that runs this round, whose options count
+    number: int
+    stage: str
+    arrays: ArrayRecord
+    config: Mapping[str, Any]
+    population: Population
+    owner: Strategy = None  # the outermost one: samples clients, and waits for replies
+    speaker: Strategy = None  # with whom clients are to agree; by default the strategy
+    shown: Sample | None = None  # the clients, within another one's round
+    sampled: int = field(default=0, init=False)  # clients whose replies this round wants
+
+    def __post_init__(self) -> None:
+        self.owner = self.owner or self.strategy
+        self.speaker = self.speaker or self.strategy
         self.channel = self.owner.channel
-        self.sampled = 0  # clients whose replies this round wants; 0 before they are sampled
-        self._speaker, self._shown = speaker or strategy, shown
 
     @cached_property
     def model(self) -> dict[str, NDArray[Any]]:
@@ -99,7 +96,7 @@ class Round:
         `sent_alike` says that all clients are sent the same in the first round, so that they need
         not say before who they are.
         """
-        sample = self._shown
+        sample = self.shown
         if sample is None:
             population = self.population
             if fraction is not None:
@@ -128,16 +125,10 @@ class Round:
         if not isinstance(clients, Sample):
             clients = Sample(tuple(clients), None, 0)
         nodes = sorted(clients.nodes, key=lambda node: (self.registry.client(node), node))
-        return Round(
-            strategy,
-            self.number,
-            self.stage,
-            arrays,
-            {**self.config, **(config or {})},
-            self.population,
-            owner=self.owner,
-            shown=clients._replace(nodes=tuple(nodes)),
-            speaker=speaker,
+        shown = clients._replace(nodes=tuple(nodes))
+        config = {**self.config, **(config or {})}
+        return replace(
+            self, strategy=strategy, arrays=arrays, config=config, speaker=speaker, shown=shown
         )
 
     def ask(
@@ -265,18 +256,17 @@ class Round:
 
     def common_config(self, stage: str) -> dict[str, Any]:
         """Return what all messages of a stage tell: the round, the agreement, options."""
-        speaker = self._speaker
         agreement = replace(
-            speaker.agreement(),
+            self.speaker.agreement(),
             projected=self.channel.seeds is not None,
-            schema=speaker.schema or self.owner.schema,
+            schema=self.speaker.schema or self.owner.schema,
         )
         return {
             **(self.config if stage == self.stage else {}),
             "server-round": self.number,
             **agreement.to_config(),
             **self.strategy.told_options(),
-            **speaker.told_options(),
+            **self.speaker.told_options(),
         }
 
     def weights(self, reply: Reply) -> dict[str, NDArray[Any]]:

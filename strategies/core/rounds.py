@@ -34,16 +34,16 @@ def run_rounds(
     arrays: ArrayRecord,
     num_rounds: int,
     checkpoints: RunCheckpoints | None,
-    *,
-    train_config: ConfigRecord,
-    evaluate_config: ConfigRecord,
+    configs: tuple[ConfigRecord, ConfigRecord],
     evaluate_fn: EvaluateFn | None,
     should_stop: ShouldStop | None,
 ) -> Result:
     """Run the rounds that remain, in the order of Flower's own ``Strategy.start``.
 
-    The newest checkpoint, if there is one, takes the place of `arrays`.
+    The newest checkpoint, if there is one, takes the place of `arrays`; `configs` are of training
+    and of evaluation.
     """
+    train_config, evaluate_config = configs
     result = Result() if checkpoints is None else checkpoints.restore(strategy, num_rounds)
     done = strategy.rounds_loaded or 0
     name = type(strategy).__name__

@@ -11,6 +11,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from logging import getLogger
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -219,10 +220,7 @@ class _OneSum(Generic[T]):
             quorum = roster.threshold
             words = self._plan.words_of(sum(counts.values()))
             exchange = {wire.EXCHANGE: np.frombuffer(roster.exchange, np.uint8)}
-
-            def read_shares(reply: Reply) -> tuple[Promise, NDArray[np.uint8]]:
-                return _read_shares(roster, reply)
-
+            read_shares = partial(_read_shares, roster)
             shared = yield from self._ask("shares", read_shares, members.nodes, described)
             promises = {place[upload.node]: upload.value[0] for upload in shared}
             parcels = [parcel for _, parcel in shared.values]
@@ -232,10 +230,7 @@ class _OneSum(Generic[T]):
                 wire.WORD_BYTES: np.array(words.dtype.itemsize, np.int64),
             }
             voidable = shared.nodes
-
-            def read_words(reply: Reply) -> Words:
-                return _read_words(counts, words, reply)
-
+            read_words = partial(_read_words, counts, words)
             addressed = self._addressed(wire.PARCELS, shared, parcels)
             masked = yield from self._ask("masked", read_words, voidable, common, addressed)
             last = masked
@@ -248,10 +243,7 @@ class _OneSum(Generic[T]):
             confirmed, common, tags = yield from self._tags("confirm", told, masked.nodes)
             roster.require_enough([place[node] for node in confirmed])
             voidable = []
-
-            def read_opened(reply: Reply) -> dict[int, bytes]:
-                return _read_opened(sorted(promises), reply)
-
+            read_opened = partial(_read_opened, sorted(promises))
             revealed = yield from self._ask("reveal", read_opened, confirmed, common, tags)
             total = masked.values[0].copy()
             for client_words in masked.values[1:]:

@@ -14,7 +14,6 @@ A method derives from :class:`Strategy`, declares its options and its state as f
 How clients are sampled, how replies are screened, masks, averaging over rounds are parts.
 """
 
-import contextlib
 import inspect
 import math
 from abc import abstractmethod
@@ -35,13 +34,12 @@ from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import Declared, argument, option, part, parts_of, saved_state, state
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.agreement import Agreement
-from fedntk.ntk.support.files import claimed
 
 from .asynchrony import Asynchrony
 from .averaging import Learned, named_arrays
 from .centre import CentreInputs
 from .channel import Channel, Rounds
-from .checkpoint import RunCheckpoints
+from .checkpoint import open_checkpoints
 from .replies import accuracy_of, mean_metrics, of_most, screen_accuracies
 from .round import Round
 from .rounds import EvaluateFn, ShouldStop, require_nodes, run_rounds
@@ -458,26 +456,11 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
             raise TypeError(f"start: unknown arguments {', '.join(sorted(unknown))}")
         require_nodes(self, grid)
         self.channel.timeout = timeout
-        train_config = ConfigRecord(dict(train_config or {}))
-        with contextlib.ExitStack() as stack:
-            checkpoints = None
-            if checkpoint is not None:
-                folder = Path(checkpoint)
-                if folder.exists() and not folder.is_dir():
-                    raise ValueError(f"checkpoint: expected a folder, got the file {folder}")
-                stack.enter_context(claimed(folder, "checkpoint"))
-                network = self.network_of(initial_arrays)
-                checkpoints = RunCheckpoints(folder, network, train_config)
+        configs = ConfigRecord(dict(train_config or {})), evaluate_config or ConfigRecord()
+        network = self.network_of(initial_arrays)
+        with open_checkpoints(checkpoint, network, configs[0]) as saved:
             return run_rounds(
-                self,
-                grid,
-                initial_arrays,
-                num_rounds,
-                checkpoints,
-                train_config=train_config,
-                evaluate_config=evaluate_config or ConfigRecord(),
-                evaluate_fn=evaluate_fn,
-                should_stop=should_stop,
+                self, grid, initial_arrays, num_rounds, saved, configs, evaluate_fn, should_stop
             )
 
     def summary(self) -> None:

@@ -86,7 +86,12 @@ def bits_of():
     return expected
 
 
-def schedule(own, generator):
+def all_present(_):
+    """Return the node and the partition of each client, in any round."""
+    return {k + 10: k for k in EVERYONE}
+
+
+def schedule(strategy, generator):
     """Random presence and delays until all live clients can answer; who returns may be new."""
     node_of, numbers, lives = {}, iter(range(1, 1000)), {}
     for number in range(1, ROUNDS + 1):
@@ -100,10 +105,10 @@ def schedule(own, generator):
         lives[number] = {node_of[k]: k for k in there}
 
     def delay(_):
-        left = ROUNDS - own.server_round
+        left = ROUNDS - strategy.server_round
         return None if left and generator.random() < 0.1 else int(generator.integers(left + 1))
 
-    return LateGrid(own, lambda number: lives[max(number, 1)], delay)
+    return LateGrid(strategy, lambda number: lives[max(number, 1)], delay)
 
 
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 900), (True, 100))]
@@ -116,18 +121,18 @@ def test_random_orders_delays_joins_and_leaves_give_the_same_bits(leave, count, 
     for seed in range(count):
         generator = np.random.default_rng([seed, count])
         gone = [k for k in EVERYONE if leave and generator.random() < 0.4][:5]
-        own = open_strategy(storage=KeptSums(tmp_path) if leave else None)
+        strategy = open_strategy(storage=KeptSums(tmp_path) if leave else None)
         when = generator.integers(ROUNDS)
 
-        def evaluate(server_round, _, own=own, gone=gone, when=when):
+        def evaluate(server_round, _, strategy=strategy, gone=gone, when=when):
             if server_round == when:
-                own.leave(gone)
+                strategy.leave(gone)
 
         with log_from(CRITICAL):
-            grid, left = schedule(own, generator), set(EVERYONE) - set(gone)
-            found = bits(run(own, grid, rounds=ROUNDS, evaluate_fn=evaluate))
+            grid, left = schedule(strategy, generator), set(EVERYONE) - set(gone)
+            found = bits(run(strategy, grid, rounds=ROUNDS, evaluate_fn=evaluate))
         assert found == bits_of(left), seed
-        assert own.asynchrony.counted == left
+        assert strategy.asynchrony.counted == left
         asked += len(grid.asked)
     assert asked > (4 if leave else 6) * count
 
@@ -150,21 +155,21 @@ def test_sums_that_rounding_alone_lets_through_end_no_run():
             of_training = message.metadata.message_type == "train"
             return lie(reply) if of_training and not _is_of({5}, message) else reply
 
-    own = open_strategy()
-    late = Lying(own, lambda _: {k + 10: k for k in EVERYONE}, lambda m: int(_is_of({5}, m)))
-    run(own, late, rounds=2)
-    assert own.asynchrony.counted == set(EVERYONE)
+    strategy = open_strategy()
+    late = Lying(strategy, all_present, lambda m: int(_is_of({5}, m)))
+    run(strategy, late, rounds=2)
+    assert strategy.asynchrony.counted == set(EVERYONE)
 
 
 def test_nobody_waits_for_two_stragglers_in_six(bits_of):
     """After one round there is the model of those in time; nobody is asked twice."""
-    own, slow, seen = open_strategy(), {1, 4}, []
-    grid = LateGrid(own, lambda _: {k + 10: k for k in EVERYONE}, lambda m: 2 * _is_of(slow, m))
+    strategy, slow, seen = open_strategy(), {1, 4}, []
+    grid = LateGrid(strategy, all_present, lambda m: 2 * _is_of(slow, m))
 
     def evaluate(server_round, arrays):
         seen.append(bits(arrays_of(arrays)))
 
-    run(own, grid, rounds=4, evaluate_fn=evaluate, timeout=3600)
+    run(strategy, grid, rounds=4, evaluate_fn=evaluate, timeout=3600)
     assert seen[1] == seen[2] == bits_of(set(EVERYONE) - slow)
     assert seen[3] == seen[4] == bits_of(EVERYONE)
     assert sorted(grid.asked) == [*EVERYONE]
@@ -178,15 +183,17 @@ def test_after_a_crash_who_was_counted_is_not_asked_again(bits_of, tmp_path):
     """Open messages are lost; nodes have other ids, and say which clients they are."""
 
     def run_from(first, crash):
-        own = open_strategy()
+        strategy = open_strategy()
         nodes = {k + first: k for k in EVERYONE}
-        grid = LateGrid(own, lambda _: nodes, lambda m: 9 * (crash and m.metadata.dst_node_id > 12))
+        grid = LateGrid(
+            strategy, lambda _: nodes, lambda m: 9 * (crash and m.metadata.dst_node_id > 12)
+        )
 
         def evaluate(server_round, arrays):
             if crash and server_round == 2:
                 raise ConnectionError
 
-        found = bits(run(own, grid, 3, checkpoint=tmp_path, evaluate_fn=evaluate))
+        found = bits(run(strategy, grid, 3, checkpoint=tmp_path, evaluate_fn=evaluate))
         return found, grid.asked
 
     with pytest.raises(ConnectionError):
@@ -195,24 +202,26 @@ def test_after_a_crash_who_was_counted_is_not_asked_again(bits_of, tmp_path):
 
 
 def test_a_client_may_leave_and_the_run_ends_at_a_number(bits_of, tmp_path):
-    own = open_strategy(storage=KeptSums(tmp_path), asynchrony=Asynchrony(stop_at_clients=6))
+    strategy = open_strategy(storage=KeptSums(tmp_path), asynchrony=Asynchrony(stop_at_clients=6))
     nodes = {k + 10: k for k in EVERYONE}
-    grid = LateGrid(own, lambda number: {n: k for n, k in nodes.items() if k < max(number, 1) + 2})
+    grid = LateGrid(
+        strategy, lambda number: {n: k for n, k in nodes.items() if k < max(number, 1) + 2}
+    )
 
     def evaluate(server_round, arrays):
         if server_round == 2:
-            own.leave([1])
+            strategy.leave([1])
         if server_round == 3:
-            own.asynchrony.left.clear()
+            strategy.asynchrony.left.clear()
 
-    found = bits(run(own, grid, rounds=9, evaluate_fn=evaluate))
+    found = bits(run(strategy, grid, rounds=9, evaluate_fn=evaluate))
     assert found == bits_of(EVERYONE)
-    assert (own.server_round, grid.asked.count(1)) == (4, 2)
-    assert own.train_metrics[3]["clients"] == 4
+    assert (strategy.server_round, grid.asked.count(1)) == (4, 2)
+    assert strategy.train_metrics[3]["clients"] == 4
 
 
 def test_a_late_reply_answers_its_own_message_once():
-    own, forged = open_strategy(), []
+    strategy, forged = open_strategy(), []
 
     class Hostile(LateGrid):
         """Node 10 answers another's message, and its own twice, in each round."""
@@ -222,8 +231,8 @@ def test_a_late_reply_answers_its_own_message_once():
             forged.extend(reply for reply in replies if reply.metadata.src_node_id == 10)
             return [*forged, *replies]
 
-    grid = Hostile(own, lambda _: {k + 10: k for k in EVERYONE}, lambda m: _is_of({2, 3}, m))
-    run(own, grid, rounds=3)
-    assert own.total["counts"].sum() == sum(5 + k for k in EVERYONE)
-    assert own.train_metrics[1]["rejected-duplicate"] == 1
-    assert own.train_metrics[2]["replies-rejected"] == 1
+    grid = Hostile(strategy, all_present, lambda m: _is_of({2, 3}, m))
+    run(strategy, grid, rounds=3)
+    assert strategy.total["counts"].sum() == sum(5 + k for k in EVERYONE)
+    assert strategy.train_metrics[1]["rejected-duplicate"] == 1
+    assert strategy.train_metrics[2]["replies-rejected"] == 1

@@ -21,6 +21,7 @@ from fedntk.clients import (
 )
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.strategies import NTKFL, SCAFFOLD, TCT, FedEnsemble, Sampling, SeededFedAvg
+from fedntk.strategies.core.strategy import metrics_of
 from fedntk.strategies.ensembles.strata import Strata, permutations
 
 from ..conftest import ROOT, refused
@@ -257,8 +258,9 @@ def test_one_hostile_reply_is_told_by_those_for_the_other_models(num_models):
 
 
 def test_metrics_of_the_inner_strategies_are_combined_as_these_say(monkeypatch):
-    own, metrics_of = [], NTKFL.metrics_of
-    monkeypatch.setattr(NTKFL, "metrics_of", lambda *of: own.append(metrics_of(*of)) or own[-1])
+    place = "fedntk.strategies.ensembles.fed_ensemble.metrics_of"
+    own = []
+    monkeypatch.setattr(place, lambda *of: own.append(metrics_of(*of)) or own[-1])
     inner = ntk_fl((0, 5, 10), selection="clients")
     strategy = FedEnsemble(inner=inner, num_models=2, **BALANCED)
     seen = dict.fromkeys(range(6), with_metrics(num_examples_seen=10))

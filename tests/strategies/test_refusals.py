@@ -164,15 +164,17 @@ REFUSED = [
 ]
 
 
-def outside(own):
+def outside(option):
     """List values that an option's limits exclude, at each of them, and one of another type."""
     past = {"at_least": -1, "at_most": 1, "above": 0, "below": 0}
-    numbers = [bound + past[limit] for limit, bound in own.limits.items() if math.isfinite(bound)]
-    if own.limits and isinstance(own.default, float):
+    numbers = [
+        bound + past[limit] for limit, bound in option.limits.items() if math.isfinite(bound)
+    ]
+    if option.limits and isinstance(option.default, float):
         numbers.append(math.nan)
-    if isinstance(own.default, tuple):
+    if isinstance(option.default, tuple):
         return [(number,) for number in numbers]
-    words = ["nonsense"] if own.choices or isinstance(own.default, int | float) else []
+    words = ["nonsense"] if option.choices or isinstance(option.default, int | float) else []
     return numbers + words
 
 
@@ -186,23 +188,27 @@ KINDS = {type(made): vars(made) for made in MADE} | {
 }
 KINDS |= {part.kind: {} for kind in list(KINDS) for part in parts_of(kind).values()}
 # what several methods inherit is tried with one of them
-DECLARED = {own.name + str(own): (kind, own) for kind in KINDS for own in kind.options().values()}
+DECLARED = {
+    option.name + str(option): (kind, option)
+    for kind in KINDS
+    for option in kind.options().values()
+}
 LIMITS = [
-    pytest.param(kind, own, value, id=f"{kind.__name__}-{own.name}-{value}")
-    for kind, own in DECLARED.values()
-    for value in outside(own)
+    pytest.param(kind, option, value, id=f"{kind.__name__}-{option.name}-{value}")
+    for kind, option in DECLARED.values()
+    for value in outside(option)
 ]
 
 
-@pytest.mark.parametrize(("kind", "own", "value"), LIMITS)
-def test_an_option_beyond_its_limits_is_refused_by_name(kind, own, value):
+@pytest.mark.parametrize(("kind", "option", "value"), LIMITS)
+def test_an_option_beyond_its_limits_is_refused_by_name(kind, option, value):
     required = {
         name: KINDS[kind].get(name, 0.1)
         for name, parameter in inspect.signature(kind).parameters.items()
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     }
-    with pytest.raises(ValueError, match=rf"^{own.name}: expected .*, got"):
-        kind(**required | {own.name: value})
+    with pytest.raises(ValueError, match=rf"^{option.name}: expected .*, got"):
+        kind(**required | {option.name: value})
 
 
 @pytest.mark.parametrize(("make", "options", "message"), REFUSED)
@@ -246,33 +252,34 @@ def run(strategy, clients, rounds=1, **config):
 
 def stock_app():
     """Replies with the weights that came, as an app of Flower's own does."""
-    own = ClientApp()
+    stock = ClientApp()
 
-    @own.train()
+    @stock.train()
     def train(message, context):
         metrics = MetricRecord({"train_loss": 1.0, "num-examples": 10})
         arrays = message.content["arrays"]
         return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
-    return own
+    return stock
 
 
 UNKNOWN = {"local-epochs": 5, "colour": "blue"}
 SAID = "train_config: unknown keys colour, local-epochs for"
 MISMATCHES = [
     *(
-        (own, app(other), {}, f"takes {own.replies}, and {other.__name__} replies with "
-         f"{other.replies}; have client_fn return a {own.__name__}")
-        for own, other in itertools.pairwise([*STRATEGY_FOR, SGDClient])
+        (client, app(other), {}, f"takes {client.replies}, and {other.__name__} replies with "
+         f"{other.replies}; have client_fn return a {client.__name__}")
+        for client, other in itertools.pairwise([*STRATEGY_FOR, SGDClient])
     ),
     *(
-        (own, stock_app(), {}, f"weights came, not {own.replies}: is the client a {own.__name__}?")
-        for own in (SCAFFOLDClient, NTKFLClient, CPNTKFLClient)
+        (client, stock_app(), {},
+         f"weights came, not {client.replies}: is the client a {client.__name__}?")
+        for client in (SCAFFOLDClient, NTKFLClient, CPNTKFLClient)
     ),
     *(
-        (own, app(own, loss="mse"), {},
-         f"has the loss cross-entropy, and {own.__name__} has mse; give both the same loss")
-        for own in (NTKFLClient, CPNTKFLClient)
+        (client, app(client, loss="mse"), {},
+         f"has the loss cross-entropy, and {client.__name__} has mse; give both the same loss")
+        for client in (NTKFLClient, CPNTKFLClient)
     ),
     (SGDClient, app(SGDClient), {"lr": 0.0}, "ValueError: lr: expected more than 0, got"),
     (SGDClient, app(SGDClient), {"lr": "fast"}, "ValueError: lr: expected float, got"),
@@ -281,10 +288,10 @@ MISMATCHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("own", "clients", "config", "message"), MISMATCHES)
-def test_what_does_not_go_together_is_named_with_its_cure(own, clients, config, message):
+@pytest.mark.parametrize(("client", "clients", "config", "message"), MISMATCHES)
+def test_what_does_not_go_together_is_named_with_its_cure(client, clients, config, message):
     with pytest.raises(NoUsableReply) as caught:
-        run(STRATEGY_FOR[own](), clients, **config)
+        run(STRATEGY_FOR[client](), clients, **config)
     assert message in str(caught.value).partition("the last refused: ")[2]
 
 
@@ -299,8 +306,8 @@ def test_a_stock_strategy_is_told_from_the_clients_own(client, caplog):
 
 @pytest.mark.parametrize("kind", [SGDClient, SCAFFOLDClient])
 def test_a_learning_rate_in_train_config_is_that_of_the_steps(kind):
-    def trained(**own):
-        return bits(run(STRATEGY_FOR[kind](), app(kind, **own), 2))
+    def trained(**options):
+        return bits(run(STRATEGY_FOR[kind](), app(kind, **options), 2))
 
     sent = bits(run(STRATEGY_FOR[kind](), app(kind), 2, lr=0.5))
     assert sent == trained(sgd=LocalSGD(learning_rate=0.5)) != trained()
