@@ -142,10 +142,10 @@ class Channel:
             return Posted(ask, messages, [part.exchanges[0] for part in parts])
         contents = [ask.content(self.registry.client(node)) for node in ask.nodes]
         if self.seeds is not None:
-            self.seeds.fetch(ask.nodes, lambda new: self.query(new, "query.keys"))
+            sealed = self.seeds.fetch(ask.nodes, lambda new: self.query(new, "query.keys"))
             for k, node in enumerate(ask.nodes):
-                if (sealed := self.seeds.of(node)) is not None:
-                    contents[k] = self._with_seed(contents[k], sealed)
+                if node in sealed:
+                    contents[k] = self._with_seed(contents[k], sealed[node])
         messages = _messages(ask.stage, ask.nodes, contents)
         exchange = Exchange(messages)
         if ask.late is not None:

@@ -171,13 +171,27 @@ class Round:
             See :class:`~.channel.Ask`; by default weights are refused unless they are what the
             strategy's clients reply with.
         """
-        stage, sample = stage or self.stage, self._sample_of(clients)
+        stage, sample, owner = stage or self.stage, self._sample_of(clients), self.owner
+        sent_to_all = self.arrays if arrays is None else arrays
+        common = self.common_config(stage)
+        shared = ConfigRecord(common)  # by clients with nothing of their own
+
+        def content(client: int) -> RecordDict:
+            extra = config(client) if callable(config) else config
+            told = ConfigRecord({**common, **extra}) if extra else shared
+            if contents is not None:
+                return contents(client, told)
+            made = RecordDict({owner.arrayrecord_key: sent_to_all, owner.configrecord_key: told})
+            for name, record in (records(client) if records else {}).items():
+                made[name] = record
+            return made
+
         ask: Ask[Any] = Ask(
             stage=stage,
             nodes=sample.nodes,
-            content=self._content_of(stage, arrays, config, records, contents),
+            content=content,
             parse=_parse_or_lost(parse) if sent is not None and resends else parse,
-            timeout=timeout_of(self.owner, stage, self.strategy),
+            timeout=timeout_of(owner, stage, self.strategy),
             max_examples=self.strategy.max_examples,
             require_kind=require_kind or self._require_kind(stage),
             of_weights=self.strategy.replies == wire.WEIGHTS,
@@ -224,35 +238,6 @@ class Round:
             return clients
         nodes = clients.nodes if isinstance(clients, Uploads) else clients
         return Sample(tuple(nodes), None, len(nodes))
-
-    def _content_of(
-        self,
-        stage: str,
-        arrays: ArrayRecord | None,
-        config: PerClient | None,
-        records: Records | None,
-        contents: Contents | None,
-    ) -> Callable[[int], RecordDict]:
-        """Return what makes a client's message; clients with equal ones share the records."""
-        common = self.common_config(stage)
-        shared, owner = ConfigRecord(common), self.owner
-
-        def content(client: int) -> RecordDict:
-            extra = config(client) if callable(config) else config
-            told = ConfigRecord({**common, **extra}) if extra else shared
-            if contents is not None:
-                return contents(client, told)
-            made = RecordDict(
-                {
-                    owner.arrayrecord_key: self.arrays if arrays is None else arrays,
-                    owner.configrecord_key: told,
-                }
-            )
-            for name, record in (records(client) if records else {}).items():
-                made[name] = record
-            return made
-
-        return content
 
     def common_config(self, stage: str) -> dict[str, Any]:
         """Return what all messages of a stage tell: the round, the agreement, options."""

@@ -1,12 +1,10 @@
 """How declared state is written into a checkpoint, and read back."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord
 
 from fedntk.ntk.options import Declared, saved_state
@@ -70,8 +68,6 @@ def pack(name: str, value: Any) -> dict[str, Any]:
         parts = {k: value[k] for k in sorted(value) if isinstance(value[k], np.ndarray)}
         plain[name] = {str(k): value[k] for k in sorted(value) if k not in parts}
     else:
-        if isinstance(value, torch.Tensor):
-            value = value.numpy()
         return {name: sorted(value) if isinstance(value, set | frozenset) else value}
     return plain | {f"{name}.{key}": part for key, part in parts.items()}
 
@@ -90,13 +86,11 @@ def unpack(name: str, kind: Any, fresh: Any, state: Mapping[str, Any]) -> Any:
         return tuple(unpack(f"{name}.{k}", kind, member, state) for k, member in enumerate(fresh))
     if isinstance(fresh, ArrayRecord):
         return record_of(parts)
-    if whole in (dict, Counter):
-        key_type = get_args(kind)[0]
+    if isinstance(fresh, dict):
+        key_type, *_ = get_args(kind) or [str]
         values = {**parts, **state.get(name, {})}
-        return whole({key_type(key): _copy(value) for key, value in values.items()})
+        return type(fresh)({key_type(key): _copy(value) for key, value in values.items()})
     value = _copy(state[name])
-    if isinstance(fresh, torch.Tensor):
-        return torch.from_numpy(value)
     return whole(value) if whole in (int, float, str, bool, list, set, tuple) else value
 
 

@@ -115,14 +115,12 @@ class SecureAggregation(Declared):
         enough: Callable[[Uploads[Any]], bool],
         *,
         arrays: ArrayRecord | None = None,
-        config: Callable[[int], Mapping[str, Any]] | None = None,
-        records: PerClient | None = None,
-        sent: Forgets | None = None,
+        **more: Any,
     ) -> Rounds[tuple[Arrays | None, Uploads[Any], dict[str, float]]]:
         """Return the mean of the clients' weights, if any, who is in it, and metrics beside it.
 
-        It is of the global `arrays`, or of some of them. A reply counts as one example. The others
-        are those of a :class:`SumPlan`.
+        It is of the global `arrays`, or of some of them. A reply counts as one example. `more` are
+        further fields of the :class:`SumPlan`.
         """
         arrays = r.arrays if arrays is None else arrays
         model = named_arrays(arrays)
@@ -137,9 +135,7 @@ class SecureAggregation(Declared):
             words_of,
             lambda words, clients: average_of(words, model, clients),
             arrays,
-            config,
-            records,
-            sent=sent,
+            **more,
         )
         result = yield from self.sum(r, plan, enough)
         mean, beside = (None, {}) if result.total is None else result.total

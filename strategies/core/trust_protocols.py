@@ -5,7 +5,7 @@ Learning*, ICML 2022, section 4.2 and figure 2. :mod:`fedntk.trust` has both ser
 process and over HTTP.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
 
 from flwr.app import Message
@@ -34,16 +34,14 @@ class SealedSeeds:
         self._sealed: dict[int, bytes] = {}
         self._doubtful: set[int] = set()
 
-    def of(self, node: int) -> bytes | None:
-        """Return a node's sealed seed, if it has one."""
-        return self._sealed.get(node)
-
     def forget(self, node: int) -> None:
         """Fetch a node's seed anew, as a restarted client lost it; until then the old one stays."""
         self._doubtful.add(node)
 
-    def fetch(self, nodes: Iterable[int], ask: Callable[[list[int]], Iterable[Message]]) -> None:
-        """Fetch the seeds of the nodes that have none yet; log those that get none.
+    def fetch(
+        self, nodes: Iterable[int], ask: Callable[[list[int]], Iterable[Message]]
+    ) -> Mapping[int, bytes]:
+        """Fetch the seeds of nodes that have none yet, log those that get none, and return all.
 
         `ask` queries nodes for their properties. Raises ConnectionError if the key server does not
         answer and no node ever had a seed: nothing could be trained.
@@ -60,6 +58,7 @@ class SealedSeeds:
                 failure = error if isinstance(error, ConnectionError) else failure
         if failure is not None and not self._sealed:
             raise failure
+        return self._sealed
 
     def _fetch(self, reply: Message) -> bytes:
         if reply.has_error():
