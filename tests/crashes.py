@@ -229,7 +229,7 @@ def disturb(
         if again == "finished" and everything(folder) == straight.outcome:
             same += 1
         else:
-            said |= {general(own) for own in {*words, *more} - straight.said} or {"nothing"}
+            said |= {general(line) for line in {*words, *more} - straight.said} or {"nothing"}
         shutil.rmtree(folder)
     return {
         "disturbed": disturbed,
@@ -247,24 +247,24 @@ def main() -> None:
     parser.add_argument("--cases", default="|".join(CASES))
     parser.add_argument("--troubles", default=",".join(SHARES))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows, names = [], given.cases.split("|")
+    rows, names = [], arguments.cases.split("|")
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         for name in names:
             config = SMALL.replace(**CASES[name])
             straight = leave_alone(config)
-            for trouble in given.troubles.split(","):
+            for trouble in arguments.troubles.split(","):
                 if trouble == "loss" and not straight.stores:
                     continue
-                count = -(-given.kills // (len(names) * SHARES[trouble]))
-                draw = np.random.default_rng([given.seed, *name.encode(), *trouble.encode()])
+                count = -(-arguments.kills // (len(names) * SHARES[trouble]))
+                draw = np.random.default_rng([arguments.seed, *name.encode(), *trouble.encode()])
                 with small_disk() if trouble == "disk" else tempfile.TemporaryDirectory() as base:
-                    found = disturb(config, straight, trouble, count, Path(base), draw)
-                rows.append({"case": name, "trouble": trouble, **found})
+                    outcome = disturb(config, straight, trouble, count, Path(base), draw)
+                rows.append({"case": name, "trouble": trouble, **outcome})
                 print(rows[-1], flush=True)  # noqa: T201
-                pd.DataFrame(rows).to_csv(given.out, index=False, lineterminator="\n")
+                pd.DataFrame(rows).to_csv(arguments.out, index=False, lineterminator="\n")
 
 
 if __name__ == "__main__":

@@ -239,15 +239,15 @@ class LiarsGrid(Grid):
         heard.append(own_copy(message))
         if self.name in RANDOM:
             return super()._answer(message)
-        known = (self.name, node, *map(digest, heard))
-        if known not in _answers:
+        asked = (self.name, node, *map(digest, heard))
+        if asked not in _answers:
             for earlier in heard[self._live[node] : -1]:
                 super()._answer(earlier)
             self._live[node] = len(heard)
             if len(_answers) >= MOST_ANSWERS:
                 _answers.clear()
-            _answers[known] = super()._answer(message)
-        answer = _answers[known]
+            _answers[asked] = super()._answer(message)
+        answer = _answers[asked]
         if answer.has_error():
             return Message(answer.error, reply_to=message)
         return Message(own_copy(answer).content, reply_to=message)
@@ -265,8 +265,8 @@ class LiarsGrid(Grid):
                 draw = np.random.default_rng(lie.seed)
                 world = World([] if aside else self.earlier, partial(foreign_reply, self.name))
                 copied = own_copy(reply)
-                found = LIES[lie.how](draw, copied, world)
-                replies = found if isinstance(found, list) else [found or copied]
+                told = LIES[lie.how](draw, copied, world)
+                replies = told if isinstance(told, list) else [told or copied]
                 reply = replies[0]
                 self.told.append(lie)
         if not aside:
@@ -349,7 +349,7 @@ def end_it(*_: Any) -> None:
 def bounded(grid: LiarsGrid) -> Iterator[None]:
     """Listen to the log; bound the memory and seconds of a run."""
     logger, limits = logging.getLogger("flwr"), resource.getrlimit(resource.RLIMIT_AS)
-    kept = logger.handlers, logger.propagate
+    before = logger.handlers, logger.propagate
     handler = logging.Handler(logging.WARNING)
     handler.emit = partial(hear, grid)
     logger.handlers, logger.propagate = [handler], False
@@ -368,8 +368,8 @@ def bounded(grid: LiarsGrid) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, limits)
-        logger.handlers, logger.propagate = kept
-        for folder in itertools.chain.from_iterable(Path(own).iterdir() for own in CACHES):
+        logger.handlers, logger.propagate = before
+        for folder in itertools.chain.from_iterable(Path(cache).iterdir() for cache in CACHES):
             shutil.rmtree(folder)
     assert time.process_time() - begun < SECONDS, "it took too long"
 
@@ -387,9 +387,9 @@ def run(
             arrays = start(strategy, grid, rounds, MODELS.get(name))
         except NoUsableReply:
             arrays, end = arrays_of(strategy.global_arrays), "no usable reply"
-        kept = getattr(strategy, "storage", None)
-        if kept is not None and len(kept.summed) > 1:
-            left = result_of(lambda: strategy.without(kept.summed[:1], strategy.global_arrays))
+        storage = getattr(strategy, "storage", None)
+        if storage is not None and len(storage.summed) > 1:
+            left = result_of(lambda: strategy.without(storage.summed[:1], strategy.global_arrays))
             arrays |= {f"without {n}": a for n, a in arrays_of(left or ArrayRecord()).items()}
     measured = {
         (stage, number, metric): np.asarray(value)
@@ -404,7 +404,7 @@ def run(
     return grid, {
         "end": end,
         **bits(arrays),
-        **{f"state {n}": own for n, own in frozen(strategy, "public_keys", "sent").items()},
+        **{f"state {n}": value for n, value in frozen(strategy, "public_keys", "sent").items()},
         **{n: value.tobytes() for n, value in measured.items()},
     }
 
@@ -424,25 +424,25 @@ def foreign_reply(name: str, draw: Draw) -> Message:
 def check(name: str, *, num_clients: int, lies: Sequence[Lie]) -> int:
     """Require what the module's docstring lists of a run; return the number of cases in it."""
     foreign_replies()  # before this run: no run begins within another
-    grid, found = run(name, num_clients, lies)
+    grid, outcome = run(name, num_clients, lies)
     accidents = [reason for reason in grid.failed if reason.startswith(ACCIDENTS)]
     assert not accidents, f"an honest client failed: {accidents[0]}"
     loud = {lie[:2] for lie in grid.told if lie.how in LOUD}
     spare = {None, "duplicate", "not-asked"}  # why the second of two replies is dropped
     of_two = {lie[:2] for lie in grid.told if lie.how in TWO}
     second = {key for key in of_two if grid.dropped.get(key) in spare}
-    kept = COMPARED if "with a defence" in name else ()
-    lost = {key for key, why in grid.dropped.items() if why not in kept} - loud - second
+    compared = COMPARED if "with a defence" in name else ()
+    lost = {key for key, why in grid.dropped.items() if why not in compared} - loud - second
     left = [lie for lie in grid.told if lie[:2] not in second & grid.dropped.keys()]
     if lost or left != grid.told:
         _, without = run(name, num_clients, left, lost)
-        odd = [key for key in {**found, **without} if found.get(key) != without.get(key)]
-        for _ in range(8 if odd and name.startswith("secure") else 0):
+        traces = [key for key in {**outcome, **without} if outcome.get(key) != without.get(key)]
+        for _ in range(8 if traces and name.startswith("secure") else 0):
             _, again = run(name, num_clients, left, lost)
-            odd = [key for key in odd if without.get(key) == again.get(key)]
-        assert not odd, (
-            f"dropped replies {sorted(grid.dropped.items())} left traces in {odd[:5]}: "
-            f"{[(found.get(key), without.get(key)) for key in odd[:2]]!s:.400}"
+            traces = [key for key in traces if without.get(key) == again.get(key)]
+        assert not traces, (
+            f"dropped replies {sorted(grid.dropped.items())} left traces in {traces[:5]}: "
+            f"{[(outcome.get(key), without.get(key)) for key in traces[:2]]!s:.400}"
         )
     return len({lie[:2] for lie in grid.told})
 
@@ -517,9 +517,9 @@ def main() -> None:
     parser.add_argument("count", type=int, nargs="?", default=2_000)
     parser.add_argument("seed", type=int, nargs="?", default=0)
     parser.add_argument("names", nargs="*", help="strategies, as FEDERATIONS has them")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     begun = time.process_time()
-    cases, failures = fuzz(given.count, given.seed, given.names)
+    cases, failures = fuzz(arguments.count, arguments.seed, arguments.names)
     seconds = time.process_time() - begun
     print(f"{cases} replies, {len(failures)} failures, {seconds:.0f} s of the processor")  # noqa: T201
     raise SystemExit(bool(failures))

@@ -203,8 +203,8 @@ def twice(_: Draw, reply: Message, __: World) -> Replies:
 
 def replayed(draw: Draw, reply: Message, world: World) -> Replies:
     """Send an earlier reply once more, as it was, after the new one."""
-    own = [m for m in world.earlier if m.metadata.src_node_id == reply.metadata.src_node_id]
-    return [reply, own_copy(pick(draw, own, reply))]
+    earlier = [m for m in world.earlier if m.metadata.src_node_id == reply.metadata.src_node_id]
+    return [reply, own_copy(pick(draw, earlier, reply))]
 
 
 CHANGES: dict[str, Callable[[Draw, np.ndarray], Any]] = {  # of one array
@@ -247,10 +247,10 @@ def as_if_more(draw: Draw, reply: Message, _: World) -> None:
         array = array.astype("i8") if wide else array
         if not is_counts:
             return array * np.asarray(times).astype(array.dtype) if draw.random() < share else array
-        found = [times * count for count in array.tolist()]
+        counts = [times * count for count in array.tolist()]
         if heap:
-            found = [sum(found) * (at == found.index(max(found))) for at in range(len(found))]
-        return np.array([min(count, 2**63 - 1) for count in found], array.dtype)
+            counts = [sum(counts) * (at == counts.index(max(counts))) for at in range(len(counts))]
+        return np.array([min(count, 2**63 - 1) for count in counts], array.dtype)
 
     for metric in reply.content.metric_records.values():
         if told and isinstance(number := metric.get("num-examples"), int):

@@ -122,8 +122,8 @@ class Grid(LocalGrid):
 
     def records(self, way: str) -> list[dict[str, list[str]]]:
         """List the names of each message's arrays, by record."""
-        found = [m.content.array_records for w, m in self.seen if w == way and m.has_content()]
-        return [{name: list(record) for name, record in records.items()} for records in found]
+        contents = [m.content.array_records for w, m in self.seen if w == way and m.has_content()]
+        return [{name: list(record) for name, record in records.items()} for records in contents]
 
 
 class InOrder(Grid):
@@ -222,8 +222,8 @@ def initial_bits(model: nn.Module | None = None) -> dict[str, bytes]:
 def kept_by(strategy: Any, client: int | str, server_round: int) -> dict[str, np.ndarray]:
     """What a client keeps to itself of a round."""
     folder = cache_dir() / "personal" / f"client-{client}" / f"run-{strategy.trained.run_key}"
-    with np.load(folder / f"round-{server_round:08}.npz") as kept:
-        return {name.removeprefix("array "): kept[name] for name in kept.files}
+    with np.load(folder / f"round-{server_round:08}.npz") as file:
+        return {name.removeprefix("array "): file[name] for name in file.files}
 
 
 def forgetting(strategy: Any, until: int = 1_000) -> Change:

@@ -118,11 +118,11 @@ def test_a_run_learns_and_after_a_crash_goes_on_to_the_same_bits(name, tmp_path)
     crash = {"node_ids": [90, 12, 55, 7], "order": 1, "ask": True}
     with pytest.raises(ConnectionError):
         run(name, tmp_path / "crashed", on_send=fail_at_evaluation_of_round_2, **crash)
-    again, rest, found, _ = run(name, tmp_path / "crashed", node_ids=[7, 55, 90, 12], order=2)
+    again, rest, resumed, _ = run(name, tmp_path / "crashed", node_ids=[7, 55, 90, 12], order=2)
     assert len(rest.trained) < len(grid.trained)  # of round 2 only
-    assert bits(arrays_of(found.arrays)) == bits(arrays_of(result.arrays)) == bits(last)
-    assert list(found.evaluate_metrics_serverapp) == [0, 1, 2]
-    assert histories(found) == histories(result)
+    assert bits(arrays_of(resumed.arrays)) == bits(arrays_of(result.arrays)) == bits(last)
+    assert list(resumed.evaluate_metrics_serverapp) == [0, 1, 2]
+    assert histories(resumed) == histories(result)
     assert frozen(again) == frozen(strategy)
 
 
@@ -154,10 +154,10 @@ def test_state_saved_and_restored_mid_run_gives_the_same_bits(name):
             states.append((straight.state_dict(), frozen(straight), arrays))
 
     expected = start(straight, whole := Grid(clients), rounds=2, evaluate_fn=after_one)
-    ((state, kept, halfway),) = states
+    ((state, saved, halfway),) = states
     second, ids = make(**options), [90, 12, 55, 7, 31, 68]
     second.load_state_dict(state)
-    assert frozen(second) == kept
+    assert frozen(second) == saved
     result = second.start(grid := Grid(clients, node_ids=ids, order=2), halfway, num_rounds=2)
     assert bits(arrays_of(result.arrays)) == bits(expected)
     assert sorted(grid.trained) == sorted(whole.trained[len(whole.trained) // 2 :])
@@ -189,9 +189,9 @@ def test_damaged_replies_leave_the_result_of_the_run_without_those_clients(name)
     make, clients = STRATEGIES[name]
     claim, bonus = with_metrics(partition_id=0, train_loss=None), with_metrics(bonus=1.0)
     twice = CONTRACTS[name].one_exchange
-    odd = {0: lambda reply: [bonus(reply), reply] if twice else bonus(reply), 9: claim}
+    others = {0: lambda reply: [bonus(reply), reply] if twice else bonus(reply), 9: claim}
     strategy = make(min_completed=2)
-    attacked = run_damaged(strategy, clients, sorted(DAMAGED_ARRAYS), odd)
+    attacked = run_damaged(strategy, clients, sorted(DAMAGED_ARRAYS), others)
     assert strategy.train_metrics[1].get("rejected-duplicate", 0) == twice
     silent = Grid(clients, changes=dict.fromkeys(range(1, 9), lost), num_clients=10)
     assert attacked == bits(start(make(), silent)) != bits(untouched(make))
@@ -275,13 +275,13 @@ def test_a_state_of_another_strategy_or_seed_is_refused(name):
     make = partial(STRATEGIES[name][0], sampling=Sampling(seed=1))
     state = make().state_dict()
     other = state | {"settings": state["settings"] | {"strategy": "Other"}}
-    for found, message in (
+    for other_state, message in (
         (make(sampling=Sampling(seed=2)).state_dict(), r"expected sampling\.seed = 1, got 2"),
         (other, r"expected strategy = .*, got Other"),
         ({"sampling": Sampling(seed=1)}, r"state: expected .*, got"),
     ):
         with pytest.raises(ValueError, match=message):
-            make().load_state_dict(found)
+            make().load_state_dict(other_state)
 
 
 def test_every_strategy_is_listed():
@@ -320,9 +320,11 @@ def test_what_no_client_trains_stays_to_the_bit(name, monkeypatch):
     strategy = make(min_available_nodes=FEWER, fraction_evaluate=1.0, min_evaluate_nodes=FEWER)
     before = {key: a.numpy() for key, a in first_model(strategy).state_dict().items()}
     after = start(strategy, Grid(clients, num_clients=FEWER), rounds=2)
-    assert [own["replies-accepted"] for own in strategy.train_metrics.values()] == [FEWER] * 2
+    assert [metrics["replies-accepted"] for metrics in strategy.train_metrics.values()] == [
+        FEWER
+    ] * 2
     for key in buffers:
-        copies = [own for full, own in after.items() if full == key or full.endswith(f".{key}")]
-        assert {own.tobytes() for own in copies} == {before[key].tobytes()}, key
-    trained = next(own for full, own in after.items() if full.endswith("3.weight"))
+        copies = [array for full, array in after.items() if full == key or full.endswith(f".{key}")]
+        assert {array.tobytes() for array in copies} == {before[key].tobytes()}, key
+    trained = next(array for full, array in after.items() if full.endswith("3.weight"))
     assert (trained != before["3.weight"]).any()

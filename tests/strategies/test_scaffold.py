@@ -43,9 +43,9 @@ def scalar(**options):
         slope, count = SLOPES[seed[1]], COUNTS[seed[1]]
         x, y = torch.full((count, 1), slope).double(), torch.zeros(count, dtype=torch.int64)
         model = nn.Linear(1, 1, bias=False).double()
-        own = SCAFFOLDClient(model, x, y, loss="mse", **options)
-        own.targets = own.targets.double()
-        return own
+        client = SCAFFOLDClient(model, x, y, loss="mse", **options)
+        client.targets = client.targets.double()
+        return client
 
     return app(make)
 
@@ -77,27 +77,27 @@ def test_scaffold_ends_in_the_pooled_optimum():
 def test_algorithm_1_by_hand(option):
     """Means are weighted by examples; in rounds 2 and 4 the reply of the second client is lost."""
     local_rate, steps, global_rate = 0.1, 3, 0.7
-    x, c, own = 0.3, 0.0, np.zeros(3)
+    x, c, c_k = 0.3, 0.0, np.zeros(3)
     strategy = SCAFFOLD(server_learning_rate=global_rate, **ALL)
     clients = scalar(
         option=option, sgd=LocalSGD(learning_rate=local_rate, epochs=steps, batch_size=10)
     )
     changes = {1: in_rounds(strategy, [2, 4], lost)}
-    found = descend(strategy, clients, 5, first=x, num_clients=3, changes=changes)
+    weight = descend(strategy, clients, 5, first=x, num_clients=3, changes=changes)
     for number in range(1, 6):
-        chosen, moved, new = [0, 2] if number in (2, 4) else [0, 1, 2], [], own.copy()
+        chosen, moved, new = [0, 2] if number in (2, 4) else [0, 1, 2], [], c_k.copy()
         for i in chosen:
             y, slope = x, SLOPES[i]
             for _ in range(steps):
-                y -= local_rate * (slope * (slope * y - 1) - own[i] + c)
-            at_x, by_steps = slope * (slope * x - 1), own[i] - c + (x - y) / (steps * local_rate)
+                y -= local_rate * (slope * (slope * y - 1) - c_k[i] + c)
+            at_x, by_steps = slope * (slope * x - 1), c_k[i] - c + (x - y) / (steps * local_rate)
             new[i] = at_x if option == "I" else by_steps
             moved.append(y - x)
         x += global_rate * np.average(moved, weights=[COUNTS[i] for i in chosen])
-        own = new
-        c = np.average(own, weights=COUNTS)
-    numbers = [found, *control_of(strategy), *(float(strategy.controls[i][0]) for i in range(3))]
-    assert numbers == pytest.approx([x, c, *own], rel=1e-12)
+        c_k = new
+        c = np.average(c_k, weights=COUNTS)
+    numbers = [weight, *control_of(strategy), *(float(strategy.controls[i][0]) for i in range(3))]
+    assert numbers == pytest.approx([x, c, *c_k], rel=1e-12)
 
 
 def test_clients_not_heard_of_count_with_zero_and_those_held_out_not():
@@ -122,11 +122,11 @@ def test_the_first_round_is_fedavgs_and_other_server_rates_step_only_parameters(
         wanted[name] = first + 2 * (mean[name] - first)
         moved = (mean[name] != first).any()  # not so the bias that BatchNorm takes off
         assert (wanted[name] != mean[name]).any() == moved == (name != "0.bias")
-    found = start(SCAFFOLD(server_learning_rate=2.0, **ALL), Grid(CLIENTS))
-    assert_near(found, wanted, 1e-7, 1e-6)
-    assert [array.dtype for array in found.values()] == [array.dtype for array in mean.values()]
+    stepped = start(SCAFFOLD(server_learning_rate=2.0, **ALL), Grid(CLIENTS))
+    assert_near(stepped, wanted, 1e-7, 1e-6)
+    assert [array.dtype for array in stepped.values()] == [array.dtype for array in mean.values()]
     sent = [m.content["corrections"] for way, m in grid.seen if way == "down"]
-    assert {array.dtype for own in sent for array in own.values()} == {"float32"}
+    assert {array.dtype for record in sent for array in record.values()} == {"float32"}
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,8 @@ class Lossy(Grid):
 
 def words_of(reply, model):
     metrics = reply.content["metrics"]
-    own = arrays_of(reply.content["arrays"])
-    return average_words(model, own, metrics["num-examples"], metrics["train-loss"])
+    weights = arrays_of(reply.content["arrays"])
+    return average_words(model, weights, metrics["num-examples"], metrics["train-loss"])
 
 
 def fixed_point(strategy, client, without=()):
@@ -118,16 +118,16 @@ def test_the_model_is_that_of_plain_fixed_point_sums_to_the_bit(name, step, mask
     for metric in ("num-examples", "clipped", "train-loss"):
         assert strategy.train_metrics[1][metric] == metrics[metric]
     plain = start(kind(**OPTIONS), Grid(app(client, **SGD), changes=dict.fromkeys(left, lost)))
-    for own, other in zip(after.values(), plain.values(), strict=True):
-        np.testing.assert_allclose(own, other, rtol=2e-6, atol=1e-6)
+    for array, other in zip(after.values(), plain.values(), strict=True):
+        np.testing.assert_allclose(array, other, rtol=2e-6, atol=1e-6)
 
 
 def test_nodes_that_report_no_partition_may_have_any_id(masked, tmp_path):
     """Flower's are whole numbers of 64 bits without a sign."""
 
     def client_fn(context):
-        own = int(context.node_config["hospital"])
-        return SGDClient(network(), *examples(own), seed=(0, own), **SGD)
+        hospital = int(context.node_config["hospital"])
+        return SGDClient(network(), *examples(hospital), seed=(0, hospital), **SGD)
 
     mods = [MaskedWeights(cache=tmp_path / "others", allow_repeats=True)]
     grid = Grid(client_app(client_fn, mods=mods), node_ids=range(2**64 - 6, 2**64))
@@ -150,9 +150,9 @@ def test_the_server_gets_no_clients_words_examples_or_loss(masked):
             [m.content for w, m in grid.seen if w == "up" and client_of(m) == client_of(reply)]
             for grid in grids
         ]
-        assert all(set(own["metrics"]) == {"num-examples", "partition-id"} for own in sent[0])
-        assert {own["metrics"]["num-examples"] for own in sent[0]} == {1}
-        one, other = (arrays_of(own[2]["arrays"])["masked"] for own in sent)
+        metrics = {"num-examples": 1, "partition-id": client_of(reply)}
+        assert all(dict(content["metrics"]) == metrics for content in sent[0])
+        one, other = (arrays_of(content[2]["arrays"])["masked"] for content in sent)
         assert one.shape == words.shape
         assert not (one == words).any()
         assert not (one == other).any()
