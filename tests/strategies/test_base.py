@@ -274,12 +274,6 @@ def test_a_round_changes_the_model_if_half_of_the_replies_came(least, lost_clien
     assert (weights != initial_bits()) == changes
 
 
-@pytest.mark.parametrize("least", [0, -1, 1.5, 2.5])
-def test_a_number_of_replies_is_whole_or_a_share(least):
-    with pytest.raises(ValueError, match="min_completed: expected "):
-        SeededFedAvg(min_completed=least)
-
-
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
     claims = {"changes": {3: with_metrics(partition_id=0)}, "changed_kind": "query.partition"}
     options = {"sampling": Sampling(held_out=[0]), "min_train_nodes": 1}

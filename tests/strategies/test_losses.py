@@ -63,12 +63,9 @@ class Arriving(Grid):
 
 def over_selected(make, clients, **options):
     """Weights after a round for which five of ten are wanted, the round's metrics, and the grid."""
-    own = {
-        "fraction_train": 0.5,
-        "min_available_nodes": CLIENTS,
-        "sampling": Sampling(over_selection=1.6),
-    }
-    strategy, grid = make(**own, round_deadline=SOON), Arriving(clients, num_clients=CLIENTS)
+    half = {"fraction_train": 0.5, "min_available_nodes": CLIENTS, "round_deadline": SOON}
+    strategy = make(**half, sampling=Sampling(over_selection=1.6))
+    grid = Arriving(clients, num_clients=CLIENTS)
     vars(grid).update(options)
     return bits(start(strategy, grid)), strategy.train_metrics[1], grid
 
@@ -104,12 +101,8 @@ def test_over_selection_waits_for_no_more_than_it_wants_and_no_longer_than_the_d
             looks.append(len(list(message_ids := list(message_ids))))
             return super().pull_messages(message_ids) if len(looks) > 1 else []
 
-    strategy = SeededFedAvg(
-        fraction_train=0.5,
-        fraction_evaluate=0.0,
-        sampling=Sampling(over_selection=2.0),
-        round_deadline=60,
-    )
+    half = {"fraction_train": 0.5, "fraction_evaluate": 0.0, "round_deadline": 60}
+    strategy = SeededFedAvg(**half, sampling=Sampling(over_selection=2.0))
     start(strategy, Slow(app(SGDClient)))
     assert looks == [6, 6]
     assert strategy.train_metrics[1]["replies-accepted"] == 3

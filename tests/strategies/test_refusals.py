@@ -70,6 +70,7 @@ def sums(**options):
 KEPT, SECURE = {"storage": KeptSums("sums")}, {"secure": SecureAggregation()}
 VOUCHED = {"secure": SecureAggregation(vouching=KEYS)}
 NAN = float("nan")
+HELD = torch.zeros(1, 4), torch.tensor([3])
 CLIPPING = functools.partial(DifferentialPrivacyServerSideFixedClipping, FedAvg(), 1.0, 1.0, 6)
 BOTH = {"validation_partitions": (1,), "screening": Screening(validation_loss=lambda arrays: 0.0)}
 SHUFFLED = {"shuffling_server": SERVER, "run": "a run"}
@@ -97,11 +98,8 @@ class Noisy(SeededFedAvg):
         return SumNoise
 
 
-def held(count, label=0):
-    return torch.zeros(count, 4), torch.full((count,), label)
-
-
 REFUSED = [
+    (SeededFedAvg, {"min_completed": 2.5}, "min_completed: expected a whole number, or a"),
     (ntk_fl, MEDIAN, "screening.rule: expected none or leave-one-out for NTKFL, got median"),
     (weighted, MEDIAN, "screening.rule: expected none or norm-bound for WeightedFedAvg"),
     (FedEnsemble, {"inner": SeededFedAvg} | MEDIAN, "that of inner, which follows it, none"),
@@ -151,11 +149,7 @@ REFUSED = [
     (tct, sums(bits=8) | {"balanced": True}, "balanced: sums of weighted examples"),
     (sums, {"validation_share": 0.2}, "validation_share: goes with auto_ridge"),
     (tct, sums() | KEPT | {"balanced": True}, "expected balanced = False"),
-    (
-        tct,
-        sums(validation=held(1, label=3)),
-        "sums.validation: expected labels 0 ... 2, got 3 ... 3",
-    ),
+    (tct, sums(validation=HELD), "sums.validation: expected labels 0 ... 2, got 3 ... 3"),
     (tct, sums() | SECURE, "masks are added to whole numbers"),
     (tct, sums(bits=8) | SECURE | KEPT, "no client's sums to keep"),
     (tct, sums(bits=8) | VOUCHED, "the name of the run"),
