@@ -28,6 +28,7 @@ from fedntk.strategies import CPNTKFL, NTKFL, FedEnsemble, NoUsableReply, Seeded
 from fedntk.strategies.ntk.ntk_fl import stack
 from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, new_key, public_bytes
 
+from ..conftest import refused
 from .federation import (
     NUM_CLIENTS,
     Contract,
@@ -54,11 +55,9 @@ TOOLS = {"sparsity": 0.3, "bits": 8}
 COMPRESSING = app(CPNTKFLClient, **TOOLS)
 CONTRACT = {
     "CPNTKFL": Contract(
-        lambda **own: CPNTKFL(**OPTIONS | TOOLS | own), COMPRESSING, sends_queries=True
+        lambda **options: CPNTKFL(**OPTIONS | TOOLS | options), COMPRESSING, sends_queries=True
     )
 }
-
-
 KEYS = [new_key() for _ in range(NUM_CLIENTS)]
 ENROLLED = [public_bytes(key) for key in KEYS]
 
@@ -126,6 +125,9 @@ def test_a_client_that_is_not_enrolled_counts_as_lost(caplog):
     assert strategy.train_metrics[2]["rejected-sealed"] == 1
 
 
+BAD = BadReply("sealed", "no")
+
+
 def broken(change):
     """A shuffling server with other answers."""
     server = ShufflingServer(ENROLLED)
@@ -140,14 +142,10 @@ def broken(change):
         (broken(lambda _: 1 / 0), "division by zero"),
         (ShufflingServer(ENROLLED, min_clients=7), "nothing was shuffled"),
         (broken(lambda a: replace(a, upload=a.upload.rows(torch.arange(3)))), "3 rows for 45 exam"),
-        (
-            broken(lambda a: replace(a, rejected={99: BadReply("sealed", "no")})),
-            "uploads [99] of 6",
-        ),
-        (
-            broken(lambda a: replace(a, rejected={-1: BadReply("sealed", "no")})),
-            "uploads [-1] of 6",
-        ),
+        *[
+            (broken(lambda a, k=k: replace(a, rejected={k: BAD})), f"uploads [{k}] of 6")
+            for k in (99, -1)
+        ],
     ],
 )
 def test_an_answer_that_cannot_be_used_leaves_the_model(server, words, caplog):
@@ -165,22 +163,21 @@ class Away:
         self.server, self.answers = server, answers
 
     def __getattr__(self, name):
-        own = getattr(self.server, name)
+        method = getattr(self.server, name)
 
         def answer(*arguments, **options):
             self.answers -= 1
             if self.answers < 0:
                 raise ConnectionError("no server answers at that address")
-            return own(*arguments, **options)
+            return method(*arguments, **options)
 
-        return answer if callable(own) else own
+        return answer if callable(method) else method
 
 
 def test_a_server_that_cannot_be_reached_ends_the_run_only_before_it_begins():
-    with pytest.raises(ConnectionError, match="no server answers"):
-        run_projected(parties := Parties(), Away(parties.server, 0))
-    with pytest.raises(ConnectionError, match="no server answers"):
-        shuffled(server=Away(ShufflingServer(ENROLLED), 0))
+    gone = partial(refused, "no server answers", error=ConnectionError)
+    gone(run_projected, parties := Parties(), Away(parties.server, 0))
+    gone(shuffled, server=Away(ShufflingServer(ENROLLED), 0))
     strategy, _ = shuffled(server=Away(ShufflingServer(ENROLLED), 1))
     assert told(strategy) == [6, 0]
 
@@ -225,8 +222,8 @@ def ensemble(learning_rate, steps, **options):
     ("make", "client", "queries"),
     [
         (CPNTKFL, CPNTKFLClient, 3),  # of losses, in each round
-        (lambda learning_rate, steps, **own: SeededFedAvg(**own), SGDClient, 0),
-        (ensemble, lambda *given, **own: FedEnsembleClient(NTKFLClient(*given, **own)), 3),
+        (lambda learning_rate, steps, **more: SeededFedAvg(**more), SGDClient, 0),
+        (ensemble, lambda *data, **more: FedEnsembleClient(NTKFLClient(*data, **more)), 3),
     ],
 )
 def test_clients_train_choose_and_evaluate_on_projected_inputs(make, client, queries):
@@ -250,17 +247,17 @@ def data_in(thing):
     """The bytes of all numbers, arrays and texts that can be reached from an object."""
     seen, left = {}, [thing]
     while left:
-        own = left.pop()
-        if id(own) in seen or isinstance(own, type | FunctionType | ModuleType):
+        item = left.pop()
+        if id(item) in seen or isinstance(item, type | FunctionType | ModuleType):
             continue
-        seen[id(own)] = own
-        left += gc.get_referents(own)
-        if isinstance(own, int):
-            yield own.to_bytes(40, "big", signed=True)
-        elif isinstance(own, np.ndarray | np.generic):
-            yield own.tobytes()
-        elif isinstance(own, bytes | str):
-            yield own if isinstance(own, bytes) else own.encode()
+        seen[id(item)] = item
+        left += gc.get_referents(item)
+        if isinstance(item, int):
+            yield item.to_bytes(40, "big", signed=True)
+        elif isinstance(item, np.ndarray | np.generic):
+            yield item.tobytes()
+        elif isinstance(item, bytes | str):
+            yield item if isinstance(item, bytes) else item.encode()
 
 
 def test_neither_the_strategy_nor_any_message_holds_the_seed():
@@ -283,8 +280,8 @@ def test_only_enrolled_clients_of_the_run_take_part(caplog):
     strategy, _ = run_projected(parties := Parties(enrolled=range(5)))
     assert "is not enrolled; make sure" in caplog.text
     assert told(strategy) == [5, 5, 5]
-    with pytest.raises(NoUsableReply, match=r"sealed for run .*expected run 'another run'"):
-        run_projected(Parties(run="another run"))
+    said, others = r"sealed for run .*expected run 'another run'", Parties(run="another run")
+    refused(said, run_projected, others, error=NoUsableReply)
     start_in_vain(CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN), Grid(app(CPNTKFLClient)))
     assert "does its client have projection=SealedProjection" in caplog.text
 
@@ -292,8 +289,16 @@ def test_only_enrolled_clients_of_the_run_take_part(caplog):
 @pytest.mark.parametrize(
     ("nodes", "server", "counts"),
     [
-        ([3], lambda own: own, [6, 5, 6]),  # its challenge is gone: the next round fetches another
-        (range(1, 7), lambda own: Away(own, 6), [6, 0, 0]),  # all, and the key server went away
+        (
+            [3],
+            lambda server: server,
+            [6, 5, 6],
+        ),  # its challenge is gone: the next round fetches another
+        (
+            range(1, 7),
+            lambda server: Away(server, 6),
+            [6, 0, 0],
+        ),  # all, and the key server went away
     ],
 )
 def test_clients_that_lost_their_state_are_asked_again(nodes, server, counts):

@@ -25,6 +25,7 @@ from fedntk.strategies.ensembles.model_samples import (
     standard_deviation,
 )
 
+from ..conftest import refused
 from .federation import Contract, Grid, app, arrays_of, bits, network, start
 
 OPTIONS = {"fraction_evaluate": 0.0}
@@ -43,13 +44,16 @@ def distillation(**options):
     return Distillation(network(), server_examples(), **{**small, "cycle": 3, **options})
 
 
-fed_be = partial(partial, FedBE)
 CONTRACT = {
-    "FedBE": Contract(fed_be(num_samples=3), CLIENTS, grows=True),
+    "FedBE": Contract(partial(FedBE, num_samples=3), CLIENTS, grows=True),
     "FedBE without the clients' models": Contract(
-        fed_be(num_samples=2, distribution="dirichlet", client_models=False), CLIENTS, grows=True
+        partial(FedBE, num_samples=2, distribution="dirichlet", client_models=False),
+        CLIENTS,
+        grows=True,
     ),
-    "FedBE with distillation": Contract(fed_be(num_samples=3, distill=distillation()), CLIENTS),
+    "FedBE with distillation": Contract(
+        partial(FedBE, num_samples=3, distill=distillation()), CLIENTS
+    ),
 }
 SIZES = [5, 20, 75]
 DRAWS = np.random.default_rng(0)
@@ -83,8 +87,8 @@ def test_moments_of_gaussian_models():
     models = [gaussian_model(centre, deviation, MODELS, generator) for _ in range(draws)]
     drawn = np.stack([model["weight"] for model in models])
     assert (np.abs(drawn.mean(0) - mean) < 5 * np.sqrt(variance / draws) + rounding).all()
-    found = np.square(drawn - mean).mean(0)
-    assert (np.abs(found - variance) < 5 * variance * np.sqrt(2 / draws) + rounding).all()
+    spread = np.square(drawn - mean).mean(0)
+    assert (np.abs(spread - variance) < 5 * variance * np.sqrt(2 / draws) + rounding).all()
     correlations = np.corrcoef(drawn.reshape(draws, -1).T)[np.triu_indices(20, 1)]
     assert np.abs(correlations).max() < 5 / np.sqrt(draws)
 
@@ -124,23 +128,18 @@ def test_moments_of_dirichlet_shares_of_equal_clients_and_the_limits_of_alpha():
 
 def test_models_are_drawn_by_seed_round_and_number():
     """Model k is the same whatever M; another round or seed draws others."""
+    uploads = SimpleNamespace(values=MODELS, counts=SIZES)
 
     def drawn(server_round=1, **options):
-        strategy = FedBE(client_models=False, **options)
-        r, uploads = (
-            SimpleNamespace(number=server_round),
-            SimpleNamespace(values=MODELS, counts=SIZES),
-        )
+        strategy, r = FedBE(client_models=False, **options), SimpleNamespace(number=server_round)
         mean, *models = strategy.models_of(r, MEAN, uploads)
         assert mean is MEAN
         return [arrays_of(model)["weight"].tobytes() for model in models]
 
     two, five = drawn(num_samples=2), drawn(num_samples=5)
+    others = [*drawn(num_samples=2, sampling=Sampling(seed=1)), *drawn(2, num_samples=2)]
     assert five[:2] == two
-    assert (
-        len({*five, *drawn(num_samples=2, sampling=Sampling(seed=1)), *drawn(2, num_samples=2)})
-        == 9
-    )
+    assert len({*five, *others}) == 9
 
 
 def teachers_labels(n=30):
@@ -150,9 +149,9 @@ def teachers_labels(n=30):
 
 def test_labels_are_the_sharpened_mean_of_probabilities():
     """In float64, of outputs in float32."""
-    with torch.no_grad():
-        own = [network(k).eval()(server_examples()).double().softmax(1) for k in range(5)]
-    squares = torch.stack(own).mean(0) ** 2
+    x = server_examples()
+    each = [network(k).eval()(x).detach().double().softmax(1) for k in range(5)]
+    squares = torch.stack(each).mean(0) ** 2
     expected = squares / squares.sum(1, keepdim=True)
     torch.testing.assert_close(teachers_labels(), expected, rtol=0, atol=4e-15)
 
@@ -181,12 +180,12 @@ def test_averaged_weights_are_the_mean_of_iterates():
     ]
     assert len(states) == 24  # of which 0.2 are 4.8
     ends = [6, 9, 12, 15, 18, 21, 24]
-    for name, found in distil(network(7), labels, options, seed=5).named_parameters():
+    for name, parameter in distil(network(7), labels, options, seed=5).named_parameters():
         expected = torch.stack([states[k - 1][name] for k in ends]).mean(0)
-        torch.testing.assert_close(found.detach().double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(parameter.detach().double(), expected, rtol=0, atol=1e-5)
     plain = distil(network(7), labels, distillation(epochs=6, cycle=3, swa=False), seed=5)
-    for name, found in plain.named_parameters():
-        assert torch.equal(found.detach().double(), states[-1][name])
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.detach().double(), states[-1][name])
 
 
 def test_batchnorm_gets_the_statistics_of_all_examples_under_the_averaged_weights():
@@ -198,8 +197,8 @@ def test_batchnorm_gets_the_statistics_of_all_examples_under_the_averaged_weight
     torch.testing.assert_close(student[1].running_mean, inputs.mean(0), rtol=1e-5, atol=1e-6)
     assert int(student[1].num_batches_tracked) == 4
     # 25 examples in batches of 8: the last joins the one before, as BatchNorm cannot normalise one
-    odd = Distillation(network(), server_examples(25), epochs=2, batch_size=8)
-    steps = list(descend(network(), teachers_labels(25), odd, torch.Generator()))
+    uneven = Distillation(network(), server_examples(25), epochs=2, batch_size=8)
+    steps = list(descend(network(), teachers_labels(25), uneven, torch.Generator()))
     assert steps == [(k, 6) for k in range(1, 7)]
 
 
@@ -227,14 +226,14 @@ def test_steps_are_those_of_sgd_at_the_cycles_rates():
 def test_distillation_of_a_network_that_draws_repeats_itself_and_leaves_torchs_state():
     net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
     options = Distillation(net, server_examples(), epochs=2, batch_size=8, learning_rate=0.1)
-    found = []
+    students = []
     for seed in (1, 1, 2):
-        torch.manual_seed(len(found))
+        torch.manual_seed(len(students))
         before = torch.get_rng_state()
         student = distil(copy.deepcopy(net), teachers_labels(), options, seed)
-        found.append(bits(arrays_of_network(student)))
+        students.append(bits(arrays_of_network(student)))
         assert torch.equal(before, torch.get_rng_state())
-    assert found[0] == found[1] != found[2]
+    assert students[0] == students[1] != students[2]
 
 
 def fed_avgs(rounds):
@@ -251,9 +250,9 @@ def fed_avgs(rounds):
 def test_without_distillation_the_global_model_is_fedavgs(options, models):
     """Whatever is drawn: model 0 after two rounds, bit for bit."""
     strategy = FedBE(**options, **OPTIONS)
-    found = EnsembleArrays.from_arrays(start(strategy, Grid(CLIENTS), rounds=2)).models
-    assert bits(found[0]) == bits(fed_avgs(2))
-    assert strategy.train_metrics[2]["ensemble-size"] == len(found) == models
+    after = EnsembleArrays.from_arrays(start(strategy, Grid(CLIENTS), rounds=2)).models
+    assert bits(after[0]) == bits(fed_avgs(2))
+    assert strategy.train_metrics[2]["ensemble-size"] == len(after) == models
 
 
 def test_the_server_distils_from_the_mean_towards_the_ensemble():
@@ -281,8 +280,8 @@ def test_a_network_of_several_outputs_in_training_is_refused():
             scores = super().forward(x)
             return (scores, scores) if self.training else scores
 
-    with pytest.raises(ValueError, match="one tensor of scores in training mode, got a tuple"):
-        Distillation(Auxiliary(4, 3), torch.randn(4, 4))
+    said = "one tensor of scores in training mode, got a tuple"
+    refused(said, Distillation, Auxiliary(4, 3), torch.randn(4, 4))
 
 
 def test_a_network_that_writes_over_its_input_leaves_the_servers_examples():
@@ -298,13 +297,11 @@ def test_a_network_that_writes_over_its_input_leaves_the_servers_examples():
 
 def test_another_network_or_state_than_the_distillations_is_refused_before_the_first_round():
     strategy = FedBE(distill=Distillation(nn.Linear(4, 3), server_examples()), **OPTIONS)
-    grid = Grid(CLIENTS)
-    with pytest.raises(ValueError, match="initial_arrays: expected those of the network that dist"):
-        start(strategy, grid)
+    said = "initial_arrays: expected those of the network that dist"
+    refused(said, start, strategy, grid := Grid(CLIENTS))
     assert grid.trained == []
-    state = FedBE(distill=distillation()).state_dict()
-    with pytest.raises(ValueError, match=r"expected distill\.temperature = "):
-        FedBE(distill=distillation(temperature=1.0)).load_state_dict(state)
+    state, other = FedBE(distill=distillation()).state_dict(), distillation(temperature=1.0)
+    refused(r"expected distill\.temperature = ", FedBE(distill=other).load_state_dict, state)
 
 
 def test_the_server_gets_no_labels_and_no_clients_examples():
@@ -316,4 +313,4 @@ def test_the_server_gets_no_labels_and_no_clients_examples():
     without = config.replace(fed_be={"distill": False})
     assert not without.chosen_method.validates(without)
     held = set(setup.split.validation.tolist())
-    assert all(held.isdisjoint(own.tolist()) for own in setup.split.clients)
+    assert all(held.isdisjoint(client.tolist()) for client in setup.split.clients)

@@ -50,15 +50,15 @@ OF_TCT = {"network": network(), "learning_rate": 0.05, "local_steps": 5}
 
 
 def ensemble_app(make=SGDClient, **options):
-    return app(lambda *given, **own: FedEnsembleClient(make(*given, **options, **own)))
+    return app(lambda *data, **more: FedEnsembleClient(make(*data, **options, **more)))
 
 
 def ntk_fl(steps, **options):
     return lambda **others: NTKFL(learning_rate=0.5, steps=steps, **options | others)
 
 
-def contract(clients, **own):
-    return Contract(lambda **options: FedEnsemble(num_models=2, **own, **options), clients)
+def contract(clients, **options):
+    return Contract(partial(FedEnsemble, num_models=2, **options), clients)
 
 
 CONTRACT = {
@@ -104,8 +104,8 @@ def test_in_an_age_each_model_visits_each_stratum_once_and_each_order_is_as_like
 
 def assigned(strategy, messages):
     """Return node -> number of the model that a message has."""
-    each = [bits(model) for model in models(arrays_of(strategy.global_arrays))]
-    return {m.metadata.dst_node_id: each.index(bits(arrays_of(m.content["arrays"])))
+    sent = [bits(model) for model in models(arrays_of(strategy.global_arrays))]
+    return {m.metadata.dst_node_id: sent.index(bits(arrays_of(m.content["arrays"])))
             for m in messages if "arrays" in m.content}  # fmt: skip
 
 
@@ -114,8 +114,9 @@ def test_a_run_goes_by_the_orders_of_each_age():
     start(strategy, Grid(CLIENTS, on_send=lambda sent: seen.append(assigned(strategy, sent))), 6)
     orders = [permutations(3, 3, "balanced", 0, age) for age in (0, 1)]
     assert (orders[0] != orders[1]).any()
-    for n, own in enumerate(filter(None, seen)):
-        assert own == {k: orders[n // 3][strategy.strata.of[k - 1], n % 3] for k in range(1, 7)}
+    for n, model_of in enumerate(filter(None, seen)):
+        expected = {k: orders[n // 3][strategy.strata.of[k - 1], n % 3] for k in range(1, 7)}
+        assert model_of == expected
 
 
 def test_strata_are_random_even_and_sampled_in_equal_shares():
@@ -164,17 +165,17 @@ def test_clients_join_the_smallest_stratum_and_leave_their_own():
 def test_one_model_is_the_strategy_of_flowers_itself(make, bound):
     """In the order of the clients, in which replies are added up here; a second run, too."""
     one = FedEnsemble(inner=make, num_models=1, init=network, **OPTIONS)
-    (own,) = models(start(one, Grid(CLIENTS), rounds=2))
+    (after,) = models(start(one, Grid(CLIENTS), rounds=2))
     plain = make()
     plain.fraction_evaluate = 0.0
     expected = start(plain, InOrder(CLIENTS), rounds=2)
-    assert list(own) == list(expected)
-    for name, array in own.items():
+    assert list(after) == list(expected)
+    for name, array in after.items():
         if array.dtype == np.float32:
             exact = expected[name].astype(np.float32)
             np.testing.assert_allclose(array, exact, rtol=bound, atol=bound)
     (again,) = models(start(one, Grid(CLIENTS), rounds=2))
-    assert bits(again) == bits(own)  # without the moments of the first run
+    assert bits(again) == bits(after)  # without the moments of the first run
 
 
 @pytest.mark.parametrize(
@@ -182,15 +183,12 @@ def test_one_model_is_the_strategy_of_flowers_itself(make, bound):
 )
 def test_one_model_is_a_strategy_of_ours_itself(make, client):
     """SCAFFOLD, whose c is a mean over all clients but those held out; NTK-FL with its queries."""
-    half = OPTIONS | {
-        "fraction_train": 0.5,
-        "min_train_nodes": 3,
-        "sampling": Sampling(seed=3, held_out=[5]),
-    }
+    sampling = Sampling(seed=3, held_out=[5])
+    half = OPTIONS | {"fraction_train": 0.5, "min_train_nodes": 3, "sampling": sampling}
     alone, one = make(**half), FedEnsemble(inner=make, num_models=1, init=network, **half)
     grids = Grid(app(client)), Grid(app(client))
-    (own,) = models(start(one, grids[0], rounds=2))
-    assert bits(own) == bits(start(alone, grids[1], rounds=2))
+    (after,) = models(start(one, grids[0], rounds=2))
+    assert bits(after) == bits(start(alone, grids[1], rounds=2))
     assert grids[0].exchanges == grids[1].exchanges
     assert one.train_metrics[2]["train-loss"] == alone.train_metrics[2]["train-loss"]
 
@@ -225,22 +223,21 @@ def test_first_weights_of_the_models_are_independent_draws_of_the_rule_with_bias
     n = arrays.shape[1]
     assert (np.abs(arrays.var(1) * 250 - 1) < 4.5 * np.sqrt(2 / n)).all()
     assert np.abs(np.corrcoef(arrays)[np.triu_indices(3, 1)]).max() < 4.5 / np.sqrt(n)
-    for name, given in net.state_dict().items():
-        for model in drawn if given.ndim < 2 else ():
-            np.testing.assert_array_equal(model[name], 0 * given if "bias" in name else given)
+    for name, tensor in net.state_dict().items():
+        for model in drawn if tensor.ndim < 2 else ():
+            np.testing.assert_array_equal(model[name], 0 * tensor if "bias" in name else tensor)
 
 
 def test_first_weights_can_come_from_a_function_or_another_run():
     drawn = first_models(FedEnsemble(num_models=3, init=network, **OPTIONS))
-    assert [bits(own) for own in drawn] == [initial_bits(network(k)) for k in range(3)]
+    assert [bits(model) for model in drawn] == [initial_bits(network(k)) for k in range(3)]
     other = FedEnsemble(num_models=2, init=lambda k: nn.Linear(4, 3), **OPTIONS)
     refused("model 0 has other names or shapes than initial_arrays", first_models, other)
-    given = as_record(EnsembleArrays(tuple(drawn[:2])).to_arrays())
-    assert bits(arrays_of(FedEnsemble(num_models=2).begin(given, 1, 0))) == bits(arrays_of(given))
-    refused("expected one model or 3, got 2", FedEnsemble(num_models=3).begin, given, 1, 0)
-    # parts of one network may be called so
-    assert not EnsembleArrays.are_in(["models.0.weight", "models.1.weight"])
-    assert not EnsembleArrays.are_in(["model-0.weight", "weight"])
+    first = as_record(EnsembleArrays(tuple(drawn[:2])).to_arrays())
+    assert bits(arrays_of(FedEnsemble(num_models=2).begin(first, 1, 0))) == bits(arrays_of(first))
+    refused("expected one model or 3, got 2", FedEnsemble(num_models=3).begin, first, 1, 0)
+    for names in (["models.0.weight", "models.1.weight"], ["model-0.weight", "weight"]):
+        assert not EnsembleArrays.are_in(names)  # parts of one network may be called so
 
 
 @pytest.mark.parametrize("num_models", [2, 6])
@@ -259,20 +256,22 @@ def test_one_hostile_reply_is_told_by_those_for_the_other_models(num_models):
 
 def test_metrics_of_the_inner_strategies_are_combined_as_these_say(monkeypatch):
     place = "fedntk.strategies.ensembles.fed_ensemble.metrics_of"
-    own = []
-    monkeypatch.setattr(place, lambda *of: own.append(metrics_of(*of)) or own[-1])
+    parts = []
+    monkeypatch.setattr(place, lambda *of: parts.append(metrics_of(*of)) or parts[-1])
     inner = ntk_fl((0, 5, 10), selection="clients")
     strategy = FedEnsemble(inner=inner, num_models=2, **BALANCED)
     seen = dict.fromkeys(range(6), with_metrics(num_examples_seen=10))
     start(strategy, Grid(app(NTKFLClient), changes=seen))
     whole = strategy.train_metrics[1]
-    assert len(own) == 2
+    assert len(parts) == 2
     assert whole["num-examples-seen"] == pytest.approx(10)  # a client's own: a mean
-    assert whole["losses-accepted"] == 6 == sum(each["losses-accepted"] for each in own)
-    assert whole["kernel-products"] == sum(each["kernel-products"] for each in own) > 0
-    assert whole["solver-error-estimate"] == max(each["solver-error-estimate"] for each in own)
-    shares = np.average([each["t"] for each in own], weights=[e["num-examples"] for e in own])
-    assert whole["t"] == pytest.approx(shares)
+    for name, combine in (
+        ("losses-accepted", sum), ("kernel-products", sum), ("solver-error-estimate", max)
+    ):  # fmt: skip
+        assert whole[name] == combine(part[name] for part in parts)
+    assert (whole["losses-accepted"], whole["kernel-products"] > 0) == (6, True)
+    t = np.average([part["t"] for part in parts], weights=[p["num-examples"] for p in parts])
+    assert whole["t"] == pytest.approx(t)
 
 
 def test_clients_that_the_inner_strategy_holds_out_never_train():
@@ -285,9 +284,12 @@ def test_clients_that_the_inner_strategy_holds_out_never_train():
 
 def test_too_few_clients_for_the_strata_are_refused_before_any_work_and_later_end_no_run():
     half, grid = {"fraction_train": 0.5, "min_train_nodes": 2}, Grid(CLIENTS)
-    for own, message in (({"num_strata": 7}, "6 clients for"), (half, "3 clients sampled a round")):
-        with pytest.raises(ValueError, match=f"{message}.* num_strata = "):
-            start(FedEnsemble(num_models=5, **OPTIONS | own), grid)
+    for options, said in (
+        ({"num_strata": 7}, "6 clients for"),
+        (half, "3 clients sampled a round"),
+    ):
+        strategy = FedEnsemble(num_models=5, **OPTIONS | options)
+        refused(f"{said}.* num_strata = ", start, strategy, grid)
     assert grid.trained == []
 
     class Shrinking(Grid):
@@ -304,8 +306,10 @@ def test_a_run_in_which_the_inner_strategy_always_fails_says_so():
         def aggregate_train(self, server_round, replies):
             raise KeyError("moments")
 
-    with pytest.raises(RuntimeError, match=r"the model never changed: Failing failed: KeyError"):
-        start(FedEnsemble(inner=Failing, num_models=2, **OPTIONS), Grid(CLIENTS), rounds=2)
+    strategy, said = FedEnsemble(inner=Failing, num_models=2, **OPTIONS), "Failing failed: KeyError"
+    refused(
+        f"the model never changed: {said}", start, strategy, Grid(CLIENTS), 2, error=RuntimeError
+    )
 
 
 # ----------------------------------------------------------------- theorem 4.2 of Shi et al. 2021
@@ -321,10 +325,8 @@ def test_models_come_near_their_own_limits_as_the_network_grows(limit):
     """Errors of linearisation and of the kernel go as 1 / sqrt(width): a fourth, here, of four
     models; a half leaves room for chance. All models fit their clients' points, wide ones sooner.
     """
-    rounds = {64: 250, 1024: 150}
-    narrow, wide = (limit.distances(width, runs=1, rounds=n) for width, n in rounds.items())
-    for row in (narrow, wide):
-        assert row["largest-residual"] < 0.1
+    narrow, wide = (limit.distances(k, runs=1, rounds=n) for k, n in ((64, 250), (1024, 150)))
+    assert max(row["largest-residual"] for row in (narrow, wide)) < 0.1
     assert wide["own-limit"] < narrow["own-limit"] / 2
     assert wide["kernel"] < narrow["kernel"] / 2
 

@@ -40,11 +40,10 @@ OPTIONS = {  # the paper's grid
     "learning_rate": 0.5, "steps": STEPS, "fraction_evaluate": 0.0, "allow_no_step": False,
 }  # fmt: skip
 CLIENTS = app(NTKFLClient)
+PRIOR = {"class_prior": True, "class_target": "seen"}
 CONTRACT = {
     "NTKFL": Contract(
-        partial(NTKFL, learning_rate=0.1, steps=[5, 20, 50], class_prior=True, class_target="seen"),
-        CLIENTS,
-        sends_queries=True,
+        partial(NTKFL, learning_rate=0.1, steps=[5, 20, 50], **PRIOR), CLIENTS, sends_queries=True
     )
 }
 
@@ -90,13 +89,11 @@ def test_federated_round_equals_the_pooled_computation_bit_for_bit(loss, kernel,
     candidates, losses, linearised = pooled(loss, kernel=kernel, class_prior=class_prior)
     strategy = NTKFL(loss=loss, kernel=kernel, class_prior=class_prior, **OPTIONS)
     grid = Grid(app(NTKFLClient, loss=loss))
-    weights = start(strategy, grid)
+    weights, best = start(strategy, grid), int(np.argmin(losses))
     assert [kind for kind, _ in grid.exchanges] == ["train", "query"]
-    best = int(np.argmin(losses))
     assert bits(weights) == bits(candidates[best])
-    metrics = strategy.train_metrics[1]
+    metrics, accuracy = strategy.train_metrics[1], 1e-6 if class_prior else 1e-12
     assert metrics["t"] == STEPS[best]
-    accuracy = 1e-6 if class_prior else 1e-12
     assert metrics["candidate-loss"] == pytest.approx(losses[best], rel=accuracy)
     assert metrics["linearised-loss"] == pytest.approx(linearised[best], rel=accuracy)
     evaluated = strategy.predictor(weights, network()).evaluate(*examples(0))
@@ -133,9 +130,8 @@ def test_validation_on_the_server_decides(other):
     def validation_loss(arrays):
         return 0.0 if bits(arrays_of(arrays)) == wanted else other
 
-    strategy = NTKFL(
-        selection="validation", screening=Screening(validation_loss=validation_loss), **OPTIONS
-    )
+    screening = Screening(validation_loss=validation_loss)
+    strategy = NTKFL(selection="validation", screening=screening, **OPTIONS)
     assert bits(start(strategy, grid := Grid(CLIENTS))) == wanted
     assert [kind for kind, _ in grid.exchanges] == ["train"]
 
@@ -152,9 +148,8 @@ def test_validation_on_held_out_clients_decides_and_they_never_train():
 
 def test_a_round_never_raises_the_loss_that_it_sees(caplog):
     """At eta = 500 candidates explode with t, and t = 0 is one."""
-    strategy = NTKFL(
-        **OPTIONS | {"learning_rate": 500.0, "residuals": "sum", "allow_no_step": True}
-    )
+    large = {"learning_rate": 500.0, "residuals": "sum", "allow_no_step": True}
+    strategy = NTKFL(**OPTIONS | large)
     with caplog.at_level(WARNING, "flwr"):
         weights = start(strategy, Grid(CLIENTS), rounds=2)
     assert bits(weights) == initial_bits()
@@ -208,7 +203,9 @@ INF, NAN = float("inf"), float("nan")
 )
 def test_false_losses_decide_nothing(answers):
     """The result is that of the liars' silence."""
-    metrics, weights = after_answers({k: with_metrics(losses=own) for k, own in answers.items()})
+    metrics, weights = after_answers(
+        {k: with_metrics(losses=losses) for k, losses in answers.items()}
+    )
     silent, expected = after_answers(dict.fromkeys(answers, lost))
     assert metrics["losses-accepted"] == 6 - len(answers)
     chosen = metrics["t"], metrics["candidate-loss"]

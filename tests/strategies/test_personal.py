@@ -166,7 +166,7 @@ def test_an_ensemble_of_what_clients_keep_to_themselves_is_refused(kind):
     ("make", "clients"),
     [
         (partial(WeightedFedAvg, network=network()), app(WeightedFedAvgClient)),
-        (FedEnsemble, app(lambda *given, **own: FedEnsembleClient(SGDClient(*given, **own)))),
+        (FedEnsemble, app(lambda *data, **more: FedEnsembleClient(SGDClient(*data, **more)))),
     ],
 )
 def test_names_of_records_are_the_strategys_choice(make, clients):
@@ -216,8 +216,8 @@ def test_replies_that_are_not_used_claim_no_partition():
 
     far, claim = damaged(0, lambda a: a + np.float32(1e6)), with_metrics(partition_id=0)
     strategy, grid = personal(), Grid(CLIENTS)
-    odd = {1: lambda reply: far(claim(reply)), 2: says_lost(1, 5), 3: says_lost(0, 3)}
-    grid.changes = {k: in_rounds(strategy, [1], change) for k, change in odd.items()}
+    changes = {1: lambda reply: far(claim(reply)), 2: says_lost(1, 5), 3: says_lost(0, 3)}
+    grid.changes = {k: in_rounds(strategy, [1], change) for k, change in changes.items()}
     start(strategy, grid, rounds=2)
     assert told(strategy) == [4, 6]
     assert strategy.channel.registry.clients() == set(range(6))

@@ -52,37 +52,33 @@ CONTRACT = {
 
 def travelled(grid, way):
     """Each round's records of arrays, sent "down" or "up" in training, by partition."""
-    found, before = [], "up"
-    for own, message in grid.seen:
+    rounds, before = [], "up"
+    for now, message in grid.seen:
         if message.metadata.message_type != "train":
             continue
-        if (before, own) == ("up", "down"):
-            found.append({})
-        if own == way:
+        if (before, now) == ("up", "down"):
+            rounds.append({})
+        if now == way:
             meta, records = message.metadata, message.content.array_records.items()
-            partition = (meta.dst_node_id if way == "down" else meta.src_node_id) - 1
-            found[-1][partition] = {name: arrays_of(record) for name, record in records}
-        before = own
-    return found
+            node = meta.dst_node_id if way == "down" else meta.src_node_id
+            rounds[-1][node - 1] = {name: arrays_of(record) for name, record in records}
+        before = now
+    return rounds
 
 
 def mixed(replies, weights):
     """The sum of some clients' weights, by loops in float64."""
     models = [reply["arrays"] for reply in replies.values()]
-    total = {
-        name: sum(w * own[name].astype(np.float64) for w, own in zip(weights, models, strict=True))
-        for name in models[0]
-    }
+    pairs = list(zip(weights, models, strict=True))
+    total = {n: sum(w * model[n].astype(np.float64) for w, model in pairs) for n in models[0]}
     return total | {"1.num_batches_tracked": np.rint(total["1.num_batches_tracked"])}
 
 
 def weights_of(replies, absent, *, by_examples):
     """s_kk' at a temperature of 0.2, clients in the order of the replies."""
-    own = [
-        Prototypes.from_arrays(reply["prototypes"], num_classes=3, width=8, max_examples=100)
-        for reply in replies.values()
-    ]
-    similarities = cosine_similarities(own, absent=absent)
+    form = {"num_classes": 3, "width": 8, "max_examples": 100}
+    sent = [Prototypes.from_arrays(reply["prototypes"], **form) for reply in replies.values()]
+    similarities = cosine_similarities(sent, absent=absent)
     sizes = [5 + k for k in replies] if by_examples else None
     return similarity_weights(similarities, temperature=0.2, examples=sizes)
 
@@ -93,19 +89,16 @@ def test_a_client_is_sent_the_mixture_of_its_last_round_or_of_what_all_last_sent
     over, absent, by_examples
 ):
     """Of clients not heard of nothing is known: they get the global model."""
-    own = {"over": over, "absent": absent, "by_examples": by_examples}
-    strategy, models = weighted(temperature=0.2, **own, **HALF), {}
+    options = {"over": over, "absent": absent, "by_examples": by_examples, **HALF}
+    strategy, models = weighted(temperature=0.2, **options), {}
 
     def note(_):
         models[strategy.server_round] = arrays_of(strategy.global_arrays)
 
-    grid = Grid(CLIENTS, on_send=note)
+    grid, last, pool, met = Grid(CLIENTS, on_send=note), {}, {}, set()
     start(strategy, grid, rounds=4)
-    last = {}
-    pool = {}
-    met = set()
-    down, up = travelled(grid, "down"), travelled(grid, "up")
-    for sent, came, model in zip(down, up, models.values(), strict=True):
+    rounds = zip(travelled(grid, "down"), travelled(grid, "up"), models.values(), strict=True)
+    for sent, came, model in rounds:
         for k, records in sent.items():
             assert_near(records["arrays"], last.get(k, model), 1e-6, 1e-6)
             met.add((bool(last), k in last, k in pool))
@@ -113,7 +106,7 @@ def test_a_client_is_sent_the_mixture_of_its_last_round_or_of_what_all_last_sent
         rows = weights_of(pool, absent, by_examples=by_examples)
         last |= {k: mixed(pool, row) for k, row in zip(pool, rows, strict=True)}
     assert met >= {(True, False, False), (True, True, over == "all")}
-    assert len({own["0.weight"].tobytes() for own in last.values()}) == len(last)
+    assert len({arrays["0.weight"].tobytes() for arrays in last.values()}) == len(last)
 
 
 def test_clients_are_told_the_tangent_features_and_those_of_the_same_classes_mixed_most():
@@ -129,11 +122,11 @@ def test_clients_are_told_the_tangent_features_and_those_of_the_same_classes_mix
 @pytest.mark.parametrize("personal", [False, True])
 def test_equal_weights_of_equal_examples_are_fedavg_and_with_batch_norm_at_home_fedbn(personal):
     strategy = weighted(temperature=np.inf, by_examples=True, personal_batch_norm=personal, **ALL)
-    found = start(strategy, grid := Grid(CLIENTS), rounds=3)
+    after = start(strategy, grid := Grid(CLIENTS), rounds=3)
     like = FedBN(network=network(), **ALL) if personal else SeededFedAvg(**ALL)
     others = Grid(app(PersonalisedClient if personal else SGDClient, **LOCAL))
     expected = start(like, others, rounds=3)
-    assert_near(found, expected, 1e-5, 1e-5)  # means in float64 and in float32, over three rounds
+    assert_near(after, expected, 1e-5, 1e-5)  # means in float64 and in float32, over three rounds
     for k in range(6):
         mine, theirs = (travelled(each, "down")[2][k]["arrays"] for each in (grid, others))
         assert_near(mine, theirs, 1e-5, 1e-5)
@@ -155,8 +148,8 @@ def test_at_temperature_zero_each_client_trains_alone():
     grid, alone = Grid(CLIENTS), LocalTraining(**ALL)
     start(weighted(temperature=1e-6, **ALL), grid, rounds=3)
     start(alone, Grid(app(PersonalisedClient, **LOCAL)), rounds=2)
-    for k, own in travelled(grid, "down")[2].items():
-        assert_near(own["arrays"], kept_by(alone, k, 2))
+    for k, records in travelled(grid, "down")[2].items():
+        assert_near(records["arrays"], kept_by(alone, k, 2))
 
 
 @pytest.mark.parametrize("over", ["round", "all"])
@@ -190,12 +183,10 @@ def test_a_reply_is_an_outlier_by_its_distance_from_what_its_client_was_sent():
     """Client 0's model has 40 more in each logit, which changes no probability or gradient."""
     strategy, again = (weighted(screening=Screening(outlier_factor=20), **ALL) for _ in range(2))
     start(strategy, Grid(CLIENTS))
-    own = dict(strategy.model_of(0))
-    again.load_state_dict(
-        strategy.state_dict() | {"models.0.3.bias": own["3.bias"] + np.float32(40)}
-    )
-    grid = Grid(CLIENTS)
-    again.start(grid, as_record(own), num_rounds=2)
+    model = dict(strategy.model_of(0))
+    moved = {"models.0.3.bias": model["3.bias"] + np.float32(40)}
+    again.load_state_dict(strategy.state_dict() | moved)
+    again.start(grid := Grid(CLIENTS), as_record(model), num_rounds=2)
     assert again.train_metrics[2]["replies-accepted"] == 6
     far, near = (travelled(grid, "up")[0][k]["arrays"]["3.bias"] for k in (0, 1))
     assert (far - near).min() > 39
@@ -223,9 +214,9 @@ def test_what_is_set_comes_back_whatever_is_on_disk(budget, tmp_path, monkeypatc
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     models = ClientModels(budget)
     for client, seed in ((3, 3), (9, 9), (1, 1), (9, 99), (5, 5), (1, 1), (3, 33)):
-        models[client] = given = model(seed)
+        models[client] = arrays = model(seed)
         old = models[client]
-        given["weight"][:] = 0  # changes nothing that is kept
+        arrays["weight"][:] = 0  # changes nothing that is kept
         models[client] = model(seed)
         assert bits(old) == bits(model(seed))  # also while it is replaced
     assert list(models) == [1, 3, 5, 9]
@@ -246,7 +237,7 @@ def test_a_full_disk_leaves_models_in_memory_and_says_so(monkeypatch, caplog):
     for client in (1, 2):
         models[client] = model(client)
     assert models.bytes_in_memory == 2 * SIZE
-    assert [bits(own) for own in models.values()] == [bits(model(1)), bits(model(2))]
+    assert [bits(arrays) for arrays in models.values()] == [bits(model(1)), bits(model(2))]
     assert "No space left" in caplog.text
 
 
@@ -256,12 +247,12 @@ def test_mixtures_are_weighted_sums_in_the_models_dtypes(monkeypatch):
     monkeypatch.setattr("fedntk.ntk.averages.ROWS", 2)
     weights = np.vstack([np.random.default_rng(0).dirichlet(np.ones(4), size=2), np.eye(4)[1]])
     models = [model(seed) for seed in range(4)]
-    found = list(mixtures(weights, models))
-    for row, mixed in zip(weights, found, strict=True):
+    results = list(mixtures(weights, models))
+    for row, mixture in zip(weights, results, strict=True):
         for name, first in models[0].items():
-            each = np.stack([own[name].astype(np.float64) for own in models])
+            each = np.stack([arrays[name].astype(np.float64) for arrays in models])
             exact = np.asarray(np.tensordot(row, each, 1))
             expected = (np.rint(exact) if name == "count" else exact).astype(first.dtype)
-            assert (mixed[name].dtype, mixed[name].shape) == (first.dtype, first.shape)
-            np.testing.assert_allclose(mixed[name], expected)
-    assert bits(found[2]) == bits(models[1])
+            assert (mixture[name].dtype, mixture[name].shape) == (first.dtype, first.shape)
+            np.testing.assert_allclose(mixture[name], expected)
+    assert bits(results[2]) == bits(models[1])
