@@ -207,10 +207,8 @@ class TCT(ConvexOptions, Strategy):
         if self.loss != "mse":
             raise ValueError(f"loss: expected mse with sums, got {self.loss}")
         if self.balanced and self.sums.is_exact:
-            raise ValueError(
-                "balanced: sums of weighted examples are no whole numbers; expected sums.bits = "
-                f"{UNQUANTISED}, got {self.sums.bits}"
-            )
+            got = f"expected sums.bits = {UNQUANTISED}, got {self.sums.bits}"
+            raise ValueError(f"balanced: sums of weighted examples are no whole numbers; {got}")
         if self.screening.is_robust:
             raise ValueError(f"screening.rule: expected none with sums, got {self.screening.rule}")
         if self.balanced and self.storage is not None:
@@ -350,7 +348,7 @@ class TCT(ConvexOptions, Strategy):
         if not self.enough(uploads):
             return Update(uploads)
         self.class_weights = class_weights(np.sum(uploads.values, axis=0))
-        return Update(uploads, r.arrays)
+        return Update(uploads, ArrayRecord({**r.arrays}))  # the round counts as one that changed
 
     def _ask_all(
         self, r: Round, step: Step, parse: Parse[Any], *needs: str
@@ -359,13 +357,24 @@ class TCT(ConvexOptions, Strategy):
         uploads = yield from r.ask(
             parse,
             clients=r.everyone(),
-            contents=lambda client, config: self._task_message(
-                r, step, self.sent.lacks(client, *needs), config
-            ),
+            contents=partial(self._features_message, r, step),
             sent=self.sent,
         )
         self._mark(uploads, *needs)
         return uploads
+
+    def _features_message(
+        self, r: Round, step: Step, client: int, config: ConfigRecord
+    ) -> RecordDict:
+        """Return the task, the network, and what features are rounded or weighted by."""
+        if step not in ("moments", "statistics", "masked"):  # others need no network
+            return self._task_message(r, step, (), config)
+        content = self._task_message(r, step, self.sent.lacks(client, wire.NETWORK), config)
+        if self.sums is not None and len(self.sums.steps):
+            content[wire.STEPS] = record_of({"tct.step": self.sums.steps})
+        if self.balanced:
+            content[wire.CLASS_WEIGHTS] = record_of({"tct.class-weights": self.class_weights})
+        return content
 
     # ----------------------------------------------------------------- stage 2 (algorithm 1)
 
@@ -375,13 +384,16 @@ class TCT(ConvexOptions, Strategy):
         before = {LINEAR: theta}
         uploads = yield from r.ask(
             lambda reply: _parse_linear(reply, theta),
-            contents=lambda client, config: self._linear_message(r, client, config),
+            contents=partial(self._linear_message, r),
             sent=self.sent,
         )
         lost = uploads.lost
         self._mark(uploads, wire.NETWORK, wire.NORMALISER, wire.LINEAR)
         uploads = self.screening.drop(uploads, partial(screen_changes, before))
-        counts = dict(zip(uploads.nodes, map(self._count_of, uploads), strict=True))
+        first = self.control.examples  # by which clients count, whatever they say later
+        counts = {u.node: first.get(u.client, u.num_examples) for u in uploads}
+        if changed := [u.client for u in uploads if u.num_examples != counts[u.node]]:
+            logger.warning("stage 2: clients %s count with the examples they had", changed[:5])
         uploads = self.screening.drop_harmful(
             uploads, r.model, lambda weights: weights, [*counts.values()]
         )
@@ -414,19 +426,6 @@ class TCT(ConvexOptions, Strategy):
             content[wire.CONTROL] = record_of({CONTROL: self.control.value})
         return content
 
-    def _count_of(self, upload: Any) -> int:
-        """Return the examples that a client counts with: as many as it first said."""
-        client, now = upload.client, upload.num_examples
-        first = self.control.examples.get(client, now)
-        if first != now:
-            logger.warning(
-                "stage 2: client %d has %d examples now, and counts with %d as before",
-                client,
-                now,
-                first,
-            )
-        return int(first)
-
     # ------------------------------------------------------- stage 2 from sums (beyond the paper)
 
     def _solve_sums(self, r: Round) -> Rounds[Update]:
@@ -437,30 +436,26 @@ class TCT(ConvexOptions, Strategy):
         except ValueError as error:
             logger.warning("no steps of fixed-point numbers: %s", error)
             return Update(Uploads(r.channel))
-        by_client: dict[int, Sums] = {}
         total: Sums | None = None
         uploads: Uploads[Any]
         if self.secure is not None:
             plan = sums.secure_plan(
                 network,
                 lambda step: {},
-                contents=lambda step, client, config: self._sums_message(r, step, client, config),
+                contents=partial(self._features_message, r),
                 sent=self.sent,
             )
             total, uploads, _ = yield from self.secure.sum(r, plan, self.enough, r.everyone())
             self._mark(uploads, wire.NETWORK)
         else:
-            uploads = yield from r.ask(
-                lambda reply: sums.parse(reply.arrays(), reply.num_examples),
-                clients=r.everyone(),
-                contents=lambda *told: self._sums_message(r, "statistics", *told),
-                sent=self.sent,
-            )
-            self._mark(uploads, wire.NETWORK)
+
+            def parse(reply: Reply) -> Sums:
+                return sums.parse(reply.arrays(), reply.num_examples)
+
+            uploads = yield from self._ask_all(r, "statistics", parse, wire.NETWORK)
             uploads = self.screening.drop(uploads, screen_own_sizes)
             if self.enough(uploads):
                 total = add_up(uploads.values)
-                by_client = dict(zip(uploads.clients, uploads.values, strict=True))
         if total is None:
             return Update(uploads)
         joint = total
@@ -468,21 +463,10 @@ class TCT(ConvexOptions, Strategy):
         if solution is None:
             return Update(uploads)
         normaliser, linear, ridge = solution
-        if self.storage is not None:
-            self.storage.keep(by_client)
+        if self.storage is not None:  # so nothing is masked
+            self.storage.keep(dict(zip(uploads.clients, uploads.values, strict=True)))
         metrics = {"ridge": ridge, "features-constant": int((normaliser.inv_std == 0).sum())}
         return Update(uploads, _with_model(r.arrays, normaliser, linear), metrics)
-
-    def _sums_message(self, r: Round, step: Step, client: int, config: ConfigRecord) -> RecordDict:
-        """Return the task, the network, and what features are rounded or weighted by."""
-        if step not in ("statistics", "masked"):  # an exchange that needs no network
-            return self._task_message(r, step, (), config)
-        content = self._task_message(r, step, self.sent.lacks(client, wire.NETWORK), config)
-        if len(steps := self._require_sums().steps):
-            content[wire.STEPS] = record_of({"tct.step": steps})
-        if self.balanced:
-            content[wire.CLASS_WEIGHTS] = record_of({"tct.class-weights": self.class_weights})
-        return content
 
     def _require_sums(self) -> FeatureSums:
         if self.sums is None:
@@ -581,9 +565,8 @@ class TCT(ConvexOptions, Strategy):
         """Refuse if stage 2 begins with one exchange with all clients, and some are not shown."""
         if not everyone and (self.normalise or self.sums is not None):
             raise ValueError(
-                f"normalise, sums: within a {owner} a round shows only some of the clients, and "
-                "moments of features, or a solution, would be only theirs; expected normalise = "
-                f"False and sums = None, got {self.normalise} and {self.sums!r}"
+                f"normalise, sums: within a {owner} a round shows only some of the clients; "
+                f"expected False and None, got {self.normalise} and {self.sums!r}"
             )
         super().require_nested(owner, everyone=everyone)
         if self.bootstrap is not None:
@@ -634,8 +617,8 @@ def _parse_linear(reply: Reply, theta: NDArray[Any]) -> ArrayDict:
 
 def _rates(uploads: Uploads[Any]) -> dict[str, float]:
     """Return the largest rate as a metric; log rates too large and examples that changed."""
-    told = [upload.metrics.get(wire.RATE_TIMES_LAMBDA) for upload in uploads]
-    rates = [rate for rate in told if isinstance(rate, int | float) and rate >= 0]
+    reported = [upload.metrics.get(wire.RATE_TIMES_LAMBDA) for upload in uploads]
+    rates = [rate for rate in reported if isinstance(rate, int | float) and rate >= 0]
     if any(rate > 2 for rate in rates):
         logger.warning(
             "stage 2: learning rate times largest eigenvalue over n is %.3g on a client; "
