@@ -171,11 +171,11 @@ class KernelStrategy(FlowOptions, Strategy):
             return Update(uploads)
         candidates, offset, metrics = evolved
         evolution = candidates.evolution
-        losses, counts = yield from self._losses_of(r, candidates, uploads, offset)  # step 4
-        metrics |= counts
         metrics["kernel-products"] = evolution.kernel_products
         metrics["solver-steps"] = evolution.solver_steps
         metrics["solver-error-estimate"] = evolution.error_estimate
+        losses, counts = yield from self._losses_of(r, candidates, uploads, offset)  # step 4
+        metrics |= counts
         best = lowest_loss(losses)
         if best is None:
             logger.warning("no candidate has a finite loss: the model stays as it was")
@@ -187,31 +187,38 @@ class KernelStrategy(FlowOptions, Strategy):
         if self.steps[best] > 0:
             self.rounds_without_step = 0
             return Update(uploads, record_of(candidates.weights_at(best)), metrics)
-        self._note_no_step(evolution.learning_rate)
+        self.rounds_without_step += 1
+        logger.info("t = 0 has the lowest loss: the model stays as it was")
+        if self.rounds_without_step >= 2:
+            logger.warning(
+                "in %d rounds in a row no t lowered the loss: learning rate %g times t = %g, the "
+                "first of steps, goes beyond where the network is close to its linearisation; %s "
+                "steps below it",
+                self.rounds_without_step,
+                evolution.learning_rate,
+                self.steps[1],
+                "give" if self.has_auto_rate else AUTO_RATE,
+            )
         return Update(uploads, None, metrics)
 
     def _evolve(self, r: Round, rows: Sequence[JacobianUpload]) -> Evolved:
         """Return weights w^(k,t) for each t, and the losses of f^(k,t): eq. (8) to (10)."""
         pooled, metrics = self.pool(rows)
-        offset = self._class_offset(pooled.targets)
+        targets, offset = pooled.targets, torch.zeros(pooled.targets.shape[1])
+        if self.class_prior:
+            counts = targets.sum(0, dtype=torch.float64).cpu().numpy()
+            self.class_counts = counts + (self.class_counts if len(self.class_counts) else 0)
+            seen = torch.from_numpy(self.class_counts) if self.class_target == "seen" else None
+            offset = log_class_prior(targets, seen)
         candidates = Candidates.of(
             r.model,
             pooled.jacobian.to(self.device),
             (pooled.outputs + offset).to(self.device),
-            pooled.targets.to(self.device),
+            targets.to(self.device),
             self.flow,
             _Progress(pooled, self.flow.kernel),
         )
         return candidates, offset, metrics
-
-    def _class_offset(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the outputs of a round's examples; zeros without a prior."""
-        if not self.class_prior:
-            return torch.zeros(targets.shape[1])
-        counts = targets.sum(0, dtype=torch.float64).cpu().numpy()
-        self.class_counts = counts + (self.class_counts if len(self.class_counts) else 0)
-        seen = torch.from_numpy(self.class_counts) if self.class_target == "seen" else None
-        return log_class_prior(targets, seen)
 
     def _losses_of(
         self, r: Round, candidates: Candidates, uploads: Uploads[Any], offset: torch.Tensor
@@ -242,20 +249,6 @@ class KernelStrategy(FlowOptions, Strategy):
         trained_on = dict(zip(uploads.nodes, uploads.counts, strict=True))
         counts = [trained_on.get(answer.node, answer.num_examples) for answer in answers]
         return mean_losses(answers.values, counts) or infinite, metrics
-
-    def _note_no_step(self, learning_rate: float) -> None:
-        self.rounds_without_step += 1
-        logger.info("t = 0 has the lowest loss: the model stays as it was")
-        if self.rounds_without_step >= 2:
-            logger.warning(
-                "in %d rounds in a row no t lowered the loss: learning rate %g times t = %g, the "
-                "first of steps, goes beyond where the network is close to its linearisation; %s "
-                "steps below it",
-                self.rounds_without_step,
-                learning_rate,
-                self.steps[1],
-                "give" if self.has_auto_rate else AUTO_RATE,
-            )
 
 
 class NTKFL(KernelStrategy):
