@@ -109,10 +109,7 @@ class OneExchange(ClosedFormStrategy):
         if self.secure is not None and self.storage is not None:
             raise ValueError("secure: the server has no client's sums to keep; leave out storage")
         if self.ledger is not None and self.storage is None:
-            raise ValueError(
-                "ledger: expected storage, as each client's sums are needed; under secure "
-                "aggregation the server has none, and cannot remove a client"
-            )
+            raise ValueError("ledger: expected storage, as each client's sums are needed")
         if self.personal and self.secure is not None:
             raise ValueError("personal: such models would show masked sums; expected secure = None")
         if self.personal and not self.sums.validation_share:
@@ -122,15 +119,10 @@ class OneExchange(ClosedFormStrategy):
         if not self.sums.is_exact:
             raise ValueError(f"asynchrony: sums in any order need {whole}")
         if self.secure is not None:
-            raise ValueError(
-                "asynchrony: the masks of a secure sum cancel only if all answer in one round; "
-                "expected secure = None"
-            )
+            said = "masks cancel only if all answer in one round; expected secure = None"
+            raise ValueError(f"asynchrony: {said}")
         if not self.round_deadline:
-            raise ValueError(
-                "asynchrony: expected a round_deadline, the seconds after which a round goes on "
-                "with what has come, such as 60, got 0"
-            )
+            raise ValueError("asynchrony: expected a round_deadline in seconds, such as 60, got 0")
         if self.ledger is not None:
             raise ValueError(
                 "asynchrony: clients are judged when all have answered; expected ledger = None"
@@ -242,12 +234,12 @@ class OneExchange(ClosedFormStrategy):
 
     def evaluate_round(self, r: Round) -> Rounds[Uploads[Any]]:
         """Have clients evaluate the network, or models of their own; they are told of noise."""
-        told, records = self.feature_map.to_config(), dict[str, ArrayRecord]()
+        config, records = self.feature_map.to_config(), dict[str, ArrayRecord]()
         if self.total_sent or self.noise is not None:
-            told = self.task()
+            config = self.task()
         if self.total_sent:
             records = {wire.TOTAL: record_of(self.total_sent), **self._step_records()}
-        uploads = yield from r.ask(accuracy_of, config=told, records=lambda _: records)
+        uploads = yield from r.ask(accuracy_of, config=config, records=lambda _: records)
         return self.screening.drop(uploads, screen_accuracies)
 
     def choose_steps(self, arrays: ArrayRecord) -> NDArray[np.float32]:

@@ -116,19 +116,24 @@ class FedEnsemble(Strategy):
             raise ValueError("inner: expected a new strategy at each call, got the same one twice")
         if any(isinstance(strategy, FedEnsemble) for strategy in made):
             raise ValueError("inner: expected a strategy of one model, got a FedEnsemble")
-        self.members = tuple(map(self._member, made))
+        screening = Screening(outlier_factor=self.screening.outlier_factor)
+        flowers: dict[str, Any] = {
+            "name": "inner",
+            "max_examples": self.max_examples,
+            "screening": screening,
+        }
+        self.members = tuple(
+            strategy if isinstance(strategy, Strategy) else FromFlower(strategy, **flowers)
+            for strategy in made
+        )
         first = self.members[0]
         rule = first.screening.rule
         if self.screening.rule not in ("none", rule):
-            raise ValueError(
-                f"screening.rule: expected that of inner, which follows it, {rule}, got "
-                f"{self.screening.rule}"
-            )
+            got = f"{rule}, got {self.screening.rule}"
+            raise ValueError(f"screening.rule: expected that of inner, which follows it, {got}")
         if self.average is not None and "average" not in parts_of(type(first)):
-            raise ValueError(
-                f"average: expected None with models by {type(first).__name__}, whose arrays have "
-                "no mean over rounds"
-            )
+            kind = type(first).__name__
+            raise ValueError(f"average: expected None with models by {kind}, which have no mean")
         expected = _without_seed(first.settings())
         for k, member in enumerate(self.members):
             settings = _without_seed(member.settings())
@@ -144,14 +149,6 @@ class FedEnsemble(Strategy):
         if self.channel.seeds is None:
             self.channel.seeds = first.channel.seeds
         self.sampling.held_out = tuple(sorted({*self.sampling.held_out, *first.sampling.held_out}))
-
-    def _member(self, strategy: flwr.serverapp.strategy.Strategy) -> Strategy:
-        if isinstance(strategy, Strategy):
-            return strategy
-        screening = Screening(outlier_factor=self.screening.outlier_factor)
-        return FromFlower(
-            strategy, name="inner", max_examples=self.max_examples, screening=screening
-        )
 
     def further_settings(self) -> dict[str, Any]:
         """Return the first weights, and the inner strategy's settings."""
@@ -287,8 +284,11 @@ class FedEnsemble(Strategy):
         sizes = dict[tuple[int, int], float]()
         for k, of_model in enumerate(replies):
             for i, reply in enumerate(of_model):
-                if (size := _change(reply, models[k])) is not None:
-                    sizes[k, i] = size
+                if reply.has_content() and len(reply.content.array_records) == 1:
+                    (record,) = reply.content.array_records.values()
+                    with suppress(BadReply):
+                        weights = check_weights(read_arrays(record), models[k])
+                        sizes[k, i] = change_size(models[k], weights)
         judged = screen_sizes(list(sizes.values()), self.screening.outlier_factor)
         for (k, i), bad in zip(sizes, judged, strict=True):
             verdicts[k][i] = bad
@@ -343,8 +343,8 @@ class FedEnsemble(Strategy):
                 {n: v for n, v in one.items() if config.get(n) != v} for one in configs
             )
             records = tuple(dict(message.array_records) for message in messages)
-            told = ConfigRecord({**config, **EnsembleArrays(differing_keys).to_arrays()})
-            return RecordDict({**EnsembleArrays(records).to_arrays(), key: told})
+            merged = ConfigRecord({**config, **EnsembleArrays(differing_keys).to_arrays()})
+            return RecordDict({**EnsembleArrays(records).to_arrays(), key: merged})
 
         uploads = yield from r.ask(
             accuracy_of, clients=sample, contents=contents, sent=_AllSent(asks), resends=False
@@ -386,13 +386,3 @@ def _first_ask(strategy: Strategy, r: Round) -> Ask[Any]:
 
 def _without_seed(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "sampling": {**settings["sampling"], "seed": 0}}
-
-
-def _change(reply: Message, model: Weights) -> float | None:
-    """Return how far a reply's weights are from what was sent; None if they cannot be read."""
-    if not reply.has_content() or len(reply.content.array_records) != 1:
-        return None
-    (record,) = reply.content.array_records.values()
-    with suppress(BadReply):
-        return change_size(model, check_weights(read_arrays(record), model))
-    return None

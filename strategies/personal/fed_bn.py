@@ -31,7 +31,4 @@ class FedBN(PersonalStrategy):
         """Find BatchNorm's arrays."""
         self.personal = batch_norm_arrays(self.network)
         if not self.personal:
-            raise ValueError(
-                "network: expected one with BatchNorm layers, got one without any; without them "
-                "FedBN is FedAvg"
-            )
+            raise ValueError("network: expected one with BatchNorm layers, got one without any")

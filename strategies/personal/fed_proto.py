@@ -75,7 +75,17 @@ class FedProto(Strategy):
 
     def train_round(self, r: Round) -> Rounds[Update]:
         """Pool the clients' prototypes; a class without any keeps its former one."""
-        uploads = yield from self._ask(r, self._parse)
+
+        def parse(reply: Reply) -> Prototypes:
+            return Prototypes.from_arrays(
+                reply.arrays(),
+                num_classes=self.shape[0],
+                width=self.shape[1],
+                max_examples=self.max_examples,
+                num_examples=reply.num_examples,
+            )
+
+        uploads = yield from self._ask(r, parse)
         uploads = self.screening.drop(uploads, screen_own_sizes)
         if not self.enough(uploads):
             return Update(uploads)
@@ -95,12 +105,3 @@ class FedProto(Strategy):
     def _ask(self, r: Round, parse: Parse[T]) -> Rounds[Uploads[T]]:
         personal, place = frozenset(self.network_of(r.arrays)), self.feature_map.to_config()
         return (yield from ask_personal(r, parse, personal, self.trained, config=place))
-
-    def _parse(self, reply: Reply) -> Prototypes:
-        return Prototypes.from_arrays(
-            reply.arrays(),
-            num_classes=self.shape[0],
-            width=self.shape[1],
-            max_examples=self.max_examples,
-            num_examples=reply.num_examples,
-        )
