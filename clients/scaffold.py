@@ -49,9 +49,8 @@ class SCAFFOLDClient(ModelClient):
 
     sgd: LocalSGD = part("local training", default=LocalSGD)
     option: Literal["I", "II"] = option(
-        "new control: II: the mean gradient of the local steps, which costs nothing; I: the "
-        "gradient of all examples at the received weights, one more pass, in mini-batches and in "
-        "training mode",
+        "new control: II: the mean gradient of the steps, which costs nothing; I: that of all "
+        "examples at the received weights, one more pass, in mini-batches and training mode",
         default="II",
     )
 

@@ -28,16 +28,7 @@ from fedntk.ntk.payloads.sum_task import SumTask
 from ..core.base import sample_size
 from ..core.feature_sums import SumsClient, fixed_point_in
 from ..core.secure_sum import Arrays
-from ..core.weights import (
-    Config,
-    Evaluation,
-    Fit,
-    NamedArrays,
-    Parameters,
-    Scalar,
-    get_weights,
-    set_weights,
-)
+from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar, set_weights
 
 Records = dict[str, Arrays]
 Metrics = dict[str, Scalar]
@@ -156,7 +147,7 @@ class ClosedFormClient(SumsClient):
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the network that the client would evaluate."""
         self._load_personal_network(parameters, config)
-        return self.network_predictor(get_weights(self.model))
+        return self.network_predictor(self.get_parameters(config))
 
     def _load_network(self, parameters: Parameters) -> tuple[Parameters, Records]:
         records = dict(getattr(parameters, "records", {}))

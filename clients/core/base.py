@@ -63,57 +63,40 @@ class ModelClient(Declared, NumPyClient):
     usual_step: ClassVar[str] = "train"  # of a training message that names no step
 
     model: nn.Module = argument(
-        "maps (n, ...) to (n, C), C at least 2 (for MSE, 1); its weights are overwritten",
-        kw_only=False,
+        "maps (n, ...) to (n, C), C at least 2 (MSE: 1); weights are overwritten", kw_only=False
     )
     x: Data = argument(
-        "local training examples: an array of shape (n, ...), or a dataset, which holds their "
-        "labels and is read for each message",
-        kw_only=False,
+        "training examples: an array (n, ...), or a dataset that holds their labels", kw_only=False
     )
     y: Any = argument(
-        "labels of an array x: integers in 0 ... C - 1 of shape (n,) or (n, 1), or one-hot rows "
-        "(n, C)",
+        "labels of an array x: integers of shape (n,) or (n, 1), or one-hot rows (n, C)",
         default=None,
         kw_only=False,
     )
-    x_test: Data = argument(
-        "local examples for evaluation, in the same forms; the training examples by default",
-        default=None,
-    )
+    x_test: Data = argument("examples for evaluation; by default those of training", default=None)
     y_test: Any = argument("their labels", default=None)
     columns: Columns | None = argument(
-        "names of example and label in a dataset's dicts, such as ('img', 'label'), or positions "
-        "in its tuples, if they have no common names",
-        default=None,
+        "names or positions of example and label in a dataset's dicts or tuples", default=None
     )
-    loss: Loss = option(
-        "loss trained and reported; MSE is against one-hot targets", default="cross-entropy"
-    )
+    loss: Loss = option("loss; MSE is against one-hot targets", default="cross-entropy")
     device: torch.device | str = argument("where the model runs", default="cpu")
-    batch_size_eval: int = option(
-        "examples per forward pass when evaluating", default=1024, at_least=1
-    )
+    batch_size_eval: int = option("examples per pass when evaluating", default=1024, at_least=1)
     sampling_rate: float = option(
-        "beta: share of the training examples that a round uses, drawn anew in each round without "
-        "replacement",
+        "beta: share of the training examples, drawn anew each round without replacement",
         default=1.0,
         above=0,
         at_most=1,
     )
     projection: SealedProjection | None = argument(
-        "projects each example before the model sees it; the model then takes its features",
-        default=None,
+        "projects each example; the model takes its features", default=None
     )
     schema: str = argument(
-        "name or digest of what its examples look like: columns, classes, units; it refuses to "
-        "work for a strategy that states another",
+        "name of its columns, classes and units; a strategy that states another is refused",
         default="",
     )
     seed: Any = argument(
-        "seeds what is drawn, together with the round: whole numbers such as (run's seed, "
-        "partition); by default each client of fedntk.clients.client_app draws numbers of its own, "
-        "by its id in the federation",
+        "with the round, seeds what is drawn: whole numbers such as (run's seed, partition); by "
+        "default the client's id in the federation",
         default=None,
     )
 
@@ -220,8 +203,7 @@ class ModelClient(Declared, NumPyClient):
         if expected is not None and expected.schema not in ("", self.schema):
             raise ValueError(
                 f"schema: {expected.strategy} expects examples of {expected.schema!r}, and this "
-                f"client's are of {self.schema or 'none'!r}; have both name the same columns, "
-                "classes and units, such as by one copy of the data set"
+                f"client's are of {self.schema or 'none'!r}; have both name the same ones"
             )
         if not to_train:
             return
@@ -269,17 +251,15 @@ class ModelClient(Declared, NumPyClient):
         if self.is_private and kind not in ANSWERED:
             raise ValueError(
                 f"this client promises what its messages tell of its training examples, and "
-                f"answers only {', '.join(sorted(ANSWERED))}; got {kind}: have the strategy leave "
-                "out what asks for it"
+                f"answers only {', '.join(sorted(ANSWERED))}; got {kind}"
             )
 
     def require_test_examples(self) -> None:
         """Refuse to evaluate on training examples, which stand in for missing ones."""
         if self.test_inputs is self.inputs:
             raise ValueError(
-                "this client promises what its messages tell of its training examples, and losses "
-                "of models on them would tell more; give it examples for evaluation (x_test, "
-                "y_test), or set fraction_evaluate = 0"
+                "this client promises what its messages tell of its training examples; give it "
+                "examples for evaluation (x_test, y_test), or set fraction_evaluate = 0"
             )
 
     def require_covered(self, mechanism: type[Noise]) -> None:
@@ -287,9 +267,8 @@ class ModelClient(Declared, NumPyClient):
         mechanism.require_covered(self)
         if self._training.may_change:
             raise ValueError(
-                "x: with noise an example must not depend on those that are read before it, as "
-                "random augmentation makes it; expected arrays of examples, got a dataset that is "
-                "read anew for each message"
+                "x: with noise an example must not depend on those that are read before it; "
+                "expected arrays of examples, got a dataset, which may augment them at random"
             )
 
     def get_parameters(self, config: Config) -> Parameters:

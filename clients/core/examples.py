@@ -133,8 +133,7 @@ class _FromDataset(LabelledExamples):
             if not equal(array, before):
                 raise ValueError(
                     f"{self.name}: expected a dataset that returns the same example each time, got "
-                    "one that changes in place what it returned before, such as by a transform "
-                    "with inplace=True; have it return a new tensor"
+                    "one that changes in place what it returned; have it return a new tensor"
                 )
 
 
@@ -210,9 +209,8 @@ def _from_loader(name: str, loader: DataLoader[Any], columns: Columns | None) ->
 def _require_map_style(name: str, dataset: Any) -> None:
     if isinstance(dataset, torch_data.IterableDataset):
         raise ValueError(
-            f"{name}: expected a dataset with a length and an example for each position, got the "
-            f"IterableDataset {type(dataset).__name__}; give a list of its examples, such as "
-            "list(itertools.islice(dataset, 1000))"
+            f"{name}: expected a dataset with a length, got the IterableDataset "
+            f"{type(dataset).__name__}; give a list, as by list(itertools.islice(dataset, 1000))"
         )
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, str | bytes | Mapping) or not sized:

@@ -63,7 +63,7 @@ def proximal_term(
     parameters: Mapping[str, nn.Parameter], mu: float, centre: Mapping[str, Tensor] | None = None
 ) -> Adjust:
     """Return what adds mu (w - centre) to gradients of w, by default from w as it is now."""
-    weights = _detach(parameters)
+    weights = {name: parameter.detach() for name, parameter in parameters.items()}
     if centre is not None:
         centre = {name: centre[name].to(weight) for name, weight in weights.items()}
     centres = {name: weight.clone() for name, weight in (centre or weights).items()}
@@ -80,69 +80,53 @@ def proximal_term(
     return adjust
 
 
-class SGDSteps:
-    """Trains parameters in place by steps of ``torch.optim.SGD``; begins without momentum."""
+def sgd_steps(
+    parameters: Mapping[str, nn.Parameter], rate: float, momentum: float, decay: float
+) -> Callable[[Gradients], None]:
+    """Return what takes a step along gradients: v <- momentum v + g + decay w, w <- w - rate v."""
+    held = {name: parameter.detach() for name, parameter in parameters.items()}
+    velocities: Gradients = {}
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], rate: float, momentum: float, decay: float
-    ) -> None:
-        self.rate, self.momentum, self.decay = rate, momentum, decay
-        self._weights = _detach(parameters)
-        self._velocities: Gradients = {}
-
-    def take(self, gradients: Gradients) -> None:
-        """Take one step: v <- momentum v + g + decay w, w <- w - rate v."""
-        weights, steps = [self._weights[name] for name in gradients], list(gradients.values())
+    def take(gradients: Gradients) -> None:
+        weights, steps = [held[name] for name in gradients], list(gradients.values())
         if not weights:
             return
-        if self.decay:
-            steps = list(torch._foreach_add(steps, weights, alpha=self.decay))
-        if self.momentum:
-            for name, weight in zip(gradients, weights, strict=True):
-                if name not in self._velocities:
-                    self._velocities[name] = torch.zeros_like(weight)
-            velocities = [self._velocities[name] for name in gradients]
-            torch._foreach_mul_(velocities, self.momentum)
-            torch._foreach_add_(velocities, steps)
-            steps = velocities
-        torch._foreach_add_(weights, steps, alpha=-self.rate)
+        if decay:
+            steps = list(torch._foreach_add(steps, weights, alpha=decay))
+        if momentum:
+            for name in gradients.keys() - velocities.keys():
+                velocities[name] = torch.zeros_like(held[name])
+            moving = [velocities[name] for name in gradients]
+            torch._foreach_mul_(moving, momentum)
+            torch._foreach_add_(moving, steps)
+            steps = moving
+        torch._foreach_add_(weights, steps, alpha=-rate)
 
-
-def _detach(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    return take
 
 
 class LocalSGD(Declared, frozen=True):
     """Epochs of mini-batch SGD on a client's examples; momentum begins at zero in each round."""
 
     epochs: int = option(
-        "E: passes over the local examples; 0 sends the received weights back",
-        default=1,
-        at_least=0,
+        "E: passes over the local examples; 0: weights return as received", default=1, at_least=0
     )
     batch_size: int = option(
-        "B: examples per step; under BatchNorm, which cannot normalise a single example, a last "
-        "batch of one joins the batch before it",
+        "B: examples per step; under BatchNorm a last batch of one joins the one before it",
         default=32,
         at_least=1,
     )
     learning_rate: float = option(
-        "eta of SGD; config['lr'], from a strategy's train_config, replaces it in its round",
-        default=0.01,
-        above=0,
+        "eta of SGD; config['lr'] of a round replaces it", default=0.01, above=0
     )
     momentum: float = option("momentum of SGD; 0: none", default=0.0, at_least=0)
     weight_decay: float = option("weight decay of SGD; 0: none", default=0.0, at_least=0)
     proximal_mu: float = option(
-        "mu of FedProx's proximal term; 0: none; config['proximal-mu'], which Flower's FedProx "
-        "sends, replaces it",
-        default=0.0,
-        at_least=0,
+        "mu of FedProx's term; config['proximal-mu'] replaces it; 0: none", default=0.0, at_least=0
     )
     class_prior: bool = option(
-        "take the shares of the client's classes out of what is learned from them, for "
-        "cross-entropy: their logarithm is added to the outputs in each step's loss (Zhang et al., "
-        "ICML 2022, in the form of Menon et al. 2021)",
+        "for cross-entropy, add the logarithm of the shares of the client's classes to the outputs "
+        "in each step's loss (Zhang et al., ICML 2022, in the form of Menon et al. 2021)",
         default=False,
     )
 
@@ -207,12 +191,12 @@ class LocalSGD(Declared, frozen=True):
         seed = torch_seed(client.seed, config)
         with own_randomness(model, x[:2].to(client.device), seed) as generator:
             set_weights(model, weights)  # the probe may have moved statistics
-            steps = SGDSteps(parameters, rate, self.momentum, self.weight_decay)
+            take = sgd_steps(parameters, rate, self.momentum, self.weight_decay)
             model.train()
             for _ in range(self.epochs):
                 for batch in self.batches(model, torch.randperm(len(x), generator=generator)):
                     loss, slopes = gradients_of(partial(loss_of, batch), parameters)
-                    steps.take(slopes if adjust is None else adjust(slopes))
+                    take(slopes if adjust is None else adjust(slopes))
                     losses.append(loss.detach())
                     sizes.append(len(batch))
             model.zero_grad()

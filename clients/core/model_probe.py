@@ -69,8 +69,7 @@ def num_outputs(model: nn.Module, example: Tensor, loss: Loss, *, fewest: int = 
     if len(scores) != 2 or scores[0] != 2 or not outputs.is_floating_point():
         raise ValueError(
             f"model: expected scores of shape (2, C) for 2 examples of {shape}, got "
-            f"{dtype_name(outputs.dtype)} of shape {scores}; have its forward return one row of "
-            "scores per example"
+            f"{dtype_name(outputs.dtype)} of shape {scores}; have its forward return a row for each"
         )
     numbers = outputs[0].cpu().double().numpy()
     low, high = numbers.min(), numbers.max()
@@ -88,9 +87,8 @@ def training_pass(model: nn.Module, x: Tensor) -> Any:
         if len(x) > 1 or "more than 1 value per channel" not in str(error):
             raise
         raise ValueError(
-            "x: expected batches of at least 2 examples, since the model has BatchNorm, got one "
-            "of 1; give the client more examples, a batch_size and a sampling_rate that leave at "
-            "least 2 a step, or use GroupNorm"
+            "x: expected batches of at least 2 examples, since the model has BatchNorm, got 1; "
+            "give more examples, another batch_size or sampling_rate, or use GroupNorm"
         ) from error
 
 
@@ -103,8 +101,7 @@ def training_outputs(model: nn.Module, x: Tensor, num_outputs: int) -> Tensor:
     raise ValueError(
         f"model: expected one tensor of scores ({len(x)}, {num_outputs}) in training mode, as in "
         f"evaluation mode, got a {type(outputs).__name__}{shape}; switch auxiliary outputs off "
-        "(such as by aux_logits=False), or wrap the model in one whose forward returns only the "
-        "scores"
+        "(aux_logits=False), or wrap the model in one that returns only the scores"
     )
 
 

@@ -169,9 +169,8 @@ class PrivacyLimits(Declared, frozen=True):
                 )
             if self.epsilon == math.inf and not repeats and _repeats(release, earlier):
                 raise ValueError(
-                    "this client has given a sum of the same data before, and the difference of "
-                    "two sums over different clients is what one of them sent; only its owner can "
-                    "allow another, with allow_repeats"
+                    "this client has given a sum of the same data before, and two sums tell what "
+                    "one client sent; only its owner can allow another, with allow_repeats"
                 )
 
         rows = examples if self.examples is None else self.examples

@@ -178,13 +178,10 @@ class MaskedSums(Declared, frozen=True):
     """A client's part in secure sums: see :mod:`fedntk.clients.core.secure_sum`."""
 
     cache: Path | str | None = argument(
-        "folder for the secrets of a sum: a client's folder in it has one for each run. By default "
-        "fedntk/sums in $XDG_CACHE_HOME or ~/.cache",
-        default=None,
+        "folder for secrets; by default fedntk/sums in $XDG_CACHE_HOME or ~/.cache", default=None
     )
     parcel_keys: ParcelKeys | None = argument(
-        "the client's key pair for secure aggregation, and who vouches for the others' public "
-        "keys; by default it draws a key for the run, and keeps it beside the cache's folders",
+        "key pair, and who vouches for others' keys; by default it draws one for the run",
         default=None,
     )
     only_masked: bool = argument(
@@ -216,9 +213,8 @@ class MaskedSums(Declared, frozen=True):
         """Refuse a step that is none of a secure sum, nor noisy, if the client promises that."""
         if step not in permitted and (self.only_masked or (self.privacy is not None and not noisy)):
             raise ValueError(
-                f"this client sends only masked sums, and was asked for {step}; have the "
-                "strategy set secure_aggregation, or make the client without only_masked, and "
-                "without privacy if the sums have no noise"
+                f"this client sends only masked sums, and was asked for {step}; give the strategy "
+                "secure, or make the client without only_masked, and privacy if there is no noise"
             )
 
     def reserve(self, request: SumRequest, exchange: str = "") -> None:
@@ -229,10 +225,9 @@ class MaskedSums(Declared, frozen=True):
             self.privacy.reserve(release, request.task, request.examples, repeats=repeats)
         elif not repeats:
             raise ValueError(
-                "privacy: sums that are masked or have noise are remembered in a ledger of the "
-                f"data's owner, and this client has none; make one with {NEW}, if the data gave "
-                "nothing before, and set privacy=PrivacyLimits(ledger=PATH), or privacy-ledger in "
-                "the node config of fedntk's app; simulations set allow_repeats"
+                "privacy: a ledger of the data's owner remembers sums, and this client has none; "
+                f"make one with {NEW}, if the data gave nothing before, and set privacy="
+                "PrivacyLimits(ledger=PATH), or a node's privacy-ledger; simulations allow_repeats"
             )
 
     def answers(self, step: str) -> bool:

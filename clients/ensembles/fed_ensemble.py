@@ -11,7 +11,7 @@ from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 
 from ..core.base import ModelClient
 from ..core.numpy_client import NumPyClient
-from ..core.weights import Config, Evaluation, NamedArrays, Parameters, Scalar
+from ..core.weights import Config, Evaluation, NamedArrays, Parameters
 
 
 class FedEnsembleClient(NumPyClient):
@@ -45,12 +45,9 @@ class FedEnsembleClient(NumPyClient):
                 f"expected the records of several models, such as model-0.arrays, from the "
                 f"strategy FedEnsemble, got {', '.join(records) or 'none'}"
             )
-        models = EnsembleArrays.from_arrays(records).models
-        return EnsemblePredictor(
-            self.client.predictor(NamedArrays(model), config | _config_of(config, f"model-{k}."))
-            for k, model in enumerate(models)
-        )
-
-
-def _config_of(config: Config, prefix: str) -> dict[str, Scalar]:
-    return {n.removeprefix(prefix): value for n, value in config.items() if n.startswith(prefix)}
+        predictors = []
+        for k, model in enumerate(EnsembleArrays.from_arrays(records).models):
+            names = [name for name in config if name.startswith(f"model-{k}.")]
+            specific = {name.removeprefix(f"model-{k}."): config[name] for name in names}
+            predictors.append(self.client.predictor(NamedArrays(model), config | specific))
+        return EnsemblePredictor(predictors)

@@ -20,7 +20,7 @@ from fedntk.ntk.payloads.gossip_options import ALL, DisPFLOptions
 from fedntk.ntk.support.arrays import ArrayDict, require_array, take_arrays
 from fedntk.ntk.support.shared_arrays import unify
 
-from ..core.local_sgd import Adjust, Gradients, plain_gradients, trained_parameters
+from ..core.local_sgd import Gradients, plain_gradients, trained_parameters
 from ..core.randomness import round_seed
 from .gossip import GossipClient
 from .relay import COUNT, HEARD, RESTARTED, Answer, Message, WeightsParcel
@@ -98,7 +98,12 @@ class DisPFLClient(GossipClient):
         )
         begun = unify(self.model, begun)
         message.memory.keep_before(begun)
-        trained, metrics = self.train_from(begun, message, self._mask_gradients(mask))
+        tensors = {name: torch.from_numpy(bits).to(self.device) for name, bits in mask.items()}
+
+        def in_mask(gradients: Gradients) -> Gradients:
+            return {n: g * tensors[n] if n in tensors else g for n, g in gradients.items()}
+
+        trained, metrics = self.train_from(begun, message, in_mask)
         following = self._search(trained, mask, message)
         masks = {SENT + name: array for name, array in mask.items()}
         masks |= {NEXT + name: array for name, array in following.items()}
@@ -127,14 +132,6 @@ class DisPFLClient(GossipClient):
         masks = first_masks(shapes, 1 - options.sparsity, generator)
         sparse = SparseWeights(_apply_masks(weights, masks), masks, self.num_examples)
         return sparse, masks, lost
-
-    def _mask_gradients(self, masks: Masks) -> Adjust:
-        tensors = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
-
-        def adjust(gradients: Gradients) -> Gradients:
-            return {n: g * tensors[n] if n in tensors else g for n, g in gradients.items()}
-
-        return adjust
 
     def _search(self, trained: ArrayDict, masks: Masks, message: Message) -> Masks:
         config, share = message.config, message.options.pruned_share(message.memory.round)

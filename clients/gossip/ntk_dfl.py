@@ -79,7 +79,7 @@ class NTKDFLClient(RelayClient):
     options_kind = NTKDFLTask
 
     chunk_size: int | None = argument(
-        "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
+        "examples differentiated at a time; chosen by default", default=None
     )
 
     def step_weights(self, message: Message) -> Answer:

@@ -42,12 +42,10 @@ class CPNTKFLClient(NTKFLClient):
         default=None,
     )
     private_key: X25519PrivateKey | None = argument(
-        "shows that an upload is this client's, whose public key the shuffling server knows",
-        default=None,
+        "shows who sent an upload: its public half is enrolled there", default=None
     )
     run: str = option(
-        "name of the training run, to which the sealed upload is bound, as on the strategy",
-        default="",
+        "name of the run, to which a sealed upload is bound, as on the strategy", default=""
     )
 
     def check(self) -> None:

@@ -29,12 +29,11 @@ class NTKFLClient(ModelClient):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
 
     structure: Literal["factored", "dense"] = option(
-        "form in which Jacobians are sent: layers in factors if these are smaller, or the paper's "
-        "tensor of n C d numbers; both give the same weights",
+        "form of Jacobians: layers in factors if these are smaller, or the paper's n C d numbers",
         default="factored",
     )
     chunk_size: int | None = argument(
-        "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
+        "examples differentiated at a time; chosen by default", default=None
     )
 
     def step_train(self, parameters: Parameters, config: Config) -> Fit:

@@ -38,15 +38,13 @@ class DittoClient(PersonalClient):
     replies = "global weights"
 
     pull: float = option(
-        "lambda: how strongly the personal model is pulled to the received weights; 0: not at all; "
-        "steps do not overshoot as long as its learning rate times pull is at most 1",
+        "lambda: how strongly the personal model is pulled to the received weights; steps do not "
+        "overshoot while learning rate times pull is at most 1",
         default=1.0,
         at_least=0,
     )
     personal_epochs: int = option(
-        "passes over the local examples that train the personal model; 0: as many as those of sgd",
-        default=0,
-        at_least=0,
+        "passes that train the personal model; 0: as many as sgd has", default=0, at_least=0
     )
 
     def step_train(self, parameters: Parameters, config: Config) -> Fit:

@@ -43,9 +43,7 @@ class FedProtoClient(PersonalClient):
     config_keys = PersonalClient.config_keys | FeatureMap("last-layer").to_config().keys()
 
     pull: float = option(
-        "lambda: how strongly features are drawn to the prototypes; 0: not at all",
-        default=1.0,
-        at_least=0,
+        "lambda: how strongly features are drawn to the prototypes", default=1.0, at_least=0
     )
     predict: Literal["prototype", "head"] = option(
         "what the client evaluates: the class of the nearest global prototype, or the network's "

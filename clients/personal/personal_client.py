@@ -39,10 +39,9 @@ class PersonalClient(ModelClient):
 
     sgd: LocalSGD = part("local training", default=LocalSGD)
     cache: str | os.PathLike[str] | None = argument(
-        "folder for what is personal; fedntk/personal in $XDG_CACHE_HOME or ~/.cache by default. "
-        "It holds a folder for each run and client, with the newest 20 rounds (64 MiB at most, or "
-        "the newest two), which goes when this client begins another run more than a day after its "
-        "last use",
+        "folder for what is personal; fedntk/personal in $XDG_CACHE_HOME or ~/.cache by default. A "
+        "client's folder of a run has the newest 20 rounds (64 MiB at most, or the newest two), "
+        "and goes when the client begins another run more than a day after its last use",
         default=None,
     )
 

@@ -222,19 +222,19 @@ class FeatureStore(DiskStore):
         self, server_round: int, coefficients: Tensor, linear: Tensor, *, needed: int = 0
     ) -> None:
         """Keep this round's A_k (n, C) and the model sent; c_k of the round `needed` stays."""
-        self.save(_state(server_round), coefficients=coefficients.numpy())
-        self.save(_sent(server_round), linear=linear.numpy())
+        self.save(_of("state-", server_round), coefficients=coefficients.numpy())
+        self.save(_of("sent-", server_round), linear=linear.numpy())
         self.remove(pattern="sent-*.npz", all_but=self.names("sent-*.npz")[-SENT:])
-        newest = [*self.names("state-*.npz")[-STATES:], _state(needed)]
+        newest = [*self.names("state-*.npz")[-STATES:], _of("state-", needed)]
         self.remove(pattern="state-*.npz", all_but=newest)
 
     def control(self, server_round: int) -> Arrays:
         """Return what is kept of c_k after a round: see :class:`ClientControl`; empty if lost."""
-        return self.load(_state(server_round))
+        return self.load(_of("state-", server_round))
 
     def sent(self, server_round: int) -> Tensor | None:
         """Return the model that was sent in a round, if it is kept."""
-        return self._tensor(_sent(server_round))
+        return self._tensor(_of("sent-", server_round))
 
     def carry(self, server_round: int, *, bias: bool, device: torch.device | str) -> None:
         """Keep c_k of a round as a vector v, before the examples change; A_k of others go."""
@@ -243,7 +243,7 @@ class FeatureStore(DiskStore):
             if coefficients is None:
                 continue
             features = self.mapped("features-train", (len(coefficients), self.width))
-            if name == _state(server_round) and features is not None:
+            if name == _of("state-", server_round) and features is not None:
                 rows = FeatureRows(features, device=device, bias=bias)
                 vector = -rows.transposed_matmul(torch.from_numpy(coefficients).float())
                 self.save(name, vector=vector.numpy())
@@ -255,9 +255,5 @@ class FeatureStore(DiskStore):
         return next(map(torch.from_numpy, self.load(name).values()), None)
 
 
-def _state(server_round: int) -> str:
-    return f"state-{server_round:06}"
-
-
-def _sent(server_round: int) -> str:
-    return f"sent-{server_round:06}"
+def _of(kind: str, server_round: int) -> str:
+    return f"{kind}{server_round:06}"

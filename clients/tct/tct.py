@@ -42,24 +42,14 @@ from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from ..core.disk_store import client_folder, client_name, example_digests, make_folder
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
 from ..core.local_sgd import SGD_KEYS, LocalSGD
-from ..core.weights import (
-    Config,
-    Evaluation,
-    Fit,
-    NamedArrays,
-    Parameters,
-    Scalar,
-    get_weights,
-    records_of,
-    set_weights,
-)
+from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, records_of, set_weights
 from .feature_store import ClientControl, FeatureStore, require_room
 
 STAGE_1 = ("train", "bootstrap")  # steps
 logger = getLogger("flwr")
 Arrays = Mapping[str, NDArray[Any]]
 Records = Mapping[str, Arrays]
-Steps = tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]  # W_M, A_k, Z W_0, metrics
+Steps = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # W_M, A_k, Z W_0, metrics
 
 
 class BootstrapSGD(LocalSGD, frozen=True):
@@ -94,14 +84,11 @@ class TCTClient(SumsClient):
 
     sgd: BootstrapSGD = part("local training of stage 1", default=BootstrapSGD)
     dtype: Literal["float32", "float16"] = option(
-        "dtype in which features are kept; one that float16 cannot hold has its set kept in "
-        "float32. Products are formed in float32",
-        default="float32",
+        "dtype in which features are kept, as far as it holds them", default="float32"
     )
     chunk_size: int | None = argument("examples differentiated at a time", default=None)
     cache: Path | str | None = argument(
-        "folder for what is computed once: a client's folder in it has one for each run. By "
-        "default fedntk/tct in $XDG_CACHE_HOME or ~/.cache",
+        "folder for what is computed once; by default fedntk/tct in $XDG_CACHE_HOME or ~/.cache",
         default=None,
     )
 
@@ -127,17 +114,27 @@ class TCTClient(SumsClient):
         """Train from the received weights (stage 1), as :class:`SGDClient`."""
         x, targets = self.training_examples(config)
         train_loss = self.sgd.train(self, parameters, x, targets, config)
-        return get_weights(self.model), len(x), {wire.TRAIN_LOSS: train_loss}
+        return self.get_parameters(config), len(x), {wire.TRAIN_LOSS: train_loss}
 
     def step_bootstrap(self, parameters: Parameters, config: Config) -> Fit:
         """Do the same; refuse in round 1 what stage 2 could not do or not hold in memory."""
         if int(config.get("server-round", 0)) == 1:
-            self._require_stage_2(ConvexTask.from_config(config), parameters, config)
+            task = ConvexTask.from_config(config)
+            set_weights(self.model, parameters)
+            task.feature_map.require_outputs(self.model, self.targets.shape[1])
+            task.feature_map.extractor(self.model)(self.project(self.inputs[:1], config))
+            n, width = len(self.inputs), task.feature_map.width(self.model)
+            folder = self.folder(task, config)  # an error now if it cannot be made
+            if task.solve == "statistics":
+                sums = SplitStatistics if task.validation_share else FeatureStatistics
+                sums.require_memory(width)
+            else:
+                require_room(folder, n, width, self.dtype, decomposes=task.num_steps > 1)
         return self.step_train(parameters, config)
 
     def step_counts(self, parameters: Parameters, config: Config) -> Fit:
         """Return the number of examples of each class."""
-        counts = {wire.COUNTS: _counts(self.targets)}
+        counts = {wire.COUNTS: self.targets.sum(0).numpy().astype(np.int64)}
         return _reply_at_zero(ConvexTask.from_config(config), self.targets, counts)
 
     def step_moments(self, parameters: Parameters, config: Config) -> Fit:
@@ -148,7 +145,8 @@ class TCTClient(SumsClient):
         changed = {wire.EXAMPLES_CHANGED: self._note_examples(work)}
         moments = Moments.join(map(Moments.of, work.store.raw("train", work.x)))
         if work.task.bias:
-            moments = replace(moments, class_counts=_counts(work.targets))
+            counts = work.targets.sum(0).numpy().astype(np.int64)
+            moments = replace(moments, class_counts=counts)
         return _reply_at_zero(work.task, work.targets, moments.to_arrays(), changed)
 
     def step_statistics(self, parameters: Parameters, config: Config) -> Fit:
@@ -185,11 +183,20 @@ class TCTClient(SumsClient):
         task, store = work.task, work.store
         targets = centred_targets(work.targets, task.loss)
         server_round = int(config.get("server-round", 0))
-        theta = _only(work.records, wire.LINEAR)
-        client_control = _client_control(task, store, targets)
-        control = _server_control(task, work.records, store, theta, server_round)
-        if client_control is None or control is None:
-            return _lost(client_control is None)
+        theta, arrays = _only(work.records, wire.LINEAR), dict[str, NDArray[Any]]()
+        if task.corrected and task.state_round > 0:
+            arrays = dict(store.control(task.state_round))
+            if not arrays:
+                return _lost(1)
+        client_control = ClientControl.of(arrays, tuple(targets.shape), store.width + task.bias)
+        control = torch.zeros_like(theta)
+        if task.control == "sent":
+            control = _only(work.records, wire.CONTROL)
+        elif task.control == "last":
+            last = store.sent(server_round - 1)
+            if last is None:
+                return _lost(0)
+            control = mean_gradient(last, theta, task.span)
         rows = store.rows("train", work.x, bias=task.bias, device=self.device)
         model, after, outputs, metrics = _take_steps(
             work, rows, theta, client_control.coefficients, control - client_control.vector
@@ -237,18 +244,6 @@ class TCTClient(SumsClient):
         store.carry(counted, bias=task.bias, device=self.device)
         store.replace("train", digests)
         return 1
-
-    def _require_stage_2(self, task: ConvexTask, parameters: Parameters, config: Config) -> None:
-        set_weights(self.model, parameters)
-        task.feature_map.require_outputs(self.model, self.targets.shape[1])
-        task.feature_map.extractor(self.model)(self.project(self.inputs[:1], config))
-        n, width = len(self.inputs), task.feature_map.width(self.model)
-        folder = self.folder(task, config)  # an error now if it cannot be made
-        if task.solve == "statistics":
-            sums = SplitStatistics if task.validation_share else FeatureStatistics
-            sums.require_memory(width)
-            return
-        require_room(folder, n, width, self.dtype, decomposes=task.num_steps > 1)
 
     def folder(self, task: ConvexTask, config: Mapping[str, Any]) -> Path:
         """Return the folder of what this client keeps in a run."""
@@ -330,10 +325,6 @@ class _Work(NamedTuple):
     config: Mapping[str, Any]
 
 
-def _counts(targets: Tensor) -> NDArray[np.int64]:
-    return targets.sum(0).numpy().astype(np.int64)
-
-
 def _take_steps(
     work: _Work, rows: FeatureRows, theta: Tensor, before: Tensor, shift: Tensor
 ) -> Steps:
@@ -342,7 +333,7 @@ def _take_steps(
     The correction h_k is -Z^T A_k, by the A_k (n, C) `before`, minus `shift` (p, C).
     """
     task, store = work.task, work.store
-    metrics: dict[str, Scalar] = {}
+    metrics: dict[str, Any] = {}
     outputs, along = (rows @ torch.cat([theta, shift], 1)).split(theta.shape[1], 1)
     kernel: Spectrum | Tensor = torch.empty(0, 0)
     drift = torch.zeros_like(outputs)
@@ -372,27 +363,6 @@ def _sort_examples(x: Tensor, targets: Tensor) -> tuple[NDArray[np.uint64], Tens
     return digests[order], torch.from_numpy(order)
 
 
-def _client_control(task: ConvexTask, store: FeatureStore, targets: Tensor) -> ClientControl | None:
-    """Return c_k; None if it is lost."""
-    counts = task.corrected and task.state_round > 0
-    arrays = store.control(task.state_round) if counts else {}
-    if counts and not arrays:
-        return None
-    return ClientControl.of(arrays, tuple(targets.shape), store.width + task.bias)
-
-
-def _server_control(
-    task: ConvexTask, records: Records, store: FeatureStore, theta: Tensor, server_round: int
-) -> Tensor | None:
-    """Return c (p, C); None if the model that it is the difference to is lost."""
-    if task.control == "sent":
-        return _only(records, wire.CONTROL)
-    if task.control == "last":
-        last = store.sent(server_round - 1)
-        return None if last is None else mean_gradient(last, theta, task.span)
-    return torch.zeros_like(theta)
-
-
 def _only(records: Records, name: str) -> Tensor:
     arrays = list(records[name].values())
     if len(arrays) != 1:
@@ -401,7 +371,7 @@ def _only(records: Records, name: str) -> Tensor:
 
 
 def _reply_at_zero(
-    task: ConvexTask, targets: Tensor, arrays: Arrays, more: Mapping[str, Scalar] | None = None
+    task: ConvexTask, targets: Tensor, arrays: Arrays, more: Mapping[str, Any] | None = None
 ) -> Fit:
     """Return arrays, with the loss of the linear model that is zero."""
     centred = centred_targets(targets, task.loss)
@@ -410,6 +380,6 @@ def _reply_at_zero(
     return NamedArrays({"arrays": arrays}), len(targets), metrics
 
 
-def _lost(state: bool | int) -> Fit:
+def _lost(state: int) -> Fit:
     """Say that something was lost: c_k itself (1), or what the server can send again (0)."""
-    return [], 1, {wire.LOST_STATE: int(state)}
+    return [], 1, {wire.LOST_STATE: state}

@@ -15,8 +15,7 @@ from fedntk.clients import (
 )
 from fedntk.clients.gossip.dispfl import SparseWeights, first_masks, layer_densities, search
 from fedntk.clients.gossip.ntk_dfl import EvolvedParcel
-from fedntk.clients.gossip.relay import Message, WeightsParcel
-from fedntk.clients.gossip.relay_memory import RelayMemory
+from fedntk.clients.gossip.relay import Message, RelayMemory, WeightsParcel
 from fedntk.ntk import BadReply
 from fedntk.ntk.payloads.gossip_options import DFedAvgOptions, GossipOptions, NTKDFLTask
 
