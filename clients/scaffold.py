@@ -8,8 +8,8 @@ ICML 2020, algorithm 1, for client i with g_i the gradient of a mini-batch:
     c_i+ <- gradient of all the client's examples at x      option I
     c_i+ <- c_i - c + (x - y_i) / (K eta_l)                 option II
 
-The steps say (x - y_i) / (K eta_l) = mean of g_i + c - c_i, so that option II is the mean of the
-gradients met on the way. It is taken as that mean: a difference of weights would lose digits.
+By the steps, option II is the mean of the gradients met on the way, and is taken as that: a
+difference of weights would lose digits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,10 @@ class SCAFFOLDClient(ModelClient):
 
     The client keeps nothing: its control c_i lives on the server, which sends c - c_i with the
     model. Arrays that are not trained (BatchNorm's statistics, frozen parameters) are not
-    corrected and have controls of zero.
-
-    A control is a gradient of the client's examples, and tells the server what a gradient tells.
+    corrected and have controls of zero. A control tells the server what a gradient tells.
 
     Weight decay counts as part of the gradient in both options. Momentum is of the corrected
-    gradients; the paper has none. Option II's control is then still the mean of the gradients, no
-    longer the difference of the weights.
+    gradients; the paper has none: option II's control is then still the mean of the gradients.
     """
 
     strategy = "SCAFFOLD"
@@ -56,7 +53,6 @@ class SCAFFOLDClient(ModelClient):
 
     def check(self) -> None:
         """Refuse what has no place in SCAFFOLD."""
-        self.sgd.require_loss(self.loss)
         self.sgd.refuse_proximal_term("SCAFFOLD has no proximal term")
         if self.sgd.epochs < 1:
             raise ValueError(f"epochs: expected at least 1 with SCAFFOLD, got {self.sgd.epochs}")
@@ -64,9 +60,8 @@ class SCAFFOLDClient(ModelClient):
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Run E epochs of corrected SGD from the received weights: see :meth:`LocalSGD.descend`.
 
-        Records that come are ``arrays``, the global model, and ``corrections``: c - c_i of each
-        array of floating point, by its name. The reply has the new weights, ``controls`` of the
-        c_i+, and ``train-loss``.
+        Beside the model come ``corrections``: c - c_i of each array of floating point. The reply
+        has the new weights, ``controls`` of the c_i+, and ``train-loss``.
         """
         records = records_of(parameters, wire.CORRECTIONS, strategy=self.strategy)
         corrections = self._read_corrections(records[wire.CORRECTIONS])

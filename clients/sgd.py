@@ -20,10 +20,6 @@ class SGDClient(ModelClient):
 
     sgd: LocalSGD = part("local training", default=LocalSGD)
 
-    def check(self) -> None:
-        """Refuse local training that does not go with the loss."""
-        self.sgd.require_loss(self.loss)
-
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Train from the received weights; the metric ``train-loss`` is the mean of the steps'."""
         x, targets = self.training_examples(config)

@@ -38,12 +38,10 @@ BESIDE = (wire.STEPS, wire.SECURE_SUM, wire.TOTAL)  # records beside the network
 class ClosedFormClient(SumsClient):
     """Sends sums over what the last layer is given, by the received weights; it trains nothing.
 
-    It keeps nothing from one message to the next, except for the keys of a secure sum and its
-    owner's ledger. In memory are features of `batch_size_eval` examples, and 8 p^2 bytes for
-    p features if their Gram matrix is asked for. The network's
-    :class:`~fedntk.ntk.features.layers.ResidualFeatures` may add a layer's random features. The
-    metric ``train-loss`` is the received network's. With noise asked for, one example is reported,
-    and no loss.
+    It keeps nothing but the keys of a secure sum and its owner's ledger. In memory are features of
+    `batch_size_eval` examples, and 8 p^2 bytes for p features if their Gram matrix is asked for.
+    The network's :class:`~fedntk.ntk.features.layers.ResidualFeatures` may add a layer's random
+    features. ``train-loss`` is the received network's. With noise no loss and one example go out.
     """
 
     strategy = "ClosedFormStrategy"

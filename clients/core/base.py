@@ -125,6 +125,11 @@ class ModelClient(Declared, NumPyClient):
             self._probe(test)
         del self.x, self.y, self.x_test, self.y_test  # kept once, as read
 
+    def check(self) -> None:
+        """Refuse local training, if the client has some, that does not go with the loss."""
+        if (sgd := getattr(self, "sgd", None)) is not None:
+            sgd.require_loss(self.loss)
+
     def identify(self, client_id: str) -> None:
         """Set the seed by the client's id in the federation, unless one was given."""
         if not self._has_seed:

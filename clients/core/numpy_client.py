@@ -1,8 +1,4 @@
-"""The one import of Flower's NumPyClient.
-
-Flower keeps the class for compatibility and has moved it before. All other files import it from
-here. Users may subclass Flower's class: it is the same one.
-"""
+"""The one import of Flower's NumPyClient, which is kept for compatibility and has moved before."""
 
 from flwr.client import NumPyClient
 

@@ -26,9 +26,9 @@ WAIT = 60.0  # seconds for another client at the same ledger
 
 
 class Release(NamedTuple):
-    """One sum that may be known. Sums of weights have a round; epsilon is infinite without noise.
+    """One sum that may be known, of data that share an example with the set `examples`; "": all.
 
-    It counts against data that share an example with the set `examples`; if empty, against all.
+    Sums of weights have a round; epsilon is infinite without noise.
     """
 
     run: str

@@ -17,11 +17,10 @@ from .relay import HEARD, RESTARTED, Answer, Message
 class DPSGDClient(GossipClient):
     """Answers the steps of D-PSGD: ``weights`` and ``step``.
 
-    The steps of SGD begin at the client's own weights x_i, not at the average: what they move is
-    added to the average. Buffers, such as BatchNorm's statistics, are averaged after the training,
-    the client's own new ones with the neighbours'. A client that lost its weights takes over the
-    average of its neighbours. With batches of all examples and one epoch it is the paper's
-    algorithm 1.
+    SGD begins at the client's own weights x_i: what it moves is added to the average. Buffers, such
+    as BatchNorm's statistics, are averaged after the training, the client's own new ones with the
+    neighbours'. A client that lost its weights takes over its neighbours' average. With batches of
+    all examples and one epoch it is the paper's algorithm 1.
     """
 
     strategy = "DPSGD"

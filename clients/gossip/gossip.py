@@ -31,7 +31,6 @@ class GossipClient(RelayClient):
 
     def check(self) -> None:
         """Refuse FedProx's term: there is no global model to be near to."""
-        self.sgd.require_loss(self.loss)
         self.sgd.refuse_proximal_term(f"{type(self).__name__} has no global model to be near to")
 
     def train_from(

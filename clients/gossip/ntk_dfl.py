@@ -69,8 +69,8 @@ class EvolvedParcel(NamedTuple):
 class NTKDFLClient(RelayClient):
     """Answers the steps of NTK-DFL: ``weights``, ``average``, ``jacobians`` and ``evolve``.
 
-    If one member of a cluster evolves for all, there is a last step, ``adopt``. The model is of
-    float32 or float64. `sampling_rate` is 1 / m_2 of appendix E.3.
+    If one member of a cluster evolves for all, ``adopt`` follows. `sampling_rate` is 1 / m_2 of
+    appendix E.3.
     """
 
     strategy = "NTKDFL"

@@ -9,8 +9,8 @@ and figure 2. Each tool is optional and goes with any other, in this order:
 4. top-k sparsification and quantisation                     ``sparsity``, ``bits``
 5. sealing for the shuffling server                          ``shuffling_key``
 
-docs/privacy.md says what each protects, and what it does not. None of them bounds what is learnt of
-an example: noise is offered in sums only.
+docs/privacy.md says what each protects. None bounds what is learnt of an example: noise is
+offered in sums only.
 """
 
 import numpy as np

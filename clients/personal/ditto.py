@@ -27,11 +27,10 @@ logger = getLogger("flwr")
 class DittoClient(PersonalClient):
     """Trains the received weights as :class:`SGDClient`, and keeps a model of its own beside them.
 
-    The personal model v_k begins as the first weights that the client is sent, or receives after it
-    lost v_k. In each round it is trained on F_k(v) + (lambda / 2) ||v - w^t||^2, with w^t the
-    received weights, on the same batches as these. Parameters are pulled; buffers, such as
-    BatchNorm's statistics, are the model's own. Nothing that is sent depends on it. It is what the
-    client evaluates.
+    The personal model v_k begins as the first weights that come, also after it was lost. In each
+    round it is trained on F_k(v) + (lambda / 2) ||v - w^t||^2, with w^t the received weights, on
+    the same batches. Parameters are pulled; buffers, such as BatchNorm's statistics, are its own.
+    It is what the client evaluates.
     """
 
     strategy = "Ditto"

@@ -26,11 +26,10 @@ from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, rec
 class PersonalClient(ModelClient):
     """A client that evaluates a network of its own, and keeps what of it is not shared.
 
-    What is personal is what the record ``arrays`` of a message lacks of the network. With the first
-    message come first values for it, in a record ``personal``. After each training it is kept on
-    this machine's disk. The strategy names the round to take it from: the last one in which it
-    accepted the client's reply. A client that finds it missing says so, and is sent the first
-    values again.
+    What is personal is what the record ``arrays`` of a message lacks of the network. First values
+    come with the first message, in a record ``personal``. After each training it is kept on this
+    machine's disk. The strategy names the round to take it from, in which it accepted a reply; a
+    client that finds it missing says so, and is sent the first values again.
     """
 
     strategy = "PersonalisedStrategy"
@@ -44,10 +43,6 @@ class PersonalClient(ModelClient):
         "and goes when the client begins another run more than a day after its last use",
         default=None,
     )
-
-    def check(self) -> None:
-        """Refuse local training that does not go with the loss."""
-        self.sgd.require_loss(self.loss)
 
     def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict | None:
         """Return the network that the client evaluates, in its order; None if it is lost."""

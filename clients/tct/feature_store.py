@@ -69,10 +69,9 @@ class ClientControl(NamedTuple):
 class FeatureStore(DiskStore):
     """A folder with one client's network, features, kernel and state in stage 2.
 
-    It is emptied when another `key` comes, which names all that its content depends on except the
+    It is emptied when another `key` comes, which names all that its content depends on but the
     normaliser. The model's weights are overwritten by the network's. Features too large for float16
-    are kept in float32, as happens with examples that were not used to fit the normaliser, where a
-    feature hardly varies among those that were.
+    are kept in float32, as of examples unlike those by which the normaliser was fitted.
     """
 
     def __init__(

@@ -92,10 +92,6 @@ class TCTClient(SumsClient):
         default=None,
     )
 
-    def check(self) -> None:
-        """Refuse local training that does not go with the loss."""
-        self.sgd.require_loss(self.loss)
-
     def require_permitted_step(self, step: str, config: Mapping[str, Any]) -> None:
         """Refuse, as a private client, what is not masked; in stage 1 if there is a ledger."""
         if step not in STAGE_1:
