@@ -11,6 +11,11 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def close(actual: Tensor, expected: Tensor) -> bool:
+    """Whether float64 sums of at most a few thousand terms agree to 1e-10, relative."""
+    return bool((actual - expected).norm() <= 1e-10 * (1 + expected.norm()))
+
+
 def relative(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over that of what is expected."""
     return float((actual - expected).norm() / expected.norm())

@@ -293,16 +293,21 @@ def make(name: str, num_examples: int = 6) -> tuple[nn.Module, Tensor]:
     return model, x
 
 
-def one_by_one(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The definition of the Jacobian: a backward pass for each example, by itself, and output."""
+def one_by_one(
+    model: nn.Module, x: Tensor, value: Callable[[Tensor, int], Tensor] = lambda f, _: f
+) -> dict[str, Tensor]:
+    """The definition of the Jacobian: a backward pass for each example, by itself, and output.
+
+    `value` may make other outputs of the network's and the example's number.
+    """
     parameters = {n: p for n, p in model.eval().named_parameters() if p.requires_grad}
     rows = [
         torch.autograd.grad(
             f, list(parameters.values()), retain_graph=True, materialize_grads=True,
             allow_unused=True,
         )
-        for example in x
-        for f in model(example[None]).flatten()
+        for i, example in enumerate(x)
+        for f in value(model(example[None]), i).flatten()
     ]  # fmt: skip
     stacked = zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True)
     return {name: tensor.unflatten(0, (len(x), -1)) for name, tensor in stacked}

@@ -8,20 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedntk.ntk.feature_learning import (
-    Coefficients,
-    TwoPatchDistribution,
-    TwoPatchExamples,
-    coefficient_step,
-    decompose,
-    effective_snr,
-    evaluate,
-    generalisation_exponent,
-    initial_std,
-    mixing_matrix,
-    signal_similarity,
-    train,
-)
+from fedntk.ntk import feature_learning as theory
+from fedntk.ntk.feature_learning import TwoPatchDistribution, TwoPatchExamples, mixing_matrix
 
 from ..conftest import refused
 
@@ -39,7 +27,7 @@ def examples() -> TwoPatchExamples:
 def first(dimension: int = 60, width: int = WIDTH) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(2, width, dimension, generator=generator, dtype=torch.float64)
-    return initial_std(dimension) * drawn
+    return theory.initial_std(dimension) * drawn
 
 
 def margin(weights: Tensor, signal: Tensor, noise: Tensor, y: Tensor) -> Tensor:
@@ -75,12 +63,12 @@ def plain_rounds(examples: TwoPatchExamples, mixing: Tensor) -> list[Tensor]:
     return rounds
 
 
-def followed(examples: TwoPatchExamples, mixing: Tensor) -> list[Coefficients]:
+def followed(examples: TwoPatchExamples, mixing: Tensor) -> list[theory.Coefficients]:
     """Coefficients at the end of each round."""
-    state, rounds = Coefficients.zeros(examples, WIDTH), []
+    state, rounds = theory.Coefficients.zeros(examples, WIDTH), []
     for _ in range(ROUNDS):
         for _ in range(STEPS):
-            state = coefficient_step(state, first(), examples, learning_rate=RATE)
+            state = theory.coefficient_step(state, first(), examples, learning_rate=RATE)
         state = state.mixed(mixing)
         rounds.append(state)
     return rounds
@@ -88,7 +76,7 @@ def followed(examples: TwoPatchExamples, mixing: Tensor) -> list[Coefficients]:
 
 def quick(examples: TwoPatchExamples, mixing: Tensor) -> list[Tensor]:
     options = {"rounds": ROUNDS, "local_steps": STEPS, "learning_rate": RATE}
-    return list(train(examples, first(), mixing, **options))
+    return list(theory.train(examples, first(), mixing, **options))
 
 
 def test_signals_noise_and_labels_have_their_geometry_and_moments():
@@ -133,7 +121,7 @@ def test_coefficients_and_quick_training_are_plain_gradient_descent(examples, gr
     for weights, state, fast in zip(plain, tracked, quick(examples, mixing), strict=True):
         torch.testing.assert_close(state.weights(first(), examples), weights, **CLOSE)
         torch.testing.assert_close(fast, weights, **CLOSE)
-        projected = decompose(weights, first(), examples)
+        projected = theory.decompose(weights, first(), examples)
         torch.testing.assert_close(projected.signal, state.signal, **CLOSE)
         torch.testing.assert_close(projected.noise, state.noise, **CLOSE)
         assert (state.signal >= 0).all()
@@ -147,7 +135,7 @@ def test_coefficients_and_quick_training_are_plain_gradient_descent(examples, gr
 def test_evaluation_is_loss_and_share_of_errors(examples):
     weights = quick(examples, mixing_matrix(torch.zeros(4)))[0]
     test = SMALL.draw(50, part="test")
-    actual = evaluate(weights, test)
+    actual = theory.evaluate(weights, test)
     for k in range(4):
         yf = margin(weights[k], test.client_signals[k], test.noise[k], test.labels[k])
         assert float(actual.loss[k]) == pytest.approx(float(torch.log1p(torch.exp(-yf)).mean()))
@@ -162,12 +150,12 @@ def test_similarity_counts_the_clients_with_the_same_signal(sizes, chi):
     distribution = TwoPatchDistribution(sizes, dimension=40, signal_norm=1.7, noise_std=0.4)
     signals = distribution.signals()[distribution.groups]
     expected = torch.tensor(chi, dtype=torch.float64)
-    torch.testing.assert_close(signal_similarity(signals), expected)
+    torch.testing.assert_close(theory.signal_similarity(signals), expected)
     torch.testing.assert_close(
-        effective_snr(signals, noise_std=0.4), expected.sqrt() * 1.7 / (0.4 * math.sqrt(40))
+        theory.effective_snr(signals, noise_std=0.4), expected.sqrt() * 1.7 / (0.4 * math.sqrt(40))
     )
     torch.testing.assert_close(
-        generalisation_exponent(signals, num_examples=9, noise_std=0.4),
+        theory.generalisation_exponent(signals, num_examples=9, noise_std=0.4),
         9 * expected**2 * 1.7**4 / (sum(sizes) * 0.4**4 * 40),
     )
 
@@ -183,9 +171,9 @@ def test_test_errors_are_in_the_order_of_the_exponents():
     errors = {}
     for name, averaged in (("FedAvg", torch.zeros(10)), ("local", torch.arange(10))):
         options = {"rounds": 20, "local_steps": 5, "learning_rate": 1.0}
-        (*_, weights) = train(examples, first(400, 20), mixing_matrix(averaged), **options)
-        assert float(evaluate(weights, examples).error.max()) == 0.0
-        actual = evaluate(weights, test).error
+        (*_, weights) = theory.train(examples, first(400, 20), mixing_matrix(averaged), **options)
+        assert float(theory.evaluate(weights, examples).error.max()) == 0.0
+        actual = theory.evaluate(weights, test).error
         errors[name] = float(actual[0]), float(actual[1:].mean())
     assert errors["FedAvg"][1] < errors["local"][1] - 0.05
     assert errors["FedAvg"][0] > errors["local"][0] + 0.1
@@ -217,12 +205,15 @@ WRONG = [
     (replaced(labels=torch.zeros(4, 6)), "labels: expected -1 or [+]1 in shape"),
     (replaced(groups=torch.tensor([0, 1, 2, 0])), "groups: expected a whole number from 0 to 1"),
     (
-        lambda _: decompose(first().expand(4, -1, -1, -1), first(), SMALL.draw(15)),
+        lambda _: theory.decompose(first().expand(4, -1, -1, -1), first(), SMALL.draw(15)),
         "at most d - C = 58 noise patches, got 60",
     ),
     (lambda examples: quick(examples, torch.eye(3)), r"mixing: expected shape \(4, 4\) with rows"),
-    (lambda _: signal_similarity(torch.zeros(2, 3)), "signals: expected none that is zero"),
-    (lambda _: effective_snr(OPPOSITE, noise_std=1.0), "signals that are the same or orthog"),
+    (lambda _: theory.signal_similarity(torch.zeros(2, 3)), "signals: expected none that is zero"),
+    (
+        lambda _: theory.effective_snr(OPPOSITE, noise_std=1.0),
+        "signals that are the same or orthog",
+    ),
 ]
 
 

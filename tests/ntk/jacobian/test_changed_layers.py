@@ -14,10 +14,8 @@ from fedntk.ntk import entk_features, jacobian
 from fedntk.ntk.jacobian import differentiate
 
 from ...conftest import refused
-from ..arithmetic import normal
+from ..arithmetic import close, normal, relative
 from ..cases import one_by_one
-
-RELATIVE = 1e-10  # float64, of sums of a few hundred terms
 
 
 class Network(nn.Module):
@@ -194,12 +192,12 @@ def test_a_changed_layer_gets_the_gradients_of_what_the_network_computes(change,
         layout, actual = rows.layout, rows.dense()
         assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert (actual[name] - tensor).norm() <= RELATIVE * (1 + tensor.norm()), name
+            assert close(actual[name], tensor), name
     differentiate._PLANS.clear()
     assert jacobian(network, x).layout == layout
     rows = torch.cat([t.flatten(2)[:, 1] for t in expected.values()], 1)
     features = entk_features(network, x, rows.shape[1], 0, 1, dtype=torch.float64)
-    assert (features - rows).norm() <= RELATIVE * rows.norm()
+    assert relative(features, rows) <= 1e-10
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

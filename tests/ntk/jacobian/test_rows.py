@@ -16,10 +16,9 @@ from fedntk.ntk import entk_features, gradient_norms, jacobian
 from fedntk.ntk.jacobian import differentiate
 from fedntk.ntk.jacobian.rows import draw_weights, keeps_rows, rows_of_examples
 
-from ..arithmetic import normal
+from ..arithmetic import close, normal
 from ..cases import Net, one_by_one
 
-RELATIVE = 1e-10  # float64, of sums of a few hundred terms
 TOKENS = torch.tensor([
     [5, 4, 3, 2], [9, 3, 2, 0], [6, 1, 0, 0], [3, 0, 0, 0], [7, 5, 1, 2], [2, 8, 0, 0], [4, 2, 7, 0]
 ])  # fmt: skip
@@ -138,10 +137,6 @@ def network(use: Callable[[Any, Tensor], Tensor]) -> Net:
     if use is packed:  # no plan of a network with an LSTM is kept
         layers["lstm"] = nn.LSTM(5, 6, batch_first=True)
     return Net(use, **layers).double()
-
-
-def close(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).norm() <= RELATIVE * (1 + b.norm()))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of packed texts, by torch
