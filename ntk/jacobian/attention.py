@@ -5,7 +5,6 @@ are called, and torch's own function, with the identity for each projection, doe
 """
 
 import copy
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,29 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..support.precision import Undo, process_wide
+
 LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-_lock, _open = threading.Lock(), list[bool]()  # for each block that is open, the switch before it
+_open: list[Undo] = []
 
 
 @contextmanager
 def no_fast_path(model: nn.Module) -> Iterator[None]:
-    """Switch off, for a model with attention, what torch does without gradients.
+    """Switch off, for a model with attention, what torch does without gradients."""
+    if any(isinstance(module, LAYERS) for module in model.modules()):
+        with process_wide(_open, _switch_off):
+            yield
+    else:
+        yield
 
-    The switch is the whole process's; blocks may overlap in any order.
-    """
-    if not any(isinstance(module, LAYERS) for module in model.modules()):
-        yield
-        return
-    with _lock:
-        _open.append(_open[0] if _open else torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        with _lock:
-            before = _open.pop()
-            if not _open:
-                torch.backends.mha.set_fastpath_enabled(before)
+
+def _switch_off() -> Undo:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return [partial(torch.backends.mha.set_fastpath_enabled, before)]
 
 
 @contextmanager

@@ -12,32 +12,36 @@ from typing import Any
 
 import torch
 
-# the switches are the process's; threads that need them off at the same time share the change
+Undo = list[Callable[[], Any]]
 _LOCK = threading.Lock()
-_UNDO: list[list[Callable[[], Any]]] = []
+_OPEN: list[Undo] = []
 
 
 @contextmanager
-def full_float32() -> Iterator[None]:
-    """Switch off TF32, and bfloat16 on CPUs, while a kernel or a solution is formed.
-
-    It may be nested, and used by several threads: the last restores the caller's own choice.
-    """
+def process_wide(open_blocks: list[Undo], switch: Callable[[], Undo]) -> Iterator[None]:
+    """Switch something of the whole process while any block is open, in any thread."""
     with _LOCK:
-        _UNDO.append([] if _UNDO else _switch_off())
+        open_blocks.append([] if open_blocks else switch())
     try:
         yield
     finally:
         with _LOCK:
-            if len(_UNDO) == 1:
-                for undo in _UNDO[0]:
+            if len(open_blocks) == 1:
+                for undo in open_blocks[0]:
                     undo()
-            _UNDO.pop()
+            open_blocks.pop()
 
 
-def _switch_off() -> list[Callable[[], Any]]:
-    """Switch off, by the names that a program may have used; return what undoes it."""
-    undo: list[Callable[[], Any]] = []
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Switch off TF32, and bfloat16 on CPUs, while a kernel or a solution is formed."""
+    with process_wide(_OPEN, _switch_off):
+        yield
+
+
+def _switch_off() -> Undo:
+    # by the names that a program may have used
+    undo: Undo = []
     backends: Any = torch.backends
     every = [getattr(owner, "matmul", None) for owner in (backends.cuda, backends.mkldnn)]
     every += [getattr(backends.cudnn, name, None) for name in ("conv", "rnn")]
