@@ -17,7 +17,7 @@ from common import RESULTS, parse_options, write
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from fedntk.ntk.evolution.flow_options import AUTO_STEPS
+from fedntk.ntk.evolution.gradient_flow import AUTO_STEPS
 from fedntk.simulations import Config, compare, read_runs
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.report.figures import COLOURS, MARKERS

@@ -277,8 +277,7 @@ def decompose(weights: Tensor, initial: Tensor, examples: TwoPatchExamples) -> C
     if clients * n > room:
         raise ValueError(
             f"examples: expected at most d - C = {room} noise patches, got {clients * n}: their "
-            "coefficients are not unique; take fewer examples or a larger d, or follow them from "
-            "the first weights with coefficient_step"
+            "coefficients are not unique; take fewer, a larger d, or follow coefficient_step"
         )
     change = weights - initial
     signal = torch.einsum("kjrd,cd->kcjr", change, examples.signals)

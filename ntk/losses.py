@@ -5,12 +5,15 @@
 is ``-output_scale(...) * residual(...)``. Outputs f and one-hot or soft targets Y are (n, C).
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 Loss = Literal["mse", "cross-entropy"]
+OUTPUT_OFFSET = "output-offset"  # key of a message's configuration
 
 
 def check_loss(loss: str) -> Loss:
@@ -36,8 +39,7 @@ def require_scores(outputs: Tensor, loss: Loss) -> None:
     if loss == "cross-entropy" and (named or by_hand):
         raise ValueError(
             "model: expected scores, which the loss cross-entropy turns into probabilities, got "
-            "probabilities, or their logarithms; leave out the softmax, log-softmax or sigmoid at "
-            "its end"
+            "probabilities, or their logarithms; leave out its last softmax or sigmoid"
         )
 
 
@@ -100,3 +102,33 @@ def one_hot(labels: Tensor, num_classes: int, dtype: torch.dtype = torch.float32
             f"got {int(labels.min())} ... {int(labels.max())}; set the number of classes to match"
         )
     return torch.nn.functional.one_hot(labels.long(), num_classes).to(dtype)
+
+
+def log_class_prior(targets: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Offset log(pi_c / rho_c), shape (C,), added to the outputs while a cross-entropy is reduced.
+
+    Source: Menon et al., *Long-Tail Learning via Logit Adjustment*, ICLR 2021, eq. (10), with
+    tau = 1. A network that fits the shares pi of some examples with the offset predicts,
+    without it, as if the shares were rho: by default 1/C, otherwise those of `counts` (C,).
+
+    One example that is spread over the classes smooths the shares of one-hot targets (n, C), n at
+    least 1: pi_c = (n_c + 1/C) / (n + 1), and rho likewise.
+    """
+    shares = _shares(targets.sum(0, dtype=torch.float64))
+    expected = 1 / targets.shape[1] if counts is None else _shares(counts.to(shares))
+    return (shares / expected).log().to(targets.dtype)
+
+
+def _shares(counts: Tensor) -> Tensor:
+    return (counts + 1 / len(counts)) / (counts.sum() + 1)
+
+
+def offset_of(config: Mapping[str, Any], num_classes: int) -> Tensor:
+    """Return the offset of the outputs in a message's configuration; zeros without one."""
+    offset = config.get(OUTPUT_OFFSET, [0.0] * num_classes)
+    numbers = isinstance(offset, list) and all(isinstance(v, float) for v in offset)
+    if not numbers or len(offset) != num_classes or not all(map(math.isfinite, offset)):
+        raise ValueError(
+            f"{OUTPUT_OFFSET}: expected {num_classes} finite numbers, got {str(offset)[:80]}"
+        )
+    return torch.tensor(offset)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import Loss, loss_value
-from fedntk.ntk.class_prior import log_class_prior
+from fedntk.ntk.losses import log_class_prior
 from fedntk.ntk.options import Declared, option
 
 from .base import ModelClient

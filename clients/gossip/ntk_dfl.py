@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
 from fedntk.ntk.averages import are_finite, change_size, weighted_sum
-from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, trimmed_losses
+from fedntk.ntk.losses import log_class_prior
 from fedntk.ntk.options import argument
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLTask, mixing_row

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 import torch
 
 from fedntk.ntk import JacobianUpload, jacobian, loss_value
-from fedntk.ntk.class_prior import offset_of
 from fedntk.ntk.evolution.candidates import unstack_candidates
+from fedntk.ntk.losses import offset_of
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import wire
 

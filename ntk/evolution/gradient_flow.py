@@ -26,12 +26,14 @@ from torch import Tensor
 
 from ..jacobian.operator import Jacobian
 from ..losses import Loss, loss_value, output_hessian, output_scale, residual
-from ..options import option
+from ..options import Declared, option, shared
 from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
-from .flow_options import FlowOptions, Kernel
 from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev, SolverStep, State
 
+Kernel = Literal["mean", "corrected", "full"]
+AUTO = "auto"
+AUTO_STEPS = (10, 30, 100, 300, 1000, 3000, 10_000)  # in times of the kernel's fastest part
 MOST_PRODUCTS = 100  # of a power iteration
 # (f(0) in float64, increasing times, the time passed before) -> f and R at the times, with R(0) = 0
 _Follow = Callable[[Tensor, Sequence[float], float], list[State]]
@@ -39,25 +41,14 @@ _Follow = Callable[[Tensor, Sequence[float], float], list[State]]
 
 @dataclass(frozen=True, eq=False)
 class Evolution:
-    """Outputs and residuals of the linearised network at the requested steps.
+    """Outputs f(t) and residuals R(t) of the linearised network at T times, both (T, n, C).
 
-    Attributes
-    ----------
-    steps : tuple of float, length T
-        Times t, in steps of the learning rate.
-    outputs : Tensor, shape (T, n, C)
-        f(t): eq. (9a) for MSE.
-    residuals : Tensor, shape (T, n, C)
-        R(t): ``jacobian.vjp(residuals[k])`` is the change of the weights, eq. (9b) and (10).
-    kernel_products : int
-        Products of a kernel, mean or full, with an (n, C) matrix, for whatever purpose.
-    solver_steps : int
-        Accepted steps; the estimated error of each is within the tolerance.
-    error_estimate : float
-        Sum of these errors, relative to the norm of the outputs: an upper estimate of the error at
-        the last step, because the flow of a convex loss damps errors.
-    learning_rate : float
-        eta.
+    `steps` are the times, in steps of `learning_rate`, eta; f is that of eq. (9a) for MSE, and
+    ``jacobian.vjp(residuals[k])`` is the change of the weights, eq. (9b) and (10).
+    `kernel_products` counts products of a kernel, mean or full, with an (n, C) matrix. The
+    estimated errors of the `solver_steps`, each within the tolerance and relative to the norm of
+    the outputs, add up to `error_estimate`: an upper estimate of the error at the last step,
+    because the flow of a convex loss damps errors.
     """
 
     steps: tuple[float, ...]
@@ -67,6 +58,50 @@ class Evolution:
     solver_steps: int
     error_estimate: float
     learning_rate: float
+
+
+class FlowOptions(Declared):
+    """How outputs evolve; :class:`GradientFlow` says what each choice means."""
+
+    loss: Loss = shared("loss that evolves; the clients' must be the same", default="cross-entropy")
+    learning_rate: float | Literal["auto"] = shared(
+        "eta; 'auto': the largest at which gradient descent on the linearised network overshoots "
+        "along no eigenvector of the round's kernel, for networks of any kind (a rate for an MLP "
+        "is far too large for a convolutional network)",
+        above=0,
+    )
+    steps: Sequence[float] = shared(
+        "increasing times t, in steps of the learning rate, at which the evolution is known",
+        at_least=0,
+    )
+    kernel: Kernel = shared(
+        "mean: one kernel for all outputs, as in the paper; corrected: the same, with the outputs "
+        "of the exact linearised network at each of the steps, which learns in fewer rounds (keep "
+        "the steps few); full: all outputs coupled",
+        default="mean",
+    )
+    residuals: Literal["integral", "sum"] = shared(
+        "how residuals add up over time: their integral, or the paper's sum over whole steps",
+        default="integral",
+    )
+    tolerance: float = shared(
+        "error allowed per step of the solver, relative to the norm of the outputs",
+        default=1e-4,
+        above=0,
+        below=1,
+    )
+
+    def check(self) -> None:
+        """Refuse steps that do not increase, or are not whole where residuals are summed."""
+        if any(a >= b for a, b in itertools.pairwise(self.steps)):
+            raise ValueError(f"steps: expected increasing times, got {list(self.steps)}")
+        if self.residuals == "sum" and any(t != round(t) for t in self.steps):
+            raise ValueError(f"steps: residuals='sum' needs whole steps, got {list(self.steps)}")
+
+    @property
+    def has_auto_rate(self) -> bool:
+        """Whether the learning rate follows the kernel."""
+        return self.learning_rate == AUTO
 
 
 class GradientFlow(FlowOptions):

@@ -502,7 +502,7 @@ def _pairs(
         marks[list(outputs)] = of_outputs
         marks = (of_examples[:, None] * marks).view(values.shape)
         marked = _gradients(values, tensors, marks, keep=True)
-    gradients = _gradients_of_each(totals, outputs, tensors)
+    gradients = _gradients_of_outputs(totals, outputs, tensors)
     for k, (layer, a, _) in enumerate(points):
         axis = layer.batch_axis
         inputs, gradient = a.detach().movedim(axis, 0), gradients[k].movedim(axis + 1, 0)
@@ -517,7 +517,7 @@ def _pairs(
     return pairs
 
 
-def _gradients_of_each(
+def _gradients_of_outputs(
     totals: Tensor, outputs: Sequence[int], points: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """Differentiate each of the chosen outputs at points: (C, *shape); a GPU does all at once."""

@@ -31,7 +31,9 @@ from torch.nn import grad
 from .blocks import AT_WORK, LayerBlock, squared_row_norms, tile_size, tiles, total, workspace
 
 AT_ONCE = 2**21  # numbers of patches that are worth cutting at a time on a CPU
-ALONE = 2**15 - 1  # numbers that torch works on in one thread: it takes longer to share out few
+ONE_THREAD = (
+    2**15 - 1
+)  # numbers that torch works on in one thread: it takes longer to share out few
 # by the number of dimensions
 CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
 WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
@@ -274,7 +276,9 @@ class FactoredBlock(LayerBlock):
         inputs = self.patches_by_number()
         gradients = self.gradients.transpose(2, 3).flatten(1, 2).contiguous()  # (n, C d_out, S)
         every = row + width * torch.arange(outputs, device=row.device)[:, None]  # (C, k)
-        size = max(1, (AT_WORK if torch.get_num_threads() == 1 else ALONE) // (outputs * positions))
+        size = max(
+            1, (AT_WORK if torch.get_num_threads() == 1 else ONE_THREAD) // (outputs * positions)
+        )
         parts = [
             (slice(start, start + size), column[start : start + size], entries.flatten())
             for start, entries in zip(range(0, len(row), size), every.split(size, 1), strict=True)

@@ -17,7 +17,7 @@ MOST = 16  # examples that are looked at
 REPEATS = 50  # of a network that draws random numbers
 NOISE, EXACT = 2e-6, 1e-9  # relative; a difference above NOISE is looked at again in float64
 CLEAR = 1e-3  # the same of a network that float64 does not serve
-MAX_KEPT = 256
+MAX_CHECKED = 256
 AGAIN, BESIDE, FEWER = "it runs again", "other examples are beside it", "fewer are beside it"
 CURES = {
     AGAIN: "random numbers and counters must not act in evaluation mode (dropout: "
@@ -26,7 +26,7 @@ CURES = {
     "(BatchNorm with track_running_stats)",
     FEWER: "the number of examples must not count",
 }
-_KEPT: dict[Hashable, None] = {}
+_CHECKED: dict[Hashable, None] = {}
 
 
 class _Difference(NamedTuple):
@@ -49,12 +49,12 @@ def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = 
     """
     form = form or structure_of(model)
     key = form and (form, x.shape[1:], x.dtype, x.device)
-    if key in _KEPT:
+    if key in _CHECKED:
         return
     chosen = x[torch.linspace(0, len(x) - 1, min(len(x), MOST)).long().to(x.device)]
     if key and not bool((chosen != chosen[:1]).any()):  # they show nothing of neighbours
         key = (key, "alike")
-        if key in _KEPT:
+        if key in _CHECKED:
             return
     with evaluation_mode(model), _without_zeros(model):
         difference = _difference(model, chosen)
@@ -64,7 +64,7 @@ def check_function_of_one_example(model: nn.Module, x: Tensor, form: Hashable = 
                 f"got others from {_source(model, difference)} when {difference.when}; "
                 f"{CURES[difference.when]}"
             )
-    keep(_KEPT, key, None, MAX_KEPT)
+    keep(_CHECKED, key, None, MAX_CHECKED)
 
 
 def check_once(model: nn.Module) -> Callable[[Tensor], None]:

@@ -9,8 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ..evolution.flow_options import FlowOptions, Kernel
-from ..evolution.gradient_flow import GradientFlow
+from ..evolution.gradient_flow import FlowOptions, GradientFlow, Kernel
 from ..losses import Loss
 from ..options import Declared, shared
 from ..robust_averages import Defence

@@ -37,24 +37,13 @@ class InputTransform:
 
     Numbers are standardised to ``(x - mean) / std``; texts become positions in an alphabet.
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Shape of one raw example.
-    mean, std : float32 or float64
-        Moments of the training examples, which broadcast over an example: per channel of images,
-        per column of tables. Their dtype is float32 only for examples that are near 0, of a dtype
-        that float32 holds, and no tables.
-    columns : tuple of str
-        Columns of a table, in order; a data frame is then read by them.
-    kinds : tuple of str
-        What each of these columns holds: ``"0 or 1"``, ``"whole"`` or ``"real"`` numbers.
-    alphabet : str
-        Characters of texts; empty for numbers.
-    classes : tuple of str or int
-        Names of the C classes, or the numbers that were labels in the data, such as 1 ... C.
-    project : callable, optional
-        Random projection of the standardised tensor. Its seed is a secret, so it is not saved.
+    `shape` is that of one raw example. `mean` and `std` are moments of the training examples, which
+    broadcast over an example: per channel of images, per column of tables; float64, or float32 for
+    examples near 0, of a dtype that float32 holds, that are no tables. A table, which may come as a
+    data frame, has the names of its `columns`, and their `kinds`: ``"0 or 1"``, ``"whole"`` or
+    ``"real"`` numbers. `alphabet` has the characters of texts. `classes` are the names of the C
+    classes, or the numbers that were labels in the data, such as 1 ... C. `project` is a random
+    projection of the standardised tensor, which is not saved, as its seed is a secret.
 
     Examples
     --------
@@ -398,8 +387,7 @@ def _require_resolved(
     if (lost & varies).any() or (rounded and not varies.any()):
         raise ValueError(
             f"expected examples whose differences float32 can hold, got {x.dtype} of about "
-            f"{largest.max():g} that differ by {spread.min():g}; subtract an offset first, such as "
-            "the first example, or scale them"
+            f"{largest.max():g} that differ by {spread.min():g}; subtract an offset, or scale them"
         )
 
 

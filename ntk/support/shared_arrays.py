@@ -41,8 +41,7 @@ def require_whole(network: nn.Module, names: Collection[str], use: str) -> None:
         if (name in names) != (first in names):
             raise ValueError(
                 f"network: expected all names of an array to {use}, or none; {first} and {name} "
-                "are one array, and only one of them does. Choose both, or neither, or give the "
-                "network two arrays"
+                "are one array: choose both, or neither, or give the network two arrays"
             )
 
 
@@ -66,7 +65,6 @@ def require_separate(network: nn.Module) -> None:
                 raise ValueError(
                     "model: expected parameters and buffers with memory of their own, but "
                     f"{name} shares memory with {others}, so that each has a part of the gradient; "
-                    "register one nn.Parameter under both names, or only one of them, and compute "
-                    "the other from it in forward"
+                    "register one nn.Parameter under both names, or compute one from the other"
                 )
             place.fill_(True)

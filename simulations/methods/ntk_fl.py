@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from fedntk.clients import sample_size
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import jacobian, require_memory
-from fedntk.ntk.evolution.flow_options import AUTO
+from fedntk.ntk.evolution.gradient_flow import AUTO
 from fedntk.strategies import CPNTKFL, NTKFL, Sampling, Strategy
 
 from ..config.config import BaseConfig

@@ -21,11 +21,10 @@ from flwr.app import MessageType
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, JacobianUpload, require_memory
-from fedntk.ntk.class_prior import OUTPUT_OFFSET, log_class_prior
 from fedntk.ntk.evolution.candidates import Candidates, lowest_loss, mean_losses, trimmed_losses
-from fedntk.ntk.evolution.flow_options import AUTO_STEPS, FlowOptions
-from fedntk.ntk.evolution.gradient_flow import GradientFlow
+from fedntk.ntk.evolution.gradient_flow import AUTO_STEPS, FlowOptions, GradientFlow
 from fedntk.ntk.evolution.solver import SolverStep
+from fedntk.ntk.losses import OUTPUT_OFFSET, log_class_prior
 from fedntk.ntk.options import argument, option, part, state
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.leave_one_out import screen_harmful

@@ -12,7 +12,7 @@ from torch import nn
 from fedntk.clients import LocalSGD, SGDClient, get_weights
 from fedntk.clients.core.randomness import torch_seed
 from fedntk.ntk import one_hot
-from fedntk.ntk.class_prior import log_class_prior
+from fedntk.ntk.losses import log_class_prior
 
 from ..conftest import refused
 from ..strategies.federation import InOrder, app, bits, network, start

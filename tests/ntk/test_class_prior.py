@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedntk.ntk.class_prior import OUTPUT_OFFSET, log_class_prior, offset_of
+from fedntk.ntk.losses import OUTPUT_OFFSET, log_class_prior, offset_of
 
 from ..conftest import refused
 

@@ -10,8 +10,8 @@ import torch
 
 from fedntk.clients import NTKFLClient
 from fedntk.ntk import Jacobian, evolve, jacobian, loss_value, one_hot
-from fedntk.ntk.class_prior import log_class_prior
-from fedntk.ntk.evolution.flow_options import AUTO_STEPS
+from fedntk.ntk.evolution.gradient_flow import AUTO_STEPS
+from fedntk.ntk.losses import log_class_prior
 from fedntk.strategies import NTKFL, Screening
 
 from .federation import (

@@ -18,8 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from fedntk.ntk import Evolution, Jacobian, NotEnoughMemory, evolve, jacobian, loss_value, one_hot
-from fedntk.ntk.evolution.flow_options import Kernel
-from fedntk.ntk.evolution.gradient_flow import GradientFlow
+from fedntk.ntk.evolution.gradient_flow import GradientFlow, Kernel
 from fedntk.ntk.evolution.solver import RungeKuttaChebyshev, SolverStep, _coefficients
 from fedntk.ntk.losses import output_hessian, output_scale, residual
 

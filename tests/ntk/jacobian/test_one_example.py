@@ -134,8 +134,8 @@ def examples(name: str) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept():
-    one_example._KEPT.clear()
+def nothing_checked():
+    one_example._CHECKED.clear()
     torch.default_generator.manual_seed(0)
     random.seed(0)
 
