@@ -177,18 +177,6 @@ def test_signature_docstring_and_repr_show_options_and_parts():
     assert repr(outer) == "Outer(rate=1.0, mean=Mean(toy=Toy(count=3)))"
 
 
-def test_a_constructor_written_by_hand_is_handed_down_and_shows_what_it_takes():
-    class ByHand(Outer):
-        def __init__(self, place: str, **more: object) -> None:
-            super().__init__(**more)
-
-    class Child(ByHand):
-        pass
-
-    assert list(inspect.signature(Child).parameters)[:3] == ["place", "rate", "toy"]
-    assert Child("here", mean=True).mean.decay == 0.5
-
-
 def test_the_type_of_a_part_is_one_declared_class():
     for kind in (int, Toy | Mean, Toy | int):
         with pytest.raises(TypeError, match=r"Wrong\.toy: expected a class derived from Declared"):
