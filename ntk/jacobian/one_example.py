@@ -34,8 +34,9 @@ class _Difference(NamedTuple):
 
     when: str
     first: Tensor
+    first_rows: slice
     second: Tensor
-    rows: slice
+    second_rows: slice
     size: float  # relative
 
 
@@ -128,14 +129,15 @@ def _difference(model: nn.Module, chosen: Tensor, noise: float | None = None) ->
         )
     repeats = 1 if _states(model) == before else REPEATS
     first, last = chosen[:1].expand_as(chosen[half:]), chosen[-1:].expand_as(chosen[:half])
-    pairs = [(AGAIN, chosen, slice(None))] * repeats
+    every, one = slice(None), slice(0, 1)
+    pairs = [(AGAIN, every, chosen, every)] * repeats
     pairs += [
-        (BESIDE, torch.cat([chosen[:half], first]), slice(0, half)),
-        (BESIDE, torch.cat([last, chosen[half:]]), slice(half, n)),
-        (FEWER, chosen[:2] if n > 2 else chosen.repeat_interleave(2, 0), slice(0, 1)),
-        *((FEWER, chosen[i : i + 1], slice(i, i + 1)) for i in range(n)),
+        (BESIDE, slice(0, half), torch.cat([chosen[:half], first]), slice(0, half)),
+        (BESIDE, slice(half, n), torch.cat([last, chosen[half:]]), slice(half, n)),
+        (FEWER, one, chosen[:2] if n > 2 else chosen.repeat_interleave(2, 0), one),
+        *((FEWER, slice(i, i + 1), chosen[i : i + 1], one) for i in range(n)),
     ]
-    for when, batch, rows in pairs:
+    for when, rows, batch, batch_rows in pairs:
         try:
             others = model(batch.clone())
         except (RuntimeError, ValueError, IndexError) as error:
@@ -143,10 +145,10 @@ def _difference(model: nn.Module, chosen: Tensor, noise: float | None = None) ->
                 f"model: expected that it takes any number of examples, as each is served by "
                 f"itself; it takes {n} and fails for {len(batch)}: {error}"
             ) from error
-        distance = _distance(outputs[rows], others[:1] if when == FEWER else others[rows])
+        distance = _distance(outputs[rows], others[batch_rows])
         if distance > (noise or _rounding(outputs)):
             when = when if repeats == 1 else AGAIN
-            return _Difference(when, chosen, batch, rows, distance)
+            return _Difference(when, chosen, rows, batch, batch_rows, distance)
     return None
 
 
@@ -189,32 +191,28 @@ def _states(model: nn.Module) -> tuple[Any, ...]:
 
 def _source(model: nn.Module, difference: _Difference) -> str:
     """Name the first module that makes different outputs of the same inputs."""
-    when, batches = difference.when, (difference.first, difference.second)
+    when, first, first_rows, second, second_rows, _ = difference
+
+    def differ(a: Tensor, b: Tensor) -> bool:
+        a = _rows_of(a, len(first), first_rows, when)
+        return _distance(a, _rows_of(b, len(second), second_rows, when)) > _rounding(a)
+
     for _ in range(REPEATS if when == AGAIN else 1):
-        calls = (_calls(model, batch) for batch in batches)
-        for (name, *first), (_, *second) in zip(*calls, strict=False):
-            same = []  # inputs, outputs
-            for tensors in zip(first, second, strict=True):
-                pairs = [
-                    [
-                        _shared_rows(t, batch, difference)
-                        for t, batch in zip(pair, batches, strict=True)
-                    ]
-                    for pair in zip(*tensors, strict=False)
-                ]
-                same.append(all(_distance(a, b) <= _rounding(a) for a, b in pairs))
-            if same == [True, False] and name:
+        for (name, *tensors), (_, *others) in zip(
+            _calls(model, first), _calls(model, second), strict=False
+        ):
+            inputs, outputs = (any(map(differ, a, b)) for a, b in zip(tensors, others, strict=True))
+            if outputs and not inputs and name:
                 return f"{name!r} ({type(model.get_submodule(name)).__name__})"
     return f"the network's forward ({type(model).__name__})"
 
 
-def _shared_rows(tensor: Tensor, batch: Tensor, difference: _Difference) -> Tensor:
-    """Return the rows of the examples that both batches have; nothing of what has no such rows."""
+def _rows_of(tensor: Tensor, n: int, rows: slice, when: str) -> Tensor:
+    """Return the rows of some of n examples; nothing of what has no rows of examples."""
     for axis in range(min(2, tensor.ndim)):
-        if tensor.shape[axis] == len(batch):
-            only_first = difference.when == FEWER and batch is difference.second
-            return tensor.movedim(axis, 0)[slice(0, 1) if only_first else difference.rows]
-    return tensor if difference.when == AGAIN else tensor.new_empty(0)
+        if tensor.shape[axis] == n:
+            return tensor.movedim(axis, 0)[rows]
+    return tensor if when == AGAIN else tensor.new_empty(0)
 
 
 def _calls(model: nn.Module, batch: Tensor) -> list[tuple[str, list[Tensor], list[Tensor]]]:
