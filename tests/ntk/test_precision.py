@@ -1,6 +1,10 @@
-"""TF32, and bfloat16 on CPUs, are off where kernels and solutions are formed, and only there."""
+"""TF32, and bfloat16 on CPUs, are off where kernels and solutions are formed, and only there.
+
+The program that a GPU machine runs would find them out.
+"""
 
 import operator
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +14,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedntk.ntk import evolve, jacobian, random_projection
+from fedntk.ntk import Jacobian, evolve, jacobian, random_projection
 from fedntk.ntk.features.rows import FeatureRows
 from fedntk.ntk.support.precision import full_float32
 
+from . import on_device
 from .cases import make
-from .on_device import products
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "convolution", "convolution_backward"}
 
@@ -53,7 +57,7 @@ ROWS, X, Y = FeatureRows(np.ones((6, 4), np.float32)), torch.ones(6, 4), torch.o
 W, F, TARGETS = torch.zeros(4, 2), torch.zeros(6, 3), torch.eye(3)[torch.arange(6) % 3]
 FLOW = {"learning_rate": 0.1, "steps": [5]}
 WORKS = {
-    "products and features": lambda: products("cnn", torch.float32, "cpu"),
+    "products and features": lambda: on_device.products("cnn", torch.float32, "cpu"),
     "solver": lambda: evolve(torch.eye(6), F, TARGETS, loss="cross-entropy", **FLOW),
     "projection": lambda: random_projection(X, 3, 0),
     "rows": lambda: ROWS @ W,
@@ -132,3 +136,32 @@ def test_the_newer_switches_are_heeded(owner):
     finally:
         backend.fp32_precision = old
     assert chosen() == state
+
+
+NAMES = ["lstm", "single-output", "narrow-maps", "gpt", "no-outputs-axis", "convex problem"]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # LSTM by vmap
+def test_float32_is_within_the_bound_of_float64(capsys):
+    assert on_device.report("cpu", NAMES)
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == NAMES
+
+
+def test_factors_of_ten_bits_are_found_out(monkeypatch, capsys):
+    """As TF32 rounds them: to 2^-11, ten times the bound."""
+    exact = on_device.jacobian
+
+    def rounded(*arguments: Any, **options: Any) -> Jacobian:
+        jac = exact(*arguments, **options)
+        return jac if jac.dtype == torch.float64 else jac.mapped(lambda a: a.half().float())
+
+    monkeypatch.setattr(on_device, "jacobian", rounded)
+    assert not on_device.report("cpu", ["mlp"])
+    assert "more than 5e-05" in capsys.readouterr().out
+
+
+def test_the_program_says_if_there_is_no_gpu(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    program("gpu").main()
+    assert capsys.readouterr().out == "torch finds no GPU here: nothing was run\n"
