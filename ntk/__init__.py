@@ -3,7 +3,7 @@
 The names that most programs need are here; the folders' modules have the others.
 """
 
-from .convex.ridge import ridge_regression
+from .convex.pooled_statistics import ridge_regression
 from .errors import BadReply, NotEnoughMemory
 from .evolution.gradient_flow import Evolution, evolve
 from .features.centred_inputs import CentredInputs

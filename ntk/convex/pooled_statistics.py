@@ -1,7 +1,7 @@
-"""The convex problem of TCT solved in one place, from nothing but sums over the clients' features.
+"""Ridge regression: from a kernel; from nothing but sums over clients; between two matrices.
 
-Beyond Yu et al., NeurIPS 2022: the solution of :func:`~fedntk.ntk.ridge_regression` in the
-primal. Its p x p matrix is a sum over examples, the same however these are split among clients.
+Beyond Yu et al., NeurIPS 2022, whose convex problem the sums solve in one place: a p x p matrix is
+a sum over examples, the same however these are split among clients.
 """
 
 import contextlib
@@ -18,10 +18,57 @@ from torch import Tensor
 from ..features.normaliser import Moments, Normaliser
 from ..payloads.feature_statistics import FeatureStatistics
 from ..payloads.split_statistics import SplitStatistics
-from .ridge import solve_ridge
 
 RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 OWN_WEIGHTS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
+    """Coefficients A (n, C) of W = Z^T A, the minimum of ||Z W - Y||^2 + rho ||W||^2, in the dual.
+
+    A = (K + rho I)^{-1} Y, float64, with K = Z Z^T (n, n), targets Y (n, C) and rho = `ridge` times
+    the mean of K's diagonal. Full-batch steps from zero approach the limit rho -> 0.
+    """
+    system = kernel.double()
+    system = system.clone() if system is kernel else system
+    return solve_ridge(system, targets.double(), ridge, float(system.diagonal().mean()))
+
+
+def solve_ridge(
+    system: Tensor, right: Tensor, ridge: float, scale: float, *, free: int = 0
+) -> Tensor:
+    """Solve (S + rho I) X = B in float64, rho = ridge times scale but for the last `free` rows.
+
+    S is overwritten.
+    """
+    if not ridge > 0:  # also NaN
+        raise ValueError(f"ridge: expected more than 0, got {ridge}")
+    system.diagonal()[: len(system) - free].add_(ridge * (scale or 1.0))
+    factor, failed = torch.linalg.cholesky_ex(system)
+    if int(failed) or not bool(torch.isfinite(factor.diagonal()).all()):
+        raise ValueError(f"ridge = {ridge:g} is too small for these features; raise it")
+    return torch.cholesky_solve(right, factor)
+
+
+def sandwiched_ridge(
+    gram: Tensor, cross: Tensor, linear: Tensor, ridge: float, num_examples: int
+) -> Tensor:
+    """Return Omega (m, p), the minimum of ||R - F Omega W||^2 + rho ||Omega||^2, float64.
+
+    Source: Tang et al., *DeepAFL*, ICLR 2026, arXiv 2603.00579, their program. Given are F^T F
+    (m, m), F^T R (m, C) and W (p, C). With F^T F = V diag(s) V^T and W = U diag(t) Q^T
+
+        Omega = V M U^T,  M_ij = (V^T F^T R Q)_ij t_j / (rho + s_i t_j^2).
+
+    rho is `ridge` times the mean squared norms of the rows of F and of the columns of W.
+    """
+    values, vectors = torch.linalg.eigh(gram.double())
+    left, scales, right = torch.linalg.svd(linear.double(), full_matrices=False)
+    squares = scales.square()
+    rho = ridge * float(values.sum()) / num_examples * float(squares.sum()) / linear.shape[1]
+    inner = (vectors.T @ cross.double() @ right.T) * scales
+    omega: Tensor = vectors @ (inner / (rho + values.clamp(min=0)[:, None] * squares)) @ left.T
+    return omega
 
 
 def normaliser_of(statistics: FeatureStatistics) -> Normaliser:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
 
-from fedntk.ntk.convex.ridge import sandwiched_ridge
+from fedntk.ntk.convex.pooled_statistics import sandwiched_ridge
 from fedntk.ntk.features.layers import RESIDUAL_LAYER, ResidualFeatures
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedntk.ntk.convex.ridge import solve_ridge
+from fedntk.ntk.convex.pooled_statistics import solve_ridge
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads.prototypes import Prototypes
 

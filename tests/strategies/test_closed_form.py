@@ -12,7 +12,7 @@ from torch import nn
 
 from fedntk.clients import ClosedFormClient
 from fedntk.ntk import FeatureMap, one_hot, with_residual_features
-from fedntk.ntk.convex.ridge import sandwiched_ridge
+from fedntk.ntk.convex.pooled_statistics import sandwiched_ridge
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.prototypes import Prototypes
 from fedntk.strategies import AFL, DeepAFL, Fed3R, FedCOF, FedNCM

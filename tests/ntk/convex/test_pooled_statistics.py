@@ -12,8 +12,8 @@ from fedntk.ntk.convex.pooled_statistics import (
     class_weights,
     normaliser_of,
     personal_model,
+    sandwiched_ridge,
 )
-from fedntk.ntk.convex.ridge import sandwiched_ridge
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
