@@ -2,7 +2,7 @@
 
 An attack on examples changes what a client trains on, and the client is honest from there on: it
 works with every method. An attack on replies changes the arrays of floating point in what a client
-sends, as :class:`~fedntk.simulations.engine.lies.LyingGrid` passes it on; what is counted, sealed
+sends, as :class:`~fedntk.simulations.engine.faults.LyingGrid` passes it on; what is counted, sealed
 or compressed to whole numbers stays. A reply is x + d, with x what was sent to the client under the
 same name (0 if nothing), and the attack changes d. Liars know the honest replies of the exchange,
 so they can collude.
@@ -29,12 +29,7 @@ BACKDOOR_CLASS = 0
 
 
 class Attack(NamedTuple):
-    """What a liar does.
-
-    `on_examples` maps examples (n, ...), labels (n,), the number of classes and a generator to
-    false examples and labels. `on_reply` maps the honest changes, those of the honest clients, the
-    factor and a generator to false changes.
-    """
+    """What a liar does: with examples, labels, classes; or with its own and honest changes."""
 
     on_examples: Callable[[Tensor, Tensor, int, Generator], Examples] | None = None
     on_reply: Callable[[Changes, Sequence[Changes], float, Generator], Changes] | None = None
@@ -54,9 +49,9 @@ def _rename_class(x: Tensor, y: Tensor, classes: int, _: Generator) -> Examples:
 
 
 def _add_backdoor(x: Tensor, y: Tensor, _: int, __: Generator) -> Examples:
-    every = torch.arange(len(y)) % 2 == 0
-    images = torch.where(every.reshape(-1, *[1] * (x.ndim - 1)), patched(x), x)
-    return images, torch.where(every, BACKDOOR_CLASS, y)
+    marked = torch.arange(len(y)) % 2 == 0
+    images = torch.where(marked.reshape(-1, *[1] * (x.ndim - 1)), patched(x), x)
+    return images, torch.where(marked, BACKDOOR_CLASS, y)
 
 
 def _scale(changes: Changes, factor: float) -> Changes:
@@ -102,27 +97,27 @@ ATTACKS: Mapping[str, Attack] = {
         lambda x, y, classes, rng: (x, torch.from_numpy(rng.integers(0, classes, len(y))).to(y))
     ),
     "backdoor": Attack(_add_backdoor),
-    "sign-flip": Attack(on_reply=lambda own, _, factor, __: _scale(own, -factor)),
-    "scaling": Attack(on_reply=lambda own, _, factor, __: _scale(own, factor), factor=10.0),
+    "sign-flip": Attack(on_reply=lambda changes, _, factor, __: _scale(changes, -factor)),
+    "scaling": Attack(on_reply=lambda changes, _, factor, __: _scale(changes, factor), factor=10.0),
     "little-is-enough": Attack(on_reply=lambda _, honest, z, __: _mean(honest, z), factor=1.5),
     "inner-product": Attack(on_reply=lambda _, honest, e, __: _scale(_mean(honest), -e)),
     "mimic": Attack(on_reply=lambda _, honest, __, ___: _mimic(honest)),
     "false-prototypes": Attack(  # each class mean comes under the next class
-        on_reply=lambda own, _, factor, __: {
-            n: factor * np.roll(d, 1, 0) if is_named("means", n) else d for n, d in own.items()
+        on_reply=lambda changes, _, factor, __: {
+            n: factor * np.roll(d, 1, 0) if is_named("means", n) else d for n, d in changes.items()
         }
     ),
     "false-jacobians": Attack(  # of false labels, and as large as passes the checks of form
         _shift_labels,
-        lambda own, _, factor, __: {  # layers come as two factors; nothing else is scaled
-            n: factor**0.5 * d if "/block-" in n else d for n, d in own.items()
+        lambda changes, _, factor, __: {  # layers come as two factors; nothing else is scaled
+            n: factor**0.5 * d if "/block-" in n else d for n, d in changes.items()
         },
         factor=50.0,
     ),
     "false-gram": Attack(
-        on_reply=lambda own, _, __, rng: {
+        on_reply=lambda changes, _, __, rng: {
             n: draw_gram_signs(d, rng) if is_named("gram", n) and d.ndim == 1 else d
-            for n, d in own.items()
+            for n, d in changes.items()
         }
     ),
 }

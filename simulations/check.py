@@ -28,7 +28,7 @@ from fedntk.strategies.core.averaging import named_arrays
 from .configuration import Config
 from .engine._flower import log_from
 from .engine.building import load_setup, make_strategy
-from .engine.client_app import app
+from .engine.client_app import make_app
 from .engine.engines import LocalGrid, MeteredGrid
 from .engine.runs import Runnable, read_config
 from .errors import ConfigError, first_line
@@ -63,8 +63,8 @@ def _with(arrays: Callable[[Any], dict[str, Any]] = lambda _: {}, **metrics: Any
         for record in reply.content.array_records.values():
             for name, new in arrays(named_arrays(record)).items():
                 record[name] = new if isinstance(new, Array) else Array(new)
-        for own in reply.content.metric_records.values():
-            own.update({key_of(name): value for name, value in metrics.items()})
+        for measured in reply.content.metric_records.values():
+            measured.update({key_of(name): value for name, value in metrics.items()})
         return [reply]
 
     return change
@@ -74,15 +74,17 @@ def _held_by(strategy: Any) -> dict[str, Any]:
     """Return name -> value of what a strategy holds besides what fedntk's classes know."""
     kinds = [kind for kind in type(strategy).__mro__ if kind.__module__.startswith("fedntk.")]
     sources = "".join(map(inspect.getsource, kinds))
-    known = itertools.chain(*re.findall(r"self\.(\w+)|^    (\w+):", sources, re.MULTILINE))
-    remade = [own.name for own in dataclasses.fields(strategy) if own.metadata.get(STATE) is False]
-    return {n: _plain(vars(strategy)[n], {}) for n in vars(strategy).keys() - {*known, *remade}}
+    declared = itertools.chain(*re.findall(r"self\.(\w+)|^    (\w+):", sources, re.MULTILINE))
+    remade = [
+        field.name for field in dataclasses.fields(strategy) if field.metadata.get(STATE) is False
+    ]
+    return {n: _plain(vars(strategy)[n], {}) for n in vars(strategy).keys() - {*declared, *remade}}
 
 
 def _shared_by(*kinds: type) -> dict[str, Any]:
     """Return what users' classes, and the modules that define them, hold for all objects."""
-    found: dict[str, Any] = {}
-    for kind in {kind: None for own in kinds for kind in own.__mro__}:
+    held: dict[str, Any] = {}
+    for kind in {kind: None for value in kinds for kind in value.__mro__}:
         if kind.__module__.partition(".")[0] not in ("builtins", "fedntk", "flwr"):
             module = vars(sys.modules[kind.__module__]).items()
             values = {
@@ -91,8 +93,8 @@ def _shared_by(*kinds: type) -> dict[str, Any]:
                 if name not in vars(Declared)  # such as the list of its options
             }
             values |= {name: value for name, value in module if isinstance(value, DATA)}
-            found |= {n: _plain(own, {}) for n, own in values.items() if "__" not in n}
-    return found
+            held |= {n: _plain(value, {}) for n, value in values.items() if "__" not in n}
+    return held
 
 
 def _plain(value: Any, seen: dict[int, int]) -> Any:
@@ -107,12 +109,12 @@ def _plain(value: Any, seen: dict[int, int]) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return str(value.dtype), np.shape(value), value.tobytes()
     if isinstance(value, Mapping):
-        parts = [(repr(key), _plain(own, seen)) for key, own in value.items()]
+        parts = [(repr(key), _plain(part, seen)) for key, part in value.items()]
         return type(value).__name__, sorted(parts, key=lambda part: part[0])
     if isinstance(value, set | frozenset):
         return type(value).__name__, sorted(map(repr, value))
     if isinstance(value, Iterable) and hasattr(value, "__len__"):
-        return type(value).__name__, [_plain(own, seen) for own in value]
+        return type(value).__name__, [_plain(part, seen) for part in value]
     held = {**getattr(value, "__dict__", {})}
     return type(value).__name__, getattr(value, "__qualname__", ""), _plain(held, seen)
 
@@ -183,6 +185,7 @@ class Contract:
     def _run(self, checkpoint: Path | None = None, **how: Any) -> tuple[ArrayRecord, Any]:
         """Return the network's arrays, and the bits of all arrays with the last evaluation."""
         strategy, last = make_strategy(self.setup), self.config.rounds
+        app = make_app(lambda _: self.setup)
         grid = _Grid(app, self.config.num_clients, self.config.run_config())
         vars(grid).update(how)
 
@@ -199,8 +202,8 @@ class Contract:
         return strategy.network_of(result.arrays), bits
 
     def _differing(self, **how: Any) -> list[str]:
-        _, found = self._run(**how)
-        return [name for name, bits in self.straight.items() if found.get(name) != bits]
+        _, changed = self._run(**how)
+        return [name for name, bits in self.straight.items() if changed.get(name) != bits]
 
     @cached_property
     def _varying(self) -> list[str]:
@@ -210,15 +213,17 @@ class Contract:
     def _require_same(self, **how: Any) -> None:
         if self._varying:
             raise NotJudged(NOT_JUDGED)
-        if odd := self._differing(**how):
-            raise ValueError(f"in round {self.config.rounds} differ: {', '.join(odd)}")
+        if differing := self._differing(**how):
+            raise ValueError(f"in round {self.config.rounds} differ: {', '.join(differing)}")
 
     def settings_survive_a_file_and_flwr_run(self) -> None:
         """Declare options with fedntk.ntk.options.option: numbers, words or tuples of numbers."""
-        self.config.save(self.config.folder / "config.toml")
-        for found in (Config.of_run(self.config.folder), Config.parse(self.config.run_config())):
-            if found != self.config:
-                raise ValueError(f"{self.config.settings} became {found.settings}")
+        config, folder = self.config, self.config.folder
+        config.save(folder / "config.toml")
+        passed = {"objects": config.objects, "methods": config.methods}
+        for read in (Config.of_run(folder, passed=config), Config(config.run_config(), **passed)):
+            if read != config:
+                raise ValueError(f"{config.settings} became {read.settings}")
 
     def arrays_keep_names_dtypes_and_shapes(self) -> None:
         """Return Update(uploads, cast_like(new, r.model)), of strategies.core.averaging."""
@@ -263,10 +268,10 @@ class Contract:
         expected = [self._run(change=change)[1] for change in usable]
         for kind, change in HOSTILE.items():
             try:
-                _, found = self._run(change=change)
+                _, outcome = self._run(change=change)
             except Exception as error:
                 raise ValueError(f"clients send {kind}: {first_line(error)}") from error
-            if found not in expected and not self._varying:
+            if outcome not in expected and not self._varying:
                 raise ValueError(f"clients send {kind}, and it changes the model")
 
 

@@ -1,7 +1,4 @@
-"""A run's state after a round, and its checkpoints.
-
-There are no generators in it: all random numbers are drawn from (seed, round, partition).
-"""
+"""A run's state after a round, and its checkpoints; no generators are in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +19,7 @@ OnRound = Callable[[Record], None]
 
 
 class Best(NamedTuple):
-    """The best model so far by the monitored metric.
-
-    `value` is of the metric, and `learned` says what the model's `weights` hold: see
-    :class:`~fedntk.strategies.Strategy`.
-    """
+    """The best model so far by the monitored metric; `learned` says what its weights hold."""
 
     round: int
     value: float
@@ -35,11 +28,7 @@ class Best(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Metrics of a round, and (partition, metric, value) of the clients' own evaluations.
-
-    The id of a node that reports no partition may have 64 bits; it is the signed number of the same
-    bits, as in Flower's own tables.
-    """
+    """Metrics of a round, and (partition, metric, value) of the clients' own evaluations."""
 
     metrics: Record
     clients: Sequence[tuple[int, str, float]] = ()
@@ -49,8 +38,8 @@ class Round(NamedTuple):
         """Take clients' metrics by partition, without what is not a number."""
         rows = [
             ((partition + 2**63) % 2**64 - 2**63, name, float(value))
-            for partition, own in clients.items()
-            for name, value in own.items()
+            for partition, evaluated in clients.items()
+            for name, value in evaluated.items()
             if value == value
         ]
         return cls(metrics, rows)
@@ -75,7 +64,7 @@ class Checkpoint:
     @property
     def records(self) -> list[Record]:
         """Metrics of all rounds so far."""
-        return [own.metrics for own in self.rounds]
+        return [entry.metrics for entry in self.rounds]
 
     @property
     def round(self) -> int:

@@ -4,6 +4,7 @@ Only a command that needs torch imports it, so that help comes at once.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -128,9 +129,9 @@ def _require_replies(folders: Iterable[Path]) -> None:
 
     summaries = {folder: read_summary(folder) for folder in folders}
     if bad := [
-        f"{folder}: {describe_replies(own)}"
-        for folder, own in summaries.items()
-        if own["status"] == MOSTLY_FAILED
+        f"{folder}: {describe_replies(summary)}"
+        for folder, summary in summaries.items()
+        if summary["status"] == MOSTLY_FAILED
     ]:
         raise RunFailed("; ".join(bad))
 
@@ -168,8 +169,9 @@ def compare_command(
             f"expected TOML files, got the folder {folders[0]}; name its files, such as "
             f"{folders[0]}/*.toml, or show finished runs with fedntk report {folders[0]}"
         )
-    every = [sorted(CONF.glob(c.name)) if "*" in c.name else [c] for c in confs]  # fedntk's own
-    confs = [conf for found in every for conf in found]
+    # a pattern is of files that come with fedntk
+    files = [sorted(CONF.glob(conf.name)) if "*" in conf.name else [conf] for conf in confs]
+    confs = [*itertools.chain.from_iterable(files)]
     overrides = _parse_settings(settings, *confs)
     named = [(conf.stem, Config.load(conf)) for conf in confs]
     configs = {config.name or stem: config for stem, config in named}
@@ -235,7 +237,7 @@ def tune_command(
 
     overrides = _parse_settings(settings, conf)
     config = _config_knowing(settings, conf)
-    found = tune(
+    tuning = tune(
         conf,
         grid=dict(_parse_values(config, text) for text in grid or []),
         random=dict(_parse_values(config, text, ranged=True) for text in random or []),
@@ -252,8 +254,8 @@ def tune_command(
         again=again,
         **overrides,
     )
-    _show(found.folder / "report" / "report.md")
-    typer.echo(f"Best: {found.folder / 'best.toml'}")
+    _show(tuning.folder / "report" / "report.md")
+    typer.echo(f"Best: {tuning.folder / 'best.toml'}")
 
 
 @app.command("report")
@@ -318,7 +320,7 @@ def assess_command(
     """
     from . import assess
 
-    found = assess(
+    assessment = assess(
         folder,
         unfamiliar=unfamiliar or None,
         coverage=coverage,
@@ -327,7 +329,7 @@ def assess_command(
         which=which,  # type: ignore[arg-type]
         trust=trust,
     )
-    _show(found.write(out))
+    _show(assessment.write(out))
 
 
 @app.command("unlearn")
@@ -380,13 +382,13 @@ def ledger_command(
 
     from . import ledger
 
-    found = ledger(folder, shapley=shapley, trust=trust)
-    shown = found.loc[:, ~found.columns.str.startswith("class-")].head(rows)
+    parts = ledger(folder, shapley=shapley, trust=trust)
+    shown = parts.loc[:, ~parts.columns.str.startswith("class-")].head(rows)
     table = Table(*shown.columns)
     for row in shown.itertuples(index=False):
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
     Console().print(table)
-    _echo(f"All {len(found)} clients: {folder / 'ledger.parquet'}")
+    _echo(f"All {len(parts)} clients: {folder / 'ledger.parquet'}")
 
 
 @app.command("privacy-ledger")
@@ -399,9 +401,9 @@ def privacy_ledger_command(
     from fedntk.clients import PrivacyLedger
 
     with naming("privacy-ledger", ValueError):
-        own = PrivacyLedger.create(ledger) if new else PrivacyLedger(ledger)
-        for each in own.releases():
-            _echo(f"{each.run}: epsilon {each.epsilon:g}, delta {each.delta:g}")
+        opened = PrivacyLedger.create(ledger) if new else PrivacyLedger(ledger)
+        for release in opened.releases():
+            _echo(f"{release.run}: epsilon {release.epsilon:g}, delta {release.delta:g}")
 
 
 @app.command("check")
@@ -427,12 +429,12 @@ def check_command(
 
     from .check import check_method
 
-    found = check_method(method, **_parse_settings(settings, method))
+    results = check_method(method, **_parse_settings(settings, method))
     table = Table("check", "", "what to do")
-    for name, passed, cure in found.itertuples(index=False):
+    for name, passed, cure in results.itertuples(index=False):
         table.add_row(name, "passed" if passed else "[red]failed[/]", escape(cure))
     Console().print(table)
-    raise typer.Exit(int(not found.passed.all()))
+    raise typer.Exit(int(not results.passed.all()))
 
 
 @app.command("settings")
@@ -506,19 +508,19 @@ def _config_knowing(settings: list[str] | None, *named: Path | str | None) -> An
     return config
 
 
-def _split(option: str, expected: str, given: str) -> tuple[str, str]:
-    key, sign, text = given.partition("=")
+def _split(option: str, expected: str, argument: str) -> tuple[str, str]:
+    key, sign, text = argument.partition("=")
     if not sign:
-        raise ConfigError(f"{option}: expected {expected}, got {given!r}")
+        raise ConfigError(f"{option}: expected {expected}, got {argument!r}")
     return key.strip(), text.strip()
 
 
-def _parse_values(config: Any, given: str, *, ranged: bool = False) -> tuple[str, Sequence[Any]]:
+def _parse_values(config: Any, argument: str, *, ranged: bool = False) -> tuple[str, Sequence[Any]]:
     """Parse ``key=v1,v2``, ``key=v1;v2`` if values have commas, or ``key=low:high[:log]``."""
     option, expected = "--grid", "KEY=V1,V2,..."
     if ranged:
         option, expected = "--random", f"KEY=LOW:HIGH[:log] or {expected}"
-    key, text = _split(option, expected, given)
+    key, text = _split(option, expected, argument)
     if ranged and ":" in text:
         low, high, *log = text.split(":")
         return key, (config.convert(key, low), config.convert(key, high), *log)

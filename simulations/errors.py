@@ -54,10 +54,7 @@ class Stopped(RunFailed):
 
 
 class Tracebacks:
-    """Logs the tracebacks of clients, each once a run: all clients may fail alike in each round.
-
-    Errors of one kind and place, whatever they say, have one traceback.
-    """
+    """Logs the tracebacks of clients, those of one kind and place once a run."""
 
     def __init__(self) -> None:
         self._counts = Counter[Any]()  # by run, kind and place
@@ -135,7 +132,8 @@ def command_line(name: str, meaning: str) -> typer.Typer:
                     callback=lambda ctx, _, value: ctx.meta.update(debug=value),
                     help="Show the whole traceback of an error.",
                 )
-                command.params = [own for own in command.params if own.name != "debug"] + [debug]
+                others = [option for option in command.params if option.name != "debug"]
+                command.params = [*others, debug]
             return command
 
         def invoke(self, ctx: Any) -> Any:

@@ -347,11 +347,6 @@ def _by_name(config: BaseConfig, input_shape: InputShape, num_classes: int) -> n
         with naming(f"model = {type(given).__name__}", ValueError):
             require_separate(given)  # copies of it would not share memory
         return copy.deepcopy(given)
-    if given is not None and not callable(given):
-        raise ConfigError(
-            "model: expected a torch.nn.Module, a function of (input_shape, num_classes), or a "
-            f"name, got {type(given).__name__}"
-        )
     if given is None and "()" in config.model:
         raise ConfigError(
             f"model = {config.model}: a module or function of another process; pass it again "

@@ -55,10 +55,7 @@ def sealed_projection(
 
 
 def projected(config: BaseConfig, x: Tensor) -> Tensor:
-    """Project examples (n, ...) as the clients do, if they do, to evaluate the model.
-
-    This takes the seed, as clients do; the strategy lacks it.
-    """
+    """Project examples (n, ...) as clients do, with the seed that the strategy lacks."""
     if not config.projection:
         return x
     seed = key_server(config).projection_seed(run_name(config))

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import copy_context
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 import tomli_w
@@ -250,26 +251,28 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
 
     tables: tuple[Settings, ...] = ()  # of the chosen method, and others' that are not defaults
 
-    def __init__(self, *layers: Mapping[str, Any], **overrides: Any) -> None:
-        """Take settings, and the attributes `objects` and `methods`; what comes later wins."""
-        every = [*map(dict[str, Any], layers), overrides]
-        objects: dict[str, Any] = {}
-        methods: dict[str, Any] = {}
-        for layer in every:
-            objects |= layer.pop("objects", {})
-            methods |= layer.pop("methods", {})
-            for table in layer.pop("tables", ()):  # from dataclasses.replace
-                layer |= table.values()
+    def __init__(
+        self,
+        *layers: Mapping[str, Any],
+        objects: Mapping[str, Any] = MappingProxyType({}),
+        methods: Mapping[str, Any] = MappingProxyType({}),
+        **overrides: Any,
+    ) -> None:
+        """Take settings; what comes later wins. Objects and methods are the attributes' values."""
+        objects, methods = dict(objects), dict(methods)
+        for table in overrides.pop("tables", ()):  # from dataclasses.replace
+            overrides |= table.values()
+        all_layers = *layers, overrides
         place = self.options()["method"].default
-        for layer in ({"method": place}, *every):  # the table of a method may be in any of them
+        for layer in all_layers:  # the table of a method may be in any of them
             if "method" in layer:
                 place, method = self.method_table.find_method(layer["method"], methods)
                 methods[place] = method
-        chosen = methods[place]
+        chosen = methods.setdefault(place, self.method_table.all_methods().get(place))
         for name, value in (("objects", objects), ("methods", methods), ("chosen_method", chosen)):
             object.__setattr__(self, name, value)
-        flat = self._merged(every) | {"method": place}
-        if not isinstance(flat.get("model", ""), str):
+        flat = self._merged(all_layers) | {"method": place}
+        if callable(flat.get("model")):
             flat["model"] = self._pass(flat["model"])
         if "metrics" in flat:
             flat["metrics"] = metrics_setting(flat["metrics"], chosen.metrics, self._pass)
@@ -284,14 +287,15 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         for name in parts_of(type(self)):
             object.__setattr__(self, name, self.section_from(name, by_table))
         self.__post_init__()
-        settings = [known.settings.from_tables(by_table) for known in self.known_methods().values()]
+        tables = [method.settings.from_tables(by_table) for method in self.known_methods().values()]
         installed = self.method_table.all_methods()
-        tables = [
-            own
-            for own in settings
-            if own.table == chosen.name or (own.table in installed and own != type(own)())
-        ]
-        object.__setattr__(self, "tables", tuple(tables))
+        acting = (
+            settings
+            for settings in tables
+            if settings.table == chosen.name
+            or (settings.table in installed and settings != type(settings)())
+        )
+        object.__setattr__(self, "tables", tuple(acting))
         if self.class_prior and "class_prior" in self.settings.options():
             raise ConfigError(
                 f"class-prior needs local SGD, which {self.method} lacks; set "
@@ -346,14 +350,14 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         ):
             object.__setattr__(self, name, whole_path)
         public_parts(self.public)
-        known = (*MONITORED, *metrics_of(self.metrics))
+        metrics = (*MONITORED, *metrics_of(self.metrics))
         trainable, sampled = self.num_clients - self.validation_clients, self.clients_a_round
         validates = self.evaluate_on == "validation"
         rules = {
             f"init = {self.init} draws first weights, and weights = {self.weights} gives them; "
             "leave one of the two out": self.weights and self.init != "default",
-            f"monitor: expected one of {', '.join(known)}, got {self.monitor!r}"
-            f"{nearest(self.monitor, known)}": self.monitor not in known,
+            f"monitor: expected one of {', '.join(metrics)}, got {self.monitor!r}"
+            f"{nearest(self.monitor, metrics)}": self.monitor not in metrics,
             f"projection-kind = {self.projection_kind} goes with projection, the number of "
             "features; got 0": self.projection_kind != "gaussian" and not self.projection,
             f"class-prior goes with loss = cross-entropy, got {self.loss}": (
@@ -398,8 +402,8 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     @property
     def mechanism(self) -> type[Noise] | None:
         """What adds noise, if the run is to be differentially private."""
-        found: type[Noise] | None = self.chosen_method.mechanism(self.settings)
-        return found
+        mechanism: type[Noise] | None = self.chosen_method.mechanism(self.settings)
+        return mechanism
 
     @property
     def label(self) -> str:
@@ -413,7 +417,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
 
     def settings_of(self, method: str) -> Settings:
         """Return one method's own settings, chosen or not."""
-        by_table = {own.table: own for own in self.tables}
+        by_table = {table.table: table for table in self.tables}
         settings: Settings = by_table.get(method) or self.known_methods()[method].settings()
         return settings
 
@@ -449,10 +453,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         return {**super().values(), **self.settings.values()}
 
     def differences(self, other: "BaseConfig | Mapping[str, Any]") -> dict[str, tuple[Any, Any]]:
-        """Key -> (own value, the other's) of the settings of both that can change results.
-
-        The other may be what :func:`saved_values` returns.
-        """
+        """Key -> (own value, the other's) of common settings that can change results."""
         if isinstance(other, BaseConfig):
             theirs = other._acting()
         else:  # which may lack a setting that is new
@@ -485,8 +486,9 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
 
     def replace(self, **overrides: Any) -> Self:
         """Return a copy with other settings (snake_case): ``replace(tct={"bias": True})``."""
-        passed = {"objects": self.objects, "methods": self.methods}
-        return type(self)(self.values(), passed, overrides)
+        objects = {**self.objects, **overrides.pop("objects", {})}
+        methods = {**self.methods, **overrides.pop("methods", {})}
+        return type(self)(self.values(), overrides, objects=objects, methods=methods)
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Self:
@@ -499,7 +501,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         if not file.exists() and str(file.parent) in (".", "simulations/conf"):
             file = own if (own := CONF / file.name).exists() else file
         if not file.exists() and file.suffix != ".toml":
-            return cls({"method": str(path), **overrides})
+            return cls({"method": str(path)}, **overrides)
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (FileNotFoundError, IsADirectoryError) as error:
@@ -508,7 +510,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             cure = f"; did you mean {path}:<class>?" * (Path(path).suffix == ".py")
             raise ConfigError(f"{path} is no TOML: {error}{cure}") from None
         with naming(str(path)):
-            return cls(values, overrides)
+            return cls(values, **overrides)
 
     @classmethod
     def of_run(
@@ -519,20 +521,21 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         What was passed in Python is that of a configuration, `passed`.
         """
         values = saved_values(folder) | {"out": str(folder)}
+        more: dict[str, Any] = {}
         if passed is not None:
-            values |= {"objects": passed.objects, "methods": passed.methods}
+            more = {"objects": passed.objects, "methods": passed.methods}
         if not trust:
             values["ray-address"] = ""  # whose cluster executes what it is sent
         reading = copy_context()
         reading.run(STRANGE.set, not trust)
         with naming(str(Path(folder) / "config.toml")):
-            return reading.run(cls, values)
+            return reading.run(cls, values, **more)
 
     def values(self) -> dict[str, Value]:
         """Key -> value: of common settings, the chosen method's, and others' that were given."""
         values = super().values()
-        for own in self.tables:
-            values |= own.values()
+        for table in self.tables:
+            values |= table.values()
         return values
 
     def run_config(self) -> dict[str, Value]:
@@ -562,8 +565,8 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     def describe(cls, method: str = "") -> list[str]:
         """One line for each key, or for each of a method's own: default, choices, meaning."""
         if method:
-            _, found = cls.method_table.find_method(method, {})
-            return list(found.settings.describe())
+            _, described = cls.method_table.find_method(method, {})
+            return list(described.settings.describe())
         methods = cls.method_table.all_methods().values()
         return [*super().describe(), *(line for m in methods for line in m.settings.describe())]
 
@@ -587,7 +590,9 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         """Return flat settings; what is said later wins, also of a part."""
         tables = {home.table: False for home in self._homes() if home.table}
         for home in self._homes():
-            tables |= {home.key(name): own.optional for name, own in parts_of(home).items()}
+            tables |= {
+                home.key(name): declared.optional for name, declared in parts_of(home).items()
+            }
         flat: dict[str, Any] = {}
         for layer in layers:
             changes = _flatten(layer, tables)

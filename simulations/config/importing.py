@@ -65,10 +65,7 @@ def whole_name(named: str) -> str:
 
 
 def name_object(thing: Any, place: str = "") -> str:
-    """Return a name for an object that was passed in Python, which no earlier call has given it.
-
-    Before the id it has the place where other processes can import the object, or ``()``.
-    """
+    """Return a new name for an object: its place, or one of this process, and an id."""
     place = place or place_of(thing)
     if not is_of_one_process(place) and "," not in place:
         home, _, name = place.rpartition(":")
@@ -85,10 +82,7 @@ def id_of(named: str) -> str:
 
 
 def renew_names(named: str, before: str = "") -> str:
-    """Return a setting in which passed objects have new names, or those of an earlier setting.
-
-    The earlier one is taken if it differs only in the ids.
-    """
+    """Return a setting with new ids, or the setting `before` if that differs only in ids."""
     same = before and ID.sub("", before) == ID.sub("", named)
     return before if same else ID.sub(lambda _: f"#{_new_id()}", named)
 
@@ -193,15 +187,15 @@ def _files(home: str) -> list[tuple[str, Path]]:
     package = "" if is_file else home.partition(".")[0]
     left: list[tuple[str, Path | None]] = [("", Path(home)) if is_file else (home, None)]
     modules: set[str] = set()
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     while left:
         name, path = left.pop()
         wanted = [name]
         if path is not None and path.is_file():
-            found.append((name, path))
+            files.append((name, path))
             state = path.stat()
             wanted = _imports(name, path, state.st_mtime_ns, state.st_ctime_ns, state.st_size)
-        for parts in (each.split(".") for each in wanted):
+        for parts in (module_name.split(".") for module_name in wanted):
             for module in itertools.accumulate(parts, "{}.{}".format):  # and its packages
                 if module in modules or parts[0] in ("", *LARGE):
                     continue
@@ -209,15 +203,16 @@ def _files(home: str) -> list[tuple[str, Path]]:
                 file = _file_of(module, folders)
                 if file and (parts[0] == package or not str(file).startswith(LIBRARIES)):
                     left.append((module, file))
-    return found
+    return files
 
 
 def _file_of(module: str, folders: list[str]) -> Path | None:
     """Return the file of a module in the first folder that has it, or of one that is loaded."""
     places = [Path(folder, *module.split(".")).absolute() for folder in folders]
-    files = (own for place in places for own in (place / "__init__.py", place.with_suffix(".py")))
-    if file := next(filter(Path.is_file, files), None):
-        return file
+    for place in places:
+        for file in (place / "__init__.py", place.with_suffix(".py")):
+            if file.is_file():
+                return file
     loaded = getattr(sys.modules.get(module), "__file__", None)
     return Path(loaded) if loaded else None
 
@@ -225,17 +220,17 @@ def _file_of(module: str, folders: list[str]) -> Path | None:
 @functools.lru_cache(maxsize=1024)
 def _imports(name: str, path: Path, *_state: int) -> list[str]:
     """Return the modules, and what may be modules, that a file imports in any place."""
-    found: list[str] = []
+    modules: list[str] = []
     tree = ast.parse(path.read_bytes() if path.suffix == ".py" else b"")
     above = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             home = above[: len(above) - node.level + 1] if node.level else []
             parts = [*home, *filter(None, [node.module])]
-            found += [".".join([*parts, alias.name]) for alias in node.names]
-    return found
+            modules += [".".join([*parts, alias.name]) for alias in node.names]
+    return modules
 
 
 def _forget_changed(home: str) -> dict[str, str]:

@@ -23,10 +23,7 @@ logger = getLogger("flwr")
 
 
 def f1_macro(scores: Tensor, labels: Tensor) -> float:
-    """Mean over the classes of F1 = 2 TP / (2 TP + FP + FN).
-
-    Classes count that have a label or a prediction, as in scikit-learn's ``f1_score``.
-    """
+    """Mean of F1 = 2 TP / (2 TP + FP + FN) over classes with labels or predictions."""
     hits, true, predicted = _counts(scores, labels)
     both = true + predicted
     return float((2 * hits / both)[both > 0].mean())
@@ -61,10 +58,7 @@ def metrics_of(setting: str) -> dict[str, str]:
 def metrics_setting(
     named: str | Mapping[str, Any], taken: Iterable[str], pass_object: Callable[[Any], str]
 ) -> str:
-    """Return what the setting ``metrics`` holds, from that or a dict of name to metric.
-
-    `pass_object` names an object and holds it. ConfigError if one is unknown, or a name is `taken`.
-    """
+    """Return what the setting ``metrics`` holds; `pass_object` names an object."""
     if not isinstance(named, Mapping):
         several = isinstance(named, Iterable) and not isinstance(named, str)
         named = metrics_of(",".join(map(str, named if several else [named])))
@@ -85,10 +79,7 @@ def metrics_setting(
 
 
 def load_metrics(setting: str, passed: Callable[[str], Any]) -> dict[str, Metric]:
-    """Return name -> metric of a setting: each returns None, and logs it once, if it fails.
-
-    `passed` returns the object of a name, if it was passed in this process.
-    """
+    """Return name -> metric of a setting, which is None, and logged once, where it fails."""
     metrics = {}
     for name, place in metrics_of(setting).items():
         metric = passed(place) or BUILT_IN.get(place) or import_named("metrics", place)

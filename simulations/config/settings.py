@@ -79,18 +79,18 @@ class Settings(Declared, frozen=True, eq=True):
     @classmethod
     def checked(cls, name: str, value: Any, *, from_text: bool = False) -> Any:
         """Return a setting's value as its type; several numbers may always come as text."""
-        own = cls.setting_of(name)
-        from_text = from_text or (isinstance(value, str) and isinstance(own.default, tuple))
+        declared = cls.setting_of(name)
+        from_text = from_text or (isinstance(value, str) and isinstance(declared.default, tuple))
         try:
-            return (own.from_text if from_text else own.check)(value, cls.key(name))
+            return (declared.from_text if from_text else declared.check)(value, cls.key(name))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     def __repr__(self) -> str:
         """Show the values that are no defaults."""
         defaults = type(self)().values()
-        own = {key: value for key, value in self.values().items() if value != defaults.get(key)}
-        return f"{type(self).__name__}({own or ''})"
+        changed = {key: value for key, value in self.values().items() if value != defaults.get(key)}
+        return f"{type(self).__name__}({changed or ''})"
 
     @classmethod
     def key(cls, name: str) -> str:
@@ -139,7 +139,7 @@ class Settings(Declared, frozen=True, eq=True):
         lines = [
             cls.setting_of(name).describe(cls.key(name), cls.choices(name)) for name in cls.names()
         ]
-        return lines + [line for own in cls.sections().values() for line in own.describe()]
+        return lines + [line for section in cls.sections().values() for line in section.describe()]
 
 
 def settings_class(
@@ -158,16 +158,17 @@ def settings_class(
         if default is dataclasses.MISSING:
             default = declared.kind() if declared.kind in (bool, int, float) else ""
         annotations[name], fields[name] = declared.kind, declared.field(default=default)
-    for name, own in parts.items():
-        in_files = {key: o for key, o in own.kind.options().items() if o.in_files}
-        if isinstance(own.default, Declared):
+    for name, declared_part in parts.items():
+        in_files = {key: o for key, o in declared_part.kind.options().items() if o.in_files}
+        if isinstance(declared_part.default, Declared):
             in_files = {
-                key: dataclasses.replace(o, default=getattr(own.default, key))
+                key: dataclasses.replace(o, default=getattr(declared_part.default, key))
                 for key, o in in_files.items()
             }
         section = settings_class(f"{table}.{key_of(name)}", in_files, {})
-        annotations[name] = section | None if own.optional else section
-        fields[name] = part(own.meaning, default=None if own.default is None else section)
+        annotations[name] = section | None if declared_part.optional else section
+        default = None if declared_part.default is None else section
+        fields[name] = part(declared_part.meaning, default=default)
     body = {"table": table, "__doc__": f"Settings of {table}.", "__annotations__": annotations}
     keywords = {"frozen": True, "eq": True}
     return types.new_class("TableSettings", (base,), keywords, lambda n: n.update(body | fields))

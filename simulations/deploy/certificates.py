@@ -106,9 +106,9 @@ def _certificate(
         .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
         .not_valid_after(now + datetime.timedelta(days=DAYS))
     )
-    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    subject = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
-    for extension in (*critical, own, issuer, *others):
+    for extension in (*critical, subject, issuer, *others):
         builder = builder.add_extension(extension, critical=extension in critical)
     return builder.sign(issuer_key, SHA256()).public_bytes(serialization.Encoding.PEM)
 

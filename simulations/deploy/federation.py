@@ -73,10 +73,7 @@ class Submission:
         return str(json.loads(answer)["runs"][0]["status"])
 
     def wait(self, on_line: Say | None = None) -> None:
-        """Wait until the run has ended; `on_line` is given each line of its log.
-
-        It raises RunFailed if the run did not finish, or the SuperLink ended.
-        """
+        """Give each line of the log to `on_line`; RunFailed if the run did not finish."""
         federation, superlink = self.federation, self.federation.superlink
         for line in processes.follow(self.log, self.process, superlink):
             if on_line is not None:
@@ -228,8 +225,8 @@ class Federation:
         deadline = time.monotonic() + patience
         while node.process.poll() is None and time.monotonic() < deadline:
             said = node.log.read_text(encoding="utf-8", errors="replace")
-            if found := re.search(r"SuperNode ID: (\d+)", said):
-                return int(found[1])
+            if match := re.search(r"SuperNode ID: (\d+)", said):
+                return int(match[1])
             time.sleep(0.1)
         raise RunFailed(f"the SuperLink did not accept a node; see {node.log}")
 

@@ -124,7 +124,7 @@ def make_strategy(setup: Setup) -> Strategy:
 
 
 def make_client(
-    setup: Setup, partition: int, state: MutableMapping[str, Any], own: Own | None = None
+    setup: Setup, partition: int, state: MutableMapping[str, Any], examples: Own | None = None
 ) -> NumPyClient:
     """Make the client of a partition; its number also seeds what the client draws.
 
@@ -132,18 +132,18 @@ def make_client(
     instead of the partition's.
     """
     config = setup.config
-    if own is None:
+    if examples is None:
         if not 0 <= partition < len(setup.split.clients):
             raise ConfigError(
                 f"partition-id: expected 0 ... {len(setup.split.clients) - 1}, got {partition}"
             )
-        own = setup.examples(partition)
+        examples = setup.examples(partition)
     elif seeded := config.chosen_method.seeded_protection(config):
         raise ConfigError(
             f"{', '.join(seeded)}: this app derives the keys from the seed, so they protect "
             "nothing; write a client with keys of its own for data-path"
         )
-    (x, y), (x_test, y_test) = own.train, own.test
+    (x, y), (x_test, y_test) = examples.train, examples.test
     lie = ATTACKS[config.attack].on_examples
     if lie is not None and partition in setup.liars:
         rng = np.random.default_rng([config.seed, partition, *b"lie"])
@@ -161,7 +161,7 @@ def make_client(
         options["projection"] = sealed_projection(config, partition, state)
     if len(y_test):
         options["x_test"], options["y_test"] = x_test, y_test
-    options["owner"] = own.owner
+    options["owner"] = examples.owner
     client: NumPyClient = config.chosen_method.client(setup, partition, options)
     return client
 
@@ -228,11 +228,11 @@ def load_predictor(
         raise ConfigError(f"which: clients have only their last models, got {which!r}")
     checkpoint = load_checkpoint(folder)
     # the strategy says what it would send the client, which makes a module of it
-    own, strategy = make_client(setup, client, {}), make_strategy(setup)
+    client_model: Any = make_client(setup, client, {})
+    strategy = make_strategy(setup)
     strategy.load_state_dict(checkpoint.strategy)
     arrays_then = strategy.begin(checkpoint.arrays, checkpoint.round, done=checkpoint.round)
     content = _evaluation_message(strategy, client, arrays_then)
-    client_model: Any = own
     predictor = client_model.predictor(*unpack_content(content, str(client)))
     predictor.inputs = inputs
     return predictor

@@ -62,10 +62,10 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
     setup = _own_setup(context, load)
     torch.set_num_threads(setup.config.client_threads)
     number = context.node_id if partition is None else int(partition)
-    own, owner = None, owner_of(node)
+    examples, owner = None, owner_of(node)
     if path is not None:
         try:
-            own = load_own(str(path), setup.data, setup.max_examples, check_ranges=checked)
+            examples = load_own(str(path), setup.data, setup.max_examples, check_ranges=checked)
         except ValueError as error:  # which tells facts of the examples
             if owner.keys() & {"privacy", "only_masked"}:
                 logger.error("%s", error)
@@ -74,11 +74,11 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
                 ) from None
             raise
         if "privacy" in owner:  # the run's settings prepare the examples, and do not name them
-            owner["privacy"] = replace(owner["privacy"], examples=own.raw)
-        own = own._replace(owner=owner)
+            owner["privacy"] = replace(owner["privacy"], examples=examples.raw)
+        examples = examples._replace(owner=owner)
     if STATE not in context.state:
         context.state[STATE] = ConfigRecord()
-    return make_client(setup, number, context.state.config_records[STATE], own)
+    return make_client(setup, number, context.state.config_records[STATE], examples)
 
 
 def owner_of(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,10 +133,7 @@ def _mask(message: Message, context: Context, call_next: Function, *, load: Load
 
 @lru_cache(maxsize=4)
 def _masks(config: Config, node: tuple[tuple[str, Any], ...]) -> MaskedWeights:
-    """Return the mod of a run; it may answer again, as a run that was cut off asks again.
-
-    A node's owner may allow less. Clients that mask sums themselves refuse what is not masked.
-    """
+    """Return the mod of a run; clients that mask sums themselves refuse what is not masked."""
     owner = owner_of(dict(node))
     if masks_itself(config.chosen_method.client_class):
         owner |= {"only_masked": False, "privacy": None}

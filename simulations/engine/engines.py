@@ -60,8 +60,10 @@ class LocalGrid(Grid):
         self._run = Run.create_empty(run_id=run_id)
         self.contexts: dict[int, Context] = {}
         for i in range(num_clients):
-            own: UserConfig = {"partition-id": i, "num-partitions": num_clients}
-            self.contexts[i + 1] = Context(run_id, i + 1, own, RecordDict(), dict(run_config))
+            node_config: UserConfig = {"partition-id": i, "num-partitions": num_clients}
+            self.contexts[i + 1] = Context(
+                run_id, i + 1, node_config, RecordDict(), dict(run_config)
+            )
         self._replies: dict[str, Message] = {}
         self._on_answer = on_answer
         self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
@@ -134,8 +136,8 @@ class LocalGrid(Grid):
                     self._on_answer(message.metadata.message_type, next(numbers), len(messages))
             return reply
 
-        each = map if self._pool is None else self._pool.map
-        return each(answer, messages)
+        apply = map if self._pool is None else self._pool.map
+        return apply(answer, messages)
 
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
@@ -242,9 +244,9 @@ class MeteredGrid(ForwardingGrid):
         return {**costs, "peak-memory-clients": self._peak}
 
     def sent(self, messages: list[Message]) -> list[Message]:  # noqa: D102
-        known: dict[int, int] = {}  # messages of a round share their records
+        sizes: dict[int, int] = {}  # messages of a round share their records
         for message in messages:
-            self._count("down", message, message.metadata.message_type, known)
+            self._count("down", message, message.metadata.message_type, sizes)
         return messages
 
     def received(  # noqa: D102
@@ -275,27 +277,24 @@ class MeteredGrid(ForwardingGrid):
         yield
         self._costs["seconds-waiting"] += time.perf_counter() - start
 
-    def _count(self, way: str, message: Message, kind: str, known: dict[int, int]) -> None:
+    def _count(self, way: str, message: Message, kind: str, sizes: dict[int, int]) -> None:
         if kind not in SET_UP:
             prefix = "evaluation-" if kind.startswith("evaluate") else ""
-            self._costs[f"{prefix}bytes-{way}"] += message_bytes(message, known)
+            self._costs[f"{prefix}bytes-{way}"] += message_bytes(message, sizes)
 
 
-def message_bytes(message: Message, known: dict[int, int] | None = None) -> int:
-    """Size of a message's records as Flower counts or serialises them; an error is its reason.
-
-    `known` holds sizes of records by their ``id``, for records that messages share.
-    """
+def message_bytes(message: Message, sizes: dict[int, int] | None = None) -> int:
+    """Size of a message's records on the wire; `sizes` holds those of shared records by id."""
     if message.has_error():
         return len(message.error.reason or "")
-    known = {} if known is None else known
+    sizes = {} if sizes is None else sizes
     for record in message.content.values():
-        if id(record) not in known:
-            known[id(record)] = 0
+        if id(record) not in sizes:
+            sizes[id(record)] = 0
             with suppress(OverflowError, TypeError, ValueError):  # cannot have come over a wire
                 arrays = isinstance(record, ArrayRecord)
-                known[id(record)] = record.count_bytes() if arrays else len(record.deflate())
-    return sum(known[id(record)] for record in message.content.values())
+                sizes[id(record)] = record.count_bytes() if arrays else len(record.deflate())
+    return sum(sizes[id(record)] for record in message.content.values())
 
 
 def meter(

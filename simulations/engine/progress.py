@@ -132,10 +132,7 @@ def silence_bars() -> None:
 def progress(
     rounds: int, runs: int = 1, *, enabled: bool = True, or_else: str = ""
 ) -> Iterator[Progress]:
-    """Show the progress of some runs on the error output, if `enabled`.
-
-    An interrupt is logged with how to go on: by the same call, or by what `or_else` says.
-    """
+    """Show the progress of some runs, if `enabled`; log how an interrupted one goes on."""
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         bar = None

@@ -180,7 +180,9 @@ class Recorder:
         clients: dict[int, dict[str, float]] = {}
         if server_round in strategy.evaluate_metrics:
             evaluations = sorted(strategy.client_evaluations.items())
-            clients = {partition: self._of_clients.take(own) for partition, own in evaluations}
+            clients = {
+                partition: self._of_clients.take(metrics) for partition, metrics in evaluations
+            }
             record |= _among_clients(list(clients.values()))
         costs = self.grid.take()
         waiting = costs.pop("seconds-waiting")

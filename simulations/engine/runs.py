@@ -201,9 +201,9 @@ def compare(
     runs, failed, rounds = [], [], sum(config.rounds for config in planned)
     with show_progress(rounds, len(planned), enabled=progress) as shown:
         for config in planned:
-            own = prepared.pop(0)  # which is free after its run
+            setup = prepared.pop(0)  # which is free after its run
             try:
-                done = _run(config, own, engine, workers, writers, shown, None, again=again)
+                done = _run(config, setup, engine, workers, writers, shown, None, again=again)
                 runs.append(done)
             except Exception as error:  # the other runs' results are worth having
                 failed.append(f"{config.name}, seed {config.seed}: {error}")
@@ -272,10 +272,7 @@ def _check_resources(config: Config) -> None:
 def read_config(
     config: Runnable, overrides: Mapping[str, Any], *, data: Any = None, model: Any = None
 ) -> Config:
-    """Return a configuration, that of a file, or the defaults of a method, with overrides.
-
-    A user's own data and network are then settings, by which this process finds them again.
-    """
+    """Return a configuration, or that of a file or a method, with overrides."""
     if isinstance(config, str) and (config.endswith(".toml") or Path(config).is_file()):
         config = Path(config)
     if isinstance(config, Config):
@@ -283,28 +280,28 @@ def read_config(
     elif isinstance(config, Path):
         config = Config.load(config, **overrides)
     elif isinstance(config, Mapping):
-        config = Config.parse({**config, **overrides})
+        config = Config(config, **overrides)
     elif isinstance(config, str | type | Method):
-        config = Config.parse({"method": config, **overrides})
+        config = Config({"method": config}, **overrides)
     else:
         raise ConfigError(
             "config: expected a Config, a dict of settings, a TOML file, or a method, its name or "
             f"its strategy's class, got {config!r}"
         )
-    own: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if data is not None:
         passed = OwnData.of(data, config)
         if config.mechanism is not None:  # a test set that is drawn from them tells
             passed = replace(passed, test_share=0.0)
-        own = passed.read().keep(partial(named_for, config))
-    for name in own.keys() & overrides.keys():
-        if own[name] != overrides[name]:
+        changes = passed.read().keep(partial(named_for, config))
+    for name in changes.keys() & overrides.keys():
+        if changes[name] != overrides[name]:
             raise ConfigError(
-                f"{name}: the data say {own[name]}, got {overrides[name]}; leave one of the two out"
+                f"{name}: the data say {changes[name]}, got {overrides[name]}; leave out one"
             )
     if model is not None:
-        own["model"] = model
-    return config.renewed().replace(**own)
+        changes["model"] = model
+    return config.renewed().replace(**changes)
 
 
 def with_names_of_before(config: Config) -> Config:
@@ -317,14 +314,14 @@ def with_names_of_before(config: Config) -> Config:
     return config.renewed(saved_values(config.folder))
 
 
-def read_seeds(given: Iterable[int] | str) -> list[int]:
+def read_seeds(numbers: Iterable[int] | str) -> list[int]:
     """Return seeds, which may be a text with commas between them."""
     try:
-        seeds = [int(seed) for seed in (given.split(",") if isinstance(given, str) else given)]
+        seeds = list(map(int, numbers.split(",") if isinstance(numbers, str) else numbers))
     except (TypeError, ValueError):
         seeds = []
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"seeds: expected numbers such as 0,1,2, each once; got {given!r}")
+        raise ConfigError(f"seeds: expected numbers such as 0,1,2, each once; got {numbers!r}")
     return seeds
 
 
@@ -352,9 +349,9 @@ def _plan(
     planned = []
     for name, config in configs.items():
         with naming(name):
-            own = read_config(config, overrides, **objects)
+            named = read_config(config, overrides, **objects)
         planned += [
-            own.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
+            named.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
             for seed in seeds
         ]
     return planned

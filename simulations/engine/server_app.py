@@ -30,8 +30,7 @@ from ..simulated_trust import projected
 from ._flower import outlive_workers
 from .building import load_setup, make_client, make_strategy, source_of
 from .engines import MeteredGrid
-from .lies import LyingGrid
-from .losses import LossyGrid
+from .faults import LossyGrid, LyingGrid
 from .recorder import Recorder
 
 logger = getLogger("flwr")
@@ -107,12 +106,7 @@ def at_work(config: Config) -> Iterator[None]:
 def train(
     grid: Grid, setup: Setup, strategy: Strategy, on_round: OnRound | None, *, resume: bool
 ) -> None:
-    """Run a strategy on a grid and write the results into the run's folder.
-
-    To `resume` is to go on from the newest checkpoint that is whole, to the same bits as if the run
-    had never been interrupted. The nodes hold
-    :data:`fedntk.simulations.engine.client_app.app`.
-    """
+    """Run a strategy on a grid, or `resume` it from the newest checkpoint; write the results."""
     config = setup.config
     folder, method = config.folder, config.chosen_method
     for path in folder.rglob(f"*{PARTIAL}"):  # what killed processes left half written
@@ -186,7 +180,7 @@ def train(
         raise
     recorder.save()
     method.after_run(setup, strategy, folder / "details")
-    sizes = [len(own) for own in setup.split.clients]
+    sizes = [len(part) for part in setup.split.clients]
     more = {
         **source,
         "inputs": setup.data.inputs.describe(),

@@ -112,9 +112,9 @@ class DecentralisedMethod(Method):
         for point, models in sorted(models_at.items()):
             if values := [self._accuracy(setup, model, x, y) for model in models.values()]:
                 quantiles = np.quantile(values, [0, 0.25, 0.5, 0.75, 1])
-                found = dict(zip(("min", "q1", "median", "q3", "max"), quantiles, strict=True))
-                found |= {"mean": np.mean(values), "std": np.std(values)}
-                measured |= {f"{point}-accuracy-{name}": float(v) for name, v in found.items()}
+                statistics = dict(zip(("min", "q1", "median", "q3", "max"), quantiles, strict=True))
+                statistics |= {"mean": np.mean(values), "std": np.std(values)}
+                measured |= {f"{point}-accuracy-{name}": float(v) for name, v in statistics.items()}
         return measured
 
     def after_run(self, setup: Setup, strategy: Strategy, folder: Path) -> None:

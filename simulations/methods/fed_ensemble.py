@@ -54,10 +54,10 @@ class _FedEnsemble(Method):
     def check(self, config: BaseConfig, settings: Any) -> None:
         super().check(config, settings)
         strata = settings.num_strata or settings.num_models
-        known, key = sorted(config.method_table.all_methods().keys() - {self.name}), settings.key
+        methods, key = sorted(config.method_table.all_methods().keys() - {self.name}), settings.key
         rules = {
-            f"{key('inner')}: expected one of {', '.join(known)}, got {settings.inner!r}": (
-                settings.inner not in known
+            f"{key('inner')}: expected one of {', '.join(methods)}, got {settings.inner!r}": (
+                settings.inner not in methods
             ),
             f"clients-per-round: expected at least one client of each of the {strata} strata, got "
             f"{config.clients_a_round}; sample more, or set {key('num-strata')}": (
@@ -70,7 +70,7 @@ class _FedEnsemble(Method):
         self.inner(config).check(config, config.settings_of(settings.inner))
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
-        own, inner = self.own(setup.config), self.inner(setup.config)
+        settings, inner = self.own(setup.config), self.inner(setup.config)
 
         def drawn(k: int) -> nn.Module:
             config = setup.config.replace(seed=setup.config.seed + k * FAR)
@@ -87,7 +87,7 @@ class _FedEnsemble(Method):
             return inner.strategy(setup, {**of_inner, "sampling": drawn})
 
         options["inner"] = make_inner
-        options["init"] = drawn if own.init == "network" else own.init
+        options["init"] = drawn if settings.init == "network" else settings.init
         return super().strategy(setup, options)
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
@@ -105,8 +105,8 @@ class _FedEnsemble(Method):
         )
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
-        own = self.own(setup.config)
-        self.inner(setup.config).require_resources(setup, models * own.num_models)
+        settings = self.own(setup.config)
+        self.inner(setup.config).require_resources(setup, models * settings.num_models)
 
     def validates(self, config: BaseConfig) -> str:
         return self.inner(config).validates(config)

@@ -69,7 +69,7 @@ class Setup:
         """Partitions that lie."""
         config = self.config
         training = self.split.clients[: config.num_clients - config.validation_clients]
-        return choose_liars(config.liars, [len(own) for own in training], config.seed)
+        return choose_liars(config.liars, [len(part) for part in training], config.seed)
 
     @property
     def absent(self) -> frozenset[int]:
@@ -90,16 +90,16 @@ class Setup:
             return self.data.train(split.validation)
         if config.validation_clients:
             return self.data.train(np.concatenate(split.clients[-config.validation_clients :]))
-        kept = [split.train_and_test(i, config)[1] for i in range(len(split.clients))]
-        return self.data.train(np.concatenate(kept))
+        tests = [split.train_and_test(i, config)[1] for i in range(len(split.clients))]
+        return self.data.train(np.concatenate(tests))
 
     def examples(self, partition: int) -> Own:
         """Return a partition's examples for training and for its own evaluation, standardised."""
 
         def make() -> Own:
-            data, (train, kept) = self.data, self.split.train_and_test(partition, self.config)
+            data, (train, test_rows) = self.data, self.split.train_and_test(partition, self.config)
             private = self._on_private_test
-            test = data.test(self.split.tests[partition]) if private else data.train(kept)
+            test = data.test(self.split.tests[partition]) if private else data.train(test_rows)
             return Own(data.train(train), test)
 
         return self.kept.of(partition, make)
@@ -110,10 +110,7 @@ class Setup:
 
     @cached_property
     def without_examples_to_evaluate(self) -> frozenset[int]:
-        """Clients that never evaluate: with private-test, those without a part.
-
-        Otherwise a client without test examples evaluates on its training examples.
-        """
+        """Clients that never evaluate: with private-test, those without a part."""
         config, split = self.config, self.split
         if not config.private_test:
             return frozenset()
@@ -154,13 +151,10 @@ def _options(kind: type[Declared]) -> Mapping[str, Option]:
 
 
 def named_client(strategy: Any) -> Any:
-    """Return the class of clients that a strategy names; None if it is nowhere.
-
-    It is looked for in the module of the class that names it, and in :mod:`fedntk.clients`.
-    """
+    """Return the class that a strategy names, beside it or in fedntk.clients; None if none."""
     home = next(kind for kind in strategy.__mro__ if "client" in vars(kind)).__module__
     places = (sys.modules.get(home), fedntk.clients)
-    return next(filter(None, (getattr(own, strategy.client, None) for own in places)), None)
+    return next(filter(None, (getattr(place, strategy.client, None) for place in places)), None)
 
 
 def masks_itself(client_class: Any) -> bool:
@@ -234,54 +228,52 @@ class Method:
     def _make_settings(self) -> Any:
         shared = (BaseConfig, Strategy, fedntk.clients.ModelClient, LocalSGD)
         common = {name for kind in shared for name in _options(kind)}
-        own = self.own_settings.options()
-        found: dict[str, Option] = {}
+        more = self.own_settings.options()
+        options: dict[str, Option] = {}
         for kind in self._declared():
             for name, declared in _options(kind).items():
                 is_own = name in self.apart or name not in common
-                if declared.in_files and is_own and name not in own:
-                    found.setdefault(name, declared)
+                if declared.in_files and is_own and name not in more:
+                    options.setdefault(name, declared)
         parts = parts_of(self.strategy_class).items()
         own_parts = {name: part for name, part in parts if name not in parts_of(BaseConfig)}
-        return settings_class(self.name, found, own_parts, self.own_settings)
+        return settings_class(self.name, options, own_parts, self.own_settings)
 
     def _declared(self) -> list[type[Declared]]:
         kinds = (self.strategy_class, *self.parts, self.client_class)
         declared = [kind for kind in kinds if issubclass(kind, Declared)]
         return [*declared, LocalSGD] if "sgd" in parts_of(declared[-1]) else declared
 
-    def _given(
+    def _option_values(
         self, kind: type[Declared], config: BaseConfig, settings: Any, setup: Setup | None = None
     ) -> dict[str, Any]:
         """Return the options of a class that the settings say."""
-        given = self.arguments(config, settings) if kind is self.strategy_class else {}
+        values = self.arguments(config, settings) if kind is self.strategy_class else {}
         if kind is LocalSGD:
-            given["epochs"] = config.local_epochs
+            values["epochs"] = config.local_epochs
         if "sgd" in parts_of(kind):
             local_training = parts_of(kind)["sgd"].kind
-            given["sgd"] = local_training(**self._given(LocalSGD, config, settings))
+            values["sgd"] = local_training(**self._option_values(LocalSGD, config, settings))
         for name, declared in _options(kind).items():
             homes = [home for home in self._declared() if name in _options(home)]
             is_own = name not in self.apart or kind is homes[0]
             if declared.in_files and is_own and name in self.settings.options():
-                given[name] = getattr(settings, name)
+                values[name] = getattr(settings, name)
             elif declared.in_files and name in BaseConfig.options():
-                given[name] = getattr(config, name)
+                values[name] = getattr(config, name)
         if kind is self.strategy_class:
             for name, part in parts_of(kind).items():
                 home = settings if name in parts_of(self.settings) else config
                 section: Settings | None = getattr(home, name)
-                values = None
-                if section is not None:
-                    values = vars_of(section) | self.part_arguments(name, config, setup)
-                given[name] = part.check(None) if values is None else part.make(values)
-        return given
+                if section is None:
+                    values[name] = part.check(None)
+                else:
+                    arguments = self.part_arguments(name, config, setup)
+                    values[name] = part.make(vars_of(section) | arguments)
+        return values
 
     def part_arguments(self, name: str, config: BaseConfig, setup: Setup | None) -> dict[str, Any]:
-        """Return arguments of one of the strategy's parts that no file holds.
-
-        There is no setup while settings are checked.
-        """
+        """Return a part's arguments that no file holds; no setup: settings are only checked."""
         if name != "screening" or not self.judges(config):
             return {}
         return {"validation_loss": _unmeasured if setup is None else self.validation_loss(setup)}
@@ -301,8 +293,8 @@ class Method:
             "schema": setup.data.schema,
         }
         shared = {name: part for name, part in parts.items() if name in kind.options()}
-        given = self._given(kind, setup.config, self.own(setup.config), setup)
-        return kind(**{**shared, **given, **options})
+        values = self._option_values(kind, setup.config, self.own(setup.config), setup)
+        return kind(**{**shared, **values, **options})
 
     def check(self, config: BaseConfig, settings: Any) -> None:
         """Refuse settings that do not go together, with a ConfigError."""
@@ -315,7 +307,7 @@ class Method:
                 )
         for kind in self._declared():
             try:
-                check_together(kind, self._given(kind, config, settings))
+                check_together(kind, self._option_values(kind, config, settings))
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
         if (mechanism := self.mechanism(settings)) is not None:
@@ -378,7 +370,7 @@ class Method:
         message = f"{keys.get(first, first)}{colon}{rest}"
         long = sorted((name for name in keys if re.search("[_.]", name)), key=len, reverse=True)
         pattern = rf"(?<![\w.-])({'|'.join(long)})(?![\w-])"
-        return re.sub(pattern, lambda found: keys[found[1]], message)
+        return re.sub(pattern, lambda match: keys[match[1]], message)
 
     def own(self, config: BaseConfig) -> Any:
         """Return the method's settings in a configuration."""
@@ -395,9 +387,10 @@ class Method:
         x = projected(setup.config, x)
 
         def loss(arrays: ArrayRecord) -> float:
-            own = named_arrays(arrays)
-            learned = self.learned_in(own)
-            return self.predictor(setup, own, learned, cache=setup.config.cache).evaluate(x, y).loss
+            weights = named_arrays(arrays)
+            learned = self.learned_in(weights)
+            predictor = self.predictor(setup, weights, learned, cache=setup.config.cache)
+            return predictor.evaluate(x, y).loss
 
         return loss
 
@@ -432,7 +425,7 @@ class Method:
         """
         if EnsembleArrays.are_in(arrays):
             models = EnsembleArrays.from_arrays(arrays).models
-            return EnsemblePredictor(self.predictor(setup, own, learned) for own in models)
+            return EnsemblePredictor(self.predictor(setup, model, learned) for model in models)
         return NetworkPredictor.from_arrays(
             setup.network, arrays, loss=setup.config.loss, device=setup.device
         )
@@ -441,10 +434,7 @@ class Method:
         """Raise NotEnoughMemory if this machine lacks memory or disk for so many models."""
 
     def validates(self, config: BaseConfig) -> str:
-        """Return the key of a setting by which held-out examples choose part of the model.
-
-        It is empty if none does.
-        """
+        """Return the key of a setting by which held-out examples choose part of the model."""
         return ""
 
     def chosen_by(self, config: BaseConfig) -> str:
@@ -453,10 +443,7 @@ class Method:
         return "screening.rule" if by_loss else self.validates(config)
 
     def seeded_protection(self, config: BaseConfig) -> list[str]:
-        """Name the settings with keys that the app derives from the run's seed.
-
-        They protect nothing: clients with examples of their own refuse them.
-        """
+        """Name the settings whose keys come from the seed, and so protect nothing."""
         return ["projection"] if config.projection else []
 
     def measure(self, setup: Setup, strategy: Strategy) -> Mapping[str, float]:
@@ -464,16 +451,10 @@ class Method:
         return {}
 
     def after_round(self, strategy: Strategy, server_round: int, folder: Path) -> None:
-        """Write what else a round showed into `folder`, the run's ``details``.
-
-        The folder may be missing, and a round may be run again after a crash.
-        """
+        """Write what else a round showed into the run's ``details``, which may be missing."""
 
     def after_run(self, setup: Setup, strategy: Strategy, folder: Path) -> None:
-        """Write what a run showed into `folder`, as :meth:`after_round`, when its rounds are over.
-
-        The strategy is made anew if a run that was cut off had no round left.
-        """
+        """Write what a run showed into its ``details``, when its rounds are over."""
 
     def clean_up(self, config: BaseConfig) -> None:
         """Remove what clients keep on disk for a run and can make again, when it has ended."""

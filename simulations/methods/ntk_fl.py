@@ -62,8 +62,8 @@ class EvolvingMethod(Method):
 
     def validates(self, config: BaseConfig) -> str:
         """Return the key of `selection` if held-out examples choose t."""
-        own = self.own(config)
-        return str(own.key("selection")) if own.selection == "validation" else ""
+        settings = self.own(config)
+        return str(settings.key("selection")) if settings.selection == "validation" else ""
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
         """Make the strategy, with the automatic rate and the clients that choose t."""
@@ -81,7 +81,7 @@ class EvolvingMethod(Method):
         row = jacobian(setup.network.to(device), projected(config, x).to(device))
         size = sum(b.dense_size for b in row.blocks) * row.dtype.itemsize
         size = size if self.own(config).structure == "dense" else row.nbytes
-        counts = [sample_size(len(own), config.sampling_rate) for own in setup.split.clients]
+        counts = [sample_size(len(part), config.sampling_rate) for part in setup.split.clients]
         largest = sorted(counts)[-config.clients_a_round :]
         require_memory(
             2 * size * sum(largest),
@@ -104,8 +104,8 @@ class _CPNTKFL(EvolvingMethod):
     metrics = EvolvingMethod.metrics
 
     def seeded_protection(self, config: BaseConfig) -> list[str]:
-        own = self.own(config)
-        shuffled = [own.key("shuffle")] if own.shuffle else []
+        settings = self.own(config)
+        shuffled = [settings.key("shuffle")] if settings.shuffle else []
         return [*super().seeded_protection(config), *shuffled]
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:

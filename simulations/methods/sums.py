@@ -55,10 +55,7 @@ class SumsMethod(Method):
         refuse_first(rules, ConfigError)
 
     def mask_options(self, config: BaseConfig) -> dict[str, Any]:
-        """Return that a simulation's clients send only masked sums if that is the method.
-
-        They may repeat them: a run that was cut off asks again, and a simulation is of one owner.
-        """
+        """Return options of a simulation's clients, which may repeat: it is of one owner."""
         return {"only_masked": config.secure is not None, "allow_repeats": True}
 
 
@@ -75,10 +72,7 @@ class _OneExchange(SumsMethod):
     def random_features(
         self, config: BaseConfig, input_shape: tuple[int, ...]
     ) -> tuple[int, float]:
-        """Return as many features as make sums of up to 324 examples' bytes, if none are set.
-
-        Their size is known, so rounding them needs no examples on the server.
-        """
+        """Return as many as make sums of up to 324 examples' bytes, if none are set."""
         if not self._chooses(config):
             return super().random_features(config, input_shape)
         number = 4 * round(18 / 4 * math.sqrt(math.prod(input_shape)))
@@ -87,19 +81,19 @@ class _OneExchange(SumsMethod):
 
     def _chooses(self, config: BaseConfig) -> bool:
         """Whether the method chooses the number of features."""
-        own = self.own(config)
-        whole = own.sums.bits != UNQUANTISED and own.noise is None
+        settings = self.own(config)
+        whole = settings.sums.bits != UNQUANTISED and settings.noise is None
         chosen = config.random_features or config.validation_examples
         return whole and not chosen and config.expand != "frequencies"
 
     def validates(self, config: BaseConfig) -> str:
-        own = self.own(config)
-        if own.ledger is not None:
-            return str(own.key("ledger"))
+        settings = self.own(config)
+        if settings.ledger is not None:
+            return str(settings.key("ledger"))
         bounded = config.random_features and config.expand != "frequencies"
-        is_known = bounded or own.noise is not None or self._chooses(config)
-        in_steps = own.sums.bits != UNQUANTISED and not is_known
-        return super().validates(config) or (own.sums.key("bits") if in_steps else "")
+        is_known = bounded or settings.noise is not None or self._chooses(config)
+        in_steps = settings.sums.bits != UNQUANTISED and not is_known
+        return super().validates(config) or (settings.sums.key("bits") if in_steps else "")
 
 
 METHOD = _OneExchange()

@@ -79,8 +79,8 @@ class _DeepAFL(Method):
     baseline = True
 
     def adapt(self, network: nn.Module, config: BaseConfig) -> nn.Module:
-        own = self.own(config)
-        return with_residual_features(network, own.layers, own.block_width, config.seed)
+        settings = self.own(config)
+        return with_residual_features(network, settings.layers, settings.block_width, config.seed)
 
 
 class _WeightedFedAvg(Method):
@@ -136,15 +136,14 @@ METHODS: tuple[Method, ...] = (
 @functools.cache
 def own_methods() -> Mapping[str, Method]:
     """Return the methods of this package, by name."""
-    return MappingProxyType({own.name: own for own in sorted(METHODS, key=lambda m: m.name)})
+    return MappingProxyType(
+        {method.name: method for method in sorted(METHODS, key=lambda m: m.name)}
+    )
 
 
 @functools.cache
 def all_methods() -> Mapping[str, Method]:
-    """Return the methods of this package and of others, by name.
-
-    One that cannot be imported, or has the name of another, is left out with a warning.
-    """
+    """Return the methods of this package and others, by name; faulty ones with a warning."""
     methods = dict(own_methods())
     for entry in importlib.metadata.entry_points(group="fedntk.methods"):
         try:
@@ -162,11 +161,7 @@ def all_methods() -> Mapping[str, Method]:
 
 
 def find_method(named: Any, methods: Mapping[str, Any]) -> tuple[str, Method]:
-    """Return what the setting ``method`` holds, and the method; ConfigError if there is none.
-
-    `named` is a text, a Method or the class of a strategy, and `methods` has those found before by
-    the setting. An object gets a name that no other call has.
-    """
+    """Return what the setting ``method`` holds, and the method; ConfigError if none."""
     if isinstance(named, type):
         named = Method(named)
     if isinstance(named, Method):

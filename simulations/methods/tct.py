@@ -60,7 +60,7 @@ class _TCT(SumsMethod):
         refuse_first(rules, ConfigError)
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
-        own, screening = self.own(setup.config), setup.config.screening
+        settings, screening = self.own(setup.config), setup.config.screening
         bootstrap = SeededFedAvg(
             sampling=Sampling(seed=setup.config.seed),
             fraction_evaluate=0.0,
@@ -71,7 +71,7 @@ class _TCT(SumsMethod):
                 malicious=screening.malicious,
             ),
         )
-        options["bootstrap"] = bootstrap if own.bootstrap_rounds else None
+        options["bootstrap"] = bootstrap if settings.bootstrap_rounds else None
         return super().strategy(setup, options)
 
     def learned_in(self, arrays: Arrays) -> str:
@@ -86,27 +86,29 @@ class _TCT(SumsMethod):
     ) -> Predictor:
         if learned == "network":
             return super().predictor(setup, arrays, learned)
-        own, network = self.own(setup.config), setup.network.to(setup.device)
+        settings, network = self.own(setup.config), setup.network.to(setup.device)
         if cache is None:
-            return TCTModel.from_arrays(network, _feature_map(own), arrays, loss=own.loss)
-        model = _KeptFeatures.from_arrays(network, _feature_map(own), arrays, loss=own.loss)
-        model.cache, model.settings, model.device = cache, own, setup.device
+            return TCTModel.from_arrays(network, _feature_map(settings), arrays, loss=settings.loss)
+        model = _KeptFeatures.from_arrays(
+            network, _feature_map(settings), arrays, loss=settings.loss
+        )
+        model.cache, model.settings, model.device = cache, settings, setup.device
         return model
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
         """Refuse features that would not fit on this machine's disk."""
-        config, own = setup.config, self.own(setup.config)
-        width = _feature_map(own).width(setup.network)
+        config, settings = setup.config, self.own(setup.config)
+        width = _feature_map(settings).width(setup.network)
         sizes = [len(part) for part in setup.split.clients]
         total, largest = sum(sizes), max(sizes)
-        if own.sums is not None:  # the strategy says
+        if settings.sums is not None:  # the strategy says
             return
         # all clients' as computed, in float32; one's as normalised beside them; the test set's,
         # which float16 may not hold
         tested = len(setup.evaluation_set()[1])
         if config.screening.rule == "validation":
             tested += len(setup.split.validation)
-        rows = total * 4 + largest * np.dtype(own.dtype).itemsize + tested * (4 + 4)
+        rows = total * 4 + largest * np.dtype(settings.dtype).itemsize + tested * (4 + 4)
         require_disk(
             models * rows * width,
             "features of all examples",
@@ -118,34 +120,33 @@ class _TCT(SumsMethod):
         shrink(config.cache)
 
 
-def _feature_map(own: Any) -> FeatureMap:
-    return FeatureMap(own.features, own.num_features, own.feature_seed, own.head)
+def _feature_map(settings: Any) -> FeatureMap:
+    return FeatureMap(
+        settings.features, settings.num_features, settings.feature_seed, settings.head
+    )
 
 
 class _KeptFeatures(TCTModel):
-    """The predictor of a run: it takes the test features from disk, as clients take theirs.
-
-    So they are computed once for a network and not in each round, and have clients' dtype.
-    """
+    """Predicts from test features on disk, computed once for a network as clients' are."""
 
     cache: Path
     settings: Any
     device: str
 
     def _evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
-        network, own = arrays_of(self.network), self.normaliser
+        network, moments = arrays_of(self.network), self.normaliser
         key = ConvexTask.key_of(self.feature_map, list(network.values()))
         bias = self.settings.bias
-        kept = FeatureStore(
+        store = FeatureStore(
             self.cache / f"test-{data_digest(x, y)}",
             f"{key} {bias}",
             self.network,
             self.feature_map,
             dtype=self.settings.dtype,
         )
-        normaliser = {"mean": own.mean, "inv_std": own.inv_std}
-        kept.take({"network": network, "normaliser": normaliser})
-        rows = kept.rows("train", x, bias=bias, device=torch.device(self.device))
+        normaliser = {"mean": moments.mean, "inv_std": moments.inv_std}
+        store.take({"network": network, "normaliser": normaliser})
+        rows = store.rows("train", x, bias=bias, device=torch.device(self.device))
         return self._compare(rows @ self.linear, y)
 
 

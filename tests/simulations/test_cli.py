@@ -1,9 +1,11 @@
-"""The command: what it does, what it says, and how it ends."""
+"""The command: what it does, what it says, how it ends; and what it imports."""
 
 import errno
+import json
 import os
 import re
 import signal
+import sys
 from importlib import metadata
 from logging import getLogger
 from pathlib import Path
@@ -15,9 +17,10 @@ from fedntk.clients import PrivacyLedger
 from fedntk.clients.core.privacy_ledger import Release
 from fedntk.simulations import Config, read_runs, run
 from fedntk.simulations.cli import app
+from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.report.results import read_run
 
-from ..conftest import ROOT
+from ..conftest import ROOT, output_of
 from .outcomes import bits
 
 CONF = ROOT / "simulations" / "conf"
@@ -216,3 +219,35 @@ def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch):
     fedntk("run", "--quiet", "--out", folder, *settings())
     assert read_runs(folder)[0].summary["rounds"] == 2
     assert list(folder.rglob("*.partial")) == []
+
+
+TINY = {"num_clients": 6, "clients_per_round": 2, "train_examples": 200, "rounds": 1}
+LOADED = "import json, sys; print(json.dumps([*sys.modules]))"
+COMMAND = "from fedntk.simulations.cli import app\ntry: app({})\nexcept SystemExit: pass"
+IMPORTS = """
+import fedntk.clients, fedntk.strategies
+from fedntk.simulations import compare, load_predictor, run
+"""
+DRAWING = {"matplotlib", "networkx", "pandas"}
+
+
+def loaded(code: str) -> set[str]:
+    """Return the modules that a program has loaded at its end."""
+    said = output_of(sys.executable, "-c", f"{code}\n{LOADED}")
+    return set(json.loads(said.splitlines()[-1]))
+
+
+def test_what_the_command_says_of_itself_needs_no_torch():
+    commands = ["--help"], ["run", "--help"], ["--version"]
+    said = "\n".join(COMMAND.format(command) for command in commands)
+    assert loaded(said) & {"torch", "flwr", "numpy"} == set()
+
+
+def test_imports_and_a_run_that_draws_nothing_load_neither_pandas_nor_matplotlib(tmp_path):
+    """Its split is made before, since Hugging Face's datasets, which make it, import pandas."""
+    config = Config(**TINY, out=str(tmp_path))
+    load_split(config)
+    settings = [f"--set={config.key(name)}={value}" for name, value in TINY.items()]
+    command = ["run", "--quiet", f"--out={tmp_path}", *settings]
+    assert loaded(f"{IMPORTS}{COMMAND.format(command)}") & DRAWING == set()
+    assert (tmp_path / "rounds.parquet").exists()

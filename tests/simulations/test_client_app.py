@@ -175,13 +175,8 @@ def test_a_nodes_ledger_knows_its_examples_however_a_run_prepares_them(tmp_path)
     ledger = PrivacyLedger.create(tmp_path / "x.ledger").path
     task = SumTask(step="statistics", bits=8, epsilon=1.0)
     for standardise, run in ((True, "a"), (False, "b")):
-        client, _ = of_owner(
-            tmp_path,
-            SUMS | {"standardise": standardise},
-            ledger=str(ledger),
-            epsilon=2.0,
-            delta=2e-5,
-        )
+        said = {"ledger": str(ledger), "epsilon": 2.0, "delta": 2e-5}
+        client, _ = of_owner(tmp_path, SUMS | {"standardise": standardise}, **said)
         client.secure.reserve(client.sum_request(task, {}), run)
     assert len(PrivacyLedger(ledger).releases()) == 2
     request = client.sum_request(task, {})
@@ -201,18 +196,22 @@ def test_what_a_node_says_wrongly_of_privacy_is_refused(tmp_path, said, message)
     refused_by(message, of_owner, tmp_path, SUMS, **said)
 
 
+def with_ledgers(folder, of, **said):
+    """Give each node of a grid a file with its examples, and a ledger."""
+    for k, context in enumerate(of.contexts.values()):
+        x, y = raw(k)
+        ledger = PrivacyLedger.create(folder / f"{k}.ledger").path
+        path = save(folder / f"{k}.npz", x=x, y=y)
+        context.node_config = {"data-path": path, "privacy-ledger": str(ledger), **said}
+    return of
+
+
 @pytest.mark.parametrize("secure", [True, False])
 def test_nodes_with_ledgers_give_one_noisy_sum_through_the_app(tmp_path, secure):
     """Masked, or to a trusted server; a second run passes the budgets of their owners."""
     config = CONFIG.replace(**SUMS | {"secure": secure, "width": 8, "out": str(tmp_path)})
-    setup, of = load_setup(config), grid_of(config)
-    for k, context in enumerate(of.contexts.values()):
-        x, y = raw(k)
-        ledger = PrivacyLedger.create(tmp_path / f"{k}.ledger").path
-        context.node_config = {
-            "data-path": save(tmp_path / f"{k}.npz", x=x, y=y), "privacy-ledger": str(ledger),
-            "privacy-epsilon": 2.0, "privacy-only-masked": secure,
-        }  # fmt: skip
+    said = {"privacy-epsilon": 2.0, "privacy-only-masked": secure}
+    setup, of = load_setup(config), with_ledgers(tmp_path, grid_of(config), **said)
     initial = ArrayRecord(dict(setup.network.state_dict()))
     strategy = make_strategy(setup)
     strategy.start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=1)
@@ -230,12 +229,7 @@ def test_nodes_with_ledgers_give_one_noisy_sum_through_the_app(tmp_path, secure)
 def test_a_node_with_a_ledger_sends_no_jacobians_and_no_weights(tmp_path, method, said):
     """Neither a budget nor trust in the server is of anything but sums."""
     config = CONFIG.replace(method=method, clients_per_evaluation=0, out=str(tmp_path))
-    setup, of = load_setup(config), grid_of(config)
-    for k, context in enumerate(of.contexts.values()):
-        x, y = raw(k)
-        ledger = PrivacyLedger.create(tmp_path / f"{k}.ledger").path
-        path = save(tmp_path / f"{k}.npz", x=x, y=y)
-        context.node_config = {"data-path": path, "privacy-ledger": str(ledger), **said}
+    setup, of = load_setup(config), with_ledgers(tmp_path, grid_of(config), **said)
     initial = ArrayRecord(dict(setup.network.state_dict()))
     with pytest.raises(NoUsableReply, match="sends only masked sums, and was asked for train"):
         make_strategy(setup).start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=1)
@@ -243,11 +237,9 @@ def test_a_node_with_a_ledger_sends_no_jacobians_and_no_weights(tmp_path, method
 
 def test_a_private_nodes_errors_tell_nothing_of_its_examples(tmp_path):
     """What does not fit is in the node's own log, with figures."""
-    config = CONFIG.replace(**SUMS | {"standardise": True})
-    context = next(iter(grid_of(config).contexts.values()))
+    of = with_ledgers(tmp_path, grid_of(CONFIG.replace(**SUMS | {"standardise": True})))
     x, y = raw(0)
-    ledger = PrivacyLedger.create(tmp_path / "x.ledger").path
-    path = save(tmp_path / "x.npz", x=1e4 * x, y=y)
-    context.node_config = {"data-path": path, "privacy-ledger": str(ledger)}
+    save(tmp_path / "0.npz", x=1e4 * x, y=y)
+    context = next(iter(of.contexts.values()))
     refused("^data-path: the examples do not fit the run's data set; this node's log says why$",
             client_fn, context)  # fmt: skip

@@ -237,24 +237,30 @@ def build(shape, classes):
 """
 
 
+@pytest.fixture
+def cluster():
+    """A cluster of two nodes."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        made.add_node(num_cpus=1)
+        yield made
+    finally:
+        made.shutdown()
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray's open files
-def test_a_cluster_of_two_nodes_gives_the_bits_of_one_machine(tmp_path):
+def test_a_cluster_of_two_nodes_gives_the_bits_of_one_machine(tmp_path, cluster):
     """Clients work on both; the cluster goes on after the run."""
     (tmp_path / "nodes").mkdir()
     (tmp_path / "nodes" / "net.py").write_text(BUILD)
     config = FEDAVG.replace(model=f"{tmp_path}/nodes/net.py:build", clients_per_round=8)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        cluster.add_node(num_cpus=1)
-        options = {"engine": "ray", "ray_address": cluster.address, "progress": False}
-        both = run(config, out=tmp_path / "both", **options)
-        assert len([path for path in (tmp_path / "nodes").iterdir() if path.is_file()]) == 1 + 2
-        assert len(cluster.list_all_nodes()) == 2
-    finally:
-        cluster.shutdown()
+    options = {"engine": "ray", "ray_address": cluster.address, "progress": False}
+    both = run(config, out=tmp_path / "both", **options)
+    assert len([path for path in (tmp_path / "nodes").iterdir() if path.is_file()]) == 1 + 2
+    assert len(cluster.list_all_nodes()) == 2
     one = run(config, out=tmp_path / "one", progress=False)
     assert bits(both.folder) == bits(one.folder)
     pd.testing.assert_frame_equal(measured(both), measured(one))
@@ -291,20 +297,16 @@ def test_a_worker_of_ray_that_dies_costs_a_reply_and_no_later_one(tmp_path):
 @pytest.mark.xdist_group("ray")
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray's open files
-def test_a_run_outlives_a_machine_of_its_cluster(tmp_path):
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        node = cluster.add_node(num_cpus=1)
+def test_a_run_outlives_a_machine_of_its_cluster(tmp_path, cluster):
+    (node,) = cluster.list_all_nodes()[1:]
 
-        def remove(record):
-            if record["round"] == 2:
-                cluster.remove_node(node, allow_graceful=False)
+    def remove(record):
+        if record["round"] == 2:
+            cluster.remove_node(node, allow_graceful=False)
 
-        config = FEDAVG.replace(num_clients=10, clients_per_round=10, rounds=8)
-        options = {"engine": "ray", "ray_address": cluster.address, "progress": False}
-        result = run(config, out=tmp_path, on_round=remove, **options)
-    finally:
-        cluster.shutdown()
+    config = FEDAVG.replace(num_clients=10, clients_per_round=10, rounds=8)
+    options = {"engine": "ray", "ray_address": cluster.address, "progress": False}
+    result = run(config, out=tmp_path, on_round=remove, **options)
     accepted = result.curve("replies-accepted")
     assert accepted[-4:].tolist() == [10] * 4
     assert accepted.sum() >= 8 * 10 - 4

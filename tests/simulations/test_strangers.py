@@ -292,6 +292,10 @@ def test_names_are_texts_in_tables(tmp_path):
     assert [cell[bool(FORMULA.match(cell)) :] for cell, _ in rows] == ["=name", *risky]
     back = pd.read_csv(tmp_path / "t.csv")
     assert back.n.equals(table.n)
+    signs = ["\uff1d1+1", "\ufeff=1", " =1", "\uff0b1", "\uff201"]  # full width, after a mark
+    write_csv(pd.DataFrame({"a": signs}), tmp_path / "t.csv")
+    rows = (tmp_path / "t.csv").read_bytes().decode().split("\r\n")[1:-1]
+    assert [row.strip('"') for row in rows] == [f"'{text}" for text in signs]
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -312,7 +316,7 @@ def test_a_report_on_a_run_with_a_hostile_name(theirs, home):
     assert all(re.fullmatch(r"[\w.-]+", path.name) for path in out.iterdir())
 
 
-def test_a_terminal_shows_no_escape_codes(theirs, home):
+def test_a_terminal_and_the_log_show_no_escape_codes(theirs, home, caplog):
     """Of an error that a folder tells; and a client's metric of such a name is left out."""
     folder = theirs()
     summary = {"status": "failed", "error": "\x1b]0;gone\x07 \x9b2J lost"}
@@ -322,10 +326,6 @@ def test_a_terminal_shows_no_escape_codes(theirs, home):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said)
     admitted = AdmittedMetrics((), lambda _: False, "clients").take({"a\x1b[2J": 1.0, "b": 2.0})
     assert admitted == {"b": 2.0}
-
-
-def test_what_is_logged_or_shown_at_the_end_has_no_escape_codes(caplog, capsys):
-    """Names come from folders, servers and clients, in any logger's arguments."""
     code = "\x1b]0;name\x07"
     getLogger("flwr").warning("a client said %s", code)
     assert code not in caplog.text
@@ -336,13 +336,6 @@ def test_nothing_but_parts_of_fedntk_is_free_to_be_named_as_such():
     """Its modules import others, which could be called by another name."""
     named = "fedntk.simulations.engine.processes:Process"
     refused("expected a part of fedntk's own", import_named, "model", named)
-
-
-def test_full_width_signs_and_marks_before_a_sign_begin_no_formula(tmp_path):
-    risky = ["\uff1d1+1", "\ufeff=1", " =1", "\uff0b1", "\uff201"]
-    write_csv(pd.DataFrame({"a": risky}), tmp_path / "t.csv")
-    rows = (tmp_path / "t.csv").read_bytes().decode().split("\r\n")[1:-1]
-    assert [row.strip('"') for row in rows] == [f"'{text}" for text in risky]
 
 
 def test_class_names_with_dollars_are_drawn_as_they_are():

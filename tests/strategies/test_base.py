@@ -12,7 +12,7 @@ from fedntk.ntk import BadReply
 from fedntk.ntk.support.files import claimed
 from fedntk.simulations.engine._flower import become_server, stamp
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
-from fedntk.simulations.engine.losses import LossyGrid
+from fedntk.simulations.engine.faults import LossyGrid
 from fedntk.strategies import NoUsableReply, Sampling, Screening, SecureAggregation, SeededFedAvg
 from fedntk.strategies.core import sampling
 from fedntk.strategies.core.channel import Conversation

@@ -22,7 +22,7 @@ from fedntk.clients import (
 from fedntk.ntk import TCTModel
 from fedntk.ntk.robust_averages import DEFENCES
 from fedntk.simulations.attacks import ATTACKS
-from fedntk.simulations.engine.lies import LyingGrid
+from fedntk.simulations.engine.faults import LyingGrid
 from fedntk.strategies import (
     NTKDFL,
     NTKFL,

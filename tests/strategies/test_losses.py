@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from fedntk.clients import SGDClient
-from fedntk.simulations.engine.losses import LossyGrid
+from fedntk.simulations.engine.faults import LossyGrid
 from fedntk.strategies import FedEnsemble, Sampling, SeededFedAvg
 from fedntk.strategies.core.round import timeout_of
 
