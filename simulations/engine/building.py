@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import ArrayRecord, MessageType, RecordDict
+from flwr.app import MessageType
 
 from fedntk.clients.core.adapter import unpack_content
 from fedntk.clients.core.numpy_client import NumPyClient
@@ -220,8 +220,8 @@ def load_predictor(
             now["model-code"] = source_checksum(config.model)
         require_same(read_summary(folder), now, folder)
     if client is None:
-        arrays, described = load_tensors(folder / f"{which}.safetensors")
-        predictor: Predictor = config.chosen_method.predictor(setup, arrays, described["learned"])
+        weights, described = load_tensors(folder / f"{which}.safetensors")
+        predictor: Predictor = config.chosen_method.predictor(setup, weights, described["learned"])
         predictor.inputs = inputs
         return predictor
     if which != "model":
@@ -231,18 +231,11 @@ def load_predictor(
     client_model: Any = make_client(setup, client, {})
     strategy = make_strategy(setup)
     strategy.load_state_dict(checkpoint.strategy)
-    arrays_then = strategy.begin(checkpoint.arrays, checkpoint.round, done=checkpoint.round)
-    content = _evaluation_message(strategy, client, arrays_then)
-    predictor = client_model.predictor(*unpack_content(content, str(client)))
-    predictor.inputs = inputs
-    return predictor
-
-
-def _evaluation_message(strategy: Strategy, client: int, arrays: ArrayRecord) -> RecordDict:
-    """Return what a client that has been sent nothing before is sent to evaluate."""
+    arrays = strategy.begin(checkpoint.arrays, checkpoint.round, done=checkpoint.round)
     r = round_of(strategy, strategy.server_round, MessageType.EVALUATE, arrays, {})
     ask: Any = next(strategy.evaluate_round(r.within(strategy, arrays, [client])))
     if ask.sent is not None:
         ask.sent.doubt(client)  # what it keeps may have been removed
-    content: RecordDict = ask.content(client)
-    return content
+    predictor = client_model.predictor(*unpack_content(ask.content(client), str(client)))
+    predictor.inputs = inputs
+    return predictor

@@ -39,12 +39,9 @@ class _FedEnsemble(Method):
     own_settings = FedEnsembleSettings
     metrics = ("models-updated",)
     evaluation_metrics = (
-        "model-accuracy-max",
-        "model-accuracy-mean",
-        "model-accuracy-min",
-        "model-entropy-mean",
+        "model-accuracy-max", "model-accuracy-mean", "model-accuracy-min", "model-entropy-mean",
         "mutual-information",
-    )
+    )  # fmt: skip
 
     def inner(self, config: BaseConfig) -> Method:
         """Return the method of each model."""

@@ -29,15 +29,9 @@ class EvolvingMethod(Method):
     own_settings = EvolvingSettings
     apart = ("class_prior",)
     metrics: ClassVar[tuple[str, ...]] = (
-        "t",
-        "learning-rate",
-        "candidate-loss",
-        "linearised-loss",
-        "losses-accepted",
-        "kernel-products",
-        "solver-steps",
-        "solver-error-estimate",
-    )
+        "t", "learning-rate", "candidate-loss", "linearised-loss", "losses-accepted",
+        "kernel-products", "solver-steps", "solver-error-estimate",
+    )  # fmt: skip
 
     def check(self, config: BaseConfig, settings: Any) -> None:
         """Refuse a choice by examples that are missing."""

@@ -22,30 +22,10 @@ from typing import Any, cast
 import numpy as np
 from torch import nn
 
+from fedntk import strategies
 from fedntk.ntk import with_residual_features
 from fedntk.ntk.options import nearest
 from fedntk.ntk.support.files import whole
-from fedntk.strategies import (
-    AFL,
-    DPSGD,
-    NTKDFL,
-    SCAFFOLD,
-    DeepAFL,
-    DFedAvg,
-    DFedSAM,
-    DisPFL,
-    Ditto,
-    Fed3R,
-    FedBN,
-    FedCOF,
-    FedNCM,
-    FedPer,
-    FedProto,
-    LocalTraining,
-    SeededFedAvg,
-    Strategy,
-    WeightedFedAvg,
-)
 
 from ..config.config import BaseConfig
 from ..config.importing import (
@@ -74,7 +54,7 @@ class DeepAFLSettings(Settings, frozen=True, eq=True):
 
 class _DeepAFL(Method):
     name = "deep-afl"
-    strategy_class = DeepAFL
+    strategy_class = strategies.DeepAFL
     own_settings = DeepAFLSettings
     baseline = True
 
@@ -85,13 +65,13 @@ class _DeepAFL(Method):
 
 class _WeightedFedAvg(Method):
     name = "weighted-fedavg"
-    strategy_class = WeightedFedAvg
+    strategy_class = strategies.WeightedFedAvg
     headline = "client-accuracy-mean"
     metrics = ("effective-clients", "own-weight-mean", "similarity-mean")
 
-    def after_round(self, strategy: Strategy, server_round: int, folder: Path) -> None:
+    def after_round(self, strategy: strategies.Strategy, server_round: int, folder: Path) -> None:
         """Write the mixing weights, ``similarity-<round>.npz``, unless nothing was mixed."""
-        mixing = cast(WeightedFedAvg, strategy).mixing
+        mixing = cast(strategies.WeightedFedAvg, strategy).mixing
         if mixing is not None and mixing.server_round == server_round:
             with whole(folder / f"similarity-{server_round:06}.npz") as file:
                 np.savez(file, **mixing._asdict())
@@ -99,6 +79,8 @@ class _WeightedFedAvg(Method):
 
 # of methods whose models are the clients' own: they are judged by the clients' evaluations
 PERSONAL: dict[str, Any] = {"baseline": True, "headline": "client-accuracy-mean"}
+MASKED = (*DecentralisedMethod.metrics, "mask-density", "mask-changed")
+EVOLVED = (*DecentralisedMethod.metrics, "t")
 METHODS: tuple[Method, ...] = (
     _DeepAFL(),
     fed_be.METHOD,
@@ -107,38 +89,30 @@ METHODS: tuple[Method, ...] = (
     sums.METHOD,
     tct.METHOD,
     _WeightedFedAvg(),
-    Method("afl", AFL, baseline=True),
-    Method("fed-cof", FedCOF, baseline=True),
-    Method("fed-ncm", FedNCM, baseline=True),
-    Method("fed3r", Fed3R, baseline=True),
-    Method("fedavg", SeededFedAvg, baseline=True, apart=("proximal_mu",)),
-    Method("scaffold", SCAFFOLD, baseline=True),
-    Method("ditto", Ditto, metrics=("personal-loss", "restarted"), **PERSONAL),
-    Method("fed-bn", FedBN, batch_norm=True, **PERSONAL),
-    Method("fed-per", FedPer, **PERSONAL),
-    Method("fed-proto", FedProto, learns_on_server=False, **PERSONAL),
-    Method("local-training", LocalTraining, learns_on_server=False, **PERSONAL),
-    DecentralisedMethod("d-psgd", DPSGD, baseline=True),
-    DecentralisedMethod("dfedavg", DFedAvg, baseline=True),
-    DecentralisedMethod("dfedsam", DFedSAM, baseline=True),
-    DecentralisedMethod(
-        "dispfl",
-        DisPFL,
-        metrics=(*DecentralisedMethod.metrics, "mask-density", "mask-changed"),
-        **PERSONAL,
-    ),
-    DecentralisedMethod(
-        "ntk-dfl", NTKDFL, apart=("class_prior",), metrics=(*DecentralisedMethod.metrics, "t")
-    ),
+    Method("afl", strategies.AFL, baseline=True),
+    Method("fed-cof", strategies.FedCOF, baseline=True),
+    Method("fed-ncm", strategies.FedNCM, baseline=True),
+    Method("fed3r", strategies.Fed3R, baseline=True),
+    Method("fedavg", strategies.SeededFedAvg, baseline=True, apart=("proximal_mu",)),
+    Method("scaffold", strategies.SCAFFOLD, baseline=True),
+    Method("ditto", strategies.Ditto, metrics=("personal-loss", "restarted"), **PERSONAL),
+    Method("fed-bn", strategies.FedBN, batch_norm=True, **PERSONAL),
+    Method("fed-per", strategies.FedPer, **PERSONAL),
+    Method("fed-proto", strategies.FedProto, learns_on_server=False, **PERSONAL),
+    Method("local-training", strategies.LocalTraining, learns_on_server=False, **PERSONAL),
+    DecentralisedMethod("d-psgd", strategies.DPSGD, baseline=True),
+    DecentralisedMethod("dfedavg", strategies.DFedAvg, baseline=True),
+    DecentralisedMethod("dfedsam", strategies.DFedSAM, baseline=True),
+    DecentralisedMethod("dispfl", strategies.DisPFL, metrics=MASKED, **PERSONAL),
+    DecentralisedMethod("ntk-dfl", strategies.NTKDFL, apart=("class_prior",), metrics=EVOLVED),
 )
 
 
 @functools.cache
 def own_methods() -> Mapping[str, Method]:
     """Return the methods of this package, by name."""
-    return MappingProxyType(
-        {method.name: method for method in sorted(METHODS, key=lambda m: m.name)}
-    )
+    methods = {method.name: method for method in METHODS}
+    return MappingProxyType(dict(sorted(methods.items())))
 
 
 @functools.cache
