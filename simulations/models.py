@@ -39,10 +39,7 @@ InputShape = tuple[int, ...]
 def mlp(
     input_shape: InputShape, num_classes: int, width: int = 100, *, batch_norm: bool = False
 ) -> nn.Module:
-    """Two-layer perceptron: Kaiming-normal weights, zero biases (Yue et al. 2022, section 6).
-
-    Examples of any `input_shape` are flattened; `width` is the number of hidden units.
-    """
+    """Two-layer perceptron: Kaiming-normal weights, zero biases (Yue et al. 2022, section 6)."""
     layers = _dense(math.prod(input_shape), width, num_classes, batch_norm=batch_norm)
     for layer in (layers[0], layers[-1]):
         nn.init.kaiming_normal_(layer.get_parameter("weight"))
@@ -51,10 +48,7 @@ def mlp(
 
 
 def simple_cnn(input_shape: InputShape, num_classes: int) -> nn.Module:
-    """Two convolutions with max-pooling, two linear layers (Yu et al. 2022, for FMNIST).
-
-    `input_shape` is (channels, height, width), at least 8 x 8.
-    """
+    """Two convolutions with max-pooling, two linear layers (Yu et al. 2022, for FMNIST)."""
     channels, height, width = _image(input_shape, "simple-cnn", at_least=8)
     convolutions = *_convolution(channels, 32, 3), *_convolution(32, 64, 3)
     dense = _dense(64 * (height // 4) * (width // 4), 128, num_classes)
@@ -62,19 +56,15 @@ def simple_cnn(input_shape: InputShape, num_classes: int) -> nn.Module:
 
 
 def lenet(input_shape: InputShape, num_classes: int, *, batch_norm: bool = False) -> nn.Module:
-    """LeNet-5 with ReLU and max-pooling (LeCun et al., *Gradient-based learning*, 1998).
-
-    `input_shape` is (channels, height, width), at least 16 x 16. `batch_norm` adds BatchNorm after
-    each convolution, for methods that keep it on the clients.
-    """
+    """LeNet-5 with ReLU and max-pooling (LeCun et al., *Gradient-based learning*, 1998)."""
     name = "lenet-bn" if batch_norm else "lenet"
-    channels, height, width = _image(input_shape, name, at_least=16)
-    side = [((size // 2) - 4) // 2 for size in (height, width)]
+    channels, *size = _image(input_shape, name, at_least=16)
+    flat = 16 * math.prod((side // 2 - 4) // 2 for side in size)
     return nn.Sequential(
         *_convolution(channels, 6, 5, batch_norm=batch_norm),
         *_convolution(6, 16, 5, padding=0, batch_norm=batch_norm),
         nn.Flatten(),
-        *_dense(16 * side[0] * side[1], 120, 84, num_classes),
+        *_dense(flat, 120, 84, num_classes),
     )
 
 
@@ -82,12 +72,9 @@ def digits_cnn(input_shape: InputShape, num_classes: int, width: int = 100) -> n
     """Four convolutions and three linear layers with BatchNorm, for digits of several domains.
 
     After Li et al., *FedBN: Federated Learning on Non-IID Features via Local Batch Normalization*,
-    ICLR 2021, appendix: 5 x 5 convolutions, max-pooling after the first and the second, BatchNorm
-    after each layer but the last. That network has three convolutions, of 64, 64 and 128 filters;
-    this one has a fourth, as wide as the third. With width 512 its layers are as wide.
-
-    `input_shape` is (channels, height, width), at least 8 x 8. Width W, at least 8, gives W/8, W/8,
-    W/4 and W/4 filters, then 4 W and W hidden units.
+    ICLR 2021, appendix, whose network has three convolutions: 5 x 5, max-pooling after the first
+    and the second, BatchNorm after each layer but the last. With width W = 512 its layers are as
+    wide: W/8, W/8, W/4 and W/4 filters, then 4 W and W hidden units.
     """
     channels, *size = _image(input_shape, "digits-cnn", at_least=8)
     if width < 8:
@@ -95,7 +82,7 @@ def digits_cnn(input_shape: InputShape, num_classes: int, width: int = 100) -> n
     filters = [channels, width // 8, width // 8, width // 4, width // 4]
     layers: list[nn.Module] = []
     for i, (before, after) in enumerate(pairwise(filters)):
-        layers += _convolution(before, after, 5, batch_norm=True, pool=i < 2)
+        layers += _convolution(before, after, 5, batch_norm=True)[: None if i < 2 else -1]
     flat = filters[-1] * (size[0] // 4) * (size[1] // 4)
     dense = _dense(flat, 4 * width, width, num_classes, batch_norm=True)
     return nn.Sequential(*layers, nn.Flatten(), *dense)
@@ -104,8 +91,7 @@ def digits_cnn(input_shape: InputShape, num_classes: int, width: int = 100) -> n
 class CharLSTM(nn.Module):
     """Two LSTM layers on characters; the last state gives the next one (LEAF's Shakespeare).
 
-    Examples of `input_shape` (length,) are positions in the alphabet, as integers or whole floats;
-    each layer has `width` units, 256 in LEAF and in Shi et al. 2021.
+    Examples of `input_shape` (length,) are positions in the alphabet, as integers or whole floats.
     """
 
     def __init__(self, input_shape: InputShape, num_classes: int, width: int = 256) -> None:
@@ -153,10 +139,9 @@ class TwoPatchCNN(nn.Module):
 
 
 class ScatteringNetwork(nn.Sequential):
-    """A linear layer on the logarithms of an image's scattering coefficients.
+    """A linear layer on the standardised logarithms of an image's scattering coefficients.
 
-    Nothing before the last layer is trained or sent. Each image's features have mean 0 and variance
-    1. `input_shape` is (channels, height, width), at least 8 x 8.
+    Nothing before the last layer is trained or sent.
     """
 
     def __init__(self, input_shape: InputShape, num_classes: int) -> None:
@@ -169,32 +154,25 @@ class ScatteringNetwork(nn.Sequential):
 def resnet18(input_shape: InputShape, num_classes: int, norm: str = "batch") -> nn.Module:
     """Torchvision's ResNet-18 with a stem for small images: 3 x 3, stride 1, no pooling.
 
-    `input_shape` is (channels, height, width), at least 8 x 8; `norm` is "batch", or "group" for
-    GroupNorm with 32 groups.
+    `norm` is "batch", or "group" for GroupNorm with 32 groups.
     """
     from torchvision.models import resnet18 as torchvision_resnet18
 
     channels, _, _ = _image(input_shape, "resnet18", at_least=8)
     layer = partial(nn.GroupNorm, 32) if norm == "group" else None
-    model: Any = torchvision_resnet18(num_classes=num_classes, norm_layer=layer)
+    model: nn.Module = torchvision_resnet18(num_classes=num_classes, norm_layer=layer)
     model.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
     model.maxpool = nn.Identity()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _convolution(
-    before: int,
-    after: int,
-    kernel: int,
-    *,
-    padding: int | None = None,
-    batch_norm: bool = False,
-    pool: bool = True,
+    before: int, after: int, kernel: int, *, padding: int | None = None, batch_norm: bool = False
 ) -> list[nn.Module]:
-    """Return a convolution, which by default keeps the size, and what follows it."""
-    norm = [nn.BatchNorm2d(after)] * batch_norm
+    """Return a convolution, which by default keeps the size, and pooling to half of it."""
     layer = nn.Conv2d(before, after, kernel, padding=kernel // 2 if padding is None else padding)
-    return [layer, *norm, nn.ReLU(), *[nn.MaxPool2d(2)] * pool]
+    norm = [nn.BatchNorm2d(after)] if batch_norm else []
+    return [layer, *norm, nn.ReLU(), nn.MaxPool2d(2)]
 
 
 def _dense(*widths: int, batch_norm: bool = False) -> list[nn.Module]:
@@ -247,8 +225,7 @@ def sample_outputs(network: nn.Module, input_shape: InputShape) -> list[float]:
 def build_model(config: BaseConfig, input_shape: InputShape, num_classes: int) -> nn.Module:
     """Make the network that `config` names, its weights drawn from the configured seed.
 
-    With a random projection it takes the projected features. Weights from a file are of the network
-    before its last layer is given random features. Torch's global generator is not changed.
+    With a random projection it takes the projected features. Torch's generator is not changed.
     """
     if config.projection > math.prod(input_shape):
         raise ConfigError(
@@ -273,12 +250,17 @@ def build_model(config: BaseConfig, input_shape: InputShape, num_classes: int) -
         ) from error
     with naming(f"model = {config.model}", ValueError):
         require_separate(model)
-    if not isinstance(outputs, Tensor):
-        raise ConfigError(
-            f"model = {config.model}: expected one tensor of scores (n, C), got a "
-            f"{type(outputs).__name__}; wrap it in a network whose forward returns only the scores"
-        )
-    shape = tuple(outputs.shape)
+        if not isinstance(outputs, Tensor):
+            raise ConfigError(
+                f"expected one tensor of scores (n, C), got a {type(outputs).__name__}; wrap it in "
+                "a network whose forward returns only the scores"
+            )
+        if outputs.shape != (1, num_classes):
+            raise ConfigError(
+                f"expected outputs of shape (n, {num_classes}), one for each class, got "
+                f"{('n', *outputs.shape[1:])}"
+            )
+        require_scores(outputs, config.loss)
     if config.init != "default":
         arrays = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
         generator = np.random.default_rng([config.seed, *b"first weights"])
@@ -287,13 +269,6 @@ def build_model(config: BaseConfig, input_shape: InputShape, num_classes: int) -
         model.load_state_dict(weights, strict=False)
     if config.weights:
         _load_weights(model, Path(config.weights), centred=config.centre is not None)
-    if shape != (1, num_classes):
-        raise ConfigError(
-            f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
-            f"class, got {('n', *shape[1:])}"
-        )
-    with naming(f"model = {config.model}", ValueError):
-        require_scores(outputs, config.loss)
     num_features, bandwidth = config.chosen_method.random_features(config, input_shape)
     if num_features:
         expansions: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
@@ -319,17 +294,18 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
                 "centre = true, or give weights of a run without it"
             )
         tensors = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
-    for name, own in first.items():  # a file may hold an array under one of its names
-        if own not in tensors and name in tensors:
-            tensors[own] = tensors[name]
-    tensors = {name: tensors[own] for name, own in first.items() if own in tensors}
-    if odd := [k for k, t in state.items() if k not in tensors or tensors[k].shape != t.shape]:
-        raise ConfigError(f"weights = {path}: not of this network, which has also {odd[:5]}")
+    for name, place in first.items():  # a file may hold an array under one of its names
+        if place not in tensors and name in tensors:
+            tensors[place] = tensors[name]
+    tensors = {name: tensors[place] for name, place in first.items() if place in tensors}
+    missing = [k for k, t in state.items() if k not in tensors or tensors[k].shape != t.shape]
+    if missing:
+        raise ConfigError(f"weights = {path}: not of this network, which has also {missing[:5]}")
     model.load_state_dict(tensors)
 
 
 def _by_name(config: BaseConfig, input_shape: InputShape, num_classes: int) -> nn.Module:
-    known: dict[str, Callable[..., nn.Module]] = {
+    networks: dict[str, Callable[..., nn.Module]] = {
         "mlp": partial(mlp, width=config.width, batch_norm=config.chosen_method.batch_norm),
         "simple-cnn": simple_cnn,
         "lenet": lenet,
@@ -340,24 +316,24 @@ def _by_name(config: BaseConfig, input_shape: InputShape, num_classes: int) -> n
         "two-patch-cnn": partial(TwoPatchCNN, width=config.width),
         "scattering": ScatteringNetwork,
     }
-    if config.model in known:
-        return known[config.model](input_shape, num_classes)
-    given = config.passed(config.model)
-    if isinstance(given, nn.Module):
-        with naming(f"model = {type(given).__name__}", ValueError):
-            require_separate(given)  # copies of it would not share memory
-        return copy.deepcopy(given)
-    if given is None and "()" in config.model:
+    if config.model in networks:
+        return networks[config.model](input_shape, num_classes)
+    passed = config.passed(config.model)
+    if isinstance(passed, nn.Module):
+        with naming(f"model = {type(passed).__name__}", ValueError):
+            require_separate(passed)  # copies of it would not share memory
+        return copy.deepcopy(passed)
+    if passed is None and "()" in config.model:
         raise ConfigError(
             f"model = {config.model}: a module or function of another process; pass it again "
             "with model=..., or put a function into a file and pass model='mynet.py:build'"
         )
     if ":" not in config.model:
         raise ConfigError(
-            f"model: expected {', '.join(known)}, or your own as <file>.py:<function>, "
-            f"got {config.model!r}{nearest(config.model, known)}"
+            f"model: expected {', '.join(networks)}, or your own as <file>.py:<function>, "
+            f"got {config.model!r}{nearest(config.model, networks)}"
         )
-    model: Any = (given or import_named("model", config.model))(input_shape, num_classes)
+    model: Any = (passed or import_named("model", config.model))(input_shape, num_classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model = {config.model}: expected a torch.nn.Module, got {type(model).__name__}"

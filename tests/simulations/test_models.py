@@ -1,4 +1,4 @@
-"""The papers' networks, and a pre-trained one of torchvision's, as the page on AFL says."""
+"""The papers' networks, a pre-trained one of torchvision's, and one array under two names."""
 
 import math
 import re
@@ -7,18 +7,19 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from fedntk.simulations import Config, ConfigError, load_predictor, run
+from fedntk.simulations import Config, load_model, load_predictor, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.building import load_setup, make_strategy
-from fedntk.simulations.models import build_model
-from fedntk.simulations.report.results import load_model
+from fedntk.simulations.methods import own_methods
+from fedntk.simulations.models import CharLSTM, build_model
 
 from ..conftest import ROOT
-from .outcomes import refused
+from .outcomes import measured, refused
+from .settings import tiny
 
 THREE_CLASSES = "tests.simulations.networks:three_classes"
 LENET = 456 + 2416 + 576 * 120 + 120 + 120 * 84 + 84 + 850
@@ -63,14 +64,16 @@ def test_mlp_starts_kaiming_normal_with_zero_biases():
 @pytest.mark.parametrize("init", ["he", "xavier"])
 def test_first_weights_by_a_rule_that_does_not_depend_on_the_layers(init):
     """They follow only the seed; global generators play no part, and stay as they are."""
-    config, state = Config(model="lenet", init=init), torch.get_rng_state()
-    drawn = build_model(config, (1, 28, 28), 10).state_dict()
-    assert torch.equal(state, torch.get_rng_state())
-    torch.rand(1)
-    plain, same, other = (
-        build_model(Config(model="lenet", init=own, seed=seed), (1, 28, 28), 10).state_dict()
-        for own, seed in (("default", 0), (init, 0), (init, 1))
-    )
+
+    def first_weights(init, seed):
+        config, state = Config(model="lenet", init=init, seed=seed), torch.get_rng_state()
+        drawn = build_model(config, (1, 28, 28), 10).state_dict()
+        assert torch.equal(state, torch.get_rng_state())
+        torch.rand(1)
+        return drawn
+
+    drawn, plain = first_weights(init, 0), first_weights("default", 0)
+    same, other = first_weights(init, 0), first_weights(init, 1)
     for name, array in drawn.items():
         assert torch.equal(array, same[name])
         if array.ndim < 2:
@@ -85,42 +88,36 @@ def test_first_weights_by_a_rule_that_does_not_depend_on_the_layers(init):
 
 def test_models_can_be_drawn_as_the_networks_layers_draw_them():
     """Torch's are uniform within 1 / sqrt(fan_in) of zero, which normal ones would soon leave."""
-    own = {"init": "network"}
-    config = Config(method="fed-ensemble", model="digits-cnn", width=64, fed_ensemble=own)
-    strategy = make_strategy(load_setup(config))
+    options = {"model": "digits-cnn", "width": 64, "fed_ensemble": {"init": "network"}}
+    strategy = make_strategy(load_setup(Config(method="fed-ensemble", **options)))
     first, *others, again = (strategy.init(k).state_dict() for k in (0, 1, 2, 3, 4, 1))
     for name, array in first.items():
         assert torch.equal(others[0][name], again[name])
-        for own in (first, *others) if array.ndim > 1 else ():
-            assert float(own[name].abs().max()) <= array[0].numel() ** -0.5 + 1e-6
-            assert sum(torch.equal(own[name], other[name]) for other in (first, *others)) == 1
+        for model in (first, *others) if array.ndim > 1 else ():
+            assert float(model[name].abs().max()) <= array[0].numel() ** -0.5 + 1e-6
+            assert sum(torch.equal(model[name], other[name]) for other in (first, *others)) == 1
 
 
 @pytest.mark.parametrize("expand", ["fourier", "buckets"])
 @pytest.mark.parametrize("method", ["afl", "fed3r", "fed-ncm", "one-exchange"])
 def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path, method, expand):
     """The layer changes, and nothing else; the run's predictor makes the same features."""
-    own = {"random_features": 60, "expand": expand, "width": 20, "out": str(tmp_path / "a")}
-    config = Config(method=method, rounds=1, **own)
-    done = run(config, progress=False)
+    options = {"random_features": 60, "expand": expand, "width": 20, "out": str(tmp_path)}
+    config = Config(method=method, rounds=1, **options)
+    result, data = run(config, progress=False), load_data(config)
     before = build_model(config, (1, 8, 8), 10).state_dict()
-    after = load_file(done.folder / "model.safetensors")
-    changed = {name for name, own in before.items() if not torch.equal(own, after[name])}
+    after = load_file(result.folder / "model.safetensors")
+    changed = {name for name, array in before.items() if not torch.equal(array, after[name])}
     assert changed == {"3.1.weight", "3.1.bias"}
-    data = load_data(config)
-    found = load_predictor(done.folder).evaluate(data.x_test, data.y_test).accuracy
-    assert found == pytest.approx(done.summary["accuracy"], abs=1e-3)
-    assert found > 0.4  # a tenth by chance
+    accuracy = load_predictor(result.folder).evaluate(data.x_test, data.y_test).accuracy
+    assert accuracy == pytest.approx(result.summary["accuracy"], abs=1e-3)
+    assert accuracy > 0.4  # a tenth by chance
 
 
 @pytest.mark.parametrize(
     ("options", "shape", "message"),
     [
-        (
-            {"model": "vgg"},
-            (3, 32, 32),
-            "model: expected mlp, .* lenet-bn, .*, scattering, or your own as",
-        ),
+        ({"model": "vgg"}, (3, 32, 32), "model: expected mlp, .*, scattering, or your own as"),
         ({"model": "math:nothing"}, (4,), "math has no nothing"),
         ({"model": "lenet"}, (1, 8, 8), "model = lenet: .* at least 16 x 16"),
         ({"model": "two-patch-cnn"}, (3, 60), r"expected examples of shape \(2, d\) and 2 classes"),
@@ -136,25 +133,24 @@ def test_networks_that_do_not_fit_are_refused(options, shape, message):
 
 def test_weights_of_a_centred_run_serve_only_a_centred_network(tmp_path):
     centred = Config(centre=True, width=7, seed=1)
-    kept = build_model(centred, (5,), 3).state_dict() | {"centre": torch.ones(5)}
-    save_file(kept, tmp_path / "model.safetensors")
-    given = centred.replace(weights=str(tmp_path / "model.safetensors"), seed=2)
-    found = build_model(given, (5,), 3).state_dict()
-    assert not found.pop("centre").any()  # every run asks its own clients
-    assert all(torch.equal(array, kept[name]) for name, array in found.items())
-    with pytest.raises(ConfigError, match="mean taken off; set centre = true"):
-        build_model(given.replace(centre=False), (5,), 3)
-    refused("not of this network, which has also", build_model, given.replace(width=8), (5,), 3)
-
-
-CLASSES = 3
+    saved = build_model(centred, (5,), 3).state_dict() | {"centre": torch.ones(5)}
+    save_file(saved, tmp_path / "model.safetensors")
+    config = centred.replace(weights=str(tmp_path / "model.safetensors"), seed=2)
+    built = build_model(config, (5,), 3).state_dict()
+    assert not built.pop("centre").any()  # every run asks its own clients
+    assert all(torch.equal(array, saved[name]) for name, array in built.items())
+    for changes, message in (
+        ({"centre": False}, "mean taken off; set centre = true"),
+        ({"width": 8}, "not of this network, which has also"),
+    ):
+        refused(message, build_model, config.replace(**changes), (5,), 3)
 
 
 def images(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a pattern for each class, and noise a tenth as large: grey, 20 x 20."""
-    patterns = np.random.default_rng(0).standard_normal((CLASSES, 1, 20, 20))
+    """Return a pattern for each of three classes, and noise a tenth as large: grey, 20 x 20."""
+    patterns = np.random.default_rng(0).standard_normal((3, 1, 20, 20))
     noise = np.random.default_rng([1, seed]).standard_normal((count, 1, 20, 20))
-    y = np.arange(count) % CLASSES
+    y = np.arange(count) % 3
     return (patterns[y] + 0.1 * noise).astype(np.float32), y
 
 
@@ -176,7 +172,7 @@ def test_afl_is_least_squares_on_its_features_by_the_running_statistics(tmp_path
     (code,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
     (tmp_path / "pretrained.py").write_text(code, encoding="utf-8")
     save_file(body.state_dict(), tmp_path / "resnet18.safetensors")
-    (x, y), (x_test, y_test) = images(12, 0), images(CLASSES, 1)
+    (x, y), (x_test, y_test) = images(12, 0), images(3, 1)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -199,7 +195,7 @@ def test_afl_is_least_squares_on_its_features_by_the_running_statistics(tmp_path
     with torch.no_grad():
         z = body.eval()(larger).double()
         batch = body.train()(larger).double()
-    linear = torch.linalg.pinv(z) @ torch.eye(CLASSES).double()[torch.from_numpy(y)]
+    linear = torch.linalg.pinv(z) @ torch.eye(3).double()[torch.from_numpy(y)]
     torch.testing.assert_close(
         z @ learned["body.fc.weight"].double().T, z @ linear, rtol=0, atol=1e-4
     )
@@ -214,6 +210,97 @@ class Named(nn.Linear):
 
 
 def test_a_network_that_returns_no_tensor_is_refused_by_name():
-    config = Config(model=Named(6, 3))
-    with pytest.raises(ConfigError, match=r"one tensor of scores \(n, C\), got a dict; wrap it"):
-        build_model(config, (6,), 3)
+    message = r"one tensor of scores \(n, C\), got a dict; wrap it"
+    refused(message, build_model, Config(model=Named(6, 3)), (6,), 3)
+
+
+def test_scores_of_a_char_lstm_are_those_of_the_last_state():
+    model = CharLSTM((5,), 7, width=4)
+    x = torch.randint(0, 7, (3, 5))
+    _, (last, _) = model.lstm(model.embedding(x))
+    assert torch.equal(model(x.float()), model.head(last[1]))
+
+
+# ------------------------------------------------------------------- tied weights
+
+X = np.random.default_rng(0).normal(size=(150, 6)).astype(np.float32)
+Y = X[:, :3].argmax(1)
+
+
+class Second(nn.Module):
+    """A layer with a bias; its weights are another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6))
+
+
+class Net(nn.Module):
+    """Uses one matrix twice, which is an array of both layers if it is `tied`; one BatchNorm."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.second, self.head = nn.Linear(6, 6) if tied else Second(), nn.Linear(6, 3)
+        if tied:
+            self.second.weight, self.same_norm = self.first.weight, self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.first(x)))
+        hidden = nn.functional.linear(hidden, self.first.weight, self.second.bias)
+        return self.head(torch.relu(hidden))
+
+
+def network(*, tied: bool) -> Net:
+    made, generator = Net(tied=tied), torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.4, generator=generator)
+    return made
+
+
+def untied(name: str) -> str:
+    """Return the name of an array's only place in the network that is not tied."""
+    return name.replace("second.weight", "first.weight").replace("same_norm.", "norm.")
+
+
+@pytest.mark.parametrize("method", sorted(own_methods()))
+def test_a_tied_network_learns_the_bits_of_one_with_a_shared_array(method, tmp_path):
+    """All names hold the same numbers, in what is learned and in what is loaded.
+
+    Distances between clients count an array under each of its names; so do the first weights that
+    Fed-ensemble draws for each model, which then differ from those of the other network.
+    """
+    outcomes = []
+    for tied in (False, True):
+        folder, model = tmp_path / str(tied), network(tied=tied)
+        result = run(tiny(method), data=(X, Y), model=model, out=folder, progress=False)
+        rounds = measured(result, "seconds|memory|bytes|deviation").to_csv()
+        outcomes.append((load_model(folder), rounds, load_predictor(folder, client=0).predict(X)))
+    (plain, rounds, scores), (model, tied_rounds, tied_scores) = outcomes
+    assert {untied(name) for name in model} == plain.keys()
+    assert any(untied(name) != name for name in model)
+    for name, array in model.items():
+        np.testing.assert_array_equal(array, model[untied(name)], err_msg=name)
+    if method != "fed-ensemble":
+        assert tied_rounds == rounds
+        assert torch.equal(tied_scores, scores)
+        for name, array in plain.items():
+            np.testing.assert_array_equal(model[name], array, err_msg=name)
+
+
+def test_a_file_may_hold_an_array_under_one_of_its_names(tmp_path):
+    """As safetensors writes them, which keeps one name of each array."""
+    model, path = network(tied=True), tmp_path / "weights.safetensors"
+    save_model(model, str(path))
+    config = Config(model=Net(tied=True), weights=str(path))
+    built = build_model(config, (6,), 3).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(built[name], tensor)
+
+
+def test_two_parameters_over_one_memory_are_refused_before_the_run(tmp_path):
+    model = network(tied=False)
+    model.head.weight.data = model.first.weight.data[:3]
+    for form in (model, lambda *_: model):
+        options = {"data": (X, Y), "model": form, "out": tmp_path, "progress": False}
+        refused(r"but head\.weight shares memory", run, tiny("fedavg"), **options)
