@@ -40,10 +40,7 @@ class ArrayArchive:
         self.folder = folder
 
     def save(self, number: int, state: Mapping[str, Any], *, keep: int = 2) -> None:
-        """Write a state, and remove all but the newest.
-
-        Numbers grow. The state is values of JSON, and arrays, in dictionaries and lists.
-        """
+        """Write a state, of JSON's values and arrays, under a growing number; remove old ones."""
         arrays: Arrays = {}
 
         def reference(value: object) -> dict[str, str]:
@@ -121,10 +118,7 @@ def save_tensors(
 
 
 def load_tensors(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    """Read what :func:`save_tensors` wrote: the arrays in their order, and the content.
-
-    Raises DamagedFile if the file is not as it was written, FileNotFoundError if there is none.
-    """
+    """Read what was saved: arrays in their order, and the content; DamagedFile if it changed."""
     try:
         with safe_open(path, framework="numpy") as file:
             header = json.loads(file.metadata()["fedntk"])

@@ -60,10 +60,7 @@ class Asynchrony(Declared):
         return 0 < self.stop_at_clients <= len(self.counted)
 
     def to_ask(self, r: Round) -> Sample:
-        """Return the live clients that have yet to answer.
-
-        Only a run's first round waits for nodes. Who joins later is first asked which client it is.
-        """
+        """Return the live clients that have yet to answer; only the first round waits for nodes."""
         channel, registry = r.channel, r.registry
         if not registry.partitions:
             nodes = list(r.everyone().nodes)

@@ -343,10 +343,7 @@ class Channel:
 
 
 class Conversation(Generic[T]):
-    """A round's generator between Flower's two hooks.
-
-    A round that asks nobody begins without messages.
-    """
+    """A round's generator between Flower's two hooks; one that asks nobody has no messages."""
 
     def __init__(self, rounds: Rounds[T], channel: Channel) -> None:
         if not isinstance(rounds, Generator):

@@ -48,10 +48,7 @@ class RunCheckpoints:
         self._first_weights = [checksum(array) for array in named_arrays(network).values()]
 
     def restore(self, strategy: Any, num_rounds: int) -> Result:
-        """Return the result of the newest whole checkpoint, and load its state; else an empty one.
-
-        `strategy` is a Strategy. The result's arrays are those that the next round begins with.
-        """
+        """Load the newest whole checkpoint; return its result, with the next round's arrays."""
         self._archive.remove_partial()
         state = self._archive.newest()
         if state is None:
@@ -102,10 +99,7 @@ class RunCheckpoints:
     def save(
         self, server_round: int, arrays: ArrayRecord, strategy: Mapping[str, Any], result: Result
     ) -> None:
-        """Write the state after a round, unless it is there.
-
-        A disk that is full after the first checkpoint does not end the run: it is logged.
-        """
+        """Write the state after a round, unless it is there; a disk that gets full is logged."""
         if server_round <= self._saved:
             return
         state = {

@@ -25,10 +25,7 @@ T = TypeVar("T")
 
 
 class SumsOnDisk(Mapping[int, T]):
-    """What some clients sent in a run, each read from its file in `folder` when asked for.
-
-    A checksum detects damaged files. `parse` makes the sums of what :meth:`write` was given.
-    """
+    """What some clients sent in a run, each read by `parse` from its file when asked for."""
 
     def __init__(self, folder: Path, clients: Sequence[int], parse: Callable[[Arrays], T]) -> None:
         self.folder, self.clients, self.parse = folder, clients, parse
@@ -98,10 +95,7 @@ class KeptSums(Declared):
         return SumsOnDisk(self.run_folder, clients, self.sums.parse)
 
     def without(self, clients: Sequence[int], restored: Sequence[int] = ()) -> SumsOnDisk[Sums]:
-        """Return the kept sums of all but some clients.
-
-        Those `restored` are among them, though the solution lacks them.
-        """
+        """Return the kept sums of all but some clients, and of those removed but `restored`."""
         if not self.summed:
             raise ValueError(
                 f"storage: no sums were kept in {self.run_folder} by this run yet; they come with "

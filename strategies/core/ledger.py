@@ -46,10 +46,7 @@ class Ledger(Declared):
     removed: tuple[int, ...] = state(tuple)
 
     def without_harmful(self, storage: KeptSums, arrays: ArrayRecord) -> Sums | None:
-        """Remove harmful clients; return the sums of the others, None if they have none.
-
-        `arrays` are the network's.
-        """
+        """Remove harmful clients; return the sums of the others, None if they have none."""
         sums, summed = storage.sums, storage.summed
         try:
             every = clients_sums(storage, summed).items()
@@ -83,10 +80,7 @@ def clients_sums(storage: KeptSums, clients: Sequence[int]) -> SumsOnDisk[Featur
 def client_ledger(
     sums: FeatureSums, arrays: ArrayRecord, ridge: float
 ) -> tuple[ClientLedger, ValidationExamples]:
-    """Return the ledger of models with this ridge, and the examples that judge harm.
-
-    `arrays` are the network's.
-    """
+    """Return the ledger of models with this ridge, and the examples that judge harm."""
     parts, labels = sums.validation_features(arrays)
     features, classes = torch.cat(list(parts)).cpu(), sums.problem.num_classes
     fixed_point = sums.fixed_point

@@ -181,10 +181,7 @@ class Exchange:
         return source if source in self._nodes else None
 
     def take(self, reply: Message) -> int:
-        """Return the node that a reply comes from, and count its message as answered.
-
-        Raises BadReply with the reason ``"not-asked"`` or ``"duplicate"``.
-        """
+        """Return the node that a reply comes from, and count its message as answered."""
         node, source = self.node_asked(reply), reply.metadata.src_node_id
         if node is None or node != source:
             raise BadReply(

@@ -137,10 +137,7 @@ def mean_metrics(contents: list[RecordDict], key: str) -> MetricRecord:
 
 
 def of_most(aggregate: Aggregate, contents: list[RecordDict], key: str) -> MetricRecord:
-    """Call a user's function with the replies that have all metrics that most have, and only these.
-
-    On a tie, those of the earliest reply.
-    """
+    """Call a user's function with the metrics that most have, of the replies that have them."""
     metrics: list[Any] = [dict(next(iter(c.metric_records.values()))) for c in contents]
     most = Counter(map(kinds_of, metrics)).most_common(1)[0][0]
     common = [
@@ -186,10 +183,7 @@ def check_weights(
     expected: Mapping[str, NDArray[Any]],
     untrained: Collection[str] = (),
 ) -> dict[str, NDArray[Any]]:
-    """Check arrays against those of a model: names, shapes, dtypes and ranges.
-
-    Those that are `untrained` must be as they were sent.
-    """
+    """Check arrays against a model's: names, shapes, dtypes, ranges; `untrained` are as sent."""
     if arrays.keys() != expected.keys():
         names = sorted(arrays.keys() ^ expected.keys())
         raise BadReply("arrays", f"names differ from the model's in {str(names[:5])[:200]}")

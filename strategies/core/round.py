@@ -209,10 +209,7 @@ class Round:
     def _ask_losers_again(
         self, ask: Ask[Any], uploads: Uploads[Any], sent: Forgets
     ) -> Rounds[Uploads[Any]]:
-        """Send clients again what they lost, and ask them once more.
-
-        A client that lost what the server cannot send is dropped, as is one that loses again.
-        """
+        """Send clients again what they lost, and ask them once more; drop the others."""
         channel, nodes = self.channel, set(uploads.nodes)
         lost = [upload for upload in uploads if isinstance(upload.value, LostState)]
         if not lost:

@@ -38,11 +38,7 @@ def run_rounds(
     evaluate_fn: EvaluateFn | None,
     should_stop: ShouldStop | None,
 ) -> Result:
-    """Run the rounds that remain, in the order of Flower's own ``Strategy.start``.
-
-    The newest checkpoint, if there is one, takes the place of `arrays`; `configs` are of training
-    and of evaluation.
-    """
+    """Run the rounds that remain, as Flower's own ``start`` does, from the newest checkpoint."""
     train_config, evaluate_config = configs
     result = Result() if checkpoints is None else checkpoints.restore(strategy, num_rounds)
     done = strategy.rounds_loaded or 0

@@ -26,19 +26,13 @@ class NotEnoughNodes(ValueError):  # noqa: N818
 
 
 def patience_with(grid: Any) -> float:
-    """Return the seconds without a new node after which a grid gets no more; infinity: it may.
-
-    A grid says so as ``patience``. The nodes of Flower's simulation are set before it starts.
-    """
+    """Return the seconds without a new node after which a grid gets no more: its ``patience``."""
     simulated = type(grid).__name__ == "InMemoryGrid"
     return float(getattr(grid, "patience", SETTLED if simulated else float("inf")))
 
 
 def await_nodes(grid: Grid, wanted: Mapping[str, int]) -> list[int]:
-    """Return the grid's nodes when there are as many as each option wants.
-
-    NotEnoughNodes if there never will be.
-    """
+    """Return the nodes when there are as many as each option wants, or raise NotEnoughNodes."""
     needed, patience, begun, seen = max(wanted.values()), patience_with(grid), time.monotonic(), -1
     while len(nodes := sorted(grid.get_node_ids())) < needed:
         names = ", ".join(f"{name} = {n}" for name, n in wanted.items() if n > len(nodes))
@@ -114,10 +108,7 @@ class Sampling(Declared):
     def candidates(
         self, r: Round, population: Population, *, sent_alike: bool = True
     ) -> Candidates:
-        """Return all clients that may be sampled, when enough of them are there.
-
-        `sent_alike`: in the first round it does not matter who is who, if all are sampled.
-        """
+        """Return all clients that may be sampled, when enough of them are there."""
         channel, registry, stage = r.channel, r.channel.registry, r.stage
         if channel.grid is None:
             raise RuntimeError("call configure_train first, which sets the grid")

@@ -148,10 +148,7 @@ class SecureAggregation(Declared):
         enough: Callable[[Uploads[Any]], bool],
         clients: Sample | None = None,
     ) -> Rounds[SecureSum[T]]:
-        """Go through the exchanges of a sum over a sample of clients, by default the round's.
-
-        `enough` says whether these replies may change the model.
-        """
+        """Go through the exchanges of a sum over a sample of clients, by default the round's."""
         return (yield from _OneSum(self, r, plan).complete(enough, clients))
 
 

@@ -475,10 +475,7 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     # --------------------------------------------------------------------------- state
 
     def settings(self) -> dict[str, Any]:
-        """Return what a run's outcome depends on besides data and weights, as JSON holds it.
-
-        A checkpoint goes with one set of them.
-        """
+        """Return what an outcome depends on besides data and weights: checkpoints compare it."""
         options, further = self.compared_options(), self.further_settings()
         return {"strategy": type(self).__name__, **options, **further}
 

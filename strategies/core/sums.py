@@ -227,11 +227,7 @@ class FeatureSums(SumOptions):
     def require_memory(
         self, num_clients: int, *, held: float = math.inf, cure: str = FEWER
     ) -> None:
-        """Refuse uploads, as they came and as arrays, and their solution, if they do not fit.
-
-        At most `held` bytes of uploads are in memory at a time. Solving takes the sums, two normal
-        equations and a factor.
-        """
+        """Refuse uploads, `held` bytes at a time, and their solution, if they do not fit."""
         width = self.problem.width
         uploads = min(num_clients * self.upload_bytes(), held)
         require_memory(
@@ -243,10 +239,7 @@ class FeatureSums(SumOptions):
     def secure_plan(
         self, arrays: ArrayRecord, task: Callable[[SumStep], Mapping[str, Any]], **more: Any
     ) -> SumPlan[Sums]:
-        """Return what a secure sum of these is of; `more` are further fields of the plan.
-
-        `arrays` are the network's, and `task` makes the configuration of a step.
-        """
+        """Return what a secure sum of these is of; `more` are further fields of the plan."""
         expected, kind, problem = self.format, self._kind, self.problem
         network = [arrays[name].numpy() for name in problem.network.state_dict()]
         key = ConvexTask.key_of(problem.feature_map, network)
