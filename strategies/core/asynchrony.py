@@ -1,8 +1,7 @@
 """Replies that count in whichever round they come, for methods whose result no order changes.
 
-Beyond the papers. A round asks the live clients that have yet to answer, and goes on at its
-deadline with what has come; a reply to the message of an earlier round counts when it comes. Each
-message is answered once, by the node that was asked, and each client counts once.
+Beyond the papers. Each message is answered once, by the node that was asked, and each client counts
+once.
 """
 
 import time

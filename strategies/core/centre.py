@@ -1,7 +1,7 @@
 """Inputs centred by their mean over all clients, which these are asked for before the first round.
 
 Each client sends the sum of its inputs, projected if there is a projection, and their number;
-the server sees both. The mean becomes an array of the model, which all clients are then sent.
+the server sees both.
 """
 
 from collections.abc import Sequence
@@ -39,11 +39,7 @@ class CentreInputs(Declared):
     done: bool = state(bool)  # whether the weights that belong to the state have their mean
 
     def centred(self, r: Round) -> Rounds[ArrayRecord]:
-        """Return the model's arrays with the mean over the inputs of all clients that may train.
-
-        `r` is a round 0 of the stage STAGE. NoUsableReply if half of the clients or fewer gave a
-        usable sum, or too few for a round.
-        """
+        """Return the model's arrays with the mean over all inputs; `r` is a round 0 of STAGE."""
         arrays: ArrayRecord = r.arrays
         strategy = r.strategy
         if self.done:

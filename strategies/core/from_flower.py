@@ -201,10 +201,9 @@ def _told(
 def _put_back(
     new: NDArray[Any], sent: NDArray[Any], replies: Sequence[NDArray[Any]]
 ) -> NDArray[Any]:
-    """Return a new array without the rounding errors of Flower's means.
+    """Return a new array without the rounding errors of Flower's means of numbers all alike.
 
-    An array that all clients return as it was sent stays as it was, whatever step the strategy
-    takes. Numbers that all return alike are as they came, up to such a step.
+    An array that all clients return as it was sent stays as it was, whatever step was taken.
     """
     if all_alike([sent, *replies]).all():
         return sent

@@ -129,12 +129,10 @@ class ClientRounds:
         """Keep counting on a client that failed: what it keeps is on its disk."""
 
     def config(self, client: int) -> dict[str, str | int]:
-        """Return what a client is told: the run, and the round of its arrays that counts.
-
-        A node with a placeholder id, as another has its partition, gets a run of its own: on one
-        machine the two would keep their arrays in one folder.
-        """
-        run = self.run_key if client >= 0 else f"{self.run_key}-{-1 - client}"
+        """Return what a client is told: the run, and the round of its arrays that counts."""
+        run = self.run_key
+        if client < 0:  # another node has its partition, and on one machine also its folder
+            run = f"{run}-{-1 - client}"
         told: dict[str, str | int] = {wire.RUN: run}
         if client in self.last:
             told[wire.ROUND] = self.last[client]

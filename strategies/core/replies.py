@@ -116,8 +116,7 @@ def kinds_of(metrics: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
 def mean_metrics(contents: list[RecordDict], key: str) -> MetricRecord:
     """Average each metric over the clients that report it, weighted by their own `key`.
 
-    Of numbers and lists of one name, most of which are alike, the others are left out. Of more than
-    64 names those count that most clients report, and come first.
+    Kinds of a metric, and of more than 64 names those, that most clients report count.
     """
     groups: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
     for content in contents:

@@ -43,8 +43,7 @@ class SealedSeeds:
     ) -> Mapping[int, bytes]:
         """Fetch the seeds of nodes that have none yet, log those that get none, and return all.
 
-        `ask` queries nodes for their properties. Raises ConnectionError if the key server does not
-        answer and no node ever had a seed: nothing could be trained.
+        Raises ConnectionError if the key server does not answer and no node ever had a seed.
         """
         new = [node for node in nodes if node not in self._sealed or node in self._doubtful]
         failure: Exception | None = None
@@ -77,10 +76,9 @@ class SealedSeeds:
 
 
 def public_key_in(reply: Message, key_server: VouchesForKeys | None, run: str) -> tuple[str, str]:
-    """Return a client's public key, and the key server's voucher for it, in hexadecimal.
+    """Return a client's public key and, with a key server, its voucher, in hexadecimal.
 
-    The voucher is empty if there is no key server. ValueError if the reply is an error or holds no
-    public key, or the key server refuses it; ConnectionError if that cannot be reached.
+    ValueError if the reply lacks a key or it is refused; ConnectionError without an answer.
     """
     if reply.has_error():
         raise ValueError(reply.error.reason)

@@ -18,8 +18,7 @@ from .averaging import cast_like, named_arrays
 class WeightAverage(Declared):
     """Exponential moving average (EMA) of the weights that a strategy learned.
 
-    It is evaluated and returned in their place, while clients train from the newest weights. After
-    n changes to the weights w_1 ... w_n it is the sum of decay^(n-k) w_k over the sum of these
+    After n changes to the weights w_1 ... w_n: the sum of decay^(n-k) w_k over the sum of these
     factors. Whole numbers, as of BatchNorm's batches, are the newest.
 
     Attributes
