@@ -14,6 +14,7 @@ Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -117,15 +118,9 @@ class FedEnsemble(Strategy):
         if any(isinstance(strategy, FedEnsemble) for strategy in made):
             raise ValueError("inner: expected a strategy of one model, got a FedEnsemble")
         screening = Screening(outlier_factor=self.screening.outlier_factor)
-        flowers: dict[str, Any] = {
-            "name": "inner",
-            "max_examples": self.max_examples,
-            "screening": screening,
-        }
-        self.members = tuple(
-            strategy if isinstance(strategy, Strategy) else FromFlower(strategy, **flowers)
-            for strategy in made
-        )
+        most = self.max_examples
+        wrap = partial(FromFlower, name="inner", max_examples=most, screening=screening)
+        self.members = tuple(s if isinstance(s, Strategy) else wrap(s) for s in made)
         first = self.members[0]
         rule = first.screening.rule
         if self.screening.rule not in ("none", rule):
