@@ -37,10 +37,8 @@ class ClosedFormStrategy(Strategy):
     Features are those of the initial arrays. All clients that are not held out are asked, for any
     ``fraction_train``, in the first round. If fewer than ``min_completed`` replies are good, or
     there is no solution, the next round asks again. Once the layer is `solved` for, rounds only
-    evaluate. What is learned is a network; for fine-tuning, have another strategy start from it.
-    With three clients or more, features of over 100 times the median client's size are dropped.
-    Other valid-looking malicious replies are not detected: one can leave all rounds without a
-    solution.
+    evaluate. With three clients or more, features of over 100 times the median client's size are
+    dropped. Other valid-looking malicious replies are not detected: one can prevent any solution.
 
     Attributes
     ----------

@@ -63,10 +63,7 @@ class OneExchange(ClosedFormStrategy):
     ridge_used : float
         Ridge of the newest solution.
     total, total_sent : dict of str to ndarray
-        Sums over all counted clients, if `asynchrony`; over all, as clients are sent them, if
-        `personal`.
-    changed : bool
-        Whether clients were taken out of `total` since the last solution.
+        Sums over all counted clients, if `asynchrony`; those that clients are sent, if `personal`.
 
     Examples
     --------
@@ -99,7 +96,7 @@ class OneExchange(ClosedFormStrategy):
     ridge_used: float = state(float)
     total: dict[str, NDArray[Any]] = state(dict)
     total_sent: dict[str, NDArray[Any]] = state(dict)
-    changed: bool = state(bool)
+    _left: bool = state(bool)  # whether clients were taken out of `total` since the last solution
 
     def check(self) -> None:
         """Refuse what does not go with a client's own model, masks, or sums in any order."""
@@ -303,10 +300,10 @@ class OneExchange(ClosedFormStrategy):
             uploads = add(self.screening.drop(uploads, screen_own_sizes))
         if late is None:
             return total[0] if self.enough(uploads) else None, uploads
-        if not uploads and not self.changed:
+        if not uploads and not self._left:
             return None, uploads
         self.total = self.sums.to_arrays(total[0]) if total else {}
-        self.changed = False
+        self._left = False
         enough = self.enough(len(late.counted))
         return total[0] if enough and total else None, uploads
 
@@ -348,7 +345,7 @@ class OneExchange(ClosedFormStrategy):
         total = subtract(self.sums.parse(self.total, checked=True), sums.values())
         self.total = self.sums.to_arrays(total) if self.asynchrony.counted else {}
         storage.drop(sums.clients)
-        self.changed = True
+        self._left = True
 
     def without(
         self, clients: Sequence[int], arrays: ArrayRecord, *, restored: Sequence[int] = ()

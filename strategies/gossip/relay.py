@@ -72,8 +72,7 @@ class RelayStrategy(Strategy):
     Clients keep their weights on disk. In rounds with an evaluation they are asked for them, and
     the bytes count as evaluation: the global arrays are the equal mean, without models whose norm
     is an outlier, and with a rule of `screening` without those far from most. A client that joins
-    later begins with the global arrays as they are then. `fraction_train` is the fraction of the
-    clients that take part in a round.
+    later begins with the global arrays. `fraction_train` of the clients take part in a round.
 
     Attributes
     ----------
