@@ -11,6 +11,7 @@ from fedntk.ntk.features import feature_map
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
 
+from ..conftest import refused
 from ..strategies.federation import examples, network
 
 
@@ -35,8 +36,8 @@ def test_sums_are_of_the_received_weights_in_chunks(monkeypatch):
     arrays, count, metrics = own.fit(received, config())
     assert sum(passed) == len(y)  # each example passes once
     gram, sums, counts = (arrays.records["arrays"][n] for n in ("gram", "class-sums", "counts"))
-    found = FeatureStatistics(gram, sums, counts, np.ones(3))
-    np.testing.assert_allclose(found.matrix(), z.T @ z, rtol=1e-6, atol=1e-6)
+    actual = FeatureStatistics(gram, sums, counts, np.ones(3))
+    np.testing.assert_allclose(actual.matrix(), z.T @ z, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(sums, np.eye(3)[y].T @ z, rtol=1e-6, atol=1e-6)
     assert counts.tolist() == torch.bincount(y, minlength=3).tolist()
     assert count == len(y)
@@ -51,5 +52,5 @@ def test_a_sample_of_the_examples_is_drawn_if_wanted():
 
 
 def test_a_layer_that_does_not_give_the_logits_is_refused():
-    with pytest.raises(ValueError, match=r"head: the last linear layer has 8 outputs and the net"):
-        client().fit(get_weights(network()), config(head="0"))
+    text = "head: the last linear layer has 8 outputs and the net"
+    refused(text, client().fit, get_weights(network()), config(head="0"))

@@ -56,8 +56,8 @@ def test_replies_are_those_of_a_client_on_the_cpu(name, tmp_path, monkeypatch):
     strategy, kind, options = CASES[name]
 
     def replies(device):
-        def client(*given, seed, **options):
-            own = kind(*given, seed=seed, device=device, **options)
+        def client(*arguments, seed, **options):
+            own = kind(*arguments, seed=seed, device=device, **options)
             assert next(own.model.parameters()).device.type == device
             return own
 
@@ -91,10 +91,10 @@ def test_a_predictor_goes_where_its_module_goes(kind):
     def scores(device):
         predictor = kind(network(), *(rest if kind is TCTModel else ()))
         with torch.no_grad():
-            found = predictor.to(device).eval()(x.to(device))
+            moved = predictor.to(device).eval()(x.to(device))
         predicted = predictor.predict(x)
-        assert (found.device.type, predicted.device.type) == (device, "cpu")
-        return torch.stack([found.cpu(), predicted])
+        assert (moved.device.type, predicted.device.type) == (device, "cpu")
+        return torch.stack([moved.cpu(), predicted])
 
     expected = scores("cpu")
     with FakeDevice():

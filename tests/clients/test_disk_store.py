@@ -108,7 +108,7 @@ def test_no_cut_and_no_changed_byte_of_a_file_raises(store):
         return store.mapped("large", SHAPE) is not None
 
     # the large array's last 24 bytes are its numbers
-    for name, found, end, least in (
+    for name, read_back, end, least in (
         ("small.npz", small, None, 500),
         ("large.npy", large, -24, 150),
     ):
@@ -116,12 +116,12 @@ def test_no_cut_and_no_changed_byte_of_a_file_raises(store):
         content, missing = path.read_bytes(), 0
         for length in range(len(content)):
             path.write_bytes(content[:length])
-            assert not found(), (name, length)
+            assert not read_back(), (name, length)
             assert not path.exists()
         for position, old in enumerate(content[:end]):
             for new in {0, 65} - {old}:
                 path.write_bytes(content[:position] + bytes([new]) + content[position + 1 :])
-                missing += not found()
+                missing += not read_back()
         assert missing > least
 
 

@@ -78,8 +78,10 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_forms_give_each_example_once_and_in_order(form):
-    given = FORMS[form]()
-    client = ModelClient(network(), *given, **dict(zip(("x_test", "y_test"), given, strict=False)))
+    arguments = FORMS[form]()
+    client = ModelClient(
+        network(), *arguments, **dict(zip(("x_test", "y_test"), arguments, strict=False))
+    )
     for x, targets in (
         (client.inputs, client.targets),
         (client.test_inputs, client.test_targets),
@@ -95,8 +97,8 @@ def test_examples_take_the_dtype_of_the_models_parameters_and_are_not_copied_if_
     client = ModelClient(network(), X, Y)
     assert client.inputs is client.test_inputs
     assert client.inputs.data_ptr() == X.data_ptr()
-    for given in ((X.numpy(), Y), (Made(),)):
-        assert ModelClient(network().double(), *given).inputs.dtype == torch.float64
+    for arguments in ((X.numpy(), Y), (Made(),)):
+        assert ModelClient(network().double(), *arguments).inputs.dtype == torch.float64
     text = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3))
     assert ModelClient(text, torch.randint(9, (N, 5)), Y).inputs.dtype == torch.int64
 
@@ -169,14 +171,14 @@ def test_only_the_chosen_examples_of_a_dataset_are_read():
         positions.append(i)
         return item(i)
 
-    found, same = (
-        ModelClient(network(), *given, sampling_rate=0.3).training_examples(ROUND)
-        for given in ((Made(noted),), (X, Y))
+    actual, same = (
+        ModelClient(network(), *arguments, sampling_rate=0.3).training_examples(ROUND)
+        for arguments in ((Made(noted),), (X, Y))
     )
     probe, *chosen = positions
     assert (probe, len(chosen)) == (0, 3)
-    assert torch.equal(found[0], X[chosen])
-    assert all(map(torch.equal, found, same))
+    assert torch.equal(actual[0], X[chosen])
+    assert all(map(torch.equal, actual, same))
 
 
 class Stream(data.IterableDataset):
@@ -225,13 +227,13 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "message"), REFUSED)
-def test_what_cannot_be_taken_is_refused_in_one_line(given, message):
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_what_cannot_be_taken_is_refused_in_one_line(arguments, message):
     """Arrays at once; a dataset as it is read, if its first example does not show the fault."""
 
     def use():
-        client = ModelClient(network(), **given)
-        assert not isinstance(given["x"], Tensor)
+        client = ModelClient(network(), **arguments)
+        assert not isinstance(arguments["x"], Tensor)
         client.training_examples(ROUND)
 
     with pytest.raises((ValueError, TypeError), match=message) as caught:

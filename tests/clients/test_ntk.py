@@ -186,9 +186,9 @@ def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(structure
     with torch.no_grad():
         assert torch.equal(upload.outputs, sent(X))
     assert ('"linear"' in upload.jacobian.layout) == (structure == "factored")
-    found, expected = upload.jacobian.dense(), jacobian(sent, X).dense()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual, expected = upload.jacobian.dense(), jacobian(sent, X).dense()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     assert metrics["train-loss"] == loss_value(upload.outputs, upload.targets, "cross-entropy")
 
 

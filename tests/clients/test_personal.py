@@ -30,9 +30,9 @@ LOST = {"lost-state": 0}
 LAST_LAYER = FeatureMap("last-layer")
 
 
-def config(server_round, kept=0):
+def config(server_round, saved=0):
     keys = {"server-round": server_round, "personal-run": "a", "client-id": "3"}
-    return {**keys, "personal-round": kept} if kept else keys
+    return {**keys, "personal-round": saved} if saved else keys
 
 
 def config_of(server_round=1, feature_map=LAST_LAYER):
@@ -52,16 +52,16 @@ def first(cache):
     message = named(personal=PERSONAL, arrays=dict(reversed(SHARED.items())))
     result, _, _ = client(cache).fit(message, config(1))
     assert list(result.records) == ["arrays"]
-    return result.records["arrays"], client(cache).load_personal(config(2, kept=1))
+    return result.records["arrays"], client(cache).load_personal(config(2, saved=1))
 
 
 def test_evaluation_and_predictor_are_of_its_own_network(tmp_path):
     """Float32 sums of 8 products: 1e-6."""
-    sent, kept = first(tmp_path)
-    message, told = named(arrays=sent), config(1, kept=1)
+    sent, saved = first(tmp_path)
+    message, told = named(arrays=sent), config(1, saved=1)
     loss, count, metrics = client(tmp_path).evaluate(message, told)
     with torch.no_grad():
-        outputs = loaded({**sent, **kept}).double()(X.double())
+        outputs = loaded({**sent, **saved}).double()(X.double())
     assert count == len(X)
     assert loss == pytest.approx(float(nn.functional.cross_entropy(outputs, Y)), rel=1e-6)
     assert metrics == {"accuracy": pytest.approx(float((outputs.argmax(1) == Y).double().mean()))}
@@ -71,7 +71,7 @@ def test_evaluation_and_predictor_are_of_its_own_network(tmp_path):
 
 def test_one_whose_arrays_are_lost_says_so_and_sends_nothing(tmp_path):
     """Also if the strategy now has a part personal that was shared before; nor prototypes."""
-    message, told = named(arrays=SHARED), config(2, kept=1)
+    message, told = named(arrays=SHARED), config(2, saved=1)
     first(tmp_path)
     fewer = {name: array for name, array in SHARED.items() if name != "0.bias"}
     assert client(tmp_path).fit(named(arrays=fewer), told) == ([], len(X), LOST)
@@ -124,10 +124,10 @@ def test_dittos_steps_are_the_papers_with_the_received_weights_as_the_centre():
             v, c = v - rate * (dv + pull * (v - w)), c - rate * (dc + pull * (c - b))
         dw, db = gradient(w, b)
         w, b = w - rate * dw, b - rate * db
-        sent, kept = result.records["arrays"], own.load_personal(told | {"personal-round": number})
-        for actual, expected in ((sent["weight"], w), (kept["weight"], v), (kept["bias"], c)):
+        sent, saved = result.records["arrays"], own.load_personal(told | {"personal-round": number})
+        for actual, expected in ((sent["weight"], w), (saved["weight"], v), (saved["bias"], c)):
             np.testing.assert_allclose(actual, expected.numpy(), atol=1e-5)
-    assert np.abs(kept["weight"] - sent["weight"]).max() > 0.01
+    assert np.abs(saved["weight"] - sent["weight"]).max() > 0.01
 
 
 # ------------------------------------------------------------------ FedProto

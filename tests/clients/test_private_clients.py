@@ -270,16 +270,16 @@ def test_an_option_that_no_list_has_keeps_its_default_with_noise():
     mechanism.require_covered(holder(**values))
     always = {name for name, part in parts_of(kind).items() if not part.optional}
     for name in parameters_of(kind).keys() - HARMLESS - mechanism.covers - always:
-        odd = holder(**values | {name: object()})
-        refused(f"^{name}: with noise only what", mechanism.require_covered, odd)
+        outside = holder(**values | {name: object()})
+        refused(f"^{name}: with noise only what", mechanism.require_covered, outside)
     for name in always - HARMLESS - mechanism.covers:
         for below in values[name].options():
             if f"{name}.{below}" in mechanism.covers:
                 continue
             changed = values[name].copy()
             setattr(changed, below, object())
-            odd = holder(**values | {name: changed})
-            refused(rf"^{name}\.{below}: with noise only", mechanism.require_covered, odd)
+            outside = holder(**values | {name: changed})
+            refused(rf"^{name}\.{below}: with noise only", mechanism.require_covered, outside)
 
 
 def test_only_listed_metrics_of_replies_are_counted_with_noise():

@@ -38,6 +38,11 @@ def roster(clients):
     }
 
 
+def sharing(clients):
+    told = roster(clients)
+    return told, [client.shares(told) for client in clients]
+
+
 def named(told):
     name = exchange_of(row.tobytes() for row in told["nonces"])
     return {"exchange": np.frombuffer(name, np.uint8), "clients": IDS}
@@ -49,14 +54,13 @@ def parcels(told, shared, client):
 
 def test_with_one_nonce_a_client_takes_part_in_one_sum(clients, tmp_path):
     """Else it would take the others' old parcels, and give the other share of their secrets."""
-    told = roster(clients)
-    shared = [client.shares(told) for client in clients]
-    with pytest.raises(SealError, match="drew another nonce"):
-        clients[0].shares({**told, "threshold": np.array(4)})  # at the same time
+    told, shared = sharing(clients)
+    same_time = {**told, "threshold": np.array(4)}
+    refused("drew another nonce", clients[0].shares, same_time, error=SealError)
     for k, client in enumerate(clients):
-        client.mask(parcels(told, shared, k), WORDS, b"")
-        with pytest.raises(SealError, match="has masked its numbers for this sum already"):
-            client.mask(parcels(told, shared, k), WORDS, b"")
+        message = parcels(told, shared, k), WORDS, b""
+        client.mask(*message)
+        refused("has masked its numbers for this sum", client.mask, *message, error=SealError)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*/sum-*")} == {0o600}
     tags = [client.confirm(named(told))["tags"] for client in clients]
     for k, client in enumerate(clients):
@@ -65,17 +69,14 @@ def test_with_one_nonce_a_client_takes_part_in_one_sum(clients, tmp_path):
         refused("has given its shares before", client.reveal, message, error=SealError)
     assert not list(tmp_path.glob("*/sum-*"))
     refused("drew another nonce", clients[1].shares, told, error=SealError)
-    again = roster(clients)
-    for client in clients:
-        client.shares(again)
-    with pytest.raises(SealError, match="what client 0 sent does not open"):
-        clients[1].mask(parcels(again, shared, 1), WORDS, b"")  # with the old parcels
+    again, _ = sharing(clients)
+    old = parcels(again, shared, 1), WORDS, b""
+    refused("what client 0 sent does not open", clients[1].mask, *old, error=SealError)
 
 
 def test_who_gave_a_sum_up_takes_part_in_it_no_more_and_counts_who_else_did(clients, tmp_path):
     """Of four, three open it; one may lie. A server has two give up and two give shares."""
-    told = roster(clients)
-    shared = [client.shares(told) for client in clients]
+    told, shared = sharing(clients)
     for k, client in enumerate(clients):
         client.mask(parcels(told, shared, k), WORDS, b"")
     everyone, nobody = named(told), {**named(told), "clients": IDS[:0]}
@@ -84,8 +85,8 @@ def test_who_gave_a_sum_up_takes_part_in_it_no_more_and_counts_who_else_did(clie
     void = np.stack([client.confirm(nobody)["tags"] for client in clients[:3]])
     assert not np.isin(void[:2, 2], [own[2] for own in confirmed]).all(1).any()
     np.testing.assert_array_equal(clients[0].confirm(nobody)["tags"], void[0])
-    kept = (tmp_path / "0" / f"sum-{everyone['exchange'].tobytes().hex()}").read_bytes()
-    parts = [json.loads(kind) for kind in (secret, kept)]
+    saved = (tmp_path / "0" / f"sum-{everyone['exchange'].tobytes().hex()}").read_bytes()
+    parts = [json.loads(kind) for kind in (secret, saved)]
     assert not {parts[0]["seed"], parts[0]["self_mask"], *parts[0]["received"].values()} & {
         parts[1]["seed"], parts[1]["self_mask"], *parts[1]["received"].values()
     }  # fmt: skip
@@ -107,14 +108,12 @@ def test_who_gave_a_sum_up_takes_part_in_it_no_more_and_counts_who_else_did(clie
 
 def test_one_message_at_a_time_is_worked_on(clients, tmp_path):
     """Two that read the same secrets would mask the same words twice, with other masks."""
-    told = roster(clients)
-    shared = [client.shares(told) for client in clients]
+    told, shared = sharing(clients)
+    message = parcels(told, shared, 0), WORDS, b""
     with claimed(tmp_path / "0", "sum"):
-        with pytest.raises(BlockingIOError):
-            clients[0].mask(parcels(told, shared, 0), WORDS, b"")
-        with pytest.raises(BlockingIOError):
-            clients[0].shares(told)
-    assert clients[0].mask(parcels(told, shared, 0), WORDS, b"").shape == WORDS.shape
+        refused("another process is at work", clients[0].mask, *message, error=BlockingIOError)
+        refused("another process is at work", clients[0].shares, told, error=BlockingIOError)
+    assert clients[0].mask(*message).shape == WORDS.shape
 
 
 def test_secrets_of_sums_that_were_not_ended_go_with_the_next(clients, tmp_path):
@@ -132,8 +131,7 @@ def test_a_key_that_did_not_fit_on_the_disk_is_drawn_again(tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(secure_sum, "save_key", cut_off)
-        with pytest.raises(OSError, match="No space left"):
-            load_or_draw_key(tmp_path / "a")
+        refused("No space left", load_or_draw_key, tmp_path / "a", error=OSError)
     drawn = load_or_draw_key(tmp_path / "a")
     assert public_bytes(load_or_draw_key(tmp_path / "a")) == public_bytes(drawn)
 

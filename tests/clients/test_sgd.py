@@ -24,9 +24,9 @@ X64, TARGETS = X.double(), one_hot(Y, 3).double()
 def exact_client(model, loss="cross-entropy", **sgd):
     """In float64, with one step an epoch unless `batch_size` says otherwise."""
     sgd = LocalSGD(**{"batch_size": 20, "learning_rate": 0.5, **sgd})
-    own = SGDClient(model.double(), X64, Y, loss=loss, sgd=sgd)
-    own.targets = TARGETS
-    return own
+    client = SGDClient(model.double(), X64, Y, loss=loss, sgd=sgd)
+    client.targets = TARGETS
+    return client
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_steps_are_those_of_torchs_optimizer_bit_for_bit(loss, momentum, weight_
     ours, theirs = models
     options = {"momentum": momentum, "weight_decay": weight_decay}
     sgd = LocalSGD(epochs=3, learning_rate=0.3, batch_size=6, **options)
-    own = SGDClient(ours, X, Y, loss=loss, sgd=sgd)
-    trained, _, metrics = own.fit(get_weights(theirs), {})
+    client = SGDClient(ours, X, Y, loss=loss, sgd=sgd)
+    trained, _, metrics = client.fit(get_weights(theirs), {})
     trainable = [p for p in theirs.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.3, **options)
-    drawn, total = torch.Generator().manual_seed(torch_seed(own.seed, {})), 0.0
+    drawn, total = torch.Generator().manual_seed(torch_seed(client.seed, {})), 0.0
     theirs.train()
     for _ in range(3):
         for rows in torch.randperm(20, generator=drawn).split(6):
@@ -79,8 +79,8 @@ def test_proximal_steps_are_those_of_the_formula():
         velocity = 0.9 * velocity + error.T @ x / (20 * 3) + 0.7 * (weight - start) + 0.3 * weight
         weight = weight - 0.5 * velocity
     options = {"proximal_mu": 0.7, "momentum": 0.9, "weight_decay": 0.3}
-    own = exact_client(model, loss="mse", epochs=4, **options)
-    (after,), _, metrics = own.fit([start], {})
+    client = exact_client(model, loss="mse", epochs=4, **options)
+    (after,), _, metrics = client.fit([start], {})
     np.testing.assert_allclose(after, weight, rtol=1e-12, atol=1e-12)
     assert metrics["train-loss"] == pytest.approx(np.mean(losses), rel=1e-12)
 
@@ -93,12 +93,12 @@ def test_the_class_prior_is_an_offset_of_the_outputs_only_in_training():
     outputs = model(X64) + log_class_prior(one_hot(labels, 3).double())
     loss = nn.functional.cross_entropy(outputs, labels)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    own = SGDClient(model, X64, labels, sgd=LocalSGD(class_prior=True, **options))
-    arrays, _, metrics = own.fit(start, {})
+    client = SGDClient(model, X64, labels, sgd=LocalSGD(class_prior=True, **options))
+    arrays, _, metrics = client.fit(start, {})
     for after, before, gradient in zip(arrays, start, gradients, strict=True):  # a float32 offset
         np.testing.assert_allclose(after, before - 0.5 * gradient.numpy(), rtol=1e-6, atol=1e-7)
     assert metrics["train-loss"] == pytest.approx(loss.item(), rel=1e-6)
-    assert own.evaluate(start, {}) == SGDClient(model, X64, labels).evaluate(start, {})
+    assert client.evaluate(start, {}) == SGDClient(model, X64, labels).evaluate(start, {})
     text = "class_prior: expected the loss cross-entropy, got mse"
     prior = LocalSGD(class_prior=True)
     refused(text, SGDClient, model, X64, labels, loss="mse", sgd=prior)
@@ -117,10 +117,10 @@ def test_train_loss_without_epochs_is_that_of_the_received_weights():
 def test_soft_targets_of_a_client_of_ones_own_are_not_taken_for_classes():
     """Mixed labels: the gradient is sum_i (p_i - y_i) x_i / n, in float64 to 1e-12."""
     model = nn.Linear(4, 3, bias=False)
-    own = exact_client(model)
-    own.targets = mixed = (X64 @ torch.arange(12.0).double().view(4, 3)).softmax(1)
+    client = exact_client(model)
+    client.targets = mixed = (X64 @ torch.arange(12.0).double().view(4, 3)).softmax(1)
     start = model.weight.detach().clone()
-    (after,), _, _ = own.fit(get_weights(model), {})
+    (after,), _, _ = client.fit(get_weights(model), {})
     expected = start - 0.5 * (((X64 @ start.T).softmax(1) - mixed).T @ X64 / 20)
     np.testing.assert_allclose(after, expected, rtol=1e-12, atol=1e-12)
 
@@ -133,8 +133,8 @@ def test_shuffling_and_dropout_follow_seed_and_round_and_nothing_else(dropout):
     def fit(seed, number):
         torch.manual_seed(np.random.default_rng().integers(1 << 30))  # plays no part
         before = torch.get_rng_state()
-        own = SGDClient(model, X, Y, sgd=LocalSGD(batch_size=3), seed=seed)
-        arrays, _, _ = own.fit(start, {"server-round": number})
+        client = SGDClient(model, X, Y, sgd=LocalSGD(batch_size=3), seed=seed)
+        arrays, _, _ = client.fit(start, {"server-round": number})
         assert torch.equal(before, torch.get_rng_state())
         return tuple(raw(arrays))
 
@@ -154,8 +154,8 @@ def test_batch_norm_takes_a_last_batch_of_one_with_the_batch_before():
 def test_flowers_fedprox_drives_it_and_its_mu_counts():
     """Two rounds over clients with a mu of their own."""
 
-    def run(mu, own):
-        sgd = LocalSGD(epochs=3, proximal_mu=own, learning_rate=0.1, batch_size=4)
+    def run(mu, client_mu):
+        sgd = LocalSGD(epochs=3, proximal_mu=client_mu, learning_rate=0.1, batch_size=4)
         clients = app(SGDClient, sgd=sgd)
         strategy = FedProx(proximal_mu=mu, fraction_evaluate=0.0, min_available_nodes=6)
         return bits(start(strategy, InOrder(clients), rounds=2))

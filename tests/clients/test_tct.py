@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.clients import BootstrapSGD, LocalSGD, NamedArrays, TCTClient, get_weights, shrink
+from fedntk.clients import BootstrapSGD, LocalSGD, NamedArrays, TCTClient, shrink
 from fedntk.clients.core.disk_store import example_digests
 from fedntk.clients.tct import feature_store
 from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory, one_hot
@@ -16,9 +16,11 @@ from fedntk.ntk.features import tangent
 from fedntk.ntk.jacobian import differentiate
 from fedntk.ntk.payloads.convex_task import ConvexTask
 
+from ..conftest import refused
 from ..ntk.arithmetic import looped_steps
 from ..strategies.federation import network
 from ..strategies.test_tct import distance
+from .problem import weights_of
 
 MAP = FeatureMap(num_features=20)
 MOMENTS = ConvexTask(step="moments", network_key="k", num_features=20, bias=False)
@@ -60,9 +62,8 @@ LAST = linear_task(state_round=4, control="last")  # of the round after the firs
 def message(*names, width=20):
     """Records of these names, or all that a task can need."""
     theta, control = np.random.default_rng(3).standard_normal((2, width, 3)).astype(np.float32)
-    own = network()
     records = {
-        "network": dict(zip(own.state_dict(), get_weights(own), strict=True)),
+        "network": weights_of(network()),
         "normaliser": {MEAN: NORMALISER.mean, SCALE: NORMALISER.inv_std},
         "linear": {"tct.linear": theta},
         "control": {"tct.control": 0.1 * control},
@@ -118,11 +119,11 @@ def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss, changed):
         expected, residuals = exact[number - 4]
         who = client(tmp_path, data=sets[number - 4], **SOLVERS[way])
         own = dataclasses.replace(task, bias=bias, loss=loss)
-        ((found,), _, metrics) = step(who, own, records, number)
-        assert distance(found, expected) < tolerance
-        kept = np.load(folder(who) / f"state-{number:06}.npz")["coefficients"]
-        assert distance(kept, residuals) < tolerance
-        records = {"linear": {"tct.linear": found}}
+        ((actual,), _, metrics) = step(who, own, records, number)
+        assert distance(actual, expected) < tolerance
+        saved = np.load(folder(who) / f"state-{number:06}.npz")["coefficients"]
+        assert distance(saved, residuals) < tolerance
+        records = {"linear": {"tct.linear": actual}}
     assert metrics["examples-changed"] == changed
 
 
@@ -133,16 +134,16 @@ def exact_rounds(records, sets, *, bias, loss):
     """
     theta = torch.from_numpy(records["linear"]["tct.linear"]).double()
     correction = -torch.from_numpy(records["control"]["tct.control"]).double()
-    found = []
+    actual = []
     for x, y in sets:
         z = exact_features(x, bias=bias)
         targets = one_hot(y, 3).double() - (loss == "mse") / 3
         options = {"learning_rate": 0.05, "local_steps": 30, "loss": loss}
         after, total = looped_steps(z, theta, targets, correction, **options)
-        found.append((after.numpy(), total.numpy() / (11 * 30)))
+        actual.append((after.numpy(), total.numpy() / (11 * 30)))
         correction = -z.T @ total / (11 * 30) - (theta - after) / (30 * 0.05)
         theta = after
-    return found
+    return actual
 
 
 def exact_features(x, *, bias=False):
@@ -241,20 +242,20 @@ def test_what_does_not_fit_is_refused_with_its_size(
     monkeypatch.setattr(tangent, "require_memory", lambda *a, **o: None)
     monkeypatch.setattr(differentiate, "require_memory", lambda *a, **o: None)
     records = message() if task.step == "linear" else message("network")
-    with pytest.raises(NotEnoughMemory, match=f"{what} needs? 0.0 GB"):
-        step(client(tmp_path, **options), task, records, 1)
+    own, text = client(tmp_path, **options), f"{what} needs? 0.0 GB"
+    refused(text, step, own, task, records, 1, error=NotEnoughMemory)
 
 
 IDENTITY = {MEAN: np.zeros(20, np.float32), SCALE: np.ones(20, np.float32)}
 
 
 def test_raw_features_are_not_kept_in_float16(tmp_path):
-    with pytest.raises(ValueError, match="float16 would lose small features"):
-        step(client(tmp_path, dtype="float16"), linear_task(), message() | {"normaliser": IDENTITY})
+    own, records = client(tmp_path, dtype="float16"), message() | {"normaliser": IDENTITY}
+    refused("float16 would lose small features", step, own, linear_task(), records)
 
 
 def test_stage_1_keeps_its_defaults_beside_an_option_of_ones_own(tmp_path):
     sgd = client(tmp_path, sgd=BootstrapSGD(learning_rate=0.1)).sgd
     assert (sgd.epochs, sgd.batch_size, sgd.weight_decay) == (5, 64, 1e-5)  # of the paper
-    with pytest.raises(ValueError, match=r"sgd: expected BootstrapSGD, .* write sgd=BootstrapSGD"):
-        client(tmp_path, sgd=LocalSGD(learning_rate=0.1))
+    text = "sgd: expected BootstrapSGD, .* write sgd=BootstrapSGD"
+    refused(text, client, tmp_path, sgd=LocalSGD(learning_rate=0.1))
