@@ -154,11 +154,7 @@ class ShufflingServer(Enrolment):
         budget, senders = MemoryBudget(), set[bytes]()
         for i, data in enumerate(sealed):
             try:
-                opened, sender = self._unseal(data, info), data[:KEY_BYTES]
-                if sender in senders:
-                    raise BadReply("replayed", "an upload of the same sender came before")
-                senders.add(sender)
-                upload = _parse(opened, limits)
+                upload = self._open(data, info, limits, senders)
                 if num_examples is not None:
                     upload.claimed(num_examples[i])
                 uploads[i] = budget.hold(upload)
@@ -170,28 +166,27 @@ class ShufflingServer(Enrolment):
                 del uploads[i]
         return uploads, rejected
 
-    def _unseal(self, data: bytes, info: bytes) -> bytes:
+    def _open(
+        self, data: bytes, info: bytes, limits: UploadLimits, senders: set[bytes]
+    ) -> JacobianUpload:
         reason, sender = "not-enrolled", data[:KEY_BYTES]
         try:
             self.require_enrolled(sender)
             reason = "sealed"
             info += agree(self._private_key, sender)
-            return unseal(data[KEY_BYTES:], self._private_key, info)
+            opened = unseal(data[KEY_BYTES:], self._private_key, info)
+            if sender in senders:
+                raise BadReply("replayed", "an upload of the same sender came before")
+            senders.add(sender)
+            reason = "arrays"
+            arrays = unframe_arrays(opened)
+            reason = "malformed"
+            return CompressedUpload.from_arrays(arrays, limits)
+        except BadReply:
+            raise
         except Exception as error:  # whatever hostile bytes provoke
+            reason = "memory" if isinstance(error, NotEnoughMemory) else reason
             raise BadReply(reason, str(error)) from error
-
-
-def _parse(opened: bytes, limits: UploadLimits) -> JacobianUpload:
-    reason = "arrays"
-    try:
-        arrays = unframe_arrays(opened)
-        reason = "malformed"
-        return CompressedUpload.from_arrays(arrays, limits)
-    except BadReply:
-        raise
-    except Exception as error:  # whatever hostile bytes provoke
-        reason = "memory" if isinstance(error, NotEnoughMemory) else reason
-        raise BadReply(reason, str(error)) from error
 
 
 def _binding(run: str, server_round: int) -> bytes:
