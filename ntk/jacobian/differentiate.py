@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -321,8 +321,8 @@ class _Plan:
     rest: tuple[str, ...]  # names
     workspace: int  # bytes that an example takes on the way, the blocks themselves not counted
     without: frozenset[str]  # names of parameters in `rest` that no rule may serve
-    graphs: set[Hashable] = field(default_factory=set, compare=False)  # that the layers hold for
-    row: Jacobian = field(init=False, compare=False)  # of an example, without numbers
+    graphs: set[Hashable] = field(default_factory=set)  # that the layers hold for
+    row: Jacobian = field(init=False)  # of an example, without numbers
 
     @classmethod
     def make(
@@ -431,33 +431,31 @@ class _Plan:
         return [block for layer in self.layers for block in blocks_of[layer.name]]
 
     def _as_they_are(self, model: nn.Module, x: Tensor, objective: _Objective) -> list[Block]:
-        def outputs(parameters: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
+        values = tuple(model.get_parameter(name).detach() for name in self.rest)
+
+        def outputs(values: Sequence[Tensor], example: Tensor, target: Tensor) -> Tensor:
+            parameters = dict(zip(self.rest, values, strict=True))
             batch = (example.unsqueeze(0).clone(),)
             result = torch.func.functional_call(model, parameters, batch)
             value = replace(objective, targets=target.unsqueeze(0))(result)
             return value.flatten()[list(self.outputs)]
 
-        rest = {name: model.get_parameter(name).detach() for name in self.rest}
-        targets = objective.targets
+        def of_example(example: Tensor, target: Tensor) -> Any:
+            return torch.autograd.functional.jacobian(
+                lambda *values: outputs(values, example, target), values
+            )
+
         try:
             per_example = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0, 0))
             with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no batching rule
-                tensors = per_example(rest, x, targets)
+                tensors = per_example(values, x, objective.targets)
         except RuntimeError:  # some operations, an LSTM's among them, have no batching rule
-            rows = [_one_by_one(outputs, rest, *pair) for pair in zip(x, targets, strict=True)]
-            tensors = {name: torch.stack([row[name] for row in rows]) for name in rest}
-        paths = {name: AS_IT_IS + (BUT_RULE if name in self.without else "") for name in rest}
-        tensors = {n: t.to_dense() if t.is_sparse else t for n, t in tensors.items()}
-        return [DenseBlock(name, tensors[name].detach(), path) for name, path in paths.items()]
-
-
-def _one_by_one(
-    outputs: Callable[..., Tensor], rest: Mapping[str, Tensor], example: Tensor, target: Tensor
-) -> dict[str, Tensor]:
-    parameters = {name: p.clone().requires_grad_() for name, p in rest.items()}
-    values = outputs(parameters, example, target)
-    rows = [_gradients(value, list(parameters.values()), keep=True) for value in values]
-    return dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True))
+            rows = map(of_example, x, objective.targets)
+            tensors = tuple(map(torch.stack, zip(*rows, strict=True)))
+        paths = [AS_IT_IS + (BUT_RULE if name in self.without else "") for name in self.rest]
+        tensors = [t.to_dense() if t.is_sparse else t for t in tensors]
+        named = zip(self.rest, tensors, paths, strict=True)
+        return [DenseBlock(name, tensor.detach(), path) for name, tensor, path in named]
 
 
 _PLANS: dict[Hashable, _Plan] = {}

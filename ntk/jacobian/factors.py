@@ -20,9 +20,9 @@ Finite Width Neural Tangent Kernel*, ICML 2022, sections 3.2 and 3.4).
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,6 @@ AT_ONCE = 2**21  # numbers of patches that are worth cutting at a time on a CPU
 ONE_THREAD = (
     2**15 - 1
 )  # numbers that torch works on in one thread: it takes longer to share out few
-# by the number of dimensions
-CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
-WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
-    1: grad.conv1d_weight,
-    2: grad.conv2d_weight,
-    3: grad.conv3d_weight,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,14 +378,16 @@ class ConvBlock(FactoredBlock):
 
     def _pull_back(self, weighted: Tensor) -> Tensor:
         dims, inputs = len(self.kernel_size), self.inputs.movedim(-1, 1)
+        differentiate = getattr(grad, f"conv{dims}d_weight")
         shape = (weighted.shape[2], self.channels_per_group, *self.kernel_size)
         by_place = weighted.unflatten(1, self._places(self.inputs.shape[1:-1])).movedim(-1, 1)
         steps = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
-        return self.flat(WEIGHT_GRADIENTS[dims](inputs, shape, by_place, **steps))
+        return self.flat(differentiate(inputs, shape, by_place, **steps))
 
     def _push_forward(self, weight: Tensor) -> Tensor:
-        convolve, inputs = CONVOLUTIONS[len(self.kernel_size)], self.inputs.movedim(-1, 1)
-        steps: Any = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+        dims, inputs = len(self.kernel_size), self.inputs.movedim(-1, 1)
+        convolve = getattr(nn.functional, f"conv{dims}d")
+        steps = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
         moved: Tensor = convolve(inputs, weight, **steps)
         return moved.flatten(2).transpose(1, 2)
 
