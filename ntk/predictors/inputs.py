@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..support.arrays import require_unmasked
 
-ORIENTATION = 0x0112  # EXIF's tag
 PLAIN_MODES = {  # of modes whose numbers are no shades of light
     **dict.fromkeys(("P", "CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB"),
     **{"1": "L", "La": "LA", "PA": "RGBA", "RGBa": "RGBA"},
@@ -334,11 +333,9 @@ def stack_pictures(pictures: Iterable[Any]) -> NDArray[Any]:
                 f"expected pictures of PIL, got {type(picture).__name__} at position {i}; leave "
                 "out examples without a picture"
             )
-        upright = picture
-        if picture.getexif().get(ORIENTATION, 1) != 1:
-            from PIL import ImageOps
+        from PIL import ImageOps
 
-            upright = ImageOps.exif_transpose(picture)
+        upright = ImageOps.exif_transpose(picture)
         upright = upright.convert(PLAIN_MODES.get(upright.mode, upright.mode))
         arrays.append(np.asarray(upright))
         kinds.add((arrays[-1].shape, upright.mode))
