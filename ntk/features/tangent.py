@@ -78,6 +78,19 @@ def entk_features(
     return TangentFeatures(model, num_features, seed, output, method, dtype, chunk_size)(x)
 
 
+class CountSketch:
+    """Linear map x (n, d) -> (n, p) that adds each coordinate to a random bucket, with a sign."""
+
+    def __init__(self, size: int, width: int, seeds: tuple[int, ...]) -> None:
+        generator = np.random.default_rng(seeds)
+        self._buckets = torch.from_numpy(generator.integers(width, size=size))
+        self._signs = torch.from_numpy(generator.integers(2, size=size, dtype=np.int8) * 2 - 1)
+
+    def add(self, x: Tensor, sums: Tensor) -> None:
+        """Add the sketch of x (n, d) to `sums` (n, p), on its device."""
+        sums.index_add_(1, self._buckets.to(x.device), x * self._signs.to(x))
+
+
 @dataclass(eq=False, repr=False)
 class TangentFeatures:
     """The function x -> features of :func:`entk_features`, which prepares once for many calls.
@@ -110,7 +123,7 @@ class TangentFeatures:
             self.chunk_size = self.chunk_size or max(1, PROJECTION_BYTES // (4 * widest))
         self._names = list(sizes)
         self._chosen = _coordinates(sizes, self.num_features, self.seed) if sampled else {}
-        self._sketch = GradientSketch(self._names, self.num_features, self.seed)
+        self._sketches: dict[tuple[str, int, int], CountSketch] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the features of examples (n, ...), on the CPU."""
@@ -138,7 +151,7 @@ class TangentFeatures:
                     there = rows if on_cpu else torch.empty_like(rows, device=part.device)
                     self._select(part, there)
                 else:
-                    add = self._sketch.add if self.method == "sketch" else self._add_projection
+                    add = self._add_sketch if self.method == "sketch" else self._add_projection
                     sums = torch.zeros(len(rows), width, dtype=part.dtype, device=part.device)
                     for block in part.blocks:
                         add(block, sums)
@@ -166,6 +179,38 @@ class TangentFeatures:
             for columns, matrix in blocks_of_matrix(flat.shape[1], self.num_features, seeds):
                 sums.addmm_(flat[:, columns], matrix.to(sums))
 
+    def _add_sketch(self, block: Block, sums: Tensor) -> None:
+        if (  # with few positions the gradient sums few outer products: factors are sketched
+            isinstance(block, FactoredBlock)
+            and 2 * block.positions * self.num_features <= block.dense_size
+            and block.groups == 1
+            and not block.integers
+        ):
+            sums += self._sketch_products(block)
+            return
+        for name, tensor in block.dense().items():
+            flat = tensor.flatten(1)
+            self._sketch(name, flat.shape[1], 0).add(flat, sums)
+
+    def _sketch_products(self, block: FactoredBlock) -> Tensor:
+        inputs, spectra = block.patches()[:, 0], []  # (n, S, d')
+        if block.bias is not None:
+            inputs = torch.cat([inputs, inputs.new_ones(*inputs.shape[:2], 1)], 2)
+        for side, x in enumerate((block.gradients[:, 0], inputs), start=1):
+            sums = x.new_zeros(x.shape[0] * x.shape[1], self.num_features)
+            self._sketch(block.weight, x.shape[2], side).add(x.flatten(0, 1), sums)
+            spectra.append(torch.fft.rfft(sums).unflatten(0, x.shape[:2]))
+        product = (spectra[0] * spectra[1]).sum(1)
+        result: Tensor = torch.fft.irfft(product, n=self.num_features)
+        return result
+
+    def _sketch(self, name: str, size: int, side: int) -> CountSketch:
+        key = (name, size, side)
+        if key not in self._sketches:
+            seeds = (self.seed, self._names.index(name), side)
+            self._sketches[key] = CountSketch(size, self.num_features, seeds)
+        return self._sketches[key]
+
 
 def _coordinates(
     sizes: dict[str, int], num_features: int, seed: int
@@ -183,61 +228,3 @@ def _coordinates(
         for name, start, first, last in zip(sizes, starts, edges, edges[1:], strict=False)
         if last > first
     }
-
-
-class CountSketch:
-    """Linear map x (n, d) -> (n, p) that adds each coordinate to a random bucket, with a sign."""
-
-    def __init__(self, size: int, width: int, seeds: tuple[int, ...]) -> None:
-        generator = np.random.default_rng(seeds)
-        self._buckets = torch.from_numpy(generator.integers(width, size=size))
-        self._signs = torch.from_numpy(generator.integers(2, size=size, dtype=np.int8) * 2 - 1)
-
-    def add(self, x: Tensor, sums: Tensor) -> None:
-        """Add the sketch of x (n, d) to `sums` (n, p), on its device."""
-        sums.index_add_(1, self._buckets.to(x.device), x * self._signs.to(x))
-
-
-class GradientSketch:
-    """Sketch of one logit's gradients, from a Jacobian's blocks, one after another.
-
-    Of a layer with few positions, whose gradient sums few outer products, factors are sketched.
-    """
-
-    def __init__(self, names: list[str], width: int, seed: int) -> None:
-        self._names, self._width, self._seed = names, width, seed
-        self._made: dict[tuple[str, int, int], CountSketch] = {}
-
-    def add(self, block: Block, sums: Tensor) -> None:
-        """Add the sketch of a block of one output to `sums` (n, p)."""
-        if isinstance(block, FactoredBlock) and self._takes_factors(block):
-            inputs = block.patches()[:, 0]
-            if block.bias is not None:
-                inputs = torch.cat([inputs, inputs.new_ones(*inputs.shape[:2], 1)], 2)
-            sums += self._sketch_products(block.weight, block.gradients[:, 0], inputs)
-            return
-        for name, tensor in block.dense().items():
-            flat = tensor.flatten(1)
-            self._sketch(name, flat.shape[1], 0).add(flat, sums)
-
-    def _takes_factors(self, block: FactoredBlock) -> bool:
-        work = 2 * block.positions * self._width
-        return work <= block.dense_size and block.groups == 1 and not block.integers
-
-    def _sketch_products(self, name: str, left: Tensor, right: Tensor) -> Tensor:
-        """Sketch the sum over positions of outer products: (n, S, d), (n, S, d') -> (n, p)."""
-        spectra = []
-        for side, x in enumerate((left, right), start=1):
-            sums = x.new_zeros(x.shape[0] * x.shape[1], self._width)
-            self._sketch(name, x.shape[2], side).add(x.flatten(0, 1), sums)
-            spectra.append(torch.fft.rfft(sums).unflatten(0, x.shape[:2]))
-        product = (spectra[0] * spectra[1]).sum(1)
-        result: Tensor = torch.fft.irfft(product, n=self._width)
-        return result
-
-    def _sketch(self, name: str, size: int, side: int) -> CountSketch:
-        key = (name, size, side)
-        if key not in self._made:
-            seeds = (self._seed, self._names.index(name), side)
-            self._made[key] = CountSketch(size, self._width, seeds)
-        return self._made[key]
