@@ -171,31 +171,28 @@ def mixtures(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator
 
     They are cast to the models' dtypes. A few are formed at a time, to bound their memory.
     """
-    for row in range(0, len(weights), ROWS):
-        yield from _mix(weights[row : row + ROWS], models)
+    for first in range(0, len(weights), ROWS):
+        some = weights[first : first + ROWS]
+        mixed = {name: _mix(some, [model[name] for model in models]) for name in models[0]}
+        for row in range(len(some)):
+            yield {name: np.array(array[row]) for name, array in mixed.items()}
 
 
-def _mix(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[NewArrays]:
-    mixed: NewArrays = {}
-    for name, first in models[0].items():
-        flat = [np.asarray(model[name]).reshape(-1) for model in models]
-        rows = np.empty((len(weights), first.size), first.dtype)
-        for start in range(0, first.size, COLUMNS):
-            end = start + COLUMNS
-            parts = [vector[start:end] for vector in flat]
-            alike = all_alike(parts)
-            if alike.all():
-                rows[:, start:end] = parts[0]
-            elif first.dtype.kind in "iub":
-                rows[:, start:end] = [_integer_mean(parts, row) for row in weights]
-            else:
-                with np.errstate(invalid="ignore"):  # infinite numbers are put back
-                    mean = weights @ np.stack(parts).astype(np.float64)
-                rows[:, start:end] = mean
-                rows[:, start:end][:, alike] = parts[0][alike]
-        mixed[name] = rows.reshape(len(weights), *first.shape)
-    for row in range(len(weights)):
-        yield {name: np.array(array[row]) for name, array in mixed.items()}
+def _mix(weights: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    first, flat = arrays[0], [np.asarray(array).reshape(-1) for array in arrays]
+    rows = np.empty((len(weights), first.size), first.dtype)
+    for start in range(0, first.size, COLUMNS):
+        parts, mixed = [v[start : start + COLUMNS] for v in flat], rows[:, start : start + COLUMNS]
+        alike = all_alike(parts)
+        if alike.all():
+            mixed[:] = parts[0]
+        elif first.dtype.kind in "iub":
+            mixed[:] = [_integer_mean(parts, row) for row in weights]
+        else:
+            with np.errstate(invalid="ignore"):  # infinite numbers are put back
+                mixed[:] = weights @ np.stack(parts).astype(np.float64)
+            mixed[:, alike] = parts[0][alike]
+    return rows.reshape(len(weights), *first.shape)
 
 
 def exact_sum(arrays: Sequence[NDArray[Any]], shares: Sequence[float]) -> Any:

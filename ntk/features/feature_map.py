@@ -146,14 +146,13 @@ class FeatureMap:
         )
 
         def features(x: Tensor) -> Tensor:
-            fault, x = "", x.to(device)
+            x = x.to(device)
             try:
                 check(x)
                 x = _channels_last(convexified, x)
                 with torch.no_grad():
                     shape = tuple(convexified.eval()(x[:1].clone()).shape)
-                if shape != (1, 1):
-                    fault = f"gives {shape} for an example, expected (1, 1)"
+                fault = "" if shape == (1, 1) else f"gives {shape} for an example, expected (1, 1)"
             except RuntimeError as error:
                 fault = f"fails ({error})"
             if fault:
