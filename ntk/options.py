@@ -383,12 +383,6 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def refuse_first(rules: Mapping[str, Any], kind: type[ValueError] = ValueError) -> None:
-    """Raise the error with the first text whose rule is broken: text -> whether it is."""
-    if broken := next((text for text, is_broken in rules.items() if is_broken), ""):
-        raise kind(broken)
-
-
 def nearest(value: str, words: Iterable[str]) -> str:
     """Say which of some words is meant, if one is near; empty if none is."""
     near = difflib.get_close_matches(value, list(words), n=1)

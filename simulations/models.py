@@ -325,8 +325,8 @@ def _by_name(config: BaseConfig, input_shape: InputShape, num_classes: int) -> n
         return copy.deepcopy(passed)
     if passed is None and "()" in config.model:
         raise ConfigError(
-            f"model = {config.model}: a module or function of another process; pass it again "
-            "with model=..., or put a function into a file and pass model='mynet.py:build'"
+            f"model = {config.model}: a module or function that was passed to the run; pass it "
+            "again with model=..., or put a function into a file and pass model='mynet.py:build'"
         )
     if ":" not in config.model:
         raise ConfigError(

@@ -20,7 +20,7 @@ import tomli_w
 
 from fedntk.clients import LocalSGD, SGDClient
 from fedntk.ntk.noise import Noise
-from fedntk.ntk.options import part, parts_of, refuse_first
+from fedntk.ntk.options import part, parts_of
 from fedntk.ntk.support.files import whole
 from fedntk.strategies import Strategy
 
@@ -352,47 +352,70 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         public_parts(self.public)
         metrics = (*MONITORED, *metrics_of(self.metrics))
         trainable, sampled = self.num_clients - self.validation_clients, self.clients_a_round
-        validates = self.evaluate_on == "validation"
-        rules = {
-            f"init = {self.init} draws first weights, and weights = {self.weights} gives them; "
-            "leave one of the two out": self.weights and self.init != "default",
-            f"monitor: expected one of {', '.join(metrics)}, got {self.monitor!r}"
-            f"{nearest(self.monitor, metrics)}": self.monitor not in metrics,
-            f"projection-kind = {self.projection_kind} goes with projection, the number of "
-            "features; got 0": self.projection_kind != "gaussian" and not self.projection,
-            f"class-prior goes with loss = cross-entropy, got {self.loss}": (
-                self.class_prior and self.loss != "cross-entropy"
-            ),
-            f"clients-per-round: expected 1 ... {trainable}, the clients that train, got "
-            f"{sampled}": not 1 <= sampled <= trainable,
-            "late-share: expected a round-deadline above 0, such as 0.01, got 0": (
-                self.late_share and not self.round_deadline
-            ),
-            f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0": (
-                self.monitor.startswith("client-") and not self.clients_per_evaluation
-            ),
-            f"min-completed: expected at most clients-per-round = {sampled}, got "
-            f"{self.min_completed:g}": self.min_completed > sampled,
-            f"attack: expected one of {', '.join(ATTACKS)}, got {self.attack!r}"
-            f"{nearest(self.attack, ATTACKS)}": self.attack not in ATTACKS,
-            f"attack = {self.attack} and liars = {self.liars}: set both, or neither": (
-                (self.attack == "none") != (self.liars == 0)
-            ),
-            f"liars: expected at most half of the {trainable} clients that train, got "
-            f"{self.liars}": 2 * self.liars > trainable,
-            f"client-gpus = {self.client_gpus:g} does not go with device = cpu": (
-                self.client_gpus and self.device == "cpu"
-            ),
-            "local-test-fraction: expected more than 0 with private-test and evaluate-on = "
-            "validation, which keeps clients from the test set, got 0; set it, such as to 0.1, "
-            "also for the final run on the test set": (
-                validates and self.private_test and not self.local_test_fraction
-            ),
-            "evaluate-on = validation: nothing is held out of training; set validation-examples, "
-            "such as a tenth of the training set, or validation-clients": validates
-            and not (self.validation_examples or self.validation_clients or self.private_test),
-        }
-        refuse_first(rules, ConfigError)
+        if self.weights and self.init != "default":
+            raise ConfigError(
+                f"init = {self.init} draws first weights, and weights = {self.weights} gives them; "
+                "leave one of the two out"
+            )
+        if self.monitor not in metrics:
+            raise ConfigError(
+                f"monitor: expected one of {', '.join(metrics)}, got {self.monitor!r}"
+                f"{nearest(self.monitor, metrics)}"
+            )
+        if self.projection_kind != "gaussian" and not self.projection:
+            raise ConfigError(
+                f"projection-kind = {self.projection_kind} goes with projection, the number of "
+                "features; got 0"
+            )
+        if self.class_prior and self.loss != "cross-entropy":
+            raise ConfigError(f"class-prior goes with loss = cross-entropy, got {self.loss}")
+        if not 1 <= sampled <= trainable:
+            raise ConfigError(
+                f"clients-per-round: expected 1 ... {trainable}, the clients that train, got "
+                f"{sampled}"
+            )
+        if self.late_share and not self.round_deadline:
+            raise ConfigError("late-share: expected a round-deadline above 0, such as 0.01, got 0")
+        if self.monitor.startswith("client-") and not self.clients_per_evaluation:
+            raise ConfigError(
+                f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0"
+            )
+        if self.min_completed > sampled:
+            raise ConfigError(
+                f"min-completed: expected at most clients-per-round = {sampled}, got "
+                f"{self.min_completed:g}"
+            )
+        if self.attack not in ATTACKS:
+            raise ConfigError(
+                f"attack: expected one of {', '.join(ATTACKS)}, got {self.attack!r}"
+                f"{nearest(self.attack, ATTACKS)}"
+            )
+        if (self.attack == "none") != (self.liars == 0):
+            raise ConfigError(
+                f"attack = {self.attack} and liars = {self.liars}: set both, or neither"
+            )
+        if 2 * self.liars > trainable:
+            raise ConfigError(
+                f"liars: expected at most half of the {trainable} clients that train, got "
+                f"{self.liars}"
+            )
+        if self.client_gpus and self.device == "cpu":
+            raise ConfigError(f"client-gpus = {self.client_gpus:g} does not go with device = cpu")
+        if self.evaluate_on == "validation":
+            self._require_held_out()
+
+    def _require_held_out(self) -> None:
+        if self.private_test and not self.local_test_fraction:
+            raise ConfigError(
+                "local-test-fraction: expected more than 0 with private-test and evaluate-on = "
+                "validation, which keeps clients from the test set, got 0; set it, such as to 0.1, "
+                "also for the final run on the test set"
+            )
+        if not (self.validation_examples or self.validation_clients or self.private_test):
+            raise ConfigError(
+                "evaluate-on = validation: nothing is held out of training; set "
+                "validation-examples, such as a tenth of the training set, or validation-clients"
+            )
 
     @property
     def clients_a_round(self) -> int:

@@ -59,7 +59,7 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
             "'partition-id=0' for a part of the data set, or with 'data-path=\"examples.npz\"' "
             "for examples of its own"
         )
-    setup = _own_setup(context, load)
+    setup = load(context)
     torch.set_num_threads(setup.config.client_threads)
     number = context.node_id if partition is None else int(partition)
     examples, owner = None, owner_of(node)
@@ -97,25 +97,6 @@ def owner_of(node: Mapping[str, Any]) -> dict[str, Any]:
     return {**limits, "cache": cache_dir() / PERSONAL, **owner} if DATA in node else owner
 
 
-def _own_setup(context: Context, load: Load) -> Setup:
-    """Return what the clients of one run share in a thread: every message overwrites the weights.
-
-    Examples are also kept for one thread: a network may change in place what it is given.
-    """
-    run = context.run_id, dict(context.run_config)
-    if getattr(_thread, "run", None) != run:
-        # one client is made at a time
-        template = load(context)
-        network = copy.deepcopy(template.network)
-        _thread.setup = replace(template, network=network, kept=KeptExamples())
-        _thread.run = run
-    setup: Setup = _thread.setup
-    return setup
-
-
-_thread = threading.local()
-
-
 def _say_where(message: Message, context: Context, call_next: Function) -> Message:
     """Answer with the place of an error in a user's file, which Ray's own answer lacks."""
     try:
@@ -140,10 +121,28 @@ def _masks(config: Config, node: tuple[tuple[str, Any], ...]) -> MaskedWeights:
     return MaskedWeights(**{"cache": config.cache / PERSONAL, "only_masked": False, **owner})
 
 
+def _one_each_thread(load: Load) -> Load:
+    """Return a function with a network and examples for each thread, which its clients change."""
+    thread = threading.local()
+
+    def setup_of(context: Context) -> Setup:
+        run = context.run_id, dict(context.run_config)
+        if getattr(thread, "run", None) != run:
+            template = load(context)
+            network = copy.deepcopy(template.network)
+            thread.setup = replace(template, network=network, kept=KeptExamples())
+            thread.run = run
+        setup: Setup = thread.setup
+        return setup
+
+    return setup_of
+
+
 def make_app(load: Load) -> ClientApp:
     """Make the client half of runs whose setup is what `load` returns."""
     mask = partial(_mask, load=load)
-    return client_app(partial(client_fn, load=load), mods=[meter, _say_where, mask])
+    client_of = partial(client_fn, load=_one_each_thread(load))
+    return client_app(client_of, mods=[meter, _say_where, mask])
 
 
 app = make_app(load)

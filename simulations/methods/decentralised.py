@@ -119,7 +119,10 @@ class DecentralisedMethod(Method):
 
     def after_run(self, setup: Setup, strategy: Strategy, folder: Path) -> None:
         """Write ``selection.parquet``: the accuracy of means of some of the last models."""
-        relay, points = cast(RelayStrategy, strategy), self.own(setup.config).selection_points
+        relay, points = (
+            cast(RelayStrategy, strategy),
+            self.settings_in(setup.config).selection_points,
+        )
         if not (points and relay.models):
             return
         (x, y), held = selection_sets(setup)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from fedntk.ntk.options import refuse_first
 from fedntk.strategies import Distillation, FedBE, Strategy
 
 from ..config.config import BaseConfig
@@ -29,24 +28,29 @@ class _FedBE(Method):
 
     def check(self, config: BaseConfig, settings: Any) -> None:
         super().check(config, settings)
-        key = self.validates(config)
-        rules = {
-            "validation-examples: expected at least 2 for the server to distil on, got "
-            f"{config.validation_examples}; set it, or {key} = false": (
-                config.validation_examples < 2
-            ),
-            f"loss: expected cross-entropy with {key}, which needs probabilities, got "
-            f"{config.loss}; set {key} = false": config.loss != "cross-entropy",
-            f"projection: expected 0 with {key}, as the server does not know the projection of the "
-            f"clients' examples, got {config.projection}; set {key} = false": config.projection,
-        }
-        refuse_first(rules if key else {}, ConfigError)
+        if not (key := self.validates(config)):
+            return
+        if config.validation_examples < 2:
+            raise ConfigError(
+                "validation-examples: expected at least 2 for the server to distil on, got "
+                f"{config.validation_examples}; set it, or {key} = false"
+            )
+        if config.loss != "cross-entropy":
+            raise ConfigError(
+                f"loss: expected cross-entropy with {key}, which needs probabilities, got "
+                f"{config.loss}; set {key} = false"
+            )
+        if config.projection:
+            raise ConfigError(
+                f"projection: expected 0 with {key}, as the server does not know the projection "
+                f"of the clients' examples, got {config.projection}; set {key} = false"
+            )
 
     def validates(self, config: BaseConfig) -> str:
-        return "fed-be.distill" if self.own(config).distill else ""
+        return "fed-be.distill" if self.settings_in(config).distill else ""
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
-        if self.own(setup.config).distill:
+        if self.settings_in(setup.config).distill:
             examples, _ = setup.data.train(setup.split.validation)
             options["distill"] = self._make(Distillation, setup, {"examples": examples})
         return super().strategy(setup, options)

@@ -9,7 +9,6 @@ from torch import nn
 from fedntk.clients import FedEnsembleClient, ModelClient
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import EnsemblePredictor, Predictor
-from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
 from fedntk.ntk.support.arrays import Arrays
 from fedntk.strategies import FedEnsemble, Sampling, Strategy
@@ -45,29 +44,31 @@ class _FedEnsemble(Method):
 
     def inner(self, config: BaseConfig) -> Method:
         """Return the method of each model."""
-        inner: Method = config.method_table.all_methods()[self.own(config).inner]
+        inner: Method = config.method_table.all_methods()[self.settings_in(config).inner]
         return inner
 
     def check(self, config: BaseConfig, settings: Any) -> None:
         super().check(config, settings)
         strata = settings.num_strata or settings.num_models
         methods, key = sorted(config.method_table.all_methods().keys() - {self.name}), settings.key
-        rules = {
-            f"{key('inner')}: expected one of {', '.join(methods)}, got {settings.inner!r}": (
-                settings.inner not in methods
-            ),
-            f"clients-per-round: expected at least one client of each of the {strata} strata, got "
-            f"{config.clients_a_round}; sample more, or set {key('num-strata')}": (
-                config.clients_a_round < strata
-            ),
-            f"weights = {config.weights}: expected none with {self.name}, which draws the first "
-            f"weights of all models ({key('init')})": config.weights,
-        }
-        refuse_first(rules, ConfigError)
+        if settings.inner not in methods:
+            raise ConfigError(
+                f"{key('inner')}: expected one of {', '.join(methods)}, got {settings.inner!r}"
+            )
+        if config.clients_a_round < strata:
+            raise ConfigError(
+                f"clients-per-round: expected at least one client of each of the {strata} strata, "
+                f"got {config.clients_a_round}; sample more, or set {key('num-strata')}"
+            )
+        if config.weights:
+            raise ConfigError(
+                f"weights = {config.weights}: expected none with {self.name}, which draws the "
+                f"first weights of all models ({key('init')})"
+            )
         self.inner(config).check(config, config.settings_of(settings.inner))
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
-        settings, inner = self.own(setup.config), self.inner(setup.config)
+        settings, inner = self.settings_in(setup.config), self.inner(setup.config)
 
         def drawn(k: int) -> nn.Module:
             config = setup.config.replace(seed=setup.config.seed + k * FAR)
@@ -102,7 +103,7 @@ class _FedEnsemble(Method):
         )
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
-        settings = self.own(setup.config)
+        settings = self.settings_in(setup.config)
         self.inner(setup.config).require_resources(setup, models * settings.num_models)
 
     def validates(self, config: BaseConfig) -> str:

@@ -293,7 +293,7 @@ class Method:
             "schema": setup.data.schema,
         }
         shared = {name: part for name, part in parts.items() if name in kind.options()}
-        values = self._option_values(kind, setup.config, self.own(setup.config), setup)
+        values = self._option_values(kind, setup.config, self.settings_in(setup.config), setup)
         return kind(**{**shared, **values, **options})
 
     def check(self, config: BaseConfig, settings: Any) -> None:
@@ -372,7 +372,7 @@ class Method:
         pattern = rf"(?<![\w.-])({'|'.join(long)})(?![\w-])"
         return re.sub(pattern, lambda match: keys[match[1]], message)
 
-    def own(self, config: BaseConfig) -> Any:
+    def settings_in(self, config: BaseConfig) -> Any:
         """Return the method's settings in a configuration."""
         return config.settings_of(self.name)
 

@@ -56,12 +56,12 @@ class EvolvingMethod(Method):
 
     def validates(self, config: BaseConfig) -> str:
         """Return the key of `selection` if held-out examples choose t."""
-        settings = self.own(config)
+        settings = self.settings_in(config)
         return str(settings.key("selection")) if settings.selection == "validation" else ""
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
         """Make the strategy, with the automatic rate and the clients that choose t."""
-        if self.own(setup.config).auto_learning_rate:
+        if self.settings_in(setup.config).auto_learning_rate:
             options["learning_rate"] = AUTO
         if self.validates(setup.config):  # else what is held out is for others
             sampling: Sampling = options["sampling"]
@@ -74,7 +74,7 @@ class EvolvingMethod(Method):
         x, _ = setup.data.train(setup.split.clients[0][:1])
         row = jacobian(setup.network.to(device), projected(config, x).to(device))
         size = sum(b.dense_size for b in row.blocks) * row.dtype.itemsize
-        size = size if self.own(config).structure == "dense" else row.nbytes
+        size = size if self.settings_in(config).structure == "dense" else row.nbytes
         counts = [sample_size(len(part), config.sampling_rate) for part in setup.split.clients]
         largest = sorted(counts)[-config.clients_a_round :]
         require_memory(
@@ -98,19 +98,19 @@ class _CPNTKFL(EvolvingMethod):
     metrics = EvolvingMethod.metrics
 
     def seeded_protection(self, config: BaseConfig) -> list[str]:
-        settings = self.own(config)
+        settings = self.settings_in(config)
         shuffled = [settings.key("shuffle")] if settings.shuffle else []
         return [*super().seeded_protection(config), *shuffled]
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
-        if self.own(setup.config).shuffle:
+        if self.settings_in(setup.config).shuffle:
             options["shuffling_server"] = shuffling_server(setup.config)
         return super().strategy(setup, options)
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         config = setup.config
         options["run"] = run_name(config)
-        if self.own(config).shuffle:
+        if self.settings_in(config).shuffle:
             options["shuffling_key"] = shuffling_server(config).public_key
             options["private_key"] = client_key(config, partition)
         return super().client(setup, partition, options)

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.strategies import OneExchange
 
@@ -28,7 +27,7 @@ class SumsMethod(Method):
 
     def validates(self, config: BaseConfig) -> str:
         """Return the key of the option for which the server needs examples."""
-        sums: Any = self.own(config).sums
+        sums: Any = self.settings_in(config).sums
         if sums is None or not sums.auto_ridge or sums.validation_share:
             return ""
         return str(sums.key("auto_ridge"))
@@ -40,19 +39,18 @@ class SumsMethod(Method):
         private = secure or self.mechanism(settings) is not None
         own_test = config.local_test_fraction or config.private_test
         key = self.validates(config)
-        rules = {
-            f"{'secure' if secure else settings.key('noise')}: clients refuse to evaluate on the "
-            "examples of their sums, which losses would reveal; set clients-per-evaluation = 0, or "
-            "local-test-fraction; "
-            f"got {config.clients_per_evaluation} and 0": (
-                private and config.clients_per_evaluation and not own_test
-            ),
-            f"{key} needs validation-examples, and no projection, as the server lacks its seed; "
-            f"got {config.validation_examples} and {config.projection}": (
-                key and (not config.validation_examples or config.projection)
-            ),
-        }
-        refuse_first(rules, ConfigError)
+        if private and config.clients_per_evaluation and not own_test:
+            raise ConfigError(
+                f"{'secure' if secure else settings.key('noise')}: clients refuse to evaluate on "
+                "the examples of their sums, which losses would reveal; set "
+                "clients-per-evaluation = 0, or local-test-fraction; got "
+                f"{config.clients_per_evaluation} and 0"
+            )
+        if key and (not config.validation_examples or config.projection):
+            raise ConfigError(
+                f"{key} needs validation-examples, and no projection, as the server lacks its "
+                f"seed; got {config.validation_examples} and {config.projection}"
+            )
 
     def mask_options(self, config: BaseConfig) -> dict[str, Any]:
         """Return options of a simulation's clients, which may repeat: it is of one owner."""
@@ -81,13 +79,13 @@ class _OneExchange(SumsMethod):
 
     def _chooses(self, config: BaseConfig) -> bool:
         """Whether the method chooses the number of features."""
-        settings = self.own(config)
+        settings = self.settings_in(config)
         whole = settings.sums.bits != UNQUANTISED and settings.noise is None
         chosen = config.random_features or config.validation_examples
         return whole and not chosen and config.expand != "frequencies"
 
     def validates(self, config: BaseConfig) -> str:
-        settings = self.own(config)
+        settings = self.settings_in(config)
         if settings.ledger is not None:
             return str(settings.key("ledger"))
         bounded = config.random_features and config.expand != "frequencies"

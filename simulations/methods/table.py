@@ -59,7 +59,7 @@ class _DeepAFL(Method):
     baseline = True
 
     def adapt(self, network: nn.Module, config: BaseConfig) -> nn.Module:
-        settings = self.own(config)
+        settings = self.settings_in(config)
         return with_residual_features(network, settings.layers, settings.block_width, config.seed)
 
 

@@ -11,7 +11,6 @@ from fedntk.clients import FeatureStore, shrink
 from fedntk.clients.core.disk_store import data_digest
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import FeatureMap, TCTModel, require_disk
-from fedntk.ntk.options import refuse_first
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
@@ -41,7 +40,7 @@ class _TCT(SumsMethod):
     metrics = ("examples-changed", "features-constant", "rate-times-lambda", "ridge")
 
     def validates(self, config: BaseConfig) -> str:
-        sums = self.own(config).sums
+        sums = self.settings_in(config).sums
         if sums is not None and sums.bits != UNQUANTISED:
             return str(sums.key("bits"))
         return super().validates(config)
@@ -49,18 +48,19 @@ class _TCT(SumsMethod):
     def check(self, config: BaseConfig, settings: Any) -> None:
         super().check(config, settings)
         before = TCT.rounds_before_stage_2(settings)
-        rules = {
-            "tct.dtype = float16 would lose small features without tct.normalise; use float32": (
-                settings.dtype == "float16" and not settings.normalise
-            ),
-            f"rounds: expected more than {before}, after which stage 2 begins (tct.bootstrap-rounds"
-            f" = {settings.bootstrap_rounds}), got {config.rounds}; lower tct.bootstrap-rounds, or "
-            "use method = fedavg, which is stage 1": 0 < config.rounds <= before,
-        }
-        refuse_first(rules, ConfigError)
+        if settings.dtype == "float16" and not settings.normalise:
+            raise ConfigError(
+                "tct.dtype = float16 would lose small features without tct.normalise; use float32"
+            )
+        if 0 < config.rounds <= before:
+            raise ConfigError(
+                f"rounds: expected more than {before}, after which stage 2 begins "
+                f"(tct.bootstrap-rounds = {settings.bootstrap_rounds}), got {config.rounds}; lower "
+                "tct.bootstrap-rounds, or use method = fedavg, which is stage 1"
+            )
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:
-        settings, screening = self.own(setup.config), setup.config.screening
+        settings, screening = self.settings_in(setup.config), setup.config.screening
         bootstrap = SeededFedAvg(
             sampling=Sampling(seed=setup.config.seed),
             fraction_evaluate=0.0,
@@ -86,7 +86,7 @@ class _TCT(SumsMethod):
     ) -> Predictor:
         if learned == "network":
             return super().predictor(setup, arrays, learned)
-        settings, network = self.own(setup.config), setup.network.to(setup.device)
+        settings, network = self.settings_in(setup.config), setup.network.to(setup.device)
         if cache is None:
             return TCTModel.from_arrays(network, _feature_map(settings), arrays, loss=settings.loss)
         model = _KeptFeatures.from_arrays(
@@ -97,7 +97,7 @@ class _TCT(SumsMethod):
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
         """Refuse features that would not fit on this machine's disk."""
-        config, settings = setup.config, self.own(setup.config)
+        config, settings = setup.config, self.settings_in(setup.config)
         width = _feature_map(settings).width(setup.network)
         sizes = [len(part) for part in setup.split.clients]
         total, largest = sum(sizes), max(sizes)

@@ -273,7 +273,7 @@ def test_a_predictor_is_not_made_of_another_network(tmp_path):
     net = seeded()
     result = run("fedavg", model=net, out=tmp_path, **SMALL)
     assert load_predictor(result).predict(np.zeros((1, 1, 8, 8))).shape == (1, 10)
-    refused("a module or function of another process", load_predictor, result.folder)
+    refused("that was passed to the run", load_predictor, result.folder)
     assert load_predictor(tmp_path, model=seeded()).predict(np.zeros((1, 1, 8, 8))).shape == (1, 10)
     others = seeded(act=torch.sin), seeded(residual=True), seeded(scale=3.0), hooked()
     for other in others:

@@ -275,7 +275,7 @@ def test_a_tied_network_learns_the_bits_of_one_with_a_shared_array(method, tmp_p
         folder, model = tmp_path / str(tied), network(tied=tied)
         result = run(tiny(method), data=(X, Y), model=model, out=folder, progress=False)
         rounds = measured(result, "seconds|memory|bytes|deviation").to_csv()
-        outcomes.append((load_model(folder), rounds, load_predictor(folder, client=0).predict(X)))
+        outcomes.append((load_model(folder), rounds, load_predictor(result, client=0).predict(X)))
     (plain, rounds, scores), (model, tied_rounds, tied_scores) = outcomes
     assert {untied(name) for name in model} == plain.keys()
     assert any(untied(name) != name for name in model)
