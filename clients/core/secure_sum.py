@@ -226,8 +226,8 @@ class MaskedSums(Declared, frozen=True):
         elif not repeats:
             raise ValueError(
                 "privacy: a ledger of the data's owner remembers sums, and this client has none; "
-                f"make one with {NEW}, if the data gave nothing before, and set privacy="
-                "PrivacyLimits(ledger=PATH), or a node's privacy-ledger; simulations allow_repeats"
+                f"make one with {NEW}, if the data gave nothing before, and set privacy-ledger in "
+                "the node config, or PrivacyLimits(ledger=PATH); simulations set allow_repeats"
             )
 
     def answers(self, step: str) -> bool:
