@@ -17,8 +17,7 @@ class Results(pd.DataFrame):
     """A tidy table of runs: run, method, seed, round, metric, value.
 
     A DataFrame in all that pandas does; rows that are selected from it are a plain one. In Jupyter
-    it shows accuracies, costs and curves. `runs` has the runs themselves, each with its clients'
-    evaluations, settings and summary.
+    it shows accuracies, costs and curves. `runs` has the runs themselves.
     """
 
     _metadata = ["runs"]  # noqa: RUF012 - so does pandas declare attributes that are no columns

@@ -51,14 +51,11 @@ def accuracy_curves(
     evaluated_on: str = "test",
     metric: str = "accuracy",
 ) -> Figure:
-    """Draw accuracy, or another metric, against rounds, data or time: one curve a run.
+    """Draw accuracy, or another metric as it is, against a key of AXES: one curve a run.
 
     Several seeds of a run become their mean, with a band from the lowest to the highest, or with
-    bars if there are more than four such runs, as far as all seeds have rounds. Data and time are
-    means over the seeds, summed from round 0 on.
-
-    `against` is a key of AXES, `target` an accuracy to mark with a line, `bottom` the one at which
-    the axis begins. A `metric` other than the accuracy is drawn as it is, and not in per cent.
+    bars if there are more than four such runs, as far as all seeds have rounds. `target` is an
+    accuracy to mark with a line, `bottom` the one at which the axis begins.
     """
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
@@ -106,11 +103,7 @@ def accuracy_against_heterogeneity(
     title: str = "",
     evaluated_on: str = "test",
 ) -> Figure:
-    """Draw the best accuracy against the concentration alpha: one curve a method.
-
-    `alphas` has each run's concentration by the run's name. A curve looks as the run of its name,
-    if there is one, else as its first run.
-    """
+    """Draw the best accuracy against the concentration, `alphas` by run: one curve a method."""
     figure, axes = _figure(title, ylabel=f"best {evaluated_on} accuracy (%)")
     axes.set_xlabel(r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)")
     accuracy = rounds[rounds.metric == "accuracy"]
@@ -131,11 +124,7 @@ def accuracy_against_heterogeneity(
 
 
 def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
-    """Draw how accurate each run's last models are for single clients: share of clients below.
-
-    `clients` holds :attr:`~fedntk.simulations.Run.clients` of one or more runs; accuracies are
-    those of :func:`~fedntk.simulations.report.statistics.newest_accuracies`.
-    """
+    """Draw the share of clients whose :func:`newest_accuracies` are below each accuracy."""
     labels = "accuracy on a client's own examples (%)", "clients with at most this accuracy (%)"
     figure, axes = _figure(title, *labels)
     axes.set(xlim=(0, 100), ylim=(0, 101))
@@ -153,8 +142,7 @@ def label_distribution(
 ) -> Figure:
     """Draw how many examples of each class each client holds: a disc's area is their number.
 
-    `labels` (n,) are those of all training examples, and `clients` holds the indices of each
-    client's examples; the first 50 clients are drawn.
+    `labels` (n,) are of all training examples, and `clients` has the indices of each client's.
     """
     counts = class_counts(labels, clients[:MOST_CLIENTS])
     client, label = np.nonzero(counts)
@@ -184,10 +172,7 @@ def class_counts(
 def tuning_values(
     trials: pd.DataFrame, searched: Sequence[str], *, metric: str = "accuracy"
 ) -> Figure:
-    """Draw the value of each trial of a search against each setting that was searched.
-
-    `trials` is the table of a :class:`~fedntk.simulations.Tuning`; its first is the best.
-    """
+    """Draw the value of each trial of a search against each setting that was searched."""
     columns = min(len(searched), 3)
     rows = -(-len(searched) // columns)
     figure = _Picture(figsize=(max(4.2 * columns, 6.4), 4 * rows), dpi=120, layout="constrained")
@@ -221,11 +206,10 @@ def tuning_values(
 
 
 def reliability_diagram(tables: Mapping[str, pd.DataFrame], *, title: str = "") -> Figure:
-    """Draw accuracy against confidence: on the diagonal if a model is as right as it is certain.
+    """Draw accuracy against confidence, of bins with 10 examples or more.
 
-    `tables` is an :attr:`Assessment.reliability <fedntk.simulations.Assessment.reliability>`. The
-    first is drawn with markers, the others, an ensemble's single models, as thin lines. Bins with
-    fewer than 10 examples are not drawn.
+    `tables` is an :attr:`Assessment.reliability <fedntk.simulations.Assessment.reliability>`, whose
+    first is drawn with markers.
     """
     figure, axes = _figure(title, "confidence (%)", "accuracy (%)")
     axes.set(xlim=(0, 100), ylim=(0, 100))
@@ -243,8 +227,7 @@ def reliability_diagram(tables: Mapping[str, pd.DataFrame], *, title: str = "") 
 def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
     """Draw the accuracy of what is left when the most uncertain examples are rejected.
 
-    `rejection` is an :attr:`Assessment.rejection <fedntk.simulations.Assessment.rejection>`. All
-    measures of the first model are drawn, and the entropy of an ensemble's single models.
+    `rejection` is an :attr:`Assessment.rejection <fedntk.simulations.Assessment.rejection>`.
     """
     labels = "most uncertain examples that are rejected (%)", "accuracy of the others (%)"
     figure, axes = _figure(title, *labels)
@@ -266,11 +249,7 @@ def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
 def uncertainty_histogram(
     values: Mapping[str, NDArray[np.float64]], *, label: str, title: str = ""
 ) -> Figure:
-    """Draw how an uncertainty is spread over the examples of several data sets.
-
-    `values` holds the uncertainties (n,) of each data set by its name, and `label` is the
-    uncertainty's name, with its unit. 40 bins have equal width, from 0 to the largest value.
-    """
+    """Draw how an uncertainty (n,), named `label` with its unit, is spread in several data sets."""
     figure, axes = _figure(title, label, "share of the examples (%)")
     edges = np.linspace(0, max(float(scores.max()) for scores in values.values()) or 1.0, 41)
     for (name, scores), colour in zip(values.items(), cycle(COLOURS)):
@@ -288,10 +267,7 @@ def similarity_heat_map(
     *,
     title: str = "",
 ) -> Figure:
-    """Draw how similar clients are to each other, similar ones side by side.
-
-    `similarities` is symmetric, shape (K, K), and `clients` holds the K clients' numbers.
-    """
+    """Draw `similarities` (K, K) of K clients with these numbers, similar ones side by side."""
     from scipy.cluster.hierarchy import leaves_list, linkage
     from scipy.spatial.distance import squareform
 
@@ -332,10 +308,7 @@ def client_harms(table: pd.DataFrame) -> Figure:
 
 
 def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
-    """Draw the accuracy of the mean of some clients' models against their number.
-
-    `curves` is what :func:`~fedntk.simulations.methods.decentralised.selection_curves` returns.
-    """
+    """Draw what :func:`~fedntk.simulations.methods.decentralised.selection_curves` returns."""
     figure, axes = _figure(title, "clients averaged", "accuracy of their mean (%)")
     for name, rows, style in _each(curves, "order"):
         axes.plot(rows.clients, 100 * rows.accuracy, label=name, **style)
@@ -422,10 +395,7 @@ def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame,
 
 
 def curve(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return mean, min and max of one run's metric over the seeds, and its costs up to each round.
-
-    It has the rounds that all seeds have, and costs in the units of AXES.
-    """
+    """Return mean, min and max of a run's metric over the seeds that all rounds have, and costs."""
 
     def over_seeds(metric: str) -> pd.DataFrame:
         values = rows[rows.metric == metric].groupby("round").value

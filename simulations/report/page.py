@@ -13,10 +13,7 @@ MOST_POINTS = 300  # of a curve
 
 
 def curves(rounds: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return each run's style, costs by round, and mean and range of its metrics over seeds.
-
-    Metrics are those that all runs have; of many rounds, every so many are kept.
-    """
+    """Return each run's seeds, and curves of at most 300 rounds of metrics that all runs have."""
     shared = set.intersection(*(set(rows.metric) for _, rows in rounds.groupby("run")))
     metrics = sorted(name for name in shared if not name.removeprefix("client-").startswith(COSTS))
     runs: list[dict[str, Any]] = []

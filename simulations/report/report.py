@@ -22,29 +22,8 @@ from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..data.partitions import SPLIT_SETTINGS, load_split
 from ..errors import place_in
-from . import page
-from .figures import (
-    AXES,
-    accuracy_against_heterogeneity,
-    accuracy_curves,
-    class_counts,
-    client_accuracies,
-    figures_of_details,
-    label_distribution,
-    styles,
-    tuning_values,
-)
+from . import figures, page, statistics
 from .results import Run, describe_replies, read_runs
-from .statistics import (
-    Estimate,
-    client_accuracy_table,
-    client_gains,
-    client_summary,
-    estimate,
-    paired_differences,
-    run_scores,
-    summary_over_seeds,
-)
 
 MARKS = re.compile(r"[\\|<`\x00-\x1f\x7f-\x9f]|(?<=\])\(")  # of Markdown, and of terminals
 # how what a spreadsheet computes begins
@@ -93,26 +72,28 @@ def write_report(
     rounds, clients = _join_tables(runs)
     target_table(runs, targets).to_latex(out / "targets.tex", index=False, escape=True)
     options = words_of_curves(runs)
-    pictures = {f"accuracy-{x}": accuracy_curves(rounds, against=x, **options) for x in AXES}
+    pictures = {
+        f"accuracy-{x}": figures.accuracy_curves(rounds, against=x, **options) for x in figures.AXES
+    }
     for name in {name: 0 for run in runs for name in metrics_of(run.config.metrics)}:
         having = rounds[rounds.run.isin(rounds[rounds.metric == name].run)]
         if len(having):
-            pictures[f"metric-{name}"] = accuracy_curves(having, metric=name, **options)
+            pictures[f"metric-{name}"] = figures.accuracy_curves(having, metric=name, **options)
     alphas = {str(run.summary["run"]): run.config.alpha for run in runs}
     dirichlet = all("dirichlet" in run.config.partition for run in runs)
     if dirichlet and len(set(alphas.values())) > 1:
         named = rounds.assign(method=rounds.run.map(_without_alpha(runs)))
-        pictures["heterogeneity"] = accuracy_against_heterogeneity(named, alphas, **options)
+        pictures["heterogeneity"] = figures.accuracy_against_heterogeneity(named, alphas, **options)
     if len(clients):
         title = f"Clients' {_examples_of_clients(runs)}, last five rounds"
-        pictures["clients"] = client_accuracies(clients, title=title)
-        write_csv(client_accuracy_table(clients).reset_index(), out / "clients.csv")
+        pictures["clients"] = figures.client_accuracies(clients, title=title)
+        write_csv(statistics.client_accuracy_table(clients).reset_index(), out / "clients.csv")
     for number, (title, labels, split) in enumerate(_splits(runs), 1):
         name = "labels" if number == 1 else f"labels-{number}"
-        pictures[name] = label_distribution(labels, split, title=title)
+        pictures[name] = figures.label_distribution(labels, split, title=title)
     for name, (run, *_) in _group(runs).items():  # what methods draw, of each run's first seed
-        figures = figures_of_details(run.folder / "details")
-        pictures |= {f"{kind}-{name}": figure for kind, figure in figures.items()}
+        drawn = figures.figures_of_details(run.folder / "details")
+        pictures |= {f"{kind}-{name}": figure for kind, figure in drawn.items()}
     pictures = {re.sub(r"\W+", "-", name).strip("-"): figure for name, figure in pictures.items()}
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
@@ -141,7 +122,7 @@ def write_html(
     `targets` is as in :func:`write_report`, and `left_out` has folders to name in a warning.
     """
     rounds, clients = _join_tables(runs)
-    looks = styles(rounds.run)
+    looks = figures.styles(rounds.run)
     shorter = sorted(_without_alpha(runs).items(), reverse=True)
     looks = {label: looks[name] for name, label in shorter} | looks
     data = {
@@ -150,7 +131,7 @@ def write_html(
         "profile": page.profiles(_scores(runs)),
         "clients": page.client_points(clients),
         "split": [
-            {"title": title, "counts": class_counts(labels, clients[:200]).T.tolist()}
+            {"title": title, "counts": figures.class_counts(labels, clients[:200]).T.tolist()}
             for title, labels, clients in _splits(runs)
         ],
     }
@@ -180,7 +161,7 @@ def _join_tables(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:
 def _scores(runs: Sequence[Run]) -> pd.DataFrame:
     """Return last accuracies; runs that differ only in alpha are one with several tasks."""
     tasks = {str(run.summary["run"]): setting_in_words([run]) for run in runs}
-    scores = run_scores(_join_tables(runs)[0], tasks=tasks)
+    scores = statistics.run_scores(_join_tables(runs)[0], tasks=tasks)
     if len(set(tasks.values())) > 1:
         scores["run"] = scores.run.map(_without_alpha(runs))
     return scores
@@ -202,7 +183,7 @@ def _sections(runs: Sequence[Run], targets: Targets) -> Iterator[Section]:
     )
     yield Section("Rounds, data and time to each accuracy", text, target_table(runs, targets))
     scores = _scores(runs)
-    over_seeds = summary_over_seeds(scores)
+    over_seeds = statistics.summary_over_seeds(scores)
     if (over_seeds.scores > 3).any():  # else both means are those above
         text = (
             "Scores are last accuracies, one for each seed and split. Mean, and mean of the middle "
@@ -211,7 +192,7 @@ def _sections(runs: Sequence[Run], targets: Targets) -> Iterator[Section]:
         frame = _join_ends(over_seeds, "mean (%)", "interquartile mean (%)")
         yield Section("Over seeds and splits", text, frame)
     names = [name for name in _baselines(runs) if name in set(scores.run)]
-    pairs = paired_differences(scores, names or [scores.run.min()])
+    pairs = statistics.paired_differences(scores, names or [scores.run.min()])
     pairs = pairs[pairs.pairs > 1]
     if len(pairs):
         text = "Mean differences of last accuracies between runs of the same seed and split."
@@ -231,7 +212,7 @@ def _join_ends(table: pd.DataFrame, *names: str) -> pd.DataFrame:
     for number, name in enumerate(names):
         ends = table.iloc[:, 3 * number + 3 :].to_numpy()
         place = number + 1 + ("against" in table)
-        texts.insert(place, name, [Estimate(*row[:3]).text() for row in ends])
+        texts.insert(place, name, [statistics.Estimate(*row[:3]).text() for row in ends])
     return texts
 
 
@@ -240,7 +221,7 @@ def _write_per_cent(table: pd.DataFrame, columns: list[str]) -> None:
 
 
 def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> Iterator[Section]:
-    summary, groups = client_summary(clients), _group(runs)
+    summary, groups = statistics.client_summary(clients), _group(runs)
     summary["examples"] = [_examples_of_clients(groups[name]) for name in summary.run]
     _write_per_cent(summary, ["mean", "mean-std", "worst", "std"])
     shown = {"mean-std": "std over seeds", "worst": "worst client", "std": "std over clients"}
@@ -249,7 +230,7 @@ def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> Iterator
         "its newest of a run's last five rounds. Means over the seeds; std: standard deviation."
     )
     yield Section("Clients", text, summary.rename(columns=shown), "clients")
-    gains = client_gains(clients, _baselines(runs))
+    gains = statistics.client_gains(clients, _baselines(runs))
     if len(gains):
         _write_per_cent(gains, ["gain", "lose", "mean-gain", "largest-gain", "largest-loss"])
         text = (
@@ -260,12 +241,10 @@ def _sections_of_clients(runs: Sequence[Run], clients: pd.DataFrame) -> Iterator
 
 
 def _sections_of_settings(runs: Sequence[Run]) -> Iterator[Section]:
-    first = {name: group[0] for name, group in _group(runs).items()}
-    machines = {
-        name: run.summary["machine"] | {key: run.summary[key] for key in ("device", "threads")}
-        for name, run in first.items()
-    }
-    settings = {name: run.config.values() for name, run in first.items()}
+    settings, machines = {}, {}
+    for name, (run, *_) in _group(runs).items():
+        settings[name] = run.config.values()
+        machines[name] = run.summary["machine"] | {k: run.summary[k] for k in ("device", "threads")}
     for title, values in (("Settings", settings), ("Machine", machines)):
         frame = pd.DataFrame(values).drop(["name", "out", "seed"], errors="ignore")
         frame = frame.astype(object).where(frame.notna(), "-").astype(str)
@@ -278,7 +257,6 @@ def _sections_of_settings(runs: Sequence[Run]) -> Iterator[Section]:
 
 
 def _warnings(runs: Sequence[Run], left_out: Sequence[Path]) -> list[str]:
-    """Return what a reader of the figures must know."""
     groups, seeds = _group(runs), {run.summary["seed"] for run in runs}
     splits = {(run.summary["seed"], run.summary["split"]) for run in runs}
     machines = {str((run.summary["machine"], run.summary["threads"])) for run in runs}
@@ -347,7 +325,7 @@ def write_tuning_report(
     for key in shown[[*searched, "seconds"]].select_dtypes("float"):
         shown[key] = shown[key].map("{:.4g}".format)
     shown.to_latex(out / "trials.tex", index=False, escape=True)
-    tuning_values(trials, searched, metric=metric).savefig(out / "values.png")
+    figures.tuning_values(trials, searched, metric=metric).savefig(out / "values.png")
     text = ["# Search for settings", *map(as_markdown, lines), markdown(shown)]
     text += ["![values](values.png)", ""]
     (out / "report.md").write_text("\n\n".join(text), encoding="utf-8")
@@ -388,7 +366,7 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
                 "last accuracy (%)": _spread(summaries["accuracy"]),
                 "best accuracy (%)": _spread([run.curve().max() for run in group]),
                 "worst client (%)": _spread(worst),
-                **{f"last {each}": _spread(metrics[each], 1, 3) for each in metrics},
+                **{f"last {metric}": _spread(metrics[metric], 1, 3) for metric in metrics},
                 "seeds": len(group),
                 "rounds": str(low) if low == high else f"{low}-{high}",
                 "MB up": f"{summaries['bytes-up'].mean() / 1e6:.1f}",
@@ -428,7 +406,7 @@ def _group(
 
 
 def _spread(values: Sequence[float] | pd.Series, factor: float = 100, digits: int = 1) -> str:
-    return estimate([pd.Series(values, dtype=float).dropna()]).text(factor, digits)
+    return statistics.estimate([pd.Series(values, dtype=float).dropna()]).text(factor, digits)
 
 
 def setting_in_words(runs: Sequence[Run]) -> str:

@@ -46,8 +46,7 @@ class Run:
     """A finished run.
 
     `summary` has final and best accuracy; last metrics; rounds, bytes and seconds to each target;
-    bytes, seconds, machine, device, threads, checksums of data and split. `tables` has ``"rounds"``
-    and ``"clients"`` as pyarrow has them, before pandas is imported.
+    bytes, seconds, machine, checksums. `tables` has pyarrow's ``"rounds"`` and ``"clients"``.
     """
 
     folder: Path
@@ -73,10 +72,7 @@ class Run:
         return rows.set_index("round").value.rename(metric).rename_axis(None)
 
     def to_target(self, target: float) -> dict[str, float] | None:
-        """Return the round at which the accuracy is reached, and its cost: see `to_target`.
-
-        The accuracy is the method's headline: of clients' own models, the clients' mean.
-        """
+        """Return :func:`to_target` of the method's headline."""
         table = self.rounds.pivot_table(index="round", columns="metric", values="value")
         records: Any = table.reset_index().to_dict("records")
         return to_target(records, target, self.config.chosen_method.headline)
@@ -114,7 +110,7 @@ def run_state(config: BaseConfig) -> State:
     if differing:
         listed = ", ".join(f"{k} = {old!r} (now {new!r})" for k, (new, old) in differing.items())
         is_same = ""
-        if {*differing} <= {*OBJECTS} and all(ID.search(own) for own, _ in differing.values()):
+        if {*differing} <= {*OBJECTS} and all(ID.search(new) for new, _ in differing.values()):
             is_same = "; an object counts as another in each call: if it is the same, resume=True"
         raise ConfigError(
             f"{folder} holds a run with other settings: {listed}; choose another folder with out, "

@@ -35,7 +35,7 @@ class Estimate(NamedTuple):
 
     def text(self, factor: float = 100.0, digits: int = 1) -> str:
         """Return such as ``71.2 [70.1, 72.0]``, or ``71.2`` without an interval."""
-        value, low, high = (f"{factor * each:.{digits}f}" for each in self)
+        value, low, high = (f"{factor * number:.{digits}f}" for number in self)
         return "-" if np.isnan(self.value) else value + f" [{low}, {high}]" * (low != "nan")
 
 
@@ -74,8 +74,7 @@ def run_scores(
 ) -> pd.DataFrame:
     """Return a metric's last value in each run and seed: columns run, task, seed, value.
 
-    `rounds` is a table that :func:`~fedntk.simulations.load_results` returns, and `tasks` has each
-    run's task by its name: by default all have the same.
+    `tasks` has each run's task by its name: by default all have the same.
     """
     rows = rounds[rounds.metric == metric].sort_values("round")
     if rows.empty:
@@ -102,9 +101,8 @@ def summary_over_seeds(scores: pd.DataFrame) -> pd.DataFrame:
 def paired_differences(scores: pd.DataFrame, against: Sequence[str] | None = None) -> pd.DataFrame:
     """Return mean differences between runs over the seeds that both have, with 95 % intervals.
 
-    Runs of one seed share split, first weights and sampling, so that much of what differs from
-    seed to seed is the same for both. A row has run, against, pairs, difference, low, high;
-    `against` names the runs to compare with, by default all.
+    A row has run, against, pairs, difference, low, high; `against` names the runs to compare with,
+    by default all.
     """
     table = scores.pivot_table(index=["task", "seed"], columns="run", values="value")
     rows = []
@@ -145,8 +143,8 @@ def _by_task(scores: pd.DataFrame) -> list[NDArray[np.float64]]:
 def newest_accuracies(clients: pd.DataFrame) -> pd.DataFrame:
     """Return each client's newest accuracy in the last five rounds of each run.
 
-    `clients` is tidy, as :attr:`~fedntk.simulations.Run.clients`, of one or more runs. The result
-    has the columns run, seed, partition, accuracy, and a row for each client that evaluated.
+    `clients` is :attr:`~fedntk.simulations.Run.clients` of one or more runs. The result has the
+    columns run, seed, partition, accuracy.
     """
     accuracy = clients[clients.metric == "accuracy"]
     last = accuracy.groupby(["run", "seed"])["round"].transform("max")
@@ -163,11 +161,7 @@ def client_accuracy_table(clients: pd.DataFrame) -> pd.DataFrame:
 
 
 def client_summary(clients: pd.DataFrame) -> pd.DataFrame:
-    """Return mean, worst and standard deviation over the clients; one row a run.
-
-    Each is over a seed's clients, each counting once; the result has means over the seeds, and the
-    mean's standard deviation over them.
-    """
+    """Return mean, worst and standard deviation over a seed's clients, as means over seeds."""
     by_seed = newest_accuracies(clients).groupby(["run", "seed"], sort=False).accuracy
     spread = by_seed.std(ddof=0)
     runs = by_seed.agg(["size", "mean", "min"]).assign(std=spread).groupby("run", sort=False)
@@ -183,11 +177,10 @@ def client_summary(clients: pd.DataFrame) -> pd.DataFrame:
 
 
 def client_gains(clients: pd.DataFrame, against: Sequence[str]) -> pd.DataFrame:
-    """Count the clients that gain or lose with each run against the named ones.
+    """Count the clients that gain or lose by more than 0.01 with each run against the named ones.
 
-    All have the same seeds and the same split. The result has a row for each pair of runs: clients
-    that evaluated in both, shares that gain and that lose by more than 0.01, mean gain, largest
-    gain and largest loss.
+    A row is a pair of runs: shares that gain and that lose, mean gain, largest gain and loss,
+    clients that evaluated in both.
     """
     table, rows = client_accuracy_table(clients), []
     for other in [name for name in against if name in table]:

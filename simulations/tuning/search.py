@@ -1,4 +1,4 @@
-"""The trials of a search for settings, in a study of Optuna.
+"""The trials of a search for settings, in a study of Optuna, and processes that run them.
 
 A trial is one combination of values, run with every seed in ``trials/<number>/seed-<seed>``. Optuna
 draws, prunes and stores the results in ``search.db``. A trial that fails is left running there, as
@@ -6,9 +6,13 @@ one that is cut off: the next call runs both again.
 """
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from logging import ERROR
+from logging import ERROR, getLogger
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +26,8 @@ from fedntk.ntk.support.files import claimed
 
 from ..config.settings import ConfigError, Value
 from ..configuration import Config
+from ..data.data import Data, data_kept
+from ..engine import processes
 from ..engine._flower import log_from
 from ..engine.progress import Progress
 from ..engine.runs import run
@@ -42,8 +48,7 @@ PATIENCE = 60.0  # seconds for another process to take a trial, or to write
 def open_study(folder: Path, metric: str, prune: Pruner, rounds: int) -> Iterator[optuna.Study]:
     """Open the study in a folder, or create it; line up the trials that failed or were cut off.
 
-    Pruners ignore the first quarter of the rounds. Successive halving looks after a quarter and
-    each time the rounds have doubled, and lets the better half go on.
+    Pruners ignore the first quarter of the rounds; halving lets the better half go on.
     """
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -75,7 +80,7 @@ def open_study(folder: Path, metric: str, prune: Pruner, rounds: int) -> Iterato
 
 @dataclass(eq=False)
 class Search:
-    """Draws and runs the trials of a study, and stores what came of them; several processes may."""
+    """Draws and runs the trials of a study, and stores their results; several processes may."""
 
     study: optuna.Study
     folder: Path
@@ -93,10 +98,11 @@ class Search:
         """Return a trial's values; those of a grid, which may grow, are no parameters of Optuna."""
         return trial.user_attrs.get("values") or {key: trial.params[key] for key in self.space}
 
-    def has_next(self) -> bool:
-        """Whether a trial waits, or is to be drawn."""
+    def next_number(self) -> int | None:
+        """Return the number of a trial that waits, or is to be drawn; None if none is left."""
         trials = self.study.get_trials(deepcopy=False)
-        return len(trials) < self.trials or any(t.state == TrialState.WAITING for t in trials)
+        waiting = (trial.number for trial in trials if trial.state == TrialState.WAITING)
+        return next(waiting, len(trials) if len(trials) < self.trials else None)
 
     def run(self, on_round: Callable[[], None]) -> None:
         """Run one trial after the other until none is left; call `on_round` after each round."""
@@ -113,13 +119,9 @@ class Search:
             self._tell(trial, configs, state, error)
 
     def _ask(self) -> Trial | None:
-        """Take the next trial; other processes take trials as well."""
-        with claimed(self.folder, "trial", seconds=PATIENCE):
-            if not self.has_next():
+        with claimed(self.folder, "trial", seconds=PATIENCE):  # other processes take trials as well
+            if (number := self.next_number()) is None:
                 return None
-            trials = self.study.get_trials(deepcopy=False)
-            waiting = [trial.number for trial in trials if trial.state == TrialState.WAITING]
-            number = waiting[0] if waiting else len(trials)
             # by the trial's number, so that draws do not depend on what was cut off
             seed = int(np.random.SeedSequence([self.sampler_seed, number]).generate_state(1)[0])
             self.study.sampler = SAMPLERS[self.sampler](seed=seed)
@@ -135,7 +137,6 @@ class Search:
     def _run(
         self, trial: Trial, position: int, config: Config, on_round: Callable[[], None]
     ) -> None:
-        """Run a combination with the seed of a position; Stopped if the trial is pruned."""
         reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
 
         def report(record: Mapping[str, Any]) -> None:
@@ -158,7 +159,6 @@ class Search:
             raise RunFailed(f"seed {config.seed}: {error}") from error
 
     def _tell(self, trial: Trial, configs: Sequence[Config], state: TrialState, error: str) -> None:
-        """Store a trial's result, read from its runs' folders."""
         means, rounds, seconds = [], 0, 0.0
         for config in configs:
             records = read_records(config.folder)
@@ -172,20 +172,17 @@ class Search:
             error, state = f"{self.metric} is missing or not finite", TrialState.FAIL
         result = {"means": means, "rounds": rounds, "seconds": seconds, "error": error}
         trial.set_user_attr("result", result)
-        if state == TrialState.COMPLETE:
-            self.study.tell(trial, float(np.mean(means)))
-        elif state == TrialState.PRUNED:
-            self.study.tell(trial, state=state)
+        if state != TrialState.FAIL:
+            value = float(np.mean(means)) if state == TrialState.COMPLETE else None
+            self.study.tell(trial, value, state)
 
     def rounds_done(self) -> int:
         """Return the rounds run in all trials; all rounds of a trial that has ended."""
-        rounds = 0
-        for trial in self.study.get_trials(deepcopy=False):
-            if trial.user_attrs.get("result"):
-                rounds += len(self.seeds) * self.rounds
-            else:
-                rounds += max(trial.intermediate_values, default=0)
-        return rounds
+        whole = len(self.seeds) * self.rounds
+        return sum(
+            whole if trial.user_attrs.get("result") else max(trial.intermediate_values, default=0)
+            for trial in self.study.get_trials(deepcopy=False)
+        )
 
     def show(self, shown: Progress) -> None:
         """Show the rounds of all trials, how many have ended, and the best value."""
@@ -208,3 +205,48 @@ class Search:
         order, sign = [*STATES.values(), "failed"], 1 if "loss" in self.metric else -1
         rows.sort(key=lambda r: (order.index(r["state"]), np.isnan(r["mean"]), sign * r["mean"]))
         return pd.DataFrame(rows)
+
+
+def run_in_processes(search: Search, count: int, show: Callable[[], None]) -> None:
+    """Run the trials in `count` processes, each with its part of the cores.
+
+    If one is killed, its trial fails, and the others run what is left.
+    """
+    passed, context = data_kept(search.base.dataset), get_context("spawn")
+    workers = [context.Process(target=_work, args=(search, passed)) for _ in range(count)]
+    unset = "OMP_NUM_THREADS" not in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
+    try:
+        for worker in workers:
+            worker.daemon = True
+            worker.start()
+        while alive := [worker.sentinel for worker in workers if worker.is_alive()]:
+            show()
+            wait(alive, timeout=0.5)
+    finally:
+        if unset:
+            del os.environ["OMP_NUM_THREADS"]
+        for worker in workers:
+            if worker.pid is not None:
+                worker.terminate()
+                worker.join(processes.PATIENCE)
+                worker.kill()
+                worker.join()
+    if search.next_number() is not None:
+        codes = [worker.exitcode for worker in workers]
+        raise RunFailed(f"the processes that run trials ended, with exit codes {codes}")
+
+
+def _work(search: Search, passed: Data | None) -> None:
+    if passed is not None:
+        passed.keep()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
+    getLogger("flwr").disabled = True  # the main process says what went wrong
+    with contextlib.suppress(KeyboardInterrupt):
+        search.run(_require_parent)
+
+
+def _require_parent() -> None:
+    parent = parent_process()
+    if parent is None or not parent.is_alive():
+        raise KeyboardInterrupt

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import optuna
 import pandas as pd
@@ -29,8 +29,7 @@ from ..engine.server_app import prepare
 from ..errors import RunFailed
 from ..methods import find_method
 from ..report.report import write_tuning_report
-from .search import Pruner, Sampler, Search, Searched, Space, open_study
-from .workers import run_in_processes
+from .search import Pruner, Sampler, Search, Searched, Space, open_study, run_in_processes
 
 # settings that say where to run or what to measure, not how a method learns
 FIXED = INCIDENTAL | {
@@ -101,17 +100,16 @@ def tune(
         How to draw, from `sampler_seed`: tpe draws near what was good so far.
     seeds : iterable of int, or str with commas
         Every combination is run with each of them.
-    metric : str
-        One that the setting monitor may name, such as ``"accuracy"``, or of the setting metrics.
-    last : int
-        Number of rounds at a run's end; the metric's mean over them is the run's value.
+    metric, last : str, int
+        What the setting monitor may name, such as ``"accuracy"``, or of the setting metrics. A
+        run's value is its mean over so many rounds at the end.
     prune : {"none", "median", "halving"}
         When to end trials early: if worse than the median of earlier trials at the same round, or
         by successive halving.
     parallel : int
         Trials that run at a time, each in another process.
-    out : path
-        Folder of the search; `again` removes the search that is in it.
+    out, again : path, bool
+        Folder of the search; whether to remove the search that is in it.
     progress : bool
         Whether to show rounds, trials, the best value and the time left.
     resume, data, model
@@ -141,29 +139,29 @@ def tune(
     forget_loaded(base.dataset)
     if bool(grid) == bool(random):
         raise ConfigError("expected the settings to search as grid or as random, and not as both")
-    for name, value, known in (("sampler", sampler, Sampler), ("prune", prune, Pruner)):
-        if value not in (choices := get_args(known)):
+    for name, value, kind in (("sampler", sampler, Sampler), ("prune", prune, Pruner)):
+        if value not in (choices := get_args(kind)):
             raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
     for name, number in (("trials", trials), ("last", last), ("parallel", parallel)):
         if number < 1:
             raise ConfigError(f"{name}: expected at least 1, got {number}")
-    space: Space = {}
     searched = grid or random or {}
     if isinstance(methods := searched.get("method"), list | tuple):
         base = base.knowing(*methods)
-    for key, values in searched.items():
-        space |= _dimension(base, key, values, ranged=not grid)
-    each = read_seeds(seeds)
+    space: Space = dict(
+        _dimension(base, key, values, ranged=not grid) for key, values in searched.items()
+    )
+    numbers = read_seeds(seeds)
     _check_metric(base, metric)
     if parallel > 1:
         require_importable(base)
     combinations = _combinations(base, space, each_once=not grid)
-    checksums, rounds = _prepare(base, combinations, each)
+    checksums, rounds = _prepare(base, combinations, numbers)
     folder = Path(out).expanduser().absolute()
     described = {
         **{key: value for key, value in base.values().items() if key not in INCIDENTAL},
         **{key: list(_ends(values)) if grid else str(values) for key, values in space.items()},
-        **{"seeds": each, "metric": metric, "last": last, "prune": prune},
+        **{"seeds": numbers, "metric": metric, "last": last, "prune": prune},
         "drawn": "all" if grid else f"{sampler}, seed {sampler_seed}",
         **checksums,
     }
@@ -178,8 +176,8 @@ def tune(
             for combination in combinations if grid else []:
                 study.enqueue_trial(combination, {"values": combination}, skip_if_exists=True)
             drawn = {} if grid else space, 0 if grid else trials, sampler, sampler_seed
-            search = Search(study, folder, base, each, metric, last, rounds, *drawn)
-            most = max(len(study.trials), search.trials) * len(each) * rounds
+            search = Search(study, folder, base, numbers, metric, last, rounds, *drawn)
+            most = max(len(study.trials), search.trials) * len(numbers) * rounds
             with show_progress(most, enabled=progress) as shown:
                 title = f"tuning {base.label} on {base.dataset}"
                 shown.begin(title, most, search.rounds_done())
@@ -196,35 +194,33 @@ def tune(
 # --------------------------------------------------------------------- what is searched
 
 
-def _dimension(base: Config, given: str, values: Any, *, ranged: bool) -> Space:
+def _dimension(base: Config, name: str, values: Any, *, ranged: bool) -> tuple[str, Searched]:
     """Return a key and what it may be; each value is checked."""
-    home, name = base.home_of(given)
+    home, name = base.home_of(name)
     key, checked = home.key(name), partial(home.checked, name)
     if key in FIXED:
         raise ConfigError(f"{key} cannot be searched: it has no part in how a method learns")
     if ranged and isinstance(values, tuple):
         log = values[2:] == ("log",)
         if len(values) == 2 or log:
-            ends: list[Any] = [checked(value) for value in values[:2]]
-            low, high = ends
+            low, high = (cast(Any, checked(value)) for value in values[:2])
             if type(low) in (int, float) and low < high and (low > 0 or not log):
                 kind = IntDistribution if type(low) is int else FloatDistribution
-                return {key: kind(low, high, log=log)}
+                return key, kind(low, high, log=log)
         raise ConfigError(
             f"{key}: expected low and high, and log or nothing, with low < high, and above 0 for "
             f"log; or a list of values; got {values!r}"
         )
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{key}: expected a list of values, got {values!r}")
-    each = [checked(value) for value in values]
-    if not each or len(set(each)) < len(each):
-        raise ConfigError(f"{key}: expected at least one value, each once, got {each}")
-    own = home.setting_of(name)
-    return {key: CategoricalDistribution([own.plain(value) for value in each])}
+    choices = [checked(value) for value in values]
+    if not choices or len(set(choices)) < len(choices):
+        raise ConfigError(f"{key}: expected at least one value, each once, got {choices}")
+    option = home.setting_of(name)
+    return key, CategoricalDistribution([option.plain(value) for value in choices])
 
 
 def _ends(values: Searched) -> Sequence[Any]:
-    """Return the values of a list, or the ends of a range."""
     if isinstance(values, CategoricalDistribution):
         return values.choices
     return values.low, values.high
@@ -232,16 +228,16 @@ def _ends(values: Searched) -> Sequence[Any]:
 
 def _combinations(base: Config, space: Space, *, each_once: bool) -> list[dict[str, Value]]:
     """Return all combinations, or as many as have each value and end of a range."""
-    given = _ends(space["method"]) if "method" in space else (base.method,)
-    methods = [find_method(method, base.methods)[1].name for method in given]
+    names = _ends(space["method"]) if "method" in space else (base.method,)
+    methods = [find_method(name, base.methods)[1].name for name in names]
     for key in space:
         if "." in key and key.partition(".")[0] not in (*methods, *parts_of(Config)):
             raise ConfigError(f"{key} has no effect with method = {', '.join(methods)}")
-    each = [_ends(values) for values in space.values()]
-    rows: Iterable[tuple[Any, ...]] = itertools.product(*each)
+    ends = [_ends(values) for values in space.values()]
+    rows: Iterable[tuple[Any, ...]] = itertools.product(*ends)
     if each_once:
-        most = max(map(len, each))
-        rows = zip(*(itertools.islice(itertools.cycle(ends), most) for ends in each), strict=True)
+        longest = range(max(map(len, ends)))
+        rows = [tuple(values[i % len(values)] for values in ends) for i in longest]
     return [dict(zip(space, values, strict=True)) for values in rows]
 
 
@@ -263,8 +259,9 @@ def _prepare(
     A grid that grows may name more sources, but must not change one.
     """
     tried: list[dict[str, Value]] = [{**values, "seed": seeds[0]} for values in combinations]
+    tried += [{**combinations[0], "seed": seed} for seed in seeds[1:]]
     rounds, checksums = [], dict[str, str]()
-    for values in [*tried, *({**combinations[0], "seed": seed} for seed in seeds[1:])]:
+    for values in tried:
         try:
             config = base.replace(**values)
             if config.rounds < 1:
@@ -273,8 +270,9 @@ def _prepare(
                 setup, _ = prepare(config)
                 checksums["data"] = setup.data.checksum[:12]
                 for name, digest in code_checksums(config).items():
-                    named = config.values()[name.removesuffix("-code")]
-                    checksums |= {f"{SOURCE}{ID.sub('', str(named))}": digest} if digest else {}
+                    if digest:
+                        named = config.values()[name.removesuffix("-code")]
+                        checksums[f"{SOURCE}{ID.sub('', str(named))}"] = digest
         except (ConfigError, RunFailed) as error:
             listed = ", ".join(f"{key} = {value}" for key, value in values.items())
             raise type(error)(f"{error} (with {listed})") from error
@@ -325,7 +323,7 @@ def _conclude(search: Search, space: Space) -> Tuning:
         reason = failed[0] if failed else "all were pruned"
         raise RunFailed(f"no trial was finished; {reason}; give the same command to try again")
     values = {key: table[key].tolist()[0] for key in space}
-    at_edges = (_note_of_edge(base, key, values[key], own) for key, own in space.items())
+    at_edges = (_note_of_edge(base, key, values[key], options) for key, options in space.items())
     notes = [*filter(None, at_edges), *failed]
     for note in notes:
         logger.warning("%s", note)

@@ -48,21 +48,16 @@ def test_built_in_metrics_are_those_of_scikit_learn(seed):
     rng = np.random.default_rng(seed)
     scores, labels = rng.normal(size=(30, 7)).astype(np.float32), rng.integers(1, 6, 30)
     scores[:, 6] = -9
-    predicted, given = scores.argmax(1), (torch.from_numpy(scores), torch.from_numpy(labels))
+    predicted, tensors = scores.argmax(1), (torch.from_numpy(scores), torch.from_numpy(labels))
     f1 = f1_score(labels, predicted, average="macro")
     balanced = recall_score(labels, predicted, labels=np.unique(labels), average="macro")
-    assert [f(*given) for f in BUILT_IN.values()] == pytest.approx([f1, balanced])
+    assert [f(*tensors) for f in BUILT_IN.values()] == pytest.approx([f1, balanced])
 
 
 def test_metrics_are_in_all_results_and_choose_the_best_model(tmp_path, caplog):
     """One that fails is missing, and told once; what is learned is the same without any."""
-    metrics = {
-        "top2": top_two,
-        "n": Total(),
-        "bad": fail,
-        "f1": "f1-macro",
-        "nan": lambda *_: np.nan,
-    }
+    metrics = {"top2": top_two, "n": Total(), "bad": fail, "f1": "f1-macro"}
+    metrics["nan"] = lambda *_: np.nan
     result = run("fedavg", metrics=metrics, monitor="top2", out=tmp_path / "a", **SMALL)
     assert result.curve("n").tolist() == [360] * 5
     assert len(result.curve("bad")) == len(result.curve("nan")) == 0
@@ -84,16 +79,16 @@ def test_metrics_are_in_all_results_and_choose_the_best_model(tmp_path, caplog):
 
 def test_patience_and_tuning_go_by_a_metric(tmp_path):
     """`flat` never gets better after round 0; smaller is better of a name with loss in it."""
-    given = {"metrics": {"flat": lambda *_: 1.0, "n-loss": Total()}, **SMALL}
+    metrics = {"flat": lambda *_: 1.0, "n-loss": Total(), "f1": "f1-macro"}
+    options = {"metrics": metrics, **SMALL}
     for monitor in ("flat", "n-loss"):
-        result = run("fedavg", monitor=monitor, patience=2, out=tmp_path / monitor, **given)
+        result = run("fedavg", monitor=monitor, patience=2, out=tmp_path / monitor, **options)
         assert result.summary["rounds"] == 2
-    searched = {"validation_examples": 50, "out": tmp_path / "tune"}
-    given["metrics"] |= {"f1": "f1-macro"}
-    found = tune("fedavg", grid={"learning-rate": [1e-6, 0.3]}, metric="f1", **searched, **given)
-    assert found.best.learning_rate == 0.3
-    searched |= {"grid": {"momentum": [0.0]}, "parallel": 2}
-    refused("metrics = .*: other processes", tune, "fedavg", **searched, **given)
+    options |= {"validation_examples": 50, "out": tmp_path / "tune"}
+    tuning = tune("fedavg", grid={"learning-rate": [1e-6, 0.3]}, metric="f1", **options)
+    assert tuning.best.learning_rate == 0.3
+    options |= {"grid": {"momentum": [0.0]}, "parallel": 2}
+    refused("metrics = .*: other processes", tune, "fedavg", **options)
 
 
 def test_an_ensembles_evaluation_has_metrics_beside_those_of_its_models():
@@ -114,21 +109,20 @@ def test_a_metric_that_was_edited_is_not_taken_for_the_runs(tmp_path, monkeypatc
         os.utime(tmp_path / "mine.py", (next(numbers),) * 2)
         return run("fedavg", **{**SMALL, "metrics": "mine.py:f", "out": tmp_path / "a", **more})
 
-    with pytest.raises(RunFailed):
-        go(on_round=lambda record: 1 / (2 - record["round"]))
+    refused("division", go, on_round=lambda record: 1 / (2 - record["round"]), error=RunFailed)
     refused(changed, go, least=2)
     refused(changed, go, text="0.6")
     assert go().summary == go().summary
     refused(changed, go, text="0.7")
     smooth = functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)
-    own = {"metrics": {"smooth": smooth, "n": Total()}, "out": tmp_path / "b"}
-    assert go(**own).summary == go(**own, resume=True).summary
+    objects = {"metrics": {"smooth": smooth, "n": Total()}, "out": tmp_path / "b"}
+    assert go(**objects).summary == go(**objects, resume=True).summary
     smooth.keywords["label_smoothing"] = 0.2
-    refused("an object counts as another in each call", go, **own)
+    refused("an object counts as another in each call", go, **objects)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"metrics": "f1-marco"}, "got 'f1-marco'; did you mean 'f1-macro'"),
         ({"metrics": top_two}, "in Python a dict of names and functions, got '<function top_two"),
@@ -141,9 +135,9 @@ def test_a_metric_that_was_edited_is_not_taken_for_the_runs(tmp_path, monkeypatc
         ({"metrics": {"n": Total()}, "engine": "ray"}, r"pass metrics='mymetrics.py:Total'"),
     ],
 )
-def test_a_metric_that_cannot_be_is_refused_before_the_run(given, message, tmp_path, monkeypatch):
+def test_a_metric_that_cannot_be_is_refused_before_the_run(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(message, run, "fedavg", **{**SMALL, **given})
+    refused(message, run, "fedavg", **{**SMALL, **options})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -72,7 +72,9 @@ def pretended(monkeypatch):
                 on_round(record)
 
     monkeypatch.setattr(searching, "run", pretend)
-    monkeypatch.setattr("fedntk.simulations.report.report.tuning_values", lambda *_, **__: Figure())
+    monkeypatch.setattr(
+        "fedntk.simulations.report.figures.tuning_values", lambda *_, **__: Figure()
+    )
     return ran
 
 
