@@ -93,6 +93,13 @@ def by_function(m: Any, x: Tensor) -> Tensor:
     return Moved.apply(m.head(torch.tanh(m.first(x[o]))), o.argsort())
 
 
+def mixed(m: Any, x: Tensor) -> Tensor:
+    """Each row of a layer has gradients of all examples."""
+    h = m.first(x)
+    total = h.sum(0, keepdim=True)
+    return m.head(torch.tanh(h + (total - total.detach())))
+
+
 def lengths(x: Tensor) -> Tensor:
     return (x != 0).sum(1)
 
@@ -125,7 +132,7 @@ def distinct(m: Any, x: Tensor) -> Tensor:
     return m.head(torch.tanh(m.first(m.table(texts).mean(1))))[place]
 
 
-NUMBERS = [by_index, without_gradients, by_scatter, by_matrix, pairs, experts, by_function]
+NUMBERS = [by_index, without_gradients, by_scatter, by_matrix, pairs, experts, by_function, mixed]
 TEXTS = [tokens_by_length, packed, packed_layer, distinct]
 
 
