@@ -19,11 +19,6 @@ def setting(default: Any, meaning: str, **limits: Any) -> Any:
     return option(meaning, default=default, **limits)
 
 
-def vars_of(settings: Declared) -> dict[str, Any]:
-    """Return name -> value of the options of an object, without those of its parts."""
-    return {name: getattr(settings, name) for name in settings.options()}
-
-
 class Settings(Declared, frozen=True, eq=True):
     """Base of classes whose fields are settings; checked when made.
 

@@ -28,7 +28,7 @@ from fedntk.trust.secure_sum import FEWEST
 from ..attacks import choose_liars
 from ..config.config import BaseConfig
 from ..config.private import require_covered
-from ..config.settings import ConfigError, Settings, key_of, settings_class, vars_of
+from ..config.settings import ConfigError, Settings, key_of, settings_class
 from ..data.data import Data
 from ..data.kept_examples import KeptExamples, Own
 from ..data.load import load_data
@@ -268,8 +268,8 @@ class Method:
                 if section is None:
                     values[name] = part.check(None)
                 else:
-                    arguments = self.part_arguments(name, config, setup)
-                    values[name] = part.make(vars_of(section) | arguments)
+                    options = {name: getattr(section, name) for name in section.options()}
+                    values[name] = part.make(options | self.part_arguments(name, config, setup))
         return values
 
     def part_arguments(self, name: str, config: BaseConfig, setup: Setup | None) -> dict[str, Any]:

@@ -72,6 +72,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "dispfl", "num-clients": 5, "clients-per-round": 5},
      "dispfl.degree: expected less than clients-per-round = 5, got 5"),
     ({"method": "ntk-dfl", "ntk-dfl": CLUSTERED}, "evolve-once: expected clusters"),
+    ({"methods": {"a": 1}}, "unknown key 'methods'; did you mean 'method'?"),
     ({"num-features": 5}, "unknown key 'num-features'; did you mean 'tct.num-features' or"),
 ]  # fmt: skip
 
