@@ -32,7 +32,7 @@ _kept: "OrderedDict[str, Data]" = OrderedDict()
 
 
 class Part(NamedTuple):
-    """Examples x (n, ...), their labels y (n,), and the owner of each (n,), if there are owners.
+    """Examples x (n, ...), labels y (n,) and, if the set has owners, the owner of each (n,).
 
     A table has names of its columns; `classes` are names of the labels 0 ... C - 1.
     """
@@ -143,8 +143,7 @@ class Data:
     ) -> tuple[Tensor, Tensor]:
         """Return raw examples from elsewhere as :meth:`train` does; ValueError if they differ.
 
-        Columns are brought into this set's order by their names, labels are names of classes, or
-        positions in `classes`, and values must be of the kinds and in the range of this set's.
+        Labels are names of classes, or positions in `classes`.
         """
         if len(classes):
             check_examples(x, y, len(classes))

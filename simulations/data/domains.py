@@ -19,7 +19,7 @@ from fedntk.ntk.predictors.inputs import stack_pictures
 
 from ..config.settings import ConfigError
 from .data import Indices, Part
-from .hugging_face import class_column, existing_folder, image_column, load_splits
+from .files import class_column, existing_folder, image_column, load_splits
 
 Pixels = NDArray[np.uint8]
 Halves = tuple[Part, Part]  # training and test examples
@@ -37,10 +37,7 @@ def rotate(x: Pixels) -> Pixels:
 
 
 def blur(x: Pixels) -> Pixels:
-    """Blur by binomial weights of 17 pixels in each direction: a deviation of 2 pixels.
-
-    In whole numbers, so that it is the same everywhere; black beyond the border.
-    """
+    """Blur by binomial weights of 17 pixels in each direction: a deviation of 2 pixels."""
     from scipy.ndimage import convolve1d
 
     weights = [math.comb(16, k) for k in range(17)]  # sum 2^16, variance 16 / 4
@@ -77,9 +74,8 @@ DOMAINS = (*_OF_MNIST, "enlarged")
 def digit_domains(mnist: Halves, digits: Halves, *counts: int) -> Halves:
     """Make the five domains, in the order of ``DOMAINS``, all of one size and balanced.
 
-    `mnist` is white on black, uint8 of shape (n, 1, 28, 28); `digits` are scikit-learn's,
-    (n, 1, 8, 8) of 0 ... 16. `counts` are of the training and of the test examples of each domain;
-    0: ten times the smallest class of scikit-learn's digits.
+    `mnist` is uint8 (n, 1, 28, 28), white on black, and `digits` (n, 1, 8, 8) of 0 ... 16. `counts`
+    are of a domain's training and test examples; 0: ten times the smallest class of digits.
     """
     smallest = (10 * int(np.bincount(part.y, minlength=10).min()) for part in digits)
     sizes = [count or default for count, default in zip(counts, smallest, strict=True)]
@@ -108,9 +104,8 @@ DIGIT_SETS: dict[str, tuple[str, ...]] = {
 def digits_five(folder: str, *counts: int) -> Halves:
     """Load the five sets in the order of ``DIGIT_SETS``, as RGB pictures of 28 x 28.
 
-    `folder` has a folder of Parquet files for each set, by its name in ``DIGIT_SETS``; missing
-    sets, and all if `folder` is empty, come from the hub. `counts` are of the training and of the
-    test examples of each set, as many of each class, its first ones; 0: all.
+    `folder` has a folder of Parquet files for a set, by its name; others come from the hub.
+    `counts` are of the training and the test examples of a set, the first of each class; 0: all.
     """
     place = existing_folder(folder, "digits-five")
     sources = dict(DIGIT_SETS)
@@ -151,10 +146,7 @@ def _join(domains: Iterable[Halves]) -> Halves:
 
 
 def _balanced(y: Indices, count: int, half: str, name: str, block: int = 0) -> Indices:
-    """Return the indices of the first `count` examples, as many of each of ten classes.
-
-    Those of the first `block` calls, each of `count`, are passed over.
-    """
+    """Return as many indices of each of ten classes, after `block` times as many."""
     key = "examples-per-domain" if half == "train" else "test-examples-per-domain"
     if count % 10:
         raise ConfigError(f"{key}: expected a multiple of 10, for ten classes, got {count}")

@@ -1,7 +1,8 @@
-"""Tables and pictures as they lie on disks: one schema for all files of a set, and its splits."""
+"""Tables and pictures as they lie on disks, with one schema for all files, or on a hub."""
 
 import os
 import re
+import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.inputs import stack_pictures
 
-from ..config.settings import ConfigError
+from ..config.settings import ConfigError, nearest
 from ..errors import first_line
 
 if TYPE_CHECKING:
     import pandas as pd
+    from datasets import Dataset
 
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"}
 HIDDEN = {"__macosx", "@eadir", "thumbs.db", "desktop.ini", "$recycle.bin"}  # and what begins "."
@@ -56,11 +58,7 @@ def named_splits(names: Iterable[Any]) -> dict[str, Any]:
 
 
 def read_files(kind: str, place: Path, target: str, client_column: str) -> Any:
-    """Read a file, or a folder's parts by their splits; only train and test are read.
-
-    `kind` is csv, parquet, or folder, for pictures in a folder for each class. The columns of
-    labels and owners are read alike in all files: see :func:`read_tables`.
-    """
+    """Read a csv or parquet file, a folder of classes, or a folder's parts train and test."""
     places = {"": place}
     entries = _visible(place)
     if kind == "folder":
@@ -95,9 +93,8 @@ def read_tables(
 ) -> "dict[str, pd.DataFrame]":
     """Read the tables of one data set, csv or parquet, with one schema.
 
-    In csv files the labels and the owners are text as written, without blanks around it. They are
-    numbers only if all cells of all files are: 1 and 1.0 are then the same. Names such as 001 or
-    None stay as they are; an empty cell is a gap.
+    In csv files labels and owners are text as written; numbers only if all cells of all files are.
+    Names such as 001 or None stay as they are; an empty cell is a gap.
     """
     import pandas as pd
 
@@ -217,3 +214,98 @@ def _open(path: Path) -> Any:
         raise ConfigError(
             f"dataset: {path} cannot be read as a picture: {first_line(error)}; remove or repair it"
         ) from error
+
+
+# ------------------------------------------------------- in Hugging Face's form
+
+
+def load_splits(name: str, subset: str = "") -> Any:
+    """Return the splits of a set on the hub, or of a folder, which is never looked for there."""
+    place = Path(name).expanduser()
+    kind = place.suffix.removeprefix(".")
+    if kind in ("csv", "parquet", "npz"):
+        cure = f"did you mean {kind}:{place}?"
+        raise ConfigError(f"dataset: hf: takes a name on the hub, or a folder, got {place}; {cure}")
+    if not place.is_dir() and (place.exists() or name.startswith((".", "/", "~"))):
+        raise ConfigError(f"dataset: no folder at {place.absolute()}")
+    if tables := [path for path in place.rglob("*.csv") if path.stem != "metadata"]:  # of pictures
+        raise ConfigError(
+            f"dataset: hf: would read the numbers of names such as 001 in {tables[0]}; use csv:"
+        )
+    from datasets import load_dataset
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="fedntk-") as cache:  # users' files stay theirs
+            options = {"cache_dir": cache, "keep_in_memory": True} if place.is_dir() else {}
+            splits = load_dataset(str(place), subset or None, **options)
+    except Exception as error:
+        raise ConfigError(
+            f"dataset: {name!r} cannot be read: {first_line(error)}; for a folder with a folder "
+            "of pictures for each class use folder:"
+        ) from error
+    names = [path.name for path in place.iterdir()] if place.is_dir() else []
+    if unread := [name for name in names if split_of(name) not in ("", *splits)]:
+        raise ConfigError(
+            f"dataset: {unread[0]} of {place} is not read as a split, as it is by the names train, "
+            "test and validation; rename it, or use folder: or csv:"
+        )
+    return splits
+
+
+def class_column(split: "Dataset", name: str) -> str:
+    """Return the only column of class labels; without one, the only column of whole numbers."""
+    from datasets import ClassLabel
+
+    features = split.features.items()
+    labels = [key for key, feature in features if isinstance(feature, ClassLabel)]
+    numbers = [key for key, feature in features if "int" in str(getattr(feature, "dtype", ""))]
+    columns: list[str] = labels or numbers
+    if len(columns) != 1:
+        raise ConfigError(
+            f"dataset: {name!r} has the columns {', '.join(split.features)}; expected one of class "
+            f"labels, or one of whole numbers, got {', '.join(columns) or 'none'}"
+        )
+    return columns[0]
+
+
+def image_column(split: "Dataset") -> str:
+    """Return the first column that has images; empty if there is none."""
+    from datasets import Image
+
+    images = (key for key, feature in split.features.items() if isinstance(feature, Image))
+    return next(images, "")
+
+
+def plain_rows(split: "Dataset", picture: str) -> "Dataset":
+    """Return a set without the format in which rows are shown, and with pictures decoded."""
+    from datasets import Image
+
+    if split.format["type"] == "custom":
+        raise ConfigError(
+            "expected examples as they are stored, got a set with a transform; apply it with "
+            "dataset.map, or give pairs: [(row['image'], row['label']) for row in dataset]"
+        )
+    if not split.format["output_all_columns"]:
+        split = split.select_columns(split.format["columns"])
+    split = split.with_format(None)
+    if isinstance(split.features.get(picture), Image) and not split.features[picture].decode:
+        split = split.cast_column(picture, Image(mode=split.features[picture].mode))
+    return split
+
+
+def require_column(setting: str, column: str, columns: Iterable[str]) -> str:
+    """Return a column that a setting names, if it is there."""
+    names = [str(name) for name in columns]
+    if column not in names:
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if names[10:] else "")
+        meant = nearest(column, names)
+        raise ConfigError(f"{setting}: the set has the columns {shown}, got {column!r}{meant}")
+    return column
+
+
+def existing_folder(folder: str, dataset: str) -> Path | None:
+    """Return the folder of a data set's files; None if none is named."""
+    place = Path(folder).expanduser()
+    if folder and not place.is_dir():
+        raise ConfigError(f"dataset = {dataset}: expected a folder, got {place}")
+    return place if folder else None

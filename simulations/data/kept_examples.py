@@ -14,7 +14,7 @@ MOST_BYTES = 2**28
 class Own(NamedTuple):
     """A client's examples (n, ...) and labels (n,), for training and for its own evaluations.
 
-    A file's are `raw` as they stand there, and their `owner` says arguments of clients that mask.
+    A file's are `raw` as they stand there; `owner` has arguments of clients that mask.
     """
 
     train: tuple[Tensor, Tensor]
@@ -36,8 +36,7 @@ class Own(NamedTuple):
 class KeptExamples:
     """Examples of the partitions that were used last, up to `most_bytes`; for one thread.
 
-    Some networks change their input in place. Examples that were changed are made anew, so that no
-    client finds what another message has left.
+    Examples that a network changed in place are made anew.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:

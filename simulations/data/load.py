@@ -33,10 +33,9 @@ IDX_FILES = tuple(
 def load_own(path: str, data: Data, max_examples: int, *, check_ranges: bool = True) -> Own:
     """Load a node's own examples, of the kind of the run's data set and prepared as these.
 
-    `path` is an npz file, or a folder with one. It holds x and y, and may hold x_test and y_test.
-    A table also holds ``columns``, the names of x's columns. Labels are names of classes, or
-    numbers with these names in ``classes``. Numbers of another kind, unit or scale than the run's
-    are refused, unless `check_ranges` is False.
+    `path` is an npz file, or a folder with one, of x and y, perhaps x_test and y_test, ``columns``,
+    and ``classes``, the names of numbers as labels. Numbers of another kind, unit or scale than the
+    run's are refused if `check_ranges`.
     """
     place = Path(path).expanduser()
     files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
@@ -141,10 +140,7 @@ Halves = tuple[Part, Part]  # training and test set
 
 
 def _digits(_: Path) -> Halves:
-    """Scikit-learn's 1,797 handwritten digits, 8 x 8: every fifth is for testing.
-
-    Read from its file, since importing scikit-learn takes seconds in each worker.
-    """
+    """Scikit-learn's 1,797 digits, from its file: importing it takes seconds in each worker."""
     home = Path(str(find_spec("sklearn").origin)).parent  # type: ignore[union-attr]
     rows = np.loadtxt(home / "datasets" / "data" / "digits.csv.gz", np.float32, delimiter=",")
     every = Part(rows[:, :64].reshape(-1, 1, 8, 8), rows[:, 64].astype(np.int64))

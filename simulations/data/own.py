@@ -21,8 +21,7 @@ from ..config.importing import import_named
 from ..config.settings import ConfigError
 from ..errors import first_line, naming
 from .data import NPZ, Data, Indices, Part, check_examples
-from .files import named_splits, read_files
-from .hugging_face import image_column, load_splits, plain_rows, require_column
+from .files import image_column, load_splits, named_splits, plain_rows, read_files, require_column
 
 MANY_CLASSES = 20  # up to so many may be of any number of examples
 MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are likely no classes
@@ -42,12 +41,9 @@ class OwnData:
         with ``"train"`` and perhaps ``"test"``, such as a ``DatasetDict``, has both.
     test : the same, optional
         Test set. Without one, `test_share` of the examples of each class are kept for it.
-    target : str
-        Column of the labels, which may be words.
-    client_column : str
-        Column that says whose a row is, for ``partition = "natural"``.
-    image_column : str
-        Column of the images of a Hugging Face dataset; its first one by default.
+    target, client_column, image_column : str
+        Columns of the labels, which may be words; of whose a row is, for ``partition = "natural"``;
+        and of the images of a Hugging Face dataset, by default its first one.
     split : sequence of index arrays, or partitioner of flwr-datasets, optional
         Each client's training examples. A partitioner gets the columns ``label`` and, with
         `client_column`, that one.
@@ -116,115 +112,115 @@ class OwnData:
 
     def _table(self, data: Any, what: str) -> Part:
         """Read one set; its labels become 0 ... C - 1."""
-        if any(kind.__name__ == "IterableDataset" for kind in type(data).__mro__):
-            cure = "read its examples first: list(dataset), or load it with streaming=False"
-            raise ConfigError(
-                f"{what}: expected a dataset of known length, got {type(data).__name__}; {cure}"
-            )
-        try:
-            part = self._read(data, what)
-            y, owners = plain_values(part.y, what, "labels"), part.owners
-            if owners is not None:
-                owners = plain_values(owners, what, "owners")
-                _say_alike(np.unique(owners).tolist(), f"{what}: owners")
-        except ConfigError:
-            raise
-        except (TypeError, ValueError, LookupError) as error:
-            raise ConfigError(
-                f"{what}: expected (x, y), a data frame, a Hugging Face dataset or a torch dataset "
-                "of pairs, with examples of one shape, or dataset='csv:...' instead of data, got "
-                f"{type(data).__name__}: {error}"
-            ) from error
-        classes = part.classes
-        if y.dtype.kind not in ("iu" if classes else "iubU"):
-            words = "" if classes else " or words"
-            raise ConfigError(f"{what}: expected whole numbers{words} as labels, got {y.dtype}")
-        if not classes:
-            names, y = np.unique(y, return_inverse=True)
-            classes = tuple(names.tolist() if names.dtype.kind in "iu" else map(str, names))
-            _say_alike(classes, f"{what}: classes")
-        check_examples(part.x, y, len(classes), f"{what}: ")
-        if part.x.ndim == 4 and part.x.shape[3] in (1, 3, 4) and min(part.x.shape[1:3]) > 4:
-            sizes = " x ".join(map(str, part.x.shape[1:]))
-            message = f"{what}: expected pictures as (n, channels, height, width), got {sizes}"
-            if part.x.dtype == np.uint8:
-                raise ConfigError(f"{message}; give x.transpose(0, 3, 1, 2)")
-            logger.warning("%s; if channels are last, give x.transpose(0, 3, 1, 2)", message)
+        kind = type(data)
+        with naming(what):
+            if any(base.__name__ == "IterableDataset" for base in kind.__mro__):
+                raise ConfigError(
+                    f"expected a dataset of known length, got {kind.__name__}; read its examples "
+                    "first: list(dataset), or load it with streaming=False"
+                )
+            try:
+                part = self._read(data)
+                y, owners = plain_values(part.y, "labels"), part.owners
+                if owners is not None:
+                    owners = plain_values(owners, "owners")
+                    _say_alike(np.unique(owners).tolist(), f"{what}: owners")
+            except ConfigError:
+                raise
+            except (TypeError, ValueError, LookupError) as error:
+                raise ConfigError(
+                    "expected (x, y), a data frame, a Hugging Face dataset or a torch dataset of "
+                    "pairs, with examples of one shape, or dataset='csv:...' instead of data, got "
+                    f"{kind.__name__}: {error}"
+                ) from error
+            x, classes = part.x, part.classes
+            if y.dtype.kind not in ("iu" if classes else "iubU"):
+                words = "" if classes else " or words"
+                raise ConfigError(f"expected whole numbers{words} as labels, got {y.dtype}")
+            if not classes:
+                names, y = np.unique(y, return_inverse=True)
+                classes = tuple(names.tolist() if names.dtype.kind in "iu" else map(str, names))
+                _say_alike(classes, f"{what}: classes")
+            check_examples(x, y, len(classes))
+            if x.ndim == 4 and x.shape[3] in (1, 3, 4) and min(x.shape[1:3]) > 4:
+                sizes = " x ".join(map(str, x.shape[1:]))
+                message = f"expected pictures as (n, channels, height, width), got {sizes}"
+                cure = "give x.transpose(0, 3, 1, 2)"
+                if x.dtype == np.uint8:
+                    raise ConfigError(f"{message}; {cure}")
+                logger.warning("%s: %s; if channels are last, %s", what, message, cure)
         return part._replace(y=y.astype(np.int64), classes=classes, owners=owners)
 
-    def _read(self, data: Any, what: str) -> Part:
+    def _read(self, data: Any) -> Part:
         """Read one set in any of its forms, with labels as they are."""
         if isinstance(data, Part):
             return data
         if hasattr(data, "to_numpy") and hasattr(data, "columns"):
-            return self._frame(data, what)
+            return self._frame(data)
         if hasattr(data, "column_names"):
             picture = self.image_column or image_column(data)
-            data = plain_rows(data, picture, what)
-            self._require_columns(data.features, what)
+            data = plain_rows(data, picture)
+            self._require_columns(data.features)
             stacked = None
             if picture:
-                require_column("image-column", picture, data.features, f"the {what}")
+                require_column("image-column", picture, data.features)
                 stacked, data = stack_pictures(data[picture]), data.remove_columns(picture)
             names = tuple(getattr(data.features[self.target], "names", ()))
-            return self._frame(data.to_pandas(), what, stacked)._replace(classes=names)
+            return self._frame(data.to_pandas(), stacked)._replace(classes=names)
         if not (isinstance(data, tuple | list) and len(data) == 2):
             data = _columns([data[i] for i in range(len(data))])
         if hasattr(data[0], "to_numpy") and hasattr(data[0], "columns"):
-            labels = plain_values(data[1], what, "labels")
-            return self._frame(data[0].assign(**{self.target: labels}), what)
+            labels = plain_values(data[1], "labels")
+            return self._frame(data[0].assign(**{self.target: labels}))
         return Part(_array(data[0]), data[1])
 
-    def _require_columns(self, columns: Iterable[Any], what: str) -> list[str]:
+    def _require_columns(self, columns: Iterable[Any]) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
         settings = {"target": self.target, "client-column": self.client_column or self.target}
-        return [require_column(key, name, columns, f"the {what}") for key, name in settings.items()]
+        return [require_column(key, name, columns) for key, name in settings.items()]
 
-    def _frame(self, frame: Any, what: str, x: NDArray[Any] | None = None) -> Part:
+    def _frame(self, frame: Any, x: NDArray[Any] | None = None) -> Part:
         """Read a data frame; of examples `x`, if given, it has only labels and owners."""
         frame = frame.rename(columns=str).infer_objects()
         if twice := ", ".join(frame.columns[frame.columns.duplicated()]):
-            raise ConfigError(f"{what}: expected columns of different names, got twice {twice}")
-        required = self._require_columns(frame.columns, what)
+            raise ConfigError(f"expected columns of different names, got twice {twice}")
+        required = self._require_columns(frame.columns)
         index = ("__index_level_", "Unnamed: 0")  # of pandas, in parquet and csv
         names = [c for c in frame if c not in required and not c.startswith(index)]
         inputs = frame[names if x is None else []]
         others = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
-        expected = f"{what}: expected numbers in all columns but the target"
+        expected = "expected numbers in all columns but the target, got"
         if dates := ", ".join(name for name in others if _holds_dates(inputs[name])):
             raise ConfigError(
-                f"{expected}, got dates in {dates}; make numbers of them, such as "
+                f"{expected} dates in {dates}; make numbers of them, such as "
                 "(column - column.min()).dt.days after pandas.to_datetime, or leave them out"
             )
         if others:
             words = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in others[:10])
             raise ConfigError(
-                f"{expected}, got others in {words}; encode them first, such as words with "
+                f"{expected} others in {words}; encode them first, such as words with "
                 "pandas.get_dummies and lists with numpy.stack, or leave them out; an empty cell "
                 "stands for a missing number"
             )
         gaps = frame[[*dict.fromkeys(required), *inputs.columns]].isna().sum()
         if lacking := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
             raise ConfigError(
-                f"{what}: expected a value in each row, got columns with gaps (rows): {lacking}; "
-                "fill them, or leave these rows out, as frame.dropna() does"
+                f"expected a value in each row, got columns with gaps (rows): {lacking}; fill "
+                "them, or leave these rows out, as frame.dropna() does"
             )
         for name in inputs.columns[[kind.kind in "iu" for kind in inputs.dtypes]]:
             low, high = int(inputs[name].min()), int(inputs[name].max())
             if low < high < low + max(-low, high) / 2**43:  # float64 would hardly tell them apart
                 raise ConfigError(
-                    f"{what}: expected numbers that float64 tells apart, got {low} ... {high} in "
-                    f"{name}; subtract an offset, or leave the column out"
+                    f"expected numbers that float64 tells apart, got {low} ... {high} in {name}; "
+                    "subtract an offset, or leave the column out"
                 )
         owners = frame[self.client_column].to_numpy() if self.client_column else None
         y, columns = frame[self.target].to_numpy(), tuple(inputs.columns)
         return Part(inputs.to_numpy(dtype=np.float64) if x is None else x, y, owners, columns)
 
     def _match(self, train: Part, test: Part) -> tuple[Part, Part]:
-        """Return both with the columns, and the numbers of the classes, of the training set.
-
-        Classes and owners that are words in one set and numbers in the other are words in both.
-        """
+        """Return both with the columns, and the numbers of the classes, of the training set."""
         if differing := ", ".join(sorted(set(train.columns) ^ set(test.columns))[:10]):
             raise ConfigError(f"test set: other columns than the train set: {differing}")
         if isinstance(train.classes[0], str) != isinstance((*test.classes, "")[0], str):
@@ -317,7 +313,7 @@ def _array(data: Any) -> NDArray[Any]:
     return np.asarray(data.detach().cpu() if hasattr(data, "detach") else data)
 
 
-def plain_values(values: Any, what: str, name: str) -> NDArray[Any]:
+def plain_values(values: Any, name: str) -> NDArray[Any]:
     """Return labels or owners (n,) or (n, 1) of a set as whole numbers or words; refuse gaps.
 
     Words and numbers are never mixed, and whole numbers of floating point are integers.
@@ -331,27 +327,21 @@ def plain_values(values: Any, what: str, name: str) -> NDArray[Any]:
         array = _array(values)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
-    several = array.dtype == object and any(
-        isinstance(v, Sized) and not isinstance(v, str | bytes) for v in array
-    )
+    words = [isinstance(v, str | bytes) for v in array] if array.dtype == object else []
+    several = any(isinstance(v, Sized) and not word for v, word in zip(array, words, strict=False))
     if array.ndim != 1 or several:
         cure = "of one-hot rows, give y.argmax(1)"
-        raise ConfigError(
-            f"{what}: expected one of the {name} for each example, got several; {cure}"
-        )
+        raise ConfigError(f"expected one of the {name} for each example, got several; {cure}")
     if gaps := np.count_nonzero(pd.isna(array)):
-        raise ConfigError(f"{what}: {gaps} of {len(array)} {name} are NaN; leave these rows out")
+        raise ConfigError(f"{gaps} of {len(array)} {name} are NaN; leave these rows out")
+    if len(set(words)) > 1:
+        raise ConfigError(f"expected {name} of one kind, all words or all numbers, got both")
     if array.dtype == object:
-        kinds = {str if isinstance(v, str | bytes) else int for v in array}
-        if len(kinds) > 1:
-            raise ConfigError(
-                f"{what}: expected {name} of one kind, all words or all numbers, got both"
-            )
         array = np.array(array.tolist())
         array = array.astype(str) if array.dtype == object else array  # dates, say
     elif array.dtype.kind in "ST":
-        words = np.strings.decode(array, "utf-8") if array.dtype.kind == "S" else array
-        array = np.array(words.tolist())
+        texts = np.strings.decode(array, "utf-8") if array.dtype.kind == "S" else array
+        array = np.array(texts.tolist())
     if array.dtype.kind == "f" and (np.abs(array) < 2**53).all() and not (array % 1).any():
         return array.astype(np.int64)
     return array

@@ -27,10 +27,7 @@ SPLIT_SETTINGS = [name for name in SplitSettings.__annotations__ if name not in 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Indices of each client's training examples, and of those that the server keeps.
-
-    `tests` are, with private-test, the indices of each client's test examples; otherwise empty.
-    """
+    """Indices of each client's training and, with private-test, test examples; and the server's."""
 
     clients: tuple[Indices, ...]
     validation: Indices
@@ -178,12 +175,10 @@ def client_dirichlet(settings: SplitSettings, labels: Indices) -> Iterator[Indic
     """Draw each client's indices among the labels (n,), as Yue et al. (2022).
 
     For client m, q_m ~ Dir(alpha) over the classes, and floor(q_mk * examples_per_client) images
-    of class k, drawn without replacement: in all at most C - 1 fewer than ``examples_per_client``.
-    Clients are drawn independently, so two may hold the same image, and no class can run out.
+    of class k, drawn without replacement. Clients are drawn independently: two may hold the same.
 
-    Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 6:
-    images of class k go to client m in proportion to q_mk. That a client has 200 (the batch size of
-    appendix A), rounding down and drawing clients independently are our reading.
+    Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 6;
+    200 examples (the batch size of appendix A), rounding down and independence are our reading.
     """
     members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     for client in range(settings.num_clients):
@@ -202,10 +197,7 @@ def client_dirichlet(settings: SplitSettings, labels: Indices) -> Iterator[Indic
 
 
 def load_split(settings: SplitSettings, data: Data | None = None) -> Split:
-    """Split the data set of the settings.
-
-    A public set is split once on a machine: the workers share a cached file.
-    """
+    """Split the data set of the settings; all processes share a public set's split, in a file."""
     return _load_split(settings, data or load_data(settings))
 
 
@@ -233,9 +225,7 @@ def _load_split(settings: SplitSettings, data: Data) -> Split:
 def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
     """Return a split with each client's part of the test set, if the settings ask for it.
 
-    The test examples of each class are divided in proportion to the clients' training examples of
-    it; a class that no client has is left out. If the split is by owners, and the data set tells
-    the owners of the test examples, these go to the clients of their owner.
+    The examples of a class, and of an owner, are divided as the clients' training examples are.
     """
     if not settings.private_test:
         return split
@@ -270,8 +260,7 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
 def _apportion(total: int, counts: Indices, order: Indices) -> Indices:
     """Divide `total` in proportion to `counts` (n,), not all 0, by the largest remainder.
 
-    `order` is a permutation (n,): of equal remainders, the one with the smallest number in it comes
-    first. Each share is within one of ``total * counts / counts.sum()``.
+    Of equal remainders, the one with the smallest number in `order`, a permutation, comes first.
     """
     shares, remainders = np.divmod(total * counts, counts.sum())
     first = np.lexsort((order, -remainders))

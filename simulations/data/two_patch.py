@@ -63,10 +63,7 @@ class TwoPatchOptions(Settings, frozen=True, eq=True):
 
 
 def draw_two_patch(options: TwoPatchOptions) -> tuple[Part, Part]:
-    """Draw the training and the test set: x float32 (K n, 2, d), y = 1 for +1; clients own them.
-
-    The first example of each client comes first, then the second of each, and so on.
-    """
+    """Draw both sets, x float32 (K n, 2, d), y = 1 for +1: the first example of each client, ..."""
     draw, dtype = options.distribution.draw, torch.float32
     train = draw(options.examples, part="train", dtype=dtype)
     return _in_turn(train), _in_turn(draw(options.test, part="test", dtype=dtype))

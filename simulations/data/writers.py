@@ -18,7 +18,7 @@ from fedntk.ntk.predictors.inputs import stack_pictures
 from ..config.settings import ConfigError
 from ..errors import naming
 from .data import Part
-from .hugging_face import existing_folder, image_column, load_splits, require_column
+from .files import existing_folder, image_column, load_splits, require_column
 
 HUB = "flwrlabs/femnist"
 LABEL, WRITER = "character", "writer_id"  # columns there
@@ -30,8 +30,8 @@ Row = tuple[Any, Any, str]  # x, y, user
 def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
     """Load FEMNIST, or its digits, from a folder of Parquet files; if empty, from the hub.
 
-    Returns training and test examples, uint8 of shape (n, 1, 28, 28), owned by writers, and the
-    number of classes. The hub has one split: every tenth example of each writer is for testing.
+    Returns training and test examples, uint8 (n, 1, 28, 28), owned by writers, and the number of
+    classes. The hub has one split: every tenth example of each writer is for testing.
     """
     import pandas as pd
 
@@ -39,7 +39,7 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
     source = HUB if place is None else str(place)
     split = load_splits(source)["train"]
     for column in (WRITER, LABEL):
-        require_column("femnist", column, split.features, repr(source))
+        require_column(f"femnist, {source}", column, split.features)
     writers = np.asarray(split[WRITER])
     y = np.asarray(split[LABEL], dtype=np.int64)
     names = getattr(split.features[LABEL], "names", None)
@@ -60,15 +60,12 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
 
 
 def load_leaf(folder: Path) -> tuple[Part, Part, int, str]:
-    """Read ``train/*.json`` and ``test/*.json`` of a folder.
+    """Read ``train/*.json`` and ``test/*.json`` of a folder, each with ``users`` and ``user_data``.
 
-    Each file holds ``users`` and ``user_data``: for each user the lists ``x`` and ``y``. Examples
-    are strings of one length, with the next character as label, or lists of numbers, with a whole
-    number as label. Lists of 784 numbers are images of 28 x 28, as in FEMNIST.
-
-    Returns training and test set, owned by users; number of classes; the alphabet, the sorted
-    characters of both splits. Text is int64 of shape (n, length), positions in it; other examples
-    are float32, and have no alphabet.
+    Examples are strings of one length, with the next character as label, or lists of numbers, with
+    a whole number as label; 784 numbers are images of 28 x 28. Returns training and test set, owned
+    by users; number of classes; the alphabet, the sorted characters of both. Text is int64
+    (n, length), positions in it; numbers are float32.
     """
     raw = {part: list(_rows(folder, part)) for part in ("train", "test")}
     if empty := [part for part, rows in raw.items() if not rows]:

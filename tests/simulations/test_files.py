@@ -54,8 +54,7 @@ def load(dataset: str, **options: object) -> Data:
 )
 def test_labels_are_text_unless_all_are_numbers(tmp_path, labels, classes):
     data = load(table(tmp_path / "t.csv", "a,b,label\n" + rows(labels)))
-    assert data.classes == tuple(classes)
-    assert data.num_classes == (len(classes) or 2)
+    assert (data.classes, data.num_classes) == (tuple(classes), len(classes) or 2)
 
 
 def test_all_files_and_all_chunks_have_one_schema(tmp_path):
@@ -137,7 +136,7 @@ TABLE = "a,b,label\n" + rows(["x", "y"])
         ("a,b,label\n" + rows(["x", "?", ""], 30), "utf-8", r"gaps \(rows\): label \(20\)"),
         ("a,b,label\n" + rows([f'"{i},5"' for i in range(40)]), "utf-8", "40 different words"),
         ("a, a,label\n1,2,x\n", "utf-8", "columns of different names, got twice a"),
-        (rows(["x", "y"]), "utf-8", "target: the train set has the columns .* x, got 'label'"),
+        (rows(["x", "y"]), "utf-8", "train set: target: the set has the columns .* x, got 'label'"),
         ("", "utf-8", "No columns to parse"),
         ("a,b,label\n", "utf-8", "expected two classes or more, got 0"),
         ("a,b,label\n" + "inf,1,x\n3,1,y\n" * 9, "utf-8", "got NaN or infinity"),
@@ -206,40 +205,29 @@ def test_a_class_may_have_folders_but_not_the_name_of_a_split(tmp_path):
     refused("of control, test; a class cannot have", load, f"folder:{tmp_path}/b")
 
 
-def _beside(place: Path, kind: str) -> None:
-    """Add to two classes what makes the folder unreadable."""
-    pictures(place, "cat", "dog")
-    file, raw = place / "cat" / "9.png", (place / "cat" / "0.png").read_bytes()
-    if kind == "cut":
-        file.write_bytes(raw[:-30])
-    elif kind == "text":
-        file.write_text("no picture")
-    elif kind == "link":
-        file.symlink_to("/nowhere.png")
-    elif kind == "mode":
-        Image.new("RGBA", (6, 4)).save(file)
-    elif kind == "depth":  # of 16 bits, as large as the grey ones of 8
-        Image.fromarray(np.zeros((4, 6), np.uint16)).save(place / "cat" / "9.png")
-        for path in place.glob("*/[0-8].png"):
-            Image.new("L", (6, 4)).save(path)
-    else:
-        (place / "bird").mkdir()
-        (place / "bird" / "1.heic").write_bytes(raw)
+def save_deep(file: Path) -> None:
+    """Write a picture of 16 bits, as large as the others, which become grey ones of 8."""
+    for path in file.parent.parent.glob("*/?.png"):
+        Image.new("L", (6, 4)).save(path)
+    Image.fromarray(np.zeros((4, 6), np.uint16)).save(file)
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("file", "write", "message"),
     [
-        ("cut", "cat/9.png cannot be read as a picture: .*truncated"),
-        ("text", "cat/9.png cannot be read"),
-        ("link", "cat/9.png cannot be read"),
-        ("mode", "of one size and mode, got"),
-        ("depth", r"of one size and mode, got .*\(I;16\)"),
-        ("class", "expected pictures in each class, got none in bird"),
+        ("cat/9.png", lambda file: file.write_bytes(
+            (file.parent / "0.png").read_bytes()[:-30]), "9.png cannot be read .*truncated"),
+        ("cat/9.png", lambda file: file.write_text("no picture"), "cat/9.png cannot be read"),
+        ("cat/9.png", lambda file: file.symlink_to("/nowhere.png"), "cat/9.png cannot be read"),
+        ("cat/9.png", Image.new("RGBA", (6, 4)).save, "of one size and mode, got"),
+        ("cat/9.png", save_deep, r"of one size and mode, got .*\(I;16\)"),
+        ("bird/1.heic", Path.touch, "expected pictures in each class, got none in bird"),
     ],
-)
-def test_pictures_that_cannot_be_read_are_named(tmp_path, kind, message):
-    _beside(tmp_path, kind)
+)  # fmt: skip
+def test_pictures_that_cannot_be_read_are_named(tmp_path, file, write, message):
+    pictures(tmp_path, "cat", "dog")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    write(tmp_path / file)
     refused(message, load, f"folder:{tmp_path}")
 
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from fedntk.simulations import Config, load_predictor, run
-from fedntk.simulations.config.settings import ConfigError
 from fedntk.simulations.data.load import Data, load_data
 from fedntk.simulations.data.partitions import _load_split, client_dirichlet, load_split, split_data
 from fedntk.simulations.engine.building import load_setup
+
+from .outcomes import refused
 
 DIGITS = Config(num_clients=20, clients_per_round=5)
 LABELS = np.repeat(np.arange(10), 300)
@@ -18,11 +19,11 @@ LABELS = np.repeat(np.arange(10), 300)
 def test_papers_partition_draws_floor_of_q_times_200_of_each_class_for_each_client():
     """q is the first draw of the generator of (seed, partition), so it can be drawn again."""
     settings = replace(DIGITS, alpha=0.1, seed=3)
-    for client, own in enumerate(client_dirichlet(settings, LABELS)):
+    for client, indices in enumerate(client_dirichlet(settings, LABELS)):
         q = np.random.default_rng([3, client]).dirichlet(np.full(10, 0.1))
         expected = np.floor(q * settings.examples_per_client)
-        np.testing.assert_array_equal(np.bincount(LABELS[own], minlength=10), expected)
-        assert len(set(own)) == len(own)  # without replacement
+        np.testing.assert_array_equal(np.bincount(LABELS[indices], minlength=10), expected)
+        assert len(set(indices)) == len(indices)  # without replacement
     assert client == 19
 
 
@@ -33,7 +34,7 @@ def test_disjoint_partitions_hold_every_example_once(partition):
     labels, split = load_data(config).y_train, load_split(config)
     np.testing.assert_array_equal(np.sort(np.concatenate(split.clients)), np.arange(1437))
     if partition == "pathological":
-        assert [len(np.unique(labels[own])) for own in split.clients] == [3] * 20
+        assert [len(np.unique(labels[indices])) for indices in split.clients] == [3] * 20
     split = load_split(replace(config, train_examples=600, validation_examples=100))
     everything = np.concatenate([split.validation, *split.clients])
     assert len(split.validation) == 100
@@ -45,8 +46,8 @@ def test_with_one_class_by_number_client_k_has_class_k():
     one = {"classes_per_client": 1, "class_assignment": "first-deterministic"}
     config = replace(DIGITS, partition="pathological", num_clients=10, **one)
     labels = load_data(config).y_train
-    found = [np.unique(labels[own]).tolist() for own in load_split(config).clients]
-    assert found == [[k] for k in range(10)]
+    for k, indices in enumerate(load_split(config).clients):
+        assert np.unique(labels[indices]).tolist() == [k]
 
 
 def test_cached_split_is_the_split(tmp_path, monkeypatch):
@@ -60,20 +61,20 @@ def test_cached_split_is_the_split(tmp_path, monkeypatch):
     assert len(list((tmp_path / "fedntk" / "splits").iterdir())) == 1
     _load_split.cache_clear()
     monkeypatch.setattr("fedntk.simulations.data.partitions.split_data", None)
-    found = load_split(private)
-    assert load_split(DIGITS).checksum == fresh.checksum != found.checksum == same.checksum
-    np.testing.assert_equal((found.clients, found.tests), (same.clients, same.tests))
-    np.testing.assert_equal((fresh.clients, fresh.tests), (found.clients, ()))
-    assert set(found.tests[0]) != set(other.tests[0])
+    cached = load_split(private)
+    assert load_split(DIGITS).checksum == fresh.checksum != cached.checksum == same.checksum
+    np.testing.assert_equal((cached.clients, cached.tests), (same.clients, same.tests))
+    np.testing.assert_equal((fresh.clients, fresh.tests), (cached.clients, ()))
+    assert set(cached.tests[0]) != set(other.tests[0])
     _load_split.cache_clear()
 
 
 def test_a_cached_split_is_of_its_owners():
     """Two columns of owners under one setting are two splits."""
-    own = Config(num_clients=3, clients_per_round=1, partition="natural")
-    data = load_data(own)
+    config = Config(num_clients=3, clients_per_round=1, partition="natural")
     for ids in (np.arange(1437) % 3, np.arange(1437) // 479):
-        for k, indices in enumerate(_load_split(own, replace(data, natural_ids=ids)).clients):
+        data = replace(load_data(config), natural_ids=ids)
+        for k, indices in enumerate(_load_split(config, data).clients):
             assert set(ids[indices]) == {k}
 
 
@@ -86,7 +87,7 @@ SMALL = Config(
 
 
 @pytest.mark.parametrize(
-    "own",
+    "options",
     [
         {"partition": "iid"},
         {"partition": "dirichlet", "alpha": 0.3},
@@ -94,13 +95,15 @@ SMALL = Config(
         {"partition": "pathological", "classes_per_client": 4},
     ],
 )
-def test_every_test_example_has_one_client_and_classes_go_as_in_training(own):
-    config = replace(PRIVATE, **own)
+def test_every_test_example_has_one_client_and_classes_go_as_in_training(options):
+    config = replace(PRIVATE, **options)
     data, split = load_data(config), load_split(config)
     everything = np.sort(np.concatenate(split.tests))
     np.testing.assert_array_equal(everything, np.arange(len(data.y_test)))
-    held = np.stack([np.bincount(data.y_train[own], minlength=10) for own in split.clients])
-    tested = np.stack([np.bincount(data.y_test[own], minlength=10) for own in split.tests])
+    held, tested = (
+        np.stack([np.bincount(y[indices], minlength=10) for indices in parts])
+        for y, parts in ((data.y_train, split.clients), (data.y_test, split.tests))
+    )
     exact = held / held.sum(0) * np.bincount(data.y_test)
     assert np.all(np.abs(tested - exact) < 1)
     assert not tested[held == 0].any()
@@ -120,10 +123,10 @@ def test_where_the_split_is_by_owners_so_is_that_of_the_test_set(owners, expecte
         natural_ids=np.array(list("abcabcabca")),
         natural_ids_test=None if owners is None else np.array([*owners, "e"]),
     )  # fmt: skip
-    own = {"partition": "natural", "client_column": "writer", "private_test": True}
-    split = split_data(Config(num_clients=3, clients_per_round=1, **own), data)
+    options = {"partition": "natural", "client_column": "writer", "private_test": True}
+    split = split_data(Config(num_clients=3, clients_per_round=1, **options), data)
     pairs = zip(split.clients, split.tests, strict=True)
-    assert {data.natural_ids[own[0]]: sorted(test) for own, test in pairs} == expected
+    assert {data.natural_ids[train[0]]: sorted(test) for train, test in pairs} == expected
 
 
 def test_clients_evaluate_on_their_part_and_train_on_the_rest_of_their_own():
@@ -152,8 +155,8 @@ def test_clients_accuracies_are_those_of_the_model_on_their_parts(tmp_path):
     for i, test in enumerate(setup.split.tests):
         x, y = setup.data.x_test[test], setup.data.y_test[test]
         expected = model.evaluate(x, y).accuracy, len(test)
-        found = last.value.loc[i, ["accuracy", "num-examples"]]
-        assert tuple(found) == pytest.approx(expected, abs=1e-12)
+        values = last.value.loc[i, ["accuracy", "num-examples"]]
+        assert tuple(values) == pytest.approx(expected, abs=1e-12)
     on_all = model.evaluate(setup.data.x_test, setup.data.y_test).accuracy
     assert result.curve("client-accuracy")[2] == pytest.approx(on_all, abs=1e-9)
 
@@ -185,5 +188,5 @@ def test_a_client_that_all_draws_leave_empty_gets_an_example_of_the_largest(tmp_
     assert min(map(len, split.clients)) == 1
     assert len(split.clients) == 50
     assert sorted(np.concatenate(split.clients)) == [*range(len(data.y_train))]
-    with pytest.raises(ConfigError, match="fewer clients or a larger alpha"):
-        split_data(config.replace(min_partition_size=2), data)
+    message = "fewer clients or a larger alpha"
+    refused(message, split_data, config.replace(min_partition_size=2), data)

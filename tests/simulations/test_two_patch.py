@@ -14,7 +14,7 @@ from fedntk.ntk.feature_learning import (
     coefficient_step,
     mixing_matrix,
 )
-from fedntk.simulations import Config, ConfigError
+from fedntk.simulations import Config
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.data.two_patch import TwoPatchOptions
@@ -22,6 +22,7 @@ from fedntk.simulations.models import TwoPatchCNN, build_model
 from fedntk.strategies import SeededFedAvg
 
 from ..strategies.federation import Grid, app, start
+from .outcomes import refused
 
 DATASET = "two-patch:groups=1-3,dimension=60,examples=6,test=25,signal=1.5,noise=0.7,seed=3"
 DISTRIBUTION = TwoPatchDistribution((1, 3), 60, signal_norm=1.5, noise_std=0.7, seed=3)
@@ -38,19 +39,14 @@ def config(**changes) -> Config:
 def test_clients_have_the_examples_of_the_distribution_as_they_are():
     """Test examples stand in turn, one of each client, then the next."""
     data, split = load_data(config()), load_split(config())
-    drawn, test = (
-        DISTRIBUTION.draw(count, part=part, dtype=torch.float32)
-        for part, count in (("train", 6), ("test", 25))
-    )
-    all_x, all_y = data.test()
-    for k, own in enumerate(split.clients):
-        x, y = data.train(np.sort(own))
-        assert torch.equal(x, drawn.patches()[k])
-        assert torch.equal(y, drawn.classes()[k])
-        assert set(data.natural_ids[own].tolist()) == {k}
-        tested = torch.from_numpy(data.natural_ids_test == k)
-        assert torch.equal(all_x[tested], test.patches()[k])
-        assert torch.equal(all_y[tested], test.classes()[k])
+    train = DISTRIBUTION.draw(6, part="train", dtype=torch.float32)
+    test = DISTRIBUTION.draw(25, part="test", dtype=torch.float32)
+    for k, indices in enumerate(split.clients):
+        assert set(data.natural_ids[indices].tolist()) == {k}
+        tested = np.flatnonzero(data.natural_ids_test == k)
+        for (x, y), drawn in ((data.train(np.sort(indices)), train), (data.test(tested), test)):
+            assert torch.equal(x, drawn.patches()[k])
+            assert torch.equal(y, drawn.classes()[k])
     assert data.natural_ids_test[:8].tolist() == [0, 1, 2, 3] * 2
 
 
@@ -63,8 +59,7 @@ def test_defaults_and_first_weights_are_those_of_the_paper():
         ("group=3", "expected options groups=.*, got 'group=3'; did you mean"),
         ("groups=1-1,dimension=2", "expected more than the 2 signals"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            load_data(Config(dataset=f"two-patch:{wrong}"))
+        refused(message, load_data, Config(dataset=f"two-patch:{wrong}"))
     model = build_model(config(width=50), (2, 1000), 2)
     assert float(model.weight.detach().std()) == pytest.approx(0.1 / math.sqrt(1000), rel=0.0101)
 
@@ -78,19 +73,17 @@ def test_the_strategys_weights_are_those_of_the_update_rules():
     x, y = examples.patches(), examples.classes()
 
     def client(*_: object, seed: tuple[int, int], **options: float) -> SGDClient:
-        own, k = copy.deepcopy(model), seed[1]
-        return SGDClient(
-            own, x[k], y[k], sgd=LocalSGD(epochs=steps, batch_size=6, learning_rate=0.8)
-        )
+        sgd = LocalSGD(epochs=steps, batch_size=6, learning_rate=0.8)
+        return SGDClient(copy.deepcopy(model), x[seed[1]], y[seed[1]], sgd=sgd)
 
     strategy = SeededFedAvg(fraction_evaluate=0.0, min_available_nodes=4)
     grid = Grid(app(client), num_clients=4)
     learned = torch.from_numpy(start(strategy, grid, rounds, model)["weight"])
-    found, mixing = Coefficients.zeros(examples, 5), mixing_matrix(torch.zeros(4))
+    exact = Coefficients.zeros(examples, 5)
     for _ in range(rounds):
         for _ in range(steps):
-            found = coefficient_step(found, initial, examples, learning_rate=0.8)
-        found = found.mixed(mixing)
+            exact = coefficient_step(exact, initial, examples, learning_rate=0.8)
+        exact = exact.mixed(mixing_matrix(torch.zeros(4)))
     assert learned.dtype == torch.float64
-    torch.testing.assert_close(learned, found.weights(initial, examples)[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(learned, exact.weights(initial, examples)[0], rtol=0, atol=1e-10)
     assert float((learned - initial).abs().max()) > 0.01
