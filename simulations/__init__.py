@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from .errors import with_extra_named
 
 if TYPE_CHECKING:
-    from .assessment.ledger import ledger
+    from .assessment.clients import Unlearned, ledger, unlearn
     from .assessment.uncertainty import Assessment, assess
-    from .assessment.unlearning import Unlearned, unlearn
     from .check import check_method, make_fixture
     from .configuration import Config
     from .data.own import OwnData
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
 
 # module -> its public names
 _HOMES = {
-    "assessment.ledger": ("ledger",),
+    "assessment.clients": ("Unlearned", "ledger", "unlearn"),
     "assessment.uncertainty": ("Assessment", "assess"),
-    "assessment.unlearning": ("Unlearned", "unlearn"),
     "check": ("check_method", "make_fixture"),
     "configuration": ("Config",),
     "data.own": ("OwnData",),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -67,14 +67,15 @@ class Assessment:
     table : DataFrame
         A row for the ensemble and one for each of its models, or one for a single model:
         ``accuracy``, ``nll``, ``brier``, ``ece`` as of :func:`calibration`, and with unfamiliar
-        examples ``auroc_entropy``, ``auroc_mutual_information`` and ``auroc_doubt``. A single
-        model has no mutual information.
-    examples : DataFrame
+        examples ``auroc_entropy``, ``auroc_mutual_information`` (NaN for a single model) and
+        ``auroc_doubt``.
+    examples, unfamiliar : DataFrame, DataFrame or None
         A row for each test example, in the data set's order: ``label``, ``prediction``,
         ``confidence``, ``doubt`` (1 - confidence), ``entropy``, ``expected_entropy``,
-        ``mutual_information`` (nats), ``variance``, and with a coverage ``set_size``.
-    unfamiliar, unfamiliar_name : DataFrame or None, str
-        The same of the unfamiliar examples, without labels and sets; the name of their data set.
+        ``mutual_information`` (nats), ``variance``, and with a coverage ``set_size``; and for each
+        unfamiliar example, without labels and sets.
+    unfamiliar_name : str
+        Name of the data set of these.
     rejection : DataFrame
         Tidy: ``model``, ``measure``, ``rejected`` (a share) and ``accuracy``.
     reliability : dict of str to DataFrame
@@ -113,9 +114,8 @@ class Assessment:
     def write(self, out: str | Path | None = None) -> Path:
         """Write tables and pictures into `out`; return the path of ``report.md``.
 
-        By default `out` is the folder ``uncertainty`` of the run. Beside the report are the
-        pictures, ``metrics.json`` (all figures), ``table.tex``, ``rejection.csv``,
-        ``examples.parquet`` and, if there are unfamiliar examples, ``unfamiliar.parquet``.
+        By default `out` is the folder ``uncertainty`` of the run. ``metrics.json`` has all figures,
+        and ``examples.parquet`` and ``unfamiliar.parquet`` those of each example.
         """
         out = place_in(self.run.folder, "uncertainty") if out is None else Path(out)
         out.mkdir(parents=True, exist_ok=True)
@@ -232,8 +232,7 @@ def assess(
         A run of any method with the loss cross-entropy: one network, or an ensemble.
     unfamiliar : str, optional
         Another data set with examples of the same shape, by a name that the setting ``dataset``
-        takes. The model should be uncertain of its test set, which is standardised by the run's
-        training set.
+        takes: the model should be uncertain of its test set.
     coverage : float, optional
         Coverage of conformal prediction sets, between 0 and 1:
         :mod:`fedntk.ntk.predictors.conformal` says what guarantees it.
@@ -266,7 +265,7 @@ def assess(
             f"expected a model whose loss is cross-entropy, got {predictor.loss}, whose outputs "
             "are no probabilities; run it with loss = cross-entropy, or with the method's own loss"
         )
-    held_out = None if coverage is None else _load_held_out(config, which, calibrate_on)
+    held_out = None if coverage is None else _held_out(config, which, calibrate_on)
     strangers = None if unfamiliar is None else _load_unfamiliar(config, unfamiliar)
     data, tested = load_data(config), slice(config.test_examples or None)
     models = _by_model(predictor, data.x_test[tested])
@@ -285,10 +284,12 @@ def assess(
                 for name, logs in models.items()
             ]
     sets = None
-    if held_out is not None and coverage is not None:
-        held = _together(_by_model(predictor, held_out.x)[whole]).exp()
-        p = _together(models[whole]).exp()
-        sets, sizes = _make_sets(held, held_out, p, labels, coverage, score, config.seed)
+    if held_out is not None:
+        indices, examples_used, note = held_out
+        held = _together(_by_model(predictor, data.x_train[indices])[whole]).exp()
+        y, p = torch.from_numpy(data.y_train[indices]), _together(models[whole]).exp()
+        described: Any = {"coverage": coverage, "calibrated_on": examples_used, "note": note}
+        sets, sizes = _make_sets(held, y, p, labels, score, config.seed, **described)
         examples[whole]["set_size"] = sizes
     return Assessment(
         run=run,
@@ -354,16 +355,8 @@ def _load_unfamiliar(config: Config, name: str) -> NDArray[Any]:
     return x
 
 
-class _HeldOut(NamedTuple):
-    """Labelled examples (n, ...) that nobody trained on."""
-
-    x: NDArray[Any]  # raw
-    y: Tensor
-    described: str
-    note: str  # what else the run used them for
-
-
-def _load_held_out(config: Config, which: str, on: str | None) -> _HeldOut:
+def _held_out(config: Config, which: str, on: str | None) -> tuple[NDArray[np.int64], str, str]:
+    """Return indices of examples that nobody trained on, which they are, and a note on them."""
     counts = {"clients": config.validation_clients, "examples": config.validation_examples}
     if on and on not in counts:
         raise ConfigError(f"calibrate-on: expected clients or examples, got {on!r}")
@@ -371,39 +364,34 @@ def _load_held_out(config: Config, which: str, on: str | None) -> _HeldOut:
     if not counts.get(on):
         keys = " or ".join(f"validation-{name}" for name in on.split(" or "))
         raise ConfigError(f"coverage: the run held out no {on} to calibrate on; run it with {keys}")
-    split = load_split(config)
-    chosen = "they chose part of the model" if config.chosen_method.chosen_by(config) else ""
+    split, reason = load_split(config), ""
+    indices, described = split.validation, f"{len(split.validation)} held-out examples"
     if on == "clients":
         indices = np.concatenate(split.clients[-config.validation_clients :])
         described = f"the {len(indices)} examples of {config.validation_clients} held-out clients"
         if which == "best" and config.monitor.startswith("client-"):
-            chosen = chosen or "they may have chosen the best model"
-    else:
-        indices, described = split.validation, f"{len(split.validation)} held-out examples"
-    note = f"In the run {chosen}, so the stated coverage holds only approximately."
-    data = load_data(config)
-    y = torch.from_numpy(data.y_train[indices])
-    return _HeldOut(data.x_train[indices], y, described, note if chosen else "")
+            reason = "they may have chosen the best model"
+    if config.chosen_method.chosen_by(config):
+        reason = "they chose part of the model"
+    note = f"In the run {reason}, so the stated coverage holds only approximately."
+    return indices, described, note if reason else ""
 
 
 def _make_sets(
-    held: Tensor,
-    held_out: _HeldOut,
-    p: Tensor,
-    labels: Tensor,
-    coverage: float,
-    score: Score,
-    seed: int,
+    held: Tensor, y: Tensor, p: Tensor, labels: Tensor, score: Score, seed: int, **described: Any
 ) -> tuple[ConformalSets, NDArray[np.int64]]:
-    """Return the sets, and the size of each, from the probabilities of both sets of examples."""
+    """Return the sets, and the size of each, from probabilities and labels of held and test data.
+
+    `described` has other fields of the sets.
+    """
     from scipy.stats import betabinom
 
-    draws: list[Tensor | None] = [None, None]
+    coverage, draws = described["coverage"], list[Tensor | None]((None, None))
     if score == "adaptive":
         generator = np.random.default_rng([seed, DRAWS])
         draws = [torch.from_numpy(generator.random(len(part))) for part in (held, p)]
     try:
-        threshold = calibrate(held, held_out.y, coverage, score=score, draws=draws[0])
+        threshold = calibrate(held, y, coverage, score=score, draws=draws[0])
         sets = prediction_sets(p, threshold, score=score, draws=draws[1])
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -411,9 +399,7 @@ def _make_sets(
     k = rank(len(held), coverage)
     low, high = betabinom(len(p), k, len(held) + 1 - k).interval(0.95)
     conformal = ConformalSets(
-        coverage=coverage,
         score=score,
-        calibrated_on=held_out.described,
         num_calibration=len(held),
         threshold=threshold,
         test_coverage=float(sets.gather(1, labels[:, None]).double().mean()),
@@ -421,6 +407,6 @@ def _make_sets(
         expected_high=float(high / len(p)),
         mean_size=float(sizes.mean()),
         empty=float((sizes == 0).mean()),
-        note=held_out.note,
+        **described,
     )
     return conformal, sizes

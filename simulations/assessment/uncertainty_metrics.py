@@ -19,12 +19,9 @@ SHARES = np.arange(100) / 100  # of the examples that are rejected
 def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     """Return accuracy, NLL, Brier score and ECE of predictions (n, C) of the classes `labels` (n,).
 
-    Probabilities are given as logarithms, in nats, since one of 1e-400 is 0 in float64.
-    ``nll`` is the negative log-likelihood of the true classes, averaged over the examples, in nats;
-    ``brier`` the squared distance between probabilities and one-hot label, summed over the classes
-    and averaged over the examples, in 0 ... 2; ``ece`` the expected calibration error: the distance
-    between accuracy and mean confidence in 15 bins of confidence of equal width, averaged over the
-    examples.
+    Logarithms are in nats, since a probability of 1e-400 is 0 in float64. All are means over the
+    examples: ``brier`` of the squared distance to the one-hot label, in 0 ... 2; ``ece`` of the
+    distance between accuracy and mean confidence in 15 bins of confidence of equal width.
     """
     log_p = log_probabilities.double()
     p, targets = log_p.exp(), torch.nn.functional.one_hot(labels, log_p.shape[1])
@@ -38,11 +35,7 @@ def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def reliability(probabilities: Tensor, labels: Tensor) -> pd.DataFrame:
-    """Return accuracy and mean confidence in 15 bins of confidence of equal width.
-
-    Each bin that has examples, of probabilities (n, C), is a row: ``bin`` (its number),
-    ``examples``, ``confidence``, ``accuracy``. The last bin includes a confidence of 1.
-    """
+    """Return bin, examples, confidence and accuracy of each of 15 equal bins that has examples."""
     confidence, prediction = probabilities.double().max(1)
     number = (BINS * confidence).long().clamp(max=BINS - 1)
     columns = {"bin": number, "confidence": confidence, "accuracy": (prediction == labels).double()}
@@ -58,25 +51,20 @@ def rejection_curve(
 ) -> NDArray[np.float64]:
     """Return the accuracy of what is left when the most uncertain examples are rejected.
 
-    Given the `uncertainty` (n,) of predictions, and whether they are `correct` (n,): the accuracy
-    (100,) with 0, 1, ... 99 % of the examples rejected, rounded down to whole examples. Of examples
-    that are equally uncertain any may be rejected first: it is the mean over their orders.
+    Of `uncertainty` and `correct` (n,): the accuracy (100,) with 0, 1, ... 99 % rejected, rounded
+    down to whole examples. Of equally uncertain examples it is the mean over their orders.
     """
     values, group = np.unique(uncertainty, return_inverse=True)
     sizes = np.bincount(group, minlength=len(values))
     right = np.bincount(group, weights=correct, minlength=len(values))
     expected = np.repeat(right / sizes, sizes)  # from the most certain example on
-    kept = len(correct) - np.arange(100) * len(correct) // 100
-    accuracy: NDArray[np.float64] = (np.cumsum(expected) / np.arange(1, len(correct) + 1))[kept - 1]
-    return accuracy
+    left = len(correct) - np.arange(100) * len(correct) // 100
+    accuracies: NDArray[np.float64] = np.cumsum(expected) / np.arange(1, len(correct) + 1)
+    return accuracies[left - 1]
 
 
 def auroc(familiar: NDArray[np.float64], unfamiliar: NDArray[np.float64]) -> float:
-    """Return how well an uncertainty separates unfamiliar examples from familiar ones.
-
-    It is the probability that a random unfamiliar example is more uncertain than a random familiar
-    one, and half of it if they are equally uncertain: 0.5 if it separates nothing.
-    """
+    """Return the probability that an unfamiliar example is more uncertain than a familiar one."""
     from sklearn.metrics import roc_auc_score
 
     truth = np.repeat([0, 1], [len(familiar), len(unfamiliar)])
