@@ -2,10 +2,11 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -28,6 +29,7 @@ NPZ = (
 )
 PASSED = "passed"  # begins the name of examples that were passed as an object
 MOST_KEPT = 4
+MOST_BYTES = 2**28
 _kept: "OrderedDict[str, Data]" = OrderedDict()
 
 
@@ -203,3 +205,51 @@ def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str
     if len(y) and (y.min() < 0 or y.max() >= num_classes):
         labels = f"got {y.min()} ... {y.max()}"
         raise ConfigError(f"{what}expected labels 0 ... {num_classes - 1}, {labels}")
+
+
+class LocalData(NamedTuple):
+    """A client's examples (n, ...) and labels (n,), for training and for its own evaluations.
+
+    A file's are `raw` as they stand there; `owner` has arguments of clients that mask.
+    """
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    raw: NDArray[Any] | None = None
+    owner: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(part.nbytes for pair in self[:2] for part in pair)
+
+    @property
+    def versions(self) -> list[int]:
+        """Numbers of changes in place to each tensor."""
+        return [part._version for pair in self[:2] for part in pair]
+
+
+class KeptExamples:
+    """Examples of the partitions that were used last, up to `most_bytes`; for one thread.
+
+    Examples that a network changed in place are made anew.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.nbytes = 0
+        self._kept: OrderedDict[int, tuple[LocalData, list[int]]] = OrderedDict()
+
+    def of(self, partition: int, make: Callable[[], LocalData]) -> LocalData:
+        """Return a partition's kept examples, or make them."""
+        examples, versions = self._kept.pop(partition, (None, []))
+        if examples is not None:
+            self.nbytes -= examples.nbytes
+        if examples is None or examples.versions != versions:
+            examples = make()
+        self._kept[partition] = examples, examples.versions
+        self.nbytes += examples.nbytes
+        while self.nbytes > self.most_bytes:
+            _, (oldest, _) = self._kept.popitem(last=False)
+            self.nbytes -= oldest.nbytes
+        return examples

@@ -17,9 +17,8 @@ from fedntk.ntk.predictors.inputs import channels_first
 from ..config.data import DatasetSettings
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line, naming
-from .data import PASSED, Data, Part, data_kept
+from .data import PASSED, Data, LocalData, Part, data_kept
 from .domains import digit_domains, digits_five
-from .kept_examples import Own
 from .own import read_arrays, read_own
 from .two_patch import TwoPatchOptions, draw_two_patch
 from .writers import femnist, load_leaf
@@ -30,7 +29,7 @@ IDX_FILES = tuple(
 )
 
 
-def load_own(path: str, data: Data, max_examples: int, *, check_ranges: bool = True) -> Own:
+def load_own(path: str, data: Data, max_examples: int, *, check_ranges: bool = True) -> LocalData:
     """Load a node's own examples, of the kind of the run's data set and prepared as these.
 
     `path` is an npz file, or a folder with one, of x and y, perhaps x_test and y_test, ``columns``,
@@ -53,7 +52,7 @@ def load_own(path: str, data: Data, max_examples: int, *, check_ranges: bool = T
     options["check_ranges"] = check_ranges
     with naming(f"data-path: {files[0]}", ValueError):
         train = data.convert_examples(x, y, **options)
-        return Own(train, data.convert_examples(*test, **options), x)
+        return LocalData(train, data.convert_examples(*test, **options), x)
 
 
 def load_data(settings: DatasetSettings) -> Data:

@@ -27,7 +27,7 @@ from ..config.metrics import metrics_of
 from ..config.private import named_for
 from ..config.settings import ConfigError
 from ..configuration import Config
-from ..data.kept_examples import Own
+from ..data.data import LocalData
 from ..data.load import load_data
 from ..methods import all_methods
 from ..methods.method import Method, Setup
@@ -124,7 +124,7 @@ def make_strategy(setup: Setup) -> Strategy:
 
 
 def make_client(
-    setup: Setup, partition: int, state: MutableMapping[str, Any], examples: Own | None = None
+    setup: Setup, partition: int, state: MutableMapping[str, Any], examples: LocalData | None = None
 ) -> NumPyClient:
     """Make the client of a partition; its number also seeds what the client draws.
 

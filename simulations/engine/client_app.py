@@ -17,7 +17,7 @@ from fedntk.clients.core.numpy_client import NumPyClient
 
 from ..config.settings import ConfigError
 from ..configuration import Config
-from ..data.kept_examples import KeptExamples
+from ..data.data import KeptExamples
 from ..data.load import load_own
 from ..errors import TRACEBACKS, first_line, naming
 from ..methods.method import PERSONAL, Setup, masks_itself

@@ -22,7 +22,7 @@ from ..config.config import BaseConfig
 from ..config.private import describe_released
 from ..config.settings import ConfigError
 from ..configuration import Config
-from ..data.kept_examples import KeptExamples
+from ..data.data import KeptExamples
 from ..errors import Stopped, first_line
 from ..methods.method import Setup
 from ..report.results import clear_run, require_same, run_state, write_json, write_run

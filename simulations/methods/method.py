@@ -29,8 +29,7 @@ from ..attacks import choose_liars
 from ..config.config import BaseConfig
 from ..config.private import require_covered
 from ..config.settings import ConfigError, Settings, key_of, settings_class
-from ..data.data import Data
-from ..data.kept_examples import KeptExamples, Own
+from ..data.data import Data, KeptExamples, LocalData
 from ..data.load import load_data
 from ..data.partitions import Split, load_split
 from ..simulated_trust import projected
@@ -93,14 +92,14 @@ class Setup:
         tests = [split.train_and_test(i, config)[1] for i in range(len(split.clients))]
         return self.data.train(np.concatenate(tests))
 
-    def examples(self, partition: int) -> Own:
+    def examples(self, partition: int) -> LocalData:
         """Return a partition's examples for training and for its own evaluation, standardised."""
 
-        def make() -> Own:
+        def make() -> LocalData:
             data, (train, test_rows) = self.data, self.split.train_and_test(partition, self.config)
             private = self._on_private_test
             test = data.test(self.split.tests[partition]) if private else data.train(test_rows)
-            return Own(data.train(train), test)
+            return LocalData(data.train(train), test)
 
         return self.kept.of(partition, make)
 

@@ -9,7 +9,7 @@ import torch
 from flwr.app import Message
 
 from fedntk.simulations import Config, run
-from fedntk.simulations.data.kept_examples import KeptExamples, Own
+from fedntk.simulations.data.data import KeptExamples, LocalData
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.engine.server_app import serve
@@ -58,10 +58,10 @@ def test_dropout_in_clients_at_work_at_the_same_time(tmp_path):
     assert bits(other.folder) != bits(serial.folder)
 
 
-def examples(size: int) -> Own:
+def examples(size: int) -> LocalData:
     """Return 4 `size` bytes of examples, and empty labels."""
     empty = torch.zeros(0)
-    return Own((torch.zeros(size), empty), (empty, empty))
+    return LocalData((torch.zeros(size), empty), (empty, empty))
 
 
 def test_no_more_is_kept_than_fits_and_the_oldest_goes_first():
