@@ -101,8 +101,8 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
         raise
     except (ValueError, AssertionError) as error:
         if partition != "dirichlet" or settings.min_partition_size > 1:
-            reason = f"partition = {partition}: {str(error).strip()}"
-            raise ConfigError(f"{reason}; fewer clients or a larger alpha may do") from error
+            cure = "; fewer clients or a larger alpha may do" if partition == "dirichlet" else ""
+            raise ConfigError(f"partition = {partition}: {str(error).strip()}{cure}") from error
         clients = _fill(_partition(settings, rest, data, least=0), settings.alpha)
     if empty := [i for i, indices in enumerate(clients) if not len(indices)]:
         raise ConfigError(

@@ -11,7 +11,7 @@ from flwr_datasets.partitioner import IidPartitioner
 from PIL import Image
 from torch import nn
 
-from fedntk.ntk import Moments, NetworkPredictor, Normaliser
+from fedntk.ntk import NetworkPredictor
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.simulations import Config, OwnData, compare, load_model, load_predictor, run
 from fedntk.simulations.data.load import load_data
@@ -71,25 +71,6 @@ def test_a_predictor_takes_the_raw_rows_of_a_csv(tmp_path, method):
     if method == "cp-ntk-fl":
         refused("whose seed is a secret", predictor.save, tmp_path / "saved", error=ValueError)
         assert not (tmp_path / "saved").exists()
-
-
-def test_inputs_are_standardised_by_the_pooled_moments_of_any_parts():
-    """Per column of tables, per channel of images, over all values else; constants are centred."""
-    rng = np.random.default_rng(0)
-    x = (rng.normal(size=(50, 3)) * [1, 1e3, 0] + [0, 5, 7]).astype(np.float32)
-    pooled = Normaliser.of(Moments.join(Moments.of(torch.from_numpy(x[i::3])) for i in range(3)))
-    inputs = InputTransform.fit(x)
-    np.testing.assert_allclose(inputs.mean, pooled.mean, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(1 / inputs.std[:2], pooled.inv_std[:2], rtol=1e-5)
-    assert not inputs(x)[:, 2].any()
-    images = rng.normal(size=(20, 2, 3, 3)) * np.array([1, 50])[:, None, None]
-    z = InputTransform.fit(images)(images)
-    torch.testing.assert_close(z.std((0, 2, 3), correction=0), torch.ones(2), rtol=1e-5, atol=0)
-    signals = rng.normal(size=(20, 4, 5)) * 9
-    assert float(InputTransform.fit(signals)(signals).std(correction=0)) == pytest.approx(1)
-    pictures = rng.integers(256, size=(4, 1, 3, 3), dtype=np.uint8)
-    for raw in (x, pictures):  # no warning knows the scale of such pictures
-        np.testing.assert_array_equal(InputTransform.fit(raw, standardise=False)(raw), raw)
 
 
 class Pairs(torch.utils.data.Dataset):
