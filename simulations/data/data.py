@@ -30,7 +30,7 @@ NPZ = (
 PASSED = "passed"  # begins the name of examples that were passed as an object
 MOST_KEPT = 4
 MOST_BYTES = 2**28
-_kept: "OrderedDict[str, Data]" = OrderedDict()
+_passed: "OrderedDict[str, Data]" = OrderedDict()
 
 
 class Part(NamedTuple):
@@ -166,10 +166,10 @@ class Data:
         arrays = self._arrays()
         content = name_of(checksum(np.array(list(arrays)), *arrays.values()))
         name = f"{PASSED}:{content[:16]}"
-        _kept.pop(name, None)
-        _kept[name] = copy.deepcopy(self)
-        while len(_kept) > MOST_KEPT:
-            _kept.popitem(last=False)
+        _passed.pop(name, None)
+        _passed[name] = copy.deepcopy(self)
+        while len(_passed) > MOST_KEPT:
+            _passed.popitem(last=False)
         return {"dataset": name, **settings}
 
     def write(self, path: Path) -> None:
@@ -188,9 +188,9 @@ class Data:
         return {name: array for name, array in named if array is not None}
 
 
-def data_kept(name: str) -> Data | None:
+def passed_data(name: str) -> Data | None:
     """Return examples that were passed in this process, by the name that :meth:`Data.keep` gave."""
-    return _kept.get(name)
+    return _passed.get(name)
 
 
 def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str = "") -> None:
@@ -238,18 +238,18 @@ class KeptExamples:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
         self.nbytes = 0
-        self._kept: OrderedDict[int, tuple[LocalData, list[int]]] = OrderedDict()
+        self._examples: OrderedDict[int, tuple[LocalData, list[int]]] = OrderedDict()
 
     def of(self, partition: int, make: Callable[[], LocalData]) -> LocalData:
         """Return a partition's kept examples, or make them."""
-        examples, versions = self._kept.pop(partition, (None, []))
+        examples, versions = self._examples.pop(partition, (None, []))
         if examples is not None:
             self.nbytes -= examples.nbytes
         if examples is None or examples.versions != versions:
             examples = make()
-        self._kept[partition] = examples, examples.versions
+        self._examples[partition] = examples, examples.versions
         self.nbytes += examples.nbytes
         while self.nbytes > self.most_bytes:
-            _, (oldest, _) = self._kept.popitem(last=False)
+            _, (oldest, _) = self._examples.popitem(last=False)
             self.nbytes -= oldest.nbytes
         return examples

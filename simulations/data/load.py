@@ -17,7 +17,7 @@ from fedntk.ntk.predictors.inputs import channels_first
 from ..config.data import DatasetSettings
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line, naming
-from .data import PASSED, Data, LocalData, Part, data_kept
+from .data import PASSED, Data, LocalData, Part, passed_data
 from .domains import digit_domains, digits_five
 from .own import read_arrays, read_own
 from .two_patch import TwoPatchOptions, draw_two_patch
@@ -63,7 +63,7 @@ def load_data(settings: DatasetSettings) -> Data:
     states = [(str(file), file.stat()) for file in files if file.is_file()]
     modified = tuple((name, s.st_mtime_ns, s.st_ctime_ns, s.st_size) for name, s in states)
     options = {name: getattr(settings, name) for name in DatasetSettings.options()}
-    if kind == PASSED and data_kept(settings.dataset) is None:  # in another process
+    if kind == PASSED and passed_data(settings.dataset) is None:  # in another process
         file = getattr(settings, "folder", place) / PASSED_FILE
         if not file.exists():
             raise ConfigError(
@@ -90,7 +90,7 @@ def forget_loaded(dataset: str) -> None:
 
 @lru_cache(maxsize=2)
 def _load(settings: DatasetSettings, _modified: object) -> Data:
-    if (passed := data_kept(settings.dataset)) is not None:
+    if (passed := passed_data(settings.dataset)) is not None:
         return replace(passed, standardise=settings.standardise)
     name, _, rest = settings.dataset.partition(":")
     folder = Path(settings.data_dir).expanduser()

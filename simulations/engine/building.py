@@ -128,7 +128,7 @@ def make_client(
 ) -> NumPyClient:
     """Make the client of a partition; its number also seeds what the client draws.
 
-    It keeps its `state` from one message to the next. The examples of its `own`, if any, are used
+    It keeps its `state` from one message to the next. Its node's `examples`, if any, are used
     instead of the partition's.
     """
     config = setup.config

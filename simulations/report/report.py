@@ -22,7 +22,7 @@ from ..config.settings import ConfigError
 from ..data.load import load_data
 from ..data.partitions import SPLIT_SETTINGS, load_split
 from ..errors import place_in
-from . import figures, page, statistics
+from . import figures, statistics
 from .results import Run, describe_replies, read_runs
 
 MARKS = re.compile(r"[\\|<`\x00-\x1f\x7f-\x9f]|(?<=\])\(")  # of Markdown, and of terminals
@@ -35,6 +35,9 @@ COSTS = {
     "MB down": ("bytes-down", 1e6, 1),
     "s": ("seconds", 1, 1),
 }
+# beginnings of metrics without curves in report.html
+UNDRAWN = ("bytes", "seconds", "replies", "rejected", "peak-memory", "num-examples", "models-")
+MOST_POINTS = 300  # of such a curve
 TRAINING = "training examples"
 Targets = Sequence[float] | None
 logger = logging.getLogger("flwr")
@@ -127,9 +130,9 @@ def write_html(
     looks = {label: looks[name] for name, label in shorter} | looks
     data = {
         "styles": looks,
-        "curves": page.curves(rounds),
-        "profile": page.profiles(_scores(runs)),
-        "clients": page.client_points(clients),
+        "curves": _curves(rounds),
+        "profile": _profiles(_scores(runs)),
+        "clients": _client_points(clients),
         "split": [
             {"title": title, "counts": figures.class_counts(labels, clients[:200]).T.tolist()}
             for title, labels, clients in _splits(runs)
@@ -151,6 +154,40 @@ def write_html(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _curves(rounds: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return each run's seeds, and curves of at most 300 rounds of metrics that all runs have."""
+    shared = sorted(set.intersection(*(set(rows.metric) for _, rows in rounds.groupby("run"))))
+    metrics = [m for m in shared if not m.removeprefix("client-").startswith(UNDRAWN)]
+    runs: list[dict[str, Any]] = []
+    for name, rows in rounds.groupby("run"):
+        run: dict[str, Any] = {"name": name, "seeds": rows.seed.nunique(), "metrics": {}}
+        for metric in metrics:
+            values = figures.curve(rows, metric)
+            some = values.iloc[:: -(-len(values) // MOST_POINTS) or 1]
+            run["metrics"][metric] = some.to_dict("list")
+        runs.append(run)
+    return runs
+
+
+def _profiles(scores: pd.DataFrame) -> dict[str, Any]:
+    """Return each run's performance profile, in per cent."""
+    thresholds = np.quantile(scores.value, np.linspace(0, 1, 60), method="nearest")
+    thresholds = np.unique([thresholds[0] - 0.01, *thresholds])  # where shares change
+    profile = 100 * statistics.performance_profile(scores, thresholds).set_index("run")
+    return {str(name): rows.to_dict("list") for name, rows in profile.groupby("run")}
+
+
+def _client_points(clients: pd.DataFrame) -> dict[str, Any]:
+    """Return the newest accuracy of each client of each run, in per cent, with its name."""
+    newest = statistics.newest_accuracies(clients)
+    words = "client " + newest.partition.astype(str) + ", seed " + newest.seed.astype(str)
+    newest = newest.assign(accuracy=100 * newest.accuracy, client=words)
+    return {
+        str(name): {"x": rows.accuracy.tolist(), "text": rows.client.tolist()}
+        for name, rows in newest.groupby("run")
+    }
 
 
 def _join_tables(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -26,7 +26,7 @@ from fedntk.ntk.support.files import claimed
 
 from ..config.settings import ConfigError, Value
 from ..configuration import Config
-from ..data.data import Data, data_kept
+from ..data.data import Data, passed_data
 from ..engine import processes
 from ..engine._flower import log_from
 from ..engine.progress import Progress
@@ -212,7 +212,7 @@ def run_in_processes(search: Search, count: int, show: Callable[[], None]) -> No
 
     If one is killed, its trial fails, and the others run what is left.
     """
-    passed, context = data_kept(search.base.dataset), get_context("spawn")
+    passed, context = passed_data(search.base.dataset), get_context("spawn")
     workers = [context.Process(target=_work, args=(search, passed)) for _ in range(count)]
     unset = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))

@@ -182,12 +182,12 @@ def test_a_test_draw_leaves_each_client_an_example(caplog):
     x, y = np.eye(12), np.arange(12) % 3
     lists = [[0], [1], [0, 2], [*range(3, 12)]]
     for seed in range(8):
-        own = OwnData((x, y), split=lists, test_share=0.4, test_seed=seed).read()
-        assert all(map(len, own.split))
+        data = OwnData((x, y), split=lists, test_share=0.4, test_seed=seed).read()
+        assert all(map(len, data.split))
         frame = pd.DataFrame(x).assign(label=y, who=[*"abcd", *"eeeeeeee"])
-        own = OwnData(frame, client_column="who", test_share=0.4, test_seed=seed).read()
-        assert {*own.natural_ids} == {*"abcde"}
-        assert len(own.y_train) + len(own.y_test) == 12
+        data = OwnData(frame, client_column="who", test_share=0.4, test_seed=seed).read()
+        assert {*data.natural_ids} == {*"abcde"}
+        assert len(data.y_train) + len(data.y_test) == 12
     OwnData({"train": (x, y), "validation": (x, y)}).read()
     assert "data: not used: validation; pass it as test=..." in caplog.text
 
@@ -316,8 +316,8 @@ def test_labels_that_do_not_begin_at_0_are_as_many_classes():
 def test_a_test_set_is_read_by_the_names_of_columns_and_classes():
     frame = make_frame().drop(columns="site")
     mixed = frame[["weight", "kind", "girth", "ring", "height"]]
-    own = OwnData(frame, test=mixed, target="kind").read()
-    np.testing.assert_array_equal(own.x_train, own.x_test)
+    data = OwnData(frame, test=mixed, target="kind").read()
+    np.testing.assert_array_equal(data.x_train, data.x_test)
     other = OwnData(frame, test=frame.rename(columns={"ring": "rings"}), target="kind")
     refused("test set: other columns than the train set: ring, rings", other.read)
 
@@ -326,6 +326,6 @@ def test_a_test_set_is_read_by_the_names_of_columns_and_classes():
         rows = {"x": np.arange(3.0), "label": [names.index(name) for name in "abc"]}
         return datasets.Dataset.from_dict(rows, datasets.Features(kinds))
 
-    own = OwnData(table(["a", "b", "c"]), test=table(["c", "b", "a"])).read()
-    np.testing.assert_array_equal(own.y_train, own.y_test)
-    assert own.classes == ("a", "b", "c")
+    data = OwnData(table(["a", "b", "c"]), test=table(["c", "b", "a"])).read()
+    np.testing.assert_array_equal(data.y_train, data.y_test)
+    assert data.classes == ("a", "b", "c")

@@ -132,18 +132,18 @@ def test_where_the_split_is_by_owners_so_is_that_of_the_test_set(owners, expecte
 def test_clients_evaluate_on_their_part_and_train_on_the_rest_of_their_own():
     """The server validates on what all clients hold out, unless it has examples of its own."""
     config = replace(SMALL, local_test_fraction=0.25)
-    tested, all_kept = load_setup(config), []
+    tested, all_held_out = load_setup(config), []
     tuned = load_setup(config.replace(evaluate_on="validation"))
     (x_test, _), (x, _) = tested.data.test(), tested.data.train(np.arange(len(tested.data.y_train)))
     for i, test in enumerate(tested.split.tests):
-        train, kept = tested.split.train_and_test(i, config)
+        train, held_out = tested.split.train_and_test(i, config)
         np.testing.assert_array_equal(tested.examples(i).test[0], x_test[test])
-        np.testing.assert_array_equal(tuned.examples(i).test[0], x[kept])
+        np.testing.assert_array_equal(tuned.examples(i).test[0], x[held_out])
         for setup in (tested, tuned):
             np.testing.assert_array_equal(setup.examples(i).train[0], x[train])
-        assert not set(train) & set(kept)
-        all_kept.append(kept)
-    np.testing.assert_array_equal(tuned.evaluation_set()[0], x[np.concatenate(all_kept)])
+        assert not set(train) & set(held_out)
+        all_held_out.append(held_out)
+    np.testing.assert_array_equal(tuned.evaluation_set()[0], x[np.concatenate(all_held_out)])
     more = load_setup(config.replace(evaluate_on="validation", validation_examples=50))
     assert len(more.evaluation_set()[1]) == 50
 

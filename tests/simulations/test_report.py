@@ -390,9 +390,9 @@ def check_sorting(chrome):
     for column, key in ((0, str.lower), (1, lambda cell: float(cell.split()[0]))):
         for reverse in (column > 0, column == 0):  # numbers begin with the largest
             buttons[column].click()
-            found = chrome.execute_script(cells, column)
-            assert found == sorted(found, key=key, reverse=reverse)
-            assert len(set(map(key, found))) > 1
+            texts = chrome.execute_script(cells, column)
+            assert texts == sorted(texts, key=key, reverse=reverse)
+            assert len(set(map(key, texts))) > 1
 
 
 def check_hover(chrome, names):

@@ -124,11 +124,11 @@ def test_examples_held_out_for_tuning_do_not_choose_t(method, examples):
 
 
 def test_a_value_is_the_mean_over_the_last_rounds_and_then_over_seeds(tmp_path, pretended):
-    found = search(tmp_path, SMALL.replace(rounds=4), seeds=[0, 1], last=2).trials
-    assert found["learning-rate"].tolist() == [0.1, 0.3, 0.01]
-    distance = np.abs(np.log10(found["learning-rate"]) + 1)
-    np.testing.assert_allclose(found["mean"], 1 / (2 + distance) + 4e-3, rtol=1e-12)
-    np.testing.assert_allclose(found["std"], 1e-3 / np.sqrt(2), rtol=1e-9)
+    table = search(tmp_path, SMALL.replace(rounds=4), seeds=[0, 1], last=2).trials
+    assert table["learning-rate"].tolist() == [0.1, 0.3, 0.01]
+    distance = np.abs(np.log10(table["learning-rate"]) + 1)
+    np.testing.assert_allclose(table["mean"], 1 / (2 + distance) + 4e-3, rtol=1e-12)
+    np.testing.assert_allclose(table["std"], 1e-3 / np.sqrt(2), rtol=1e-9)
 
 
 def test_a_grid_is_its_product_and_one_that_has_grown_runs_only_what_is_new(tmp_path, pretended):
@@ -259,11 +259,11 @@ def test_the_smallest_loss_is_best_and_never_one_of_nan(tmp_path, monkeypatch, p
             (config.folder / "rounds.jsonl").write_text(record + "\n")
 
     monkeypatch.setattr(searching, "run", spoil)
-    found = search(tmp_path / "a", metric="loss")
-    assert found.trials["state"].tolist() == ["finished", "finished", "failed"]
-    assert found.trials["error"][2] == "loss is missing or not finite"
-    assert found.trials["learning-rate"].tolist() == [0.1, 0.3, 0.01]
-    assert found.best.learning_rate == 0.1
+    tuning = search(tmp_path / "a", metric="loss")
+    assert tuning.trials["state"].tolist() == ["finished", "finished", "failed"]
+    assert tuning.trials["error"][2] == "loss is missing or not finite"
+    assert tuning.trials["learning-rate"].tolist() == [0.1, 0.3, 0.01]
+    assert tuning.best.learning_rate == 0.1
     refused("no trial was finished; trial 0 failed: ", search, tmp_path / "b", grid=ONE,
             metric="loss", error=RunFailed)  # fmt: skip
 

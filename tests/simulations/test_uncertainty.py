@@ -32,8 +32,8 @@ from .test_cli import fedntk
     ids=["certain and right", "certain and wrong", "a rounding above 1"],
 )
 def test_limits_of_calibration(log_p, labels, expected):
-    found = calibration(torch.tensor(log_p, dtype=torch.float64), torch.tensor(list(labels)))
-    assert found == pytest.approx({"ece": 0, **expected}, abs=1e-12)
+    measured = calibration(torch.tensor(log_p, dtype=torch.float64), torch.tensor(list(labels)))
+    assert measured == pytest.approx({"ece": 0, **expected}, abs=1e-12)
 
 
 def test_calibration_is_a_loop_in_float64():
@@ -57,8 +57,8 @@ def test_rejection_of_ties_is_the_mean_over_their_orders():
     doubt = np.array([0.1, 0.5, 0.5, 0.5, 0.7, 0.9])
     correct = np.array([True, False, True, True, True, False])
     orders = [o for o in itertools.permutations(range(6)) if (np.diff(doubt[list(o)]) >= 0).all()]
-    kept = [6 - share * 6 // 100 for share in range(100)]
-    means = np.mean([[correct[list(o[:k])].mean() for k in kept] for o in orders], axis=0)
+    left = [6 - share * 6 // 100 for share in range(100)]
+    means = np.mean([[correct[list(o[:k])].mean() for k in left] for o in orders], axis=0)
     np.testing.assert_allclose(rejection_curve(doubt, correct), means, rtol=1e-12)
 
 
@@ -167,9 +167,9 @@ def test_every_method_whose_loss_is_cross_entropy_is_assessed(method, finished_r
     if load_predictor(finished.folder).loss == "mse":
         refused("loss is cross-entropy, got mse", assess, finished)
     else:
-        found = assess(finished)
-        assert found.table.accuracy.iloc[0] == finished.summary["accuracy"]
-        assert found.table.nll.iloc[0] == pytest.approx(finished.summary["loss"], rel=1e-4)
+        assessed = assess(finished)
+        assert assessed.table.accuracy.iloc[0] == finished.summary["accuracy"]
+        assert assessed.table.nll.iloc[0] == pytest.approx(finished.summary["loss"], rel=1e-4)
 
 
 def test_held_out_examples_that_chose_part_of_the_model_are_named(tmp_path):

@@ -45,30 +45,31 @@ def finished(original, tmp_path):
 def test_it_is_to_the_bit_the_run_that_never_had_the_client(finished, tmp_path):
     """The last client is none that trains where it is held out for validation; one network."""
     never = run(SMALL, out=tmp_path / "never", validation_clients=1, progress=False)
-    found = unlearn(finished, [5])
-    assert bits(found.folder) == bits(never.folder) != bits(finished.folder)
-    assert (found.overall.before, found.overall.after) == (finished.curve()[1], never.curve()[1])
+    unlearned = unlearn(finished, [5])
+    assert bits(unlearned.folder) == bits(never.folder) != bits(finished.folder)
+    overall = unlearned.overall
+    assert (overall.before, overall.after) == (finished.curve()[1], never.curve()[1])
 
 
 def test_the_new_model_is_read_as_a_runs_and_its_accuracies_are_its_own(finished):
     killed = finished.folder / "without-1-3"  # what an earlier call left that was killed
     killed.mkdir()
     (killed / "model.safetensors").write_bytes(b"half")
-    found = unlearn(finished, [3, 1, 3])
-    assert found.clients == (1, 3)
+    unlearned = unlearn(finished, [3, 1, 3])
+    assert unlearned.clients == (1, 3)
     data, split = load_data(finished.config), load_split(finished.config)
     (_, y), x = data.test(), data.x_test
     theirs = np.concatenate([split.clients[k] for k in (1, 3)])
-    assert set(found.by_class) == set(data.y_train[theirs].tolist())
-    assert found.examples == len(theirs)
-    for folder, which in ((finished.folder, "before"), (found.folder, "after")):
+    assert set(unlearned.by_class) == set(data.y_train[theirs].tolist())
+    assert unlearned.examples == len(theirs)
+    for folder, which in ((finished.folder, "before"), (unlearned.folder, "after")):
         hits = load_predictor(folder).predict(x).argmax(1) == y
-        assert getattr(found.overall, which) == float(hits.double().mean())
-        for label, accuracy in found.by_class.items():
+        assert getattr(unlearned.overall, which) == float(hits.double().mean())
+        for label, accuracy in unlearned.by_class.items():
             assert getattr(accuracy, which) == float(hits[y == label].double().mean())
             assert accuracy.examples == int((y == label).sum())
-    written = json.loads((found.folder / "unlearned.json").read_text())
-    assert (written["clients"], written["overall"]["after"]) == ([1, 3], found.overall.after)
+    written = json.loads((unlearned.folder / "unlearned.json").read_text())
+    assert (written["clients"], written["overall"]["after"]) == ([1, 3], unlearned.overall.after)
 
 
 def test_the_command_forgets_and_another_unlearning_starts_from_what_is_left(finished, tmp_path):
@@ -87,10 +88,10 @@ def test_a_run_that_was_moved_is_found_with_its_sums_until_it_is_replaced(finish
     expected, moved = bits(unlearn(finished, [0]).folder), tmp_path / "moved"
     shutil.move(finished.folder, moved)
     shutil.rmtree(moved / "without-0")
-    found = unlearn(moved, [0])
-    assert bits(found.folder) == expected
+    unlearned = unlearn(moved, [0])
+    assert bits(unlearned.folder) == expected
     other = run(SMALL.replace(tct={"storage": False}), out=moved, progress=False, again=True)
-    assert not found.folder.exists()
+    assert not unlearned.folder.exists()
     assert not (moved / "details").exists()
     refused("storage: set KeptSums.* before the run", unlearn, other, [1])
 
@@ -158,9 +159,9 @@ def test_no_ledger_without_validation_examples_or_storage(tmp_path):
 
 def test_a_run_without_malicious_clients_removes_none_and_says_so(tmp_path):
     removing = LEDGER.replace(one_exchange={"ledger": {"alpha": 0.01}})
-    found = run(removing, out=tmp_path / "a", progress=False)
-    assert found.curve("clients-removed").tolist() == [0]
-    assert not ledger(found).removed.any()
+    result = run(removing, out=tmp_path / "a", progress=False)
+    assert result.curve("clients-removed").tolist() == [0]
+    assert not ledger(result).removed.any()
     refused(
         "one-exchange.ledger needs validation-examples", removing.replace, validation_examples=0
     )
