@@ -49,13 +49,6 @@ def costs_of(page):
     return {row: formula for row, (formula,) in rows_of(page).items()}
 
 
-def test_a_formula_is_read_as_it_is_printed():
-    printed = "min(2 p (p + 1), 8 (n - h) p) + 4 n² + ceil(k ceil(log₂(m)) / 8)"
-    expected = min(2 * 3 * 4, 8 * 4 * 3) + 4 * 25 + math.ceil(7 * 4 / 8)
-    assert value(as_python(printed), p=3, n=5, h=1, k=7, m=9) == expected
-    assert as_python("-") == "0"
-
-
 def numbers(*prefixes, floating=False):
     """Bytes / 4 of the arrays with these prefixes: BatchNorm's counter counts as two numbers."""
     return sum(

@@ -112,24 +112,19 @@ def run_app(
     return kept[-1]
 
 
-def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[FlowerStrategy, Result]:
-    """Run the page's app after a change, from a folder."""
-    for path, text in {"digits/__init__.py": "", **changed_by(name)}.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
-    for module in [module for module in sys.modules if module.partition(".")[0] == "digits"]:
-        del sys.modules[module]
-    patch.chdir(folder)
-    return run_app(folder, patch)
-
-
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("", "cp_ntk_fl.diff", "tct.diff")]
 
 
 @pytest.mark.parametrize("name", ["ntk_fl.diff", "scaffold.diff", "tct_statistics.diff", *SLOW])
 def test_the_app_runs_with_each_method(name, tmp_path, monkeypatch):
     """Chance is 0.1. Half of ten clients train, all of them in TCT's end; all of them evaluate."""
-    strategy, result = run(name, tmp_path, monkeypatch)
+    for path, text in {"digits/__init__.py": "", **changed_by(name)}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    for module in [module for module in sys.modules if module.partition(".")[0] == "digits"]:
+        del sys.modules[module]
+    monkeypatch.chdir(tmp_path)
+    strategy, result = run_app(tmp_path, monkeypatch)
     assert type(strategy) is STRATEGIES.get(name, FedAvg)
     rounds = {"tct.diff": 6, "tct_statistics.diff": 4}.get(name, 3)
     central = result.evaluate_metrics_serverapp

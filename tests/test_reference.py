@@ -8,7 +8,6 @@ import re
 import sys
 from html.parser import HTMLParser
 
-import jedi
 import pytest
 import yaml
 from docstrings import ROOMS
@@ -104,14 +103,6 @@ def test_a_constructor_written_by_hand_shows_the_options_that_it_takes():
     assert str(inspect.signature(Last)) == (
         "(place: str, *, first: int = 7, last: float, **more: object) -> None"
     )
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_notebook_completes_every_option(name):
-    """As Jupyter's completer does: jedi, on the objects of the session."""
-    kind = CLASSES[name]
-    (signature,) = jedi.Interpreter("Kind(", [{"Kind": kind}]).get_signatures()
-    assert {parameter.name for parameter in signature.params} >= parameters_of(kind).keys()
 
 
 def test_mypy_knows_every_option(tmp_path):

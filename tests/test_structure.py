@@ -194,21 +194,14 @@ def flat(table, prefix=""):
     return rows
 
 
-def test_run_config_of_the_flower_app_equals_the_defaults():
+def test_files_agree_on_defaults_and_versions():
     assert flat(FLOWER_APP["config"]) == Config.run_config_defaults()
-
-
-def test_all_files_name_the_packages_version():
     assert APP["project"]["version"] == fedntk.__version__
     assert f"\nversion: {fedntk.__version__}\n" in read("CITATION.cff")
     assert f"\n## {fedntk.__version__} - " in read("CHANGELOG.md")
-
-
-def test_the_flower_app_takes_the_versions_of_flower_that_fedntk_takes():
     (flower,) = APP["project"]["dependencies"]
     assert flower in toml("pyproject.toml")["project"]["dependencies"]
-    pinned = f"flwr=={FLOWER_APP['flwr-version-target']}"
-    assert pinned in read("constraints.txt").splitlines()
+    assert f"flwr=={FLOWER_APP['flwr-version-target']}" in read("constraints.txt").splitlines()
 
 
 def test_a_folder_named_fedntk_in_the_working_directory_is_not_taken_for_the_package(tmp_path):
