@@ -220,7 +220,7 @@ def draw(table: pd.DataFrame) -> None:
 
 def main() -> None:
     options = parse_options(
-        __doc__, data_dir="", dataset="fashion-mnist", cache="", features=(500, 1000, 2000),
+        __doc__, data_dir="", dataset="fashion-mnist", cache="runs/closed-form-bytes", features=(500, 1000, 2000),
         deep=(500, 1000), seed=0, draw=False,
     )  # fmt: skip
     if options.draw:

@@ -184,8 +184,9 @@ def parse_options(
     """Parse the command line: ``--name`` for each default, of its type.
 
     A tuple is a list with commas (with semicolons, if a name has a comma) of numbers, or of some of
-    its names. A mapping is a choice that must come first, of one key. `data_dir=True` needs a
-    folder in torchvision's layout. With ``--child``, measure that one case and exit.
+    its names. A list is a choice of one, by default the first; a mapping one of a key, which must
+    come first. `data_dir=True` needs a folder in torchvision's layout. With ``--child``, measure
+    that one case and exit.
     """
     if child is not None and sys.argv[1:2] == ["--child"]:
         print(json.dumps(child(**json.loads(sys.argv[2]))))
@@ -199,6 +200,8 @@ def parse_options(
         flag = "--" + name.replace("_", "-")
         if isinstance(default, Mapping):
             parser.add_argument(name, choices=default)
+        elif isinstance(default, list):
+            parser.add_argument(flag, choices=default, default=default[0])
         elif isinstance(default, bool):
             parser.add_argument(flag, action="store_true")
         elif isinstance(default, tuple):

@@ -49,8 +49,8 @@ KEPT = (
 
 def main() -> None:
     options = parse_options(
-        __doc__, data_dir=True, dataset="mnist", rounds=60, parallel=1, init="he",
-        without_other_k=False,
+        __doc__, data_dir=True, dataset=["mnist", "fashion-mnist"], rounds=60, parallel=1,
+        init=["he", "default"], without_other_k=False,
     )  # fmt: skip
     common = Config(
         dataset=options.dataset, data_dir=options.data_dir, num_clients=100, clients_per_round=10,

@@ -12,7 +12,7 @@ p, R, the parts of the budget, the ridge's fraction and the exponents of the fre
 on 10,000 held-out training images of MNIST, which no noise protects (--evaluate validation).
 
     python benchmarks/private_sums.py --data-dir FOLDER [--dataset fashion-mnist] [--kind ...]
-        [--features 2000] [--seeds 0,1,2,3,4] [--epsilons 0,8,3,1] [--evaluate test] --keep FOLDER
+        [--features 2000] [--seeds 0,1,2,3,4] [--epsilons 0,8,3,1] [--evaluate test] [--keep FOLDER]
         [--clients 100] [--alpha 0.1] [--client-examples 0]
 
 With --client-examples E the epsilon counts a client that comes or goes with all its data: it draws
@@ -70,6 +70,7 @@ def all_rows(
     parts = setup.data.train(np.arange(len(setup.data.y_train))), setup.data.test()
     images = torch.cat([x for x, _ in parts])
     path = Path(kept) / f"{dataset}.npy"
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         found = [scattering(x).flatten(3).squeeze(1).half() for x in images.split(CHUNK)]
         np.save(path, torch.cat(found).numpy())
@@ -89,9 +90,10 @@ def all_rows(
 
 def main() -> None:
     options = parse_options(
-        __doc__, data_dir=True, dataset="fashion-mnist", kind="frequencies", features=2000,
-        seeds=(0, 1, 2, 3, 4), epsilons=(0.0, 8.0, 3.0, 1.0), evaluate="test", clients=100,
-        alpha=0.1, client_examples=0, keep="runs/private-sums",
+        __doc__, data_dir=True, dataset="fashion-mnist", kind=["frequencies", "projection"],
+        features=2000, seeds=(0, 1, 2, 3, 4), epsilons=(0.0, 8.0, 3.0, 1.0),
+        evaluate=["test", "validation"], clients=100, alpha=0.1, client_examples=0,
+        keep="runs/private-sums",
     )  # fmt: skip
     width = options.features
     training, test = all_rows(options.dataset, options.data_dir, options.kind, width, options.keep)

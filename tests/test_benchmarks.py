@@ -55,6 +55,25 @@ def test_what_benchmarks_import_is_there():
                         importlib.import_module(f"{node.module}.{name}")
 
 
+def test_options_are_read_by_their_defaults_and_bad_ones_refused(monkeypatch, program):
+    names = ("a", "b, c")
+    defaults = {"part": {"x": 1}, "seeds": (0, 1), "names": names, "kind": ["p", "q"], "rate": 0.5}
+
+    def parsed(*words):
+        monkeypatch.setattr(sys, "argv", ["program", "x", *words])
+        found = program("common").parse_options("", data_dir="", quick=False, **defaults)
+        return vars(found)
+
+    plain = {**defaults, "part": "x", "kind": "p", "data_dir": "", "quick": False}
+    assert parsed() == plain
+    words = ["--seeds=2,3", "--kind=q", "--rate=1", "--quick", "--data-dir=d", "--names=b, c"]
+    changed = {"seeds": [2, 3], "kind": "q", "rate": 1.0, "quick": True, "data_dir": "d"}
+    assert parsed(*words) == plain | changed | {"names": ["b, c"]}
+    for wrong in (["--names", "d"], ["--kind", "r"], ["--seeds", "x"], ["--rate", "x"], ["y"]):
+        with pytest.raises(SystemExit):
+            parsed(*wrong)
+
+
 def test_rounds_to_a_target_in_summaries_are_those_of_the_committed_curves():
     def rounds_to(curves, target):
         pairs = curves[curves.metric == "accuracy"].groupby("seed")
