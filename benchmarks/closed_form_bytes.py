@@ -220,8 +220,8 @@ def draw(table: pd.DataFrame) -> None:
 
 def main() -> None:
     options = parse_options(
-        __doc__, data_dir="", dataset="fashion-mnist", cache="runs/closed-form-bytes", features=(500, 1000, 2000),
-        deep=(500, 1000), seed=0, draw=False,
+        __doc__, data_dir="", dataset="fashion-mnist", cache="runs/closed-form-bytes",
+        features=(500, 1000, 2000), deep=(500, 1000), seed=0, draw=False,
     )  # fmt: skip
     if options.draw:
         draw(pd.read_csv(RESULTS / "closed_form_bytes.csv"))

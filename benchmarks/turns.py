@@ -61,8 +61,8 @@ class Contestant:
 
     def close(self) -> None:
         """End it."""
-        self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.stdin.close()
             self._process.wait(30)
         self._process.kill()
         self._process.wait()
