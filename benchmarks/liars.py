@@ -102,10 +102,7 @@ def measure(config: Config) -> float:
 
 
 def points_lost(table: pd.DataFrame) -> pd.DataFrame:
-    """Return what each case costs, in points of the method's honest run without a defence.
-
-    Means over the seeds, in the column ``points``; ``seeds`` is their number.
-    """
+    """Return the mean `points` that each case loses to the honest run without a defence."""
     honest = table[(table.attack == "none") & (table.defence == "none")]
     both = table.merge(honest[[*SEEDED, "accuracy"]], on=SEEDED, suffixes=("", "_honest"))
     both["points"] = 100 * (both.accuracy_honest - both.accuracy)

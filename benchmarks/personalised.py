@@ -98,52 +98,30 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str | None]] = {
 def base(task: str, data_dir: str, rounds: int) -> Config:
     images = {"dataset": f"hf:{data_dir}/CIFAR10-jpeg"} if task.startswith("cifar10") else {}
     common = {
-        "data_dir": data_dir,
-        "num_clients": 20,
-        "clients_per_round": 10,
-        "clients_per_evaluation": 20,
-        "private_test": True,
-        "local_test_fraction": 0.1,
-        "model": "lenet-bn",
-        "local_epochs": 2,
-        "batch_size": 32,
-        "rounds": rounds,
+        "data_dir": data_dir, "num_clients": 20, "clients_per_round": 10,
+        "clients_per_evaluation": 20, "private_test": True, "local_test_fraction": 0.1,
+        "model": "lenet-bn", "local_epochs": 2, "batch_size": 32, "rounds": rounds,
         "test_examples": 1_000,  # of the server; clients have the whole test set
-        "evaluate_every": 2,
-        "monitor": "client-accuracy-mean",
-    }
+        "evaluate_every": 2, "monitor": "client-accuracy-mean",
+    }  # fmt: skip
     return Config(**{**common, **images, **TASKS[task]})
 
 
 def chosen(config: Config, name: str, folder: Path, parallel: int) -> dict[str, Any]:
     """Choose a method's learning rate, and then its own setting, on validation examples."""
-    settings, own, rate_of = METHODS[name]
+    settings, setting, rate_of = METHODS[name]
     if rate_of is None:
         return {}
-    found = (
-        chosen(config, rate_of, folder, parallel)
-        if rate_of
-        else _best(config, name, settings, {"learning-rate": RATES}, {}, folder, parallel)
-    )
-    return found | (_best(config, name, settings, own, found, folder, parallel) if own else {})
-
-
-def _best(
-    config: Config,
-    name: str,
-    settings: dict[str, Any],
-    grid: dict[str, list[Any]],
-    known: dict[str, Any],
-    folder: Path,
-    parallel: int,
-) -> dict[str, Any]:
+    found = chosen(config, rate_of, folder, parallel) if rate_of else {}
+    grids = setting if rate_of else {"learning-rate": RATES, **setting}
     trial = config.replace(**settings, evaluate_on="validation")
-    (key,) = grid
-    searched = tune(
-        Config.parse({**trial.values(), **known}), grid=grid, metric="client-accuracy-mean", last=2,
-        parallel=parallel, out=folder / f"tune {name} {key}",
-    )  # fmt: skip
-    return {key: searched.best.values()[key]}
+    for key, values in grids.items():
+        searched = tune(
+            Config.parse({**trial.values(), **found}), grid={key: values}, last=2,
+            metric="client-accuracy-mean", parallel=parallel, out=folder / f"tune {name} {key}",
+        )  # fmt: skip
+        found[key] = searched.best.values()[key]
+    return found
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -184,18 +162,17 @@ def main() -> None:
         __doc__, data_dir=True, task=TASKS, methods=tuple(METHODS), rounds=20, parallel=1,
         variants=False,
     )  # fmt: skip
-    names = options.methods
-    config = base(options.task, options.data_dir, options.rounds)
-    folder = Path("runs/personalised")
+    names, folder = options.methods, Path("runs/personalised")
     source = CHOSEN_AS.get(options.task, options.task)
+    config, searched = (
+        base(task, options.data_dir, options.rounds) for task in (options.task, source)
+    )
     configs, settings = {}, {}
     for name in names:
-        found = chosen(
-            base(source, options.data_dir, options.rounds), name, folder / source, options.parallel
-        )
-        settings[name] = found
-        print(name, found, flush=True)
-        configs[name] = Config.parse({**config.replace(**METHODS[name][0]).values(), **found})
+        settings[name] = chosen(searched, name, folder / source, options.parallel)
+        print(name, settings[name], flush=True)
+        values = config.replace(**METHODS[name][0]).values()
+        configs[name] = Config.parse({**values, **settings[name]})
     if options.variants:
         run_variants(configs, options.task, folder)
         return

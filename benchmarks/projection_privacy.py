@@ -54,14 +54,8 @@ Rebuild = Callable[[Tensor, Tensor], Tensor]  # received z (n, k), labels -> ima
 def estimator(images: Tensor, labels: Tensor, found: Tensor, noise: float = 0.0) -> Rebuild:
     """Linear estimate of an image from some numbers of it, by class.
 
-    Parameters
-    ----------
-    images, labels : Tensor, shapes (N, 784) and (N,)
-        The public ones.
-    found : Tensor, shape (N, m)
-        These numbers of the public images.
-    noise : float
-        Variance of what is added to them in the images that are rebuilt.
+    `found` (N, m) has these numbers of the public images (N, 784); in the images that are rebuilt
+    they have noise, of that variance.
     """
     maps = {}
     for c in labels.unique().tolist():
@@ -96,19 +90,10 @@ def matched(
     rotation: bool,
     times: int = 20,
 ) -> Tensor:
-    """Matrix (k, m) from centred z to numbers of public images, found without a pair.
+    """Matrix (k, m) from centred z (n, k) to numbers of public images (N, m), found without a pair.
 
     Each z is matched with the public image of its class that it is nearest to, and the matrix is
-    fitted to these: the nearest rotation, or by ridge regression.
-
-    Parameters
-    ----------
-    z, own : Tensor, shapes (n, k) and (n,)
-        Centred, with labels.
-    wanted, labels : Tensor, shapes (N, m) and (N,)
-        Numbers of the public images, centred, with labels.
-    start : Tensor, shape (n, m)
-        First guess at the numbers of what z are of.
+    fitted to these: the nearest rotation, or by ridge regression. `start` (n, m) is a first guess.
     """
     guess = start
     for _ in range(times):

@@ -99,14 +99,9 @@ class Leverage:
 
 
 def told_apart(leverage: Tensor, calibration: Tensor, own: NDArray[np.int64]) -> dict[str, float]:
-    """Compare the members' leverages with those of all other images of the class.
+    """Compare leverages (m,) of the members `own` in a client's sums with those of all others.
 
-    Parameters
-    ----------
-    leverage, calibration : Tensor, shape (m,)
-        In the client's sums, and in those of the public images.
-    own : ndarray of int64, shape (n,)
-        Which of them are members.
+    `calibration` (m,) has the leverages in the sums of the public images.
     """
     member = np.zeros(len(leverage), bool)
     member[own] = True
@@ -212,13 +207,7 @@ def linear_map(features: Tensor, images: Tensor) -> Tensor:
 def rebuilt(
     features: Features, pixels: Tensor, public_pixels: Tensor
 ) -> tuple[dict[str, float], NDArray[np.float32]]:
-    """Rebuild ten images of each class from sums of 1 ... 10; SSIM, and the images that are shown.
-
-    Parameters
-    ----------
-    pixels, public_pixels : Tensor, shapes (C, m, 784) and (k, 784)
-        In [0, 1].
-    """
+    """Rebuild ten images of each class from sums of 1 ... 10; SSIM, and the images shown."""
     steps = torch.ones(1) if features.fixed_point is None else features.fixed_point.step
     scale = torch.as_tensor(steps).double()
     matrix = linear_map((features.compared(features.public) * scale).float(), public_pixels)

@@ -130,16 +130,6 @@ def test_committed_outputs_are_small_and_speak_of_no_machine(path):
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS.values(), ids=NOTEBOOKS)
-def test_a_notebook_is_a_story(path):
-    """It asks one question, installs what is missing, and ends with what to try next."""
-    cells = nbformat.read(path, as_version=4).cells
-    words = [cell.source for cell in cells if cell.cell_type == "markdown"]
-    assert re.search(r"^\*\*[^*]+\?\*\*$", words[0], re.MULTILINE)
-    assert '%pip install --quiet "fedntk[' in cells[1].source
-    assert "## What to try next\n" in words[-1]
-
-
 # ------------------------------------------------------------------- figures in words
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
