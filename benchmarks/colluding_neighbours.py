@@ -205,17 +205,15 @@ def measured(name: str, images: int) -> list[dict[str, Any]]:
             found = fitted(grid, curious, x.shape, images)
         error = (found - x[:images]).flatten(1).double().square().mean(1).sqrt()
         targets = [upload_of(grid, client)[0].targets for client in curious]
-        rows.append(
-            {
-                "network": name,
-                "curious": len(curious),
-                "images": len(error),
-                "input-error-median": float(error.median()),
-                "input-error-mean": float(error.mean()),
-                "labels-in-clear": all(bool((own.sum(1) == 1).all()) for own in targets),
-                "third-weights-error": third_weights(grid, curious),
-            }
-        )
+        rows.append({
+            "network": name,
+            "curious": len(curious),
+            "images": len(error),
+            "input-error-median": float(error.median()),
+            "input-error-mean": float(error.mean()),
+            "labels-in-clear": all(bool((own.sum(1) == 1).all()) for own in targets),
+            "third-weights-error": third_weights(grid, curious),
+        })  # fmt: skip
     return rows
 
 

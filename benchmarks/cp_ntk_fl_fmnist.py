@@ -164,17 +164,15 @@ def by_bytes(options: argparse.Namespace) -> None:
     for name, own in rounds.groupby("run", sort=False):
         wire, sparsity, bits = str(name).split()
         late = own[(own.metric == "accuracy") & (own["round"] >= 4)].groupby("seed").value.mean()
-        rows.append(
-            {
-                "wire": wire,
-                "sparsity": float(sparsity),
-                "bits": int(bits),
-                "MB up a round": megabytes_a_round(own),
-                "accuracy, mean of rounds 4 to 6": round(float(late.mean()), 4),
-                "lowest seed": round(float(late.min()), 4),
-                "highest seed": round(float(late.max()), 4),
-            }
-        )
+        rows.append({
+            "wire": wire,
+            "sparsity": float(sparsity),
+            "bits": int(bits),
+            "MB up a round": megabytes_a_round(own),
+            "accuracy, mean of rounds 4 to 6": round(float(late.mean()), 4),
+            "lowest seed": round(float(late.min()), 4),
+            "highest seed": round(float(late.max()), 4),
+        })  # fmt: skip
     cells = pd.DataFrame(rows)
     keep("bytes", rounds, {"settings": cells.to_dict(orient="records")})
     drawn_by_bytes(cells).savefig(RESULTS / "cp_ntk_fl_bytes.png")

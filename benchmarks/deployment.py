@@ -53,14 +53,12 @@ def exchanges(nodes: int, repeats: int) -> list[dict[str, Any]]:
         stages = zip(STAGES, at[:-1], at[1:], strict=True)
         cpu = [0.0, *(row[f"{moment}-cpu"] for moment in MOMENTS[2:5])]
         spent = zip(STAGES[1:4], cpu[:-1], cpu[1:], strict=True)
-        rows.append(
-            {
-                "exchange": row["exchange"],
-                "seconds": at[-1] - at[0],
-                **{f"seconds-{stage}": end - begin for stage, begin, end in stages},
-                **{f"cpu-seconds-{stage}": end - begin for stage, begin, end in spent},
-            }
-        )
+        rows.append({
+            "exchange": row["exchange"],
+            "seconds": at[-1] - at[0],
+            **{f"seconds-{stage}": end - begin for stage, begin, end in stages},
+            **{f"cpu-seconds-{stage}": end - begin for stage, begin, end in spent},
+        })  # fmt: skip
     return rows
 
 

@@ -84,17 +84,15 @@ def main() -> None:
                 nn.utils.vector_to_parameters(torch.stack(found).mean(0), model.parameters())
                 new = model(x_held)
             step, last, before = (new - old).flatten(), before, (new - old).flatten()
-            rows.append(
-                {
-                    "kernel": name,
-                    "round": number,
-                    "accuracy": float((new.argmax(1) == y_held).double().mean()),
-                    "overshoot": float(np.mean(over)),
-                    "cosine-to-last-change": float("nan")
-                    if last is None
-                    else float(nn.functional.cosine_similarity(step, last, dim=0)),
-                }
-            )
+            rows.append({
+                "kernel": name,
+                "round": number,
+                "accuracy": float((new.argmax(1) == y_held).double().mean()),
+                "overshoot": float(np.mean(over)),
+                "cosine-to-last-change": float("nan")
+                if last is None
+                else float(nn.functional.cosine_similarity(step, last, dim=0)),
+            })  # fmt: skip
         seconds[name] = round(float(np.median(times)), 3)
     table = pd.DataFrame(rows)
     print(table.pivot(index="round", columns="kernel", values="accuracy").to_string())

@@ -100,25 +100,21 @@ def main() -> None:
         start = time.perf_counter()
         found = euler(kernel, f, y).cpu()
         seconds = time.perf_counter() - start
-        rows.append(
-            {
-                "problem": name, "method": "Euler, unit steps", "products": 2000, "steps": 2000,
-                "error": error(found, exact), "seconds": seconds,
-            }
-        )  # fmt: skip
+        rows.append({
+            "problem": name, "method": "Euler, unit steps", "products": 2000, "steps": 2000,
+            "error": error(found, exact), "seconds": seconds,
+        })  # fmt: skip
         for tolerance in TOLERANCES:
             start = time.perf_counter()
             evolution = evolve(kernel, f, y, tolerance=tolerance, **options)
             evolved = evolution.outputs.cpu()
             seconds = time.perf_counter() - start
-            rows.append(
-                {
-                    "problem": name, "method": "RKC", "tolerance": tolerance,
-                    "products": evolution.kernel_products, "steps": evolution.solver_steps,
-                    "error": error(evolved, exact), "error-estimate": evolution.error_estimate,
-                    "seconds": seconds,
-                }
-            )  # fmt: skip
+            rows.append({
+                "problem": name, "method": "RKC", "tolerance": tolerance,
+                "products": evolution.kernel_products, "steps": evolution.solver_steps,
+                "error": error(evolved, exact), "error-estimate": evolution.error_estimate,
+                "seconds": seconds,
+            })  # fmt: skip
             print(rows[-1], flush=True)
     summary = {
         "reference-against-dop853": checks,
