@@ -201,10 +201,10 @@ def ntk_dfl(only: str = "") -> str:
     names += ["NTK-FL, as busy clients", "DFedAvg", "D-PSGD", "DFedAvgM", "DFedSAM", "DisPFL"]
     rows = []
     for method in only.split("; ") if only else names:
-        own = summary[summary.method == method]
-        splits = sorted(own.split.unique(), key=lambda s: (*SPLITS, s).index(s))
+        part = summary[summary.method == method]
+        splits = sorted(part.split.unique(), key=lambda s: (*SPLITS, s).index(s))
         for split in [split for split in splits if not only or split in SPLITS]:
-            seeds = own[own.split == split].sort_values("seed")
+            seeds = part[part.split == split].sort_values("seed")
             after = []
             for number in (1, 3, 5, 10, 20):
                 found = [mean.get((method, split, number, seed)) for seed in seeds.seed]
@@ -302,8 +302,8 @@ def ntk_dfl_tolerance() -> str:
     table = rounds_of("ntk_dfl_tolerance").query("5 <= round <= 8")
     means = table.groupby(["seed", "tolerance"])[["mean model", "clients' models"]].mean()
     rows = [
-        [seed, *(" / ".join(map(percent, pair)) for pair in own.to_numpy())]
-        for seed, own in means.groupby("seed")
+        [seed, *(" / ".join(map(percent, pair)) for pair in part.to_numpy())]
+        for seed, part in means.groupby("seed")
     ]
     return markdown("seed | 1e-4 | 1e-3 | 1e-2", rows)
 
@@ -361,10 +361,10 @@ def tct_statistics() -> str:
     cases = [*product(["entk"], [2000, 4000]), *product(["entk-sketch"], [2000, 4000, 8000])]
     rows = []
     for name, data in {**CLASSES, "no training": "random"}.items():
-        own = table[table.data == data]
-        row = [name, joined(own.groupby("seed").network.first().dropna(), ".1f")]
+        part = table[table.data == data]
+        row = [name, joined(part.groupby("seed").network.first().dropna(), ".1f")]
         for features, p in cases:
-            some = own[(own.features == features) & (own.p == p)].set_index("seed").accuracy
+            some = part[(part.features == features) & (part.p == p)].set_index("seed").accuracy
             seeds = [0] if list(some.index) == [0] else [0, 1, 2]
             row.append(joined([some.get(s) for s in seeds], ".1f") if len(some) else "")
         rows.append([*row, number(paper.get(data, np.nan))])
@@ -404,8 +404,8 @@ def fed_ensemble_models() -> str:
     for data, name in (("mnist", "MNIST"), ("fashion-mnist", "Fashion-MNIST")):
         found = {(r["split"], r["method"]): r for r in read(f"fed_ensemble_{data}")["rows"]}
         for k in (3, 5, 20, 40):
-            own = [found[s, f"Fed-ensemble, K = {k}"] for s in ("IID", "two classes a client")]
-            pairs = ((spread(row, "accuracy"), one_model(row)) for row in own)
+            part = [found[s, f"Fed-ensemble, K = {k}"] for s in ("IID", "two classes a client")]
+            pairs = ((spread(row, "accuracy"), one_model(row)) for row in part)
             rows.append([name, k, *(cell for pair in pairs for cell in pair)])
     return markdown("data | K | IID | one model | two classes a client | one model", rows)
 
@@ -443,7 +443,7 @@ def fed_be() -> str:
     renamed = {"FedBE, Gaussian, distilled, no SWA": "the same without averaged weights"}
     rows = []
     for method in next(iter(found)):
-        pairs = ((joined(own[method], ".1f"), f"{np.mean(own[method]):.1f}") for own in found)
+        pairs = ((joined(part[method], ".1f"), f"{np.mean(part[method]):.1f}") for part in found)
         rows.append([renamed.get(method, method), *(cell for pair in pairs for cell in pair)])
     return markdown("| digits | mean | Fashion-MNIST | mean", rows)
 
@@ -457,14 +457,14 @@ def personalised(data: str) -> str:
     rows = []
     for row in sorted(found["summary"], key=lambda row: -row["mean"]):
         run = row["run"]
-        rate, *own = found["chosen"][run].values() or "-"
+        rate, *part = found["chosen"][run].values() or "-"
         if run == "weighted, tau = 1":
-            own = [1]
+            part = [1]
         gain = [
             f"{100 * g['gain']:.0f} / {100 * g['lose']:.0f}" if g else "-"
             for g in (gains.get((run, against)) for against in ("local training", "FedAvg"))
         ]
-        setting = f"{own[0]:g}" if own else "-"
+        setting = f"{part[0]:g}" if part else "-"
         rest = percents(row, ("worst", "std"))
         rows.append([run, rate, setting, spread(row, "mean"), *rest, *gain])
     return markdown(
@@ -514,10 +514,10 @@ def one_exchange() -> str:
     rows = []
     for name, data in CLASSES.items():
         split = name.replace("(", " ").rstrip(")").replace("two classes", "two classes a client")
-        own = table[table.split == split].sort_values("seed")
+        part = table[table.split == split].sort_values("seed")
         theirs = tangent[tangent.data == data].sort_values("seed").accuracy
         name = "two classes a client" if name == "two classes" else name
-        once, (checksum, *_) = joined(100 * own.accuracy, ".1f"), own.sums
+        once, (checksum, *_) = joined(100 * part.accuracy, ".1f"), part.sums
         rows.append([name, once, f"`{checksum}`", joined(theirs, ".1f"), number(paper[data])])
     seeds = ", ".join(map(str, sorted(table.seed.unique())))
     return markdown(
@@ -549,8 +549,8 @@ def closed_form() -> str:
     table = rounds_of("closed_form").query("split == 'one class a client'")
     itself = table.groupby(["network", "seed"])["network's own accuracy"].first()
     rows = []
-    for (network, seed), own in table.groupby(["network", "seed"]):
-        found = own.set_index("method").accuracy.reindex(methods)
+    for (network, seed), part in table.groupby(["network", "seed"]):
+        found = part.set_index("method").accuracy.reindex(methods)
         name = "as it is drawn" if network == "random" else "trained"
         rows.append([name, seed, *map(number, [itself[network, seed], *found])])
     return markdown(
@@ -590,10 +590,10 @@ def uncertainty_sets() -> str:
     for on, score in product(names, ("threshold", "adaptive")):
         cells = [names[on], score]
         for run in ("Fed-ensemble", "FedAvg"):
-            own = by_case.get_group((on, score, run))
-            covered = 100 * own.test_coverage
+            part = by_case.get_group((on, score, run))
+            covered = 100 * part.test_coverage
             cells.append(f"{covered.mean():.1f} % ({covered.min():.1f} to {covered.max():.1f})")
-            cells.append(f"{own.mean_size.mean():.2f}")
+            cells.append(f"{part.mean_size.mean():.2f}")
         rows.append(cells)
     return markdown(
         "calibrated on | score | Fed-ensemble | classes in a set | FedAvg | classes in a set", rows
@@ -651,8 +651,8 @@ def private_audit() -> str:
 def sums_privacy() -> str:
     table = pd.DataFrame(read("sums_privacy")["membership"])
     rows = []
-    for count, own in table.query("weights == 'first' and bits == 32").groupby("examples"):
-        found = (row[sums] for _, row in own.iterrows() for sums in ("one client", "sum of ten"))
+    for count, part in table.query("weights == 'first' and bits == 32").groupby("examples"):
+        found = (row[sums] for _, row in part.iterrows() for sums in ("one client", "sum of ten"))
         rows.append([f"{count:,}", *(
             f"{f['auc-calibrated']:.2f} ({100 * f['members-found-at-1%-false']:.0f} %)"
             for f in found
@@ -696,23 +696,23 @@ def copies_in_sums() -> str:
         found = binomtest(int(count), trials).proportion_ci()
         return f"95 % interval {number(100 * found.low, 2)} to {number(100 * found.high, 2)} %"
 
-    def alarms(name: str, own: pd.DataFrame) -> str:
-        honest, runs = int((own.clients - own.liars).sum()), int((own.alarms > 0).sum())
+    def alarms(name: str, part: pd.DataFrame) -> str:
+        honest, runs = int((part.clients - part.liars).sum()), int((part.alarms > 0).sum())
         return (
-            f"{name}: in {runs} of {len(own)} federations an honest client was removed "
-            f"({interval(runs, len(own))}), {own.alarms.sum()} of {honest:,} honest clients "
-            f"({interval(own.alarms.sum(), honest)})."
+            f"{name}: in {runs} of {len(part)} federations an honest client was removed "
+            f"({interval(runs, len(part))}), {part.alarms.sum()} of {honest:,} honest clients "
+            f"({interval(part.alarms.sum(), honest)})."
         )
 
     lied, splits = table[table.liars > 0], ["split", "clients"]
     rows = []
-    for (attack, times), own in lied.groupby(["attack", "times"], sort=False):
+    for (attack, times), part in lied.groupby(["attack", "times"], sort=False):
         found = [
             f"{some.found.sum()} ({some['harm-found'].sum()}) of {len(some)}"
-            for _, some in own.groupby(splits, sort=False)
+            for _, some in part.groupby(splits, sort=False)
         ]
         keys = ("accuracy-before", "harm-accuracy", "accuracy", "accuracy-honest")
-        rows.append([f"{attack}, {times} times", *found, *(percent(own[k].mean()) for k in keys)])
+        rows.append([f"{attack}, {times} times", *found, *(percent(part[k].mean()) for k in keys)])
     names = [f"{split}, {num} clients" for (split, num), _ in table.groupby(splits, sort=False)]
     head = ["attack", *names, "accuracy before", "by harm only", "after", "without them"]
     said = [alarms("All are honest", table[table.liars == 0]), alarms("One is malicious", lied)]
@@ -725,9 +725,9 @@ def losses() -> str:
     names = {"none": "No losses", "lost": "30 % lost", "late": "30 % lost, 30 % late"}
     kinds = [kind for kind in names if kind in set(table.losses)]
     rows = []
-    for method, own in table.groupby("method"):
-        cells = [joined(100 * own[own.losses == kind].accuracy, ".1f") for kind in kinds]
-        rows.append([method, *(cell or "not measured" for cell in cells), own.rounds.iloc[0]])
+    for method, part in table.groupby("method"):
+        cells = [joined(100 * part[part.losses == kind].accuracy, ".1f") for kind in kinds]
+        rows.append([method, *(cell or "not measured" for cell in cells), part.rounds.iloc[0]])
     return markdown(" | ".join(["Method", *(names[kind] for kind in kinds), "Rounds"]), rows)
 
 
@@ -789,8 +789,8 @@ def liars() -> str:
         ("label-shift", 3),
     ]  # fmt: skip
     rows = []
-    for (alpha, defence), own in table[table.attack != "absent"].groupby(["alpha", "defence"]):
-        found = own.groupby(["attack", "liars"]).accuracy.agg(["mean", "count"])
+    for (alpha, defence), part in table[table.attack != "absent"].groupby(["alpha", "defence"]):
+        found = part.groupby(["attack", "liars"]).accuracy.agg(["mean", "count"])
         cells = map(percent, found["mean"].reindex(cases))
         rows.append([alpha, defence, joined(sorted({*found["count"]})), *cells])
     return markdown(
@@ -851,11 +851,11 @@ def speed() -> str:
         less = kernel["times-less-memory"][case]
         found = f"{times:g} times faster, {less:.0f} times less memory"
         add("kernel", f"kernel, {case}", found, "contraction of `torch.func`'s Jacobians")
-    for case, own in read("entk_features")["cases"].items():
+    for case, figures in read("entk_features")["cases"].items():
         if "subsample" in case or "sketch" in case:
-            slower = own.get("times-faster", 0)
+            slower = figures.get("times-faster", 0)
             beside = f"a backward pass for each example takes {slower:g} times as long"
-            found = f"{own['forward-passes']:g} forward passes"
+            found = f"{figures['forward-passes']:g} forward passes"
             what = f"tangent features of one logit, {case}"
             add("entk_features", what, found, beside if slower else "")
     rates = rounds_of("features").query("part == 'speed'").set_index(["dataset", "case"])
@@ -875,8 +875,8 @@ def speed() -> str:
         case = case.replace("kappa", "neighbours").replace("topology clustered", "in clusters")
         case = case.replace("evolve_once True", "`evolve-once`")
         add("ntk_dfl", f"a round of NTK-DFL, 200 examples a client, {case}", f"{took:g} s")
-    for case, own in read("engine")["rounds"].items():
-        others = dict(own["over-bare"])
+    for case, figures in read("engine")["rounds"].items():
+        others = dict(figures["over-bare"])
         ours = f"{others.pop('fedntk'):.2f} times a bare loop's time"
         del others["bare"], others["fedntk, in-round"]
         beside = ", ".join(f"{name} {value:.2f}" for name, value in others.items())
