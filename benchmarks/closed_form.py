@@ -90,13 +90,13 @@ def keep(rows: list[dict[str, Any]]) -> None:
     cases = [
         {
             **dict(zip(CASE, case, strict=True)),
-            "seeds": sorted(own.seed.tolist()),
-            "accuracy in %": round(float(own.accuracy.mean()), 2),
-            "by seed": own.accuracy.tolist(),
-            "network's own accuracy in %": own["network's own accuracy"].dropna().tolist(),
-            "MB up, a client": round(float(own["MB up, a client"].mean()), 3),
+            "seeds": sorted(part.seed.tolist()),
+            "accuracy in %": round(float(part.accuracy.mean()), 2),
+            "by seed": part.accuracy.tolist(),
+            "network's own accuracy in %": part["network's own accuracy"].dropna().tolist(),
+            "MB up, a client": round(float(part["MB up, a client"].mean()), 3),
         }
-        for case, own in table.groupby(CASE, sort=False)
+        for case, part in table.groupby(CASE, sort=False)
     ]
     summary = {
         "size": "60,000 training images on 10 clients (TCT: 58,000, and 2,000 on the server) and "

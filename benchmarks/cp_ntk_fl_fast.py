@@ -124,17 +124,17 @@ def chosen(best: dict[str, Config]) -> dict[str, Config]:
     }
 
 
-def row(name: str, own: pd.DataFrame) -> dict[str, Any]:
-    firsts, costs = to_target(own)
-    rounds = int(own["round"].max())
-    accuracy = own[own.metric == "accuracy"]
+def row(name: str, part: pd.DataFrame) -> dict[str, Any]:
+    firsts, costs = to_target(part)
+    rounds = int(part["round"].max())
+    accuracy = part[part.metric == "accuracy"]
     up, down = (
-        own[(own.metric == f"bytes-{way}") & (own["round"] > 0)].value.mean() / 1e6
+        part[(part.metric == f"bytes-{way}") & (part["round"] > 0)].value.mean() / 1e6
         for way in ("up", "down")
     )
     return {
         "method": name,
-        "seeds": sorted(map(int, own.seed.unique())),
+        "seeds": sorted(map(int, part.seed.unique())),
         "rounds to 85 %": firsts,
         "MB up to 85 %": costs,
         "MB up a round": round(float(up), 2),

@@ -102,8 +102,8 @@ def table(options: argparse.Namespace) -> None:
 def to_target(rows: pd.DataFrame) -> tuple[list[int | None], list[float | None]]:
     """Return rounds and MB from clients until the target, for each seed of a run."""
     firsts, costs = [], []
-    for _, own in rows.groupby("seed"):
-        by_metric = own.pivot_table(index="round", columns="metric", values="value")
+    for _, part in rows.groupby("seed"):
+        by_metric = part.pivot_table(index="round", columns="metric", values="value")
         first = round_at(by_metric.accuracy.to_dict(), TARGET)
         bytes_up = by_metric["bytes-up"].loc[:first].sum() / 1e6
         firsts.append(first)
@@ -161,14 +161,14 @@ def by_bytes(options: argparse.Namespace) -> None:
             )
     rounds = measured(runs, options, rounds=6)
     rows = []
-    for name, own in rounds.groupby("run", sort=False):
+    for name, part in rounds.groupby("run", sort=False):
         wire, sparsity, bits = str(name).split()
-        late = own[(own.metric == "accuracy") & (own["round"] >= 4)].groupby("seed").value.mean()
+        late = part[(part.metric == "accuracy") & (part["round"] >= 4)].groupby("seed").value.mean()
         rows.append({
             "wire": wire,
             "sparsity": float(sparsity),
             "bits": int(bits),
-            "MB up a round": megabytes_a_round(own),
+            "MB up a round": megabytes_a_round(part),
             "accuracy, mean of rounds 4 to 6": round(float(late.mean()), 4),
             "lowest seed": round(float(late.min()), 4),
             "highest seed": round(float(late.max()), 4),

@@ -119,14 +119,14 @@ def costs_of(table: pd.DataFrame) -> pd.DataFrame:
     """
     honest = table[(table.attack == "none") & (table.defence == "none")]
     honest, rows = honest.groupby(KEYS[:3]).accuracy.mean(), []
-    for (name, alpha, method), own in points_lost(table).groupby(KEYS[:3]):
+    for (name, alpha, method), part in points_lost(table).groupby(KEYS[:3]):
         recommended = METHODS[method][0]
-        own = own[own.defence.isin(("none", recommended))]
-        absent = own.attack == "absent"
-        worst = own[~absent].groupby(["defence", "liars"]).points.max()
-        without = own[absent].set_index("liars").points
+        part = part[part.defence.isin(("none", recommended))]
+        absent = part.attack == "absent"
+        worst = part[~absent].groupby(["defence", "liars"]).points.max()
+        without = part[absent].set_index("liars").points
         row = {"data": name, "alpha": alpha, "method": method, "defence": recommended}
-        row |= {"seeds": own.seeds.min(), "honest": 100 * honest[name, alpha, method]}
+        row |= {"seeds": part.seeds.min(), "honest": 100 * honest[name, alpha, method]}
         row["defended-0"] = worst.get((recommended, 0), np.nan)
         for liars in (1, 2, 3):
             row[f"plain-{liars}"] = worst.get(("none", liars), np.nan)
@@ -151,16 +151,16 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         len(data), 2, figsize=(11, 3.6 * len(data)), sharey=True, squeeze=False
     )
     for (name, alpha), axis in zip(itertools.product(data, (0.5, 0.1)), axes.flat, strict=True):
-        own = lost[(lost.data == name) & (lost.alpha == alpha)]
-        recommended = own.method.map(lambda method: METHODS[method][0])
-        absent = own.attack == "absent"
-        defended = ~absent & (own.defence == recommended)
+        part = lost[(lost.data == name) & (lost.alpha == alpha)]
+        recommended = part.method.map(lambda method: METHODS[method][0])
+        absent = part.attack == "absent"
+        defended = ~absent & (part.defence == recommended)
         for offset, colour, marker, shown, label in (
-            (-0.2, "tab:red", "x", ~absent & (own.defence == "none"), "without a defence"),
+            (-0.2, "tab:red", "x", ~absent & (part.defence == "none"), "without a defence"),
             (0.0, "tab:green", "o", defended, "with the recommended one"),
             (0.2, "black", "_", absent, "without the liars"),
         ):
-            some = own[shown]
+            some = part[shown]
             x = [methods.index(method) + offset for method in some.method]
             axis.scatter(x, some.points, c=colour, marker=marker, s=30, alpha=0.8, label=label)
         for level in (GOAL["one"], GOAL["two"]):

@@ -205,14 +205,14 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         loss = np.full((len(ATTACKS), len(chosen), 2), np.nan)
         for j, ((_, num, share), _) in enumerate(chosen):
             for i, attack in enumerate(ATTACKS):
-                own = table[
+                part = table[
                     (table.alpha == alpha) & (table.clients == num)
                     & (table.share == share) & (table.attack == attack)
                 ]  # fmt: skip
-                grid[i, j] = own.found.sum() / max(1, own.liars.sum())
-                honest = own["accuracy-honest"]
+                grid[i, j] = part.found.sum() / max(1, part.liars.sum())
+                honest = part["accuracy-honest"]
                 loss[i, j] = [
-                    100 * (honest - own[f"accuracy-{w}"]).mean() for w in ("before", "after")
+                    100 * (honest - part[f"accuracy-{w}"]).mean() for w in ("before", "after")
                 ]
         row[0].imshow(grid, cmap="Greens", vmin=0, vmax=2, aspect="auto")
         for i, j in np.ndindex(grid.shape):

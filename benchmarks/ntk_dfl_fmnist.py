@@ -87,10 +87,10 @@ def conclude() -> None:
     draw(rounds[rounds.metric == "accuracy"], path.with_suffix(".png"))
 
 
-def row(case: tuple[Any, ...], own: pd.DataFrame) -> dict[str, Any]:
-    accuracy = own[own.metric == "accuracy"]
+def row(case: tuple[Any, ...], part: pd.DataFrame) -> dict[str, Any]:
+    accuracy = part[part.metric == "accuracy"]
     last = accuracy["round"].max()
-    seconds = own[(own.metric == "seconds") & (own["round"] > 0)].value
+    seconds = part[(part.metric == "seconds") & (part["round"] > 0)].value
     return {
         **dict(zip(CASE, case, strict=True)),
         "rounds": int(last),
@@ -100,7 +100,7 @@ def row(case: tuple[Any, ...], own: pd.DataFrame) -> dict[str, Any]:
         **{
             f"last-{point}-mean": round(float(at[at["round"] == last].value.iloc[0]), 4)
             for point in ("averaged", "trained")
-            if len(at := own[own.metric == f"{point}-accuracy-mean"])
+            if len(at := part[part.metric == f"{point}-accuracy-mean"])
         },
         "seconds-a-round": round(float(seconds.median()), 1),
     }
@@ -112,10 +112,10 @@ def draw(accuracy: pd.DataFrame, path: Path) -> None:
     figure, axes = plt.subplots(1, len(splits), figsize=(3.4 * len(splits), 4), squeeze=False)
     for axis, split in zip(axes[0], splits, strict=True):
         for method, colour in colours.items():
-            own = accuracy[(accuracy.split == split) & (accuracy.method == method)]
-            own = own[own["round"] > 0]
-            if len(own):
-                curves = own.groupby("round").value.agg(["mean", "min", "max"])
+            part = accuracy[(accuracy.split == split) & (accuracy.method == method)]
+            part = part[part["round"] > 0]
+            if len(part):
+                curves = part.groupby("round").value.agg(["mean", "min", "max"])
                 axis.plot(curves.index, curves["mean"], label=method, color=colour, marker=".")
                 axis.fill_between(
                     curves.index, curves["min"], curves["max"], color=colour, alpha=0.2, lw=0

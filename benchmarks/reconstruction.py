@@ -438,8 +438,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]
     """Mean SSIM by situation and attacker, a number for each case; and of the best attacker."""
     scored = pd.DataFrame(rows)
     found = {}
-    for (weights, projection, wire), own in scored.groupby([*KEYS[:3]], sort=False):
-        by_attacker = own.pivot(index=["sparsity", "bits"], columns="attacker", values="ssim")
+    for (weights, projection, wire), part in scored.groupby([*KEYS[:3]], sort=False):
+        by_attacker = part.pivot(index=["sparsity", "bits"], columns="attacker", values="ssim")
         by_attacker = by_attacker.loc[CASES, ATTACKERS].round(3)
         situation = f"{weights} weights, projection {projection}, {wire}"
         found[situation] = by_attacker.assign(best=by_attacker.max(axis=1)).to_dict("list")

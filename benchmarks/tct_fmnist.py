@@ -401,9 +401,9 @@ def drawn(table: pd.DataFrame) -> Figure:
     for position, (axes, partition) in enumerate(zip(panels.flat, PARTITIONS, strict=True)):
         axes.axvline(ROUNDS, color="0.75", lw=0.8)
         for method, style in styles.items():
-            own = table[(table.partition == partition) & (table.method == method)]
-            own = own[own["round"] >= (STAGE_1 if method == "TCT" else 0)]
-            axes.plot(own["round"], 100 * own.accuracy, **style)
+            part = table[(table.partition == partition) & (table.method == method)]
+            part = part[part["round"] >= (STAGE_1 if method == "TCT" else 0)]
+            axes.plot(part["round"], 100 * part.accuracy, **style)
             if method in ("FedAvg", "TCT"):
                 axes.axhline(PAPER[method][position], color=style["color"], lw=1, ls=":")
         axes.set_title(partition, fontsize=10)

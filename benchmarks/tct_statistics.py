@@ -215,14 +215,14 @@ def keep(rows: list[dict[str, Any]]) -> None:
     means = [
         {
             **dict(zip(CASE, case, strict=True)),
-            "seeds": sorted(own.seed.tolist()),
-            "accuracy in %": round(float(own.accuracy.mean()), 2),
-            "network's own accuracy in %": _mean(own, "network"),
-            "seconds of all clients": _mean(own, "seconds of all clients"),
-            "seconds of the server": _mean(own, "seconds of the server"),
-            "MB up, a client": _mean(own, "MB up, a client"),
+            "seeds": sorted(part.seed.tolist()),
+            "accuracy in %": round(float(part.accuracy.mean()), 2),
+            "network's own accuracy in %": _mean(part, "network"),
+            "seconds of all clients": _mean(part, "seconds of all clients"),
+            "seconds of the server": _mean(part, "seconds of the server"),
+            "MB up, a client": _mean(part, "MB up, a client"),
         }
-        for case, own in table.groupby(CASE, sort=False)
+        for case, part in table.groupby(CASE, sort=False)
     ]
     summary = {
         "size": "58,000 training images on 10 clients (CIFAR-10 subset: 8,000 JPEG images), 2,000 "
