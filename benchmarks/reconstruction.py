@@ -440,7 +440,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]
     found = {}
     for (weights, projection, wire), part in scored.groupby([*KEYS[:3]], sort=False):
         by_attacker = part.pivot(index=["sparsity", "bits"], columns="attacker", values="ssim")
-        by_attacker = by_attacker.loc[CASES, ATTACKERS].round(3)
+        by_attacker = by_attacker.loc[[*CASES], [*ATTACKERS]].round(3)
         situation = f"{weights} weights, projection {projection}, {wire}"
         found[situation] = by_attacker.assign(best=by_attacker.max(axis=1)).to_dict("list")
     return found
