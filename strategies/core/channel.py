@@ -31,8 +31,6 @@ Parse = Callable[[Reply], T]  # or BadReply; it changes nothing: the reply may y
 POLL = 1.0  # seconds between two looks for replies
 REPLIES_AT_ONCE = 100  # that are taken from a grid together
 TRACEBACK = "Traceback (most recent call last)"
-
-
 Late = Any  # such as asynchrony.Asynchrony: has replies to earlier rounds' messages count
 Forgets = Any  # such as registry.SentParts: knows what clients keep of what they were sent
 
@@ -115,8 +113,8 @@ class Channel:
     def begin(self, rounds: Rounds[Any], grid: Grid) -> list[Message]:
         """Begin a round; return the messages of its first exchange."""
         self.grid = grid
-        conversation = Conversation(rounds, self)
         try:
+            conversation = Conversation(rounds, self)
             messages = conversation.begin()
         except BaseException:
             self.grid = None

@@ -14,7 +14,7 @@ from fedntk.ntk.payloads import wire
 
 from .averaging import named_arrays
 from .centre import untrained_by
-from .channel import Ask, Fold, Forgets, Late, Parse, Rounds
+from .channel import Ask, Channel, Fold, Forgets, Late, Parse, Rounds
 from .registry import ClientRegistry
 from .replies import Reply, check_weights, is_like
 from .sampling import Population, Sample
@@ -63,6 +63,8 @@ class Round:
     shown: Sample | None = None  # the clients, within another one's round
     sampled: int = field(default=0, init=False)  # clients whose replies this round wants
 
+    channel: Channel = field(init=False)
+
     def __post_init__(self) -> None:
         self.owner = self.owner or self.strategy
         self.speaker = self.speaker or self.strategy
@@ -76,8 +78,7 @@ class Round:
     @property
     def registry(self) -> ClientRegistry:
         """Which node is which client."""
-        registry: ClientRegistry = self.channel.registry
-        return registry
+        return self.channel.registry
 
     @property
     def held_out(self) -> Sequence[int]:
