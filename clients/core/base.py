@@ -36,6 +36,14 @@ STEP_OPTION = PREFIX + "step"  # key of a step that is an option of a task
 OF_EVERY_MESSAGE = ("server-round", CLIENT_ID, SEALED_SEED)
 
 
+class LostStateError(LookupError):
+    """What a client kept is lost; `state` is 1 if the server cannot send it again, else 0."""
+
+    def __init__(self, message: str, num_examples: int, state: int = 0) -> None:
+        super().__init__(message)
+        self.num_examples, self.metrics = num_examples, {wire.LOST_STATE: state}
+
+
 def sample_size(num_examples: int, sampling_rate: float) -> int:
     """Examples that a client draws for a round: max(1, round(beta n))."""
     return max(1, round(sampling_rate * num_examples))
@@ -190,8 +198,7 @@ class ModelClient(Declared, NumPyClient):
 
     def fit(self, parameters: Parameters, config: Config) -> Fit:
         """Answer a training message by the method ``step_<name>`` of the step that it names."""
-        answer: Fit = step_method(self, self.step_in(config))(parameters, config)
-        return answer
+        return answer_step(self, self.step_in(config), parameters, config)
 
     def step_in(self, config: Mapping[str, Any]) -> str:
         """Return the step that a training message names; ValueError if this client may not."""
@@ -355,6 +362,15 @@ def step_method(client: object, step: str) -> Callable[..., Any]:
     if name not in steps:
         raise ValueError(f"step: expected one of {', '.join(steps)}, got {step!r}")
     return getattr(client, STEP + name)  # type: ignore[no-any-return]
+
+
+def answer_step(client: ModelClient, step: str, parameters: Parameters, config: Config) -> Fit:
+    """Return a step's answer: arrays, number of examples and metrics; or what the client lost."""
+    try:
+        answer: Fit = step_method(client, step)(parameters, config)
+    except LostStateError as lost:
+        return [], lost.num_examples, dict(lost.metrics)
+    return answer
 
 
 def sum_inputs(client: ModelClient, config: Config) -> tuple[NDArray[np.float64], int]:

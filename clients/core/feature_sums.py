@@ -20,7 +20,7 @@ from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, sums_diges
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
 from fedntk.ntk.payloads.sum_task import NoiseOptions
 
-from .base import PROMISED, ModelClient, step_method
+from .base import PROMISED, ModelClient, answer_step
 from .disk_store import client_name
 from .privacy_ledger import Release
 from .secure_sum import Arrays, MaskedSums, SumRequest
@@ -40,8 +40,7 @@ class SumsClient(ModelClient):
         """Answer a training message: see :meth:`ModelClient.fit`."""
         step = self.step_in(config)
         if not self.secure.answers(step):
-            answer: Fit = step_method(self, step)(parameters, config)
-            return answer
+            return answer_step(self, step, parameters, config)
         task = self.task_kind.from_config(config)
         message = getattr(parameters, "records", {}).get(wire.SECURE_SUM, {})
         arrays = self.secure.answer(step, self.sum_request(task, config), message)

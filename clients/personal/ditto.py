@@ -53,8 +53,6 @@ class DittoClient(PersonalClient):
         """
         received, _ = self.split_records(parameters)
         network = self.assemble(received, {}, config)
-        if network is None:
-            return self.lost_reply()
         saved = self.load_personal(config)
         x, targets = self.training_examples(config)
         shared, train_loss = self.train_network(network, (x, targets), config, list(received))

@@ -61,8 +61,6 @@ class FedProtoClient(PersonalClient):
                 f"of the last layer, got {prototypes.means.shape}; give the strategy this network"
             )
         network = self.own_network(parameters, config)
-        if network is None:
-            return self.lost_reply()
         x, targets = self.training_examples(config)
         pulled = None
         if self.pull and prototypes.present.any():
@@ -73,8 +71,8 @@ class FedProtoClient(PersonalClient):
         reply = NamedArrays({self.record_name(parameters): new.to_arrays()})
         return reply, len(x), {wire.TRAIN_LOSS: train_loss}
 
-    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict | None:
-        """Return the client's network, none of whose arrays are shared; None if it is lost."""
+    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict:
+        """Return the client's network, none of which is shared; else LostStateError."""
         _, first = self.split_records(parameters)
         return self.assemble({}, first, config)
 

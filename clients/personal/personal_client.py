@@ -17,7 +17,7 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.support.arrays import ArrayDict, Arrays
 from fedntk.ntk.support.shared_arrays import require_whole
 
-from ..core.base import ModelClient
+from ..core.base import LostStateError, ModelClient
 from ..core.disk_store import PersonalStore
 from ..core.local_sgd import SGD_KEYS, BatchLoss, LocalSGD
 from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, records_of, set_weights
@@ -44,8 +44,8 @@ class PersonalClient(ModelClient):
         default=None,
     )
 
-    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict | None:
-        """Return the network that the client evaluates, in its order; None if it is lost."""
+    def own_network(self, parameters: Parameters, config: Mapping[str, Any]) -> ArrayDict:
+        """Return the network that the client evaluates, in its order; else LostStateError."""
         return self.assemble(*self.split_records(parameters), config)
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
@@ -58,9 +58,10 @@ class PersonalClient(ModelClient):
                 "this client promises what its messages tell of its training examples, and arrays "
                 "of its own are computed from these; set fraction_evaluate = 0"
             )
-        network = self.own_network(parameters, config)
-        if network is None:
-            return 0.0, self.num_examples, {wire.LOST_STATE: 0}
+        try:
+            network = self.own_network(parameters, config)
+        except LostStateError as lost:
+            return 0.0, lost.num_examples, dict(lost.metrics)
         set_weights(self.model, list(network.values()))
         return self.evaluate_by(parameters, config)
 
@@ -70,10 +71,8 @@ class PersonalClient(ModelClient):
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the client's own network: see :meth:`ModelClient.predictor`."""
-        network = self.own_network(parameters, config)
-        if network is None:
-            raise ValueError(f"{self.store(config).folder}: what was kept there is lost")
-        return self.predictor_of(list(network.values()), parameters, config)
+        weights = list(self.own_network(parameters, config).values())
+        return self.predictor_of(weights, parameters, config)
 
     def predictor_of(
         self, weights: Parameters, parameters: Parameters, config: Config
@@ -92,10 +91,8 @@ class PersonalClient(ModelClient):
         names = [name for name in getattr(parameters, "records", {}) if name != wire.PERSONAL]
         return names[0] if len(names) == 1 else "arrays"
 
-    def assemble(
-        self, shared: ArrayDict, first: ArrayDict, config: Mapping[str, Any]
-    ) -> ArrayDict | None:
-        """Return the client's whole network, in its order; None if its own part is lost."""
+    def assemble(self, shared: ArrayDict, first: ArrayDict, config: Mapping[str, Any]) -> ArrayDict:
+        """Return the client's whole network, in its order; else LostStateError."""
         expected = self.model.state_dict()
         personal = [name for name in expected if name not in shared]
         if unknown := sorted(shared.keys() - expected.keys()):
@@ -103,7 +100,8 @@ class PersonalClient(ModelClient):
         require_whole(self.model, shared, "be shared")
         saved = (self.load_personal(config) if personal else {}) or first
         if any(name not in saved for name in personal):
-            return None
+            folder = self.store(config).folder
+            raise LostStateError(f"{folder}: what was kept there is lost", self.num_examples)
         return {name: shared[name] if name in shared else saved[name] for name in expected}
 
     def train_network(
@@ -119,10 +117,6 @@ class PersonalClient(ModelClient):
         trained = self.model_weights()
         self.save_personal({n: a for n, a in trained.items() if n not in shared}, config)
         return {name: trained[name] for name in shared}, loss
-
-    def lost_reply(self) -> Fit:
-        """Say that what the client kept is lost: no arrays, and ``{"lost-state": 0}``."""
-        return [], self.num_examples, {wire.LOST_STATE: 0}
 
     def load_personal(self, config: Mapping[str, Any]) -> ArrayDict | None:
         """Return what the client kept in the round that the message names; None if it is lost."""
@@ -146,8 +140,6 @@ class PersonalisedClient(PersonalClient):
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Train shared and personal arrays together; return the shared ones and ``train-loss``."""
         network = self.own_network(parameters, config)
-        if network is None:
-            return self.lost_reply()
         names = list(self.split_records(parameters)[0])
         x, targets = self.training_examples(config)
         shared, train_loss = self.train_network(network, (x, targets), config, names)

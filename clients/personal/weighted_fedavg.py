@@ -27,8 +27,6 @@ class WeightedFedAvgClient(PersonalClient):
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Train as :class:`PersonalisedClient`; add the record of Prototypes."""
         network = self.own_network(parameters, config)
-        if network is None:
-            return self.lost_reply()
         names = list(self.split_records(parameters)[0])
         x, targets = self.training_examples(config)
         shared, train_loss = self.train_network(network, (x, targets), config, names)

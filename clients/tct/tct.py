@@ -39,6 +39,7 @@ from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.split_statistics import SplitStatistics
 
+from ..core.base import LostStateError
 from ..core.disk_store import client_folder, client_name, example_digests, make_folder
 from ..core.feature_sums import Sums, SumsClient, fixed_point_in
 from ..core.local_sgd import SGD_KEYS, LocalSGD
@@ -136,8 +137,6 @@ class TCTClient(SumsClient):
     def step_moments(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of the Moments of the features."""
         work = self._start_work(parameters, config, wire.NETWORK)
-        if work is None:
-            return _lost(0)
         changed = {wire.EXAMPLES_CHANGED: self._note_examples(work)}
         moments = Moments.join(map(Moments.of, work.store.raw("train", work.x)))
         if work.task.bias:
@@ -148,16 +147,12 @@ class TCTClient(SumsClient):
     def step_statistics(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of FeatureStatistics or SplitStatistics."""
         work = self._start_work(parameters, config, wire.NETWORK)
-        if work is None:
-            return _lost(0)
         sums, fixed_point = self._sum_up(work)
         return _reply_at_zero(work.task, work.targets, sums.to_arrays(fixed_point))
 
     def step_masked(self, parameters: Parameters, config: Config) -> Fit:
         """Return the masked words of the same sums."""
         work = self._start_work(parameters, config, wire.NETWORK)
-        if work is None:
-            return _lost(0)
         sums, fixed_point = self._sum_up(work)
         task, message = work.task, work.records[wire.SECURE_SUM]
         key = task.key_of(task.feature_map, work.store.network)
@@ -173,8 +168,6 @@ class TCTClient(SumsClient):
         is. One whose steps overflow returns none, and ``"diverged"``.
         """
         work = self._start_work(parameters, config, wire.NETWORK, wire.NORMALISER)
-        if work is None:
-            return _lost(0)
         changed = self._note_examples(work)
         task, store = work.task, work.store
         targets = centred_targets(work.targets, task.loss)
@@ -183,7 +176,7 @@ class TCTClient(SumsClient):
         if task.corrected and task.state_round > 0:
             arrays = dict(store.control(task.state_round))
             if not arrays:
-                return _lost(1)
+                raise LostStateError("the correction c_k is lost", 1, state=1)
         client_control = ClientControl.of(arrays, tuple(targets.shape), store.width + task.bias)
         control = torch.zeros_like(theta)
         if task.control == "sent":
@@ -191,7 +184,7 @@ class TCTClient(SumsClient):
         elif task.control == "last":
             last = store.sent(server_round - 1)
             if last is None:
-                return _lost(0)
+                raise LostStateError("the model of the last round is lost", 1)
             control = mean_gradient(last, theta, task.span)
         rows = store.rows("train", work.x, bias=task.bias, device=self.device)
         model, after, outputs, metrics = _take_steps(
@@ -206,16 +199,13 @@ class TCTClient(SumsClient):
         reply = NamedArrays({"arrays": {TCTModel.ARRAYS[0]: model.numpy()}})
         return reply, len(targets), metrics
 
-    def _start_work(self, parameters: Parameters, config: Config, *needed: str) -> "_Work | None":
-        """Read a message of stage 2; None if the client lacks the network or the normaliser."""
+    def _start_work(self, parameters: Parameters, config: Config, *needed: str) -> "_Work":
         task = ConvexTask.from_config(config)
         names = [wire.LINEAR] if task.step == "linear" else []
         if task.control == "sent":
             names.append(wire.CONTROL)
         records = records_of(parameters, *names, strategy=self.strategy)
-        store = self._store(task, records, config)
-        if not store.holds(*needed):
-            return None
+        store = self._store(task, records, config, *needed)
         digests, order = _sort_examples(self.inputs, self.targets)
         x = self.project(self.inputs[order], config)
         return _Work(task, records, store, digests, x, self.targets[order], config)
@@ -246,7 +236,10 @@ class TCTClient(SumsClient):
         client = client_name(config, self.seed)
         return make_folder(client_folder(self.cache, "tct", task.run_key, client))
 
-    def _store(self, task: ConvexTask, records: Records, config: Mapping[str, Any]) -> FeatureStore:
+    def _store(
+        self, task: ConvexTask, records: Records, config: Mapping[str, Any], *needed: str
+    ) -> FeatureStore:
+        """Return what is kept, with what came; LostStateError if something needed is missing."""
         store = FeatureStore(
             self.folder(task, config),
             f"{task.network_key} {task.bias}",
@@ -256,6 +249,9 @@ class TCTClient(SumsClient):
             chunk_size=self.chunk_size,
         )
         store.take(records)
+        if not store.holds(*needed):
+            text = "the network of stage 2 is lost: it is sent again with a later round"
+            raise LostStateError(text, 1)
         return store
 
     def _sum_up(self, work: "_Work") -> tuple[Sums, FixedPoint | None]:
@@ -280,9 +276,10 @@ class TCTClient(SumsClient):
         if self.is_private:
             self.require_test_examples()
         records = records_of(parameters, wire.LINEAR, strategy=self.strategy)
-        store = self._store(task, records, config)
-        if not store.holds(wire.NETWORK, wire.NORMALISER):
-            return 0.0, 1, {wire.LOST_STATE: 0}
+        try:
+            store = self._store(task, records, config, wire.NETWORK, wire.NORMALISER)
+        except LostStateError as lost:
+            return 0.0, lost.num_examples, dict(lost.metrics)
         digests, order = _sort_examples(self.test_inputs, self.test_targets)
         same = self.test_inputs is self.inputs and store.has("train", digests)
         name = "train" if same else "test"
@@ -301,9 +298,7 @@ class TCTClient(SumsClient):
         if task is None:
             return self.network_predictor(parameters)
         records = records_of(parameters, wire.LINEAR, strategy=self.strategy)
-        store = self._store(task, records, config)
-        if not store.holds(wire.NETWORK, wire.NORMALISER):
-            raise LookupError("the network of stage 2 is lost: it is sent again with a later round")
+        store = self._store(task, records, config, wire.NETWORK, wire.NORMALISER)
         set_weights(self.model, store.network)
         linear = _only(records, wire.LINEAR).numpy()
         return TCTModel(self.model, task.feature_map, store.normaliser, linear, loss=task.loss)
@@ -374,8 +369,3 @@ def _reply_at_zero(
     loss = convex_loss(torch.zeros_like(centred), centred, task.loss)
     metrics = {wire.TRAIN_LOSS: loss, **(more or {})}
     return NamedArrays({"arrays": arrays}), len(targets), metrics
-
-
-def _lost(state: int) -> Fit:
-    """Say that something was lost: c_k itself (1), or what the server can send again (0)."""
-    return [], 1, {wire.LOST_STATE: state}

@@ -21,7 +21,7 @@ SHARED = (ModelClient, Declared, NumPyClient)  # the one class with two bases
 # constructors, and what Flower's ClientApp does for other messages
 SUPER = {
     "adapter.py": {"__init__", "__call__", "train", "evaluate", "query"},
-    "base.py": {"__post_init__"},
+    "base.py": {"__init__", "__post_init__"},
     "feature_store.py": {"__init__"},
     "weights.py": {"__init__"},
 }

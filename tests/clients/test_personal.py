@@ -78,7 +78,8 @@ def test_one_whose_arrays_are_lost_says_so_and_sends_nothing(tmp_path):
     shutil.rmtree(tmp_path)
     assert client(tmp_path).fit(message, told) == ([], len(X), LOST)
     assert client(tmp_path).evaluate(message, told) == (0.0, len(X), LOST)
-    refused("what was kept there is lost", client(tmp_path).predictor, message, told)
+    predictor, text = client(tmp_path).predictor, "what was kept there is lost"
+    refused(text, predictor, message, told, error=LookupError)
     weighted = WeightedFedAvgClient(network(), X, Y, cache=tmp_path)
     assert weighted.fit(message, told | LAST_LAYER.to_config()) == ([], len(X), LOST)
 
