@@ -20,7 +20,7 @@ from ..payloads.feature_statistics import FeatureStatistics
 from ..payloads.split_statistics import SplitStatistics
 
 RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
-OWN_WEIGHTS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+CLIENT_WEIGHTS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
@@ -193,7 +193,7 @@ def personal_model(
     ridge: float,
     *,
     bias: bool = False,
-    weights: Sequence[float] = OWN_WEIGHTS,
+    weights: Sequence[float] = CLIENT_WEIGHTS,
 ) -> tuple[Tensor, float]:
     """Return a client's model W_k (q, C), float64, and its weight w.
 

@@ -34,7 +34,7 @@ def jacobian_to_arrays(jacobian: Jacobian) -> dict[str, NDArray[Any]]:
     return {"layout": layout, **{f"block-{k:03}": array for k, array in enumerate(arrays)}}
 
 
-def own_arrays(arrays: Mapping[str, NDArray[Any]], *beside: str) -> dict[str, NDArray[Any]]:
+def block_arrays(arrays: Mapping[str, NDArray[Any]], *beside: str) -> dict[str, NDArray[Any]]:
     """Return a Jacobian's layout and its blocks' arrays, in order, of those with some `beside`."""
     names = ["layout", *(f"block-{k:03}" for k in range(len(arrays) - 1 - len(beside)))]
     if wrong := sorted(arrays.keys() ^ {*names, *beside}):
@@ -57,7 +57,7 @@ def jacobian_from_arrays(
     clients differentiated at. BadReply has the reason ``"arrays"``, ``"layout"``, ``"shape"``,
     ``"dtype"``, ``"non-finite"`` or ``"scale"``.
     """
-    layout, *blocks = own_arrays(arrays, *beside).values()
+    layout, *blocks = block_arrays(arrays, *beside).values()
     return jacobian_of(layout, [_tensor(array) for array in blocks], parameters, weights or {})
 
 

@@ -17,7 +17,7 @@ from ..losses import one_hot
 from ..support.arrays import ArrayDict, Arrays, require_array
 from ..support.memory import require_memory
 from .compression import UNQUANTISED, Encoded, check_compression, compress, num_kept
-from .jacobian_format import jacobian_from_arrays, jacobian_of, jacobian_to_arrays, own_arrays
+from .jacobian_format import block_arrays, jacobian_from_arrays, jacobian_of, jacobian_to_arrays
 
 DECODING_BYTES = 40  # for each number that was sent, while they are unpacked
 INPUTS = "inputs"  # name of an array beside an upload's
@@ -178,7 +178,7 @@ class CompressedUpload:
         Nothing is allocated whose size was not checked. BadReply has the reason ``"compression"``,
         or one of :meth:`JacobianUpload.from_arrays`.
         """
-        received = own_arrays(arrays, "outputs", "labels")
+        received = block_arrays(arrays, "outputs", "labels")
         layout, *tensors = received.values()
         outputs, labels = arrays["outputs"], arrays["labels"]
         require_array("outputs", outputs, shape=(-1, -1), dtype=(np.float32, np.float64))
