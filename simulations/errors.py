@@ -152,11 +152,7 @@ def command_line(name: str, meaning: str) -> typer.Typer:
 
 @contextmanager
 def _errors_in_one_line(command: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Say what is wrong; exit codes: 2 for settings, 1 for failures.
-
-    With ``debug`` among the options, the traceback stands above it. A request to terminate saves
-    what there is, as Ctrl-C does.
-    """
+    """Say what is wrong; exit codes: 2 for settings, 1 for failures."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -47,11 +47,7 @@ def search_path() -> str:
 
 
 def whole_name(named: str) -> str:
-    """Return a name with the whole path of its file, if it names one; with an id, of ``__main__``.
-
-    What a notebook or a script defines has no source that could be compared. A stranger's code is
-    marked, unless this process has named it before.
-    """
+    """Return a name with its file's whole path; a stranger's code is marked, not imported."""
     home, _, name = named.rpartition(":")
     if home == "__main__" and not ID.search(named):
         named = f"{named}#{_new_id()}"
@@ -92,11 +88,7 @@ def _new_id() -> str:
 
 
 def import_named(key: str, named: str) -> Any:
-    """Return what a setting names; ConfigError if it is not there.
-
-    Modules are also looked for in the working directory, and beside the file. A module is loaded
-    again if its source, or that of a module that it imports, has changed since.
-    """
+    """Return what a setting names, loaded again if its source changed; else ConfigError."""
     home, _, name = ID.sub("", named).rpartition(":")
     path, is_file = Path(home), home.endswith(".py")
     if named.endswith(UNTRUSTED):
@@ -155,11 +147,7 @@ def require_importable(key: str, named: str, *, what: str = "it", same: bool = T
 
 
 def source_checksum(*named: str) -> str:
-    """SHA-256 of the source files of what settings name, and of all modules that these import.
-
-    Installed libraries are left out, except the package of what is named. It is empty if no text
-    names a file or a module; a passed object has an id in its place.
-    """
+    """SHA-256 of the source of what is named, with all it imports but libraries; or empty."""
     homes = [place.rpartition(":")[0] for place in named if not ID.search(place)]
     checksums = [list(_checksums(_files(home)).values()) for home in homes if home]
     sources = [files for files in checksums if files]
@@ -234,11 +222,7 @@ def _imports(name: str, path: Path, *_state: int) -> list[str]:
 
 
 def _forget_changed(home: str) -> dict[str, str]:
-    """Remove a module and those that it imports, if one has changed since; return its sources.
-
-    Compiled files of what is not loaded are removed as well: Python takes them for those of any
-    source of the same size and second.
-    """
+    """Remove a module and what it imports, also compiled, if one changed; return sources."""
     files = _files(home)
     sources = _checksums(files)
     for name, path in files:  # one of this name may come from another folder

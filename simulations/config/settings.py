@@ -54,14 +54,12 @@ class Settings(Declared, frozen=True, eq=True):
 
     @classmethod
     def section_from(cls, name: str, tables: Mapping[str, Mapping[str, Any]]) -> "Settings | None":
-        """Return a part's settings; None if it is optional and neither set nor has settings.
-
-        Flower's run-config has all keys of a part that is not there, with their defaults.
-        """
+        """Return a part's settings; None if it is optional and neither set nor has settings."""
         declared, switch = parts_of(cls)[name], tables.get(cls.table, {}).get(name)
         kind = cls.sections()[cls.key(name)]
         values = tables.get(kind.table, {})
         defaults = {name: option.default for name, option in kind.options().items()}
+        # Flower's run-config has all keys of a part that is not there, with their defaults
         section = kind(**{n: value for n, value in values.items() if value != defaults.get(n, ...)})
         if not declared.optional or switch is True:
             return section
@@ -143,10 +141,7 @@ def settings_class(
     parts: Mapping[str, Part],
     base: type[Settings] = Settings,
 ) -> Any:
-    """Make a class of settings from options, and from parts, which have tables of their own.
-
-    A number that must be given is 0 until it is, and a word is empty: their classes refuse these.
-    """
+    """Make a class of settings; a number that must be set is 0 until it is, and a word empty."""
     annotations, fields = dict[str, Any](), dict[str, Any]()
     for name, declared in options.items():
         default = declared.default

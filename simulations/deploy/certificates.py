@@ -34,10 +34,7 @@ class Certificates:
 def make_certificates(
     folder: Path, hosts: Sequence[str] = ("localhost", "127.0.0.1")
 ) -> Certificates:
-    """Make ``ca.pem``, ``server.pem`` and ``server.key``, for servers at `hosts`, for a year.
-
-    The authority's private key is not kept, so nobody can sign another certificate with it.
-    """
+    """Make ``ca.pem``, ``server.pem``, ``server.key`` for a year; no key of the CA is kept."""
     folder.mkdir(parents=True, exist_ok=True)
     made = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
     own_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))

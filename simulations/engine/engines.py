@@ -116,11 +116,7 @@ class LocalGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Return the replies, in the order of the messages.
-
-        With one worker each client answers when its reply is asked for, so that whoever adds up
-        replies as they come holds one at a time.
-        """
+        """Return the replies in order; with one worker each is made when it is asked for."""
         if self._pool is None:
             return self._answers(messages)
         return self.pull_messages(self.push_messages(messages))

@@ -17,11 +17,7 @@ APP = Path(__file__).parents[1]
 
 
 def flwr_run(config: Config, on_round: OnRound) -> None:
-    """Run a configuration with ``flwr run``, following the rounds as they are written.
-
-    The SuperLink is started for this run and stopped after it; all of Flower's files are in the
-    run's folder. If the run goes on from a checkpoint, `on_round` also gets its earlier rounds.
-    """
+    """Run a configuration with ``flwr run`` on a SuperLink of its own; follow its rounds."""
     folder = config.folder
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("summary.json", "rounds.jsonl"):  # which this run will write again

@@ -32,10 +32,7 @@ LONGEST = 64  # characters of such a name
 
 
 class AdmittedMetrics:
-    """The metrics of clients that are recorded: known ones, and a bounded number of others.
-
-    Names that are `refused` are those of the recorder itself. `source` is for the log.
-    """
+    """Metrics of clients that are recorded: known ones, a bounded number of others."""
 
     def __init__(
         self, known: Iterable[str], refused: Callable[[str], bool], source: str, most: int = OTHERS

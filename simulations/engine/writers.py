@@ -33,11 +33,7 @@ def _tensorboard(config: Config, before: Records) -> Iterator[OnRound]:
 
 @contextlib.contextmanager
 def _mlflow(config: Config, before: Records) -> Iterator[OnRound]:
-    """Log to a run of MLflow at its tracking server; a run that goes on keeps its own.
-
-    The experiment is ``fedntk``, or the environment's MLFLOW_EXPERIMENT_NAME. MLflow's active run
-    is not touched.
-    """
+    """Log to a run of MLflow's tracking server, not its active one; one goes on with its run."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 

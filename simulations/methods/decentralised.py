@@ -144,11 +144,7 @@ class DecentralisedMethod(Method):
 
 
 def selection_sets(setup: Setup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the examples that judge means of models, and those by which models are sorted.
-
-    The latter are the server's validation examples. If there are none, or they are the evaluation
-    set, that is halved at random, as in the paper.
-    """
+    """Return the examples that judge means of models, and those by which models are sorted."""
     x, y = setup.evaluation_set()
     if len(setup.split.validation) and setup.config.evaluate_on == "test":
         return (x, y), setup.data.train(setup.split.validation)

@@ -398,10 +398,7 @@ class Method:
         return "network"
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        """Make the client with the examples of one partition; `options` are common to all.
-
-        Among them, ``owner`` is what the owner of the examples allows: options of MaskedSums.
-        """
+        """Make a partition's client; ``owner`` among `options` are options of MaskedSums."""
         owner = options.pop("owner", {})
         if masks_itself(self.client_class):
             cache, masks = setup.config.cache / PERSONAL, self.mask_options(setup.config)
