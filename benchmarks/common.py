@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -129,6 +130,18 @@ def fashion_mnist(data_dir: str, num_clients: int) -> tuple[Tensor, Tensor, list
         sizes.append(len(some))
     x = torch.from_numpy(pictures[chosen].astype(np.float32)) / 255
     return (x - 0.286) / 0.353, torch.from_numpy(labels[chosen].astype(np.int64)), sizes
+
+
+def trained(config: Any) -> nn.Module:
+    """Return the network of a configuration of the simulations after its rounds."""
+    from fedntk.simulations import load_model, run
+    from fedntk.simulations.engine.building import load_setup
+
+    with tempfile.TemporaryDirectory() as folder:
+        weights = load_model(run(config, out=folder, progress=False).folder)
+    network = load_setup(config).network
+    network.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
+    return network
 
 
 def relative(found: Tensor, exact: Tensor) -> float:

@@ -13,8 +13,7 @@ FedAvg.
 
 import numpy as np
 import torch
-from common import parse_options, write
-from sums_privacy import trained
+from common import parse_options, trained, write
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap

@@ -25,14 +25,13 @@ weights and after ten rounds of FedAvg on 10,000 of the training images, members
     python benchmarks/sums_privacy.py --data-dir FOLDER
 """
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from common import parse_options, write
+from common import parse_options, trained, write
 from numpy.typing import NDArray
 from projection_privacy import draw_rows
 from reconstruction import ssim
@@ -42,9 +41,8 @@ from torch import Tensor, nn
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
-from fedntk.simulations import Config, run
+from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup
-from fedntk.simulations.report.results import load_model
 
 COUNTS = (1, 10, 100, 1000, 5800)
 DRAWS = {1: 2}  # of ten clients; one draw for larger counts
@@ -224,15 +222,6 @@ def rebuilt(
                 if start == 0 and count == 1:
                     images.append(image.numpy())
     return {name: round(float(np.mean(s)), 3) for name, s in scores.items()}, np.stack(images)
-
-
-def trained(config: Config) -> nn.Module:
-    """Return the network of a configuration after its rounds."""
-    with tempfile.TemporaryDirectory() as folder:
-        weights = load_model(run(config, out=folder, progress=False).folder)
-    network = load_setup(config).network
-    network.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
-    return network
 
 
 def extracted(network: nn.Module, kind: str, x: Tensor) -> Tensor:
