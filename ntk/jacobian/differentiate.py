@@ -440,10 +440,11 @@ class _Plan:
             value = replace(objective, targets=target.unsqueeze(0))(result)
             return value.flatten()[list(self.outputs)]
 
-        def of_example(example: Tensor, target: Tensor) -> Any:
-            return torch.autograd.functional.jacobian(
-                lambda *values: outputs(values, example, target), values
-            )
+        def of_example(example: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+            copies = [value.clone().requires_grad_() for value in values]
+            of_outputs = outputs(copies, example, target)
+            rows = [_gradients(output, copies, keep=True) for output in of_outputs]
+            return tuple(map(torch.stack, zip(*rows, strict=True)))
 
         try:
             per_example = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0, 0))
