@@ -121,27 +121,28 @@ def _masks(config: Config, node: tuple[tuple[str, Any], ...]) -> MaskedWeights:
     return MaskedWeights(**{"cache": config.cache / PERSONAL, "only_masked": False, **owner})
 
 
-def _one_each_thread(load: Load) -> Load:
-    """Return a function with a network and examples for each thread, which its clients change."""
-    thread = threading.local()
+def _setup_of(context: Context, *, load: Load) -> Setup:
+    """Return a setup with a network and examples for this thread, which its clients change.
 
-    def setup_of(context: Context) -> Setup:
-        run = context.run_id, dict(context.run_config)
-        if getattr(thread, "run", None) != run:
-            template = load(context)
-            network = copy.deepcopy(template.network)
-            thread.setup = replace(template, network=network, kept=KeptExamples())
-            thread.run = run
-        setup: Setup = thread.setup
-        return setup
+    Ray makes an app anew for each message, so it cannot hold this itself.
+    """
+    run = load, context.run_id, dict(context.run_config)
+    if getattr(_thread, "run", None) != run:
+        template = load(context)
+        network = copy.deepcopy(template.network)
+        _thread.setup = replace(template, network=network, kept=KeptExamples())
+        _thread.run = run
+    setup: Setup = _thread.setup
+    return setup
 
-    return setup_of
+
+_thread = threading.local()
 
 
 def make_app(load: Load) -> ClientApp:
     """Make the client half of runs whose setup is what `load` returns."""
     mask = partial(_mask, load=load)
-    client_of = partial(client_fn, load=_one_each_thread(load))
+    client_of = partial(client_fn, load=partial(_setup_of, load=load))
     return client_app(client_of, mods=[meter, _say_where, mask])
 
 
