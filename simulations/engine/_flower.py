@@ -77,7 +77,7 @@ def outlive_workers() -> None:
         if hasattr(pool, "replaces_workers"):
             return
         died = ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError
-        fetch, submit = pool.fetch_result_and_return_actor_to_pool, pool.submit
+        fetch = pool.fetch_result_and_return_actor_to_pool
         lock = threading.Lock()
 
         def count(self: Any, change: int) -> None:
@@ -115,10 +115,20 @@ def outlive_workers() -> None:
 
         def submit_to_live(self: Any, actor_fn: Any, job: Any) -> Any:
             """Wait for an idle worker: there may be fewer than threads that submit."""
+            actor = wait_for_idle(self)
+            try:
+                future = actor_fn(actor, *job)
+            except BaseException:  # a task that cannot be sent costs no worker
+                self.pool.append(actor)
+                raise
+            self._future_to_actor[future] = actor
+            return future
+
+        def wait_for_idle(self: Any) -> Any:
             end = time.monotonic() + START_SECONDS
             while True:
                 with contextlib.suppress(IndexError):  # no idle worker
-                    return submit(self, actor_fn, job)
+                    return self.pool.pop()
                 with contextlib.suppress(ValueError):  # the cluster holds none
                     add_worker(self)
                 if self.num_actors:

@@ -1,5 +1,7 @@
 """The local grid behaves as Flower's; the meter counts what is sent."""
 
+import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.simulation.ray_transport.ray_actor import BasicActorPool
 
+from fedntk.simulations.engine._flower import outlive_workers
 from fedntk.simulations.engine.engines import METER, LocalGrid, MeteredGrid, message_bytes, meter
 
 
@@ -121,3 +125,18 @@ def test_a_false_meter_counts_nothing_and_ends_nothing(claim):
     assert METER not in reply.content
     costs = counting.take()
     assert (costs["seconds-clients"], costs["peak-memory-clients"]) == (0, 0)
+
+
+def test_a_task_that_cannot_be_sent_costs_no_worker_of_ray():
+    outlive_workers()
+    pool = object.__new__(BasicActorPool)
+    pool.pool, pool._future_to_actor, pool.num_actors = ["worker"], {}, 1
+
+    def send(actor, *job):
+        return pickle.dumps((actor, *job))
+
+    for _ in range(2):
+        with pytest.raises(TypeError, match="cannot pickle"):
+            pool.submit(send, (threading.Lock(), "message", "0", "context"))
+    assert pool._future_to_actor[pool.submit(send, ("app", "message", "0", "context"))] == "worker"
+    assert pool.pool == []
