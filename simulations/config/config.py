@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import copy_context
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
@@ -448,6 +449,10 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         return isinstance(other, BaseConfig) and self.values() == other.values()
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(tuple(self.values().items()))
 
     def __reduce__(self) -> tuple[Any, ...]:

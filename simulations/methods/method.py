@@ -243,6 +243,9 @@ class Method:
         declared = [kind for kind in kinds if issubclass(kind, Declared)]
         return [*declared, LocalSGD] if "sgd" in parts_of(declared[-1]) else declared
 
+    def _home_of(self, name: str) -> type[Declared]:
+        return next(kind for kind in self._declared() if name in _options(kind))
+
     def _option_values(
         self, kind: type[Declared], config: BaseConfig, settings: Any, setup: Setup | None = None
     ) -> dict[str, Any]:
@@ -253,12 +256,12 @@ class Method:
         if "sgd" in parts_of(kind):
             local_training = parts_of(kind)["sgd"].kind
             values["sgd"] = local_training(**self._option_values(LocalSGD, config, settings))
+        own_options, common = self.settings.options(), BaseConfig.options()
         for name, declared in _options(kind).items():
-            homes = [home for home in self._declared() if name in _options(home)]
-            is_own = name not in self.apart or kind is homes[0]
-            if declared.in_files and is_own and name in self.settings.options():
+            is_own = name not in self.apart or kind is self._home_of(name)
+            if declared.in_files and is_own and name in own_options:
                 values[name] = getattr(settings, name)
-            elif declared.in_files and name in BaseConfig.options():
+            elif declared.in_files and name in common:
                 values[name] = getattr(config, name)
         if kind is self.strategy_class:
             for name, part in parts_of(kind).items():
