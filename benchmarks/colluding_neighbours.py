@@ -211,7 +211,7 @@ def measured(name: str, images: int) -> list[dict[str, Any]]:
             "images": len(error),
             "input-error-median": float(error.median()),
             "input-error-mean": float(error.mean()),
-            "labels-in-clear": all(bool((own.sum(1) == 1).all()) for own in targets),
+            "labels-in-clear": all(bool((labels.sum(1) == 1).all()) for labels in targets),
             "third-weights-error": third_weights(grid, curious),
         })  # fmt: skip
     return rows

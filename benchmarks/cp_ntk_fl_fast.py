@@ -158,14 +158,14 @@ def main() -> None:
         for name, config in chosen(searched(options, told)).items()
     }
     asked = options.runs.split(";") if options.runs else [*configs]
-    found = compare(
+    new = compare(
         {name: configs[name] for name in asked}, seeds=options.seeds, out=FOLDER / "table"
     )
-    found = found[found.metric.isin(KEPT)].drop(columns="method")
-    kept = pd.read_csv(RESULTS / "cp_ntk_fl_fast.csv")
-    again = kept.set_index(CASE).index.isin(found.set_index(CASE).index)
-    rounds = pd.concat([kept[~again], found])
-    rows = [row(name, own) for name in configs if len(own := rounds[rounds.run == name])]
+    new = new[new.metric.isin(KEPT)].drop(columns="method")
+    earlier = pd.read_csv(RESULTS / "cp_ntk_fl_fast.csv")
+    measured_again = earlier.set_index(CASE).index.isin(new.set_index(CASE).index)
+    rounds = pd.concat([earlier[~measured_again], new])
+    rows = [row(name, of_run) for name in configs if len(of_run := rounds[rounds.run == name])]
     print(pd.DataFrame(rows).to_string(index=False), flush=True)
     write("cp_ntk_fl_fast", rounds, {"search": told, "table": rows})
     drawn = ("no option", "all three", "all three, compressed", "FedAvg'", "FedAvg", "SCAFFOLD'")

@@ -229,8 +229,8 @@ def mean_accuracy(rows: pd.DataFrame, server_round: int) -> float:
 
 def keep(part: str, rounds: pd.DataFrame, summary: dict[str, Any]) -> None:
     configuration = (CONF / f"{CP}.toml").read_text(encoding="utf-8").splitlines()
-    kept = rounds[rounds.metric.isin(KEPT)].drop(columns="method")
-    write(f"cp_ntk_fl_{part}", kept, {"configuration": configuration, **summary})
+    measured = rounds[rounds.metric.isin(KEPT)].drop(columns="method")
+    write(f"cp_ntk_fl_{part}", measured, {"configuration": configuration, **summary})
 
 
 PARTS = {"table": table, "grid": grid, "bytes": by_bytes}

@@ -91,7 +91,7 @@ def trained_ensemble(
         sampling=Sampling(seed=seed), min_available_nodes=clients, fraction_evaluate=0.0,
         screening=Screening(outlier_factor=np.inf), **options,
     )  # fmt: skip
-    models = EnsembleArrays(tuple({n: Array(w) for n, w in own.items()} for own in first))
+    models = EnsembleArrays(tuple({n: Array(w) for n, w in weights.items()} for weights in first))
     app = client_app(lambda context: client(int(context.node_config["partition-id"])))
     grid = LocalGrid(app, clients, {})
     result = strategy.start(grid, ArrayRecord(models.to_arrays()), num_rounds=rounds)

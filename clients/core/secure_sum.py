@@ -171,7 +171,7 @@ class SumRequest(NamedTuple):
     task: Any  # what the server asks for; its `run_key` names the run
     client: str  # names the client's folder
     release: Release  # what the sum would give away
-    examples: Any = None  # (n, ...), of which the sum is; None: of all that the owner has
+    examples: Any = None  # (n, ...), whose sum it is; None: all of the owner's
 
 
 class MaskedSums(Declared, frozen=True):

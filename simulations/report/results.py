@@ -346,7 +346,7 @@ def read_runs(
 ) -> list[Run]:
     """Read several finished runs; those of one name get names that say how their settings differ.
 
-    `folders` are runs', or hold runs' at any depth, of which those that cannot be read are skipped,
+    Each of `folders` is a run's, or holds some at any depth; of these, unreadable ones are skipped
     with a warning. FileNotFoundError if a folder holds no finished run, RunFailed if a run that is
     named itself did not finish. `trust`: see `Config.of_run`.
     """

@@ -87,7 +87,7 @@ class FedEnsemble(Strategy):
     )
     num_models: int = option("K", default=5, at_least=1)
     num_strata: int = option(
-        "Q, groups of clients, of which a round samples Q or more; 0: K", default=0, at_least=0
+        "Q, groups of clients; a round samples at least Q clients; 0: K", default=0, at_least=0
     )
     schedule: Schedule = option(
         "permutations of the models: independent: each stratum's by itself, as by Shi et al. 2021; "

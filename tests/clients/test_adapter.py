@@ -233,8 +233,8 @@ def test_clients_in_threads_do_not_draw_each_others_numbers():
     def client_fn(context):
         return SGDClient(net(), Augmented(), sgd=LocalSGD(epochs=3, batch_size=4))
 
-    alone, *in_threads = (trained(client_fn, 12, rounds=2, workers=k) for k in (1, 4, 4))
-    assert in_threads == [alone, alone]
+    sequential, *in_threads = (trained(client_fn, 12, rounds=2, workers=k) for k in (1, 4, 4))
+    assert in_threads == [sequential, sequential]
 
 
 def test_clients_without_a_seed_draw_numbers_of_their_own():

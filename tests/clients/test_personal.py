@@ -203,7 +203,7 @@ def test_prototypes_of_another_network_are_refused():
 def test_it_sends_what_sgd_makes_of_the_weights_and_the_prototypes_of_that_network(
     feature_map, rate
 ):
-    """Of the same examples: with a sampling rate, of those that the round drew."""
+    """Both are of the same examples: with a sampling rate, those that the round drew."""
     told, y = config_of(2, feature_map), torch.tensor([0, 2] * 4 + [2])
     options = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4), "seed": 3, "sampling_rate": rate}
     own, plain = (

@@ -247,8 +247,8 @@ def test_limits_of_personal_models_are_the_joint_one_and_the_clients_own():
     joint, _ = personal_model(TOTAL, CLIENT, 0.1, bias=True, weights=(0.0,))
     parts = [(1.0, OTHERS), (1.0, OWN), (1.0, HELD)]
     np.testing.assert_allclose(joint, solved(parts, 0.1), rtol=1e-9, atol=1e-11)
-    alone, _ = personal_model(TOTAL, CLIENT, 1e-9, bias=True, weights=(1.5e7,))
-    np.testing.assert_allclose(alone, solved(parts[1:], 1e-9), rtol=1e-4, atol=1e-6)
+    local, _ = personal_model(TOTAL, CLIENT, 1e-9, bias=True, weights=(1.5e7,))
+    np.testing.assert_allclose(local, solved(parts[1:], 1e-9), rtol=1e-4, atol=1e-6)
     empty = SplitStatistics(CLIENT.fitting, statistics(OWN[0][:0], OWN[1][:0]))
     assert personal_model(TOTAL, empty, 0.1)[1] == 0
 

@@ -308,11 +308,11 @@ def test_what_travels_in_parts_comes_back_and_both_parts_are_all_examples(way):
 
 
 def test_a_part_may_be_of_no_example_and_its_sums_are_zero():
-    alone, whole = split(torch.ones(1, dtype=torch.bool), 1), split(HELD)
-    again = SplitStatistics.from_arrays(alone.to_arrays(), FORMAT, 1)
-    assert again.size == alone.held_out.size
+    one_sided, whole = split(torch.ones(1, dtype=torch.bool), 1), split(HELD)
+    again = SplitStatistics.from_arrays(one_sided.to_arrays(), FORMAT, 1)
+    assert again.size == one_sided.held_out.size
     assert (again + whole).fitting.gram.tolist() == whole.fitting.gram.tolist()
-    arrays = alone.to_arrays()
+    arrays = one_sided.to_arrays()
     arrays["gram"] = arrays["held-out-gram"]
     with pytest.raises(BadReply, match=r"gram: expected \(0, 5\), got \(1, 5\)"):
         SplitStatistics.from_arrays(arrays, FORMAT, 1)
