@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from fedntk.ntk.options import Declared, argument
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.feature_statistics import SECURE_STEPS
+from fedntk.ntk.support.arrays import byte_rows
 from fedntk.ntk.support.files import claimed, whole_path
 from fedntk.trust import Masker, ParcelKeys, Roster, SealError, load_key, new_key, save_key
 from fedntk.trust.sealing import write_secret
@@ -81,8 +82,8 @@ class SecureSum:
             self._save(masker)
             promise = masker.promise
             return {
-                wire.PROMISE: _as_rows([promise.mask_key, promise.commitment]),
-                wire.PARCELS: _as_rows([parcels.get(k, bytes(PARCEL_BYTES)) for k in clients]),
+                wire.PROMISE: byte_rows([promise.mask_key, promise.commitment]),
+                wire.PARCELS: byte_rows([parcels.get(k, bytes(PARCEL_BYTES)) for k in clients]),
             }
 
     def mask(self, parcels: Arrays, words: NDArray[Any], about: bytes) -> NDArray[Any]:
@@ -113,7 +114,7 @@ class SecureSum:
             tags = masker.confirm(clients) if clients else masker.void()
             self._save(masker)
         none = bytes(TAG_BYTES)
-        return {wire.TAGS: _as_rows([tags.get(client, none) for client in masker.roster.clients])}
+        return {wire.TAGS: byte_rows([tags.get(client, none) for client in masker.roster.clients])}
 
     def reveal(self, confirmed: Arrays) -> dict[str, NDArray[Any]]:
         """Return this client's shares (m, 16), and which clients' secrets they share (m,); once."""
@@ -123,7 +124,7 @@ class SecureSum:
             self._path(masker.roster.exchange).unlink()  # with other clients it gives none
             return {
                 wire.CLIENTS: np.array(list(shares), np.int64),
-                wire.SHARES: _as_rows(shares.values()),
+                wire.SHARES: byte_rows(shares.values()),
             }
 
     def free(self, given_up: Arrays) -> dict[str, NDArray[Any]]:
@@ -159,10 +160,6 @@ def load_or_draw_key(folder: Path) -> X25519PrivateKey:
 def _by_client(message: Arrays, name: str) -> dict[int, bytes]:
     rows = zip(message[wire.CLIENTS].tolist(), message[name], strict=True)
     return {client: row.tobytes() for client, row in rows}
-
-
-def _as_rows(parts: Collection[bytes]) -> NDArray[np.uint8]:
-    return np.frombuffer(b"".join(parts), np.uint8).reshape(len(parts), -1)
 
 
 class SumRequest(NamedTuple):

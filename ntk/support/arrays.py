@@ -1,6 +1,6 @@
-"""The one check of received arrays."""
+"""The one check of received arrays, and how bytes are sent as an array."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,3 +87,8 @@ def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | N
     if num_examples not in (None, total):
         raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
     return total
+
+
+def byte_rows(parts: Collection[bytes]) -> NDArray[np.uint8]:
+    """Return bytes of one length as the rows of an array, one row for each part."""
+    return np.frombuffer(b"".join(parts), np.uint8).reshape(len(parts), -1)

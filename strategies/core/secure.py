@@ -24,7 +24,7 @@ from fedntk.ntk.options import Declared, argument, option, state
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.feature_statistics import SumStep
 from fedntk.ntk.payloads.masked_average import BESIDE, AverageTask, average_digest, average_of
-from fedntk.ntk.support.arrays import Arrays, require_array
+from fedntk.ntk.support.arrays import Arrays, byte_rows, require_array
 from fedntk.trust import MaskedSum, NotEnrolled, Promise, Roster, SealError, check_public_key
 from fedntk.trust.sealing import KEY_BYTES
 from fedntk.trust.secure_sum import (
@@ -316,10 +316,10 @@ class _OneSum(Generic[T]):
         keys, vouchers, nonces = ([public[i] for public in members] for i in range(3))
         roster = Roster(exchange_of(nonces), tuple(clients), tuple(keys), threshold)
         described: Records = {
-            wire.NONCES: _rows(nonces),
+            wire.NONCES: byte_rows(nonces),
             wire.CLIENTS: _ids(clients),
-            wire.KEYS: _rows(keys),
-            wire.VOUCHERS: _rows(vouchers),
+            wire.KEYS: byte_rows(keys),
+            wire.VOUCHERS: byte_rows(vouchers),
             wire.THRESHOLD: np.array(threshold, np.int64),
         }
         return roster, described
@@ -369,7 +369,3 @@ def _read_opened(senders: list[int], reply: Reply) -> dict[int, bytes]:
 
 def _ids(clients: Iterable[int]) -> NDArray[np.int64]:
     return np.array(sorted(clients), np.int64)
-
-
-def _rows(parts: Sequence[bytes]) -> NDArray[np.uint8]:
-    return np.frombuffer(b"".join(parts), np.uint8).reshape(len(parts), -1)
