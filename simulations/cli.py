@@ -437,6 +437,91 @@ def check_command(
     raise typer.Exit(int(not results.passed.all()))
 
 
+@app.command("reproduce")
+def reproduce_command(
+    table: Annotated[
+        str, Argument(help="Such as tct/table-2, or a TOML file; without it, all are listed.")
+    ] = "",
+    *,
+    rows: Annotated[str, Option(help="Rows, with commas; may be patterns.")] = "*",
+    columns: Annotated[str, Option(help="Columns, with commas; may be patterns.")] = "*",
+    seeds: Annotated[str, Option(help="Seeds, such as 0,1 or 0-2; the table's by default.")] = "",
+    small: Annotated[bool, Option("--small", help="The stated form of a few minutes.")] = False,
+    smaller: Annotated[
+        bool, Option("--smaller", help="The stated form that one machine runs in hours.")
+    ] = False,
+    out: Annotated[Path, Option(help="Folder of the results.")] = Path("runs/reproduce"),
+    data_dir: Annotated[str, Option(help="Folder of the data sets.")] = "",
+    workers: Annotated[int, Option(min=1, help="Cells that run at a time, each in a process.")] = 2,
+    cost: Annotated[bool, Option("--cost", help="Only say what it will cost.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a table or figure of a paper again: all its runs, its figures, the table, the picture.
+
+    What it will cost is said first, from one round of each row on this machine. Give the same
+    command again to go on after an interruption.
+
+    [b]Examples[/]
+
+      fedntk reproduce
+
+      fedntk reproduce tct/table-2 --rows fedavg,tct --seeds 0-2 --out results
+
+      fedntk reproduce ntk-fl/table-1 --small
+    """
+    from .reproduction import reproduce, show_listing
+
+    if not table:
+        show_listing()
+        return
+    page = reproduce(
+        table,
+        rows=rows.split(","),
+        columns=columns.split(","),
+        seeds=seeds,
+        form="small" if small else "smaller" if smaller else "paper",
+        out=out,
+        data_dir=data_dir,
+        workers=workers,
+        progress=not quiet,
+        say=_echo,
+        cost=cost,
+    )
+    if not cost:
+        _show(page)
+
+
+@app.command("verify")
+def verify_command(
+    result: Annotated[
+        str, Argument(help="A folder of fedntk reproduce, or a table's name: what fedntk shows.")
+    ],
+    *,
+    cells: Annotated[str, Option(help="row/column/seed, with commas; may be patterns.")] = "",
+    count: Annotated[int, Option(min=1, help="Else so many cells, the quickest.")] = 1,
+    data_dir: Annotated[str, Option(help="Folder of the data sets.")] = "",
+) -> None:
+    """Run cells of a result again: are their figures equal to the bit, or within the tolerance?
+
+    The exit code is 1 if a figure differs by more.
+
+    [b]Examples[/]
+
+      fedntk verify results/tct-table-2
+
+      fedntk verify ntk-fl/table-1 --cells 'fedavg/*/0'
+    """
+    from .reproduction.verifying import DIFFERENT, describe, verify
+
+    table = verify(result, cells=_list(cells), count=count, data_dir=data_dir)
+    _echo(describe(table))
+    raise typer.Exit(int((table.verdict == DIFFERENT).any()))
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 @app.command("settings")
 def settings_command(
     method: Annotated[str, Argument(help="Only its own settings, such as tct.")] = "",

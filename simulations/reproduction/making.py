@@ -1,0 +1,316 @@
+"""Make a table: search, run each cell, and read its figures, in processes beside each other.
+
+Each search and each cell has a folder, in which it goes on after a kill. A cell that is done leaves
+its figures there as ``figures.parquet``; those of all cells become one table.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
+from logging import ERROR, getLogger
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedntk.ntk.support.files import claimed, whole
+
+from ..configuration import Config
+from ..engine._flower import log_from
+from ..engine.progress import Progress, progress, silence_bars
+from ..engine.runs import run
+from ..errors import RunFailed
+from ..report.results import machine
+from ..tuning.tuning import tune
+from .declaration import Cell, Declaration, merged
+from .measures import NO_ROUND, Value, costs, program_values
+
+FIGURES = "figures.parquet"  # of a cell
+KEYS = ["table", "form", "row", "column", "seed", "measure", "round"]
+CHOSEN = "chosen "  # begins the measure that tells what a search chose
+logger = getLogger("flwr")
+
+
+def make(
+    declaration: Declaration,
+    cells: Sequence[Cell],
+    out: str | Path,
+    *,
+    data_dir: str = "",
+    workers: int = 1,
+    shown: bool = True,
+) -> pd.DataFrame:
+    """Run cells that have no figures yet, in `workers` processes; return the figures of all.
+
+    RunFailed names the cells that failed, after all others have ended.
+    """
+    out = Path(out).expanduser().absolute()
+    with claimed(out, "reproduce"):
+        shutil.copyfile(declaration.path, place_of_declaration(out, declaration))
+        todo = [cell for cell in cells if not is_done(out, cell)]
+        failed = _run_all(declaration, todo, out, data_dir, workers, shown) if todo else []
+    table = collect(out, cells)
+    if failed:
+        raise RunFailed(
+            f"{len(failed)} of {len(cells)} cells failed ({'; '.join(failed)}); the others are in "
+            f"{out}; give the same command to try again"
+        )
+    return table
+
+
+def place_of_declaration(out: Path, declaration: Declaration) -> Path:
+    """Return where a copy of a declaration stands beside its results."""
+    return out / f"{declaration.name.replace('/', '-')}.toml"
+
+
+def is_done(out: Path, cell: Cell) -> bool:
+    """Say whether a cell has figures of its present settings."""
+    path = out / cell.place / FIGURES
+    return path.exists() and set(pd.read_parquet(path, columns=["settings"]).settings) == {
+        cell.digest
+    }
+
+
+def collect(out: Path, cells: Iterable[Cell]) -> pd.DataFrame:
+    """Return the figures of all cells that are done."""
+    tables = [pd.read_parquet(out / cell.place / FIGURES) for cell in cells if is_done(out, cell)]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=KEYS)
+
+
+# ------------------------------------------------------------------------- processes
+
+
+def _run_all(
+    declaration: Declaration,
+    cells: Sequence[Cell],
+    out: Path,
+    data_dir: str,
+    workers: int,
+    shown: bool,
+) -> list[str]:
+    """Run searches first, each as soon as there is a process, then the cells that wait for it."""
+    waiting = list(cells)
+    searches = list({cell.line_place: cell for cell in waiting if cell.search}.values())
+    searched: set[str] = set()
+    failed: list[str] = []
+    total = sum(rounds_of(cell) for cell in cells) + sum(map(rounds_of_search, searches))
+    unset = "OMP_NUM_THREADS" not in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # so bits do not depend on the number of cores
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
+    try:
+        with pool, progress(total, enabled=shown) as bar:
+            bar.begin(declaration.name, total, _rounds_done(out, cells))
+            jobs: dict[Future[None], tuple[str, Cell]] = {}
+            while waiting or searches or jobs:
+                while len(jobs) < workers and (searches or waiting):
+                    if searches:
+                        kind, cell = "search", searches.pop(0)
+                    elif ready := [c for c in waiting if not c.search or c.line_place in searched]:
+                        kind, cell = "cell", ready[0]
+                        waiting.remove(cell)
+                    else:
+                        break
+                    work = _search if kind == "search" else _make_cell
+                    job = pool.submit(work, declaration, cell, out, data_dir)
+                    jobs[job] = kind, cell
+                done, _ = wait(jobs, timeout=1, return_when=FIRST_COMPLETED)
+                for job in done:
+                    kind, cell = jobs.pop(job)
+                    if error := job.exception():
+                        failed.append(f"{cell.place}: {error}")
+                        logger.error("%s", failed[-1], exc_info=error)
+                    if kind == "search":
+                        searched.add(cell.line_place)
+                        if error:
+                            lost = [c for c in waiting if c.line_place == cell.line_place]
+                            waiting = [c for c in waiting if c not in lost]
+                _show(bar, out, cells, jobs)
+            bar.end("failed" if failed else "done")
+    except BaseException:
+        _end(pool)
+        raise
+    finally:
+        if unset:
+            del os.environ["OMP_NUM_THREADS"]
+    return failed
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
+    silence_bars()
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    for process in list((pool._processes or {}).values()):
+        process.terminate()
+    pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _show(bar: Progress, out: Path, cells: Sequence[Cell], jobs: Any) -> None:
+    bar.state = f"{sum(is_done(out, cell) for cell in cells)} of {len(cells)} cells"
+    bar.on_round({"round": _rounds_done(out, cells)})
+
+
+def _rounds_done(out: Path, cells: Iterable[Cell]) -> int:
+    paths = {out / cell.place / "rounds.jsonl" for cell in cells}
+    for folder in {out / cell.line_place / "search" for cell in cells if cell.search}:
+        paths.update(folder.glob("trials/*/*/rounds.jsonl"))
+    return sum(max(path.read_bytes().count(b"\n") - 1, 0) for path in paths if path.exists())
+
+
+def rounds_of(cell: Cell) -> int:
+    """Return the number of rounds of a cell."""
+    return int(cell.settings.get("rounds", Config().rounds))
+
+
+def rounds_of_search(cell: Cell) -> int:
+    """Return the number of rounds of the search before a cell."""
+    if cell.search is None:
+        return 0
+    settings = merged(cell.settings, cell.search.settings)
+    rounds = int(settings.get("rounds", Config().rounds))
+    return rounds * cell.search.trials * len(cell.search.seeds)
+
+
+# ------------------------------------------------------------------------- one cell
+
+
+def config_of(cell: Cell, out: Path, data_dir: str) -> Config:
+    """Return the configuration of a cell's run; ``{data}`` in its data set is the data's folder."""
+    settings = merged({"server-threads": 1, "targets": "0.5"}, cell.settings)
+    if "dataset" in settings:
+        settings["dataset"] = settings["dataset"].replace("{data}", data_dir or "data")
+    places = {"data-dir": data_dir} if data_dir else {}
+    return Config(settings, places, seed=cell.seed, out=str(out), name=cell.row)
+
+
+def _search(declaration: Declaration, cell: Cell, out: Path, data_dir: str) -> None:
+    """Choose settings for a row in a column, on validation examples."""
+    if cell.search is None:
+        return
+    folder = out / cell.line_place / "search"
+    tried = replace(cell, settings=merged(cell.settings, cell.search.settings), search=None)
+    tuning = tune(
+        config_of(tried, folder, data_dir),
+        grid=cell.search.grid,
+        seeds=cell.search.seeds,
+        metric=cell.search.metric,
+        last=cell.search.last,
+        out=folder,
+        progress=False,
+    )
+    best = tuning.best.values()
+    chosen = {key: _at(best, key) for key in cell.search.grid}
+    with whole(out / cell.line_place / "chosen.json") as file:
+        file.write(json.dumps({"digest": cell.digest, "values": chosen}).encode())
+
+
+def _at(values: Any, key: str) -> Any:
+    table, _, name = key.rpartition(".")
+    if key in values:
+        return values[key]
+    return values[table][name]
+
+
+def _make_cell(declaration: Declaration, cell: Cell, out: Path, data_dir: str) -> None:
+    chosen: dict[str, Any] = {}
+    if cell.search is not None:
+        path = out / cell.line_place / "chosen.json"
+        chosen = json.loads(path.read_text(encoding="utf-8"))["values"]
+    figures = list(measure(declaration, cell.chosen(chosen), out / cell.place, data_dir))
+    for key, value in chosen.items():
+        figures.append(Value(CHOSEN + key, NO_ROUND, float(value)))
+    (out / cell.place).mkdir(parents=True, exist_ok=True)
+    with whole(out / cell.place / FIGURES) as file:
+        as_table(cell, figures).to_parquet(file, index=False)
+
+
+def measure(declaration: Declaration, cell: Cell, folder: Path, data_dir: str) -> Iterator[Value]:
+    """Run a cell in a folder, and yield its figures."""
+    if declaration.program:
+        settings = {"data-dir": data_dir, **cell.settings}
+        started = time.perf_counter()
+        yield from program_values(
+            f"{declaration.folder / declaration.program}", settings, cell.seed
+        )
+        yield Value("seconds", NO_ROUND, time.perf_counter() - started)
+        return
+    with log_from(ERROR):
+        finished = run(config_of(cell, folder, data_dir), progress=False, resume=True)
+    for name, one in declaration.measures.items():
+        yield from one.of(finished, name, declaration.folder)
+    yield from costs(finished)
+    for name in ("cache", "checkpoints"):  # gigabytes, in some methods
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def as_table(cell: Cell, figures: Sequence[Value]) -> pd.DataFrame:
+    """Return figures as tidy rows, with what made them."""
+    table = pd.DataFrame(figures)
+    places = {key: getattr(cell, key) for key in ("table", "form", "row", "column", "seed")}
+    made = {"settings": cell.digest, "code": code_digest(), "versions": versions()}
+    return table.assign(**places, **made, machine=processor())[[*KEYS, "value", *made, "machine"]]
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a checksum of the source files of fedntk."""
+    package, digest = Path(__file__).parents[2], hashlib.sha256()
+    rooms = [path.parent for path in package.glob("*/__init__.py")]
+    for room in sorted(rooms):
+        for path in sorted(room.rglob("*.py")):
+            digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@functools.cache
+def versions() -> str:
+    """Return the versions of Python and the packages whose arithmetic counts."""
+    names = ("fedntk", "flwr", "numpy", "torch")
+    found = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    return ", ".join([f"python {platform.python_version()}", *found])
+
+
+@functools.cache
+def processor() -> str:
+    """Return the processor's name, and the number of its cores."""
+    described = machine()
+    return f"{described['processor']}, {described['cores']} cores"
+
+
+# ------------------------------------------------------------------------- cost
+
+
+def probe(
+    declaration: Declaration, cells: Sequence[Cell], out: Path, data_dir: str
+) -> dict[str, float]:
+    """Return row -> seconds of one round on this machine, from one round of a cell to be run."""
+    seconds: dict[str, float] = {}
+    for cell in cells:
+        if cell.row in seconds or declaration.program or is_done(out, cell):
+            continue
+        with tempfile.TemporaryDirectory() as folder, log_from(ERROR):
+            short = merged(cell.settings, {"rounds": 1, "patience": 0})
+            config = config_of(replace(cell, settings=short, search=None), Path(folder), data_dir)
+            seconds[cell.row] = float(run(config, progress=False).curve("seconds").sum())
+    return seconds
+
+
+def seconds_left(out: Path, cells: Sequence[Cell], a_round: Mapping[str, float]) -> float:
+    """Return the seconds of one core that cells without figures will take."""
+    todo = [cell for cell in cells if not is_done(out, cell)]
+    lines = {cell.line_place: cell for cell in todo}
+    rounds = [(cell.row, rounds_of(cell)) for cell in todo]
+    rounds += [(cell.row, rounds_of_search(cell)) for cell in lines.values()]
+    return sum(a_round.get(row, 0.0) * number for row, number in rounds)

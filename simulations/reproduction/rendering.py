@@ -1,0 +1,195 @@
+"""The figures of a table for readers: Markdown, LaTeX and a picture, beside the paper's own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..report.figures import COLOURS, LINES, MARKERS
+from ..report.report import markdown
+from .declaration import Declaration
+from .measures import NO_ROUND
+
+MOST_COLUMNS = 8  # of one panel's width in a picture
+
+
+def write(declaration: Declaration, table: pd.DataFrame, out: Path) -> Path:
+    """Write ``results.parquet``, ``table.md``, ``table.tex`` and ``figure.png``; return table.md."""
+    table.to_parquet(out / "results.parquet", index=False)
+    parts, latex = [f"# {declaration.title}", described(declaration, table)], []
+    for title, frame in frames(declaration, table):
+        parts += [f"## {title}", markdown(frame)] if title else [markdown(frame)]
+        latex.append(frame.to_latex(index=False, escape=True, caption=title or None))
+    if declaration.figure is not None:
+        draw(declaration, table).savefig(out / "figure.png")
+        parts.append("![figure](figure.png)")
+    (out / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (out / "table.tex").write_text("\n".join(latex), encoding="utf-8")
+    return out / "table.md"
+
+
+def described(declaration: Declaration, table: pd.DataFrame) -> str:
+    """Say in sentences what a table shows, at which size, and where it differs from the paper."""
+    sentences = [f"{declaration.source}."]
+    form = table.form.iloc[0] if len(table) else "paper"
+    change = declaration.form(form)
+    if form != "paper" and change is not None:
+        sentences.append(f"Smaller than in the paper: {change.why.rstrip('.')}.")
+    sentences += [declaration.text] if declaration.text else []
+    seeds = table.groupby(["row", "column"]).seed.nunique()
+    if len(seeds):
+        low, high = seeds.min(), seeds.max()
+        number = f"{low} to {high}" if low < high else f"{high}"
+        words = "seed" if high == 1 else "seeds: mean ± standard deviation"
+        sentences.append(f"{number} {words}.")
+    if declaration.paper and form != "small":
+        sentences.append("In parentheses: the paper's figure.")
+    return " ".join(sentences)
+
+
+def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield title and table of each measure, or of all if there is one column only."""
+    parts: dict[str, dict[str, dict[str, str]]] = {}
+    one_column, small = len(declaration.columns) == 1, "small" in set(table.form)
+    for name, measure in declaration.measures.items():
+        if measure.at == "curve":
+            continue
+        rows = table[(table.measure == name) | table.measure.str.startswith(f"{name}, ")]
+        label = f"{measure.label or name}{measure.unit and f' ({measure.unit})'}"
+        part = parts.setdefault("" if one_column else label, {})
+        for (column, word, number), cell in rows.groupby(
+            ["column", "measure", "round"], sort=False
+        ):
+            heading = [] if one_column else [declaration.label(column)]
+            heading += [label + word.removeprefix(name)] if one_column else [word[len(name) + 2 :]]
+            heading += [f"round {number}"] if measure.at == "rounds" else []
+            texts = part.setdefault(", ".join(filter(None, heading)), {})
+            for row, seeds in cell.groupby("row"):
+                figure = None if small else declaration.paper_figure(name, row, column)
+                texts[row] = as_text(seeds.value, measure.digits)
+                if figure not in (None, ""):
+                    texts[row] += f" ({figure if isinstance(figure, str) else f'{figure:g}'})"
+    for title, columns in parts.items():
+        rows = [row for row in declaration.rows if any(row in texts for texts in columns.values())]
+        body = {heading: [texts.get(row, "") for row in rows] for heading, texts in columns.items()}
+        yield title, pd.DataFrame({"": map(declaration.label, rows), **body})
+
+
+def as_text(values: pd.Series, digits: int) -> str:
+    """Return mean and standard deviation over seeds; of those that are missing, how many."""
+    present = values.dropna()
+    if present.empty:
+        return "-"
+    text = f"{present.mean() + 1e-12:.{digits}f}"
+    text += f" ± {present.std():.{digits}f}" if len(present) > 1 else ""
+    missing = len(values) - len(present)
+    return text + (f", {missing} never" if missing else "")
+
+
+# ------------------------------------------------------------------------- picture
+
+
+def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
+    """Draw the declared picture: bands and bars show the range over seeds."""
+    picture = declaration.figure
+    if picture is None:
+        raise ValueError(f"{declaration.name} declares no figure")
+    rows = table[table.measure == picture.measure]
+    by_round = picture.x == "round"
+    panels = [c for c in declaration.columns if c in set(rows.column)] if by_round else [""]
+    across = min(len(panels), 4)
+    down = -(-len(panels) // 4)
+    size = (max(4.4 * across, 6.4), 3.6 * down + 0.6)
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False, sharey=True)
+    for place, panel in enumerate(panels):
+        axis = axes.flat[place]
+        part = rows[rows.column == panel] if by_round else rows
+        {"round": _curves, "column": _lines, "bars": _bars}[picture.x](axis, declaration, part)
+        axis.set_title(declaration.label(panel) if panel else "", fontsize="medium")
+        axis.set_ylim(picture.low, picture.high)
+        axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
+        if picture.x != "bars":
+            axis.set_xscale("log" if picture.log else "linear")
+            axis.set_xlabel(picture.x_label)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    measure = declaration.measures[picture.measure]
+    unit = measure.unit and f" ({measure.unit})"
+    for axis in axes[:, 0]:
+        axis.set_ylabel(f"{measure.label or picture.measure}{unit}")
+    handles = {
+        label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())
+    }
+    columns = max(1, min(len(handles), int(size[0] * 14 / (6 + max(map(len, handles), default=1)))))
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False
+    )
+    return figure
+
+
+def _style(declaration: Declaration, row: str) -> dict[str, object]:
+    place = list(declaration.rows).index(row)
+    look = place % len(COLOURS)
+    line = LINES[place // len(COLOURS) % len(LINES)]
+    return {"color": COLOURS[look], "marker": MARKERS[look], "ls": line, "ms": 4}
+
+
+def _of_rows(declaration: Declaration, part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    for row in declaration.rows:
+        if len(cells := part[part.row == row].dropna(subset="value")):
+            yield row, cells
+
+
+def _curves(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
+    for row, cells in _of_rows(declaration, part):
+        drawn = cells[cells["round"] != NO_ROUND].groupby("round").value.agg(["mean", "min", "max"])
+        style = _style(declaration, row)
+        every = max(len(drawn) // 12, 1)
+        label = declaration.label(row)
+        axis.plot(drawn.index, drawn["mean"], markevery=every, label=label, **style)
+        axis.fill_between(drawn.index, drawn["min"], drawn["max"], color=style["color"], alpha=0.15)
+
+
+def _lines(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
+    for row, cells in _of_rows(declaration, part):
+        places = cells.column.map(lambda name: declaration.columns[name].x)
+        drawn = cells.assign(x=places).groupby("x").value.agg(["mean", "min", "max"])
+        bars = [drawn["mean"] - drawn["min"], drawn["max"] - drawn["mean"]]
+        style, label = _style(declaration, row), declaration.label(row)
+        axis.errorbar(drawn.index, drawn["mean"], bars, capsize=2, label=label, **style)
+        if figures := _paper(declaration, row):
+            axis.plot(*zip(*figures, strict=True), color=style["color"], marker="x", ls=":", lw=0.8)
+
+
+def _paper(declaration: Declaration, row: str) -> list[tuple[float, float]]:
+    measure = declaration.figure.measure if declaration.figure else ""
+    figures = [
+        (line.x, declaration.paper_figure(measure, row, column))
+        for column, line in declaration.columns.items()
+    ]
+    return [(x, y) for x, y in figures if x is not None and isinstance(y, int | float)]
+
+
+def _bars(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
+    rows = list(_of_rows(declaration, part))
+    columns = [c for c in declaration.columns if c in set(part.column)]
+    width = 0.8 / max(len(rows), 1)
+    measure = declaration.figure.measure if declaration.figure else ""
+    for number, (row, cells) in enumerate(rows):
+        drawn = cells.groupby("column").value.agg(["mean", "min", "max"]).reindex(columns)
+        x = np.arange(len(columns)) + width * (number - (len(rows) - 1) / 2)
+        colour = COLOURS[number % len(COLOURS)]
+        axis.bar(x, drawn["mean"], width * 0.92, color=colour, label=declaration.label(row))
+        bars = [drawn["mean"] - drawn["min"], drawn["max"] - drawn["mean"]]
+        axis.errorbar(x, drawn["mean"], bars, fmt="none", color="0.2", capsize=2, lw=1)
+        figures = [declaration.paper_figure(measure, row, column) for column in columns]
+        numbers = [y if isinstance(y, int | float) else np.nan for y in figures]
+        if not np.isnan(numbers).all():
+            label = "the paper's" if number == 0 else None
+            axis.plot(x, numbers, "D", ms=5, mfc="white", mec="0.2", ls="", label=label)
+    axis.set_xticks(range(len(columns)), [declaration.label(column) for column in columns])
