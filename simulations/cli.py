@@ -501,9 +501,9 @@ def verify_command(
     count: Annotated[int, Option(min=1, help="Else so many cells, the quickest.")] = 1,
     data_dir: Annotated[str, Option(help="Folder of the data sets.")] = "",
 ) -> None:
-    """Run cells of a result again: are their figures equal to the bit, or within the tolerance?
+    """Run cells of a result again: their figures are equal to the bit, near, or different.
 
-    The exit code is 1 if a figure differs by more.
+    Near means within the tolerance of the table. The exit code is 1 if a figure is different.
 
     [b]Examples[/]
 

@@ -65,7 +65,8 @@ def reproduce(
     if not cells:
         raise ConfigError(f"{table}: none of these cells fits one machine; name row and column")
     folder = Path(out).expanduser().absolute() / declaration.name.replace("/", "-")
-    seconds = seconds_left(folder, cells, probe(declaration, cells, folder, data_dir))
+    a_round = probe(declaration, cells, folder, data_dir)
+    seconds = seconds_left(declaration, folder, cells, a_round)
     hours = f"about {seconds / 3600:.2g} hours of one core" if seconds else "not known beforehand"
     say(f"{declaration.title}: {len(cells)} cells; cost: {hours}; {workers} at a time")
     if not cost:

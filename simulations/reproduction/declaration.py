@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,6 +22,7 @@ from .measures import Measure
 
 TABLES = Path(__file__).parents[1] / "tables"
 Form = Literal["paper", "smaller", "small"]  # its size in the paper, one that we ran, and a check's
+FORMS: tuple[Form, ...] = get_args(Form)
 Settings = dict[str, Any]
 
 
@@ -135,8 +136,8 @@ class Declaration(_Part):
         if not path.exists():
             names = all_names()
             raise ConfigError(
-                f"expected a table, or a TOML file, got {name!r}{nearest(name, names)}; "
-                "fedntk reproduce lists all"
+                f"expected a table, or a TOML file, got {name!r}{nearest(name, names)} "
+                "(fedntk reproduce lists all)"
             )
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -164,18 +165,14 @@ class Declaration(_Part):
 
     def reason_beyond(self, row: str, column: str) -> str:
         """Say why a cell does not fit one machine; nothing if it does."""
-        return next(
-            (
-                why
-                for why, patterns in self.beyond.items()
-                if any(fnmatch(f"{row}/{column}", pattern) for pattern in patterns)
-            ),
-            "",
+        reasons = (
+            why for why, cells in self.beyond.items() if _is_one_of(f"{row}/{column}", cells)
         )
+        return next(reasons, "")
 
     def form(self, form: Form) -> FormOf | None:
         """Return what a form changes; of the paper's size, nothing."""
-        return FormOf() if form == "paper" else getattr(self, form)  # type: ignore[no-any-return]
+        return {"paper": FormOf(), "smaller": self.smaller, "small": self.small}[form]
 
     def plan(
         self,
@@ -196,18 +193,14 @@ class Declaration(_Part):
         chosen_columns = _matching(columns, self.columns, "column")
         cells = []
         for row, column in itertools.product(chosen_rows, chosen_columns):
-            named = row in rows and (column in columns or not column)
-            declared = any(fnmatch(row, p) for p in change.rows) and any(
-                fnmatch(column, p) for p in change.columns
-            )
-            if (
-                not declared
-                or self.rows[row].missing
-                or (self.reason_beyond(row, column) and form == "paper" and not named)
-            ):
-                continue
-            for seed in seeds or change.seeds or self.seeds:
-                cells.append(self.cell(row, column, seed, form))
+            missing, named = self.rows[row].missing, row in rows and column in (*columns, "")
+            if missing and row in rows:
+                raise ConfigError(f"{row}: {missing}")
+            too_large = form == "paper" and self.reason_beyond(row, column) and not named
+            in_form = _is_one_of(row, change.rows) and _is_one_of(column, change.columns)
+            if in_form and not missing and not too_large:
+                numbers = seeds or change.seeds or self.seeds
+                cells += [self.cell(row, column, seed, form) for seed in numbers]
         return cells
 
     def cell(self, row: str, column: str, seed: int, form: Form = "paper") -> "Cell":
@@ -243,8 +236,8 @@ class Cell:
 
     @property
     def line_place(self) -> str:
-        """The folder of all its seeds."""
-        return "/".join(filter(None, (self.form, self.row, self.column)))
+        """The folder of all its seeds; with other settings it has another."""
+        return "/".join(filter(None, (self.form, self.row, self.column, self.digest)))
 
     @property
     def digest(self) -> str:
@@ -277,8 +270,9 @@ def merged(*layers: Mapping[str, Any]) -> Settings:
     for layer in layers:
         for key, value in layer.items():
             below = result.get(key)
-            both = isinstance(value, Mapping) and isinstance(below, Mapping)
-            result[key] = merged(below, value) if both else value
+            if isinstance(value, Mapping) and isinstance(below, Mapping):
+                value = merged(below, value)
+            result[key] = value
     return result
 
 
@@ -292,9 +286,13 @@ def _require(name: str, names: Mapping[str, Any], what: str) -> None:
         raise ValueError(f"expected {what}, one of {', '.join(names)}; got {name!r}")
 
 
+def _is_one_of(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
 def _matching(patterns: Sequence[str], names: Mapping[str, Any], what: str) -> list[str]:
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
             listing = ", ".join(filter(None, names))
             raise ConfigError(f"{what}: expected one of {listing}; got {pattern!r}")
-    return [name for name in names if any(fnmatch(name, p) for p in patterns)]
+    return [name for name in names if _is_one_of(name, patterns)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from .declaration import TABLES, Declaration, Form, all_names
+from .declaration import FORMS, TABLES, Cell, Declaration, Form, all_names
 
 STATES = {
     "paper": "at the paper's size",
@@ -50,13 +50,11 @@ def results_of(declaration: Declaration) -> pd.DataFrame | None:
     if not path.exists():
         return None
     table = pd.read_parquet(path)
-    digests = {
-        (form, row, column): declaration.cell(row, column, 0, form).digest
-        for form, row, column in table[["form", "row", "column"]]
-        .drop_duplicates()
-        .itertuples(index=False)
-        if row in declaration.rows and column in declaration.columns
-    }
+    digests = {}
+    for row, column in {*zip(table.row, table.column, strict=True)}:
+        if row in declaration.rows and column in declaration.columns:
+            for form in FORMS:
+                digests[form, row, column] = declaration.cell(row, column, 0, form).digest
     keys = zip(table.form, table.row, table.column, strict=True)
     present = [digests.get(key) == digest for key, digest in zip(keys, table.settings, strict=True)]
     return table[present] if any(present) else None
@@ -98,7 +96,7 @@ def listing(names: list[str] | None = None) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["table", "shows", "state", "hours of one core"])
 
 
-def _plan(declaration: Declaration, form: Form) -> list:
+def _plan(declaration: Declaration, form: Form) -> list[Cell]:
     return declaration.plan(form) if declaration.form(form) is not None else []
 
 

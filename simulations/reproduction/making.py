@@ -30,7 +30,7 @@ from ..configuration import Config
 from ..engine._flower import log_from
 from ..engine.progress import Progress, progress, silence_bars
 from ..engine.runs import run
-from ..errors import RunFailed
+from ..errors import ConfigError, RunFailed
 from ..report.results import machine
 from ..tuning.tuning import tune
 from .declaration import Cell, Declaration, merged
@@ -58,9 +58,9 @@ def make(
     out = Path(out).expanduser().absolute()
     with claimed(out, "reproduce"):
         shutil.copyfile(declaration.path, place_of_declaration(out, declaration))
-        todo = [cell for cell in cells if not is_done(out, cell)]
+        todo = [cell for cell in cells if not is_done(declaration, out, cell)]
         failed = _run_all(declaration, todo, out, data_dir, workers, shown) if todo else []
-    table = collect(out, cells)
+    table = collect(declaration, out, cells)
     if failed:
         raise RunFailed(
             f"{len(failed)} of {len(cells)} cells failed ({'; '.join(failed)}); the others are in "
@@ -74,17 +74,19 @@ def place_of_declaration(out: Path, declaration: Declaration) -> Path:
     return out / f"{declaration.name.replace('/', '-')}.toml"
 
 
-def is_done(out: Path, cell: Cell) -> bool:
-    """Say whether a cell has figures of its present settings."""
+def is_done(declaration: Declaration, out: Path, cell: Cell) -> bool:
+    """Say whether a cell has a figure of each measure."""
     path = out / cell.place / FIGURES
-    return path.exists() and set(pd.read_parquet(path, columns=["settings"]).settings) == {
-        cell.digest
-    }
+    if not path.exists():
+        return False
+    measured = set(pd.read_parquet(path, columns=["measure"]).measure)
+    return {*declaration.measures} <= measured | {name.partition(", ")[0] for name in measured}
 
 
-def collect(out: Path, cells: Iterable[Cell]) -> pd.DataFrame:
+def collect(declaration: Declaration, out: Path, cells: Iterable[Cell]) -> pd.DataFrame:
     """Return the figures of all cells that are done."""
-    tables = [pd.read_parquet(out / cell.place / FIGURES) for cell in cells if is_done(out, cell)]
+    done = [out / cell.place / FIGURES for cell in cells if is_done(declaration, out, cell)]
+    tables = [pd.read_parquet(path) for path in done]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=KEYS)
 
 
@@ -127,15 +129,16 @@ def _run_all(
                 done, _ = wait(jobs, timeout=1, return_when=FIRST_COMPLETED)
                 for job in done:
                     kind, cell = jobs.pop(job)
-                    if error := job.exception():
-                        failed.append(f"{cell.place}: {error}")
-                        logger.error("%s", failed[-1], exc_info=error)
                     if kind == "search":
                         searched.add(cell.line_place)
-                        if error:
-                            lost = [c for c in waiting if c.line_place == cell.line_place]
-                            waiting = [c for c in waiting if c not in lost]
-                _show(bar, out, cells, jobs)
+                    if (error := job.exception()) is None:
+                        continue
+                    lost = [c for c in waiting if kind == "search" and _same_line(c, cell)]
+                    waiting = [c for c in waiting if c not in lost]
+                    failed += [f"{c.place}: {error}" for c in lost or [cell]]
+                    expected = isinstance(error, ConfigError | RunFailed)
+                    logger.error("%s", failed[-1], exc_info=None if expected else error)
+                _show(bar, declaration, out, cells)
             bar.end("failed" if failed else "done")
     except BaseException:
         _end(pool)
@@ -144,6 +147,10 @@ def _run_all(
         if unset:
             del os.environ["OMP_NUM_THREADS"]
     return failed
+
+
+def _same_line(one: Cell, other: Cell) -> bool:
+    return one.line_place == other.line_place
 
 
 def _begin() -> None:
@@ -157,8 +164,9 @@ def _end(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _show(bar: Progress, out: Path, cells: Sequence[Cell], jobs: Any) -> None:
-    bar.state = f"{sum(is_done(out, cell) for cell in cells)} of {len(cells)} cells"
+def _show(bar: Progress, declaration: Declaration, out: Path, cells: Sequence[Cell]) -> None:
+    done = sum(is_done(declaration, out, cell) for cell in cells)
+    bar.state = f"{done} of {len(cells)} cells"
     bar.on_round({"round": _rounds_done(out, cells)})
 
 
@@ -298,7 +306,7 @@ def probe(
     """Return row -> seconds of one round on this machine, from one round of a cell to be run."""
     seconds: dict[str, float] = {}
     for cell in cells:
-        if cell.row in seconds or declaration.program or is_done(out, cell):
+        if cell.row in seconds or declaration.program or is_done(declaration, out, cell):
             continue
         with tempfile.TemporaryDirectory() as folder, log_from(ERROR):
             short = merged(cell.settings, {"rounds": 1, "patience": 0})
@@ -307,9 +315,11 @@ def probe(
     return seconds
 
 
-def seconds_left(out: Path, cells: Sequence[Cell], a_round: Mapping[str, float]) -> float:
+def seconds_left(
+    declaration: Declaration, out: Path, cells: Sequence[Cell], a_round: Mapping[str, float]
+) -> float:
     """Return the seconds of one core that cells without figures will take."""
-    todo = [cell for cell in cells if not is_done(out, cell)]
+    todo = [cell for cell in cells if not is_done(declaration, out, cell)]
     lines = {cell.line_place: cell for cell in todo}
     rounds = [(cell.row, rounds_of(cell)) for cell in todo]
     rounds += [(cell.row, rounds_of_search(cell)) for cell in lines.values()]

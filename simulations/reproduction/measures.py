@@ -78,6 +78,10 @@ class Measure(BaseModel):
                 yield Value(f"{name}, decile {decile}", int(number), self.factor * figure)
 
 
+def _by_round(run: Run, metric: str) -> dict[int, float]:
+    return {int(number): float(value) for number, value in run.curve(metric).items()}  # type: ignore[call-overload]
+
+
 def _end(measure: Measure, run: Run) -> dict[int, float]:
     curve = run.curve(measure.metric)
     return {NO_ROUND: curve[curve.index > 0].tail(measure.last).mean()}
@@ -94,18 +98,18 @@ def _at_rounds(measure: Measure, run: Run) -> Mapping[int, float]:
 
 
 def _curve(measure: Measure, run: Run) -> Mapping[int, float]:
-    return run.curve(measure.metric).to_dict()
+    return _by_round(run, measure.metric)
 
 
 def _reach(measure: Measure, run: Run) -> dict[int, float]:
-    number = round_at(run.curve(measure.metric).to_dict(), measure.target)
+    number = round_at(_by_round(run, measure.metric), measure.target)
     return {NO_ROUND: np.nan if number is None else number}
 
 
 def _total(measure: Measure, run: Run) -> dict[int, float]:
     curve = run.curve(measure.metric)
     if measure.until:
-        number = round_at(run.curve().to_dict(), measure.until)
+        number = round_at(_by_round(run, "accuracy"), measure.until)
         return {NO_ROUND: np.nan if number is None else curve[curve.index <= number].sum()}
     return {NO_ROUND: curve.sum()}
 

@@ -1,7 +1,9 @@
 """The figures of a table for readers: Markdown, LaTeX and a picture, beside the paper's own."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,14 +12,14 @@ from matplotlib.figure import Figure
 
 from ..report.figures import COLOURS, LINES, MARKERS
 from ..report.report import markdown
-from .declaration import Declaration
+from .declaration import Declaration, Form
 from .measures import NO_ROUND
 
 MOST_COLUMNS = 8  # of one panel's width in a picture
 
 
 def write(declaration: Declaration, table: pd.DataFrame, out: Path) -> Path:
-    """Write ``results.parquet``, ``table.md``, ``table.tex`` and ``figure.png``; return table.md."""
+    """Write results.parquet, table.tex, figure.png and table.md; return the path of the last."""
     table.to_parquet(out / "results.parquet", index=False)
     parts, latex = [f"# {declaration.title}", described(declaration, table)], []
     for title, frame in frames(declaration, table):
@@ -34,7 +36,7 @@ def write(declaration: Declaration, table: pd.DataFrame, out: Path) -> Path:
 def described(declaration: Declaration, table: pd.DataFrame) -> str:
     """Say in sentences what a table shows, at which size, and where it differs from the paper."""
     sentences = [f"{declaration.source}."]
-    form = table.form.iloc[0] if len(table) else "paper"
+    form: Form = table.form.iloc[0] if len(table) else "paper"
     change = declaration.form(form)
     if form != "paper" and change is not None:
         sentences.append(f"Smaller than in the paper: {change.why.rstrip('.')}.")
@@ -60,22 +62,22 @@ def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str,
         rows = table[(table.measure == name) | table.measure.str.startswith(f"{name}, ")]
         label = f"{measure.label or name}{measure.unit and f' ({measure.unit})'}"
         part = parts.setdefault("" if one_column else label, {})
-        for (column, word, number), cell in rows.groupby(
-            ["column", "measure", "round"], sort=False
-        ):
-            heading = [] if one_column else [declaration.label(column)]
-            heading += [label + word.removeprefix(name)] if one_column else [word[len(name) + 2 :]]
+        keys: Any = rows.groupby(["column", "measure", "round"], sort=False)
+        for (column, full_name, number), cell in keys:
+            heading = [label if one_column else declaration.label(column)]
+            heading += [full_name[len(name) + 2 :]]
             heading += [f"round {number}"] if measure.at == "rounds" else []
             texts = part.setdefault(", ".join(filter(None, heading)), {})
-            for row, seeds in cell.groupby("row"):
+            for row in declaration.rows:
+                values = cell[cell.row == row].value
                 figure = None if small else declaration.paper_figure(name, row, column)
-                texts[row] = as_text(seeds.value, measure.digits)
+                texts[row] = as_text(values, measure.digits) if len(values) else ""
                 if figure not in (None, ""):
                     texts[row] += f" ({figure if isinstance(figure, str) else f'{figure:g}'})"
     for title, columns in parts.items():
-        rows = [row for row in declaration.rows if any(row in texts for texts in columns.values())]
-        body = {heading: [texts.get(row, "") for row in rows] for heading, texts in columns.items()}
-        yield title, pd.DataFrame({"": map(declaration.label, rows), **body})
+        shown = [row for row in declaration.rows if any(texts[row] for texts in columns.values())]
+        body = {heading: [texts[row] for row in shown] for heading, texts in columns.items()}
+        yield title, pd.DataFrame({"": [declaration.label(row) for row in shown], **body})
 
 
 def as_text(values: pd.Series, digits: int) -> str:
@@ -122,9 +124,8 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
     unit = measure.unit and f" ({measure.unit})"
     for axis in axes[:, 0]:
         axis.set_ylabel(f"{measure.label or picture.measure}{unit}")
-    handles = {
-        label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())
-    }
+    pairs = (zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat)
+    handles = {label: handle for handle, label in itertools.chain(*pairs)}
     columns = max(1, min(len(handles), int(size[0] * 14 / (6 + max(map(len, handles), default=1)))))
     figure.legend(
         handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False
@@ -132,7 +133,7 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
     return figure
 
 
-def _style(declaration: Declaration, row: str) -> dict[str, object]:
+def _style(declaration: Declaration, row: str) -> dict[str, Any]:
     place = list(declaration.rows).index(row)
     look = place % len(COLOURS)
     line = LINES[place // len(COLOURS) % len(LINES)]

@@ -38,8 +38,8 @@ def verify(
     Returns
     -------
     DataFrame
-        Columns cell, machine, measure, round, before, now, tolerance, verdict. What a search chose is taken
-        from the result. Seconds are left out.
+        Columns cell, machine, measure, round, before, now, tolerance, verdict. What a search chose
+        is taken from the result. Seconds are left out.
 
     Raises
     ------
