@@ -10,6 +10,7 @@ import ast
 import base64
 import functools
 import html
+import io
 import os
 import re
 import sys
@@ -30,6 +31,7 @@ from mkdocs.structure.pages import Page
 
 sys.path.append(str(Path(__file__).parent))
 import catalogue
+import papers
 
 if TYPE_CHECKING:  # slow to import
     from fedntk.simulations.config.settings import Settings
@@ -76,6 +78,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
         for name, content in rendered(notebook):
             files.append(File.generated(config, f"notebooks/{name}", content=content))
+    for name, declaration, table in papers.pictures():
+        picture = io.BytesIO()
+        papers.draw(declaration, table).savefig(picture)
+        files.append(File.generated(config, f"papers/{name}", content=picture.getvalue()))
     for name, path in SOURCES.items():
         text = path.read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
@@ -144,6 +150,8 @@ def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Fi
         return link
     if source.parent == NOTEBOOKS and files.get_file_from_path(f"notebooks/{parts.path}"):
         return link  # a picture of its own
+    if source.parent == DOCS / "papers" and files.get_file_from_path(f"papers/{parts.path}"):
+        return link  # a picture that was drawn
     path = Path(os.path.normpath(source.parent / unquote(parts.path)))
     if not path.exists():
         logger.warning("%s links to %s, which does not exist", source.relative_to(ROOT), link)

@@ -27,6 +27,7 @@ from fedntk.simulations import Config
 
 sys.path.append(str(Path(__file__).parent))
 import catalogue
+import papers
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -965,6 +966,7 @@ TABLES: dict[str, Callable[..., str]] = {
         gradient_norms, catalogue.baseline_families, catalogue.baseline_list, catalogue.papers,
     )
 }  # fmt: skip
+TABLES |= {"papers_overview": papers.overview, "papers_results": papers.results}
 
 
 def filled(text: str) -> str:

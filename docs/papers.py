@@ -1,0 +1,119 @@
+"""The papers' tables and figures, from their declarations and committed results.
+
+    python docs/papers.py FOLDER...
+
+adopts results of ``fedntk reproduce``: their figures replace those of the same cells in
+``simulations/tables``.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+
+from fedntk.simulations.reproduction.declaration import TABLES, Declaration, all_names
+from fedntk.simulations.reproduction.listing import State, best_form, results_of, state_of
+from fedntk.simulations.reproduction.rendering import described, frames
+
+CELL = ["form", "row", "column", "seed"]
+
+
+def declarations(paper: str = "") -> list[Declaration]:
+    """Return all declarations, or those of a paper, by the numbers in their names."""
+    names = [name for name in all_names() if name.startswith(f"{paper}/" if paper else "")]
+    return [Declaration.load(name) for name in sorted(names, key=_order)]
+
+
+def _order(name: str) -> tuple[str, str, int, str]:
+    paper, _, place = name.partition("/")
+    kind, _, number = place.partition("-")
+    digits = "".join(itertools.takewhile(str.isdigit, number))
+    return paper, kind, int(digits or 0), number
+
+
+def overview() -> str:
+    """Return one row for each declaration: state, hours, command."""
+    lines = ["| table | what it shows | state | hours of one core |", "|---|---|---|---|"]
+    for declaration in declarations():
+        state = state_of(declaration)
+        paper, _, place = declaration.name.partition("/")
+        link = f"[{declaration.source}](papers/{paper}.md#{place})"
+        lines.append(f"| {link} | {declaration.title} | {state} | {_hours(declaration, state)} |")
+    return "\n".join(lines)
+
+
+def _hours(declaration: Declaration, state: State) -> str:
+    measured = f"{state.hours:.1f}" if state.hours else ""
+    if state.kind == "paper" or declaration.hours is None:
+        return measured
+    whole = f"about {declaration.hours:g} at the paper's size"
+    return f"{measured} run; {whole}" if measured else whole
+
+
+def results(paper: str) -> str:
+    """Return a section for each table of a paper: what it is, its figures, its command."""
+    sections = []
+    for declaration in declarations(paper):
+        place, state = declaration.name.partition("/")[2], state_of(declaration)
+        parts = [f"## {declaration.title} {{ #{place} }}"]
+        table = shown(declaration)
+        parts.append(described(declaration, pd.DataFrame(columns=CELL) if table is None else table))
+        parts += [f"Not in fedntk: {', '.join(_missing(declaration))}."] * bool(
+            _missing(declaration)
+        )
+        parts += [f"Cells {', '.join(f'`{p}`' for p in cells)}: {why}."
+                  for why, cells in declaration.beyond.items()]  # fmt: skip
+        for title, frame in frames(declaration, table) if table is not None else ():
+            parts += [f"**{title}**"] * bool(title) + [frame.to_markdown(index=False)]
+        if table is not None and declaration.figure is not None:
+            parts.append(f"![{declaration.title}]({picture_name(declaration)})")
+        form = {"smaller": " --smaller"}.get(best_form(declaration), "")
+        parts.append(f"State: {state}. Command: `fedntk reproduce {declaration.name}{form}`")
+        sections.append("\n\n".join(parts))
+    return "\n\n".join(sections)
+
+
+def shown(declaration: Declaration) -> pd.DataFrame | None:
+    """Return the figures that the page shows: those of the largest form that has any."""
+    table = results_of(declaration)
+    return None if table is None else table[table.form == best_form(declaration)]
+
+
+def _missing(declaration: Declaration) -> list[str]:
+    return [declaration.label(name) for name, row in declaration.rows.items() if row.missing]
+
+
+def picture_name(declaration: Declaration) -> str:
+    """Return the name of a picture's file, which the site's build draws."""
+    return f"{declaration.name.replace('/', '-')}.png"
+
+
+def pictures() -> Iterator[tuple[str, Declaration, pd.DataFrame]]:
+    """Yield name, declaration and figures of each picture."""
+    for declaration in declarations():
+        table = shown(declaration)
+        if table is not None and declaration.figure is not None:
+            yield picture_name(declaration), declaration, table
+
+
+def adopt(folder: Path) -> Path:
+    """Merge the results in a folder into those that come with fedntk; the new ones count."""
+    table = pd.read_parquet(folder / "results.parquet")
+    path = TABLES / f"{table.table.iloc[0]}.parquet"
+    if path.exists():
+        old = pd.read_parquet(path)
+        new = pd.MultiIndex.from_frame(table[CELL])
+        table = pd.concat([old[~pd.MultiIndex.from_frame(old[CELL]).isin(new)], table])
+    table = table.sort_values([*CELL, "measure", "round"], kind="stable")
+    for name in ("table", "form", "row", "column", "measure", "settings", "code", "versions",
+                 "machine"):  # fmt: skip
+        table[name] = table[name].astype("category")
+    table.to_parquet(path, index=False, compression="zstd")
+    return path
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        print(adopt(Path(argument)))
