@@ -119,6 +119,16 @@ class LocalSGD(Declared, frozen=True):
     learning_rate: float = option(
         "eta of SGD; config['lr'] of a round replaces it", default=0.01, above=0
     )
+    rate_decay: float = option(
+        "in round k the learning rate is multiplied by rate_decay^max(0, k - rate_decay_after); "
+        "1: it never falls",
+        default=1.0,
+        above=0,
+        at_most=1,
+    )
+    rate_decay_after: int = option(
+        "rounds that have the whole learning rate, before it falls", default=1, at_least=0
+    )
     momentum: float = option("momentum of SGD; 0: none", default=0.0, at_least=0)
     weight_decay: float = option("weight decay of SGD; 0: none", default=0.0, at_least=0)
     proximal_mu: float = option(
@@ -173,13 +183,15 @@ class LocalSGD(Declared, frozen=True):
 
         Examples `x` (n, ...) with `targets` (n, C) are in the order before shuffling, which the
         client's seed and ``config["server-round"]`` seed; ``config["lr"]`` replaces
-        `learning_rate`. `adjust` makes the gradients that a step goes along of those of its batch,
-        `batch_loss` is by default that of :meth:`batch_loss`, `gradients` :func:`plain_gradients`.
+        `learning_rate`, and `rate_decay` multiplies either. `adjust` makes the gradients that a
+        step goes along of those of its batch, `batch_loss` is by default that of
+        :meth:`batch_loss`, `gradients` :func:`plain_gradients`.
 
         Returns the mean loss of the examples as the steps met them, in training mode, each counting
         once in each epoch. Without epochs: in evaluation mode, at the weights received.
         """
-        rate = self._resolve("learning_rate", config, "lr")
+        rounds_of_decay = max(0, int(config.get("server-round", 0)) - self.rate_decay_after)
+        rate = self._resolve("learning_rate", config, "lr") * self.rate_decay**rounds_of_decay
         model = client.model
         if not self.epochs:
             set_weights(model, weights)

@@ -50,6 +50,16 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, finished_run, met
     assert kept.name == f"round-{last:06}.safetensors"
 
 
+def test_a_rate_that_falls_by_round_goes_on_where_it_was(tmp_path, straight):
+    """Cut off after round 3 of 5, where it has fallen once; the first two rounds are as without."""
+    config = SMALL.replace(rate_decay=0.5, rate_decay_after=2)
+    whole = run(config, out=tmp_path / "whole", progress=False)
+    interrupted(cut := config.replace(out=tmp_path / "cut"), 3)
+    assert outcome(run(cut, progress=False).folder) == outcome(whole.folder)
+    losses, plain = (result.curve("loss") for result in (whole, straight))
+    assert (losses == plain).tolist() == [True, True, True, False, False, False]
+
+
 KILLER = """
 import itertools, os, signal, sys, warnings
 import pyarrow.parquet

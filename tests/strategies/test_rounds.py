@@ -9,8 +9,24 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAdam, FedAvgM
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
-from fedntk.clients import FedEnsembleClient, LocalSGD, SGDClient
-from fedntk.strategies import FedEnsemble, FromFlower, SeededFedAvg, Strategy, Update
+from fedntk.clients import (
+    DFedAvgClient,
+    DittoClient,
+    FedEnsembleClient,
+    LocalSGD,
+    SCAFFOLDClient,
+    SGDClient,
+)
+from fedntk.strategies import (
+    SCAFFOLD,
+    DFedAvg,
+    Ditto,
+    FedEnsemble,
+    FromFlower,
+    SeededFedAvg,
+    Strategy,
+    Update,
+)
 
 from .federation import NUM_CLIENTS, Grid, app, arrays_of, bits, failed, first_model, network, start
 from .test_contract import FEWER, STRATEGIES, frozen, histories, richest
@@ -18,7 +34,13 @@ from .test_contract import FEWER, STRATEGIES, frozen, histories, richest
 ALL = {"min_available_nodes": NUM_CLIENTS, "fraction_evaluate": 0.0}
 SGD = {"sgd": LocalSGD(learning_rate=0.1, batch_size=4)}
 CLIENTS = app(SGDClient, **SGD)
-ENSEMBLE = app(lambda *of, **more: FedEnsembleClient(SGDClient(*of, **more)), **SGD)
+
+
+def ensemble_client(*of, **more):
+    return FedEnsembleClient(SGDClient(*of, **more))
+
+
+ENSEMBLE = app(ensemble_client, **SGD)
 
 
 def initial(strategy):
@@ -86,6 +108,36 @@ def test_flowers_wrapper_for_privacy_drives_a_strategy_of_ours():
     after = start(wrapped, Grid(CLIENTS), rounds=2)
     for key, array in expected.items():
         assert after[key] == pytest.approx(array, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "client"),
+    [
+        (SeededFedAvg, SGDClient),
+        (SCAFFOLD, SCAFFOLDClient),
+        (functools.partial(FedEnsemble, inner=SeededFedAvg, num_models=2), ensemble_client),
+        (Ditto, DittoClient),
+        (DFedAvg, DFedAvgClient),
+    ],
+)
+def test_a_rate_that_falls_by_round_is_that_set_by_hand_in_each_message(make, client):
+    """0.1 in rounds 1 and 2, then 0.07 and 0.049: the same bits, and no more in any message."""
+    rates, sent = [0.1, 0.1, 0.1 * 0.7, 0.1 * 0.7**2], []
+
+    def run(*, by_hand=False, **options):
+        def look(messages):
+            configs = [m.content["config"] for m in messages if "config" in m.content]
+            sent[-1] += [sorted(config) for config in configs]
+            for config in configs if by_hand else ():  # which messages may share
+                config["lr"] = rates[config["server-round"] - 1]
+
+        sent.append([])
+        clients = app(client, sgd=LocalSGD(learning_rate=0.1, batch_size=4, **options))
+        return bits(start(make(**ALL), Grid(clients, on_send=look), rounds=4))
+
+    expected = run(by_hand=True)
+    assert run(rate_decay=0.7, rate_decay_after=2) == expected != run()
+    assert sent[0] == sent[1] == sent[2]
 
 
 def bare(self, r):
