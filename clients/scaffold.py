@@ -54,6 +54,7 @@ class SCAFFOLDClient(ModelClient):
     def check(self) -> None:
         """Refuse what has no place in SCAFFOLD."""
         self.sgd.refuse_proximal_term("SCAFFOLD has no proximal term")
+        self.sgd.refuse_adam("SCAFFOLD")
         if self.sgd.epochs < 1:
             raise ValueError(f"epochs: expected at least 1 with SCAFFOLD, got {self.sgd.epochs}")
 

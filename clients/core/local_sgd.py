@@ -6,14 +6,23 @@ Networks*, MLSys 2020, eq. (2):
 
     h_k(w; w_t) = F_k(w) + (mu / 2) ||w - w_t||^2
 
-Steps have the bits of ``torch.optim.SGD``. A first optimizer of torch's imports its compiler: 0.6 s
-in each of the processes that Flower starts, one for each message to a client. Gradients go by the
-name of their parameter. A parameter that the loss does not know has none.
+Adam may take the steps of SGD: Kingma and Ba, *Adam: A Method for Stochastic Optimization*, ICLR
+2015, algorithm 1, with alpha the learning rate:
+
+    m <- beta_1 m + (1 - beta_1) g
+    v <- beta_2 v + (1 - beta_2) g^2
+    w <- w - alpha (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)
+
+Steps have the bits of ``torch.optim.SGD`` and ``torch.optim.Adam``. A first optimizer of torch's
+imports its compiler: 0.6 s in each of the processes that Flower starts, one for each message to a
+client. Gradients go by the name of their parameter. A parameter that the loss does not know has
+none.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from numpy.typing import NDArray
@@ -28,6 +37,7 @@ from .model_probe import training_outputs
 from .randomness import own_randomness, torch_seed
 from .weights import set_weights
 
+BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8  # of Adam
 SGD_KEYS = frozenset({"lr", "proximal-mu"})  # of a message's configuration
 Gradients = dict[str, Tensor]
 Adjust = Callable[[Gradients], Gradients]  # what is stepped along instead; changes none in place
@@ -105,8 +115,40 @@ def sgd_steps(
     return take
 
 
+def adam_steps(
+    parameters: Mapping[str, nn.Parameter], rate: float, decay: float
+) -> Callable[[Gradients], None]:
+    """Return what takes a step of Adam; t counts the gradients of each parameter by itself."""
+    held = {name: parameter.detach() for name, parameter in parameters.items()}
+    means, squares, counts = Gradients(), Gradients(), Counter[str]()
+
+    def take(gradients: Gradients) -> None:
+        weights, slopes = [held[name] for name in gradients], list(gradients.values())
+        if not weights:
+            return
+        if decay:
+            slopes = list(torch._foreach_add(slopes, weights, alpha=decay))
+        for name in gradients.keys() - means.keys():
+            means[name], squares[name] = torch.zeros_like(held[name]), torch.zeros_like(held[name])
+        counts.update(gradients.keys())
+        first, second = [means[name] for name in gradients], [squares[name] for name in gradients]
+        torch._foreach_lerp_(first, slopes, 1 - BETA_1)
+        torch._foreach_mul_(second, BETA_2)
+        torch._foreach_addcmul_(second, slopes, slopes, value=1 - BETA_2)
+        scales = torch._foreach_sqrt(second)
+        torch._foreach_div_(scales, [(1 - BETA_2 ** counts[name]) ** 0.5 for name in gradients])
+        torch._foreach_add_(scales, EPSILON)
+        steps = [-rate / (1 - BETA_1 ** counts[name]) for name in gradients]
+        torch._foreach_addcdiv_(weights, first, scales, steps)
+
+    return take
+
+
 class LocalSGD(Declared, frozen=True):
-    """Epochs of mini-batch SGD on a client's examples; momentum begins at zero in each round."""
+    """Epochs of mini-batch SGD or Adam on a client's examples.
+
+    Momentum, and Adam's moments, begin at zero in each round.
+    """
 
     epochs: int = option(
         "E: passes over the local examples; 0: weights return as received", default=1, at_least=0
@@ -118,6 +160,10 @@ class LocalSGD(Declared, frozen=True):
     )
     learning_rate: float = option(
         "eta of SGD; config['lr'] of a round replaces it", default=0.01, above=0
+    )
+    optimizer: Literal["sgd", "adam"] = option(
+        "what takes the steps; adam has betas of 0.9 and 0.999, epsilon 1e-8 and no momentum",
+        default="sgd",
     )
     rate_decay: float = option(
         "in round k the learning rate is multiplied by rate_decay^max(0, k - rate_decay_after); "
@@ -140,6 +186,11 @@ class LocalSGD(Declared, frozen=True):
         default=False,
     )
 
+    def check(self) -> None:
+        """Refuse momentum with Adam."""
+        if self.optimizer == "adam" and self.momentum:
+            raise ValueError(f"momentum: expected 0 with optimizer = adam, got {self.momentum}")
+
     def require_loss(self, loss: Loss) -> None:
         """Refuse a class prior without cross-entropy."""
         if self.class_prior and loss != "cross-entropy":
@@ -149,6 +200,11 @@ class LocalSGD(Declared, frozen=True):
         """Refuse FedProx's term for a method that cannot have it."""
         if self.proximal_mu:
             raise ValueError(f"proximal_mu: expected 0, got {self.proximal_mu}; {reason}")
+
+    def refuse_adam(self, method: str) -> None:
+        """Refuse another optimizer than SGD for a method that is of SGD."""
+        if self.optimizer != "sgd":
+            raise ValueError(f"optimizer: expected sgd with {method}, got {self.optimizer}")
 
     def train(
         self,
@@ -203,7 +259,10 @@ class LocalSGD(Declared, frozen=True):
         seed = torch_seed(client.seed, config)
         with own_randomness(model, x[:2].to(client.device), seed) as generator:
             set_weights(model, weights)  # the probe may have moved statistics
-            take = sgd_steps(parameters, rate, self.momentum, self.weight_decay)
+            if self.optimizer == "adam":
+                take = adam_steps(parameters, rate, self.weight_decay)
+            else:
+                take = sgd_steps(parameters, rate, self.momentum, self.weight_decay)
             model.train()
             for _ in range(self.epochs):
                 for batch in self.batches(model, torch.randperm(len(x), generator=generator)):

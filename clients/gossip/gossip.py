@@ -30,8 +30,9 @@ class GossipClient(RelayClient):
     sgd: LocalSGD = part("local training", default=LocalSGD)
 
     def check(self) -> None:
-        """Refuse FedProx's term: there is no global model to be near to."""
+        """Refuse FedProx's term, as there is no global model to be near to, and Adam."""
         self.sgd.refuse_proximal_term(f"{type(self).__name__} has no global model to be near to")
+        self.sgd.refuse_adam(self.strategy)
 
     def train_from(
         self, weights: ArrayDict, message: Message, adjust: Adjust | None = None

@@ -186,6 +186,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
 
     local_epochs: int = setting(1, "E: a client's passes of SGD in a round", at_least=0)
     batch_size: int = setting(32, "B: examples in a step of local SGD", at_least=1)
+    optimizer: Literal["sgd", "adam"] = LocalSGD.options()["optimizer"].field()
     rate_decay: float = LocalSGD.options()["rate_decay"].field()
     rate_decay_after: int = LocalSGD.options()["rate_decay_after"].field()
     momentum: float = setting(0.0, "momentum of local SGD", at_least=0, below=1)

@@ -36,7 +36,7 @@ class _TCT(SumsMethod):
     name = "tct"
     strategy_class = TCT
     own_settings = TCTSettings
-    apart = ("learning_rate", "loss", "proximal_mu")
+    apart = ("learning_rate", "loss", "optimizer", "proximal_mu")
     metrics = ("examples-changed", "features-constant", "rate-times-lambda", "ridge")
 
     def validates(self, config: BaseConfig) -> str:

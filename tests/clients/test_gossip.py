@@ -82,12 +82,14 @@ def test_a_neighbour_that_was_not_heard_leaves_its_share():
         assert shares == pytest.approx(expected, abs=1e-15)
 
 
-def test_an_average_without_training_and_a_global_model_to_be_near_to_are_refused():
+def test_an_average_without_training_a_global_model_to_be_near_to_and_adam_are_refused():
     config = {"step": "average", "server-round": 3, **DFedAvgOptions().to_config()}
     client, near = DFedAvgClient(network(), *examples(3)), LocalSGD(proximal_mu=0.1)
     refused("the weights of this round are lost", client.fit, named(), config)
     for kind in (DFedAvgClient, DFedSAMClient, DisPFLClient, DPSGDClient):
         refused(f"mu: .*; {kind.__name__} has no global", kind, network(), X, Y, sgd=near)
+        adam = LocalSGD(optimizer="adam")
+        refused(f"expected sgd with {kind.strategy}, got", kind, network(), X, Y, sgd=adam)
 
 
 # ------------------------------------------------------------------ DFedSAM

@@ -139,9 +139,10 @@ def test_other_records_are_refused(change, message):
     refused(message, client(model).fit, NamedArrays(sent), {})
 
 
-def test_local_training_without_steps_or_with_a_proximal_term_is_refused():
+def test_local_training_without_steps_with_a_proximal_term_or_adam_is_refused():
     for sgd, text in (
         (LocalSGD(epochs=0), "epochs: expected at least 1 with SCAFFOLD, got 0"),
         (LocalSGD(proximal_mu=0.1), "expected 0, got 0.1; SCAFFOLD has no proximal"),
+        (LocalSGD(optimizer="adam"), "optimizer: expected sgd with SCAFFOLD, got adam"),
     ):
         refused(text, client, nn.Linear(4, 3), sgd=sgd)

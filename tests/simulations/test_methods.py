@@ -14,7 +14,7 @@ from fedntk.clients import SGDClient
 from fedntk.ntk.options import Declared, option, part
 from fedntk.simulations import Config, ConfigError, Method, RunFailed, compare, load_predictor, run
 from fedntk.simulations.cli import app
-from fedntk.simulations.engine.building import load_setup, make_strategy
+from fedntk.simulations.engine.building import load_setup, make_client, make_strategy
 from fedntk.simulations.engine.server_app import prepare
 from fedntk.simulations.methods import all_methods, own_methods
 from fedntk.strategies import SeededFedAvg, Update
@@ -75,6 +75,12 @@ def test_an_option_of_one_line_is_known_everywhere(tmp_path):
     assert Config.describe(place)[-1] == "toy-avg.depth = 2: how deep"
     assert make_strategy(load_setup(config)).depth == config.settings.depth == 4
     assert "toy-avg.depth" not in config.replace(method="fedavg").values()
+
+
+def test_tct_has_an_optimizer_for_each_of_its_stages():
+    setup = load_setup(Config(method="tct", optimizer="adam", tct={"optimizer": "gd"}))
+    stages = make_client(setup, 0, {}).sgd.optimizer, make_strategy(setup).optimizer
+    assert stages == ("adam", "gd")
 
 
 OWN_MODELS = sorted(n for n, own in own_methods().items() if own.headline.startswith("client"))
