@@ -151,15 +151,22 @@ class ScatteringNetwork(nn.Sequential):
         super().__init__(scattering, LogStandardise(), nn.Linear(width, num_classes))
 
 
-def resnet18(input_shape: InputShape, num_classes: int, norm: str = "batch") -> nn.Module:
+def resnet18(
+    input_shape: InputShape, num_classes: int, norm: str = "batch", groups: int = 32
+) -> nn.Module:
     """Torchvision's ResNet-18 with a stem for small images: 3 x 3, stride 1, no pooling.
 
-    `norm` is "batch", or "group" for GroupNorm with 32 groups.
+    `norm` is "batch", or "group" for GroupNorm with `groups` groups. Its layers have 64, 128, 256
+    and 512 channels.
     """
     from torchvision.models import resnet18 as torchvision_resnet18
 
     channels, _, _ = _image(input_shape, "resnet18", at_least=8)
-    layer = partial(nn.GroupNorm, 32) if norm == "group" else None
+    if norm == "group" and 64 % groups:
+        raise ConfigError(
+            f"groups: expected a divisor of 64, resnet18's fewest channels of a layer, got {groups}"
+        )
+    layer = partial(nn.GroupNorm, groups) if norm == "group" else None
     model: nn.Module = torchvision_resnet18(num_classes=num_classes, norm_layer=layer)
     model.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
     model.maxpool = nn.Identity()
@@ -311,7 +318,7 @@ def _by_name(config: BaseConfig, input_shape: InputShape, num_classes: int) -> n
         "lenet": lenet,
         "lenet-bn": partial(lenet, batch_norm=True),
         "digits-cnn": partial(digits_cnn, width=config.width),
-        "resnet18": partial(resnet18, norm=config.norm),
+        "resnet18": partial(resnet18, norm=config.norm, groups=config.groups),
         "char-lstm": partial(CharLSTM, width=config.width),
         "two-patch-cnn": partial(TwoPatchCNN, width=config.width),
         "scattering": ScatteringNetwork,

@@ -154,6 +154,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         "matrices and filters drawn anew by that rule",
     )
     norm: Literal["batch", "group"] = setting("batch", "normalisation in resnet18")
+    groups: int = setting(32, "groups of channels in resnet18 with norm = group", at_least=1)
     random_features: int = setting(
         0,
         "p random features of the last layer's inputs, which a last layer drawn anew is given in "

@@ -26,7 +26,7 @@ HARMLESS_SETTINGS = HARMLESS - {"max_examples"} | {
     *("lost_share", "late_share", "targets", "metrics", "monitor", "patience", "checkpoint_every"),
     *("test_examples", "width", "init", "norm", "learning_rate", "random_features", "expand"),
     *("bandwidth", "projection_kind", "local_epochs", "batch_size", "momentum", "weight_decay"),
-    *("optimizer", "rate_decay", "rate_decay_after"),
+    *("optimizer", "rate_decay", "rate_decay_after", "groups"),
     *("public", "ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
     *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
     *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -52,6 +53,26 @@ def test_networks_have_their_size_and_one_output_for_each_class(options, shape, 
         kinds = {type(module) for module in model.modules()}
         grouped = "norm" in options
         assert (nn.GroupNorm in kinds, nn.BatchNorm2d in kinds) == (grouped, not grouped)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 32])
+def test_each_group_of_channels_is_normalised_by_itself(groups):
+    """Torchvision's network with torch's GroupNorm, to the bit; 32 groups by default.
+
+    A layer against float64: sums of at most 1,024 numbers in float32, 1,024 * 6e-8 < 1e-4.
+    """
+    config = Config(model="resnet18", norm="group", **({} if groups == 32 else {"groups": groups}))
+    ours = build_model(config, (3, 8, 8), 10).eval()
+    theirs = resnet18(num_classes=10, norm_layer=partial(nn.GroupNorm, groups)).eval()
+    theirs.conv1, theirs.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    theirs.load_state_dict(ours.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    x, maps = (torch.randn(shape, generator=generator) for shape in ((2, 3, 8, 8), (2, 64, 4, 4)))
+    assert torch.equal(ours(x), theirs(x))
+    by_group = maps.double().unflatten(1, (groups, -1)).flatten(2)
+    spread = (by_group.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
+    expected = ((by_group - by_group.mean(2, keepdim=True)) / spread).view_as(maps)
+    torch.testing.assert_close(ours.layer1[0].bn1(maps).double(), expected, rtol=0, atol=1e-4)
 
 
 def test_mlp_starts_kaiming_normal_with_zero_biases():
@@ -122,6 +143,7 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path, me
         ({"model": "lenet"}, (1, 8, 8), "model = lenet: .* at least 16 x 16"),
         ({"model": "two-patch-cnn"}, (3, 60), r"expected examples of shape \(2, d\) and 2 classes"),
         ({"model": THREE_CLASSES}, (4,), r"outputs of shape \(n, 4\), .* got \('n', 3\)"),
+        ({"model": "resnet18", "norm": "group", "groups": 5}, (3, 8, 8), "groups: .* of 64, .* 5"),
         ({"random_features": 6, "expand": "buckets"}, (5,), "random-features: .* multiple of .*6"),
         ({"projection": 65}, (1, 8, 8), "projection: expected at most 64, the numbers in an ex"),
         ({"model": "char-lstm", "centre": True}, (5,), "char-lstm: fails .* centred by"),
