@@ -443,6 +443,9 @@ def reproduce_command(
         str, Argument(help="Such as tct/table-2, or a TOML file; without it, all are listed.")
     ] = "",
     *,
+    method: Annotated[
+        str, Option(help="One more row, such as mymethod.py:Mine; only it is run.")
+    ] = "",
     rows: Annotated[str, Option(help="Rows, with commas; may be patterns.")] = "*",
     columns: Annotated[str, Option(help="Columns, with commas; may be patterns.")] = "*",
     seeds: Annotated[str, Option(help="Seeds, such as 0,1 or 0-2; the table's by default.")] = "",
@@ -468,6 +471,8 @@ def reproduce_command(
       fedntk reproduce tct/table-2 --rows fedavg,tct --seeds 0-2 --out results
 
       fedntk reproduce ntk-fl/table-1 --small
+
+      fedntk reproduce board --method mymethod.py:Mine
     """
     from .reproduction import reproduce, show_listing
 
@@ -476,6 +481,7 @@ def reproduce_command(
         return
     page = reproduce(
         table,
+        method=method,
         rows=rows.split(","),
         columns=columns.split(","),
         seeds=seeds,

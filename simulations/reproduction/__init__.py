@@ -19,6 +19,7 @@ __all__ = ["Declaration", "listing", "reproduce", "show_listing", "verify"]
 def reproduce(
     table: str,
     *,
+    method: str = "",
     rows: Sequence[str] = ("*",),
     columns: Sequence[str] = ("*",),
     seeds: str = "",
@@ -36,6 +37,9 @@ def reproduce(
     ----------
     table : str
         Name of a declaration that comes with fedntk, or a TOML file.
+    method : str
+        A method that is not in the table, such as ``"mymethod.py:Mine"``: a row of its own, and
+        the only one that is run.
     rows, columns : sequence of str
         Which cells; may be patterns.
     seeds : str
@@ -61,6 +65,9 @@ def reproduce(
         Some cells failed; the others' figures are in the folder.
     """
     declaration = Declaration.load(table)
+    if method:
+        declaration = declaration.with_method(method)
+        rows = [list(declaration.rows)[-1]]
     cells = declaration.plan(form, rows=rows, columns=columns, seeds=_seeds(seeds))
     if not cells:
         raise ConfigError(f"{table}: none of these cells fits one machine; name row and column")

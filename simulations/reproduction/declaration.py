@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -53,10 +53,13 @@ class Line(_Part):
     label: str = ""
     settings: Settings = {}
     search: dict[str, list[Any]] | None = None  # a grid of as many trials as the table's
+    search_settings: Settings = {}  # while the search runs
     searched: bool = True
     note: str = ""
     missing: str = ""  # why it is not run: what fedntk lacks
     x: float | None = None  # place on a figure's axis
+    columns: list[str] = ["*"]  # of a row: where it is run
+    needs: list[str] = []  # of a row: what it needs beyond weights that travel
 
 
 class FormOf(_Part):
@@ -68,7 +71,7 @@ class FormOf(_Part):
     columns: list[str] = ["*"]
     seeds: list[int] | None = None
     row_settings: dict[str, Settings] = {}
-    search: Settings | None = None  # of the search's settings
+    search: Settings = {}  # of the search's settings
 
 
 class Picture(_Part):
@@ -170,6 +173,12 @@ class Declaration(_Part):
         )
         return next(reasons, "")
 
+    def with_method(self, place: str, grid: dict[str, list[Any]] | None = None) -> Self:
+        """Return a copy with one more row, of a method such as ``mymethod.py:Mine``."""
+        name = place.rpartition(":")[2] or place
+        row = Line(label=name, settings={"method": place}, search=grid)
+        return self.model_copy(update={"rows": {**self.rows, name: row}})
+
     def form(self, form: Form) -> FormOf | None:
         """Return what a form changes; of the paper's size, nothing."""
         return {"paper": FormOf(), "smaller": self.smaller, "small": self.small}[form]
@@ -198,6 +207,7 @@ class Declaration(_Part):
                 raise ConfigError(f"{row}: {missing}")
             too_large = form == "paper" and self.reason_beyond(row, column) and not named
             in_form = _is_one_of(row, change.rows) and _is_one_of(column, change.columns)
+            in_form &= _is_one_of(column, self.rows[row].columns)
             if in_form and not missing and not too_large:
                 numbers = seeds or change.seeds or self.seeds
                 cells += [self.cell(row, column, seed, form) for seed in numbers]
@@ -212,7 +222,8 @@ class Declaration(_Part):
         search = self.search if line.searched and self.columns[column].searched else None
         if search is not None:
             grid = line.search or self.columns[column].search or search.grid
-            settings = merged(search.settings, change.search or {})
+            lines = self.columns[column].search_settings, line.search_settings
+            settings = merged(search.settings, *lines, change.search)
             search = search.model_copy(update={"grid": grid, "settings": settings})
         return Cell(self.name, form, row, column, seed, merged(*layers), search)
 
@@ -257,11 +268,8 @@ class Cell:
 
 def all_names() -> list[str]:
     """Return the names of the declarations that come with fedntk, in order."""
-    return sorted(path.relative_to(TABLES).with_suffix("").as_posix() for path in _files())
-
-
-def _files() -> Iterator[Path]:
-    yield from TABLES.glob("*/*.toml")
+    files = TABLES.rglob("*.toml")
+    return sorted(path.relative_to(TABLES).with_suffix("").as_posix() for path in files)
 
 
 def merged(*layers: Mapping[str, Any]) -> Settings:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from logging import ERROR, getLogger
 from multiprocessing import get_context
@@ -30,10 +31,10 @@ from ..configuration import Config
 from ..engine._flower import log_from
 from ..engine.progress import Progress, progress, silence_bars
 from ..engine.runs import run
-from ..errors import ConfigError, RunFailed
+from ..errors import ConfigError, RunFailed, Stopped
 from ..report.results import machine
 from ..tuning.tuning import tune
-from .declaration import Cell, Declaration, merged
+from .declaration import TABLES, Cell, Declaration, merged
 from .measures import NO_ROUND, Value, costs, program_values
 
 FIGURES = "figures.parquet"  # of a cell
@@ -195,12 +196,17 @@ def rounds_of_search(cell: Cell) -> int:
 
 
 def config_of(cell: Cell, out: Path, data_dir: str) -> Config:
-    """Return the configuration of a cell's run; ``{data}`` in its data set is the data's folder."""
+    """Return the configuration of a cell's run.
+
+    In its data set ``{data}`` is the folder of the data, and ``{tables}`` that of the declarations.
+    """
     settings = merged({"server-threads": 1, "targets": "0.5"}, cell.settings)
     if "dataset" in settings:
-        settings["dataset"] = settings["dataset"].replace("{data}", data_dir or "data")
-    places = {"data-dir": data_dir} if data_dir else {}
-    return Config(settings, places, seed=cell.seed, out=str(out), name=cell.row)
+        places = {"{data}": data_dir or "data", "{tables}": str(TABLES)}
+        for name, place in places.items():
+            settings["dataset"] = settings["dataset"].replace(name, place)
+    folder = {"data-dir": data_dir} if data_dir else {}
+    return Config(settings, folder, seed=cell.seed, out=str(out), name=cell.row)
 
 
 def _search(declaration: Declaration, cell: Cell, out: Path, data_dir: str) -> None:
@@ -305,13 +311,18 @@ def probe(
 ) -> dict[str, float]:
     """Return row -> seconds of one round on this machine, from one round of a cell to be run."""
     seconds: dict[str, float] = {}
+
+    def stop_after_one(record: Mapping[str, float]) -> None:
+        seconds[cell.row] = seconds.get(cell.row, 0.0) + record["seconds"]
+        if record["round"] > 0:
+            raise Stopped("one round is enough")
+
     for cell in cells:
         if cell.row in seconds or declaration.program or is_done(declaration, out, cell):
             continue
-        with tempfile.TemporaryDirectory() as folder, log_from(ERROR):
-            short = merged(cell.settings, {"rounds": 1, "patience": 0})
-            config = config_of(replace(cell, settings=short, search=None), Path(folder), data_dir)
-            seconds[cell.row] = float(run(config, progress=False).curve("seconds").sum())
+        with tempfile.TemporaryDirectory() as folder, log_from(ERROR), suppress(Stopped):
+            config = config_of(cell, Path(folder), data_dir)
+            run(config, progress=False, on_round=stop_after_one)
     return seconds
 
 

@@ -4,7 +4,7 @@ A mean over the last evaluations stands for a run's end, and a mean of five eval
 see :func:`~fedntk.simulations.report.results.round_at`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,7 +35,8 @@ class Measure(BaseModel):
     largest mean of five evaluations in a row; ``"rounds"``, at `rounds`; ``"curve"``, at all;
     ``"reach"``, the first round at which it reaches `target`; ``"total"``, its sum, up to the round
     at which `until` is reached by the accuracy, if given; ``"clients"``, the deciles of the
-    clients' values at `rounds`, or in their last evaluation.
+    clients' values at `rounds`, or in their last evaluation. Rounds after a sum in `within` has
+    passed its limit do not count. The metric ``"headline"`` is what the method is judged by.
     """
 
     model_config = ConfigDict(
@@ -48,6 +49,7 @@ class Measure(BaseModel):
     rounds: list[int] = []
     target: float = 0.0
     until: float = 0.0
+    within: dict[str, float] = {}  # sums of metrics, with + between them -> the most that counts
     function: str = ""  # <file>.py:<function> of a Run in place of all these
     label: str = ""
     unit: str = ""
@@ -78,43 +80,53 @@ class Measure(BaseModel):
                 yield Value(f"{name}, decile {decile}", int(number), self.factor * figure)
 
 
-def _by_round(run: Run, metric: str) -> dict[int, float]:
-    return {int(number): float(value) for number, value in run.curve(metric).items()}  # type: ignore[call-overload]
+def _curve(measure: Measure, run: Run) -> dict[int, float]:
+    name = run.summary["headline"] if measure.metric == "headline" else measure.metric
+    curve = run.curve(name)
+    last = curve.index.max()
+    for metrics, limit in measure.within.items():
+        spent = pd.concat([run.curve(name).cumsum() for name in metrics.split("+")], axis=1).sum(1)
+        last = min(last, spent[spent <= limit].index.max())
+    return {int(number): float(curve[number]) for number in curve.index if number <= last}
+
+
+def _trained(measure: Measure, run: Run) -> pd.Series:
+    curve = pd.Series(_curve(measure, run), dtype=float)
+    return curve[curve.index > 0]
 
 
 def _end(measure: Measure, run: Run) -> dict[int, float]:
-    curve = run.curve(measure.metric)
-    return {NO_ROUND: curve[curve.index > 0].tail(measure.last).mean()}
+    return {NO_ROUND: _trained(measure, run).tail(measure.last).mean()}
 
 
 def _best(measure: Measure, run: Run) -> dict[int, float]:
-    curve = run.curve(measure.metric)
-    return {NO_ROUND: curve[curve.index > 0].rolling(NEIGHBOURS, min_periods=1).mean().max()}
+    means = _trained(measure, run).rolling(NEIGHBOURS, min_periods=1).mean()
+    return {NO_ROUND: means.max()}
 
 
-def _at_rounds(measure: Measure, run: Run) -> Mapping[int, float]:
-    curve = run.curve(measure.metric)
+def _at_rounds(measure: Measure, run: Run) -> dict[int, float]:
+    curve = _curve(measure, run)
     return {number: curve.get(number, np.nan) for number in measure.rounds}
 
 
-def _curve(measure: Measure, run: Run) -> Mapping[int, float]:
-    return _by_round(run, measure.metric)
-
-
 def _reach(measure: Measure, run: Run) -> dict[int, float]:
-    number = round_at(_by_round(run, measure.metric), measure.target)
+    number = round_at(_curve(measure, run), measure.target)
     return {NO_ROUND: np.nan if number is None else number}
 
 
 def _total(measure: Measure, run: Run) -> dict[int, float]:
-    curve = run.curve(measure.metric)
+    curve = _curve(measure, run)
+    last = max(curve, default=0)
     if measure.until:
-        number = round_at(_by_round(run, "accuracy"), measure.until)
-        return {NO_ROUND: np.nan if number is None else curve[curve.index <= number].sum()}
-    return {NO_ROUND: curve.sum()}
+        accuracy = measure.model_copy(update={"metric": "accuracy"})
+        reached = round_at(_curve(accuracy, run), measure.until)
+        if reached is None:
+            return {NO_ROUND: np.nan}
+        last = reached
+    return {NO_ROUND: sum(value for number, value in curve.items() if number <= last)}
 
 
-READ: dict[str, Callable[[Measure, Run], Mapping[int, float]]] = {
+READ: dict[str, Callable[[Measure, Run], dict[int, float]]] = {
     "end": _end,
     "best": _best,
     "rounds": _at_rounds,

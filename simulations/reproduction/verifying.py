@@ -58,6 +58,10 @@ def verify(
         keys = (table[key] == value for key, value in
                 zip(("form", "row", "column", "seed"), names[name], strict=True))  # fmt: skip
         before = table[np.logical_and.reduce(list(keys))]
+        if row not in declaration.rows:
+            raise ConfigError(
+                f"{row} is no row of {declaration.name}; verify the others with --cells"
+            )
         cell = declaration.cell(row, column, int(seed), form)
         if cell.digest != before.settings.iloc[0]:
             raise ConfigError(
