@@ -85,7 +85,7 @@ def _curve(measure: Measure, run: Run) -> dict[int, float]:
     curve = run.curve(name)
     last = curve.index.max()
     for metrics, limit in measure.within.items():
-        spent = pd.concat([run.curve(name).cumsum() for name in metrics.split("+")], axis=1).sum(1)
+        spent = pd.concat([run.curve(name).cumsum() for name in metrics.split("+")], axis=1).sum(axis=1)
         last = min(last, spent[spent <= limit].index.max())
     return {int(number): float(curve[number]) for number in curve.index if number <= last}
 
