@@ -114,6 +114,7 @@ class DecentralisedMethod(Method):
                 quantiles = np.quantile(values, [0, 0.25, 0.5, 0.75, 1])
                 statistics = dict(zip(("min", "q1", "median", "q3", "max"), quantiles, strict=True))
                 statistics |= {"mean": np.mean(values), "std": np.std(values)}
+                statistics |= {f"decile-{d}": np.percentile(values, d) for d in range(0, 101, 10)}
                 measured |= {f"{point}-accuracy-{name}": float(v) for name, v in statistics.items()}
         return measured
 

@@ -89,6 +89,7 @@ def test_a_run_judges_its_last_models_and_means_of_some_of_them(tmp_path):
     found = [result.curve(f"trained-accuracy-{k}")[2] for k in STATISTICS]
     assert found == pytest.approx(expected, abs=1e-12)
     assert result.curve("averaged-accuracy-median")[2] != found[4]
+    assert result.curve("trained-accuracy-decile-30")[2] == pytest.approx(np.percentile(each, 30))
     assert "selection-d-psgd.png" in write_report(tmp_path).read_text()
 
 
