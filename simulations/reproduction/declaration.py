@@ -75,14 +75,23 @@ class FormOf(_Part):
 
 
 class Picture(_Part):
-    """What is drawn: a measure by round, or by the columns' x; or bars."""
+    """What is drawn: a measure by round, by the columns' x, or against another; bars; deciles."""
 
-    measure: str
-    x: Literal["round", "column", "bars"] = "round"
+    measure: str | list[str]  # each of several has a panel
+    also: list[str] = []  # measures beside it
+    against: str = ""  # with x = "measure": the one on that axis
+    x: Literal["round", "column", "bars", "measure", "deciles"] = "round"
     x_label: str = "communication round"
+    y_label: str = ""
     log: bool = False
     low: float | None = None
     high: float | None = None
+
+    @property
+    def measures(self) -> list[str]:
+        """Return the names of all measures that are drawn."""
+        names = [*listed(self.measure), *self.also, self.against]
+        return [name for name in names if name]
 
 
 class Declaration(_Part):
@@ -120,8 +129,8 @@ class Declaration(_Part):
                 _require(row, self.rows, "a row")
                 if len(listed(figures)) != len(self.columns):
                     raise ValueError(f"paper: expected a figure for each column in {row}")
-        if self.figure:
-            _require(self.figure.measure, self.measures, "a measure")
+        for measure in self.figure.measures if self.figure else ():
+            _require(measure, self.measures, "a measure")
         for name, line in {**self.rows, **self.columns}.items():
             trials = Search(grid=line.search).trials if line.search else 0
             if trials and (self.search is None or trials != self.search.trials):

@@ -17,6 +17,7 @@ from ..report.results import Run, round_at
 
 NO_ROUND = -1  # of a figure of the whole run
 NEIGHBOURS = 5  # evaluations of which a mean is taken
+DECILES = range(0, 101, 10)
 COSTS = {"seconds": "seconds", "bytes up": "bytes-up", "bytes down": "bytes-down"}
 
 
@@ -34,9 +35,11 @@ class Measure(BaseModel):
     `at` says where the metric is read: ``"end"``, the mean of its last evaluations; ``"best"``, the
     largest mean of five evaluations in a row; ``"rounds"``, at `rounds`; ``"curve"``, at all;
     ``"reach"``, the first round at which it reaches `target`; ``"total"``, its sum, up to the round
-    at which `until` is reached by the accuracy, if given; ``"clients"``, the deciles of the
-    clients' values at `rounds`, or in their last evaluation. Rounds after a sum in `within` has
-    passed its limit do not count. The metric ``"headline"`` is what the method is judged by.
+    at which `until` is reached by the accuracy, if given; ``"cumulative"``, its sums up to each
+    round with an evaluation; ``"clients"``, the deciles of the clients' values at `rounds`, or in
+    their last evaluation. Rounds after a sum in `within` has passed its limit do not count. The
+    metric ``"headline"`` is what the method is judged by; with `client` it is of that partition's
+    own evaluations.
     """
 
     model_config = ConfigDict(
@@ -44,7 +47,8 @@ class Measure(BaseModel):
     )
 
     metric: str = "accuracy"
-    at: Literal["end", "best", "rounds", "curve", "reach", "total", "clients"] = "end"
+    client: int | None = None
+    at: Literal["end", "best", "rounds", "curve", "reach", "total", "cumulative", "clients"] = "end"
     last: int = NEIGHBOURS
     rounds: list[int] = []
     target: float = 0.0
@@ -66,26 +70,32 @@ class Measure(BaseModel):
             ).items():
                 yield Value(name, number, float(value))
         elif self.at == "clients":
-            yield from self._deciles(run.clients, name)
+            yield from self._deciles(run, name)
         else:
             for number, value in READ[self.at](self, run).items():
                 yield Value(name, int(number), self.factor * float(value))
 
-    def _deciles(self, clients: pd.DataFrame, name: str) -> Iterator[Value]:
-        table = clients[clients.metric == self.metric]
-        for number in self.rounds or [table["round"].max()]:
-            values = table[table["round"] == number].value
-            for decile in range(0, 101, 10):
-                figure = float(np.percentile(values, decile)) if len(values) else np.nan
-                yield Value(f"{name}, decile {decile}", int(number), self.factor * figure)
+    def _deciles(self, run: Run, name: str) -> Iterator[Value]:
+        curves = {d: run.curve(f"{self.metric}-decile-{d}") for d in DECILES}
+        if curves[0].empty:  # not of models that the server evaluates: clients do
+            by_round = run.clients[run.clients.metric == self.metric].groupby("round").value
+            curves = {d: by_round.quantile(d / 100) for d in DECILES}
+        evaluated = curves[0].index
+        for number in [n for n in self.rounds if n in evaluated] or evaluated[-1:]:
+            for decile, curve in curves.items():
+                yield Value(f"{name}, decile {decile}", int(number), self.factor * curve[number])
 
 
 def _curve(measure: Measure, run: Run) -> dict[int, float]:
     name = run.summary["headline"] if measure.metric == "headline" else measure.metric
     curve = run.curve(name)
+    if measure.client is not None:
+        rows = run.clients[run.clients.partition == measure.client]
+        curve = rows[rows.metric == name].set_index("round").value
     last = curve.index.max()
     for metrics, limit in measure.within.items():
-        spent = pd.concat([run.curve(name).cumsum() for name in metrics.split("+")], axis=1).sum(axis=1)
+        costs_so_far = [run.curve(metric).cumsum() for metric in metrics.split("+")]
+        spent = pd.concat(costs_so_far, axis=1).sum(axis=1)
         last = min(last, spent[spent <= limit].index.max())
     return {int(number): float(curve[number]) for number in curve.index if number <= last}
 
@@ -118,12 +128,18 @@ def _total(measure: Measure, run: Run) -> dict[int, float]:
     curve = _curve(measure, run)
     last = max(curve, default=0)
     if measure.until:
-        accuracy = measure.model_copy(update={"metric": "accuracy"})
+        accuracy = measure.model_copy(update={"metric": "accuracy", "client": None})
         reached = round_at(_curve(accuracy, run), measure.until)
         if reached is None:
             return {NO_ROUND: np.nan}
         last = reached
     return {NO_ROUND: sum(value for number, value in curve.items() if number <= last)}
+
+
+def _cumulative(measure: Measure, run: Run) -> dict[int, float]:
+    sums = run.curve(measure.metric).cumsum()
+    evaluated = run.curve(run.summary["headline"]).index
+    return {int(number): float(sums[number]) for number in sums.index.intersection(evaluated)}
 
 
 READ: dict[str, Callable[[Measure, Run], dict[int, float]]] = {
@@ -133,6 +149,7 @@ READ: dict[str, Callable[[Measure, Run], dict[int, float]]] = {
     "curve": _curve,
     "reach": _reach,
     "total": _total,
+    "cumulative": _cumulative,
 }
 
 

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from ..report.figures import COLOURS, LINES, MARKERS
 from ..report.report import markdown
-from .declaration import Declaration, Form
+from .declaration import Declaration, Form, listed
 from .measures import NO_ROUND
 
-MOST_COLUMNS = 8  # of one panel's width in a picture
+SHOWN_DECILES = (0, 10, 50, 90, 100)  # in tables
 
 
 def write(declaration: Declaration, table: pd.DataFrame, out: Path) -> Path:
@@ -57,9 +57,13 @@ def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str,
     parts: dict[str, dict[str, dict[str, str]]] = {}
     one_column, small = len(declaration.columns) == 1, "small" in set(table.form)
     for name, measure in declaration.measures.items():
-        if measure.at == "curve":
+        if measure.at in ("curve", "cumulative"):
             continue
         rows = table[(table.measure == name) | table.measure.str.startswith(f"{name}, ")]
+        if measure.at == "clients":
+            last = rows.groupby(["row", "column"])["round"].transform("max")
+            shown = [f"{name}, decile {decile}" for decile in SHOWN_DECILES]
+            rows = rows[(rows["round"] == last) & rows.measure.isin(shown)]
         label = f"{measure.label or name}{measure.unit and f' ({measure.unit})'}"
         part = parts.setdefault("" if one_column else label, {})
         keys: Any = rows.groupby(["column", "measure", "round"], sort=False)
@@ -99,76 +103,105 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
     picture = declaration.figure
     if picture is None:
         raise ValueError(f"{declaration.name} declares no figure")
-    rows = table[table.measure == picture.measure]
-    by_round = picture.x == "round"
-    panels = [c for c in declaration.columns if c in set(rows.column)] if by_round else [""]
+    drawn = table[[name.partition(", ")[0] in picture.measures for name in table.measure]]
+    limits = (None, None) if "small" in set(drawn.form) else (picture.low, picture.high)
+    by_column = picture.x in ("round", "deciles")
+    columns = [c for c in declaration.columns if not by_column or c in set(drawn.column)]
+    panels = list(itertools.product(listed(picture.measure), columns if by_column else [""]))
     across = min(len(panels), 4)
     down = -(-len(panels) // 4)
     size = (max(4.4 * across, 6.4), 3.6 * down + 0.6)
     figure = Figure(figsize=size, dpi=110, layout="constrained")
-    axes = figure.subplots(down, across, squeeze=False, sharey=True)
-    for place, panel in enumerate(panels):
-        axis = axes.flat[place]
-        part = rows[rows.column == panel] if by_round else rows
-        {"round": _curves, "column": _lines, "bars": _bars}[picture.x](axis, declaration, part)
-        axis.set_title(declaration.label(panel) if panel else "", fontsize="medium")
-        axis.set_ylim(picture.low, picture.high)
+    axes = figure.subplots(down, across, squeeze=False, sharey=isinstance(picture.measure, str))
+    for place, (name, column) in enumerate(panels):
+        axis, measure = axes.flat[place], declaration.measures[name]
+        one = picture.model_copy(update={"measure": name})
+        part = drawn[drawn.column == column] if by_column else drawn
+        DRAW[picture.x](axis, declaration.model_copy(update={"figure": one}), part)
+        axis.set_title(declaration.label(column) if column else "", fontsize="medium")
+        axis.set_ylim(*limits)
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
         if picture.x != "bars":
             axis.set_xscale("log" if picture.log else "linear")
             axis.set_xlabel(picture.x_label)
+        if place % across == 0 or not isinstance(picture.measure, str):
+            unit = measure.unit and f" ({measure.unit})"
+            axis.set_ylabel(picture.y_label or f"{measure.label or name}{unit}")
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    measure = declaration.measures[picture.measure]
-    unit = measure.unit and f" ({measure.unit})"
-    for axis in axes[:, 0]:
-        axis.set_ylabel(f"{measure.label or picture.measure}{unit}")
     pairs = (zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat)
     handles = {label: handle for handle, label in itertools.chain(*pairs)}
-    columns = max(1, min(len(handles), int(size[0] * 14 / (6 + max(map(len, handles), default=1)))))
+    width = 6 + max(map(len, handles), default=1)
+    entries = max(1, min(len(handles), int(size[0] * 14 / width)))
     figure.legend(
-        handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False
+        handles.values(), handles, loc="outside lower center", ncols=entries, frameon=False
     )
     return figure
 
 
-def _style(declaration: Declaration, row: str) -> dict[str, Any]:
-    place = list(declaration.rows).index(row)
-    look = place % len(COLOURS)
-    line = LINES[place // len(COLOURS) % len(LINES)]
-    return {"color": COLOURS[look], "marker": MARKERS[look], "ls": line, "ms": 4}
-
-
-def _of_rows(declaration: Declaration, part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    for row in declaration.rows:
-        if len(cells := part[part.row == row].dropna(subset="value")):
-            yield row, cells
+def _drawn_lines(
+    declaration: Declaration, part: pd.DataFrame
+) -> Iterator[tuple[str, dict[str, Any], pd.DataFrame]]:
+    """Yield row, label and style, and cells of each row and measure that have figures."""
+    picture, rows = declaration.figure, list(declaration.rows)
+    if picture is None:
+        return
+    names = [*listed(picture.measure), *picture.also]
+    for (place, row), (number, name) in itertools.product(enumerate(rows), enumerate(names)):
+        named = (part.measure == name) | part.measure.str.startswith(f"{name}, ")
+        cells = part[(part.row == row) & named].dropna(subset="value")
+        if cells.empty:
+            continue
+        words = [declaration.label(row)] if len(rows) > 1 or not picture.also else []
+        words += [declaration.measures[name].label or name] if picture.also else []
+        look = (place if len(rows) > 1 else number) % len(COLOURS)
+        line = LINES[(number or place // len(COLOURS)) % len(LINES)]
+        style = {"color": COLOURS[look], "marker": MARKERS[look], "ls": line, "ms": 4}
+        yield row, {"label": ", ".join(words), **style}, cells
 
 
 def _curves(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
-    for row, cells in _of_rows(declaration, part):
+    for _, style, cells in _drawn_lines(declaration, part):
         drawn = cells[cells["round"] != NO_ROUND].groupby("round").value.agg(["mean", "min", "max"])
-        style = _style(declaration, row)
         every = max(len(drawn) // 12, 1)
-        label = declaration.label(row)
-        axis.plot(drawn.index, drawn["mean"], markevery=every, label=label, **style)
+        axis.plot(drawn.index, drawn["mean"], markevery=every, **style)
         axis.fill_between(drawn.index, drawn["min"], drawn["max"], color=style["color"], alpha=0.15)
 
 
+def _deciles(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
+    for _, style, cells in _drawn_lines(declaration, part):
+        deciles = cells.measure.str.rpartition(" ")[2].astype(int)
+        drawn = cells.groupby(["round", deciles]).value.mean().unstack()
+        axis.plot(drawn.index, drawn[50], **style)
+        for low in range(0, 50, 10):
+            edges = drawn[low], drawn[100 - low]
+            axis.fill_between(drawn.index, *edges, color=style["color"], alpha=0.12, lw=0)
+
+
 def _lines(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
-    for row, cells in _of_rows(declaration, part):
+    for row, style, cells in _drawn_lines(declaration, part):
         places = cells.column.map(lambda name: declaration.columns[name].x)
         drawn = cells.assign(x=places).groupby("x").value.agg(["mean", "min", "max"])
         bars = [drawn["mean"] - drawn["min"], drawn["max"] - drawn["mean"]]
-        style, label = _style(declaration, row), declaration.label(row)
-        axis.errorbar(drawn.index, drawn["mean"], bars, capsize=2, label=label, **style)
+        axis.errorbar(drawn.index, drawn["mean"], bars, capsize=2, **style)
         if figures := _paper(declaration, row):
             axis.plot(*zip(*figures, strict=True), color=style["color"], marker="x", ls=":", lw=0.8)
 
 
+def _against(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
+    """Draw one measure against another: means over seeds, by round if they are of rounds."""
+    against = declaration.figure.against if declaration.figure else ""
+    keys = ["row", "column", "seed", "round"]
+    x = part[part.measure == against].set_index(keys).value.rename("x")
+    for _, style, cells in _drawn_lines(declaration, part[part.measure != against].join(x, keys)):
+        drawn = cells.groupby(["column", "round"])[["x", "value"]].mean()
+        for _, line in drawn.groupby("column"):
+            axis.plot(line.x, line.value, **style)
+
+
 def _paper(declaration: Declaration, row: str) -> list[tuple[float, float]]:
-    measure = declaration.figure.measure if declaration.figure else ""
+    measure = str(declaration.figure.measure) if declaration.figure else ""
     figures = [
         (line.x, declaration.paper_figure(measure, row, column))
         for column, line in declaration.columns.items()
@@ -177,15 +210,14 @@ def _paper(declaration: Declaration, row: str) -> list[tuple[float, float]]:
 
 
 def _bars(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
-    rows = list(_of_rows(declaration, part))
+    rows = list(_drawn_lines(declaration, part))
     columns = [c for c in declaration.columns if c in set(part.column)]
     width = 0.8 / max(len(rows), 1)
-    measure = declaration.figure.measure if declaration.figure else ""
-    for number, (row, cells) in enumerate(rows):
+    measure = str(declaration.figure.measure) if declaration.figure else ""
+    for number, (row, style, cells) in enumerate(rows):
         drawn = cells.groupby("column").value.agg(["mean", "min", "max"]).reindex(columns)
         x = np.arange(len(columns)) + width * (number - (len(rows) - 1) / 2)
-        colour = COLOURS[number % len(COLOURS)]
-        axis.bar(x, drawn["mean"], width * 0.92, color=colour, label=declaration.label(row))
+        axis.bar(x, drawn["mean"], width * 0.92, color=style["color"], label=style["label"])
         bars = [drawn["mean"] - drawn["min"], drawn["max"] - drawn["mean"]]
         axis.errorbar(x, drawn["mean"], bars, fmt="none", color="0.2", capsize=2, lw=1)
         figures = [declaration.paper_figure(measure, row, column) for column in columns]
@@ -194,3 +226,8 @@ def _bars(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
             label = "the paper's" if number == 0 else None
             axis.plot(x, numbers, "D", ms=5, mfc="white", mec="0.2", ls="", label=label)
     axis.set_xticks(range(len(columns)), [declaration.label(column) for column in columns])
+
+
+DRAW = {
+    "round": _curves, "deciles": _deciles, "column": _lines, "bars": _bars, "measure": _against,
+}  # fmt: skip
