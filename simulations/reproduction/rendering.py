@@ -132,7 +132,7 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
         axis.set_visible(False)
     pairs = (zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat)
     handles = {label: handle for handle, label in itertools.chain(*pairs)}
-    width = 6 + max(map(len, handles), default=1)
+    width = 11 + max(map(len, handles), default=1)
     entries = max(1, min(len(handles), int(size[0] * 14 / width)))
     figure.legend(
         handles.values(), handles, loc="outside lower center", ncols=entries, frameon=False
