@@ -14,8 +14,8 @@ class DatasetSettings(Settings, frozen=True, eq=True):
 
     dataset: str = setting(
         "digits",
-        "digits, mnist, fashion-mnist, cifar10, femnist, femnist-digits (only its digits), either "
-        "with :<folder>, digit-domains, digits-five, digits-five:<folder>, "
+        "digits, mnist, fashion-mnist, cifar10, cifar100, femnist, femnist-digits (only its "
+        "digits), either with :<folder>, digit-domains, digits-five, digits-five:<folder>, "
         "two-patch:<options>; or your own: csv:<file>, parquet:<file>, folder:<class folders>, "
         "hf:<name or folder>, leaf:<folder>, npz:<file>, or <file>.py:<function>",
     )

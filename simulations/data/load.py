@@ -112,6 +112,7 @@ def _load(settings: DatasetSettings, _modified: object) -> Data:
         train, test = digit_domains(_BY_NAME["mnist"](folder), _BY_NAME["digits"](folder), *counts)
     elif settings.dataset in _BY_NAME:
         train, test = _BY_NAME[settings.dataset](folder)
+        num_classes = 100 if settings.dataset == "cifar100" else num_classes
     else:
         raise _unknown(settings.dataset)
     return Data.of(train, test, num_classes, **options)
@@ -181,9 +182,10 @@ def _idx(path: Path) -> NDArray[np.uint8]:
     return raw[start:].reshape(raw[4:start].view(">u4").tolist())
 
 
-_BY_NAME: dict[str, Callable[[Path], Halves]] = {  # ten classes each
+_BY_NAME: dict[str, Callable[[Path], Halves]] = {  # ten classes each, but for cifar100
     "digits": _digits,
     "mnist": partial(_torchvision, "MNIST", "MNIST"),
     "fashion-mnist": partial(_torchvision, "FashionMNIST", "FashionMNIST"),
     "cifar10": partial(_torchvision, "CIFAR10", ""),
+    "cifar100": partial(_torchvision, "CIFAR100", ""),
 }

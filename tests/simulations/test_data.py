@@ -120,7 +120,10 @@ def test_a_damaged_or_missing_file_is_refused_in_one_line(tmp_path, monkeypatch)
     refuse(r"MNIST is not in .*no route to host.*set data-dir")
 
 
-def test_coloured_pictures_of_torchvision_get_their_channels_first(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
+def test_coloured_pictures_of_torchvision_get_their_channels_first(
+    tmp_path, monkeypatch, name, classes
+):
     """With 3 + 2 pictures in a class of torchvision's form."""
     pixels = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
 
@@ -129,11 +132,11 @@ def test_coloured_pictures_of_torchvision_get_their_channels_first(tmp_path, mon
             assert (root, download) == (str(tmp_path), True)  # nothing is loaded that is there
             self.data, self.targets = (pixels[:3], [0, 9, 3]) if train else (pixels[3:], [1, 2])
 
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Small)
-    data = load("cifar10", data_dir=str(tmp_path))
+    monkeypatch.setattr(torchvision.datasets, name.upper(), Small)
+    data = load(name, data_dir=str(tmp_path))
     np.testing.assert_array_equal(data.x_train, pixels[:3].transpose(0, 3, 1, 2))
     np.testing.assert_array_equal(data.x_test, pixels[3:].transpose(0, 3, 1, 2))
-    assert (data.y_train.tolist(), data.num_classes) == ([0, 9, 3], 10)
+    assert (data.y_train.tolist(), data.num_classes) == ([0, 9, 3], classes)
 
 
 def test_hugging_face_columns_by_name_and_natural_ids(tmp_path):
