@@ -173,6 +173,24 @@ def resnet18(
     return model
 
 
+def imagenet_resnet18(input_shape: InputShape, num_classes: int) -> nn.Module:
+    """Torchvision's ResNet-18, trained on ImageNet, with a new last layer; downloads weights."""
+    from torchvision.models import ResNet18_Weights
+    from torchvision.models import resnet18 as torchvision_resnet18
+
+    _image(input_shape, "imagenet_resnet18", at_least=32)
+    model: nn.Module = torchvision_resnet18(weights=ResNet18_Weights.IMAGENET1K_V1)
+    model.fc = nn.Linear(512, num_classes)
+    return model
+
+
+def imagenet_last_layer(input_shape: InputShape, num_classes: int) -> nn.Module:
+    """:func:`imagenet_resnet18`, of which only the last layer is trained."""
+    model = imagenet_resnet18(input_shape, num_classes).requires_grad_(False)
+    model.get_submodule("fc").requires_grad_(True)
+    return model
+
+
 def _convolution(
     before: int, after: int, kernel: int, *, padding: int | None = None, batch_norm: bool = False
 ) -> list[nn.Module]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
-from torchvision.models import resnet18
+from torchvision.models import ResNet18_Weights, resnet18
 
 from fedntk.simulations import Config, load_model, load_predictor, run
 from fedntk.simulations.data.load import load_data
@@ -73,6 +73,22 @@ def test_each_group_of_channels_is_normalised_by_itself(groups):
     spread = (by_group.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
     expected = ((by_group - by_group.mean(2, keepdim=True)) / spread).view_as(maps)
     torch.testing.assert_close(ours.layer1[0].bn1(maps).double(), expected, rtol=0, atol=1e-4)
+
+
+def test_networks_from_imagenet_keep_all_but_the_last_layer(monkeypatch):
+    """Weights that stand in for torchvision's, and seven classes."""
+    there = resnet18(weights=None)
+    monkeypatch.setattr(ResNet18_Weights, "get_state_dict", lambda *_, **__: there.state_dict())
+    shape, name = (3, 32, 32), "fedntk.simulations.models:imagenet_"
+    whole, last = (
+        build_model(Config(model=name + m), shape, 7) for m in ("resnet18", "last_layer")
+    )
+    for network in (whole, last):
+        assert torch.equal(network.conv1.weight, there.conv1.weight)
+        assert network.fc.out_features == 7
+    trained = [key for key, p in last.named_parameters() if p.requires_grad]
+    assert trained == ["fc.weight", "fc.bias"]
+    assert all(p.requires_grad for p in whole.parameters())
 
 
 def test_mlp_starts_kaiming_normal_with_zero_biases():
