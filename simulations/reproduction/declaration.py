@@ -71,6 +71,7 @@ class FormOf(_Part):
     columns: list[str] = ["*"]
     seeds: list[int] | None = None
     row_settings: dict[str, Settings] = {}
+    column_settings: dict[str, Settings] = {}
     search: Settings = {}  # of the search's settings
 
 
@@ -227,7 +228,8 @@ class Declaration(_Part):
         change, line = self.form(form) or FormOf(), self.rows[row]
         layers = [self.settings, self.columns[column].settings, line.settings]
         layers += [s for place, s in self.cells.items() if fnmatch(f"{row}/{column}", place)]
-        layers += [change.settings, change.row_settings.get(row, {})]
+        layers += [change.settings, change.column_settings.get(column, {})]
+        layers += [change.row_settings.get(row, {})]
         search = self.search if line.searched and self.columns[column].searched else None
         if search is not None:
             grid = line.search or self.columns[column].search or search.grid
