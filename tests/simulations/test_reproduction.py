@@ -187,12 +187,15 @@ def test_settings_of_every_declared_cell_are_valid(name):
     if declaration.program:
         assert (declaration.folder / declaration.program.partition(":")[0]).exists()
         return
-    for form in FORMS:
-        for row in declaration.rows:
-            for column in declaration.columns if declaration.form(form) else ():
-                if not declaration.rows[row].missing:
-                    cell = declaration.cell(row, column, 0, form)
-                    making.config_of(cell, declaration.folder, "")
+    cells = [c for form in FORMS if declaration.form(form) for c in declaration.plan(form)]
+    cells += [
+        declaration.cell(row, column, 0)
+        for row, line in declaration.rows.items()
+        for column in declaration.columns
+        if declaration.reason_beyond(row, column) and not line.missing
+    ]
+    for cell in cells:
+        making.config_of(cell, declaration.folder, "")
 
 
 # ------------------------------------------------------------------------- measures
@@ -201,10 +204,14 @@ def test_settings_of_every_declared_cell_are_valid(name):
 def test_measures_are_their_definitions():
     accuracy = pd.Series([0.1, 0.5, 0.6, 0.4, 0.9, 0.8, 0.7], index=[0, 1, 2, 3, 4, 6, 8])
     sent = pd.Series(10.0, index=range(9))
-    clients = pd.DataFrame({"round": 8, "metric": "accuracy", "value": np.arange(11) / 10})
+    clients = pd.DataFrame(
+        {"round": 8, "partition": range(11), "metric": "accuracy", "value": np.arange(11) / 10}
+    )
+    curves = {"accuracy": accuracy, "bytes-up": sent}
     finished = SimpleNamespace(
-        curve=lambda metric="accuracy": {"accuracy": accuracy, "bytes-up": sent}[metric],
+        curve=lambda metric="accuracy": curves.get(metric, pd.Series(dtype=float)),
         clients=clients,
+        summary={"headline": "accuracy"},
     )
 
     def of(**options) -> dict[tuple[str, int], float]:
@@ -225,6 +232,11 @@ def test_measures_are_their_definitions():
     until = of(metric="bytes-up", at="total", until=0.64)
     assert until == {("x", NO_ROUND): 10 * (reached + 1)}
     assert of(at="clients")["x, decile 30", 8] == pytest.approx(0.3)
+    assert of(at="curve", client=4) == {("x", 8): 0.4}
+    limited = of(at="curve", metric="headline", within={"bytes-up": 30})
+    assert limited == {("x", number): accuracy[number] for number in (0, 1, 2)}  # 10 a round
+    cumulative = of(at="cumulative", metric="bytes-up")
+    assert cumulative == {("x", number): 10 * (number + 1) for number in accuracy.index}
 
 
 # ------------------------------------------------------------------------- making

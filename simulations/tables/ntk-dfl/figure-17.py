@@ -69,16 +69,17 @@ def _received(
     return list(itertools.chain.from_iterable(b.arrays for b in upload.jacobian.blocks))
 
 
-def _fitted(model: nn.Module, rows: list[Tensor]) -> Tensor:
+def _fitted(model: nn.Sequential, rows: list[Tensor]) -> Tensor:
     """Return the inputs whose Jacobian L-BFGS brings nearest to rows, from a random start."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    x = torch.randn(model[0].in_features).requires_grad_()
+    x = torch.randn(parameters["0.weight"].shape[1]).requires_grad_()
     optimiser = torch.optim.LBFGS([x], max_iter=STEPS, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimiser.zero_grad()
         made = jacrev(lambda weights: functional_call(model, weights, x))(parameters)
-        distance = sum((a - b).square().sum() for a, b in zip(made.values(), rows, strict=True))
+        pairs = zip(made.values(), rows, strict=True)
+        distance = torch.stack([(a - b).square().sum() for a, b in pairs]).sum()
         distance.backward()
         return distance
 

@@ -36,4 +36,5 @@ def first_at_85(run: Run) -> dict[int, float]:
 
 def _selected(run: Run, order: str) -> dict[int, float]:
     means = pd.read_parquet(run.folder / "details" / "selection.parquet")
-    return means[means.order == order].set_index("clients").accuracy.mul(100).to_dict()
+    rows = means[means.order == order]
+    return {int(n): 100 * float(a) for n, a in zip(rows.clients, rows.accuracy, strict=True)}
