@@ -515,7 +515,7 @@ def verify_command(
 
       fedntk verify results/tct-table-2
 
-      fedntk verify ntk-fl/table-1 --cells 'fedavg/*/0'
+      fedntk verify ntk-fl/table-1 --cells fedavg/0
     """
     from .reproduction.verifying import DIFFERENT, describe, verify
 

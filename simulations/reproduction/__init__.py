@@ -87,7 +87,9 @@ def reproduce(
 def show_listing() -> None:
     """Print all declarations with their state and cost."""
     frame = listing()
-    table = Table(*frame.columns)
+    table = Table()
+    for number, name in enumerate(frame.columns):
+        table.add_column(name, no_wrap=number == 0)
     for row in frame.itertuples(index=False):
         table.add_row(*row)
     Console().print(table)

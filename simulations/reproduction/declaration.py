@@ -14,8 +14,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..config.importing import whole_name
 from ..config.settings import nearest
 from ..errors import ConfigError
 from .measures import Measure
@@ -183,11 +185,19 @@ class Declaration(_Part):
         )
         return next(reasons, "")
 
-    def with_method(self, place: str, grid: dict[str, list[Any]] | None = None) -> Self:
+    def with_method(self, place: str) -> Self:
         """Return a copy with one more row, of a method such as ``mymethod.py:Mine``."""
         name = place.rpartition(":")[2] or place
-        row = Line(label=name, settings={"method": place}, search=grid)
+        row = Line(label=name, settings={"method": whole_name(place)})
         return self.model_copy(update={"rows": {**self.rows, name: row}})
+
+    def as_text(self) -> str:
+        """Return the file's text, with a row for each that was added."""
+        text = self.path.read_text(encoding="utf-8")
+        declared = tomllib.loads(text)["rows"]
+        added = {name: row for name, row in self.rows.items() if name not in declared}
+        rows = {name: row.model_dump(include={"label", "settings"}) for name, row in added.items()}
+        return f"{text}\n{tomli_w.dumps({'rows': rows})}" if rows else text
 
     def form(self, form: Form) -> FormOf | None:
         """Return what a form changes; of the paper's size, nothing."""

@@ -58,7 +58,7 @@ def make(
     """
     out = Path(out).expanduser().absolute()
     with claimed(out, "reproduce"):
-        shutil.copyfile(declaration.path, place_of_declaration(out, declaration))
+        place_of_declaration(out, declaration).write_text(declaration.as_text(), encoding="utf-8")
         todo = [cell for cell in cells if not is_done(declaration, out, cell)]
         failed = _run_all(declaration, todo, out, data_dir, workers, shown) if todo else []
     table = collect(declaration, out, cells)

@@ -48,7 +48,7 @@ def verify(
     """
     declaration, table = read_result(result)
     seconds = table[table.measure == "seconds"].set_index(["form", "row", "column", "seed"]).value
-    names = {"/".join(map(str, key[1:])): key for key in seconds.sort_values().index}
+    names = {"/".join(filter(None, map(str, key[1:]))): key for key in seconds.sort_values().index}
     chosen = [n for n in names if any(fnmatch(n, pattern) for pattern in cells)]
     if cells and not chosen:
         raise ConfigError(f"cells: expected some of {', '.join(names)}; got {', '.join(cells)}")

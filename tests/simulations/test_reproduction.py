@@ -356,6 +356,25 @@ settings.n = 2
     assert making.probe(table, table.plan(), tmp_path / "none", "") == {}
 
 
+def test_a_users_method_is_a_row_of_any_table(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from fedntk.strategies import SeededFedAvg\n\n\nclass Mine(SeededFedAvg):\n    pass\n"
+    )
+    table = written(tmp_path, TABLE).with_method(f"{tmp_path / 'mine.py'}:Mine")
+    figures = in_this_process(table, table.plan("small", rows=["Mine"]), tmp_path / "out")
+    curve = figures[figures.measure == "curve"].set_index("round").value
+    fedavg = TABLE.replace('method = "fedavg", learning-rate = 0.1', 'method = "fedavg"')
+    fedavg = fedavg.replace("fedavg.proximal-mu = 0.5", "")
+    (tmp_path / "plain").mkdir()
+    plain = written(tmp_path / "plain", fedavg)
+    equal = in_this_process(plain, plain.plan("small", rows=["fedavg"]), tmp_path / "plain" / "out")
+    pd.testing.assert_series_equal(
+        curve, equal[equal.measure == "curve"].set_index("round").value
+    )  # the method of the file is FedAvg
+    (tmp_path / "copy.toml").write_text(table.as_text())
+    assert Declaration.load(str(tmp_path / "copy.toml")).rows == table.rows
+
+
 # ------------------------------------------------------------------------- what comes with fedntk
 
 QUICK = ["ntk-fl/figure-4c"]
