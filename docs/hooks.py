@@ -78,9 +78,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
         for name, content in rendered(notebook):
             files.append(File.generated(config, f"notebooks/{name}", content=content))
-    for name, declaration, table in papers.pictures():
+    for name, figure in papers.pictures():
         picture = io.BytesIO()
-        papers.draw(declaration, table).savefig(picture)
+        figure.savefig(picture)
         files.append(File.generated(config, f"papers/{name}", content=picture.getvalue()))
     for name, path in SOURCES.items():
         text = path.read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
     python docs/papers.py FOLDER...
 
 adopts results of ``fedntk reproduce``: their figures replace those of the same cells in
-``simulations/tables``.
+``simulations/tables``. The tests refuse a table that has fewer cells with results than before.
 """
 
 import itertools
@@ -12,17 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from fedntk.simulations.reproduction.declaration import TABLES, Declaration, all_names
 from fedntk.simulations.reproduction.listing import State, best_form, results_of, state_of
-from fedntk.simulations.reproduction.rendering import described, frames
+from fedntk.simulations.reproduction.rendering import as_text, described, draw, frames
 
 CELL = ["form", "row", "column", "seed"]
+EVIDENCE = Path(__file__).parents[1] / "tests" / "evidence.csv"  # which the tests keep
 
 
 def declarations(paper: str = "") -> list[Declaration]:
-    """Return all declarations, or those of a paper, by the numbers in their names."""
-    names = [name for name in all_names() if name.startswith(f"{paper}/" if paper else "")]
+    """Return the declarations of all papers, or of one, by the numbers in their names."""
+    names = [name for name in all_names() if "/" in name and name.startswith(paper)]
     return [Declaration.load(name) for name in sorted(names, key=_order)]
 
 
@@ -81,6 +83,45 @@ def shown(declaration: Declaration) -> pd.DataFrame | None:
     return None if table is None else table[table.form == best_form(declaration)]
 
 
+NEEDS = {
+    "server-examples": "server sees examples",
+    "client-files": "files on clients",
+    "one-exchange": "one exchange of all clients",
+    "public-set": "public examples",
+    "third-party": "third party",
+    "no-server": "neighbours in place of a server",
+}
+
+
+def board() -> str:
+    """Return one row a method that has results on the board: accuracies, costs, needs."""
+    declaration = Declaration.load("board")
+    table = shown(declaration)
+    if table is None:
+        return "Nothing has been run yet."
+    tasks = [column for column in declaration.columns if column in set(table.column)]
+    heads = [f"{declaration.label(task)} (%)" for task in tasks]
+    heads = ["method", *heads, "MB up, MB down, seconds of each task", "needs"]
+    rows = []
+    for name, row in declaration.rows.items():
+        part = table[table.row == name]
+        if part.empty:
+            continue
+        cells = {key: cell.value for key, cell in part.groupby(["column", "measure"])}
+        accuracies = [
+            as_text(cells[task, "accuracy"], 1) if (task, "accuracy") in cells else ""
+            for task in tasks
+        ]
+        costs = [
+            ", ".join(f"{cells[task, cost].mean():.3g}" for cost in ("up", "down", "time"))
+            for task in tasks
+            if (task, "up") in cells
+        ]
+        needs = ", ".join(NEEDS[need] for need in row.needs)
+        rows.append([declaration.label(name), *accuracies, "; ".join(costs), needs])
+    return pd.DataFrame(rows, columns=heads).to_markdown(index=False, disable_numparse=True)
+
+
 def _missing(declaration: Declaration) -> list[str]:
     return [declaration.label(name) for name, row in declaration.rows.items() if row.missing]
 
@@ -90,12 +131,12 @@ def picture_name(declaration: Declaration) -> str:
     return f"{declaration.name.replace('/', '-')}.png"
 
 
-def pictures() -> Iterator[tuple[str, Declaration, pd.DataFrame]]:
-    """Yield name, declaration and figures of each picture."""
+def pictures() -> Iterator[tuple[str, Figure]]:
+    """Yield name and drawing of each picture."""
     for declaration in declarations():
         table = shown(declaration)
         if table is not None and declaration.figure is not None:
-            yield picture_name(declaration), declaration, table
+            yield picture_name(declaration), draw(declaration, table)
 
 
 def adopt(folder: Path) -> Path:
@@ -114,6 +155,18 @@ def adopt(folder: Path) -> Path:
     return path
 
 
+def evidence() -> pd.DataFrame:
+    """Return how many cells of each form have results: columns table, form, cells."""
+    rows = []
+    for declaration in [*declarations(), Declaration.load("board")]:
+        table = results_of(declaration)
+        if table is not None:
+            counts = table[CELL].drop_duplicates().groupby("form", observed=True).size()
+            rows += [(declaration.name, form, count) for form, count in counts.items()]
+    return pd.DataFrame(rows, columns=["table", "form", "cells"])
+
+
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         print(adopt(Path(argument)))
+    evidence().to_csv(EVIDENCE, index=False)

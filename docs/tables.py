@@ -966,7 +966,11 @@ TABLES: dict[str, Callable[..., str]] = {
         gradient_norms, catalogue.baseline_families, catalogue.baseline_list, catalogue.papers,
     )
 }  # fmt: skip
-TABLES |= {"papers_overview": papers.overview, "papers_results": papers.results}
+TABLES |= {
+    "papers_overview": papers.overview,
+    "papers_results": papers.results,
+    "board": papers.board,
+}
 
 
 def filled(text: str) -> str:

@@ -11,6 +11,8 @@ import tomllib
 from collections import Counter
 from urllib.parse import urlsplit
 
+import pandas as pd
+import papers
 import pytest
 import tables
 import yaml
@@ -151,3 +153,12 @@ def test_messages_on_the_page_of_mismatches_are_those_of_the_code():
     parts = {part for text in texts for part in re.split(r"%[.\d]*[a-z]", str(text))}
     known = [part for part in parts if len(part) >= 18]
     assert [message for message in said if not any(part in message for part in known)] == []
+
+
+def test_no_row_of_a_paper_loses_its_evidence():
+    """A changed setting, a deleted file: `docs/papers.py` writes what was there before."""
+    before = pd.read_csv(papers.EVIDENCE).set_index(["table", "form"]).cells
+    now = papers.evidence().set_index(["table", "form"]).cells
+    lost = before[now.reindex(before.index).fillna(0) < before]
+    assert lost.empty, f"run these again, or restore them: {list(lost.index)}"
+    assert now.equals(before), "run docs/papers.py, which writes down the new results"
