@@ -14,10 +14,11 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from logging import ERROR, getLogger
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +34,7 @@ from ..engine.progress import Progress, progress, silence_bars
 from ..engine.runs import run
 from ..errors import ConfigError, RunFailed, Stopped
 from ..report.results import machine
+from ..tuning.search import require_parent
 from ..tuning.tuning import tune
 from .declaration import TABLES, Cell, Declaration, merged
 from .measures import NO_ROUND, Value, costs, program_values
@@ -102,11 +104,9 @@ def _run_all(
     workers: int,
     shown: bool,
 ) -> list[str]:
-    """Run searches first, each as soon as there is a process, then the cells that wait for it."""
-    waiting = list(cells)
-    searches = list({cell.line_place: cell for cell in waiting if cell.search}.values())
-    searched: set[str] = set()
-    failed: list[str] = []
+    """Run all searches, then the cells; return a line for each cell that failed."""
+    searches = list({cell.line_place: cell for cell in cells if cell.search}.values())
+    failed: dict[str, BaseException] = {}
     total = sum(rounds_of(cell) for cell in cells) + sum(map(rounds_of_search, searches))
     unset = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # so bits do not depend on the number of cores
@@ -114,32 +114,18 @@ def _run_all(
     try:
         with pool, progress(total, enabled=shown) as bar:
             bar.begin(declaration.name, total, _rounds_done(out, cells))
-            jobs: dict[Future[None], tuple[str, Cell]] = {}
-            while waiting or searches or jobs:
-                while len(jobs) < workers and (searches or waiting):
-                    if searches:
-                        kind, cell = "search", searches.pop(0)
-                    elif ready := [c for c in waiting if not c.search or c.line_place in searched]:
-                        kind, cell = "cell", ready[0]
-                        waiting.remove(cell)
-                    else:
-                        break
-                    work = _search if kind == "search" else _make_cell
-                    job = pool.submit(work, declaration, cell, out, data_dir)
-                    jobs[job] = kind, cell
-                done, _ = wait(jobs, timeout=1, return_when=FIRST_COMPLETED)
-                for job in done:
-                    kind, cell = jobs.pop(job)
-                    if kind == "search":
-                        searched.add(cell.line_place)
-                    if (error := job.exception()) is None:
-                        continue
-                    lost = [c for c in waiting if kind == "search" and _same_line(c, cell)]
-                    waiting = [c for c in waiting if c not in lost]
-                    failed += [f"{c.place}: {error}" for c in lost or [cell]]
+            for work, todo in ((_search, searches), (_make_cell, cells)):
+                jobs = {
+                    pool.submit(work, declaration, cell, out, data_dir): cell
+                    for cell in todo
+                    if cell.place not in failed
+                }
+                for cell, error in _failures(jobs, partial(_show, bar, declaration, out, cells)):
                     expected = isinstance(error, ConfigError | RunFailed)
-                    logger.error("%s", failed[-1], exc_info=None if expected else error)
-                _show(bar, declaration, out, cells)
+                    logger.error("%s: %s", cell.place, error, exc_info=None if expected else error)
+                    same_search = [c for c in cells if c.line_place == cell.line_place]
+                    lost = same_search if work is _search else [cell]
+                    failed |= {lost_cell.place: error for lost_cell in lost}
             bar.end("failed" if failed else "done")
     except BaseException:
         _end(pool)
@@ -147,11 +133,20 @@ def _run_all(
     finally:
         if unset:
             del os.environ["OMP_NUM_THREADS"]
-    return failed
+    return [f"{place}: {error}" for place, error in failed.items()]
 
 
-def _same_line(one: Cell, other: Cell) -> bool:
-    return one.line_place == other.line_place
+def _failures(
+    jobs: Mapping[Future[None], Cell], show: Callable[[], None]
+) -> Iterator[tuple[Cell, BaseException]]:
+    """Wait for all jobs, and yield those that fail; show how far they are every second."""
+    waiting = set(jobs)
+    while waiting:
+        done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+        for job in done:
+            if error := job.exception():
+                yield jobs[job], error
+        show()
 
 
 def _begin() -> None:
@@ -261,7 +256,8 @@ def measure(declaration: Declaration, cell: Cell, folder: Path, data_dir: str) -
         yield Value("seconds", NO_ROUND, time.perf_counter() - started)
         return
     with log_from(ERROR):
-        finished = run(config_of(cell, folder, data_dir), progress=False, resume=True)
+        config = config_of(cell, folder, data_dir)
+        finished = run(config, progress=False, resume=True, on_round=require_parent)
     for name, one in declaration.measures.items():
         yield from one.of(finished, name, declaration.folder)
     yield from costs(finished)

@@ -243,10 +243,11 @@ def _work(search: Search, passed: Data | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
     getLogger("flwr").disabled = True  # the main process says what went wrong
     with contextlib.suppress(KeyboardInterrupt):
-        search.run(_require_parent)
+        search.run(require_parent)
 
 
-def _require_parent() -> None:
+def require_parent(*_: object) -> None:
+    """End a process that was started by one that is there no more."""
     parent = parent_process()
-    if parent is None or not parent.is_alive():
+    if parent is not None and not parent.is_alive():
         raise KeyboardInterrupt
