@@ -119,7 +119,6 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
         part = drawn[drawn.column == column] if by_column else drawn
         DRAW[picture.x](axis, declaration.model_copy(update={"figure": one}), part)
         axis.set_title(declaration.label(column) if column else "", fontsize="medium")
-        axis.set_ylim(*limits)
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
         if picture.x != "bars":
@@ -128,6 +127,8 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
         if place % across == 0 or not isinstance(picture.measure, str):
             unit = measure.unit and f" ({measure.unit})"
             axis.set_ylabel(picture.y_label or f"{measure.label or name}{unit}")
+    for axis in axes.flat[: len(panels)]:  # after all are drawn, as panels may share their axis
+        axis.set_ylim(*limits)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     pairs = (zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat)
