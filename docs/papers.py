@@ -123,7 +123,8 @@ def board() -> str:
 
 
 def _missing(declaration: Declaration) -> list[str]:
-    return [declaration.label(name) for name, row in declaration.rows.items() if row.missing]
+    lines = {**declaration.rows, **declaration.columns}
+    return [declaration.label(name) for name, line in lines.items() if line.missing]
 
 
 def picture_name(declaration: Declaration) -> str:

@@ -78,12 +78,16 @@ class FormOf(_Part):
 
 
 class Picture(_Part):
-    """What is drawn: a measure by round, by the columns' x, or against another; bars; deciles."""
+    """What is drawn: a measure by round, by the columns' x, or against another; bars; deciles.
+
+    ``"plane"`` draws a square grid from `low` to `high`, row by row, and marks (0, 0), (1, 0) and
+    (0, 1).
+    """
 
     measure: str | list[str]  # each of several has a panel
     also: list[str] = []  # measures beside it
     against: str = ""  # with x = "measure": the one on that axis
-    x: Literal["round", "column", "bars", "measure", "deciles"] = "round"
+    x: Literal["round", "column", "bars", "measure", "deciles", "plane"] = "round"
     x_label: str = "communication round"
     y_label: str = ""
     log: bool = False
@@ -222,13 +226,15 @@ class Declaration(_Part):
         chosen_columns = _matching(columns, self.columns, "column")
         cells = []
         for row, column in itertools.product(chosen_rows, chosen_columns):
-            missing, named = self.rows[row].missing, row in rows and column in (*columns, "")
-            if missing and row in rows:
-                raise ConfigError(f"{row}: {missing}")
+            named = row in rows and column in (*columns, "")
+            missing = {row: self.rows[row].missing, column: self.columns[column].missing}
+            for name, why in missing.items():
+                if why and name in (*rows, *columns):
+                    raise ConfigError(f"{name}: {why}")
             too_large = form == "paper" and self.reason_beyond(row, column) and not named
             in_form = _is_one_of(row, change.rows) and _is_one_of(column, change.columns)
             in_form &= _is_one_of(column, self.rows[row].columns)
-            if in_form and not missing and not too_large:
+            if in_form and not any(missing.values()) and not too_large:
                 numbers = seeds or change.seeds or self.seeds
                 cells += [self.cell(row, column, seed, form) for seed in numbers]
         return cells

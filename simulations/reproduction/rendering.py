@@ -1,6 +1,7 @@
 """The figures of a table for readers: Markdown, LaTeX and a picture, beside the paper's own."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
         raise ValueError(f"{declaration.name} declares no figure")
     drawn = table[[name.partition(", ")[0] in picture.measures for name in table.measure]]
     limits = (None, None) if "small" in set(drawn.form) else (picture.low, picture.high)
-    by_column = picture.x in ("round", "deciles")
+    by_column = picture.x in ("round", "deciles", "plane")
     columns = [c for c in declaration.columns if not by_column or c in set(drawn.column)]
     panels = list(itertools.product(listed(picture.measure), columns if by_column else [""]))
     across = min(len(panels), 4)
@@ -180,6 +181,17 @@ def _deciles(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
             axis.fill_between(drawn.index, *edges, color=style["color"], alpha=0.12, lw=0)
 
 
+def _plane(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
+    picture = declaration.figure
+    values = part[part["round"] != NO_ROUND].groupby("round").value.mean().to_numpy()
+    side = math.isqrt(len(values))
+    places = np.linspace(picture.low, picture.high, side) if picture else []
+    drawn = axis.contourf(places, places, values.reshape(side, side), 20, cmap="cividis")
+    label = declaration.measures[part.measure.iloc[0]].label
+    axis.figure.colorbar(drawn, ax=axis, label=label)
+    axis.plot([0, 1, 0], [0, 0, 1], "^", color="white", mec="black", ms=8)
+
+
 def _lines(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
     for row, style, cells in _drawn_lines(declaration, part):
         places = cells.column.map(lambda name: declaration.columns[name].x)
@@ -231,4 +243,5 @@ def _bars(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
 
 DRAW = {
     "round": _curves, "deciles": _deciles, "column": _lines, "bars": _bars, "measure": _against,
+    "plane": _plane,
 }  # fmt: skip

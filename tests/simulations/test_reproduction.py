@@ -133,6 +133,10 @@ def test_a_plan_has_what_fits_the_machine_and_what_is_named(table):
     assert len(table.plan(rows=["f*"], columns=["sk*"], seeds=[7])) == 1
     refused("expected one of fedavg, local, other; got 'tct'", table.plan, rows=["tct"])
     refused("other: not in fedntk", table.plan, rows=["other"])
+    lacking = table.columns["skewed"].model_copy(update={"missing": "no such data"})
+    without = table.model_copy(update={"columns": {**table.columns, "skewed": lacking}})
+    assert {c.column for c in without.plan(rows=["fedavg"])} == {"iid"}
+    refused("skewed: no such data", without.plan, columns=["skewed"])
 
 
 def test_a_digest_is_of_what_decides_a_result(table, tmp_path):
