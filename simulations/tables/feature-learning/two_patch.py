@@ -1,5 +1,6 @@
 """Loss, accuracy and coefficients of clients on the two-patch data of Huang et al. 2024, 6.1."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -120,9 +121,8 @@ def trajectory(settings: dict[str, Any], seed: int) -> Values:
             values[time] = largest(lemma)
         lemma = lemma.mixed(mixing)
         values[end] = largest(lemma)
-        if number in (1, settings["rounds"]):
-            name = "first-fall" if number == 1 else "last-fall"
-            yield name, None, 100 * (1 - values[end] / values[end - 1])
+    for name, end in (("first-fall", steps + 1), ("last-fall", max(values))):
+        yield name, None, 100 * (1 - values[end] / values.get(end - 1, math.nan))
     for time, value in values.items():
         yield "coefficient", time, value
     yield "coefficient-end", None, value
