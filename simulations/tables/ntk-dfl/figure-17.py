@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
+from torch.nn.functional import avg_pool2d
 
 from fedntk.ntk import (
     CompressedUpload,
@@ -28,7 +29,7 @@ STEPS = 100  # of L-BFGS
 
 
 def attack(settings: dict[str, Any], seed: int) -> Iterator[tuple[str, None, float]]:
-    """Yield means over one example a class: correlation of pixels, and mean squared error.
+    """Yield means over one example a class: correlation of pixels, SSIM, mean squared error.
 
     Settings: dataset, data-dir; width of the network; sparsity, bits; projection, 0 for none;
     guessed, if the attacker lacks the projection's seed and guesses another.
@@ -53,6 +54,7 @@ def attack(settings: dict[str, Any], seed: int) -> Iterator[tuple[str, None, flo
     pairs = zip(rebuilt, x, strict=True)
     correlations = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs]
     yield "correlation", None, float(np.nan_to_num(correlations).mean())
+    yield "ssim", None, _ssim(rebuilt, x, data.input_shape)
     yield "error", None, float((rebuilt - x).square().mean())
 
 
@@ -85,3 +87,14 @@ def _fitted(model: nn.Sequential, rows: list[Tensor]) -> Tensor:
 
     optimiser.step(loss)
     return x.detach()
+
+
+def _ssim(rebuilt: Tensor, x: Tensor, shape: tuple[int, ...]) -> float:
+    """Return the mean SSIM over windows of 7 x 7, between black and white (Wang et al. 2004)."""
+    black, white = x.min(), x.max()
+    scaled = ((v.clamp(black, white) - black) / (white - black) for v in (rebuilt, x))
+    a, b = (images.view(-1, *shape) for images in scaled)
+    u, v, aa, bb, ab = (avg_pool2d(i, 7, 1) for i in (a, b, a * a, b * b, a * b))
+    spread, both = 49 / 48 * (aa + bb - u * u - v * v), 49 / 48 * (ab - u * v)
+    ratio = (2 * u * v + 1e-4) * (2 * both + 9e-4) / ((u * u + v * v + 1e-4) * (spread + 9e-4))
+    return float(ratio.mean())
