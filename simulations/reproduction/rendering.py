@@ -183,9 +183,11 @@ def _deciles(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
 
 def _plane(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
     picture = declaration.figure
+    if picture is None or picture.low is None or picture.high is None:
+        raise ValueError(f"{declaration.name}: a plane needs low and high")
     values = part[part["round"] != NO_ROUND].groupby("round").value.mean().to_numpy()
     side = math.isqrt(len(values))
-    places = np.linspace(picture.low, picture.high, side) if picture else []
+    places = np.linspace(picture.low, picture.high, side)
     drawn = axis.contourf(places, places, values.reshape(side, side), 20, cmap="cividis")
     label = declaration.measures[part.measure.iloc[0]].label
     axis.figure.colorbar(drawn, ax=axis, label=label)

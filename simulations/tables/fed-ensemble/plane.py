@@ -1,6 +1,7 @@
 """Loss on the plane through three models of an ensemble: Shi et al. 2021, figure 3."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ def losses(run: Run) -> NDArray[np.float64]:
     """Return the log10 of the clients' training loss at w1 + a (w2 - w1) + b (w3 - w1), (b, a)."""
     data = load_data(run.config)
     x, y = data.train(np.concatenate(load_split(run.config, data).clients))
-    networks = [model.network.eval() for model in load_predictor(run.folder).models[:3]]
+    predictor: Any = load_predictor(run.folder)
+    networks = [model.network.eval() for model in predictor.models[:3]]
     first, *others = (parameters_to_vector(n.parameters()).detach() for n in networks)
     surface = np.empty((len(STEPS), len(STEPS)))
     with torch.no_grad():
