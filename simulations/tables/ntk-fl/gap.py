@@ -16,7 +16,7 @@ from fedntk.simulations.models import build_model
 def distance(settings: dict[str, Any], seed: int) -> Iterator[tuple[str, int | None, float]]:
     """Yield by t the l1 norm of the difference, or the bound of eq. (25e) with coefficient 2.
 
-    The loss is half the squared error, mean over examples, as in eq. (23) and (24).
+    The loss is half the squared error, mean over examples and outputs, as in eq. (10).
     """
     config = Config(
         {"dataset": settings["dataset"], "model": "mlp", "width": settings["width"]},
@@ -41,7 +41,7 @@ def distance(settings: dict[str, Any], seed: int) -> Iterator[tuple[str, int | N
         largest = (y - evolution.outputs).abs().flatten(1).amax(1).cumsum(0)
         found = {t: 2 * float(largest[t - 2]) if t > 1 else 0.0 for t in times}
     else:
-        gradient = grad(lambda w: ((functional_call(model, w, (x,)) - y) ** 2).sum() / (2 * len(x)))
+        gradient = grad(lambda w: ((functional_call(model, w, (x,)) - y) ** 2).mean() / 2)
         weights, found = first, {}
         for t in range(1, last + 1):
             slopes = gradient(weights)
