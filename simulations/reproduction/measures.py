@@ -138,7 +138,8 @@ def _total(measure: Measure, run: Run) -> dict[int, float]:
 
 def _cumulative(measure: Measure, run: Run) -> dict[int, float]:
     sums = run.curve(measure.metric).cumsum()
-    evaluated = run.curve(run.summary["headline"]).index
+    accuracy = run.curve()  # of personal methods it may be the clients' only
+    evaluated = (run.curve(run.summary["headline"]) if accuracy.empty else accuracy).index
     return {int(number): float(sums[number]) for number in sums.index.intersection(evaluated)}
 
 

@@ -381,7 +381,13 @@ def test_a_users_method_is_a_row_of_any_table(tmp_path):
 
 # ------------------------------------------------------------------------- what comes with fedntk
 
-QUICK = ["ntk-fl/figure-4c"]
+QUICK = [
+    "feature-learning/figure-2",
+    "fed-ensemble/table-1",
+    "ntk-dfl/figure-6",
+    "ntk-fl/figure-9",
+    "tct/table-2",
+]
 
 
 @pytest.mark.parametrize(
