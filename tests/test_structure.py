@@ -87,6 +87,8 @@ def test_a_method_has_its_file_in_every_room_and_is_where_readers_look(method):
 def is_shared(path):
     """Whether a file serves several methods, and so knows none."""
     room, *folders, _ = path.relative_to(ROOT).parts
+    if folders[:1] == ["tables"]:  # programs of one paper's tables
+        return False
     if room == "simulations":
         return folders != ["methods"] or path.stem in {"decentralised", "method"}
     if room not in ("strategies", "clients") or path.stem == "__init__":
