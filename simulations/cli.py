@@ -461,8 +461,8 @@ def reproduce_command(
 ) -> None:
     """Make a table or figure of a paper again: all its runs, its figures, the table, the picture.
 
-    What it will cost is said first, from one round of each row on this machine. Give the same
-    command again to go on after an interruption.
+    What it will cost is said first, from one round of each row and data set on this machine. Give
+    the same command again to go on after an interruption.
 
     [b]Examples[/]
 

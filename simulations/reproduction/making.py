@@ -302,19 +302,27 @@ def processor() -> str:
 # ------------------------------------------------------------------------- cost
 
 
+Task = tuple[str, ...]  # what a round's cost depends on most
+
+
+def task_of(cell: Cell) -> Task:
+    """Return a cell's row, data set and network."""
+    return (cell.row, *(str(cell.settings.get(key, "")) for key in ("dataset", "model")))
+
+
 def probe(
     declaration: Declaration, cells: Sequence[Cell], out: Path, data_dir: str
-) -> dict[str, float]:
-    """Return row -> seconds of one round on this machine, from one round of a cell to be run."""
-    seconds: dict[str, float] = {}
+) -> dict[Task, float]:
+    """Return task -> seconds of its first round on this machine, of a cell that is to be run."""
+    seconds: dict[Task, float] = {}
 
     def stop_after_one(record: Mapping[str, float]) -> None:
-        seconds[cell.row] = seconds.get(cell.row, 0.0) + record["seconds"]
+        seconds[task_of(cell)] = seconds.get(task_of(cell), 0.0) + record["seconds"]
         if record["round"] > 0:
             raise Stopped("one round is enough")
 
     for cell in cells:
-        if cell.row in seconds or declaration.program or is_done(declaration, out, cell):
+        if task_of(cell) in seconds or declaration.program or is_done(declaration, out, cell):
             continue
         with tempfile.TemporaryDirectory() as folder, log_from(ERROR), suppress(Stopped):
             config = config_of(cell, Path(folder), data_dir)
@@ -323,11 +331,11 @@ def probe(
 
 
 def seconds_left(
-    declaration: Declaration, out: Path, cells: Sequence[Cell], a_round: Mapping[str, float]
+    declaration: Declaration, out: Path, cells: Sequence[Cell], a_round: Mapping[Task, float]
 ) -> float:
     """Return the seconds of one core that cells without figures will take."""
     todo = [cell for cell in cells if not is_done(declaration, out, cell)]
     lines = {cell.line_place: cell for cell in todo}
-    rounds = [(cell.row, rounds_of(cell)) for cell in todo]
-    rounds += [(cell.row, rounds_of_search(cell)) for cell in lines.values()]
-    return sum(a_round.get(row, 0.0) * number for row, number in rounds)
+    rounds = [(task_of(cell), rounds_of(cell)) for cell in todo]
+    rounds += [(task_of(cell), rounds_of_search(cell)) for cell in lines.values()]
+    return sum(a_round.get(task, 0.0) * number for task, number in rounds)
