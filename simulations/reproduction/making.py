@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from fedntk.ntk.support.files import claimed, whole
 
@@ -248,11 +249,14 @@ def _make_cell(declaration: Declaration, cell: Cell, out: Path, data_dir: str) -
 def measure(declaration: Declaration, cell: Cell, folder: Path, data_dir: str) -> Iterator[Value]:
     """Run a cell in a folder, and yield its figures."""
     if declaration.program:
+        place = str(declaration.folder / declaration.program)
         settings = {"data-dir": data_dir, **cell.settings}
-        started = time.perf_counter()
-        yield from program_values(
-            f"{declaration.folder / declaration.program}", settings, cell.seed
-        )
+        started, threads = time.perf_counter(), torch.get_num_threads()
+        torch.set_num_threads(1)  # as in the processes of `make`
+        try:
+            yield from program_values(place, settings, cell.seed)
+        finally:
+            torch.set_num_threads(threads)
         yield Value("seconds", NO_ROUND, time.perf_counter() - started)
         return
     with log_from(ERROR):

@@ -337,7 +337,9 @@ def test_a_table_goes_on_after_a_kill(tmp_path):
 
 def test_a_program_yields_figures_and_a_probe_needs_none(tmp_path):
     (tmp_path / "mine.py").write_text(
+        "import torch\n\n\n"
         "def squares(settings, seed):\n"
+        "    yield 'threads', None, torch.get_num_threads()\n"
         "    for x in range(settings['n']):\n"
         "        yield 'square', x, x * x + seed\n"
     )
@@ -357,6 +359,8 @@ settings.n = 2
     figures = in_this_process(table, table.plan(), tmp_path / "out")
     squares = figures[figures.measure == "square"].set_index("round").value
     assert squares.to_dict() == {0: 5, 1: 6, 2: 9, 3: 14}
+    # as in the processes of `make`, wherever it is verified, for equal bits
+    assert figures.set_index("measure").value["threads"] == 1
     assert making.probe(table, table.plan(), tmp_path / "none", "") == {}
 
 
