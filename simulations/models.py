@@ -185,7 +185,7 @@ def imagenet_resnet18(input_shape: InputShape, num_classes: int) -> nn.Module:
 
 
 def imagenet_last_layer(input_shape: InputShape, num_classes: int) -> nn.Module:
-    """:func:`imagenet_resnet18`, of which only the last layer is trained."""
+    """:func:`imagenet_resnet18` with all layers frozen but the last."""
     model = imagenet_resnet18(input_shape, num_classes).requires_grad_(False)
     model.get_submodule("fc").requires_grad_(True)
     return model

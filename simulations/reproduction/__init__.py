@@ -38,8 +38,8 @@ def reproduce(
     table : str
         Name of a declaration that comes with fedntk, or a TOML file.
     method : str
-        A method that is not in the table, such as ``"mymethod.py:Mine"``: a row of its own, and
-        the only one that is run.
+        A method that is not in the table, such as ``"mymethod.py:Mine"``: one more row, and the
+        only one that is run.
     rows, columns : sequence of str
         Which cells; may be patterns.
     seeds : str

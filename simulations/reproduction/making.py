@@ -34,13 +34,14 @@ from ..engine._flower import log_from
 from ..engine.progress import Progress, progress, silence_bars
 from ..engine.runs import run
 from ..errors import ConfigError, RunFailed, Stopped
-from ..report.results import machine
+from ..report.results import machine, write_json
 from ..tuning.search import require_parent
 from ..tuning.tuning import tune
 from .declaration import TABLES, Cell, Declaration, merged
 from .measures import NO_ROUND, Value, costs, program_values
 
 FIGURES = "figures.parquet"  # of a cell
+CHOICE = "chosen.json"  # of a search
 KEYS = ["table", "form", "row", "column", "seed", "measure", "round"]
 CHOSEN = "chosen "  # begins the measure that tells what a search chose
 logger = getLogger("flwr")
@@ -121,7 +122,7 @@ def _run_all(
                     for cell in todo
                     if cell.place not in failed
                 }
-                for cell, error in _failures(jobs, partial(_show, bar, declaration, out, cells)):
+                for cell, error in _failures(jobs, partial(_show, bar, out, cells)):
                     expected = isinstance(error, ConfigError | RunFailed)
                     logger.error("%s: %s", cell.place, error, exc_info=None if expected else error)
                     same_search = [c for c in cells if c.line_place == cell.line_place]
@@ -161,8 +162,8 @@ def _end(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _show(bar: Progress, declaration: Declaration, out: Path, cells: Sequence[Cell]) -> None:
-    done = sum(is_done(declaration, out, cell) for cell in cells)
+def _show(bar: Progress, out: Path, cells: Sequence[Cell]) -> None:
+    done = sum((out / cell.place / FIGURES).exists() for cell in cells)  # cheaper than `is_done`
     bar.state = f"{done} of {len(cells)} cells"
     bar.on_round({"round": _rounds_done(out, cells)})
 
@@ -220,24 +221,14 @@ def _search(declaration: Declaration, cell: Cell, out: Path, data_dir: str) -> N
         out=folder,
         progress=False,
     )
-    best = tuning.best.values()
-    chosen = {key: _at(best, key) for key in cell.search.grid}
-    with whole(out / cell.line_place / "chosen.json") as file:
-        file.write(json.dumps({"digest": cell.digest, "values": chosen}).encode())
-
-
-def _at(values: Any, key: str) -> Any:
-    table, _, name = key.rpartition(".")
-    if key in values:
-        return values[key]
-    return values[table][name]
+    chosen = {key: tuning.trials[key].tolist()[0] for key in cell.search.grid}  # the best is first
+    write_json(out / cell.line_place / CHOICE, chosen)
 
 
 def _make_cell(declaration: Declaration, cell: Cell, out: Path, data_dir: str) -> None:
     chosen: dict[str, Any] = {}
     if cell.search is not None:
-        path = out / cell.line_place / "chosen.json"
-        chosen = json.loads(path.read_text(encoding="utf-8"))["values"]
+        chosen = json.loads((out / cell.line_place / CHOICE).read_text(encoding="utf-8"))
     figures = list(measure(declaration, cell.chosen(chosen), out / cell.place, data_dir))
     for key, value in chosen.items():
         figures.append(Value(CHOSEN + key, NO_ROUND, float(value)))
@@ -292,8 +283,8 @@ def code_digest() -> str:
 def versions() -> str:
     """Return the versions of Python and the packages whose arithmetic counts."""
     names = ("fedntk", "flwr", "numpy", "torch")
-    found = [f"{name} {importlib.metadata.version(name)}" for name in names]
-    return ", ".join([f"python {platform.python_version()}", *found])
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    return ", ".join([f"python {platform.python_version()}", *packages])
 
 
 @functools.cache

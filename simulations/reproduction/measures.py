@@ -22,7 +22,7 @@ COSTS = {"seconds": "seconds", "bytes up": "bytes-up", "bytes down": "bytes-down
 
 
 class Value(NamedTuple):
-    """One figure: what it measures, of which round or NO_ROUND."""
+    """One figure: the name of its measure, its round or NO_ROUND, and the value."""
 
     measure: str
     round: int

@@ -77,11 +77,11 @@ def groups(settings: dict[str, Any], seed: int) -> Values:
     members = (distribution.groups == number).nonzero().flatten()
     *_, weights = training(settings, seed, members)
     errors = []
-    for client, own in zip(members.tolist(), weights, strict=True):  # one test set in memory
+    for client, model in zip(members.tolist(), weights, strict=True):  # one test set in memory
         test_set = distribution.draw(
             settings["test-examples"], part="test", clients=[client], dtype=torch.float32
         )
-        errors.append(float(evaluate(own[None], test_set).error))
+        errors.append(float(evaluate(model[None], test_set).error))
     yield "accuracy", None, 100 * (1 - sum(errors) / len(errors))
     averaged = {"fedavg": distribution.groups, "group": distribution.groups[members]}
     of_clients = averaged.get(settings["method"], torch.tensor([number]))

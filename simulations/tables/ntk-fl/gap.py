@@ -39,17 +39,17 @@ def distance(settings: dict[str, Any], seed: int) -> Iterator[tuple[str, int | N
     )  # fmt: skip
     if bounded:
         largest = (y - evolution.outputs).abs().flatten(1).amax(1).cumsum(0)
-        found = {t: 2 * float(largest[t - 2]) if t > 1 else 0.0 for t in times}
+        gaps_by_step = {t: 2 * float(largest[t - 2]) if t > 1 else 0.0 for t in times}
     else:
         gradient = grad(lambda w: ((functional_call(model, w, (x,)) - y) ** 2).mean() / 2)
-        weights, found = first, {}
+        weights, gaps_by_step = first, {}
         for t in range(1, last + 1):
             slopes = gradient(weights)
             weights = {name: w - rate * slopes[name] for name, w in weights.items()}
             if t in times:
                 update = tangents.vjp(evolution.residuals[times.index(t)])
                 gaps = [(first[n] + update[n] - w).abs().sum() for n, w in weights.items()]
-                found[t] = float(torch.stack(gaps).sum())
-    for t, value in found.items():
+                gaps_by_step[t] = float(torch.stack(gaps).sum())
+    for t, value in gaps_by_step.items():
         yield "distance", t, value
     yield "end", None, value
