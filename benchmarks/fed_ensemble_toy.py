@@ -18,85 +18,29 @@ clients.
 """
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, parse_options, write
-from flwr.app import Array, ArrayRecord
+from common import RESULTS, ROOT, parse_options, write
 from matplotlib import pyplot
 from numpy.typing import NDArray
 
-from fedntk.clients import client_app
-from fedntk.clients.core.numpy_client import NumPyClient
-from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
-from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.config.importing import import_named
 from fedntk.simulations.report.figures import COLOURS
-from fedntk.strategies import FedEnsemble, Sampling, Screening, SeededFedAvg
 
-CLIENTS, SAMPLED, LOCAL_STEPS, RATE = 50, 10, 10, 0.1
-WIDTH = 0.08
+TOY = ROOT / "simulations" / "tables" / "fed-ensemble" / "toy.py"  # data, client, training
+CLIENTS, GRID, Data, ToyClient, trained_ensemble = (
+    import_named("program", f"{TOY}:{name}")
+    for name in ("CLIENTS", "GRID", "Data", "ToyClient", "trained_ensemble")
+)
+SAMPLED, LOCAL_STEPS, RATE = 10, 10, 0.1
 MODELS = (1, 2, 10, 20, 40)
 PAPER = {
     "bias": dict(zip(MODELS, (0.109, 0.117, 0.112, 0.113, 0.112), strict=True)),
     "variance": dict(zip(MODELS, (0.0496, 0.0115, 0.0063, 0.0045, 0.0042), strict=True)),
 }
-GRID = np.linspace(-1, 1, 401)
 Floats = NDArray[np.float64]
-
-
-class Data:
-    """The fixed data: 50 clients with two points each, and the centres of the features."""
-
-    def __init__(self, seed: int) -> None:
-        generator = np.random.default_rng(seed)
-        self.centres = generator.uniform(-1, 1, 100)
-        self.x = generator.uniform(-1, 1, (CLIENTS, 2))
-        amplitudes = generator.normal(1, 0.2, (CLIENTS, 1))
-        noise = generator.normal(0, 0.2, self.x.shape)
-        self.y = amplitudes * np.sin(2 * np.pi * self.x) + noise
-
-    def features(self, x: Floats) -> Floats:
-        """Return the features (..., 100) of points x."""
-        return np.exp(-((x[..., None] - self.centres) ** 2) / (2 * WIDTH**2))
-
-
-class ToyClient(NumPyClient):
-    """Gradient descent on half the mean squared error of two points."""
-
-    def __init__(self, features: Floats, y: Floats) -> None:
-        self.features, self.y = features, y
-
-    def fit(self, parameters: list[Floats], config: dict[str, Any]) -> Any:
-        """Take the local steps."""
-        del config
-        w = parameters[0].copy()
-        for _ in range(LOCAL_STEPS):
-            w -= RATE * self.features.T @ (self.features @ w - self.y) / len(self.y)
-        return [w], len(self.y), {"train-loss": 0.0}
-
-
-def trained_ensemble(
-    client: Callable[[int], NumPyClient],
-    first: list[dict[str, Floats]],
-    clients: int,
-    rounds: int,
-    seed: int,
-    **options: Any,
-) -> list[dict[str, Floats]]:
-    """Train models from their first weights by the strategy, with the client of each number."""
-    strategy = FedEnsemble(
-        inner=lambda: SeededFedAvg(fraction_evaluate=0.0), num_models=len(first),
-        sampling=Sampling(seed=seed), min_available_nodes=clients, fraction_evaluate=0.0,
-        screening=Screening(outlier_factor=np.inf), **options,
-    )  # fmt: skip
-    models = EnsembleArrays(tuple({n: Array(w) for n, w in weights.items()} for weights in first))
-    app = client_app(lambda context: client(int(context.node_config["partition-id"])))
-    grid = LocalGrid(app, clients, {})
-    result = strategy.start(grid, ArrayRecord(models.to_arrays()), num_rounds=rounds)
-    learned = EnsembleArrays.from_arrays(result.arrays).models
-    return [{name: array.numpy() for name, array in own.items()} for own in learned]
 
 
 def models_of_a_run(data: Data, num_models: int, seed: int, rounds: int) -> Floats:
@@ -105,7 +49,8 @@ def models_of_a_run(data: Data, num_models: int, seed: int, rounds: int) -> Floa
 
     first = [{"w": generator.normal(size=100)} for _ in range(num_models)]
     learned = trained_ensemble(
-        lambda k: ToyClient(features[k], data.y[k]), first, CLIENTS, rounds, seed,
+        lambda k: ToyClient(features[k], data.y[k], LOCAL_STEPS, RATE),
+        first, CLIENTS, rounds, seed,
         num_strata=min(num_models, SAMPLED), fraction_train=SAMPLED / CLIENTS,
     )  # fmt: skip
     return np.stack([model["w"] for model in learned])
