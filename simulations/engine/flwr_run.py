@@ -53,12 +53,13 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
 def superlink(home: Path, ray_address: str = "") -> Iterator[tuple[Process, dict[str, str]]]:
     """Start a SuperLink in simulation mode with its files in `home`; stop it and all it started.
 
-    Its clients work on the Ray cluster at an address, which goes on, or on a Ray of their own. It
-    yields the process, and the environment with which ``flwr run`` finds it.
+    Its clients work on the Ray cluster at an address, which goes on, or on a Ray of their own: not
+    on one that Ray notes for this machine, which may be somebody's, or gone. It yields the process,
+    and the environment with which ``flwr run`` finds it.
     """
     home.mkdir(parents=True, exist_ok=True)
     environment, log = processes.flower_environment(home), home / "superlink.log"
-    environment |= {"RAY_ADDRESS": ray_address} if ray_address else {}
+    environment["RAY_ADDRESS"] = ray_address or environment.get("RAY_ADDRESS") or "local"
     log.unlink(missing_ok=True)
     options = ("--insecure", "--simulation", "--host", "127.0.0.1", "--port")
     process, port = processes.start_on_free_port(

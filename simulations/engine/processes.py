@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -36,7 +37,12 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 
 def last_words(text: str) -> str:
-    """Return the last line with words of a text, without the frame that Flower draws."""
+    """Return what ended a process by its log: the exception that Flower names, or the last line.
+
+    A line counts if it has words, without the frame that Flower draws.
+    """
+    if cause := re.search(r"An exception occur+ed ?!! (.*\w.*)", text):
+        return cause[1].strip()
     lines = [line.strip(" │╭╰─╮╯") for line in text.splitlines()]
     return next((line for line in reversed(lines) if any(map(str.isalnum, line))), "")
 

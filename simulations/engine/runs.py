@@ -254,7 +254,8 @@ def require_importable(config: Config) -> None:
 
 def _check_resources(config: Config) -> None:
     """Refuse what would keep Ray waiting for ever, or a client from its device."""
-    if config.ray_address or os.environ.get("RAY_ADDRESS"):  # the cluster knows its machines
+    address = config.ray_address or os.environ.get("RAY_ADDRESS", "local")
+    if address not in ("", "local"):  # the cluster knows its machines
         return
     for key, asked, most in (
         ("client-cpus", config.client_cpus, os.cpu_count() or 1),

@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fedntk.ntk import TCTModel
 from fedntk.simulations import Config, ConfigError, RunFailed, load_predictor, load_results, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
+from fedntk.simulations.engine.processes import last_words
 from fedntk.simulations.engine.server_app import main, serve
 from fedntk.simulations.report.results import read_run
 
@@ -201,10 +203,16 @@ METHOD = type(own_methods()["cp-ntk-fl"])(OwnFL)
 
 @pytest.mark.xdist_group("ray")
 @pytest.mark.ray
-def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_process(tmp_path):
+def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_process(
+    tmp_path, monkeypatch
+):
     """With a method and a metric of files, and all tools of CP-NTK-FL: clients in several processes
-    open the seed with the challenge they keep.
+    open the seed with the challenge they keep. A cluster that was killed left its address behind.
     """
+    notes = tempfile.TemporaryDirectory()  # a short path: Ray's sockets lie in it
+    (Path(notes.name) / "ray_current_cluster").write_text("127.0.0.1:9")
+    monkeypatch.setenv("RAY_TMPDIR", notes.name)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     files = {"mine": OWN, "beside": "", "ours": "def n(scores, labels):\n    return len(labels)\n"}
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -224,6 +232,23 @@ def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_proces
     assert set(ray.curve("share")) == {0.25}
     assert len(ray.curve("n")) == len(ray.curve("f1-macro")) == 3
     assert processes_of(tmp_path) == []
+    notes.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            "ERROR: An exception occured!! no cluster at 10.0.0.1\nFor more, visit: <docs>\n\n",
+            "no ",
+        ),
+        ("ERROR: An exception occurred !! \n│ no space │\n╰──────╯\n", "no space"),
+        ("", ""),
+    ],
+)
+def test_a_failed_run_says_the_cause_that_flower_names(log, words):
+    assert last_words(log).startswith(words)
+    assert "visit" not in last_words(log)
 
 
 BUILD = """
