@@ -19,6 +19,7 @@ from fedntk.simulations.reproduction.listing import State, best_form, results_of
 from fedntk.simulations.reproduction.rendering import as_text, described, draw, frames
 
 CELL = ["form", "row", "column", "seed"]
+MEASURED = Path(__file__).parents[1] / "benchmarks" / "tables"  # beyond those of the papers
 EVIDENCE = Path(__file__).parents[1] / "tests" / "evidence.csv"  # which the tests keep
 
 
@@ -134,7 +135,7 @@ def picture_name(declaration: Declaration) -> str:
 
 def pictures() -> Iterator[tuple[str, Figure]]:
     """Yield name and drawing of each picture."""
-    for declaration in declarations():
+    for declaration in [*declarations(), *all_measured()]:
         table = shown(declaration)
         if table is not None and declaration.figure is not None:
             yield picture_name(declaration), draw(declaration, table)
@@ -143,7 +144,8 @@ def pictures() -> Iterator[tuple[str, Figure]]:
 def adopt(folder: Path) -> Path:
     """Merge the results in a folder into those that come with fedntk; the new ones count."""
     table = pd.read_parquet(folder / "results.parquet")
-    path = TABLES / f"{table.table.iloc[0]}.parquet"
+    name = table.table.iloc[0]
+    path = (TABLES if name in all_names() else MEASURED) / f"{name}.parquet"
     if path.exists():
         old = pd.read_parquet(path)
         new = pd.MultiIndex.from_frame(table[CELL])
@@ -156,10 +158,34 @@ def adopt(folder: Path) -> Path:
     return path
 
 
+def measured(name: str, *parts: str) -> str:
+    """Return the figures of a declaration in `benchmarks/tables`.
+
+    `parts` are titles of some of its tables, all by default; ``"picture"`` is the drawing.
+    """
+    declaration = Declaration.load(str(MEASURED / f"{name}.toml"))
+    table = shown(declaration)
+    if table is None:
+        raise ValueError(f"{name} has no results of its present settings")
+    tables, pieces = dict(frames(declaration, table)), []
+    for part in parts or tables:
+        if part == "picture":
+            pieces.append(f"![{declaration.title}](../papers/{picture_name(declaration)})")
+            continue
+        pieces += [f"**{part}**"] if part and not parts else []
+        pieces.append(tables[part].to_markdown(index=False, disable_numparse=True))
+    return "\n\n".join(pieces)
+
+
+def all_measured() -> list[Declaration]:
+    """Return the declarations in `benchmarks/tables`."""
+    return [Declaration.load(str(path)) for path in sorted(MEASURED.glob("*.toml"))]
+
+
 def evidence() -> pd.DataFrame:
     """Return how many cells of each form have results: columns table, form, cells."""
     rows = []
-    for declaration in [*declarations(), Declaration.load("board")]:
+    for declaration in [*declarations(), Declaration.load("board"), *all_measured()]:
         table = results_of(declaration)
         if table is not None:
             counts = table[CELL].drop_duplicates().groupby("form", observed=True).size()

@@ -970,6 +970,7 @@ TABLES |= {
     "papers_overview": papers.overview,
     "papers_results": papers.results,
     "board": papers.board,
+    "measured": papers.measured,
 }
 
 

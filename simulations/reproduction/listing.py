@@ -1,11 +1,10 @@
 """What is declared, what of it was run, and at which cost."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 
-from .declaration import FORMS, TABLES, Cell, Declaration, Form, all_names
+from .declaration import FORMS, Cell, Declaration, Form, all_names
 
 STATES = {
     "paper": "at the paper's size",
@@ -46,7 +45,7 @@ class State:
 
 def results_of(declaration: Declaration) -> pd.DataFrame | None:
     """Return the committed figures of the present settings; None if there are none."""
-    path: Path = TABLES / f"{declaration.name}.parquet"
+    path = declaration.path.with_suffix(".parquet")
     if not path.exists():
         return None
     table = pd.read_parquet(path)

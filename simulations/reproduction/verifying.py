@@ -26,8 +26,8 @@ def verify(
     Parameters
     ----------
     result : str or path
-        A folder that ``fedntk reproduce`` wrote, its ``results.parquet``, or a table's name: the
-        results that come with fedntk.
+        A folder that ``fedntk reproduce`` wrote, its ``results.parquet``, a table's name for the
+        results that come with fedntk, or a TOML file with results in a Parquet file beside it.
     cells : sequence of str
         ``row/column/seed``, which may be patterns; by default the `count` quickest.
     count : int
@@ -78,6 +78,8 @@ def verify(
 def read_result(result: str | Path) -> tuple[Declaration, pd.DataFrame]:
     """Return the declaration and the figures of a result."""
     path = Path(result)
+    if path.suffix == ".toml":
+        path = path.with_suffix(".parquet")
     path = path / "results.parquet" if path.is_dir() else path
     if not path.exists() and (TABLES / f"{result}.parquet").exists():
         path = TABLES / f"{result}.parquet"
@@ -87,8 +89,9 @@ def read_result(result: str | Path) -> tuple[Declaration, pd.DataFrame]:
         )
     table = pd.read_parquet(path)
     name = str(table.table.iloc[0])
-    if path.parent.parent == TABLES:
-        return Declaration.load(name), table
+    if path.with_suffix(".toml").exists():
+        shipped = TABLES in path.absolute().parents
+        return Declaration.load(name if shipped else str(path.with_suffix(".toml"))), table
     copy = path.parent / f"{name.replace('/', '-')}.toml"
     if name in all_names():  # whose programs stand beside it
         home = TABLES / Path(name).parent

@@ -19,7 +19,7 @@ from fedntk.simulations.reproduction.declaration import FORMS, Declaration, all_
 from fedntk.simulations.reproduction.measures import NO_ROUND, Measure
 from fedntk.simulations.reproduction.verifying import DIFFERENT, EQUAL, NEAR
 
-from ..conftest import refused
+from ..conftest import ROOT, refused
 
 TABLE = """
 title = "Accuracy on digits"
@@ -185,7 +185,10 @@ def test_unknown_tables_are_refused(tmp_path):
     refused("seeds: expected such as", reproduce, "ntk-fl/table-1", seeds="a")
 
 
-@pytest.mark.parametrize("name", all_names())
+ALL = [*all_names(), *map(str, sorted((ROOT / "benchmarks" / "tables").glob("*.toml")))]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_settings_of_every_declared_cell_are_valid(name):
     declaration = Declaration.load(name)
     if declaration.program:
@@ -395,7 +398,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in all_names()]
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALL]
 )
 def test_small_form_of_a_declaration(name, tmp_path):
     declaration = Declaration.load(name)
