@@ -120,6 +120,7 @@ class Declaration(_Part):
     measures: Annotated[dict[str, Measure], Field(min_length=1)]
     paper: dict[str, dict[str, list[float | str] | float | str]] = {}  # measure -> row -> figures
     beyond: dict[str, list[str]] = {}  # why -> cells that do not fit one machine
+    nudged: list[str] = []  # measures also read from a run whose first weights' last bits differ
     figure: Picture | None = None
     smaller: FormOf | None = None
     small: FormOf
@@ -136,8 +137,11 @@ class Declaration(_Part):
                 _require(row, self.rows, "a row")
                 if len(listed(figures)) != len(self.columns):
                     raise ValueError(f"paper: expected a figure for each column in {row}")
-        for measure in self.figure.measures if self.figure else ():
+        for measure in (*self.nudged, *(self.figure.measures if self.figure else ())):
             _require(measure, self.measures, "a measure")
+        for name in self.nudged:
+            if self.measures[name].at in ("curve", "cumulative", "clients", "rounds"):
+                raise ValueError(f"nudged: expected measures of a whole run, got {name!r}")
         for name, line in {**self.rows, **self.columns}.items():
             trials = Search(grid=line.search).trials if line.search else 0
             if trials and (self.search is None or trials != self.search.trials):

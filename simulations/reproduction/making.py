@@ -26,11 +26,13 @@ from typing import Any
 
 import pandas as pd
 import torch
+from safetensors.torch import save_file
 
 from fedntk.ntk.support.files import claimed, whole
 
 from ..configuration import Config
 from ..engine._flower import log_from
+from ..engine.building import load_setup
 from ..engine.progress import Progress, progress, silence_bars
 from ..engine.runs import run
 from ..errors import ConfigError, RunFailed, Stopped
@@ -43,6 +45,7 @@ from .measures import NO_ROUND, Value, costs, program_values
 FIGURES = "figures.parquet"  # of a cell
 CHOICE = "chosen.json"  # of a search
 KEYS = ["table", "form", "row", "column", "seed", "measure", "round"]
+MOVED = "moved by the last bits"  # ends the measure that tells how much a nudge of weights did
 CHOSEN = "chosen "  # begins the measure that tells what a search chose
 logger = getLogger("flwr")
 
@@ -85,7 +88,8 @@ def is_done(declaration: Declaration, out: Path, cell: Cell) -> bool:
     if not path.exists():
         return False
     measured = set(pd.read_parquet(path, columns=["measure"]).measure)
-    return {*declaration.measures} <= measured | {name.partition(", ")[0] for name in measured}
+    wanted = {*declaration.measures, *(f"{name}, {MOVED}" for name in declaration.nudged)}
+    return wanted <= measured | {name.partition(", ")[0] for name in measured}
 
 
 def collect(declaration: Declaration, out: Path, cells: Iterable[Cell]) -> pd.DataFrame:
@@ -253,11 +257,29 @@ def measure(declaration: Declaration, cell: Cell, folder: Path, data_dir: str) -
     with log_from(ERROR):
         config = config_of(cell, folder, data_dir)
         finished = run(config, progress=False, resume=True, on_round=require_parent)
-    for name, one in declaration.measures.items():
-        yield from one.of(finished, name, declaration.folder)
+    figures = [
+        v for n, m in declaration.measures.items() for v in m.of(finished, n, declaration.folder)
+    ]
+    yield from figures
     yield from costs(finished)
+    if declaration.nudged:
+        with log_from(ERROR), tempfile.TemporaryDirectory() as scratch:
+            nudged = run(_nudged(config, Path(scratch)), progress=False, on_round=require_parent)
+        for name in declaration.nudged:
+            (again,) = declaration.measures[name].of(nudged, name, declaration.folder)
+            (before,) = (figure for figure in figures if figure.measure == name)
+            yield Value(f"{name}, {MOVED}", NO_ROUND, abs(again.value - before.value))
     for name in ("cache", "checkpoints"):  # gigabytes, in some methods
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _nudged(config: Config, folder: Path) -> Config:
+    """Return a run in `folder` whose first weights differ in their last bits."""
+    state = load_setup(config).network.state_dict()
+    path = folder / "weights.safetensors"
+    save_file({k: t * (1 + torch.finfo(t.dtype).eps) if t.is_floating_point() else t
+               for k, t in state.items()}, path)  # fmt: skip
+    return config.replace(weights=str(path), init="default", out=str(folder / "run"))
 
 
 def as_table(cell: Cell, figures: Sequence[Value]) -> pd.DataFrame:

@@ -5,13 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+from safetensors.torch import save_file
 
 from fedntk.simulations import Config, run
+from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.errors import ConfigError, RunFailed
 from fedntk.simulations.report.results import round_at
 from fedntk.simulations.reproduction import making, reproduce, verify
@@ -269,6 +273,27 @@ def test_a_cell_is_the_run_of_its_settings_with_what_the_search_chose(table, tmp
     tried = pd.read_csv(next((tmp_path / "out").rglob("trials.csv")))
     assert len(tried) == 2  # the table's budget
     assert tried.iloc[0]["learning-rate"] == chosen
+
+
+def test_last_bits_of_the_first_weights_move_a_measure_by_what_is_said(tmp_path):
+    text = TABLE.replace("[paper.accuracy]", "[measures.loss]\nmetric = 'loss'\n[paper.accuracy]")
+    wrong = partial(written, tmp_path, f"nudged = ['curve']\n{text}")
+    refused("nudged: expected measures of a whole run, got 'curve'", wrong)
+    declaration = written(tmp_path, f"nudged = ['loss', 'accuracy']\n{text}")
+    cell = replace(declaration.cell("fedavg", "skewed", 1), search=None)
+    figures = in_this_process(declaration, [cell], tmp_path / "out").set_index("measure").value
+
+    plain = run(making.config_of(cell, tmp_path / "plain", ""), progress=False)
+    state = load_setup(plain.config).network.state_dict()
+    save_file({name: t * (1 + 2**-23) for name, t in state.items()}, tmp_path / "nudged")
+    nudged = run(
+        plain.config, weights=str(tmp_path / "nudged"), out=tmp_path / "again", progress=False
+    )
+    for name, of_last in (("loss", 5), ("accuracy", 2)):
+        ends = [r.curve(name)[1:].tail(of_last).mean() for r in (plain, nudged)]
+        moved = {"loss": 1, "accuracy": 100}[name] * abs(ends[0] - ends[1])
+        assert figures[f"{name}, moved by the last bits"] == pytest.approx(moved, abs=1e-12)
+    assert figures["loss, moved by the last bits"] > 0
 
 
 def test_a_table_is_made_again_with_equal_bits_and_a_failed_cell_alone_fails(tmp_path):
