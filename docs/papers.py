@@ -43,7 +43,11 @@ def overview() -> str:
         state = state_of(declaration)
         paper, _, place = declaration.name.partition("/")
         link = f"[{declaration.source}](papers/{paper}.md#{place})"
-        lines.append(f"| {link} | {declaration.title} | {state} | {_hours(declaration, state)} |")
+        words = [f"{state}"] + [f"[measured in another way]({declaration.elsewhere})"] * bool(
+            declaration.elsewhere
+        )
+        cells = [link, declaration.title, ", ".join(words), _hours(declaration, state)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

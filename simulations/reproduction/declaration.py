@@ -109,6 +109,7 @@ class Declaration(_Part):
     title: str
     source: str
     text: str = ""  # where ours differs from the paper, and what the paper shows
+    elsewhere: str = ""  # page of the documentation that has it measured in another way
     hours: float | None = None  # of one core, at the paper's size: an estimate
     seeds: list[int] = [0, 1, 2]
     settings: Settings = {}
