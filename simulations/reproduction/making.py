@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from logging import ERROR, getLogger
@@ -118,7 +118,7 @@ def _run_all(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # so bits do not depend on the number of cores
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
     try:
-        with pool, progress(total, enabled=shown) as bar:
+        with pool, _ending(pool), progress(total, enabled=shown) as bar:
             bar.begin(declaration.name, total, _rounds_done(out, cells))
             for work, todo in ((_search, searches), (_make_cell, cells)):
                 jobs = {
@@ -133,9 +133,6 @@ def _run_all(
                     lost = same_search if work is _search else [cell]
                     failed |= {lost_cell.place: error for lost_cell in lost}
             bar.end("failed" if failed else "done")
-    except BaseException:
-        _end(pool)
-        raise
     finally:
         if unset:
             del os.environ["OMP_NUM_THREADS"]
@@ -160,10 +157,16 @@ def _begin() -> None:
     silence_bars()
 
 
-def _end(pool: ProcessPoolExecutor) -> None:
-    for process in list((pool._processes or {}).values()):
-        process.terminate()
-    pool.shutdown(wait=True, cancel_futures=True)
+@contextmanager
+def _ending(pool: ProcessPoolExecutor) -> Iterator[None]:
+    """End the pool's processes on an error: the pool itself waits for what they are at."""
+    try:
+        yield
+    except BaseException:
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        pool.shutdown(wait=True, cancel_futures=True)
+        raise
 
 
 def _show(bar: Progress, out: Path, cells: Sequence[Cell]) -> None:

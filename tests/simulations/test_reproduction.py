@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 from safetensors.torch import save_file
 
@@ -361,6 +362,36 @@ def test_a_table_goes_on_after_a_kill(tmp_path):
     pd.testing.assert_frame_equal(*(
         figures[figures.measure != "seconds"].reset_index(drop=True) for figures in (whole, again)
     ))  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_work_of_all_processes(tmp_path, sent):
+    (tmp_path / "mine.py").write_text(
+        "import os, pathlib, time\n\n\n"
+        "def sleeper(settings, seed):\n"
+        "    path = pathlib.Path(__file__).parent\n"
+        "    (path / 'new').write_text(str(os.getpid()))\n"
+        "    (path / 'new').rename(path / 'pid')\n"
+        "    time.sleep(600)\n"
+        "    yield 'n', None, 1\n"
+    )
+    text = """
+title = "Sleep"
+source = "Nobody 2026"
+program = "mine.py:sleeper"
+rows.all = {}
+measures.n = {}
+small = {}
+"""
+    table = written(tmp_path, text)
+    command = [sys.executable, "-m", "fedntk.simulations.cli", "reproduce", str(table.path)]
+    process = subprocess.Popen([*command, "--quiet", "--out", str(tmp_path / "out")])  # noqa: S603
+    while not (tmp_path / "pid").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(sent)
+    assert process.wait(timeout=120) != 0
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_a_program_yields_figures_and_a_probe_needs_none(tmp_path):
