@@ -56,6 +56,8 @@ def described(declaration: Declaration, table: pd.DataFrame) -> str:
 def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yield title and table of each measure, or of all if there is one column only."""
     parts: dict[str, dict[str, dict[str, str]]] = {}
+    places = table.column.astype(str).map(list(declaration.columns).index)
+    table = table.iloc[places.argsort(kind="stable")]
     one_column, small = len(declaration.columns) == 1, "small" in set(table.form)
     for name, measure in declaration.measures.items():
         if measure.at in ("curve", "cumulative"):
