@@ -312,41 +312,6 @@ def ntk_dfl_tolerance() -> str:
 # ----------------------------------------------------------------------------------- TCT
 
 
-def tct() -> str:
-    found = read("tct_table2")["accuracy in %"].values()
-
-    def cell(row: Any, key: str = "final") -> str:
-        return f"{number(row[key])} ({number(row['paper'])})"
-
-    methods = {"FedAvg": "FedAvg", "FedProx": "FedProx, mu = 0.01", "SCAFFOLD": "SCAFFOLD"}
-    rows = [[name, *(cell(split[method]) for split in found)] for method, name in methods.items()]
-    rows.append(["**TCT**", *(f"**{number(split['TCT']['final'])}**" for split in found)])
-    later = "50 rounds of stage 2"
-    rows.append([f"TCT, {later}", *(cell(split["TCT"], f"after {later}") for split in found)])
-    return markdown("| one class a client | two classes | Dirichlet(0.1) | Dirichlet(0.5)", rows)
-
-
-def tct_variants() -> str:
-    names = {
-        "TCT": "**TCT** (a quarter of the coordinates)",
-        "all coordinates": "all coordinates",
-        "the paper's eta": "the paper's eta, 5e-5",
-        "cross-entropy": "cross-entropy in stage 2",
-        "no normalisation": "no normalisation",
-        "last layer": "last layer's inputs",
-        "last layer, cross-entropy": "last layer's inputs, cross-entropy",
-        "no stage 1": "no stage 1",
-        "FedAvg in stage 2": "FedAvg in stage 2",
-        "gradient descent in stage 2": "gradient descent in stage 2",
-    }
-    found = read("tct_variants")["accuracy in %"]
-    rows = (
-        [name, number(found[k]["final"]), number(found[k].get("paper", ["", np.nan])[1])]
-        for k, name in names.items()
-    )
-    return markdown("| here, % | in the paper (200 rounds, all images), %", rows)
-
-
 CLASSES = {
     "one class a client": "#C=1",
     "two classes": "#C=2",
@@ -957,7 +922,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for f in (
         ntk_fl, learning_rate, cp_ntk_fl, cp_ntk_fl_fast, centred_inputs, ntk_dfl,
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
-        tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
+        tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
