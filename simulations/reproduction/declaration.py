@@ -85,6 +85,7 @@ class Picture(_Part):
     """
 
     measure: str | list[str]  # each of several has a panel
+    rows: list[str] = ["*"]
     also: list[str] = []  # measures beside it
     against: str = ""  # with x = "measure": the one on that axis
     x: Literal["round", "column", "bars", "measure", "deciles", "plane"] = "round"
@@ -99,6 +100,10 @@ class Picture(_Part):
         """Return the names of all measures that are drawn."""
         names = [*listed(self.measure), *self.also, self.against]
         return [name for name in names if name]
+
+    def draws(self, row: str) -> bool:
+        """Say whether a row is drawn."""
+        return _is_one_of(row, self.rows)
 
 
 class Declaration(_Part):

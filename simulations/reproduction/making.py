@@ -264,7 +264,7 @@ def measure(declaration: Declaration, cell: Cell, folder: Path, data_dir: str) -
         v for n, m in declaration.measures.items() for v in m.of(finished, n, declaration.folder)
     ]
     yield from figures
-    yield from costs(finished)
+    yield from (cost for cost in costs(finished) if cost.measure not in declaration.measures)
     if declaration.nudged:
         with log_from(ERROR), tempfile.TemporaryDirectory() as scratch:
             nudged = run(_nudged(config, Path(scratch)), progress=False, on_round=require_parent)

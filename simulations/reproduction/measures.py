@@ -59,6 +59,7 @@ class Measure(BaseModel):
     unit: str = ""
     factor: float = 1.0  # from the metric's unit to that shown
     digits: int = 1
+    each: bool = False  # of a table: each seed's figure in place of mean and standard deviation
     tolerance: float = 0.0  # in the unit shown: how far another machine's figure may differ
 
     def of(self, run: Run, name: str, folder: Path) -> Iterator[Value]:

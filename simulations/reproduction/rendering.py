@@ -78,7 +78,8 @@ def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str,
             for row in declaration.rows:
                 values = cell[cell.row == row].value
                 figure = None if small else declaration.paper_figure(name, row, column)
-                texts[row] = as_text(values, measure.digits) if len(values) else ""
+                write_values = as_list if measure.each else as_text
+                texts[row] = write_values(values, measure.digits) if len(values) else ""
                 if figure not in (None, ""):
                     texts[row] += f" ({figure if isinstance(figure, str) else f'{figure:g}'})"
     for title, columns in parts.items():
@@ -96,6 +97,11 @@ def as_text(values: pd.Series, digits: int) -> str:
     text += f" ± {present.std():.{digits}f}" if len(present) > 1 else ""
     missing = len(values) - len(present)
     return text + (f", {missing} never" if missing else "")
+
+
+def as_list(values: pd.Series, digits: int) -> str:
+    """Return the figure of each seed; "-" for one that is missing."""
+    return ", ".join("-" if math.isnan(v) else f"{v + 1e-12:.{digits}f}" for v in values)
 
 
 # ------------------------------------------------------------------------- picture
@@ -148,9 +154,10 @@ def _drawn_lines(
     declaration: Declaration, part: pd.DataFrame
 ) -> Iterator[tuple[str, dict[str, Any], pd.DataFrame]]:
     """Yield row, label and style, and cells of each row and measure that have figures."""
-    picture, rows = declaration.figure, list(declaration.rows)
+    picture = declaration.figure
     if picture is None:
         return
+    rows = [row for row in declaration.rows if picture.draws(row)]
     names = [*listed(picture.measure), *picture.also]
     for (place, row), (number, name) in itertools.product(enumerate(rows), enumerate(names)):
         named = (part.measure == name) | part.measure.str.startswith(f"{name}, ")

@@ -22,6 +22,7 @@ from fedntk.simulations.report.results import round_at
 from fedntk.simulations.reproduction import making, reproduce, verify
 from fedntk.simulations.reproduction.declaration import FORMS, Declaration, all_names, merged
 from fedntk.simulations.reproduction.measures import NO_ROUND, Measure
+from fedntk.simulations.reproduction.rendering import draw, frames
 from fedntk.simulations.reproduction.verifying import DIFFERENT, EQUAL, NEAR
 
 from ..conftest import ROOT, refused
@@ -72,6 +73,10 @@ at = "clients"
 at = "reach"
 target = 0.3
 digits = 0
+each = true
+[measures.seconds]
+metric = "seconds"
+at = "total"
 [paper.accuracy]
 fedavg = [50, "60+"]
 other = [1.5, ""]
@@ -251,6 +256,22 @@ def test_measures_are_their_definitions():
     assert cumulative == {("x", number): 10 * (number + 1) for number in accuracy.index}
 
 
+def test_a_table_shows_each_seed_and_a_picture_some_rows(tmp_path):
+    declaration = written(tmp_path, TABLE.replace("[figure]", '[figure]\nrows = ["local"]'))
+    figures = [("rounds", NO_ROUND, 7.4), ("curve", 1, 0.5)]
+    keys = ["row", "column", "seed", "measure", "round", "value"]
+    cells = [
+        (row, "iid", seed, measure, number, np.nan if seed and number == NO_ROUND else value)
+        for row in ("fedavg", "local")
+        for seed in (0, 1)
+        for measure, number, value in figures
+    ]
+    table = pd.DataFrame(cells, columns=keys).assign(form="paper")
+    shown = dict(frames(declaration, table))["rounds"].set_index("")
+    assert shown["IID"].to_dict() == {"FedAvg": "7, -", "local": "7, -"}
+    assert draw(declaration, table).axes[0].get_legend_handles_labels()[1] == ["local"]
+
+
 # ------------------------------------------------------------------------- making
 
 
@@ -269,6 +290,7 @@ def test_a_cell_is_the_run_of_its_settings_with_what_the_search_chose(table, tmp
     assert curve.to_dict() == by_hand.curve().to_dict()
     value = figures.set_index("measure").value
     assert value["bytes up"] == by_hand.curve("bytes-up").sum()
+    assert (figures.measure == "seconds").sum() == 1  # a cost, and a measure that shows it
     assert set(figures.settings) == {cells[0].digest}
     assert set(figures.code) == {making.code_digest()}
     tried = pd.read_csv(next((tmp_path / "out").rglob("trials.csv")))
