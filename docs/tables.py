@@ -77,28 +77,6 @@ def joined(values: Iterable[Any], form: str = "g", none: str = "-") -> str:
 # ---------------------------------------------------------------------- NTK-FL, CP-NTK-FL
 
 
-def ntk_fl() -> str:
-    names = {
-        "NTK-FL, full kernel": "NTK-FL, cross-entropy, full kernel",
-        "NTK-FL": "NTK-FL, cross-entropy, mean kernel (the paper's)",
-        "NTK-FL, MSE, full kernel": "NTK-FL, MSE, full kernel",
-        "NTK-FL, MSE": "NTK-FL, MSE, mean kernel",
-        "FedAvg": "FedAvg",
-    }
-    summary, table = read("ntk_fl_fmnist"), rounds_of("ntk_fl_fmnist")
-    mean = table[table.metric == "accuracy"].groupby(["run", "round"]).value.mean()
-    reached, seconds = summary["rounds-to-target"], summary["median-seconds-a-round"]
-    rows = [
-        [name, *percents(mean[run], (3, 6, 11, 19, 40)),
-         *(joined(reached[run][target]) for target in ("0.8", "0.85")), seconds[run]]
-        for run, name in names.items()
-    ]  # fmt: skip
-    return markdown(
-        "% after round | 3 | 6 | 11 | 19 | 40 | rounds to 80 % | rounds to 85 % | seconds a round",
-        rows,
-    )
-
-
 def learning_rate() -> str:
     rows = []
     for run, row in read("learning_rate")["runs"].items():
@@ -920,7 +898,7 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        ntk_fl, learning_rate, cp_ntk_fl, cp_ntk_fl_fast, centred_inputs, ntk_dfl,
+        learning_rate, cp_ntk_fl, cp_ntk_fl_fast, centred_inputs, ntk_dfl,
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,

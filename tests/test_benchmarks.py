@@ -83,10 +83,6 @@ def test_rounds_to_a_target_in_summaries_are_those_of_the_committed_curves():
         stem = ROOT / "benchmarks" / "results" / name
         return json.loads(stem.with_suffix(".json").read_text()), pd.read_csv(f"{stem}.csv")
 
-    summary, curves = read("ntk_fl_fmnist")
-    for run, own in summary["rounds-to-target"].items():
-        found = {key: rounds_to(curves[curves.run == run], float(key)) for key in own}
-        assert found == own, run
     summary, curves = read("cp_ntk_fl_table")
     told = {run: row for run, row in summary["reached"].items() if "rounds to 85 %" in row}
     summary, more = read("cp_ntk_fl_fast")
