@@ -117,40 +117,6 @@ def cp_ntk_fl() -> str:
     )
 
 
-FAST = {
-    "no option": "no option",
-    "class prior": "`class-prior`",
-    "mean of the weights": "`average`",
-    "low frequencies": "`projection-kind`",
-    "all three": "all three",
-    "all three, compressed": "**all three, sparsity 0.5, 6 bits, shuffled**",
-    "all three, compressed, classes as so far": 'the same, `class-target = "seen"`',
-    "prior and mean, compressed": "the same with the Gaussian projection",
-    "prior, mean and centred, compressed": "the same, Gaussian, inputs centred",
-    "FedAvg'": "FedAvg', with the same help",
-    "FedProx'": "FedProx', with the same help",
-    "FedAvg": "FedAvg, no projection, with the same help",
-    "SCAFFOLD'": "SCAFFOLD', with the same help",
-    "IID, no option": "IID: no option",
-    "IID, all three, compressed": "IID: all three, compressed",
-    "IID, FedAvg'": "IID: FedAvg'",
-}
-
-
-def cp_ntk_fl_fast() -> str:
-    found, rows = {row["method"]: row for row in read("cp_ntk_fl_fast")["table"]}, []
-    for run, name in FAST.items():
-        row = found[run]
-        costs = (joined(row[f"{what} to 85 %"]) for what in ("rounds", "MB up"))
-        later = percents(row, ("accuracy after 5", "accuracy after 20"))
-        rows.append([name, *costs, row["MB up a round"], *later])
-    return markdown(
-        "| rounds to 85 %, each seed | MB up to 85 %, each seed | MB up a round | % after 5 rounds"
-        " | after 20",
-        rows,
-    )
-
-
 def centred_inputs() -> str:
     accuracy = read("centred_inputs")["accuracy"]
     rows = ([run, *map(percent, values.values())] for run, values in accuracy.items())
@@ -898,7 +864,7 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        learning_rate, cp_ntk_fl, cp_ntk_fl_fast, centred_inputs, ntk_dfl,
+        learning_rate, cp_ntk_fl, centred_inputs, ntk_dfl,
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
         fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
