@@ -177,8 +177,22 @@ def measured(name: str, *parts: str) -> str:
             pieces.append(f"![{declaration.title}](../papers/{picture_name(declaration)})")
             continue
         pieces += [f"**{part}**"] if part and not parts else []
-        pieces.append(tables[part].to_markdown(index=False, disable_numparse=True))
+        frame = _with_deviations(tables[part])
+        pieces.append(frame.to_markdown(index=False, disable_numparse=True))
     return "\n\n".join(pieces)
+
+
+def _with_deviations(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with deviations over seeds, columns ``"NAME, ±"``, in those of the means.
+
+    Such figures are of runs whose seeds were not kept apart.
+    """
+    deviations = [column for column in table if column.endswith(", ±")]
+    for column in deviations:
+        mean = column.removesuffix(", ±")
+        pairs = zip(table[mean], table[column], strict=True)
+        table[mean] = [f"{value} ± {deviation}" if value else "" for value, deviation in pairs]
+    return table.drop(columns=deviations)
 
 
 def all_measured() -> list[Declaration]:

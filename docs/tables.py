@@ -361,59 +361,6 @@ def fed_be() -> str:
 # -------------------------------------------------------------- one model for each client
 
 
-def personalised(data: str) -> str:
-    found = read(f"personalised_{data}")
-    gains = {(row["run"], row["against"]): row for row in found["gains"]}
-    rows = []
-    for row in sorted(found["summary"], key=lambda row: -row["mean"]):
-        run = row["run"]
-        rate, *part = found["chosen"][run].values() or "-"
-        if run == "weighted, tau = 1":
-            part = [1]
-        gain = [
-            f"{100 * g['gain']:.0f} / {100 * g['lose']:.0f}" if g else "-"
-            for g in (gains.get((run, against)) for against in ("local training", "FedAvg"))
-        ]
-        setting = f"{part[0]:g}" if part else "-"
-        rest = percents(row, ("worst", "std"))
-        rows.append([run, rate, setting, spread(row, "mean"), *rest, *gain])
-    return markdown(
-        "method | rate | own setting | mean | worst client | std over clients"
-        " | gain / lose against local training | against FedAvg",
-        rows,
-    )
-
-
-def personalised_on(method: str) -> str:
-    """Return a method's accuracies on all data sets, beside those of the two baselines."""
-    names = {
-        "fashion-mnist": "Fashion-MNIST, two classes a client",
-        "mnist": "MNIST, two classes a client",
-        "cifar10-pathological": "CIFAR-10 (JPEG subset), eight classes a client",
-        "cifar10-dirichlet": "CIFAR-10 (JPEG subset), Dirichlet(0.8)",
-        "digit-domains": "digit domains",
-    }
-    runs, rows = dict.fromkeys([method, "local training", "FedAvg"]), []
-    for data, name in names.items():
-        found = {row["run"]: row for row in read(f"personalised_{data}")["summary"]}
-        rows.append([name, *(spread(found[run], "mean") for run in runs)])
-    return markdown("| " + " | ".join(runs), rows)
-
-
-def personalised_variants() -> str:
-    methods = ["local training", "FedAvg", "FedPer", "FedBN", "weighted", "weighted, personal BN",
-               "Ditto", "FedProto"]  # fmt: skip
-    variants = ["as above", "batches of 8", "one local epoch", "five local epochs", "10 clients",
-                "50 clients"]  # fmt: skip
-    names = {(name, "trained"): name for name in variants}
-    names |= {("four new clients", "trained"): "four new clients: the 16 others",
-              ("four new clients", "new"): "four new clients: these four"}  # fmt: skip
-    table = pd.DataFrame(read("personalised_fashion-mnist_variants")["rows"])
-    means = table.set_index(["variant", "clients-are", "run"])["mean"].sort_index()
-    rows = ([name, *percents(means.loc[key], methods)] for key, name in names.items())
-    return markdown("| " + " | ".join(methods), rows)
-
-
 def one_exchange() -> str:
     """Return a row for each split, with the seeds that are in the file."""
     whole = "dataset == 'fashion-mnist' and features == 8000 and clients == 100 and examples == 0"
@@ -867,7 +814,7 @@ TABLES: dict[str, Callable[..., str]] = {
         learning_rate, cp_ntk_fl, centred_inputs, ntk_dfl,
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
-        fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
+        fed_ensemble_limit, fed_be,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
         liars_in_sums, liars, copies_in_sums,
