@@ -288,38 +288,6 @@ def tct_statistics() -> str:
 # -------------------------------------------------------------------------- ensembles
 
 
-def spread(row: Any, key: str) -> str:
-    return f"{percent(row[key])} ± {percent(row[f'{key}-std'])}"
-
-
-def one_model(row: Any) -> str:
-    keys = [f"model-accuracy-{which}" for which in ("max", "mean", "min")]
-    return ", ".join(percents(row, keys)) if keys[0] in row else ""
-
-
-def fed_ensemble(name: str) -> str:
-    rows = [
-        [r["split"], r["method"], r["rate"], spread(r, "accuracy"), f"{r['loss']:.3f}",
-         one_model(r)]
-        for r in read(f"fed_ensemble_{name}")["rows"]
-        if re.search(r"FedAvg|K = 5", r["method"])
-    ]  # fmt: skip
-    return markdown(
-        "split | method | rate | accuracy (%) | loss | one model: best, mean, worst (%)", rows
-    )
-
-
-def fed_ensemble_models() -> str:
-    rows = []
-    for data, name in (("mnist", "MNIST"), ("fashion-mnist", "Fashion-MNIST")):
-        found = {(r["split"], r["method"]): r for r in read(f"fed_ensemble_{data}")["rows"]}
-        for k in (3, 5, 20, 40):
-            part = [found[s, f"Fed-ensemble, K = {k}"] for s in ("IID", "two classes a client")]
-            pairs = ((spread(row, "accuracy"), one_model(row)) for row in part)
-            rows.append([name, k, *(cell for pair in pairs for cell in pair)])
-    return markdown("data | K | IID | one model | two classes a client | one model", rows)
-
-
 def fed_ensemble_toy() -> str:
     rows = []
     for row in read("fed_ensemble_toy")["rows"]:
@@ -813,7 +781,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for f in (
         learning_rate, cp_ntk_fl, centred_inputs, ntk_dfl,
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
-        tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
+        tct_statistics, fed_ensemble_toy,
         fed_ensemble_limit, fed_be,
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,

@@ -41,5 +41,7 @@ def rate(run: Run) -> dict[int, float]:
 def option(run: Run) -> dict[int, float]:
     """Return the method's temperature or the strength of its penalty; nothing without one."""
     values = run.config.values()
-    names = ("weighted-fedavg.temperature", "ditto.pull", "fed-proto.pull")
-    return {-1: values[name] for name in names if name in values}
+    for name in ("weighted-fedavg.temperature", "ditto.pull", "fed-proto.pull"):
+        if name in values:
+            return {-1: values[name]}
+    return {}
