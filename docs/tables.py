@@ -188,18 +188,14 @@ def kernel_overshoot() -> str:
 
 
 def hostile_neighbours() -> str:
-    attacks = {"none": "", "labels": "1", "scale 90": "90", "scale 1e4": "10,000"}
-    models = ("client 0", "other honest clients", "mean model")
-    rows = [
-        [row["degree"], row["hostile"], attacks[row["attack"]], *percents(row, models),
-         f"{row['parcels refused a round']:g}"]
-        for row in read("hostile_neighbours")["rows"]
-    ]  # fmt: skip
+    table = rounds_of("hostile_neighbours")
+    table["times"] = table.attack.map({"labels": "1", "scale 90": "90", "scale 1e4": "10,000"})
     return markdown(
         "neighbours | false ones | Jacobian times | client 0 | other honest clients, mean"
         " | mean model | refused a round",
-        rows,
-    )
+        shown(table, "degree|hostile|times|client 0:%|other honest clients:%|mean model:%"
+                     "|parcels refused a round:0"),
+    )  # fmt: skip
 
 
 def decentralised() -> str:
@@ -457,56 +453,58 @@ def feature_learning_iid() -> str:
     )
 
 
+def shown(table: pd.DataFrame, columns: str) -> Iterable[list[str]]:
+    """Yield some columns of each row, with as many digits as each says after ":", or percent."""
+    pairs = [column.partition(":")[::2] for column in columns.split("|")]
+    for row in table.astype(object).fillna("").to_dict("records"):
+        yield [
+            percent(row[key]) if form == "%"
+            else number(row[key], int(form)) if form and row[key] != "" else str(row[key])
+            for key, form in pairs
+        ]  # fmt: skip
+
+
 def private_audit() -> str:
     """Return a row for each private configuration; a bound of 0 says that nothing was found."""
-    bounds = ("model", "server")
-    rows = [
-        [row["configuration"], f"{row['claim']:.2f}", f"{row['lower-bound']:.2f}",
-         row["best-view"].replace("file ", "file: "), *(number(row[k], 2) for k in bounds),
-         row["numbers-in-files"]]
-        for row in read("private_audit")["rows"]
-    ]  # fmt: skip
+    table = rounds_of("private_audit").replace({"best-view": {"file ": "file: "}}, regex=True)
     return markdown(
         "configuration | claimed epsilon | lower bound found | best view"
         " | from the model | from what the server saw | numbers in files that were tried",
-        rows,
-    )
+        shown(table, "configuration|claim:2|lower-bound:2|best-view|model:2|server:2"
+                     "|numbers-in-files"),
+    )  # fmt: skip
 
 
 def sums_privacy() -> str:
-    table = pd.DataFrame(read("sums_privacy")["membership"])
-    rows = []
-    for count, part in table.query("weights == 'first' and bits == 32").groupby("examples"):
-        found = (row[sums] for _, row in part.iterrows() for sums in ("one client", "sum of ten"))
-        rows.append([f"{count:,}", *(
-            f"{f['auc-calibrated']:.2f} ({100 * f['members-found-at-1%-false']:.0f} %)"
-            for f in found
-        )])  # fmt: skip
+    table = rounds_of("sums_privacy").query("weights == 'first' and bits == 32 and auc > 0")
+    share = table["members-found-at-1%-false"].map(lambda share: f" ({100 * share:.0f} %)")
+    table["cell"] = table["auc-calibrated"].map("{:.2f}".format) + share
+    cells = table.set_index(["examples", "features", "sums"]).cell
+    places = list(product(("last-layer", "entk"), ("one client", "sum of ten")))
     return markdown(
         "n | AFL, Fed3R: p = 128, one client's sums | the sum of all ten"
         " | tangent features: p = 1,000, one client's | the sum of all ten",
-        rows,
+        ([f"{n:,.0f}", *(cells[n, *place] for place in places)] for n in (1, 10, 100, 1000, 5800)),
     )
 
 
 def liars_in_sums() -> str:
     """Return a row for each attack, over all splits; accuracies of one case."""
-    table = rounds_of("liars_in_sums")
-    seeds, keys = table.seed.nunique(), ["accuracy-before", "accuracy-after", "accuracy-honest"]
+    table = rounds_of("liars_in_sums").assign(attack=lambda t: t.attack.mask(t.share == 0, "~"))
+    table["honest"] = table.clients - table.liars
+    case = "clients == 100 and (share == 0 or alpha == 0.1 and share == 0.2)"
+    keys = ["accuracy-before", "accuracy-after", "accuracy-honest"]
+    accuracy = table.query(case).groupby("attack")[keys].mean()
     rows = []
-    for attack, lied in table[table.share > 0].groupby("attack", sort=False):
-        found = [
-            f"{some.found.sum()} of {some.liars.sum()}"
-            for _, some in lied.groupby(["clients", "alpha"])
-        ]
-        case = lied.query("alpha == 0.1 and clients == 100 and share == 0.2")[keys].mean()
-        alarms = f"{lied.alarms.sum()} of {int((lied.clients - lied.liars).sum()):,}"
-        rows.append([attack, *found, alarms, *(number(100 * case[k]) or "no model" for k in keys)])
-    honest = table[table.share == 0]
-    before = percent(honest[honest.clients == 100]["accuracy-before"].mean())
-    alarms = f"{honest.alarms.sum()} of {honest.clients.sum()}"
-    rows.append(["all honest", *([""] * 4), alarms, *([before] * 3)])
-    return f"Seeds of the split and the malicious clients: {seeds}.\n\n" + markdown(
+    for attack, part in table.groupby("attack"):
+        places = [some for _, some in part.groupby(["clients", "alpha"])]
+        found = (f"{some.found.sum()} of {some.liars.sum()}" if attack != "~" else ""
+                 for some in places)  # fmt: skip
+        means = (number(100 * value) or "no model" for value in accuracy.loc[attack])
+        alarms = f"{part.alarms.sum()} of {part.honest.sum():,}"
+        rows.append([str(attack).replace("~", "all honest"), *found, alarms, *means])
+    seeds = f"Seeds of the split and the malicious clients: {table.seed.nunique()}.\n\n"
+    return seeds + markdown(
         "attack | found, 10 clients, Dirichlet 0.1 | 0.5 | 100 clients, Dirichlet 0.1 | 0.5"
         " | honest ones removed | accuracy before | after | without them",
         rows,
@@ -515,32 +513,27 @@ def liars_in_sums() -> str:
 
 def copies_in_sums() -> str:
     """Return who is found of clients that copy their examples, and how often honest ones go."""
-    table = rounds_of("copies_in_sums")
-
-    def interval(count: int, trials: int) -> str:  # exact: Clopper and Pearson 1934
-        found = binomtest(int(count), trials).proportion_ci()
-        return f"95 % interval {number(100 * found.low, 2)} to {number(100 * found.high, 2)} %"
-
-    def alarms(name: str, part: pd.DataFrame) -> str:
-        honest, runs = int((part.clients - part.liars).sum()), int((part.alarms > 0).sum())
-        return (
-            f"{name}: in {runs} of {len(part)} federations an honest client was removed "
-            f"({interval(runs, len(part))}), {part.alarms.sum()} of {honest:,} honest clients "
-            f"({interval(part.alarms.sum(), honest)})."
-        )
-
-    lied, splits = table[table.liars > 0], ["split", "clients"]
-    rows = []
+    table, splits = rounds_of("copies_in_sums"), ["split", "clients"]
+    lied, said, rows = table[table.liars > 0], [], []
     for (attack, times), part in lied.groupby(["attack", "times"], sort=False):
-        found = [
-            f"{some.found.sum()} ({some['harm-found'].sum()}) of {len(some)}"
-            for _, some in part.groupby(splits, sort=False)
-        ]
-        keys = ("accuracy-before", "harm-accuracy", "accuracy", "accuracy-honest")
-        rows.append([f"{attack}, {times} times", *found, *(percent(part[k].mean()) for k in keys)])
-    names = [f"{split}, {num} clients" for (split, num), _ in table.groupby(splits, sort=False)]
+        found = part.groupby(splits)[["found", "harm-found", "liars"]].sum().to_numpy()
+        cells = ("{} ({}) of {}".format(*numbers) for numbers in found)
+        keys = ["accuracy-before", "harm-accuracy", "accuracy", "accuracy-honest"]
+        rows.append([f"{attack}, {times} times", *cells, *map(percent, part[keys].mean())])
+    for name, part in (("All are honest", table[table.liars == 0]), ("One is malicious", lied)):
+        runs, removed = (part.alarms > 0).sum(), part.alarms.sum()
+        counts = (runs, len(part)), (removed, (part.clients - part.liars).sum())
+        of_runs, of_clients = (  # exact: Clopper and Pearson 1934
+            [number(100 * limit, 2) for limit in binomtest(*map(int, pair)).proportion_ci()]
+            for pair in counts
+        )
+        said.append(
+            f"{name}: in {runs} of {len(part)} federations an honest client was removed "
+            f"(95 % interval {' to '.join(of_runs)} %), {removed} of {counts[1][1]:,} honest "
+            f"clients (95 % interval {' to '.join(of_clients)} %)."
+        )
+    names = [f"{split}, {num} clients" for split, num in lied.groupby(splits).groups]
     head = ["attack", *names, "accuracy before", "by harm only", "after", "without them"]
-    said = [alarms("All are honest", table[table.liars == 0]), alarms("One is malicious", lied)]
     return "\n\n".join([markdown(" | ".join(head), rows), "\n".join(said)])
 
 
@@ -571,34 +564,29 @@ def crashes() -> str:
 def secure_sums() -> str:
     """Return a row for each stage, and seconds of each case that was measured."""
     table = rounds_of("secure_sums")
-    by_stage = table.pivot(index="stage", columns=["clients", "numbers"], values="seconds")
-    by_stage = by_stage.sort_index(axis=1)
-    rows = []
-    for stage in ("shares", "encode", "masked", "confirm", "reveal", "sum", "open"):
-        who = "server" if stage in ("sum", "open") else "a client"
-        rows.append([stage, who, *(f"{seconds:.2g}" for seconds in by_stage.loc[stage])])
-    of_client = table.groupby(["clients", "numbers"])[["down", "up"]].sum() / 1e6
-    for way in ("down", "up"):
-        rows.append([f"MB {way}", "a client", *(f"{sent:.3g}" for sent in of_client[way])])
-    names = " | ".join(f"{k} clients, {numbers:,} numbers" for k, numbers in by_stage.columns)
+    seconds = table.pivot(index="stage", columns=["clients", "numbers"], values="seconds")
+    rows = [
+        [stage, "server" if stage in ("sum", "open") else "a client",
+         *map("{:.2g}".format, seconds.sort_index(axis=1).loc[stage])]
+        for stage in ("shares", "encode", "masked", "confirm", "reveal", "sum", "open")
+    ]  # fmt: skip
+    sent = table.groupby(["clients", "numbers"])[["down", "up"]].sum() / 1e6
+    rows += [[f"MB {way}", "a client", *map("{:.3g}".format, sent[way])] for way in sent]
+    names = " | ".join(f"{k} clients, {numbers:,} numbers" for k, numbers in sent.index)
     return markdown(f"seconds | of | {names}", rows)
 
 
 def liars_costs() -> str:
     """Return what the worst attack costs each method, with and without a rule."""
-    goals = {"none": "yes", "nobody": "not if all are honest", "one": "not with one"}
-    goals["two"] = "not with two"
-    rows = []
-    for _, row in rounds_of("liars_costs").iterrows():
-        cells = [number(row["defended-0"])]
-        for liars in (1, 2, 3):
-            found = (number(row[f"{kind}-{liars}"]) for kind in ("defended", "plain", "absent"))
-            cells.append("**{}** ({}; {})".format(*(value or "-" for value in found)))
-        missed = [] if pd.isna(row.missed) else str(row.missed).split()
-        rows.append([
-            row.data, f"{row.alpha:g}", row.method, row.defence, row.seeds, number(row.honest),
-            *cells, ", ".join(goals[word] for word in missed),
-        ])  # fmt: skip
+    goals = {0: (1, "not if all are honest"), 1: (3, "not with one"), 2: (5, "not with two")}
+    table, rows = rounds_of("liars_costs"), []
+    for (data, alpha, *names, honest), part in table.groupby([*table][:6], sort=False):
+        part = part.set_index("liars").reindex(range(4))
+        costs = part[["defended", "plain", "absent"]].map(lambda value: number(value) or "-")
+        cells = ["**{}** ({}; {})".format(*cost) for cost in costs.to_numpy()[1:]]
+        missed = [words for k, (most, words) in goals.items() if part.defended[k] > most]
+        rows.append([data, f"{alpha:g}", *names, number(honest), costs.defended[0], *cells,
+                     ", ".join(missed) or "yes"])  # fmt: skip
     return markdown(
         "data | Dirichlet | method | rule | seeds | honest, % | none malicious | one"
         " | two | three | goal met",
@@ -608,16 +596,16 @@ def liars_costs() -> str:
 
 def liars() -> str:
     """Return a row for each rule of FedAvg on digits, and each split; accuracies in percent."""
-    table = rounds_of("liars").query("data == 'digits' and method == 'fedavg'")
-    cases = [
-        ("none", 0), ("sign-flip", 1), ("label-shift", 1), ("label-shift", 2), ("inner-product", 2),
-        ("label-shift", 3),
-    ]  # fmt: skip
-    rows = []
-    for (alpha, defence), part in table[table.attack != "absent"].groupby(["alpha", "defence"]):
-        found = part.groupby(["attack", "liars"]).accuracy.agg(["mean", "count"])
-        cells = map(percent, found["mean"].reindex(cases))
-        rows.append([alpha, defence, joined(sorted({*found["count"]})), *cells])
+    cases = [("none", 0), ("sign-flip", 1), ("label-shift", 1), ("label-shift", 2),
+             ("inner-product", 2), ("label-shift", 3)]  # fmt: skip
+    chosen = "data == 'digits' and method == 'fedavg' and attack != 'absent'"
+    groups = rounds_of("liars").query(chosen).groupby(["alpha", "defence", "attack", "liars"])
+    means, counts = (values.unstack([2, 3])[cases] for values in
+                     (groups.accuracy.mean(), groups.accuracy.count()))  # fmt: skip
+    rows = [
+        [*key, joined(sorted({*counts.loc[key].dropna()})), *map(percent, means.loc[key])]
+        for key in means.index
+    ]
     return markdown(
         "Dirichlet | rule | seeds | all honest | one: change times -50"
         " | one: labels moved on | two: labels moved on | two: honest mean times -1"

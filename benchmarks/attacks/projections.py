@@ -19,56 +19,51 @@ known pairs      10, 50 or 200 of the z are of images that the server has: their
                  with another z are those of the images' low frequencies, exactly for the rotation,
                  and of the images, with noise, for the Gaussian projection
 seed known       P itself
-
-    python benchmarks/projection_privacy.py --data-dir FOLDER
-
-SSIM is of 28 x 28 images in [0, 1] with data_range=1. Needs fedntk installed, and scikit-image.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import matplotlib.pyplot as plt
-import numpy as np
 import torch
-from common import RESULTS, fashion_mnist, parse_options, write
-from numpy.typing import NDArray
-from reconstruction import pixels, ssim
+from common import fashion_mnist
 from torch import Tensor
 
 from fedntk.clients.core.projection import project
 from fedntk.ntk.features.projection import low_frequencies
 
+from .images import draw_rows, pixels, scores
+
 FEATURES = 200
 TARGETS, SEEN, ROUND, PUBLIC = 100, 10_000, 1_000, 10_000
 PAIRS = (10, 50, 200)
 SEED, GUESS = (n.to_bytes(32, "big") for n in (1, 2))
-KINDS = ("gaussian", "low-frequency")
+CELLS = [{"projection": kind} for kind in ("gaussian", "low-frequency")]
 SHOWN = (  # in the picture
     "seed guessed", "public images, one round", "public images, ten", "known pairs, 50",
     "seed known",
 )  # fmt: skip
 Rebuild = Callable[[Tensor, Tensor], Tensor]  # received z (n, k), labels -> images (n, 784)
+Attacker = tuple[Callable[[Tensor], Tensor], Rebuild]  # z -> numbers of the image -> the image
 
 
-def estimator(images: Tensor, labels: Tensor, found: Tensor, noise: float = 0.0) -> Rebuild:
+def estimator(images: Tensor, labels: Tensor, numbers: Tensor, noise: float = 0.0) -> Rebuild:
     """Linear estimate of an image from some numbers of it, by class.
 
-    `found` (N, m) has these numbers of the public images (N, 784); in the images that are rebuilt
-    they have noise, of that variance.
+    `numbers` (N, m) are those of the public images (N, 784); those of the images that are rebuilt
+    have noise, of that variance.
     """
     maps = {}
     for c in labels.unique().tolist():
-        x, y = images[labels == c], found[labels == c]
+        x, y = images[labels == c], numbers[labels == c]
         mean_x, mean_y = x.mean(0), y.mean(0)
         spread = torch.cov(y.T).reshape(y.shape[1], -1)
         spread += (noise + 1e-3 * float(spread.diagonal().mean())) * torch.eye(len(spread)).to(y)
         cross = (y - mean_y).T @ (x - mean_x) / (len(x) - 1)
         maps[c] = (mean_x, mean_y, torch.linalg.pinv(spread, hermitian=True) @ cross)
 
-    def rebuild(numbers: Tensor, own: Tensor) -> Tensor:
+    def rebuild(received: Tensor, classes: Tensor) -> Tensor:
         rows = []
-        for number, label in zip(numbers, own.tolist(), strict=True):
+        for number, label in zip(received, classes.tolist(), strict=True):
             mean_x, mean_y, gain = maps[label]
             rows.append(mean_x + (number - mean_y) @ gain)
         return torch.stack(rows)
@@ -81,26 +76,18 @@ def class_means(rows: Tensor, labels: Tensor) -> Tensor:
 
 
 def matched(
-    z: Tensor,
-    own: Tensor,
-    wanted: Tensor,
-    labels: Tensor,
-    start: Tensor,
-    *,
-    rotation: bool,
-    times: int = 20,
+    z: Tensor, z_labels: Tensor, wanted: Tensor, labels: Tensor, guess: Tensor, *, rotation: bool
 ) -> Tensor:
-    """Matrix (k, m) from centred z (n, k) to numbers of public images (N, m), found without a pair.
+    """Matrix (k, m) from centred z (n, k) to numbers of public images (N, m), without a pair.
 
     Each z is matched with the public image of its class that it is nearest to, and the matrix is
-    fitted to these: the nearest rotation, or by ridge regression. `start` (n, m) is a first guess.
+    fitted to these: the nearest rotation, or by ridge regression. `guess` (n, m) is the first.
     """
-    guess = start
-    for _ in range(times):
+    for _ in range(20):
         target = torch.empty_like(guess)
-        for c in own.unique().tolist():
-            near = torch.cdist(guess[own == c], wanted[labels == c]).argmin(1)
-            target[own == c] = wanted[labels == c][near]
+        for c in z_labels.unique().tolist():
+            near = torch.cdist(guess[z_labels == c], wanted[labels == c]).argmin(1)
+            target[z_labels == c] = wanted[labels == c][near]
         if rotation:
             left, _, right = torch.linalg.svd(z.T @ target)
             matrix = left @ right
@@ -112,19 +99,18 @@ def matched(
     return matrix
 
 
-def attacks(
+def projected(images: Tensor, seed: bytes, kind: str) -> Tensor:
+    return project(images.reshape(-1, 1, 28, 28), FEATURES, seed, kind)  # type: ignore[arg-type]
+
+
+def attackers(
     kind: str, seen: Tensor, seen_labels: Tensor, public: Tensor, labels: Tensor
-) -> dict[str, tuple[Callable[[Tensor], Tensor], Rebuild]]:
-    """Name -> how an attacker turns z into numbers of the image, and these into the image."""
-
-    def projected(images: Tensor, seed: bytes) -> Tensor:
-        return project(images.reshape(-1, 1, 28, 28), FEATURES, seed, kind)  # type: ignore[arg-type]
-
-    z = projected(seen, SEED)
-    found: dict[str, tuple[Callable[[Tensor], Tensor], Rebuild]] = {}
-    found["nothing"] = (lambda own: own[:, :1] * 0, estimator(public, labels, public[:, :1] * 0))
+) -> dict[str, Attacker]:
+    z = projected(seen, SEED, kind)
+    result: dict[str, Attacker] = {}
+    result["nothing"] = (lambda y: y[:, :1] * 0, estimator(public, labels, public[:, :1] * 0))
     for name, seed in (("seed guessed", GUESS), ("seed known", SEED)):
-        found[name] = (lambda own: own, estimator(public, labels, projected(public, seed)))
+        result[name] = (lambda y: y, estimator(public, labels, projected(public, seed, kind)))
     scale = (FEATURES / 784) ** 0.5
     rotation = kind == "low-frequency"
 
@@ -133,81 +119,55 @@ def attacks(
             return scale * low_frequencies(images.reshape(-1, 28, 28), FEATURES)
         return scale * images
 
-    def with_pairs(known: Tensor, pairs: Tensor) -> tuple[Callable[[Tensor], Tensor], Rebuild]:
+    def with_pairs(known: Tensor, pairs: Tensor) -> Attacker:
         """Return the attack by inner products with what is known; `pairs` are their numbers."""
         numbers, noise = numbers_of(public) @ pairs.T, 0.0
         if not rotation:  # variance of z z' about its mean: (|x|^2 |x'|^2 + (x x')^2) k / d^2
             sizes = (numbers_of(public) ** 2).sum(1).mean() * (pairs**2).sum(1).mean()
             noise = float((sizes + numbers.square().mean()) / FEATURES)
-        return lambda own: own @ known.T, estimator(public, labels, numbers, noise)
+        return lambda y: y @ known.T, estimator(public, labels, numbers, noise)
 
     means = class_means(z, seen_labels), numbers_of(class_means(public, labels))
-    found["public images, means of classes"] = with_pairs(*means)
+    result["public images, means of classes"] = numbers, rebuild = with_pairs(*means)
     for name, count in (("public images, one round", ROUND), ("public images, ten", SEEN)):
-        own = seen_labels[:count]
+        some = seen_labels[:count]
         middle, centre = z[:count].mean(0), numbers_of(public).mean(0)
-        numbers, rebuild = found["public images, means of classes"]
-        start = numbers_of(rebuild(numbers(z[:count]), own)) - centre
+        start = numbers_of(rebuild(numbers(z[:count]), some)) - centre
         wanted = numbers_of(public) - centre
-        matrix = matched(z[:count] - middle, own, wanted, labels, start, rotation=rotation)
+        matrix = matched(z[:count] - middle, some, wanted, labels, start, rotation=rotation)
         if not rotation:  # the largest directions; others are noise
             _, _, top = torch.linalg.svd(wanted[:2000], full_matrices=False)
             matrix, wanted = matrix @ top[:50].T, wanted @ top[:50].T
         rest = float(wanted.var(0).mean()) * 0.5
-        found[name] = (
-            lambda own, matrix=matrix, middle=middle: (own - middle) @ matrix,
+        result[name] = (
+            lambda y, matrix=matrix, middle=middle: (y - middle) @ matrix,
             estimator(public, labels, wanted, noise=rest),
         )
     for count in PAIRS:
-        found[f"known pairs, {count}"] = with_pairs(z[:count], numbers_of(seen[:count]))
-    return found
+        result[f"known pairs, {count}"] = with_pairs(z[:count], numbers_of(seen[:count]))
+    return result
 
 
-def draw_rows(rows: dict[str, NDArray[np.float32]], stem: str, columns: int, width: float) -> None:
-    """Draw the first images of each source, 28 x 28, a named row for each, on so many inches."""
-    figure, axes = plt.subplots(len(rows), columns, figsize=(width, 0.62 * len(rows)))
-    for line, (name, own) in zip(axes, rows.items(), strict=True):
-        for axis, image in zip(line, own, strict=False):
-            axis.imshow(image.reshape(28, 28), cmap="gray", vmin=0, vmax=1)
-            axis.set(xticks=[], yticks=[])
-        line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-    figure.subplots_adjust(wspace=0.03, hspace=0.03)
-    figure.savefig(RESULTS / f"{stem}.png", dpi=75, bbox_inches="tight")
-
-
-def main() -> None:
-    options = parse_options(__doc__, data_dir=True)
-
-    x, y, _ = fashion_mnist(options.data_dir, (TARGETS + SEEN + PUBLIC) // 190)
+def rows(data_dir: str, projection: str) -> Iterator[dict[str, Any]]:
+    x, y, _ = fashion_mnist(data_dir, (TARGETS + SEEN + PUBLIC) // 190)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x.flatten(1).double()[order], y[order]
     parts = [TARGETS, SEEN, PUBLIC]
-    (target, seen, public), (own, seen_labels, labels) = (
+    (target, seen, public), (classes, seen_labels, labels) = (
         t[: sum(parts)].split(parts) for t in (x, y)
     )
-    originals = pixels(target)
-    results: dict[str, dict[str, Any]] = {}
-    shown: dict[str, NDArray[np.float32]] = {}
-    for kind in KINDS:
-        z = project(target.reshape(-1, 1, 28, 28), FEATURES, SEED, kind)  # type: ignore[arg-type]
-        for name, (numbers, rebuild) in attacks(kind, seen, seen_labels, public, labels).items():
-            images = pixels(rebuild(numbers(z), own))
-            scores = [ssim(a, b) for a, b in zip(images, originals, strict=True)]
-            row = {
-                "ssim": round(float(np.mean(scores)), 3),
-                "largest": round(float(np.max(scores)), 3),
-                "squared-error": round(float(((images - originals) ** 2).mean()), 4),
-            }
-            results.setdefault(kind, {})[name] = row
-            print(kind, name, row, flush=True)
-            if name == "nothing":
-                shown["label alone"] = images
-            elif name in SHOWN:
-                shown[f"{kind}, {name}"] = images
-    settings = {"features": FEATURES, "seen": SEEN, "one round": ROUND, "public": PUBLIC}
-    write("projection_privacy", summary={"settings": settings, "results": results})
-    draw_rows({"original": originals, **shown}, "projection_privacy", 8, width=5.6)
+    originals, z = pixels(target), projected(target, SEED, projection)
+    for name, (numbers, rebuild) in attackers(
+        projection, seen, seen_labels, public, labels
+    ).items():
+        images = pixels(rebuild(numbers(z), classes))
+        row = {"attacker": name, **scores(images, originals)}
+        yield row | {"images": images, "originals": originals}
 
 
-if __name__ == "__main__":
-    main()
+def draw(_: Any, results: list[dict[str, Any]]) -> None:
+    lines = {"original": results[0]["originals"], "label alone": results[0]["images"]}
+    for row in results:
+        if row["attacker"] in SHOWN:
+            lines[f"{row['projection']}, {row['attacker']}"] = row["images"]
+    draw_rows(lines, "projection_privacy")

@@ -1,0 +1,1 @@
+"""Attackers, and the cells in which each is measured; attack.py runs them."""

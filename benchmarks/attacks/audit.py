@@ -1,0 +1,167 @@
+"""Try to tell two neighbouring data sets apart by what a private run shows.
+
+For each private configuration, half of the runs have a data set, and half its neighbour, chosen so
+that the mechanism's sensitivity is attained. Each is a run of the product: settings, clients,
+messages, files. The attacker sees what the claim is made against (the server's sums) and
+all that the run wrote: the model, and each number of its tables, summary and inputs.json, but for
+times and memory. It learns on the first half of the runs which view tells most, and the best
+threshold: each number by itself, all of the model by Fisher's discriminant, and all that the server
+sees likewise. On the second half the rates of its hits and false alarms give a lower bound of
+epsilon, with Clopper and Pearson's limits: at most 2.5 % of audits of a true claim are above it.
+
+The last row is a control, in which the inputs' moments, which tell, are said to be public.
+"""
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from scipy.stats import binomtest
+from torch import nn
+
+from fedntk.simulations import OwnData, run
+from fedntk.simulations.report.results import load_model
+from fedntk.strategies import NoisySums
+
+DELTA, WIDTH, CLIENTS, EPSILON = 1e-5, 3, 4, 3.0
+IGNORED = re.compile(r"second|memory|machine|threads|processor|\.data|\.split|\.name|\.out")
+SETTINGS: dict[str, Any] = {
+    "standardise": False, "clients_per_evaluation": 0, "rounds": 1, "public": "schema, model",
+    "clients_per_round": 0, "test_share": 0.0,
+}  # fmt: skip
+EXACT = {"auto_ridge": False, "validation_share": 0.0}
+NOISE = {"epsilon": EPSILON, "delta": DELTA, "colluding": 0}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "sums, trusted server": {},
+    "sums, clients' shares": {"secure": {"threshold": 1.0}},
+    "sums, a whole client": {
+        "one-exchange": {"sums": EXACT, "noise": NOISE | {"client_examples": 6}}
+    },
+    "control: moments said to be public": {
+        "standardise": True, "public": "schema, model, moments",
+    },
+}  # fmt: skip
+CELLS = [{"configuration": name, "runs": 2000} for name in CONFIGURATIONS]
+Views = dict[str, np.ndarray]
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, 2))
+
+
+def data_sets(examples: int) -> tuple[OwnData, OwnData]:
+    """Two neighbours: with and without a row, or the rows of a client."""
+    rng = np.random.default_rng(0)
+    x = np.zeros((24, WIDTH))
+    x[:, :2] = rng.normal(size=(24, 2))
+    y, owners = np.arange(24) % 2, np.arange(24) % CLIENTS
+    test = rng.normal(size=(10, WIDTH)), np.arange(10) % 2
+    canary = np.zeros((examples, WIDTH))
+    canary[:, 2] = 5.0
+    # a client whose one example is zero adds nothing to the sums
+    neighbour, owner = (canary[:0], CLIENTS - 1) if examples == 1 else (0 * canary[:1], CLIENTS)
+    made = []
+    for rows in (canary, neighbour):
+        owner_of = np.concatenate([owners, np.full(len(rows), owner)])
+        split = [np.flatnonzero(owner_of == k) for k in range(owner_of.max() + 1)]
+        every = np.concatenate([x, rows]), np.concatenate([y, np.ones(len(rows), int)])
+        made.append(OwnData(every, test=test, split=split))
+    return made[0], made[1]
+
+
+def facts(value: Any, name: str = "") -> dict[str, float]:
+    """Return every number in what JSON holds, by its path."""
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        pairs = [pair for key, part in parts for pair in facts(part, f"{name}.{key}").items()]
+    elif isinstance(value, str):
+        pairs = [(name, float(hash(value) % 1000))]
+    else:
+        pairs = [(name, float(value))] if value is not None else []
+    return {key: number for key, number in pairs if not IGNORED.search(key)}
+
+
+def release(configuration: str, data: OwnData, seed: int) -> tuple[Views, float]:
+    """Run a configuration once; return views of what it shows, and the epsilon that it claims."""
+    settings = {**SETTINGS, "one-exchange": {"sums": EXACT, "noise": NOISE}, "seed": seed}
+    seen: list[np.ndarray] = []
+    solve = NoisySums.solve
+
+    def keep(self: NoisySums, sums: Any, shares: Any = None) -> Any:
+        if shares is not None:  # else the server is trusted with exact sums
+            seen.append(np.concatenate([sums.gram, sums.class_sums.ravel()]).astype(float))
+        return solve(self, sums, shares)
+
+    with tempfile.TemporaryDirectory() as folder, patch.object(NoisySums, "solve", keep):
+        result = run(
+            settings | CONFIGURATIONS[configuration], method="one-exchange", data=data,
+            model=network(), out=folder, progress=False,
+        )  # fmt: skip
+        written = [result.summary, json.loads((Path(folder) / "inputs.json").read_text())]
+        written += map(json.loads, (Path(folder) / "rounds.jsonl").read_text().splitlines())
+        model = np.concatenate([a.ravel() for a in load_model(folder).values()])
+    views = {
+        f"file {key}": np.clip(np.nan_to_num([value]), -1e9, 1e9)
+        for key, value in facts(written).items()
+    }
+    views["model"] = np.nan_to_num(model.astype(float))
+    views |= {"server": seen[0]} if seen else {}
+    return views, next(float(v) for key, v in written[-1].items() if key.startswith("epsilon"))
+
+
+def lower_bound(hits: int, alarms: int, half: int) -> float:
+    """Lower bound of epsilon from hits and false alarms among as many runs each."""
+    least, most = (binomtest(n, half).proportion_ci(0.975) for n in (hits, alarms))
+    return math.log((least.low - DELTA) / most.high) if least.low > DELTA else -math.inf
+
+
+def bounds(with_row: np.ndarray, without: np.ndarray) -> tuple[float, float]:
+    """Estimated and held-out bound of epsilon from one view (runs, numbers) of either data set."""
+    half = len(with_row) // 2
+    first, second = with_row[:half], without[:half]
+    pooled = np.concatenate([first - first.mean(0), second - second.mean(0)])
+    covariance = pooled.T @ pooled / len(pooled)
+    ridge = max(1e-9 * np.trace(covariance) / len(covariance), 1e-30)
+    difference = first.mean(0) - second.mean(0)
+    direction = np.linalg.solve(covariance + ridge * np.eye(len(covariance)), difference)
+    scores = [part @ direction for part in (first, second, with_row[half:], without[half:])]
+    best, held_out = -math.inf, 0.0
+    for a, b, c, d in ((0, 1, 2, 3), (1, 0, 3, 2)):  # either may be the one that is detected
+        sign = 1 if a == 0 else -1
+        thresholds = np.quantile(sign * np.concatenate(scores[:2]), np.linspace(0.01, 0.99, 99))
+        for threshold in thresholds:
+            counts = [int((sign * scores[k] > threshold).sum()) for k in (a, b, c, d)]
+            if (bound := lower_bound(*counts[:2], half)) > best:
+                best, held_out = bound, lower_bound(*counts[2:], len(scores[2]))
+    return best, max(0.0, held_out)
+
+
+def rows(_: str, configuration: str, runs: int) -> Iterator[dict[str, Any]]:
+    pair = data_sets(6 if "whole client" in configuration else 1)
+    views: list[list[Views]] = [[], []]
+    for i in range(runs):
+        view, claim = release(configuration, pair[i % 2], i)
+        views[i % 2].append(view)
+    common = set.intersection(*(set(view) for part in views for view in part))
+    results = {
+        name: bounds(*(np.stack([view[name] for view in part]) for part in views))
+        for name in sorted(common)
+    }
+    best = max(results, key=lambda name: results[name][0])
+    row = {
+        "claim": claim, "best-view": best, "lower-bound": results[best][1],
+        "model": results["model"][1], "server": results["server"][1] if "server" in results else "",
+        "numbers-in-files": len(common) - 2,
+    }  # fmt: skip
+    if runs >= 500 and configuration.startswith("control") and row["lower-bound"] <= claim:
+        raise RuntimeError("the audit does not find what is there to be found")
+    yield row

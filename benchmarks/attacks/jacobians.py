@@ -1,0 +1,361 @@
+"""Deep leakage from Jacobians: Fashion-MNIST images rebuilt from what a client uploads.
+
+Yue et al. 2022, section 4.2 and appendix B (figure 8); Thompson et al. 2025, appendix F (figure
+17); the attack is Zhu, Liu and Han, *Deep Leakage from Gradients*, NeurIPS 2019. An upload of 60
+examples, MLP with 100 hidden units, is made and read by fedntk's own code: dense (the paper's
+tensors) and factored, at several sparsities, at the first weights and after training. The server
+knows weights, labels, outputs and the range of pixels, and rebuilds 20 of the examples:
+
+closed form     weight row over bias row of the first layer, pixel by pixel, by least squares;
+                of a factored upload the input factor itself
+deep leakage    Zhu et al.: L-BFGS fits a dummy's Jacobian to the received one, zeros included
+adaptive        L-BFGS fits only what was received; the rest is below the threshold, a hidden unit
+                that shows is on, others are off, pixels stay within their range
+with a prior    the same with mean and covariance of other images of the label's class; starts at
+                the linear estimate of least mean squared error
+
+With a random projection P to 200 dimensions the first two find z = x P and multiply it by the
+pseudo-inverse of P, the others have x P in place of x; a server without the seed guesses another.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from common import fashion_mnist
+from scipy.optimize import minimize
+from torch import Tensor, nn
+
+from fedntk.ntk import (
+    CompressedUpload,
+    JacobianUpload,
+    UploadLimits,
+    jacobian,
+    one_hot,
+    random_projection,
+)
+from fedntk.ntk.payloads.compression import num_kept
+
+from .images import MEAN, STD, draw_rows, pixels, scores
+
+BLACK, WHITE = -MEAN / STD, (1 - MEAN) / STD
+CASES = ((0.0, 32), (0.5, 32), (0.5, 6), *((s, 32) for s in (0.8, 0.9, 0.95, 0.99, 0.999)))
+PROJECTED, SEED, GUESS = 200, 1, 2
+PER_CLASS, ATTACKED = 6, 2  # of the client's examples, and those that are rebuilt
+NOISE = 1e-4  # variance of each equality in the linear estimate: a hundredth of STD
+PRIOR_WEIGHT = 1e-4  # against one squared equality
+CELLS: list[dict[str, Any]] = [
+    {"weights": weights, "projection": projection, "wire": wire, "sparsity": sparsity, "bits": bits}
+    for weights, projection in (("first", "none"), ("trained", "none"),
+                                ("first", "seed known"), ("first", "seed guessed"))
+    for wire in ("dense", "factored")
+    for sparsity, bits in CASES
+]  # fmt: skip
+CELLS.append(dict.fromkeys(CELLS[0], "") | {"wire": "no upload"})
+SHOWN = (
+    *(("none", "dense", s, "deep leakage") for s in (0.0, 0.5, 0.8, 0.9, 0.95)),
+    ("none", "dense", 0.95, "closed form"),
+    ("none", "dense", 0.99, "with a prior"),
+    *(("none", "factored", s, "deep leakage") for s in (0.5, 0.8, 0.95)),
+    *(("none", "factored", s, "with a prior") for s in (0.8, 0.95)),
+    *(("seed guessed", "dense", 0.0, attacker) for attacker in ("closed form", "with a prior")),
+    ("seed known", "dense", 0.0, "closed form"),
+    *(("seed known", "dense", s, "with a prior") for s in (0.0, 0.95)),
+    ("", "no upload", "", "mean of the class"),
+)
+
+
+class Network(NamedTuple):
+    """``f(z) = W2 relu(W1 z + b1) + b2`` in float64, as the attacker holds it."""
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Network":
+        """Copy the weights."""
+        return cls(*(p.detach().double() for p in model.parameters()))
+
+
+class Seen(NamedTuple):
+    """What an upload shows of one example with inputs z, shape (d,), and H hidden units a."""
+
+    outputs: Tensor  # f, exact (C,)
+    products: Tensor  # Jacobian by W1, g z^T (C, H, d); zero where nothing came
+    slopes: Tensor  # Jacobian by b1, g (C, H)
+    tops: Tensor  # Jacobian of output c by row c of W2, a (C, H)
+    closed: Tensor  # closed form of z from only the upload (d,); zero where nothing came
+    inputs: Tensor  # z with the help of W2 (d,)
+    known: Tensor  # where it is known, bool (d,)
+    bound: float  # what abs(z) is at most elsewhere
+    on: Tensor  # units that are surely on, bool (H,)
+    off: Tensor  # and surely off
+    hidden: Tensor  # a (H,), zero where it is not known
+    hidden_bound: float  # what a is at most there
+
+
+class Prior(NamedTuple):
+    """Mean (d,), covariance (d, d) and its inverse of images that the attacker has."""
+
+    mean: Tensor
+    covariance: Tensor
+    precision: Tensor
+
+    @classmethod
+    def of(cls, images: Tensor) -> "Prior":
+        """Estimate from rows; a little white noise keeps the covariance regular."""
+        x = images.double()
+        covariance = torch.cov(x.T) + 1e-3 * torch.eye(x.shape[1], dtype=x.dtype)
+        return cls(x.mean(0), covariance, torch.linalg.inv(covariance))
+
+
+def network(d: int, seed: int, width: int = 100, num_outputs: int = 10) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(d, width), nn.ReLU(), nn.Linear(width, num_outputs))
+        for layer in (model[0], model[2]):
+            nn.init.kaiming_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    return model.eval()
+
+
+def trained(model: nn.Module, x: Tensor, labels: Tensor, epochs: int = 3) -> nn.Module:
+    """Return a copy after plain SGD: batches of 64, rate 0.05; 87 % are then right."""
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(epochs):
+        for batch in torch.randperm(len(x), generator=generator).split(64):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x[batch]), labels[batch]).backward()
+            optimiser.step()
+    return model
+
+
+def upload(model: nn.Module, z: Tensor, labels: Tensor, wire: str) -> JacobianUpload:
+    outputs = model(z).detach()
+    targets = one_hot(labels, outputs.shape[1])
+    return JacobianUpload(jacobian(model, z, structure=wire), outputs, targets)  # type: ignore[arg-type]
+
+
+def received(model: nn.Module, sent: Any, sparsity: float, bits: int) -> list[tuple[Tensor, float]]:
+    """Compress an upload and read it; its tensors, each with its threshold.
+
+    What was dropped of a tensor is at most its threshold: the smallest magnitude that came, or 0
+    if zeros came, too.
+    """
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    arrays = CompressedUpload.compress(sent, sparsity=sparsity, bits=bits).to_arrays()
+    limits = UploadLimits(shapes, len(sent.outputs), sparsity, bits)
+    pairs = []
+    for block in CompressedUpload.from_arrays(arrays, limits).jacobian.blocks:
+        for tensor in block.arrays:
+            came = tensor[tensor != 0].abs()
+            full = 0 < len(came) == num_kept(tensor.numel(), sparsity)
+            pairs.append((tensor, float(came.min()) if full else 0.0))
+    return pairs
+
+
+def see(tensors: Sequence[tuple[Tensor, float]], row: int, outputs: Tensor, net: Network) -> Seen:
+    """Collect what one example's row shows, on either wire."""
+    first, slopes, third, fourth = (tensor[row].double() for tensor, _ in tensors)
+    limits = [threshold for _, threshold in tensors]
+    if first.ndim == 3:  # dense: d f / d W1, b1, W2, b2
+        products, tops = first, third.diagonal().T
+        shown = products != 0
+        closed = ratio(products, slopes[:, :, None] * shown, (0, 1))
+        inputs = ratio(products, net.w2[:, :, None] * shown, (0, 1))
+        hidden = ratio(tops, (tops != 0).double(), (0,))
+        known = shown.any(0).any(0)
+        on = shown.any(2).any(0) | (slopes != 0).any(0) | (hidden != 0)
+        bound = limits[0] / float(net.w2[:, on].abs().max()) if on.any() else np.inf
+    else:  # factored: inputs and output gradients of either layer
+        closed = inputs = first[0]
+        slopes, hidden = slopes[:, 0], third[0]
+        products, tops = slopes[:, :, None] * inputs, fourth[:, 0].diagonal()[:, None] * hidden
+        known, bound = inputs != 0, limits[0]
+        on = (slopes != 0).any(0) | (hidden != 0)
+    off = ~on & ((net.w2.abs().amax(0) > limits[1]) | (limits[2] == 0))
+    return Seen(
+        *(outputs.double(), products, slopes, tops),
+        *(closed, inputs, known, bound, on, off, hidden, limits[2]),
+    )
+
+
+def ratio(products: Tensor, factor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Least squares of ``products = factor * result``; zero where all factors are."""
+    power = (factor**2).sum(dims)
+    return torch.where(power > 0, (products * factor).sum(dims) / power, 0.0)
+
+
+def lbfgs(
+    loss: Callable[[Tensor], Tensor], start: Tensor, *, bounds: Any = None, steps: int = 200
+) -> tuple[Tensor, float]:
+    def value_and_slope(point: Any) -> tuple[float, Any]:
+        x = torch.from_numpy(point).requires_grad_()
+        value = loss(x)
+        return value.item(), torch.autograd.grad(value, x)[0].numpy()
+
+    options = {"maxiter": steps, "maxcor": 20, "ftol": 1e-15, "gtol": 1e-9}
+    done = minimize(
+        value_and_slope, start.numpy(), jac=True, method="L-BFGS-B", bounds=bounds, options=options
+    )
+    return torch.from_numpy(done.x), float(done.fun)
+
+
+def deep_leakage(seen: Seen, net: Network, seed: int, starts: int = 2) -> Tensor:
+    """Return the z whose Jacobian came nearest to the received one, zeros included.
+
+    Of the tensors g z^T the distance is expanded, so that none is built: Zhu et al. 2019, eq. (4).
+    What does not depend on z, the rest of W2 and b2, is left out. Starts are random dummies.
+    """
+    power = (net.w2**2).sum(0)
+    mixed = torch.einsum("ch,chd->hd", net.w2, seen.products)
+    constant = (seen.products**2).sum()
+
+    def loss(z: Tensor) -> Tensor:
+        before = net.w1 @ z + net.b1
+        on = (before > 0).to(z)
+        weights = (on @ power) * (z @ z) - 2 * (on @ mixed) @ z + constant
+        biases = ((net.w2 * on - seen.slopes) ** 2).sum()
+        return weights + biases + ((before.relu() - seen.tops) ** 2).sum()
+
+    generator, shape = torch.Generator().manual_seed(seed), (starts, net.w1.shape[1])
+    dummies = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return min((lbfgs(loss, dummy) for dummy in dummies), key=lambda fit: fit[1])[0]
+
+
+def linear_estimate(prior: Prior, seen: Seen, net: Network, matrix: Tensor | None) -> Tensor:
+    """Estimate x with least mean squared error from all that is known to be linear in x.
+
+    These are received inputs and hidden units, and the outputs, each with noise.
+    """
+    got = seen.hidden != 0
+    rows = [torch.eye(len(seen.inputs), dtype=torch.float64)[seen.known], net.w1[got]]
+    values = [seen.inputs[seen.known], seen.hidden[got] - net.b1[got]]
+    if (seen.on | seen.off).all():
+        top = net.w2 * seen.on
+        rows.append(top @ net.w1)
+        values.append(seen.outputs - net.b2 - top @ net.b1)
+    stacked = torch.cat(rows) if matrix is None else torch.cat(rows) @ matrix.T
+    gain = prior.covariance @ stacked.T
+    spread = stacked @ gain + NOISE * torch.eye(len(stacked), dtype=stacked.dtype)
+    return prior.mean + gain @ torch.linalg.solve(spread, torch.cat(values) - stacked @ prior.mean)
+
+
+def adaptive(
+    seen: Seen, net: Network, matrix: Tensor | None = None, prior: Prior | None = None
+) -> Tensor:
+    """Return an x in the range of pixels that fits what was received, and what was not."""
+    got, missing = seen.hidden != 0, ~seen.known
+
+    def loss(x: Tensor) -> Tensor:
+        z = x if matrix is None else x @ matrix
+        before = net.w1 @ z + net.b1
+        wrong = [
+            (z - seen.inputs)[seen.known],
+            (z[missing].abs() - seen.bound).relu(),
+            (before - seen.hidden)[got],
+            (before[~got] - seen.hidden_bound).relu(),
+            (-before[seen.on]).relu(),
+            before[seen.off].relu(),
+            net.w2 @ before.relu() + net.b2 - seen.outputs,
+        ]
+        total = (torch.cat(wrong) ** 2).sum()
+        if prior is not None:
+            total = total + PRIOR_WEIGHT * (x - prior.mean) @ prior.precision @ (x - prior.mean)
+        return total
+
+    if prior is None:
+        start = lifted(seen.inputs, matrix)
+    else:
+        start = linear_estimate(prior, seen, net, matrix)
+    bounds = [(BLACK, WHITE)] * len(start)
+    return lbfgs(loss, start.clamp(BLACK, WHITE), bounds=bounds)[0]
+
+
+def lifted(z: Tensor, matrix: Tensor | None) -> Tensor:
+    """Return the shortest x with x P = z."""
+    return z if matrix is None else z @ torch.linalg.pinv(matrix)
+
+
+class Client(NamedTuple):
+    """A client's examples, those that are rebuilt, other images, and priors by class."""
+
+    x: Tensor
+    labels: Tensor
+    attacked: list[int]
+    pool: tuple[Tensor, Tensor]
+    priors: list[Prior]
+
+
+@functools.cache
+def client_of(data_dir: str) -> Client:
+    """Draw a client; no image of it is in a prior."""
+    pictures, labels, _ = fashion_mnist(data_dir, 250)
+    x = pictures.flatten(1)
+    mixed = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    by_class = [mixed[labels[mixed] == c] for c in range(10)]
+    order = torch.randperm(10 * PER_CLASS, generator=torch.Generator().manual_seed(1))
+    drawn = torch.stack([members[:PER_CLASS] for members in by_class], 1).flatten()[order]
+    attacked = order.argsort()[: 10 * ATTACKED].tolist()  # class 0 ... 9, then again
+    priors = [Prior.of(x[members[PER_CLASS:]]) for members in by_class]
+    return Client(x[drawn], labels[drawn], attacked, (x, labels), priors)
+
+
+def rows(
+    data_dir: str, weights: str, projection: str, wire: str, sparsity: float, bits: int
+) -> Iterator[dict[str, Any]]:
+    client = client_of(data_dir)
+    originals = pixels(client.x[client.attacked])
+    priors = [client.priors[int(client.labels[row])] for row in client.attacked]
+    rebuilt: dict[str, list[Any]] = {}
+    if wire == "no upload":
+        overall = pixels(torch.stack([prior.mean for prior in client.priors]).mean(0))
+        rebuilt = {
+            "mean of the class": [pixels(prior.mean) for prior in priors],
+            "mean of all": [overall] * len(originals),
+            "noise": [*np.random.default_rng(0).random(originals.shape, dtype=np.float32)],
+        }
+    else:
+        matrices = dict[str, Tensor | None](none=None)
+        for name, seed in (("seed known", SEED), ("seed guessed", GUESS)):
+            matrices[name] = random_projection(torch.eye(784), PROJECTED, seed).double()
+        true = matrices["none" if projection == "none" else "seed known"]
+        z = client.x if true is None else client.x @ true.float()
+        model, matrix = network(z.shape[1], 0), matrices[projection]
+        model = trained(model, *client.pool) if weights == "trained" else model
+        net, sent = Network.of(model), upload(model, z, client.labels, wire)
+        tensors = received(model, sent, sparsity, bits)
+        for row, prior in zip(client.attacked, priors, strict=True):
+            seen = see(tensors, row, sent.outputs[row], net)
+            attackers = {
+                "closed form": lifted(seen.closed, matrix),
+                "deep leakage": lifted(deep_leakage(seen, net, seed=row), matrix),
+                "adaptive": adaptive(seen, net, matrix),
+                "with a prior": adaptive(seen, net, matrix, prior),
+            }
+            for attacker, x in attackers.items():
+                rebuilt.setdefault(attacker, []).append(pixels(x))
+    for attacker, some in rebuilt.items():
+        images = np.stack(some)
+        row = {"attacker": attacker, **scores(images, originals)}
+        yield row | {"images": images, "originals": originals}
+
+
+def draw(_: Any, results: list[dict[str, Any]]) -> None:
+    """Ten originals and what the attackers make of them."""
+    lines = {"original": results[0]["originals"]}
+    for shown in SHOWN:
+        for row in results:
+            place = (row["projection"], row["wire"], row["sparsity"], row["attacker"])
+            if place == shown and row["weights"] != "trained" and row["bits"] != 6:
+                projected = row["projection"].replace("seed", "projected, seed").replace("none", "")
+                name = f"{projected} {row['wire']}, sparsity {row['sparsity']}: {row['attacker']}"
+                lines[name] = row["images"]
+    draw_rows(lines, "reconstruction")

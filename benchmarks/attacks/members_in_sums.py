@@ -1,0 +1,262 @@
+"""What sums over features and class prototypes give away: who is in them, and what they look like.
+
+A client of TCT with `sums`, of AFL or of Fed3R sends the Gram matrix G = Z^T Z of its features,
+their sum by class, and counts. Whoever has the network, which the server does, can compute the
+features z of any image. Here a client has n Fashion-MNIST images of one class, drawn from 6,000;
+the server has these 6,000 and does not know which n they are. These and 10,000 public images, 1,000
+of each class, are drawn from all 70,000 training and test images alike.
+
+* **Membership**: by the leverage z^T (G + eps)^-1 z, with eps 1e-8 of G's mean diagonal. That of a
+  member is at most 1. With fewer examples than features z lies in the range of G, and that of
+  nearly all others is far above 1. The area under the ROC curve (AUC) is that of members against
+  all other images of the class; also with the leverage divided by that in the Gram matrix of public
+  images of the same classes, which tells how unusual an image is at all (calibration, as in Carlini
+  et al., *Membership Inference Attacks From First Principles*, S&P 2022). There eps is 1e-4, the
+  best for the attacker of 1e-8, 1e-4 and 1e-2 on two of the ten clients.
+* **Sum of ten**: the same in the sum of the G of ten clients, each with images of its own class.
+* **Difference** of two sums, with and without a client, the other nine having 5,800 images each.
+* **Nearest image** to the mean of the class, and to the first eigenvector of G.
+* **Rebuilt images**: the sums of one example are its features, from which a linear map that is
+  fitted to the public images gives its pixels. The same is done for means of several examples.
+
+A **prototype** is the mean feature of the client's examples of a class. It is compared with the
+first 1,000 training images of class 0, the client's among them: how often the nearest one is the
+client's, how often chance would hit one, the median rank of the client's in the pool.
+
+Features are exact or rounded to 8 bits, of a network at its first weights or after ten rounds of
+FedAvg on 10,000 of the training images, members or not.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from common import trained
+from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+
+from fedntk.ntk import FeatureMap
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.simulations import Config
+from fedntk.simulations.data.load import Data
+from fedntk.simulations.engine.building import load_setup
+
+from .images import draw_rows, ssim
+
+COUNTS = (1, 10, 100, 1000, 5800)
+DRAWS = {1: 2}  # of ten clients; one draw for larger counts
+PUBLIC, MANY = 1_000, 5_800  # public images of each class; images of a client with many
+MEANS = (1, 2, 10)  # images in the means that are rebuilt
+POOL, PROTOTYPE_DRAWS = 1_000, 200
+EPS, EPS_PUBLIC = 1e-8, 1e-4
+MAPS = {"last-layer": FeatureMap("last-layer"), "entk": FeatureMap("entk", 1000)}
+PROTOTYPES = [
+    {"weights": weights, "features": kind} for weights in ("first", "trained") for kind in MAPS
+]
+SUMS: list[dict[str, Any]] = [{**cell, "bits": bits} for cell in PROTOTYPES for bits in (32, 8)]
+Row = dict[str, Any]
+
+
+@functools.cache
+def network_of(model: str, data_dir: str, weights: str) -> tuple[Data, nn.Module]:
+    """Return Fashion-MNIST, and a network at its first weights or after its rounds."""
+    config = Config(
+        method="fedavg", dataset="fashion-mnist", data_dir=data_dir, model=model,
+        num_clients=20, clients_per_round=10, clients_per_evaluation=0, train_examples=10_000,
+        partition="dirichlet", alpha=0.8, learning_rate=0.1, rounds=10, test_examples=1_000,
+    )  # fmt: skip
+    setup = load_setup(config)
+    return setup.data, trained(config) if weights == "trained" else setup.network
+
+
+class Features(NamedTuple):
+    """Features of those that clients draw from, (C, m, p), and of public ones, sorted by class."""
+
+    classes: Tensor
+    public: Tensor
+    fixed_point: FixedPoint | None
+
+    @classmethod
+    def of(cls, classes: Tensor, public: Tensor, bits: int) -> "Features":
+        """Round to `bits` bits unless they are 32, by steps that the public images choose."""
+        return cls(classes, public, FixedPoint.of(public, bits) if bits < 32 else None)
+
+    def compared(self, z: Tensor) -> Tensor:
+        """Return the server's own features (n, p), rounded as clients round theirs, float64."""
+        return (z if self.fixed_point is None else self.fixed_point(z)).double()
+
+    def sums(self, label: int, members: NDArray[np.int64]) -> FeatureStatistics:
+        """Return what a client sends that has some images of one class."""
+        labels = torch.full((len(members),), label)
+        z = self.classes[label][torch.from_numpy(members)]
+        return FeatureStatistics.of([z], labels, len(self.classes), fixed_point=self.fixed_point)
+
+
+def leverages(gram: NDArray[np.float64], z: Tensor, eps: float = EPS) -> Tensor:
+    """Return z^T (G + eps)^-1 z of each row of z (m, p), float64, shape (m,)."""
+    matrix = torch.from_numpy(gram).clone()
+    matrix.diagonal().add_(eps * float(matrix.diagonal().mean()))
+    factor = torch.linalg.cholesky(matrix)
+    return torch.linalg.solve_triangular(factor, z.T, upper=False).square().sum(0)
+
+
+def told_apart(leverage: Tensor, calibration: Tensor, members: NDArray[np.int64]) -> Row:
+    """Compare leverages (m,) of the members of a client's sums with those of all others.
+
+    `calibration` (m,) has the leverages in the sums of the public images.
+    """
+    member = np.zeros(len(leverage), bool)
+    member[members] = True
+    plain, relative = (-s.log().numpy() for s in (leverage, leverage / calibration))
+    lowest = np.argsort(-plain)[: len(members)]
+    strict = np.quantile(relative[~member], 0.99)
+    return {
+        "auc": float(roc_auc_score(member, plain)),
+        "auc-calibrated": float(roc_auc_score(member, relative)),
+        "members-found-at-1%-false": float((relative[member] > strict).mean()),
+        "found-among-n-lowest": float(member[lowest].mean()),
+        "others-ruled-out": float((leverage.numpy()[~member] > 1 + 1e-6).mean()),
+    }
+
+
+def nearest_is_member(z: Tensor, point: Tensor, members: NDArray[np.int64]) -> float:
+    cosines = (z @ point) / z.norm(dim=1)
+    return float(int(cosines.abs().argmax()) in members)
+
+
+def first_eigenvector(matrix: Tensor, start: Tensor) -> Tensor:
+    for _ in range(100):
+        start = matrix @ start
+        start = start / start.norm()
+    return start
+
+
+def membership(features: Features, count: int, draws: int) -> Iterator[Row]:
+    """Attack clients with `count` images each, by their own sums and by the sum of all."""
+    rng = np.random.default_rng([count, 0])
+    z = [features.compared(rows) for rows in features.classes]
+    public = features.compared(features.public).split(len(features.public) // len(z))
+    grams = [(rows.T @ rows).numpy() for rows in public]
+    total = np.sum(grams, axis=0)
+    of_class = [leverages(gram, rows, EPS_PUBLIC) for gram, rows in zip(grams, z, strict=True)]
+    of_all = [leverages(total, rows, EPS_PUBLIC) for rows in z]
+    results: dict[str, list[Row]] = {"one client": [], "sum of ten": []}
+    for _ in range(draws):
+        members = [rng.choice(len(rows), size=count, replace=False) for rows in z]
+        sent = [features.sums(c, chosen) for c, chosen in enumerate(members)]
+        joined = FeatureStatistics.join(sent).matrix()
+        for c, chosen in enumerate(members):
+            gram = sent[c].matrix()
+            row = told_apart(leverages(gram, z[c]), of_class[c], chosen)
+            mean = torch.from_numpy(sent[c].class_sums[c].astype(np.float64))
+            first = first_eigenvector(torch.from_numpy(gram), mean)
+            for name, point in (("mean", mean), ("eigenvector", first)):
+                row[f"nearest-to-{name}-is-own"] = nearest_is_member(z[c], point, chosen)
+            results["one client"].append(row)
+            results["sum of ten"].append(told_apart(leverages(joined, z[c]), of_all[c], chosen))
+    for payload, rows in results.items():
+        means = {key: round(float(np.mean([row[key] for row in rows])), 4) for key in rows[0]}
+        yield {"sums": payload, "examples": count, **means}
+
+
+def difference(features: Features, count: int) -> Row:
+    """Attack a client by the sums with and without it; the other nine have many images each."""
+    rng, size = np.random.default_rng([count, 1]), features.classes.shape[1]
+    others = FeatureStatistics.join(
+        features.sums(c, rng.choice(size, size=MANY, replace=False))
+        for c in range(1, len(features.classes))
+    )
+    members = rng.choice(size, size=count, replace=False)
+    sent = features.sums(0, members)
+    gram, exact = ((others + sent) - others).matrix(), sent.matrix()
+    z = features.compared(features.classes[0])
+    row = told_apart(leverages(gram, z), torch.ones(len(z)), members)
+    scores = {key: round(row[key], 4) for key in ("auc", "found-among-n-lowest")}
+    error = np.abs(gram - exact).max() / np.abs(exact).max()
+    return {"sums": "difference", "examples": count, **scores, "relative-error": float(error)}
+
+
+def linear_map(features: Tensor, images: Tensor) -> Tensor:
+    """Fit pixels to features and a 1, (p + 1, 784); a fifth of the images chooses the ridge."""
+    z = torch.cat([features, torch.ones(len(features), 1)], 1).double()
+    x = images.double()
+    last = torch.arange(len(z)) % 5 == 0
+
+    def fitted(chosen: Tensor, ridge: float) -> Tensor:
+        gram = z[chosen].T @ z[chosen]
+        gram.diagonal().add_(ridge * float(gram.diagonal().mean()))
+        return torch.linalg.solve(gram, z[chosen].T @ x[chosen])
+
+    ridges = [10.0**k for k in range(-6, 1)]
+    errors = [float((z[last] @ fitted(~last, r) - x[last]).square().mean()) for r in ridges]
+    return fitted(torch.ones_like(last), ridges[int(np.argmin(errors))])
+
+
+def rebuilt(features: Features, pixels: Tensor, public_pixels: Tensor) -> Iterator[Row]:
+    """Rebuild ten images of each class from sums of 1 ... 10; SSIM, and the first of each class."""
+    steps = torch.ones(1) if features.fixed_point is None else features.fixed_point.step
+    scale = torch.as_tensor(steps).double()
+    matrix = linear_map((features.compared(features.public) * scale).float(), public_pixels)
+    for count in MEANS:
+        scores, images = [], []
+        for c in range(len(features.classes)):
+            for start in range(0, 100, 10):
+                sums = features.sums(c, np.arange(start, start + count)).class_sums[c]
+                mean = torch.from_numpy(sums / count) * scale
+                image = (torch.cat([mean, torch.ones(1)]).double() @ matrix).clamp(0, 1).float()
+                scores.append(ssim(image.numpy(), pixels[c, start].numpy()))
+                images.append(image.numpy())
+        score = round(float(np.mean(scores)), 3)
+        yield {"sums": "rebuilt", "examples": count, "ssim": score, "images": np.stack(images)}
+
+
+def sums(data_dir: str, weights: str, features: str, bits: int) -> Iterator[Row]:
+    data, network = network_of("simple-cnn", data_dir, weights)
+    (x, y), (x_test, y_test) = data.train(np.arange(len(data.y_train))), data.test()
+    x, y = torch.cat([x, x_test]), torch.cat([y, y_test])
+    raw = torch.from_numpy(np.concatenate([data.x_train, data.x_test])).flatten(1) / 255.0
+    rng = np.random.default_rng(0)
+    of_class = [torch.from_numpy(rng.permutation(np.flatnonzero(y == c))) for c in range(10)]
+    public = torch.cat([places[:PUBLIC] for places in of_class])
+    drawn = torch.stack([places[PUBLIC:] for places in of_class])  # (C, 6000)
+    extract = MAPS[features].extractor(network)
+    z = torch.cat([extract(part) for part in x.split(2_000)])
+    made = Features.of(z[drawn], z[public], bits)
+    means = torch.stack([raw[places[:PUBLIC]].mean(0) for places in of_class])
+    alone = [ssim(means[c].numpy(), raw[i].numpy()) for c in range(10) for i in drawn[c, :100:10]]
+    yield {"sums": "label alone", "ssim": round(float(np.mean(alone)), 3),
+           "images": means.numpy(), "originals": raw[drawn[:, 0]].numpy()}  # fmt: skip
+    yield from rebuilt(made, raw[drawn], raw[public])
+    for count in COUNTS:
+        yield from membership(made, count, DRAWS.get(count, 1))
+    if weights == "first":
+        yield from (difference(made, count) for count in (1, 10, 100, 1000))
+
+
+def draw(_: Any, results: list[Row]) -> None:
+    lines = {"original": results[0]["originals"], "label alone": results[0]["images"]}
+    for row in results:
+        if row["sums"] == "rebuilt" and row["examples"] == 1 and row["bits"] == 32:
+            lines[f"{row['features']}, {row['weights']} weights"] = row["images"][::10]
+    draw_rows(lines, "sums_privacy")
+
+
+def prototypes(data_dir: str, weights: str, features: str) -> Iterator[Row]:
+    """Compare means of some images' features with the features of all."""
+    data, network = network_of("lenet", data_dir, weights)
+    x, _ = data.train(np.flatnonzero(data.y_train == 0)[:POOL])
+    extract = MAPS[features].extractor(network)
+    z = torch.cat([extract(part) for part in x.split(200)])
+    for count in (1, 2, 5, 20, 100):
+        rng, hits, ranks = np.random.default_rng(0), [], []
+        for _ in range(PROTOTYPE_DRAWS):
+            members = rng.choice(len(z), size=count, replace=False)
+            order = (z - z[members].mean(0)).norm(dim=1).argsort()
+            hits.append(int(order[0]) in members)
+            ranks.append(float(order.argsort()[members].double().median()) / len(z))
+        row = {"examples": count, "nearest-is-own": float(np.mean(hits))}
+        yield {**row, "by-chance": count / len(z), "median-rank-of-own": float(np.mean(ranks))}
