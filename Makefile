@@ -57,14 +57,11 @@ fuzz: install ## COUNT replies of liars to all strategies, drawn with SEED: none
 
 gpu: ## the cases of ntk and the benchmarks on a GPU; torch and numpy suffice, nothing is installed
 	@python=$(PYTHON); $$python -c 'import torch' 2>/dev/null || ! test -x $(BIN)/python || python=$(BIN)/python; \
-	$$python benchmarks/gpu.py $(if $(DATA),--data-dir $(DATA))
+	$$python benchmarks/speed.py --device cuda $(if $(DATA),--data-dir $(DATA))
 
-speed: install ## the programs behind docs/speed.md, one after another, and its table; an idle machine
-	$(BIN)/python benchmarks/kernel.py
-	$(BIN)/python benchmarks/entk_features.py
-	for name in ntk_fl_round ntk_dfl engine many_clients; do $(BIN)/python benchmarks/$$name.py --data-dir $(DATA) || exit; done
-	$(BIN)/python benchmarks/features.py --data-dir $(DATA) --parts speed
-	! test -x build/peers/bin/python || $(BIN)/python benchmarks/kernel_peers.py
+CASES ?= kernel* tangent_features* ntk_fl_round* ntk_dfl* engine* many_clients* features*
+speed: install ## the table of docs/results/times.md again, one case after another; an idle machine
+	set -f; $(BIN)/python benchmarks/speed.py $(if $(DATA),--data-dir $(DATA)) --cases $(CASES)
 	$(BIN)/python docs/tables.py
 
 # what `make lowest` runs: mathematics, clients, servers and short runs

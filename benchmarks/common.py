@@ -7,7 +7,6 @@ Where it says so, rows of cases that are not asked for stay. FOLDER is in torchv
 import argparse
 import csv
 import datetime
-import gc
 import gzip
 import importlib.util
 import json
@@ -149,44 +148,6 @@ def relative(found: Tensor, exact: Tensor) -> float:
     return float((found.double().cpu() - exact.cpu()).norm() / exact.norm())
 
 
-def timed(
-    work: Callable[[], Any],
-    device: str,
-    *,
-    at_least: float = 1.0,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """Median seconds of `clock` over repetitions, and the peak of memory over that before, in MB.
-
-    The first run is the one whose memory is measured; at most 20 follow, for `at_least` seconds.
-    """
-    cuda = device.startswith("cuda")
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        before = _memory("VmRSS")
-    seconds = []
-    while not seconds or (sum(seconds) < at_least and len(seconds) < 20):
-        start = clock()
-        work()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(clock() - start)
-        if len(seconds) == 1:
-            peak = torch.cuda.max_memory_allocated() if cuda else _memory("VmHWM")
-    return {"seconds": float(np.median(seconds)), "peak-mb": (peak - before) / 1e6}
-
-
-def _memory(key: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"the kernel does not report {key}")
-
-
 def parse_options(
     doc: str,
     *,
@@ -234,14 +195,10 @@ def _split(text: str, among: tuple[Any, ...]) -> list[Any]:
 
 
 def measured(program: str, cases: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Measure each case in a process of its own; those that fail are left out.
-
-    On a GPU, whose memory is counted apart, this process measures all: each new one takes seconds.
-    """
+    """Measure each case in a process of its own; those that fail are left out."""
     rows = []
     for case in cases:
-        here = str(case.get("device", "cpu")).startswith("cuda")
-        if (row := (in_this_process if here else in_child)(program, case)) is not None:
+        if (row := in_child(program, case)) is not None:
             rows.append(row)
             print(row, flush=True)
     return rows
@@ -271,24 +228,17 @@ def in_child(
     return {**arguments, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def in_this_process(program: str, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Run one measurement of the running program here, as `in_child` does elsewhere."""
-    try:
-        found = vars(sys.modules["__main__"])["child"](**arguments)
-    except RuntimeError as error:  # of the GPU's memory as well
-        print(Path(program).name, arguments, "failed:", str(error).splitlines()[0][:200])
-        return None
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
-    return {**arguments, **found}
-
-
 def matrix_rate(device: str) -> float:
     """Measured rate of float32 products of 4,096 x 4,096 matrices, in GFLOP/s; TF32 off."""
     a = torch.randn(4096, 4096, device=device)
-    out = torch.empty_like(a)
-    return 2 * 4096**3 / timed(lambda: torch.mm(a, a, out=out), device)["seconds"] / 1e9
+    out, seconds = torch.empty_like(a), list[float]()
+    while sum(seconds) < 1 and len(seconds) < 20:
+        start = time.perf_counter()
+        torch.mm(a, a, out=out)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return float(2 * 4096**3 / np.median(seconds) / 1e9)
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -1,9 +1,7 @@
-"""Features that nobody trains: their speed, two ways to expand them, and a trained CNN beside them.
+"""Features that nobody trains: two ways to expand them, and a trained CNN beside them.
 
-    python benchmarks/features.py --data-dir FOLDER [--parts speed,expand,cifar10]
+    python benchmarks/features.py --data-dir FOLDER [--parts expand,cifar10]
 
-- speed: images a CPU second of scattering (J = 2, L = 8, with logarithms), of the p = 8,000 cosines
-  after it, and of one forward pass of SimpleCNN, on one thread.
 - expand: ridge regression on scattering of 10,000 training images of Fashion-MNIST, as it is, with
   random Fourier features and with bucket features. Accuracy is on 5,000 other training images,
   which also choose the ridge by the squared error. Buckets are compared in several sizes.
@@ -11,19 +9,16 @@
   p = 4,000 cosines, and SimpleCNN trained on the same images in one place (SGD, momentum 0.9,
   batches of 32). 2,000 training images choose ridge and bandwidth, or rate and epochs, by accuracy;
   then all 10,000 are fitted. Only the last accuracy is on the test images. Three seeds.
-
-The machine in results/features.json is that of `speed`.
 """
 
 import argparse
 import copy
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from common import keep_rows, parse_options, write
+from common import keep_rows, parse_options
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -41,7 +36,6 @@ BANDWIDTHS = (0.4, 0.8, 1.6)
 RATES = (0.003, 0.01, 0.03)
 EPOCHS = 12
 SEEDS = (0, 1, 2)
-TURNS = 20  # of all cases of `speed`, one after another
 SIZES = [(2, 1), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2)]  # buckets, inputs of a group
 
 
@@ -67,31 +61,6 @@ def accuracy(module: nn.Module, linear: Tensor, z: Tensor, y: Tensor) -> float:
     linear = linear.float()
     scores = [module(part) @ linear[:-1] + linear[-1] for part in z.split(1000)]
     return float((torch.cat(scores).argmax(1) == y).float().mean())
-
-
-def speed(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure images a second of the processor's time, which other programs change little."""
-    for dataset in ("fashion-mnist", options.cifar10):
-        plain = loaded(options, dataset, "scattering")
-        x = plain.data.train(np.arange(100))[0]
-        cosines = FourierFeatures(plain.network[-1].in_features, 8000, 0, 1.6)
-        scattering = nn.Sequential(*list(plain.network)[:-1])
-        z = scattering(x)
-        cases = {
-            "scattering": (scattering, x),
-            "cosines": (cosines, z),
-            "SimpleCNN": (loaded(options, dataset, "simple-cnn").network.eval(), x),
-        }
-        seconds: dict[str, list[float]] = {case: [] for case in cases}
-        for _ in range(TURNS):
-            for case, (module, batch) in cases.items():
-                start = time.process_time()
-                with torch.no_grad():
-                    module(batch)
-                seconds[case].append(time.process_time() - start)
-        for case, own in seconds.items():
-            rate = 100 / float(np.median(own))
-            yield {"dataset": dataset, "case": case, "images a CPU second": rate}
 
 
 def expand(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -190,7 +159,6 @@ def _shuffled(setup: Setup, seed: int) -> tuple[Tensor, Tensor]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
-    "speed": speed,
     "expand": expand,
     "cifar10": cifar10,
 }
@@ -200,8 +168,6 @@ def main() -> None:
     options = parse_options(__doc__, data_dir=True, parts=tuple(PARTS))
     options.cifar10 = f"hf:{options.data_dir}/CIFAR10-jpeg"
     torch.set_num_threads(1)
-    if "speed" in options.parts:
-        write("features", summary={})
     for part in options.parts:
         for found in PARTS[part](options):
             row = {"part": part, "features": 0, "seed": 0, **found}

@@ -1,6 +1,6 @@
 """Tolerance of NTK-DFL's solver: what it costs in products, error and accuracy.
 
-Fashion-MNIST and the settings of ntk_dfl.py.
+Fashion-MNIST and the settings of `ntk_dfl` in cases.py.
 
 "tolerance": the change of the weights at several tolerances, and milliseconds of the clock, against
 a tolerance of 1e-7 in float64, for six clients at the first weights and after eight evolutions of

@@ -219,18 +219,19 @@ def decentralised() -> str:
 
 def ntk_dfl_round() -> str:
     rows = []
-    for _, row in rounds_of("ntk_dfl").iterrows():
-        more = {
-            f"{row.kappa:g}": True,
-            "two workers": row.workers == 2,
-            f"tolerance {row.tolerance:g}": row.tolerance > 0,
-            "clusters": row.topology == "clustered",
-            "`evolve-once`": row.evolve_once is True,
-        }
+    for _, row in figures("ntk_dfl").iterrows():
+        clients, neighbours, *more = row.case.split(", ")
+        words = ", ".join([neighbours.removeprefix("kappa "), *more])
+        for old, new in {
+            "workers 2": "two workers",
+            "topology clustered": "clusters",
+            "evolve_once True": "`evolve-once`",
+        }.items():
+            words = words.replace(old, new)
         rows.append([
-            int(row.clients), ", ".join(word for word, holds in more.items() if holds),
-            f"{row['cpu-seconds']:.1f}", f"{row.seconds:.1f}", f"{row['peak-mb'] / 1e3:.1f}",
-            f"{row['bytes-up'] / 1e6:.1f}", f"{row['bytes-down'] / 1e6:.1f}",
+            clients.removeprefix("clients "), words, f"{row['cpu-seconds']:.1f}",
+            f"{row.seconds:.1f}", f"{row['process-mb'] / 1e3:.1f}", f"{row['bytes-up'] / 1e6:.1f}",
+            f"{row['bytes-down'] / 1e6:.1f}",
         ])  # fmt: skip
     return markdown(
         "clients | neighbours d | CPU seconds | by the clock | memory, GB | MB of a client, up"
@@ -352,7 +353,7 @@ def federation_minutes() -> str:
     names = {"one-exchange": "one exchange, p = 1,000",
              "one-exchange-20000": "one exchange of 20,000 images, p = 2,000",
              "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "ntk-fl": "NTK-FL"}  # fmt: skip
-    table = rounds_of("federation_minutes").set_index("method")
+    table = figures("federation_minutes").query("way == 'run'").set_index("case")
     rows = []
     for method, name in names.items():
         row = table.loc[method]
@@ -622,9 +623,7 @@ def round_costs() -> str:
         "cluster": "Ray, a cluster of two nodes",
         "supernodes": "SuperLink and SuperNodes",
     }
-    server = ["server-cpu-seconds", "server-memory-mb"]
-    table = rounds_of("round_costs")
-    table = table.reindex(columns=[*dict.fromkeys([*table.columns, *server])])
+    table = figures("round_costs")
     table = table[(table.way != "local") | table.clients.isin([10, 100, 1000])]
     rows = []
     for way, name in names.items():
@@ -633,8 +632,9 @@ def round_costs() -> str:
                 f"{row[key]:.3g}" if row[key] < 100 else f"{row[key]:,.0f}"
                 for key in ("seconds", "cpu-seconds")
             )
-            memory, cpu, gb = row["memory-mb"] / 1e3, row[server[0]], row[server[1]] / 1e3
-            rows.append([name, f"{row.clients:,}", *spent, *map(number, (memory, cpu, gb))])
+            server = row["server-cpu-seconds"], row["server-memory-mb"] / 1e3
+            rest = map(number, (row["memory-mb"] / 1e3, *server))
+            rows.append([name, f"{row.clients:,}", *spent, *rest])
     return markdown(
         "clients run on | clients | seconds | CPU seconds | memory, GB | CPU seconds of the server"
         " | memory of the server, GB",
@@ -644,104 +644,61 @@ def round_costs() -> str:
 
 def speed() -> str:
     """Return a row for each figure of speed, with the machine and the day it was measured."""
-    form, kernel = read("ntk_fl_round"), read("kernel")
-    rows: list[tuple[str, str, str, str]] = []
-
-    def add(program: str, what: str, found: str, beside: str = "") -> None:
-        rows.append((what, found, beside, program))
-
-    theirs = f"{form['authors-program-seconds-at-n-1000']} s, the authors' program"
-    for examples, more in (("5 clients x 200", theirs), ("20 x 200", "a Jacobian of 12.7 GB")):
-        what = f"a round of NTK-FL, {examples} examples, 784-100-10, 12 candidates for t"
-        n = 200 * int(examples.split()[0])
-        seconds, gb = (form[key][f"mean, n={n}"] for key in ("seconds", "peak-gb"))
-        add("ntk_fl_round", what, f"{seconds:.2f} s, {gb:.2f} GB", more)
-    for name in ("mean", "full"):
-        seconds, gb = (form[key][f"{name}, n=20000"] for key in ("seconds", "peak-gb"))
-        what = f"the same, n = 20,000, {name} kernel"
-        add("ntk_fl_round", what, f"{seconds:.1f} s, {gb:.2f} GB")
-    for case, times in kernel["times-faster"].items():
-        less = kernel["times-less-memory"][case]
-        found = f"{times:g} times faster, {less:.0f} times less memory"
-        add("kernel", f"kernel, {case}", found, "contraction of `torch.func`'s Jacobians")
-    for case, figures in read("entk_features")["cases"].items():
-        if "subsample" in case or "sketch" in case:
-            slower = figures.get("times-faster", 0)
-            beside = f"a backward pass for each example takes {slower:g} times as long"
-            found = f"{figures['forward-passes']:g} forward passes"
-            what = f"tangent features of one logit, {case}"
-            add("entk_features", what, found, beside if slower else "")
-    rates = rounds_of("features").query("part == 'speed'").set_index(["dataset", "case"])
-    rates = rates["images a CPU second"]
-    kinds = {"scattering": "scattering", "cosines": "8,000 cosines of scattering"}
-    for (dataset, case), rate in rates.items():
-        if case in kinds:
-            passes = rates[dataset, "SimpleCNN"] / rate
-            found = f"{passes:.1f} forward passes of SimpleCNN, {rate:.0f} images a CPU second"
-            add("features", f"{kinds[case]}, {dataset}", found)
-    for row in rounds_of("many_clients").to_dict("records"):
-        what = f"a client's part of a round of FedAvg, {row['clients']:,} clients, 100 in a round"
-        first, last = (f"{row[key]:.1f} ms" for key in ("first-ms", "last-ms"))
-        found = f"{first} in the first tenth of {row['rounds']} rounds, {last} in the last"
-        add("many_clients", what, found)
-    for case, took in read("ntk_dfl")["seconds"].items():
-        case = case.replace("kappa", "neighbours").replace("topology clustered", "in clusters")
-        case = case.replace("evolve_once True", "`evolve-once`")
-        add("ntk_dfl", f"a round of NTK-DFL, 200 examples a client, {case}", f"{took:g} s")
-    for case, figures in read("engine")["rounds"].items():
-        others = dict(figures["over-bare"])
-        ours = f"{others.pop('fedntk'):.2f} times a bare loop's time"
-        del others["bare"], others["fedntk, in-round"]
-        beside = ", ".join(f"{name} {value:.2f}" for name, value in others.items())
-        add("engine", f"a round of FedAvg, 10 clients x 600 images, {case}", ours, beside)
-    places = Counter(_place_of(row[3]) for row in rows)
-    usual = places.most_common(1)[0][0]
+    groups = ("ntk_fl_round", "kernel", "tangent_features", "features", "many_clients", "ntk_dfl",
+              "engine")  # fmt: skip
+    rows = [
+        (*cells, row) for group in groups for row, *cells in globals()[f"_{group}"](figures(group))
+    ]
+    usual = Counter(_place_of(row) for *_, row in rows).most_common(1)[0][0]
     return f"Measured on {usual}, if a row does not say otherwise.\n\n" + markdown(
-        "what | fedntk | beside | program", [(*row[:3], _program(row[3], usual)) for row in rows]
+        "what | fedntk | beside | program", [(*cells, _program(row, usual)) for *cells, row in rows]
     )
 
 
 def gpu() -> str:
     """Return what was measured on a GPU, beside the same on a CPU where that was measured."""
-    there, here = (read(f"ntk_fl_round{on}")["seconds"] for on in ("_cuda", ""))
-    rows = [
-        (f"a round of NTK-FL, 784-100-10, kernel {case}", f"{there[case]:.2f} s", f"{took:.2f} s")
-        for case, took in here.items()
-        if "unbuilt" not in case
-    ]
-    mlp = "network == 'mlp-100' and method == 'factored' and n >= 1000"
-    on_gpu, on_cpu = (
-        1e3 * rounds_of(f"kernel{on}").query(mlp).set_index("n")["seconds"] for on in ("_cuda", "")
+    rows = []
+    there, here = (figures("ntk_fl_round", on).set_index("case") for on in ("cuda", "cpu"))
+    for case, took in here[here.way == "fedntk"].seconds.items():
+        if "unbuilt" not in case:
+            what = f"a round of NTK-FL, 784-100-10, kernel {case}"
+            rows.append((what, f"{there.seconds[case]:.2f} s", f"{took:.2f} s"))
+    there, here = (
+        1e3 * figures("kernel", on).query("way == 'factored'").set_index("case").seconds
+        for on in ("cuda", "cpu")
     )
-    rows += [
-        (f"kernel of {n:,} examples, mlp-100", f"{took:.1f} ms", f"{on_cpu[n]:.0f} ms")
-        for n, took in on_gpu.items()
-    ]
-    for run in rounds_of("gpu_runs").query("part == 'runs'").to_dict("records"):
-        what = f"{run['case']}, {run['rounds']} round" + ("s" if run["rounds"] > 1 else "")
-        rows.append((what, f"{run['seconds']:.0f} s, accuracy {percent(run['accuracy'])} %", ""))
+    for case, took in there.items():
+        n = int(case.partition("=")[2])
+        if n >= 1000 and "mlp" in case:
+            what = f"kernel of {n:,} examples, mlp-100"
+            rows.append((what, f"{took:.1f} ms", f"{here[case]:.0f} ms"))
+    for _, run in figures("gpu_runs", "cuda").iterrows():
+        if run.case.startswith("runs, "):
+            what = f"{run.case.removeprefix('runs, ')}, {run.rounds} round" + "s" * (run.rounds > 1)
+            rows.append((what, f"{run.seconds:.0f} s, accuracy {percent(run.accuracy)} %", ""))
     return markdown("what | GPU | CPU", rows)
 
 
-def _place_of(name: str) -> str:
-    """Return on what machine and when a benchmark was measured."""
-    said = read(name)["machine"]
-    day = f" on {said['date']}" if "date" in said else ", between 21 and 23 November"
-    return f"{said['cores']} cores of {said['processor']}{day}"
+def _place_of(row: Any) -> str:
+    """Return on what machine and when a case was measured."""
+    day = ", between 21 and 23 November" if pd.isna(row.date) else f" on {row.date}"
+    return f"{row.machine.partition(',')[0]}{day}"
 
 
-def _program(name: str, usual: str) -> str:
-    """Return a link to a benchmark, its threads, and where it was measured if not as usual."""
-    place, threads = _place_of(name), read(name)["machine"]["threads"]
-    words = f"[{name}](../../benchmarks/{name}.py), {threads} thread" + ("s" if threads > 1 else "")
+def _program(row: Any, usual: str) -> str:
+    """Return a link to a case, its threads, and where it was measured if not as usual."""
+    place, threads = _place_of(row), int(row.threads)
+    words = f"[{row.group}](../../benchmarks/cases.py), {threads} thread" + "s" * (threads > 1)
     return words if place == usual else f"{words}, {place}"
 
 
 def kernel_peers() -> str:
+    table = figures("kernel_peers").query("way == 'neural-tangents'")
     rows = (
-        (r.network, r.n, r.threads, number(1e3 * r.ours), number(1e3 * r.peer), number(r.ratio))
-        for r in rounds_of("kernel_peers").itertuples()
-    )
+        (*re.findall(r"[\w-]+", r.case.replace("n=", ""))[:2], r.threads,
+         number(1e3 * r["rival-seconds"]), number(1e3 * r.seconds), number(r.ratio))
+        for _, r in table.iterrows()
+    )  # fmt: skip
     return markdown(
         "network | examples | threads | fedntk, ms | neural-tangents, ms | times faster", rows
     )
@@ -754,10 +711,10 @@ def gradient_norms() -> str:
         "vmap, 16 at a time": "`vmap` of `torch.func.grad`, 16 at a time",
     }
     rows = [
-        [names[row.way], row.batch, number(row.steps, 2),
-         f"{number(row.seconds)}, {number(row['step-seconds'])}",
-         f"{row['peak-mb']:.0f}, {row['step-peak-mb']:.0f}", f"{row['relative-difference']:.0e}"]
-        for _, row in rounds_of("gradient_norms").iterrows()
+        [names[row.way], row.case.partition("=")[2], number(row.ratio, 2),
+         f"{number(row.seconds)}, {number(row['rival-seconds'])}",
+         f"{row['peak-mb']:.0f}, {row['rival-peak-mb']:.0f}", f"{row.error:.0e}"]
+        for _, row in figures("gradient_norms").iterrows() if row.way in names
     ]  # fmt: skip
     return markdown(
         "| batch | training steps | seconds, of a step | MB, of a step | relative difference", rows
@@ -821,3 +778,5 @@ if __name__ == "__main__":
         if (after := with_defaults(before) if path == app else filled(before)) != before:
             path.write_text(after, encoding="utf-8")
             print(path.relative_to(ROOT))
+
+# TODO secure_sums

@@ -94,34 +94,35 @@ def test_rounds_to_a_target_in_summaries_are_those_of_the_committed_curves():
         assert rounds_to(curves[curves.run == run], 0.85) == [row["rounds-to-85"]], run
 
 
-KERNEL = {"network": "mlp-100", "n": 8, "device": "cpu"}
-FEATURES = {"network": "simple-cnn", "num_features": 50, "method": "subsample", "n": 4}
-FEATURES |= {"device": "cpu"}
-SLOW = [
-    ("kernel", KERNEL | {"method": "torch.func"}),
-    ("entk_features", FEATURES),
-    ("gradient_norms", {"way": "factors", "batch": 4, "times": 1}),
-]
+SLOW = ("tangent_features: simple-cnn, p=1000, n=100", "gradient_norms: resnet18-gn, n=32")
+FAST = ("factored", "subsample", "factors")
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("case", "here"),
     [
-        ("kernel", KERNEL | {"method": "factored"}),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        ("kernel: mlp-100 n=50", ["--here"]),  # as on a machine without pyperf
+        *(
+            pytest.param(case, [], marks=pytest.mark.slow)
+            for case in ("kernel: mlp-100 n=50", *SLOW)
+        ),
     ],
 )
-def test_measurement_runs_from_the_checkout_and_is_right(name, options):
-    """Each way against float64, 1e-5: 170 float32 roundings of 6e-8, in sums of up to 3,136.
+def test_a_case_is_measured_and_right(case, here, tmp_path):
+    """Our ways against float64, 1e-5: 170 float32 roundings of 6e-8, in sums of up to 3,136.
 
     The contraction of torch.func adds 79,510 products in some order: at most one rounding each.
     """
-    path = ROOT / "benchmarks" / f"{name}.py"
-    said = output_of(sys.executable, path, "--child", json.dumps(options))
-    measured = json.loads(said.splitlines()[-1])
-    assert measured["seconds"] > 0
-    others = options.get("method") == "torch.func"
-    assert measured["relative-difference"] < (79_510 * 2**-24 if others else 1e-5)
+    path, results = ROOT / "benchmarks" / "speed.py", tmp_path / "speed.csv"
+    output_of(sys.executable, path, "--turns=1", f"--results={results}", *here, "--cases", case)
+    rows = pd.read_csv(results).set_index("way")
+    assert (rows.seconds > 0).all()
+    compared = rows[rows.rival.notna()]
+    quotients = compared.seconds / compared["rival-seconds"]
+    assert (quotients / compared.ratio).between(1 - 1e-5, 1 + 1e-5).all()  # six digits each
+    assert rows.error[rows.index.isin(FAST)].max() < 1e-5
+    assert (rows.error.dropna() < 79_510 * 2**-24).all()
+    assert "torch" in rows.machine.iloc[0]
 
 
 SMALL = {"dataset": "digits", "model": "mlp", "validation_examples": 200, "num_clients": 10}
@@ -178,7 +179,7 @@ def test_who_is_in_small_sums_is_found(monkeypatch, program):
 def test_a_round_of_ntk_dfl_sends_what_its_formula_says(shared_data, program):
     """Headers and names come on top, 1 % at this size. One cluster of four, 20 examples each."""
     case = {"clients": 4, "kappa": 3, "examples": 20, "data_dir": str(shared_data)}
-    measured = program("ntk_dfl").child(**case, topology="clustered", evolve_once=True)
+    measured = program("cases").ntk_dfl_round(**case, topology="clustered", evolve_once=True)
     assert measured["cpu-seconds"] > 0
     for way in ("up", "down"):
         exact = measured[f"formula-{way}"]
@@ -208,14 +209,14 @@ RAY = [pytest.mark.slow, pytest.mark.ray, pytest.mark.xdist_group("ray")]
 )
 def test_the_cost_of_a_round_is_measured(way, program):
     """Two clients, in each way the same bits; a process that has imported torch has 50 MB."""
-    costs = program("round_costs")
+    costs = program("reports")
     rounds = 30 if way in ("ray", "cluster") else 1  # those that end within 0.2 s are read together
-    row = costs.child(way, 2, rounds)
+    row = costs.round_cost(way, 2, rounds)
     assert 0 < row["least"] <= row["seconds"] <= row["most"]
     assert rounds > 1 or row["least"] == row["seconds"] == row["most"]
     assert row["cpu-seconds"] > 0
     assert row["memory-mb"] > 50
-    assert row["model"] == costs.child("local", 2, rounds)["model"]
+    assert row["model"] == costs.round_cost("local", 2, rounds)["model"]
     if way == "supernodes":
         for key in ("cpu-seconds", "memory-mb"):
             assert 0 < row[f"server-{key}"] < row[key]

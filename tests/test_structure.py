@@ -168,7 +168,7 @@ ELSEWHERE = {
         "flwr.simulation.ray_transport",  # whose pool of actors keeps dead ones
     },
     "tests/simulations/test_engines.py": {"flwr.simulation.ray_transport.ray_actor"},  # that pool
-    "benchmarks/engine.py": {"flwr.simulation"},  # measures Flower's own engine
+    "benchmarks/cases.py": {"flwr.simulation"},  # measures Flower's own engine
 }
 
 

@@ -1,4 +1,4 @@
-"""Exchanges without work: each reply says when its client's process did what. See ../deployment.py.
+"""Exchanges without work: each reply says when its client's process did what. See ../reports.py.
 
 All clocks are this machine's. CPU seconds are those of the process so far.
 """

@@ -1,15 +1,16 @@
-"""Serves ../kernel_peers.py: the kernel by neural-tangents' structured derivatives, compiled."""
+"""For ../cases.py: the kernel by neural-tangents' structured derivatives, compiled before."""
 
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyperf
 from jax import lax
-from turns import serve
 
 Weights = dict[str, Any]
 
@@ -60,5 +61,19 @@ def work(network: str, arrays: dict[str, np.ndarray]) -> Callable[[], np.ndarray
     return lambda: np.asarray(kernel(examples, None, weights))
 
 
+def main() -> None:
+    """Measure one case as a worker of ../speed.py."""
+    runner = pyperf.Runner()
+    for name in ("one", "way", "folder", "device", "data-dir", "pfllib"):
+        runner.argparser.add_argument(f"--{name}")
+    asked = runner.parse_args()
+    folder, network = Path(asked.folder), asked.one.split(": ")[1].split(",")[0]
+    with np.load(folder / f"{network}.npz") as arrays:
+        compute = work(network, dict(arrays))
+    np.save(folder / f"{asked.way}.npy", compute())
+    (folder / f"{asked.way}.facts").write_text("{}", encoding="utf-8")
+    runner.bench_func(asked.way, compute)
+
+
 if __name__ == "__main__":
-    serve(work)
+    main()

@@ -119,7 +119,7 @@ class GradientFlow(FlowOptions):
     - Residuals ``"sum"``: the sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's
       eq. (10), overshoots if eta lambda_max is not small; the integral never does.
     - Tolerance: the whole error was under 1e-3 with the default on the papers' network and data
-      (`benchmarks/solver.py`).
+      (`solver` of `benchmarks/reports.py`).
     - Beyond the memory budget no matrix is built, and the solver takes products with
       :meth:`Jacobian.mean_product`, which cost up to C^2 times the full kernel's.
     """

@@ -161,7 +161,7 @@ def test_factors_of_ten_bits_are_found_out(monkeypatch, capsys):
 
 
 def test_the_program_says_if_there_is_no_gpu(program, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--device", "cuda"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    program("gpu").main()
+    program("speed").main()
     assert capsys.readouterr().out == "torch finds no GPU here: nothing was run\n"

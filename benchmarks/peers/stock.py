@@ -1,6 +1,6 @@
 """FedAvg on Flower without fedntk, as in its quickstart: DataLoader, torch's SGD, Flower's FedAvg.
 
-See engine.py, which writes the examples.
+See ../cases.py, which writes the examples.
 """
 
 import json
