@@ -13,7 +13,7 @@ names another file. Rows of other cases and devices stay.
 On a GPU the float32 results of all mathematics are first compared with float64 on the CPU, TF32
 switched on beforehand, since that must not matter; `--only` compares these cases and measures
 nothing. Then this process measures in turns, as a new process takes seconds there: torch and numpy
-suffice. `--here` does so on a CPU. Reports are made on a GPU where fedntk is installed with Flower.
+suffice. `--here` does so on a CPU. `gpu_runs` needs fedntk with Flower.
 
 seconds        median over all values; a value is the mean of repetitions for 0.1 s at least
 peak-mb        the most memory at the first repetition, over that before
@@ -297,7 +297,7 @@ def measured(case: Any, chosen: Any) -> list[Row]:
             turns = (here if chosen.here else in_turns)(case, chosen)
             rows = compared(case, turns)
             case.check(chosen, rows)
-        except RuntimeError as error:  # of the GPU's memory as well
+        except (RuntimeError, OSError) as error:  # of the GPU's memory as well
             print(f"{case.group}: {case.name} failed: {str(error).splitlines()[0][:200]}")
             return []
     if chosen.device.startswith("cuda"):
@@ -346,7 +346,7 @@ def main() -> None:
     flower = importlib.util.find_spec("flwr") is not None
     machine = described(chosen.device)
     for case in [] if chosen.only else everything:
-        if on_gpu and not (case.cuda and (flower or hasattr(case, "ways"))):
+        if on_gpu and not (case.cuda and (flower or case.group != "gpu_runs")):
             continue
         if case.data and not chosen.data_dir:
             print(f"{case.group}: {case.name} is left out: no --data-dir")

@@ -220,19 +220,10 @@ def decentralised() -> str:
 def ntk_dfl_round() -> str:
     rows = []
     for _, row in figures("ntk_dfl").iterrows():
-        clients, neighbours, *more = row.case.split(", ")
-        words = ", ".join([neighbours.removeprefix("kappa "), *more])
-        for old, new in {
-            "workers 2": "two workers",
-            "topology clustered": "clusters",
-            "evolve_once True": "`evolve-once`",
-        }.items():
-            words = words.replace(old, new)
-        rows.append([
-            clients.removeprefix("clients "), words, f"{row['cpu-seconds']:.1f}",
-            f"{row.seconds:.1f}", f"{row['process-mb'] / 1e3:.1f}", f"{row['bytes-up'] / 1e6:.1f}",
-            f"{row['bytes-down'] / 1e6:.1f}",
-        ])  # fmt: skip
+        clients, _, more = row.case.removeprefix("clients ").partition(", neighbours ")
+        mega = (f"{row[key] / 1e6:.1f}" for key in ("bytes-up", "bytes-down"))
+        time = (number(row[key]) for key in ("cpu-seconds", "seconds"))
+        rows.append([clients, more, *time, number(row["process-mb"] / 1e3), *mega])
     return markdown(
         "clients | neighbours d | CPU seconds | by the clock | memory, GB | MB of a client, up"
         " | MB, down",
@@ -617,24 +608,17 @@ def liars() -> str:
 
 def round_costs() -> str:
     """Return a row for each way to run clients and number of clients that was measured."""
-    names = {
-        "local": "local engine",
-        "ray": "Ray",
-        "cluster": "Ray, a cluster of two nodes",
-        "supernodes": "SuperLink and SuperNodes",
-    }
-    table = figures("round_costs")
+    names = {"local": "local engine", "ray": "Ray", "cluster": "Ray, a cluster of two nodes",
+             "supernodes": "SuperLink and SuperNodes"}  # fmt: skip
+    table = figures("round_costs").sort_values("clients")
     table = table[(table.way != "local") | table.clients.isin([10, 100, 1000])]
     rows = []
     for way, name in names.items():
-        for _, row in table[table.way == way].sort_values("clients").iterrows():
-            spent = (
-                f"{row[key]:.3g}" if row[key] < 100 else f"{row[key]:,.0f}"
-                for key in ("seconds", "cpu-seconds")
-            )
-            server = row["server-cpu-seconds"], row["server-memory-mb"] / 1e3
-            rest = map(number, (row["memory-mb"] / 1e3, *server))
-            rows.append([name, f"{row.clients:,}", *spent, *rest])
+        for _, row in table[table.way == way].iterrows():
+            memory = (row[f"{who}memory-mb"] / 1e3 for who in ("", "server-"))
+            spent = (f"{row[key]:.3g}" for key in ("seconds", "cpu-seconds"))
+            figure = map(number, (next(memory), row["server-cpu-seconds"], next(memory)))
+            rows.append([name, f"{row.clients:,}", *spent, *figure])
     return markdown(
         "clients run on | clients | seconds | CPU seconds | memory, GB | CPU seconds of the server"
         " | memory of the server, GB",
@@ -644,34 +628,45 @@ def round_costs() -> str:
 
 def speed() -> str:
     """Return a row for each figure of speed, with the machine and the day it was measured."""
-    groups = ("ntk_fl_round", "kernel", "tangent_features", "features", "many_clients", "ntk_dfl",
-              "engine")  # fmt: skip
-    rows = [
-        (*cells, row) for group in groups for row, *cells in globals()[f"_{group}"](figures(group))
-    ]
-    usual = Counter(_place_of(row) for *_, row in rows).most_common(1)[0][0]
+    rows = []
+    for group, way, case, *texts in SPEED:
+        table = figures(group)
+        table["gb"], table["rate"] = table["peak-mb"] / 1e3, 100 / table.seconds
+        table["less"] = table["peak-mb"] / table["rival-peak-mb"]
+        table["rival"] = table["rival-seconds"].map("{:g} s, ".format) + table.rival
+        ratios = (table.way + table.ratio.map(" {:.2f}".format))[
+            ~table.way.isin(["fedntk", "bare"])
+        ]
+        table["others"] = table.case.map(ratios.groupby(table.case).agg(", ".join))
+        kind = table.case.str.partition(", n=")
+        single = table.seconds / pd.to_numeric(kind[2])  # of an example; a loop is measured once
+        loop = kind[0].map(single[table.way == "loop"].groupby(kind[0]).first()) / single
+        table["loop"] = loop.map(LOOP.format).where(loop.notna(), "")
+        chosen = table.way.str.fullmatch(way) & table.case.str.fullmatch(case)
+        for row in table[chosen].to_dict("records"):
+            cells = (text.format(r=row) for text in texts)
+            rows.append((row, *(re.sub("nan|, inf times less memory", "", cell) for cell in cells)))
+    usual = Counter(_place_of(row) for row, *_ in rows).most_common(1)[0][0]
     return f"Measured on {usual}, if a row does not say otherwise.\n\n" + markdown(
-        "what | fedntk | beside | program", [(*cells, _program(row, usual)) for *cells, row in rows]
+        "what | fedntk | beside | program", [(*cells, _program(row, usual)) for row, *cells in rows]
     )
 
 
 def gpu() -> str:
     """Return what was measured on a GPU, beside the same on a CPU where that was measured."""
     rows = []
-    there, here = (figures("ntk_fl_round", on).set_index("case") for on in ("cuda", "cpu"))
-    for case, took in here[here.way == "fedntk"].seconds.items():
-        if "unbuilt" not in case:
-            what = f"a round of NTK-FL, 784-100-10, kernel {case}"
-            rows.append((what, f"{there.seconds[case]:.2f} s", f"{took:.2f} s"))
-    there, here = (
-        1e3 * figures("kernel", on).query("way == 'factored'").set_index("case").seconds
-        for on in ("cuda", "cpu")
-    )
-    for case, took in there.items():
-        n = int(case.partition("=")[2])
-        if n >= 1000 and "mlp" in case:
-            what = f"kernel of {n:,} examples, mlp-100"
-            rows.append((what, f"{took:.1f} ms", f"{here[case]:.0f} ms"))
+    for group, cases, what, factor, digits in (
+        ("ntk_fl_round", "(mean|full), n=.*", "a round of NTK-FL, 784-100-10, kernel {}", 1, 2),
+        ("kernel", "mlp-100 n=.*000", "kernel, {}", 1e3, 1),
+    ):
+        unit = "s" if factor == 1 else "ms"
+        there, here = (
+            figures(group, on).query("way in ('fedntk', 'factored')").set_index("case").seconds
+            for on in ("cuda", "cpu")
+        )
+        for case in there.index[there.index.str.fullmatch(cases)]:
+            cells = (f"{factor * of[case]:.{digits}f} {unit}" for of in (there, here))
+            rows.append((what.format(case), *cells))
     for _, run in figures("gpu_runs", "cuda").iterrows():
         if run.case.startswith("runs, "):
             what = f"{run.case.removeprefix('runs, ')}, {run.rounds} round" + "s" * (run.rounds > 1)
@@ -681,14 +676,14 @@ def gpu() -> str:
 
 def _place_of(row: Any) -> str:
     """Return on what machine and when a case was measured."""
-    day = ", between 21 and 23 November" if pd.isna(row.date) else f" on {row.date}"
-    return f"{row.machine.partition(',')[0]}{day}"
+    day = ", between 21 and 23 November" if pd.isna(row["date"]) else f" on {row['date']}"
+    return f"{row['machine'].partition(',')[0]}{day}"
 
 
 def _program(row: Any, usual: str) -> str:
     """Return a link to a case, its threads, and where it was measured if not as usual."""
-    place, threads = _place_of(row), int(row.threads)
-    words = f"[{row.group}](../../benchmarks/cases.py), {threads} thread" + "s" * (threads > 1)
+    place, threads = _place_of(row), int(row["threads"])
+    words = f"[{row['group']}](../../benchmarks/cases.py), {threads} thread" + "s" * (threads > 1)
     return words if place == usual else f"{words}, {place}"
 
 
