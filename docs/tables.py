@@ -44,6 +44,13 @@ def rounds_of(name: str) -> pd.DataFrame:
     return pd.read_csv(RESULTS / f"{name}.csv")
 
 
+def figures(group: str, device: str = "cpu") -> pd.DataFrame:
+    """Return rows of speed.csv; each of the further figures is a column."""
+    table = rounds_of("speed").query("group == @group and device == @device").reset_index()
+    pairs = [re.findall(r"([^;=]+)=([^;]+)(?:; |$)", text) for text in table.more.fillna("")]
+    return table.join(pd.DataFrame(map(dict, pairs)).apply(pd.to_numeric))
+
+
 def markdown(head: str, rows: Iterable[Sequence[object]]) -> str:
     """Return a table; the head's cells are separated by "|"."""
     cells = [cell.strip() for cell in head.split("|")]
@@ -555,17 +562,19 @@ def crashes() -> str:
 
 def secure_sums() -> str:
     """Return a row for each stage, and seconds of each case that was measured."""
-    table = rounds_of("secure_sums")
-    seconds = table.pivot(index="stage", columns=["clients", "numbers"], values="seconds")
-    rows = [
-        [stage, "server" if stage in ("sum", "open") else "a client",
-         *map("{:.2g}".format, seconds.sort_index(axis=1).loc[stage])]
-        for stage in ("shares", "encode", "masked", "confirm", "reveal", "sum", "open")
-    ]  # fmt: skip
-    sent = table.groupby(["clients", "numbers"])[["down", "up"]].sum() / 1e6
-    rows += [[f"MB {way}", "a client", *map("{:.3g}".format, sent[way])] for way in sent]
-    names = " | ".join(f"{k} clients, {numbers:,} numbers" for k, numbers in sent.index)
-    return markdown(f"seconds | of | {names}", rows)
+    table = figures("secure_sums")
+    names = [*dict.fromkeys(table.case)]
+    by_stage = table.pivot(index="way", columns="case", values="seconds")[names]
+    rows = []
+    for stage in ("shares", "encode", "masked", "confirm", "reveal", "sum", "open"):
+        who = "server" if stage in ("sum", "open") else "a client"
+        rows.append([stage, who, *(f"{seconds:.2g}" for seconds in by_stage.loc[stage])])
+    of_client = table.groupby("case")[["down", "up"]].sum().loc[names] / 1e6
+    rows += [
+        [f"MB {way}", "a client", *(f"{sent:.3g}" for sent in of_client[way])]
+        for way in ("down", "up")
+    ]
+    return markdown(f"seconds | of | {' | '.join(names)}", rows)
 
 
 def liars_costs() -> str:
@@ -624,6 +633,30 @@ def round_costs() -> str:
         " | memory of the server, GB",
         rows,
     )
+
+
+SPEED = (  # group, way, case, what, fedntk, beside; r is a row of speed.csv
+    ("ntk_fl_round", "fedntk", r"mean, n=(1|4|20)000|full, n=20000",
+     "a round of NTK-FL, 784-100-10, 12 candidates for t, kernel {r[case]}",
+     "{r[seconds]:.2f} s, {r[gb]:.2f} GB", "{r[rival]}"),
+    ("kernel", "torch.func", ".*", "kernel, {r[case]}",
+     "{r[ratio]:.1f} times faster, {r[less]:.0f} times less memory",
+     "contraction of `torch.func`'s Jacobians"),
+    ("tangent_features", "subsample|sketch", ".*",
+     "tangent features of one logit, {r[way]}, {r[case]}", "{r[ratio]:.1f} forward passes",
+     "{r[loop]}"),
+    ("features", "scattering|8,000 cosines of scattering", ".*", "{r[way]}, {r[case]}",
+     "{r[ratio]:.1f} forward passes of SimpleCNN, {r[rate]:.0f} images a CPU second", ""),
+    ("many_clients", "fedntk", ".*",
+     "a client's part of a round of FedAvg, {r[case]}, 100 in a round",
+     "{r[first-ms]:.1f} ms in the first tenth of {r[rounds]} rounds, {r[last-ms]:.1f} ms in the"
+     " last", ""),
+    ("ntk_dfl", "fedntk", ".*", "a round of NTK-DFL, 200 examples a client, {r[case]}",
+     "{r[seconds]:.1f} s", ""),
+    ("engine", "fedntk", ".* workers", "a round of FedAvg, 10 clients x 600 images, {r[case]}",
+     "{r[ratio]:.2f} times a bare loop's time", "{r[others]}"),
+)  # fmt: skip
+LOOP = "a backward pass for each example takes {:.1f} times as long"
 
 
 def speed() -> str:
@@ -773,5 +806,3 @@ if __name__ == "__main__":
         if (after := with_defaults(before) if path == app else filled(before)) != before:
             path.write_text(after, encoding="utf-8")
             print(path.relative_to(ROOT))
-
-# TODO secure_sums
