@@ -40,12 +40,11 @@ from ..report.results import machine, write_json
 from ..tuning.search import require_parent
 from ..tuning.tuning import tune
 from .declaration import TABLES, Cell, Declaration, merged
-from .measures import NO_ROUND, Value, costs, program_values
+from .measures import MOVED, NO_ROUND, Value, costs, program_values
 
 FIGURES = "figures.parquet"  # of a cell
 CHOICE = "chosen.json"  # of a search
 KEYS = ["table", "form", "row", "column", "seed", "measure", "round"]
-MOVED = "moved by the last bits"  # ends the measure that tells how much a nudge of weights did
 CHOSEN = "chosen "  # begins the measure that tells what a search chose
 logger = getLogger("flwr")
 

@@ -16,6 +16,7 @@ from ..config.importing import import_named
 from ..report.results import Run, round_at
 
 NO_ROUND = -1  # of a figure of the whole run
+MOVED = "moved by the last bits"  # ends the measure that tells how much a nudge of weights did
 NEIGHBOURS = 5  # evaluations of which a mean is taken
 DECILES = range(0, 101, 10)
 COSTS = {"seconds": "seconds", "bytes up": "bytes-up", "bytes down": "bytes-down"}

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from ..report.figures import COLOURS, LINES, MARKERS
 from ..report.report import markdown
 from .declaration import Declaration, Form, listed
-from .measures import NO_ROUND
+from .measures import MOVED, NO_ROUND
 
 SHOWN_DECILES = (0, 10, 50, 90, 100)  # in tables
 
@@ -77,7 +77,8 @@ def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str,
             texts = part.setdefault(", ".join(filter(None, heading)), {})
             for row in declaration.rows:
                 values = cell[cell.row == row].value
-                figure = None if small else declaration.paper_figure(name, row, column)
+                of_paper = not small and MOVED not in full_name
+                figure = declaration.paper_figure(name, row, column) if of_paper else None
                 write_values = as_list if measure.each else as_text
                 texts[row] = write_values(values, measure.digits) if len(values) else ""
                 if figure not in (None, ""):
