@@ -4,7 +4,7 @@
 
 `CASES` has each attack with its payload and measure, and its cells, whose settings are columns of
 results/CASE.csv; the attackers are in attacks/. The rows of a cell that is measured again are
-replaced. What a row has in arrays goes into the picture, which needs all cells.
+replaced. The picture, if there is one, needs all cells.
 """
 
 import csv
@@ -12,19 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
-from attacks import (
-    audit,
-    jacobians,
-    liars,
-    lies_in_sums,
-    members_in_sums,
-    neighbours,
-    noise,
-    projections,
-)
+from attacks import audit, images, jacobians, liars, lies, members, neighbours, noise, projections
 from common import RESULTS, parse_options, write
 
 Row = dict[str, Any]
@@ -38,60 +28,35 @@ class Case(NamedTuple):
     measure: str
     rows: Callable[..., Iterable[Row]]  # of a data folder and a cell's settings
     cells: list[Row]
-    draw: Callable[[pd.DataFrame, list[Row]], None] | None = None
+    draw: Callable[[pd.DataFrame, Row, str], None] | None = None  # of table and pictures
 
 
 CASES = {
-    "reconstruction": Case(
-        "deep leakage, closed form, priors", "Jacobians, compressed and projected", "SSIM",
-        jacobians.rows, jacobians.CELLS, jacobians.draw,
-    ),
-    "projection_privacy": Case(
-        "linear estimates by public images or pairs", "projected inputs", "SSIM",
-        projections.rows, projections.CELLS, projections.draw,
-    ),
-    "sums_privacy": Case(
-        "leverage, nearest image, linear map", "sums over features", "AUC, SSIM",
-        members_in_sums.sums, members_in_sums.SUMS, members_in_sums.draw,
-    ),
-    "prototypes_privacy": Case(
-        "nearest image", "class prototypes", "share of hits",
-        members_in_sums.prototypes, members_in_sums.PROTOTYPES,
-    ),
-    "private_attack": Case(
-        "LiRA", "models of noisy sums", "AUC", noise.members, noise.MEMBERS, noise.draw
-    ),
-    "private_audit": Case(
-        "telling neighbouring data sets apart", "all that private runs show",
-        "lower bound of epsilon", audit.rows, audit.CELLS,
-    ),
-    "private_sums": Case(
-        "none: what noise costs", "noisy sums", "accuracy", noise.accuracies, noise.SUMS
-    ),
-    "private_run_losses": Case(
-        "loss of clients after their shares", "masked noisy sums", "accuracy",
-        noise.losses, noise.LOSSES,
-    ),
-    "colluding_neighbours": Case(
-        "one neighbour, and two who collude", "Jacobians and weights of NTK-DFL",
-        "errors of inputs and weights", neighbours.curious, neighbours.CURIOUS,
-    ),
-    "hostile_neighbours": Case(
-        "false and scaled labels", "Jacobians of NTK-DFL", "accuracy",
-        neighbours.hostile, neighbours.HOSTILE,
-    ),
-    "liars": Case(
-        "sign flip, labels, inner product, false Jacobians", "all that clients send", "accuracy",
-        liars.rows, liars.CELLS, liars.draw,
-    ),
-    "liars_in_sums": Case(
-        "false, scaled and impossible sums", "sums over features", "found, alarms, accuracy",
-        lies_in_sums.lies, lies_in_sums.LIES, lies_in_sums.draw,
-    ),
-    "copies_in_sums": Case(
-        "examples counted several times", "sums over features", "found, alarms, accuracy",
-        lies_in_sums.copies, lies_in_sums.COPIES,
-    ),
+    "reconstruction": Case("deep leakage, closed form, priors", "compressed Jacobians", "SSIM",
+                           jacobians.rows, jacobians.CELLS, images.draw),
+    "projection_privacy": Case("linear estimates by known pairs", "projected inputs", "SSIM",
+                               projections.rows, projections.CELLS, images.draw),
+    "sums_privacy": Case("leverage, nearest image, linear map", "sums over features", "AUC, SSIM",
+                         members.sums, members.SUMS, images.draw),
+    "prototypes_privacy": Case("nearest image", "class prototypes", "share of hits",
+                               members.prototypes, members.PROTOTYPES),
+    "private_attack": Case("LiRA", "models of noisy sums", "AUC",
+                           noise.members, noise.MEMBERS, noise.draw),
+    "private_audit": Case("telling neighbouring data apart", "all that private runs show",
+                          "lower bound of epsilon", audit.rows, audit.CELLS),
+    "private_sums": Case("none", "noisy sums", "accuracy", noise.accuracies, noise.SUMS),
+    "private_run_losses": Case("clients leave after their shares", "masked noisy sums", "accuracy",
+                               noise.losses, noise.LOSSES),
+    "colluding_neighbours": Case("one neighbour, two who collude", "Jacobians, weights of NTK-DFL",
+                                 "relative errors", neighbours.curious, neighbours.CURIOUS),
+    "hostile_neighbours": Case("false and scaled labels", "Jacobians of NTK-DFL", "accuracy",
+                               neighbours.hostile, neighbours.HOSTILE),
+    "liars": Case("false labels, changes, Jacobians", "replies of all methods", "accuracy",
+                  liars.rows, liars.CELLS, liars.draw),
+    "liars_in_sums": Case("false and impossible sums", "sums over features", "found, accuracy",
+                          lies.rows, lies.CELLS, lies.draw),
+    "copies_in_sums": Case("examples counted several times", "sums over features",
+                           "found, accuracy", lies.copies, lies.COPIES),
 }  # fmt: skip
 
 
@@ -130,16 +95,16 @@ def selected(cells: Iterable[Row], only: str) -> list[Row]:
 def main() -> None:
     options = parse_options(__doc__, case=CASES, data_dir="", only="")
     torch.set_num_threads(1)
-    case, results = CASES[options.case], []
+    case, pictures = CASES[options.case], dict[str, Any]()
     for cell in selected(case.cells, options.only):
         rows = []
         for row in case.rows(options.data_dir, **cell):
-            results.append(cell | row)
-            rows.append({k: v for k, v in row.items() if not isinstance(v, np.ndarray)})
+            pictures |= row.pop("picture", {})
+            rows.append(row)
             print(cell | rows[-1], flush=True)
         replace(options.case, cell, rows)
     if case.draw and not options.only:
-        case.draw(pd.read_csv(RESULTS / f"{options.case}.csv"), results)
+        case.draw(pd.read_csv(RESULTS / f"{options.case}.csv"), pictures, options.case)
     write(options.case, summary={"attack": case.attack, "payload": case.payload})
 
 

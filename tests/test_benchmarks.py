@@ -162,7 +162,7 @@ def test_rows_of_a_cell_are_replaced_and_others_stay(monkeypatch, program, tmp_p
 
 def test_who_is_in_small_sums_is_found(monkeypatch, program):
     """20 Gaussian examples of 60 in 30 features span none of the others; 50 or 100 span all."""
-    attack = program("attack").members_in_sums
+    attack = program("attack").members
     monkeypatch.setattr(attack, "MANY", 50)
     drawn = torch.Generator().manual_seed(0)
     z, public = (torch.randn(*n, 30, generator=drawn) for n in ((2, 60), (80,)))

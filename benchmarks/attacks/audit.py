@@ -1,17 +1,17 @@
 """Try to tell two neighbouring data sets apart by what a private run shows.
 
 For each private configuration, half of the runs have a data set, and half its neighbour, chosen so
-that the mechanism's sensitivity is attained. Each is a run of the product: settings, clients,
-messages, files. The attacker sees what the claim is made against (the server's sums) and
-all that the run wrote: the model, and each number of its tables, summary and inputs.json, but for
-times and memory. It learns on the first half of the runs which view tells most, and the best
-threshold: each number by itself, all of the model by Fisher's discriminant, and all that the server
-sees likewise. On the second half the rates of its hits and false alarms give a lower bound of
-epsilon, with Clopper and Pearson's limits: at most 2.5 % of audits of a true claim are above it.
-
-The last row is a control, in which the inputs' moments, which tell, are said to be public.
+that the mechanism's sensitivity is attained. Each is a run of the product. The attacker sees what
+the claim is made against (the server's sums) and all that the run wrote: the model, and each number
+of its tables, summary and inputs.json, but for times and memory. It learns on the first half of the
+runs which view tells most, and the best threshold: each number by itself, all of the model by
+Fisher's discriminant, and all that the server sees likewise. On the second half the rates of its
+hits and false alarms give a lower bound of epsilon, with Clopper and Pearson's limits: at most
+2.5 % of audits of a true claim are above it. In the control the inputs' moments, which tell, are
+said to be public.
 """
 
+import itertools
 import json
 import math
 import re
@@ -30,23 +30,20 @@ from fedntk.simulations import OwnData, run
 from fedntk.simulations.report.results import load_model
 from fedntk.strategies import NoisySums
 
-DELTA, WIDTH, CLIENTS, EPSILON = 1e-5, 3, 4, 3.0
+DELTA, WIDTH, CLIENTS = 1e-5, 3, 4
 IGNORED = re.compile(r"second|memory|machine|threads|processor|\.data|\.split|\.name|\.out")
 SETTINGS: dict[str, Any] = {
     "standardise": False, "clients_per_evaluation": 0, "rounds": 1, "public": "schema, model",
     "clients_per_round": 0, "test_share": 0.0,
 }  # fmt: skip
 EXACT = {"auto_ridge": False, "validation_share": 0.0}
-NOISE = {"epsilon": EPSILON, "delta": DELTA, "colluding": 0}
+NOISE = {"epsilon": 3.0, "delta": DELTA, "colluding": 0}
+CONTROL = {"standardise": True, "public": "schema, model, moments"}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "sums, trusted server": {},
     "sums, clients' shares": {"secure": {"threshold": 1.0}},
-    "sums, a whole client": {
-        "one-exchange": {"sums": EXACT, "noise": NOISE | {"client_examples": 6}}
-    },
-    "control: moments said to be public": {
-        "standardise": True, "public": "schema, model, moments",
-    },
+    "sums, a whole client": {"one-exchange": {"noise": {**NOISE, "client_examples": 6}}},
+    "control: moments said to be public": CONTROL,
 }  # fmt: skip
 CELLS = [{"configuration": name, "runs": 2000} for name in CONFIGURATIONS]
 Views = dict[str, np.ndarray]
@@ -82,17 +79,17 @@ def facts(value: Any, name: str = "") -> dict[str, float]:
     """Return every number in what JSON holds, by its path."""
     if isinstance(value, dict | list):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
-        pairs = [pair for key, part in parts for pair in facts(part, f"{name}.{key}").items()]
-    elif isinstance(value, str):
-        pairs = [(name, float(hash(value) % 1000))]
-    else:
-        pairs = [(name, float(value))] if value is not None else []
-    return {key: number for key, number in pairs if not IGNORED.search(key)}
+        pairs = [facts(part, f"{name}.{key}").items() for key, part in parts]
+        return dict(itertools.chain.from_iterable(pairs))
+    if value is None or IGNORED.search(name):
+        return {}
+    return {name: float(hash(value) % 1000 if isinstance(value, str) else value)}
 
 
 def release(configuration: str, data: OwnData, seed: int) -> tuple[Views, float]:
     """Run a configuration once; return views of what it shows, and the epsilon that it claims."""
-    settings = {**SETTINGS, "one-exchange": {"sums": EXACT, "noise": NOISE}, "seed": seed}
+    settings = SETTINGS | CONFIGURATIONS[configuration]
+    settings["one-exchange"] = {"sums": EXACT, "noise": NOISE, **settings.get("one-exchange", {})}
     seen: list[np.ndarray] = []
     solve = NoisySums.solve
 
@@ -103,8 +100,8 @@ def release(configuration: str, data: OwnData, seed: int) -> tuple[Views, float]
 
     with tempfile.TemporaryDirectory() as folder, patch.object(NoisySums, "solve", keep):
         result = run(
-            settings | CONFIGURATIONS[configuration], method="one-exchange", data=data,
-            model=network(), out=folder, progress=False,
+            {**settings, "seed": seed}, method="one-exchange", data=data, model=network(),
+            out=folder, progress=False,
         )  # fmt: skip
         written = [result.summary, json.loads((Path(folder) / "inputs.json").read_text())]
         written += map(json.loads, (Path(folder) / "rounds.jsonl").read_text().splitlines())

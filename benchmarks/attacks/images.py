@@ -1,6 +1,7 @@
 """Rebuilt images of Fashion-MNIST, 28 x 28 pixels in [0, 1]: their scores and pictures."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -32,9 +33,9 @@ def scores(images: Images, originals: Images) -> dict[str, float]:
     }  # fmt: skip
 
 
-def draw_rows(lines: Mapping[str, Images], stem: str, columns: int = 10) -> None:
+def draw(_: Any, lines: Mapping[str, Images], stem: str) -> None:
     """Draw the first images of each source, a named line for each, with their SSIM to the first."""
-    figure, axes = plt.subplots(len(lines), columns, figsize=(0.6 * columns, 0.75 * len(lines)))
+    figure, axes = plt.subplots(len(lines), 10, figsize=(6, 0.75 * len(lines)))
     originals = next(iter(lines.values()))
     for line, (name, images) in zip(axes, lines.items(), strict=True):
         for axis, image, original in zip(line, images, originals, strict=False):

@@ -25,6 +25,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from common import RESULTS
 
@@ -100,43 +102,67 @@ def rows(
     config = config.replace(evaluate_every=config.rounds, checkpoint_every=config.rounds)
     with tempfile.TemporaryDirectory() as folder:
         result = run(config.replace(out=folder), progress=False)
-    accuracy = result.summary["accuracy"] if not config.private_test else None
-    if accuracy is None:
-        sizes = [len(places) for places in load_setup(config).split.clients]
-        last = result.clients.query("metric == 'accuracy' and round == round.max()")
-        accuracy = last[~last.partition.isin(choose_liars(2, sizes, seed))].value.mean()
-    yield {"accuracy": float(accuracy)}
+    if not config.private_test:
+        yield {"accuracy": float(result.summary["accuracy"])}
+        return
+    sizes = [len(places) for places in load_setup(config).split.clients]
+    clients = result.clients[result.clients.metric == "accuracy"]
+    honest = ~clients.partition.isin(choose_liars(2, sizes, seed))
+    yield {"accuracy": float(clients[honest & (clients["round"] == config.rounds)].value.mean())}
 
 
 def points_lost(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean points that each case loses to the honest run without a defence."""
+    """Return the mean points that each attack costs, of the honest run without a defence.
+
+    A case is `plain` without a defence, `defended` with the recommended one (both, if none is), and
+    `absent` without the liars.
+    """
     keys = ["data", "alpha", "method", "seed"]
     honest = table[(table.attack == "none") & (table.defence == "none")]
     both = table.merge(honest[[*keys, "accuracy"]], on=keys, suffixes=("", "-honest"))
     both["points"] = 100 * (both["accuracy-honest"] - both.accuracy)
-    grouped = both.groupby([*keys[:3], "defence", "attack", "liars"])
-    return grouped.agg(points=("points", "mean"), seeds=("seed", "count")).reset_index()
+    present, recommended = both.attack != "absent", both.method.map(lambda m: METHODS[m][0])
+    cases = {
+        "plain": present & (both.defence == "none"),
+        "defended": present & (both.defence == recommended),
+        "absent": ~present,
+    }
+    parts = pd.concat([both[some].assign(case=case) for case, some in cases.items()])
+    groups = parts.groupby([*keys[:3], "case", "attack", "liars"])
+    return groups.agg({"points": "mean", "seed": "count"}).reset_index()
 
 
-def draw(table: pd.DataFrame, _: Any) -> None:
+def costs(table: pd.DataFrame) -> pd.DataFrame:
+    """Return what the worst attack costs each method, a row for each number of liars."""
+    keys, lost = ["data", "alpha", "method"], points_lost(table)
+    worst = lost.groupby([*keys, "liars", "case"]).points.max().unstack().reset_index("liars")
+    honest = table[(table.attack == "none") & (table.defence == "none")]
+    worst["honest"] = 100 * honest.groupby(keys).accuracy.mean()
+    worst["seeds"] = lost.groupby(keys).seed.min()
+    worst = worst.reset_index()
+    worst["defence"] = worst.method.map(lambda method: METHODS[method][0])
+    order = [worst.data, -worst.alpha, worst.method.map([*METHODS].index), worst.liars]
+    columns = [*keys, "defence", "seeds", "honest", "liars", "defended", "plain", "absent"]
+    return worst.iloc[np.lexsort(order[::-1])][columns]
+
+
+def draw(table: pd.DataFrame, _: Any, stem: str) -> None:
     """Draw the points that each attack costs, and write those of the worst for each method."""
-    import matplotlib.pyplot as plt
-
+    costs(table).to_csv(RESULTS / f"{stem}_costs.csv", index=False, float_format="%.2f")
     lost = points_lost(table)
-    recommended = lost.method.map(lambda method: METHODS[method][0])
-    shown = {
-        "without a defence": (lost.attack != "absent") & (lost.defence == "none"),
-        "with the recommended one": (lost.attack != "absent") & (lost.defence == recommended),
-        "without the liars": lost.attack == "absent",
+    styles = {
+        "plain": ("rx", -0.2, "without a defence"),
+        "defended": ("go", 0.0, "with the recommended one"),
+        "absent": ("k_", 0.2, "without the liars"),
     }
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.2), sharey=True, layout="constrained")
     for (data, alpha), axis in zip(itertools.product(DATA, (0.5, 0.1)), axes.flat, strict=True):
-        for (label, chosen), style in zip(shown.items(), ("rx", "go", "k_"), strict=True):
-            part = lost[chosen & (lost.data == data) & (lost.alpha == alpha)]
-            x = part.method.map([*METHODS].index) + 0.2 * ("rgk".index(style[0]) - 1)
+        for case, (style, offset, label) in styles.items():
+            part = lost[(lost.case == case) & (lost.data == data) & (lost.alpha == alpha)]
+            x = part.method.map([*METHODS].index) + offset
             axis.plot(x, part.points, style, ms=5, alpha=0.8, label=label)
         axis.axhline(0, color="black", lw=0.7)
         axis.set_xticks(range(len(METHODS)), METHODS, rotation=30, ha="right")
         axis.set(title=f"{data}, Dirichlet {alpha}", ylabel="points lost to the honest run")
     axes[0, 0].legend(frameon=False, fontsize=9)
-    figure.savefig(RESULTS / "liars.png", dpi=110)
+    figure.savefig(RESULTS / f"{stem}.png", dpi=110)

@@ -4,25 +4,21 @@ A client makes rows of norm at most R, in whole numbers, of its images' features
 L = 8), logarithms standardised within the image, then the p lowest frequencies of these. The sums
 Z^T Z and Z^T Y are released once, with noise; the model follows from the release only.
 
-**Accuracies**: either a trusted server adds Gaussian noise; or each client adds a share of Skellam
-noise, sized for the fewest survivors that are allowed, so that nobody sees sums with less. Ten per
-cent of the clients are lost: their images and their shares of the noise are not in the sums.
-Epsilon 0 is without noise. It counts an example that is added or removed; with client_examples E a
-client with all its data: it draws E of its images if it has more, and the noise is E times as
-large. `epsilon-of-survivors` is that of the shares which came. p, R, the parts of the budget, the
-ridge's fraction and the exponents of the frequencies were chosen on 10,000 held-out training images
-of MNIST, which no noise protects.
+**Accuracies**: a trusted server adds Gaussian noise; or each client adds a share of Skellam noise,
+sized for the fewest survivors that are allowed. Ten per cent of the clients are lost with their
+images and shares. Epsilon 0 is without noise. It counts an example that is added or removed; with
+client_examples E a client with all its data, of which it draws E images, and the noise is E times
+as large. `epsilon-of-survivors` is that of the shares which came. docs/results/privacy.md says what
+was chosen on which images.
 
-**Members**: models of about 2,000 images of Fashion-MNIST, a random half of 4,000, with p = 1,000:
-so few that it can remember them. A trusted server adds the noise. The attack is that of Carlini et
-al., *Membership Inference Attacks From First Principles* (LiRA), S&P 2022. For each image a normal
-law is fitted to its margin, the score of its class minus the largest other one, over models with
-it, and another over models without it; the likelihood ratio judges the image in one more model. The
-weaker attack has one threshold for the margins of all images.
+**Members**: models of a random half of 4,000 images of Fashion-MNIST, with p = 1,000: so few that
+it can remember them. The attack is that of Carlini et al., *Membership Inference Attacks From First
+Principles* (LiRA), S&P 2022: for each image a normal law is fitted to its margin, the score of its
+class minus the largest other one, over models with it, and another over models without it; the
+likelihood ratio judges the image in one more model. The weaker attack has one threshold for all.
 
-**Losses**: simulations/conf/one_exchange_fmnist_private.toml as it is: 100 clients add their shares
-of noise, mask their sums, and the server opens the total. The last ten answer with an error when
-they are asked for masked sums, so their masks have to be taken off by the others' shares.
+**Losses**: simulations/conf/one_exchange_fmnist_private.toml as it is, but the last ten clients
+answer with an error when they are asked for masked sums.
 """
 
 import functools
@@ -32,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from common import CONF, RESULTS
@@ -183,22 +180,20 @@ def members(data_dir: str, epsilon: float) -> Iterator[Row]:
         false, true, _ = roc_curve(judged, scores)
         row[f"{name}-auc"] = float(roc_auc_score(judged, scores))
         row[f"{name}-tpr-at-1-percent"] = float(np.interp(0.01, false, true))
-    yield {**row, "false": false, "true": true}
+    label = f"epsilon {epsilon:g}" if epsilon else "no noise"
+    label += f" ({100 * row['accuracy']:.0f} % right)"
+    yield {**row, "picture": {label: (false, true)}}
 
 
-def draw(_: Any, results: list[Row]) -> None:
-    import matplotlib.pyplot as plt
-
+def draw(_: Any, curves: dict[str, Any], stem: str) -> None:
     figure, axis = plt.subplots(figsize=(5, 4.2), layout="constrained")
-    for row in results:
-        label = f"epsilon {row['epsilon']:g}" if row["epsilon"] else "no noise"
-        label += f" ({100 * row['accuracy']:.0f} % right)"
-        axis.loglog(row["false"], row["true"], label=label)
+    for label, curve in curves.items():
+        axis.loglog(*curve, label=label)
     axis.loglog([1e-3, 1], [1e-3, 1], "k:", label="guessing")
     axis.set(xlim=(1e-3, 1), ylim=(1e-3, 1.1), title="Membership attack on released models")
     axis.set(xlabel="share of others taken for members", ylabel="share of members found")
     axis.legend(loc="lower right", frameon=False)
-    figure.savefig(RESULTS / "private_attack.png", dpi=120)
+    figure.savefig(RESULTS / f"{stem}.png", dpi=120)
 
 
 class LossyGrid(LocalGrid):

@@ -1,20 +1,17 @@
 """What projected inputs give away: the Gaussian projection and the rotated low frequencies.
 
-A client of CP-NTK-FL sends the Jacobian at z, in which the first layer's factor is z itself, and
-the label. So the server is given z = x P here, of Fashion-MNIST images, 784 numbers to 200, and
-rebuilds 100 images that it has never seen. It knows the kind of projection, and has 10,000 public
-images of the same set with labels. A rebuilt image is the linear estimate of least mean squared
-error from what the server has found out, with mean and covariance of the public images of the
-label's class. The attackers:
+A client of CP-NTK-FL sends the Jacobian at z = x P, in which the first layer's factor is z itself,
+and the label. The server knows the kind of projection, and has 10,000 public images of Fashion-
+MNIST with labels. It rebuilds 100 images by the linear estimate of least mean squared error from
+what it has found out, with mean and covariance of the public images of the label's class:
 
 nothing          the mean of the class: what the label by itself tells
 seed guessed     P of another seed
-public images    the means of the classes among 10,000 received z are taken for those of the public
-                 images, which gives 10 known pairs; then each z is matched with the public image of
-                 its class that it is nearest to, and the rotation, or a linear map, is fitted to
-                 these pairs, 20 times, with the z of one round (1,000) or of ten (the idea of Zhang
-                 et al., *Earth Mover's Distance Minimization for Unsupervised Bilingual Lexicon
-                 Induction*, EMNLP 2017)
+public images    the means of the classes among 10,000 received z and among the public images are 10
+                 pairs; then each z is matched with the public image of its class that it is nearest
+                 to, and the rotation, or a linear map, is fitted to these pairs, 20 times, with the
+                 z of one round (1,000) or of ten (the idea of Zhang et al., *Earth Mover's Distance
+                 Minimization for Unsupervised Bilingual Lexicon Induction*, EMNLP 2017)
 known pairs      10, 50 or 200 of the z are of images that the server has: their inner products
                  with another z are those of the images' low frequencies, exactly for the rotation,
                  and of the images, with noise, for the Gaussian projection
@@ -31,17 +28,14 @@ from torch import Tensor
 from fedntk.clients.core.projection import project
 from fedntk.ntk.features.projection import low_frequencies
 
-from .images import draw_rows, pixels, scores
+from .images import pixels, scores
 
 FEATURES = 200
 TARGETS, SEEN, ROUND, PUBLIC = 100, 10_000, 1_000, 10_000
 PAIRS = (10, 50, 200)
 SEED, GUESS = (n.to_bytes(32, "big") for n in (1, 2))
 CELLS = [{"projection": kind} for kind in ("gaussian", "low-frequency")]
-SHOWN = (  # in the picture
-    "seed guessed", "public images, one round", "public images, ten", "known pairs, 50",
-    "seed known",
-)  # fmt: skip
+SHOWN = ("nothing", "seed guessed", "public images, ten", "known pairs, 50", "seed known")
 Rebuild = Callable[[Tensor, Tensor], Tensor]  # received z (n, k), labels -> images (n, 784)
 Attacker = tuple[Callable[[Tensor], Tensor], Rebuild]  # z -> numbers of the image -> the image
 
@@ -62,11 +56,8 @@ def estimator(images: Tensor, labels: Tensor, numbers: Tensor, noise: float = 0.
         maps[c] = (mean_x, mean_y, torch.linalg.pinv(spread, hermitian=True) @ cross)
 
     def rebuild(received: Tensor, classes: Tensor) -> Tensor:
-        rows = []
-        for number, label in zip(received, classes.tolist(), strict=True):
-            mean_x, mean_y, gain = maps[label]
-            rows.append(mean_x + (number - mean_y) @ gain)
-        return torch.stack(rows)
+        parts = ((row, *maps[c]) for row, c in zip(received, classes.tolist(), strict=True))
+        return torch.stack([x + (row - y) @ gain for row, x, y, gain in parts])
 
     return rebuild
 
@@ -157,17 +148,10 @@ def rows(data_dir: str, projection: str) -> Iterator[dict[str, Any]]:
         t[: sum(parts)].split(parts) for t in (x, y)
     )
     originals, z = pixels(target), projected(target, SEED, projection)
-    for name, (numbers, rebuild) in attackers(
-        projection, seen, seen_labels, public, labels
-    ).items():
+    attacks = attackers(projection, seen, seen_labels, public, labels)
+    for name, (numbers, rebuild) in attacks.items():
         images = pixels(rebuild(numbers(z), classes))
         row = {"attacker": name, **scores(images, originals)}
-        yield row | {"images": images, "originals": originals}
-
-
-def draw(_: Any, results: list[dict[str, Any]]) -> None:
-    lines = {"original": results[0]["originals"], "label alone": results[0]["images"]}
-    for row in results:
-        if row["attacker"] in SHOWN:
-            lines[f"{row['projection']}, {row['attacker']}"] = row["images"]
-    draw_rows(lines, "projection_privacy")
+        if name in SHOWN:
+            row["picture"] = {"original": originals, f"{projection}, {name}": images}
+        yield row

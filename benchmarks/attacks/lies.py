@@ -3,18 +3,11 @@
 Clients send Z^T Z, Z^T Y and the classes' counts of scattering features, 8 bits each (as in
 one_exchange.py). Liars have at least the median size. They are removed by
 :func:`fedntk.ntk.convex.ledger.find_harmful` with alpha = 0.05; nothing is tuned on these
-federations. A row is a federation, the seed is of its split, validation examples and liars; the
-features are the same for all.
+federations. The seed is of the split, the validation examples and the liars.
 
 **Lies**: 500 features of 28,000 images of Fashion-MNIST; the server has 2,000 more. The ridge is
-0.01, the best of 1e-6 ... 1 on them for honest clients with each of three seeds.
-
-* **label shift**: each label is one more (and 0 for 9); **random labels**; **one class renamed**:
-  its most frequent class becomes the next one; **backdoor**: half of its images have a white patch
-  of 4 x 4 pixels and label 0;
-* **ten copies**: sums and counts of shifted labels, times ten, as if it had ten times the examples;
-  **scaled sums**: honest sums, times ten, with the counts as they are; **no Gram matrix**: random
-  signs off the diagonal.
+0.01, the best of 1e-6 ... 1 on them for honest clients with each of three seeds. The backdoor is a
+white patch of 4 x 4 pixels and label 0; docs/results/ledger.md has all lies.
 
 **Copies**: 200 features of scikit-learn's digits, 200 validation examples. One client counts each
 of its examples 3, 10 or 30 times, also with other noise for each copy, 5 % of the largest pixel.
@@ -28,6 +21,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
@@ -52,7 +46,7 @@ LABELS = {
     "one class renamed": "label-flip",
 }  # fmt: skip
 ATTACKS = (*LABELS, "backdoor", "ten copies", "scaled sums", "no Gram matrix")
-LIES: list[dict[str, Any]] = [
+CELLS: list[dict[str, Any]] = [
     {"alpha": alpha, "clients": num, "attack": attack, "share": share, "seed": seed}
     for seed in range(10)
     for alpha in (0.1, 0.5)
@@ -171,7 +165,7 @@ def join(clients: dict[int, FeatureStatistics], without: set[int]) -> FeatureSta
     return FeatureStatistics.join(sums for k, sums in clients.items() if k not in without)
 
 
-def lies(
+def rows(
     data_dir: str, alpha: float, clients: int, attack: str, share: float, seed: int
 ) -> Iterator[dict[str, Any]]:
     images = images_of(500, dataset="fashion-mnist", data_dir=data_dir)
@@ -202,10 +196,8 @@ def lies(
     yield row
 
 
-def draw(table: pd.DataFrame, _: Any) -> None:
+def draw(table: pd.DataFrame, _: Any, stem: str) -> None:
     """Draw the share of liars removed, and points of accuracy before and after."""
-    import matplotlib.pyplot as plt
-
     lied = table[table.share > 0].copy()
     for when in ("before", "after"):
         lied[when] = 100 * (lied[f"accuracy-{when}"] - lied["accuracy-honest"])
@@ -217,13 +209,15 @@ def draw(table: pd.DataFrame, _: Any) -> None:
         axis.imshow(found, cmap="Greens", vmin=0, vmax=2, aspect="auto")
         for (i, attack), (j, case) in product(enumerate(found.index), enumerate(found)):
             before, after = means.loc[(attack, *case)]
-            told = "none" if np.isnan(before) else f"{before:+.1f}"
-            label = f"{found.iloc[i, j]:.0%}, {told} \N{RIGHTWARDS ARROW} {after:+.1f}"
+            points = [
+                "none" if np.isnan(p) else f"{round(p, 1) + 0.0:+.1f}" for p in (before, after)
+            ]
+            label = f"{found.iloc[i, j]:.0%}, {points[0]} \N{RIGHTWARDS ARROW} {points[1]}"
             axis.text(j, i, label, ha="center", va="center", fontsize=8)
         axis.set_xticks(range(found.shape[1]), [f"{k} clients, {s:.0%} lie" for k, s in found])
         axis.set_yticks(range(len(found)), found.index)
         axis.set_title(f"Dirichlet {alpha}: liars removed; points over the accuracy without liars")
-    figure.savefig(RESULTS / "liars_in_sums.png", dpi=110)
+    figure.savefig(RESULTS / f"{stem}.png", dpi=110)
 
 
 class HarmOnly(ValidationExamples):

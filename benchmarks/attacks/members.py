@@ -1,27 +1,21 @@
 """What sums over features and class prototypes give away: who is in them, and what they look like.
 
-A client of TCT with `sums`, of AFL or of Fed3R sends the Gram matrix G = Z^T Z of its features,
-their sum by class, and counts. Whoever has the network, which the server does, can compute the
-features z of any image. Here a client has n Fashion-MNIST images of one class, drawn from 6,000;
-the server has these 6,000 and does not know which n they are. These and 10,000 public images, 1,000
-of each class, are drawn from all 70,000 training and test images alike.
+The server has the network, so it can compute the features z of any image. A client has n Fashion-
+MNIST images of one class, drawn from 6,000 that the server has. These and 10,000 public images,
+1,000 of each class, are drawn from all 70,000 training and test images alike.
 
-* **Membership**: by the leverage z^T (G + eps)^-1 z, with eps 1e-8 of G's mean diagonal. That of a
-  member is at most 1. With fewer examples than features z lies in the range of G, and that of
-  nearly all others is far above 1. The area under the ROC curve (AUC) is that of members against
-  all other images of the class; also with the leverage divided by that in the Gram matrix of public
-  images of the same classes, which tells how unusual an image is at all (calibration, as in Carlini
-  et al., *Membership Inference Attacks From First Principles*, S&P 2022). There eps is 1e-4, the
-  best for the attacker of 1e-8, 1e-4 and 1e-2 on two of the ten clients.
-* **Sum of ten**: the same in the sum of the G of ten clients, each with images of its own class.
+* **Membership**: by the leverage z^T (G + eps)^-1 z in the Gram matrix G = Z^T Z, with eps 1e-8 of
+  its mean diagonal. AUC of members against all other images of the class; also with the leverage
+  divided by that in the Gram matrix of public images of the same classes (calibration, as in
+  Carlini et al., *Membership Inference Attacks From First Principles*, S&P 2022), with eps 1e-4,
+  the best for the attacker of 1e-8, 1e-4 and 1e-2 on two of the ten clients. **Sum of ten**: the
+  same in the sum of the G of ten clients, each with images of its own class.
 * **Difference** of two sums, with and without a client, the other nine having 5,800 images each.
 * **Nearest image** to the mean of the class, and to the first eigenvector of G.
 * **Rebuilt images**: the sums of one example are its features, from which a linear map that is
   fitted to the public images gives its pixels. The same is done for means of several examples.
-
-A **prototype** is the mean feature of the client's examples of a class. It is compared with the
-first 1,000 training images of class 0, the client's among them: how often the nearest one is the
-client's, how often chance would hit one, the median rank of the client's in the pool.
+* **Prototypes**, the mean features of a client's examples: how often the nearest of the first 1,000
+  training images of class 0 is one of them, and their median rank.
 
 Features are exact or rounded to 8 bits, of a network at its first weights or after ten rounds of
 FedAvg on 10,000 of the training images, members or not.
@@ -45,7 +39,7 @@ from fedntk.simulations import Config
 from fedntk.simulations.data.load import Data
 from fedntk.simulations.engine.building import load_setup
 
-from .images import draw_rows, ssim
+from .images import ssim
 
 COUNTS = (1, 10, 100, 1000, 5800)
 DRAWS = {1: 2}  # of ten clients; one draw for larger counts
@@ -123,18 +117,6 @@ def told_apart(leverage: Tensor, calibration: Tensor, members: NDArray[np.int64]
     }
 
 
-def nearest_is_member(z: Tensor, point: Tensor, members: NDArray[np.int64]) -> float:
-    cosines = (z @ point) / z.norm(dim=1)
-    return float(int(cosines.abs().argmax()) in members)
-
-
-def first_eigenvector(matrix: Tensor, start: Tensor) -> Tensor:
-    for _ in range(100):
-        start = matrix @ start
-        start = start / start.norm()
-    return start
-
-
 def membership(features: Features, count: int, draws: int) -> Iterator[Row]:
     """Attack clients with `count` images each, by their own sums and by the sum of all."""
     rng = np.random.default_rng([count, 0])
@@ -153,9 +135,12 @@ def membership(features: Features, count: int, draws: int) -> Iterator[Row]:
             gram = sent[c].matrix()
             row = told_apart(leverages(gram, z[c]), of_class[c], chosen)
             mean = torch.from_numpy(sent[c].class_sums[c].astype(np.float64))
-            first = first_eigenvector(torch.from_numpy(gram), mean)
+            first = mean
+            for _ in range(100):  # power iteration
+                first = torch.nn.functional.normalize(torch.from_numpy(gram) @ first, dim=0)
             for name, point in (("mean", mean), ("eigenvector", first)):
-                row[f"nearest-to-{name}-is-own"] = nearest_is_member(z[c], point, chosen)
+                nearest = int(((z[c] @ point) / z[c].norm(dim=1)).abs().argmax())
+                row[f"nearest-to-{name}-is-own"] = float(nearest in chosen)
             results["one client"].append(row)
             results["sum of ten"].append(told_apart(leverages(joined, z[c]), of_all[c], chosen))
     for payload, rows in results.items():
@@ -228,21 +213,17 @@ def sums(data_dir: str, weights: str, features: str, bits: int) -> Iterator[Row]
     made = Features.of(z[drawn], z[public], bits)
     means = torch.stack([raw[places[:PUBLIC]].mean(0) for places in of_class])
     alone = [ssim(means[c].numpy(), raw[i].numpy()) for c in range(10) for i in drawn[c, :100:10]]
-    yield {"sums": "label alone", "ssim": round(float(np.mean(alone)), 3),
-           "images": means.numpy(), "originals": raw[drawn[:, 0]].numpy()}  # fmt: skip
-    yield from rebuilt(made, raw[drawn], raw[public])
+    picture = {"original": raw[drawn[:, 0]].numpy(), "label alone": means.numpy()}
+    yield {"sums": "label alone", "ssim": round(float(np.mean(alone)), 3), "picture": picture}
+    for row in rebuilt(made, raw[drawn], raw[public]):
+        images = row.pop("images")
+        if row["examples"] == 1 and bits == 32:
+            row["picture"] = {f"{features}, {weights} weights": images[::10]}
+        yield row
     for count in COUNTS:
         yield from membership(made, count, DRAWS.get(count, 1))
     if weights == "first":
         yield from (difference(made, count) for count in (1, 10, 100, 1000))
-
-
-def draw(_: Any, results: list[Row]) -> None:
-    lines = {"original": results[0]["originals"], "label alone": results[0]["images"]}
-    for row in results:
-        if row["sums"] == "rebuilt" and row["examples"] == 1 and row["bits"] == 32:
-            lines[f"{row['features']}, {row['weights']} weights"] = row["images"][::10]
-    draw_rows(lines, "sums_privacy")
 
 
 def prototypes(data_dir: str, weights: str, features: str) -> Iterator[Row]:
