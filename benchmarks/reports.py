@@ -228,17 +228,17 @@ def secure_sums(clients: int, numbers: int, chosen: Any) -> list[Row]:
         parcels = [{**common, "parcels": np.stack([s["parcels"][k] for s in shared])} for k in ids]
         model = {"w": np.random.default_rng(0).standard_normal(numbers, np.float32)}
 
-        def words_of(client: int) -> np.ndarray:
+        def weights(client: int) -> Arrays:
             change = np.random.default_rng(client).standard_normal(numbers, np.float32)
-            return average_words(model, {"w": model["w"] + 0.01 * change}, 600, 0.5)
+            return {"w": model["w"] + 0.01 * change}
 
-        weights = [{"w": model["w"] + np.float32(0.01 * k)} for k in range(3)]
-        timed("encode", [partial(average_words, model, w, 600, 0.5) for w in weights])
+        changed = map(weights, range(3))
+        timed("encode", [partial(average_words, model, w, 600, 0.5) for w in changed])
         arrived = ids[: clients - max(1, clients // 10)]
         total, plain = np.zeros((2, numbers + 4), np.uint64)
         seconds, masked = [], np.empty(0, np.uint64)
         for k in range(shown):
-            words = words_of(k)
+            words = average_words(model, weights(k), 600, 0.5)
             start = time.perf_counter()
             masked = parts[k].mask(parcels[k], words, b"")
             seconds.append(time.perf_counter() - start)
@@ -473,9 +473,8 @@ def federation_minutes(method: str, chosen: Any) -> list[Row]:
                     names = [Path(word).name for word in process.cmdline()]
                     name = next((word for word in names if "fl" in word), process.name())
                     began = process.create_time() - begin
-                    before = cpu if began < 0 else 0.0
-                    seen[pid] = {"way": f"{name} {pid}", "began": max(0.0, began), "cpu": before}
-                    seen[pid] |= {"before": before}
+                    seen[pid] = {"way": f"{name} {pid}", "began": max(0.0, began)}
+                    seen[pid]["before"] = cpu if began < 0 else 0.0
                 seen[pid] |= {"seconds": now - seen[pid]["began"], "cpu-seconds": cpu}
 
     row: Row = {"case": method, "way": "run", "load": os.getloadavg()[0], "seconds": None}
@@ -509,7 +508,6 @@ def federation_minutes(method: str, chosen: Any) -> list[Row]:
             raise RuntimeError(submission.text[-2000:])
     for process in seen.values():
         process |= {"case": method, "cpu-seconds": process["cpu-seconds"] - process.pop("before")}
-        del process["cpu"]
     return [row, *(process for process in seen.values() if process["cpu-seconds"] >= 0.1)]
 
 

@@ -13,7 +13,8 @@ names another file. Rows of other cases and devices stay.
 On a GPU the float32 results of all mathematics are first compared with float64 on the CPU, TF32
 switched on beforehand, since that must not matter; `--only` compares these cases and measures
 nothing. Then this process measures in turns, as a new process takes seconds there: torch and numpy
-suffice. `--here` does so on a CPU. `gpu_runs` needs fedntk with Flower.
+suffice; `gpu_runs` needs fedntk with Flower. `--here` does so on a CPU, where memory that earlier
+cases have freed does not count again.
 
 seconds        median over all values; a value is the mean of repetitions for 0.1 s at least
 peak-mb        the most memory at the first repetition, over that before
@@ -63,13 +64,13 @@ def peak_of(call: Callable[[], Any], device: str) -> float:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = memory("VmRSS")
     call()
-    return (memory("VmHWM") - before) / 1e3
+    return (memory("VmHWM") - before) / 1e6
 
 
-def memory(key: str) -> float:
-    """Return a figure of this process in kB, as the kernel reports it."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return float(next(line for line in status.splitlines() if line.startswith(key)).split()[1])
+def memory(key: str) -> int:
+    """Return a figure of this process in bytes, as the kernel reports it."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
 def values_of(work: Any, device: str) -> Callable[[int], float]:
@@ -249,7 +250,9 @@ def parser_of(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--pfllib", default="", help="a checkout of PFLlib")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--here", action="store_true", help="in this process, without pyperf")
-    parser.add_argument("--only", help="on a GPU: compare these cases, and measure nothing")
+    parser.add_argument(
+        "--only", default="", help="on a GPU: compare these cases, and measure nothing"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS / "speed.csv")
     for name in ("--one", "--way", "--folder"):  # of a process that this program starts
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -338,11 +341,8 @@ def main() -> None:
     if chosen.list:
         print(*(f"{case.group}: {case.name}" for case in everything), sep="\n")
         return None
-    good = (
-        comparison(chosen.device, (chosen.only or "").split(",") if chosen.only else [])
-        if on_gpu
-        else True
-    )
+    names = [name for name in chosen.only.split(",") if name]
+    good = not on_gpu or comparison(chosen.device, names)
     flower = importlib.util.find_spec("flwr") is not None
     machine = described(chosen.device)
     for case in [] if chosen.only else everything:
