@@ -101,29 +101,6 @@ def learning_rate() -> str:
     )
 
 
-def cp_ntk_fl() -> str:
-    names = {
-        "CP-NTK-FL": "CP-NTK-FL, Jacobian in factors",
-        "CP-NTK-FL, sparsity 0.5, 6 bits": "the same with sparsity 0.5, 6 bits, shuffled",
-        "literal": "the first as the literal tensor, 3 rounds",
-        "literal, sparsity 0.5, 6 bits": "the second as the literal tensor, 3 rounds",
-        "NTK-FL (no tools)": "NTK-FL, no tools",
-        "FedAvg": "FedAvg, no tools",
-        "FedAvg'": "FedAvg' (the same sampling and projection)",
-    }
-    reached, rows = read("cp_ntk_fl_table")["reached"], []
-    for run, name in names.items():
-        row = reached[run]
-        firsts = joined(row.get("rounds to 85 %", []))
-        costs = joined(row.get("MB up to 85 %", []), ".0f")
-        rows.append([name, firsts, costs, f"{row['MB up a round']:.3g}", row.get("rounds run", 3)])
-    rows += [["*in the paper: CP-NTK-FL*", "*26*", "*386*", "*14.8*", ""],
-             ["*in the paper: FedAvg*", "*284*", "*1,720*", "*6.1*", ""]]  # fmt: skip
-    return markdown(
-        "| rounds to 85 %, each seed | MB up to 85 %, each seed | MB up a round | rounds run", rows
-    )
-
-
 def centred_inputs() -> str:
     accuracy = read("centred_inputs")["accuracy"]
     rows = ([run, *map(percent, values.values())] for run, values in accuracy.items())
@@ -752,7 +729,7 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        learning_rate, cp_ntk_fl, centred_inputs, ntk_dfl,
+        learning_rate, centred_inputs, ntk_dfl,
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct_statistics, fed_ensemble_toy,
         fed_ensemble_limit, fed_be,
