@@ -276,28 +276,6 @@ def fed_ensemble_toy() -> str:
     )
 
 
-def fed_ensemble_limit() -> str:
-    rows = (
-        [f"{r['width']:,}", *(f"{r[k]:.3f}" for k in ("own-limit", "kernel", "mean", "std"))]
-        for r in read("fed_ensemble_limit")["rows"]
-    )
-    return markdown(
-        "width | a model from its own limit | its kernel from the limit, relative"
-        " | mean of 100 models from the process's | their standard deviation from the process's",
-        rows,
-    )
-
-
-def fed_be() -> str:
-    found = read("fed_be")["accuracy in %, mean of the last 5 rounds, by seed"].values()
-    renamed = {"FedBE, Gaussian, distilled, no SWA": "the same without averaged weights"}
-    rows = []
-    for method in next(iter(found)):
-        pairs = ((joined(part[method], ".1f"), f"{np.mean(part[method]):.1f}") for part in found)
-        rows.append([renamed.get(method, method), *(cell for pair in pairs for cell in pair)])
-    return markdown("| digits | mean | Fashion-MNIST | mean", rows)
-
-
 # -------------------------------------------------------------- one model for each client
 
 
@@ -732,7 +710,7 @@ TABLES: dict[str, Callable[..., str]] = {
         learning_rate, centred_inputs, ntk_dfl,
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct_statistics, fed_ensemble_toy,
-        fed_ensemble_limit, fed_be,
+
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
         liars_in_sums, liars, copies_in_sums,

@@ -1,5 +1,6 @@
 """Accuracies of clients' own models in %, by each client's newest evaluation."""
 
+import numpy as np
 import pandas as pd
 
 from fedntk.simulations import Run
@@ -28,20 +29,20 @@ def deviation(run: Run) -> dict[int, float]:
 
 
 def new_clients(run: Run) -> dict[int, float]:
-    """Return the mean over the held-out clients; nothing if there are none."""
+    """Return the mean over the held-out clients; NaN if there are none."""
     clients = run.clients.drop(of_trained(run).index)
-    return {-1: 100 * client_summary(clients)["mean"].iloc[0]} if len(clients) else {}
+    return {-1: 100 * client_summary(clients)["mean"].iloc[0] if len(clients) else np.nan}
 
 
 def rate(run: Run) -> dict[int, float]:
-    """Return the learning rate; nothing if the method trains no network."""
-    return {} if run.config.method == "one-exchange" else {-1: run.config.learning_rate}
+    """Return the learning rate; NaN if the method trains no network."""
+    return {-1: np.nan if run.config.method == "one-exchange" else run.config.learning_rate}
 
 
 def option(run: Run) -> dict[int, float]:
-    """Return the method's temperature or the strength of its penalty; nothing without one."""
+    """Return the method's temperature or the strength of its penalty; NaN without one."""
     values = run.config.values()
     for name in ("weighted-fedavg.temperature", "ditto.pull", "fed-proto.pull"):
         if name in values:
             return {-1: values[name]}
-    return {}
+    return {-1: np.nan}

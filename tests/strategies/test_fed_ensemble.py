@@ -317,16 +317,23 @@ def test_a_run_in_which_the_inner_strategy_always_fails_says_so():
 
 @pytest.fixture
 def limit(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("fed_ensemble_limit")  # at four widths, of 100 models
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "tables")
+    return importlib.import_module("limit")  # at four widths, of 100 models
 
 
 def test_models_come_near_their_own_limits_as_the_network_grows(limit):
     """Errors of linearisation and of the kernel go as 1 / sqrt(width): a fourth, here, of four
     models; a half leaves room for chance. All models fit their clients' points, wide ones sooner.
     """
-    narrow, wide = (limit.distances(k, runs=1, rounds=n) for k, n in ((64, 250), (1024, 150)))
-    assert max(row["largest-residual"] for row in (narrow, wide)) < 0.1
+    cases = {"width": 64, "rounds": 250}, {"width": 1024, "rounds": 150}
+    narrow, wide = (
+        {
+            name: value
+            for name, _, value in limit.distances(case | {"runs": 1, "central-steps": 1}, 0)
+        }
+        for case in cases
+    )
+    assert max(row["residual"] for row in (narrow, wide)) < 0.1
     assert wide["own-limit"] < narrow["own-limit"] / 2
     assert wide["kernel"] < narrow["kernel"] / 2
 
