@@ -474,7 +474,7 @@ def federation_minutes(method: str, chosen: Any) -> list[Row]:
                     name = next((word for word in names if "fl" in word), process.name())
                     began = process.create_time() - begin
                     seen[pid] = {"way": f"{name} {pid}", "began": max(0.0, began)}
-                    seen[pid]["before"] = cpu if began < 0 else 0.0
+                    seen[pid]["before"] = cpu if began < -1 else 0.0
                 seen[pid] |= {"seconds": now - seen[pid]["began"], "cpu-seconds": cpu}
 
     row: Row = {"case": method, "way": "run", "load": os.getloadavg()[0], "seconds": None}
