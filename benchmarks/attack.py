@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 from attacks import audit, images, jacobians, liars, lies, members, neighbours, noise, projections
+from attacks.cells import Row
 from common import RESULTS, parse_options, write
-
-Row = dict[str, Any]
 
 
 class Case(NamedTuple):

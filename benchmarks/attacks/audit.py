@@ -30,6 +30,8 @@ from fedntk.simulations import OwnData, run
 from fedntk.simulations.report.results import load_model
 from fedntk.strategies import NoisySums
 
+from .cells import Row, grid
+
 DELTA, WIDTH, CLIENTS = 1e-5, 3, 4
 IGNORED = re.compile(r"second|memory|machine|threads|processor|\.data|\.split|\.name|\.out")
 SETTINGS: dict[str, Any] = {
@@ -45,7 +47,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "sums, a whole client": {"one-exchange": {"noise": {**NOISE, "client_examples": 6}}},
     "control: moments said to be public": CONTROL,
 }  # fmt: skip
-CELLS = [{"configuration": name, "runs": 2000} for name in CONFIGURATIONS]
+CELLS = grid(configuration=CONFIGURATIONS, runs=(2000,))
 Views = dict[str, np.ndarray]
 
 
@@ -142,7 +144,7 @@ def bounds(with_row: np.ndarray, without: np.ndarray) -> tuple[float, float]:
     return best, max(0.0, held_out)
 
 
-def rows(_: str, configuration: str, runs: int) -> Iterator[dict[str, Any]]:
+def rows(_: str, configuration: str, runs: int) -> Iterator[Row]:
     pair = data_sets(6 if "whole client" in configuration else 1)
     views: list[list[Views]] = [[], []]
     for i in range(runs):

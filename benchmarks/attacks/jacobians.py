@@ -37,6 +37,7 @@ from fedntk.ntk import (
 )
 from fedntk.ntk.payloads.compression import num_kept
 
+from .cells import Row, grid
 from .images import MEAN, STD, pixels, scores
 
 BLACK, WHITE = -MEAN / STD, (1 - MEAN) / STD
@@ -46,12 +47,13 @@ PER_CLASS, ATTACKED = 6, 2  # of the client's examples, and those that are rebui
 NOISE = 1e-4  # variance of each equality in the linear estimate: a hundredth of STD
 SHOWN = ("deep leakage", "with a prior", "mean of the class")
 PRIOR_WEIGHT = 1e-4  # against one squared equality
-CELLS: list[dict[str, Any]] = [
-    {"weights": weights, "projection": projection, "wire": wire, "sparsity": sparsity, "bits": bits}
-    for weights, projection in (("first", "none"), ("trained", "none"),
-                                ("first", "seed known"), ("first", "seed guessed"))
-    for wire in ("dense", "factored")
+CELLS = [
+    cell
+    for weights, projections in (("first", ("none", "seed known", "seed guessed")),
+                                 ("trained", ("none",)))
     for sparsity, bits in CASES
+    for cell in grid(weights=(weights,), projection=projections, wire=("dense", "factored"),
+                     sparsity=(sparsity,), bits=(bits,))
 ]  # fmt: skip
 CELLS.append(dict.fromkeys(CELLS[0], "") | {"wire": "no upload"})
 
@@ -286,7 +288,7 @@ def client_of(data_dir: str) -> tuple[Tensor, Tensor, list[int], list[Prior], An
 
 def rows(
     data_dir: str, weights: str, projection: str, wire: str, sparsity: float, bits: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     x, labels, attacked, all_priors, every = client_of(data_dir)
     originals = pixels(x[attacked])
     priors = [all_priors[int(labels[row])] for row in attacked]

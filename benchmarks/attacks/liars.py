@@ -36,6 +36,8 @@ from fedntk.simulations.attacks import choose_liars
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.methods import find_method
 
+from .cells import Row, grid
+
 Attack = tuple[str, int]  # and number of liars
 LABELS: list[Attack] = [("label-shift", 1), ("label-shift", 2), ("label-shift", 3)]
 CHANGES: list[Attack] = [("sign-flip", 1), ("inner-product", 2)]
@@ -65,9 +67,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def cells() -> Iterator[dict[str, Any]]:
+def cells() -> Iterator[Row]:
     """Return the attacks and defences that each method is run with."""
-    for seed, (method, (recommended, settings)) in itertools.product(range(10), METHODS.items()):
+    for method, (recommended, settings) in METHODS.items():
         others = DEFENCES if method == "fedavg" else ("none",)
         rules = find_method(method, {})[1].strategy_class.rules
         # NTK-FL's replies with changed labels are malformed, and dropped without a defence
@@ -75,13 +77,12 @@ def cells() -> Iterator[dict[str, Any]]:
         attacks += JACOBIANS if method in ("ntk-fl", "ntk-dfl") else []
         for defence in dict.fromkeys(("none", recommended, "norm-bound", "nnm", *others)):
             more = ABSENT if defence == "none" else []
-            for (attack, liars), alpha, data in itertools.product(
-                [("none", 0), *attacks, *more], (0.5, 0.1), DATA
-            ):
+            for attack, liars in [("none", 0), *attacks, *more]:
                 # a third liar would be among the clients by which personal methods are judged
                 if defence in rules and (liars < 3 or "private_test" not in settings):
-                    yield {"data": data, "alpha": alpha, "method": method, "defence": defence,
-                           "attack": attack, "liars": liars, "seed": seed}  # fmt: skip
+                    yield from grid(data=DATA, alpha=(0.5, 0.1), method=(method,),
+                                    defence=(defence,), attack=(attack,), liars=(liars,),
+                                    seed=range(10))  # fmt: skip
 
 
 CELLS = list(cells())
@@ -90,7 +91,7 @@ CELLS = list(cells())
 def rows(
     data_dir: str, data: str, alpha: float, method: str, defence: str, attack: str, liars: int,
     seed: int,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[Row]:  # fmt: skip
     common: dict[str, Any] = {
         "method": method, "num_clients": 10, "alpha": alpha, "rounds": 10, "seed": seed,
         "learning_rate": 0.1, "local_epochs": 5, "clients_per_evaluation": 0,

@@ -39,31 +39,27 @@ from fedntk.simulations.attacks import draw_gram_signs
 from fedntk.simulations.data.partitions import Split, split_data
 from fedntk.simulations.engine.building import load_setup
 
+from .cells import Row, grid
+
 RIDGE, LEVEL, IMAGES, NOISE = 0.01, 0.05, 30_000, 0.05
 SHARES = {10: (0.1, 0.2), 100: (0.01, 0.05, 0.2)}
-LABELS = {
-    "label shift": "label-shift", "random labels": "random-labels",
-    "one class renamed": "label-flip",
-}  # fmt: skip
+LABELS = {"label shift": "label-shift", "random labels": "random-labels",
+          "one class renamed": "label-flip"}  # fmt: skip
 ATTACKS = (*LABELS, "backdoor", "ten copies", "scaled sums", "no Gram matrix")
-CELLS: list[dict[str, Any]] = [
-    {"alpha": alpha, "clients": num, "attack": attack, "share": share, "seed": seed}
-    for seed in range(10)
-    for alpha in (0.1, 0.5)
+CELLS = [
+    cell
     for num, shares in SHARES.items()
-    for attack, share in [("label shift", 0.0), *((a, s) for a in ATTACKS for s in shares)]
+    for attacks, fractions in ((("label shift",), (0.0,)), (ATTACKS, shares))
+    for cell in grid(
+        alpha=(0.1, 0.5), clients=(num,), attack=attacks, share=fractions, seed=range(10)
+    )
 ]
-SPLITS: dict[str, dict[str, Any]] = {
+SPLITS: dict[str, Row] = {
     "Dirichlet 0.1": {"partition": "dirichlet", "alpha": 0.1},
     "Dirichlet 0.5": {"partition": "dirichlet", "alpha": 0.5},
     "IID": {"partition": "iid"},
 }
-COPIES: list[dict[str, Any]] = [
-    {"split": split, "clients": num, "seed": seed}
-    for split in SPLITS
-    for num in (10, 20)
-    for seed in range(25)
-]
+COPIES = grid(split=SPLITS, clients=(10, 20), seed=range(25))
 
 
 class Images:
@@ -90,11 +86,13 @@ class Images:
         """Return images' features, int8."""
         return torch.cat([self.fixed(self.extract(part)).to(torch.int8) for part in x.split(1000)])
 
-    def patched(self, x: Tensor) -> Tensor:
-        """Features of images with a patch."""
-        x = x.clone()
-        x[..., -5:-1, -5:-1] = self.raw.max()
-        return self.of(x)
+    @functools.cached_property
+    def patched(self) -> tuple[Tensor, Tensor]:
+        """Features of the images, and of some test images, with a patch."""
+        white, parts = self.raw.max(), (self.raw.clone(), self.raw_test[:2000].clone())
+        for x in parts:
+            x[..., -5:-1, -5:-1] = white
+        return self.of(parts[0]), self.of(parts[1])
 
     def sums(self, features: Tensor, labels: Tensor) -> FeatureStatistics:
         """Add up features (n, p)."""
@@ -115,8 +113,8 @@ class Images:
 
     def success(self, linear: Tensor) -> float:
         """Share of some test images of other classes that become class 0 by the patch."""
-        x = self.raw_test[:2000][self.y_test[:2000] != 0]
-        return float((self.rows(self.patched(x)) @ linear).argmax(1).eq(0).double().mean())
+        x = self.patched[1][self.y_test[:2000] != 0]
+        return float((self.rows(x) @ linear).argmax(1).eq(0).double().mean())
 
     def examples(self, split: Split, kind: type = ValidationExamples) -> ValidationExamples:
         """Return the server's validation examples, which judge clients."""
@@ -151,7 +149,7 @@ def false_sums(
         return images.sums(*KIT[LABELS[attack]].on_examples(x, y, 10, rng))  # type: ignore[misc]
     if attack == "backdoor":
         marked = torch.arange(len(y)) % 2 == 0
-        x = torch.where(marked[:, None], images.patched(images.raw[places]), x)
+        x = torch.where(marked[:, None], images.patched[0][places], x)
         return images.sums(x, torch.where(marked, 0, y))
     if attack == "ten copies":
         return times(images.sums(x, (y + 1) % 10), 10, counts=True)
@@ -167,7 +165,7 @@ def join(clients: dict[int, FeatureStatistics], without: set[int]) -> FeatureSta
 
 def rows(
     data_dir: str, alpha: float, clients: int, attack: str, share: float, seed: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     images = images_of(500, dataset="fashion-mnist", data_dir=data_dir)
     split, large, held = images.split(
         clients, seed, partition="dirichlet", alpha=alpha, validation_examples=2000
@@ -183,7 +181,7 @@ def rows(
     possible = {k: sums for k, sums in sent.items() if are_possible(sums)}
     harmful = find_harmful(ledger, possible, images.examples(split), LEVEL)
     removed = {*(sent.keys() - possible), *harmful}
-    row: dict[str, Any] = {"liars": len(liars), "found": len(liars & removed)}
+    row: Row = {"liars": len(liars), "found": len(liars & removed)}
     row["alarms"] = len(removed - liars)
     for when, without in (("after", removed), ("honest", liars), ("before", set[int]())):
         try:
@@ -228,7 +226,7 @@ class HarmOnly(ValidationExamples):
         return -np.inf
 
 
-def copies(_: str, split: str, clients: int, seed: int) -> Iterator[dict[str, Any]]:
+def copies(_: str, split: str, clients: int, seed: int) -> Iterator[Row]:
     images = images_of(200, dataset="digits")
     parts, large, held = images.split(clients, seed, validation_examples=200, **SPLITS[split])
     honest = {k: images.sums(images.x[own], images.y[own]) for k, own in enumerate(parts.clients)}

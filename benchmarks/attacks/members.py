@@ -23,7 +23,7 @@ FedAvg on 10,000 of the training images, members or not.
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from fedntk.simulations import Config
 from fedntk.simulations.data.load import Data
 from fedntk.simulations.engine.building import load_setup
 
+from .cells import Row, grid
 from .images import ssim
 
 COUNTS = (1, 10, 100, 1000, 5800)
@@ -48,11 +49,8 @@ MEANS = (1, 2, 10)  # images in the means that are rebuilt
 POOL, PROTOTYPE_DRAWS = 1_000, 200
 EPS, EPS_PUBLIC = 1e-8, 1e-4
 MAPS = {"last-layer": FeatureMap("last-layer"), "entk": FeatureMap("entk", 1000)}
-PROTOTYPES = [
-    {"weights": weights, "features": kind} for weights in ("first", "trained") for kind in MAPS
-]
-SUMS: list[dict[str, Any]] = [{**cell, "bits": bits} for cell in PROTOTYPES for bits in (32, 8)]
-Row = dict[str, Any]
+PROTOTYPES = grid(weights=("first", "trained"), features=MAPS)
+SUMS = grid(weights=("first", "trained"), features=MAPS, bits=(32, 8))
 
 
 @functools.cache

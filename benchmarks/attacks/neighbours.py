@@ -33,6 +33,8 @@ from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import NTKDFL, Topology
 
+from .cells import grid
+
 VICTIM, THIRD = 0, 3
 EDGES = ((0, 1), (0, 2), (0, 3), (3, 4))
 EXAMPLES = (60, 50, 40, 30, 20)  # of the five clients
@@ -41,14 +43,11 @@ STARTS, STEPS = 4, 300  # of L-BFGS for an image
 CLIENTS, OFFSETS = 20, {2: (1,), 5: (1, 2, 10)}  # of a client's neighbours, both ways round
 LIARS = {2: (1, 19), 5: (1, 2)}
 SCALES = {"none": 1.0, "labels": 1.0, "scale 90": 90.0, "scale 1e4": 1e4}
-CURIOUS = [{"network": name, "curious": count} for name in ("mlp", "cnn") for count in (1, 2)]
+CURIOUS = grid(network=("mlp", "cnn"), curious=(1, 2))
 HOSTILE = [
-    {"degree": degree, "hostile": count, "attack": attack}
-    for degree in OFFSETS
-    for count in (0, 1, 2)
-    for attack in SCALES
-    if (attack == "none") == (count == 0)
-]
+    cell for cell in grid(degree=OFFSETS, hostile=(0, 1, 2), attack=SCALES)
+    if (cell["attack"] == "none") == (cell["hostile"] == 0)
+]  # fmt: skip
 Arrays = dict[str, Any]
 Upload = tuple[JacobianUpload, Arrays]  # rows, and the weights that they are at
 

@@ -48,20 +48,18 @@ from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
 
+from .cells import Row, grid
+
 DELTA, RADIUS, CLASSES, CHUNK = 1e-5, 127, 10, 500
 POOL, WIDTH, MODELS, JUDGED, LOST = 4000, 1000, 48, 8, 10
-MEMBERS = [{"epsilon": epsilon} for epsilon in (0.0, 100.0, 8.0, 3.0, 1.0)]
-LOSSES = [{"seed": 0}]
-SUMS: list[dict[str, Any]] = [
-    {"dataset": dataset, "p": p, "clients": clients, "alpha": alpha, "client_examples": most,
-     "seed": seed}
-    for dataset, p, clients, alpha, most in (
-        ("mnist", 2000, 100, 0.1, 0), ("fashion-mnist", 2000, 100, 0.1, 0),
-        ("fashion-mnist", 400, 100, 0.1, 20), ("fashion-mnist", 400, 1000, 0.5, 20),
-    )
-    for seed in range(5)
-]  # fmt: skip
-Row = dict[str, Any]
+MEMBERS = grid(epsilon=(0.0, 100.0, 8.0, 3.0, 1.0))
+LOSSES = grid(seed=(0,))
+SETTINGS = (  # data set, p, clients, Dirichlet's alpha, most examples of a client
+    ("mnist", 2000, 100, 0.1, 0), ("fashion-mnist", 2000, 100, 0.1, 0),
+    ("fashion-mnist", 400, 100, 0.1, 20), ("fashion-mnist", 400, 1000, 0.5, 20),
+)  # fmt: skip
+NAMES = ("dataset", "p", "clients", "alpha", "client_examples")
+SUMS = [dict(zip(NAMES, some, strict=True)) | {"seed": k} for some in SETTINGS for k in range(5)]
 
 
 def setup_of(

@@ -19,7 +19,6 @@ seed known       P itself
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from common import fashion_mnist
@@ -28,13 +27,14 @@ from torch import Tensor
 from fedntk.clients.core.projection import project
 from fedntk.ntk.features.projection import low_frequencies
 
+from .cells import Row, grid
 from .images import pixels, scores
 
 FEATURES = 200
 TARGETS, SEEN, ROUND, PUBLIC = 100, 10_000, 1_000, 10_000
 PAIRS = (10, 50, 200)
 SEED, GUESS = (n.to_bytes(32, "big") for n in (1, 2))
-CELLS = [{"projection": kind} for kind in ("gaussian", "low-frequency")]
+CELLS = grid(projection=("gaussian", "low-frequency"))
 SHOWN = ("nothing", "seed guessed", "public images, ten", "known pairs, 50", "seed known")
 Rebuild = Callable[[Tensor, Tensor], Tensor]  # received z (n, k), labels -> images (n, 784)
 Attacker = tuple[Callable[[Tensor], Tensor], Rebuild]  # z -> numbers of the image -> the image
@@ -139,7 +139,7 @@ def attackers(
     return result
 
 
-def rows(data_dir: str, projection: str) -> Iterator[dict[str, Any]]:
+def rows(data_dir: str, projection: str) -> Iterator[Row]:
     x, y, _ = fashion_mnist(data_dir, (TARGETS + SEEN + PUBLIC) // 190)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x.flatten(1).double()[order], y[order]
