@@ -445,49 +445,44 @@ def sums_privacy() -> str:
 def liars_in_sums() -> str:
     """Return a row for each attack, over all splits; accuracies of one case."""
     table = rounds_of("liars_in_sums").assign(attack=lambda t: t.attack.mask(t.share == 0, "~"))
-    table["honest"] = table.clients - table.liars
     case = "clients == 100 and (share == 0 or alpha == 0.1 and share == 0.2)"
-    keys = ["accuracy-before", "accuracy-after", "accuracy-honest"]
-    accuracy = table.query(case).groupby("attack")[keys].mean()
-    rows = []
+    accuracy = 100 * table.query(case).groupby("attack").mean(numeric_only=True)
+    keys, rows = ["accuracy-before", "accuracy-after", "accuracy-honest"], []
     for attack, part in table.groupby("attack"):
-        places = [some for _, some in part.groupby(["clients", "alpha"])]
-        found = (f"{some.found.sum()} of {some.liars.sum()}" if attack != "~" else ""
-                 for some in places)  # fmt: skip
-        means = (number(100 * value) or "no model" for value in accuracy.loc[attack])
-        alarms = f"{part.alarms.sum()} of {part.honest.sum():,}"
-        rows.append([str(attack).replace("~", "all honest"), *found, alarms, *means])
-    seeds = f"Seeds of the split and the malicious clients: {table.seed.nunique()}.\n\n"
-    return seeds + markdown(
-        "attack | found, 10 clients, Dirichlet 0.1 | 0.5 | 100 clients, Dirichlet 0.1 | 0.5"
-        " | honest ones removed | accuracy before | after | without them",
-        rows,
-    )
+        found = part.groupby(["clients", "alpha"])[["found", "liars"]].sum().to_numpy()
+        cells = ("{} of {}".format(*pair) if pair[1] else "" for pair in found)
+        alarms = f"{part.alarms.sum()} of {(part.clients - part.liars).sum():,}"
+        means = (number(value) or "no model" for value in accuracy.loc[attack, keys])
+        rows.append([str(attack).replace("~", "all honest"), *cells, alarms, *means])
+    head = "attack | found, 10 clients, Dirichlet 0.1 | 0.5 | 100 clients, Dirichlet 0.1 | 0.5"
+    head += " | honest ones removed | accuracy before | after | without them"
+    seeds = f"Seeds of the split and the malicious clients: {table.seed.nunique()}."
+    return f"{seeds}\n\n{markdown(head, rows)}"
 
 
 def copies_in_sums() -> str:
     """Return who is found of clients that copy their examples, and how often honest ones go."""
     table, splits = rounds_of("copies_in_sums"), ["split", "clients"]
-    lied, said, rows = table[table.liars > 0], [], []
+    lied, rows = table[table.liars > 0], []
     for (attack, times), part in lied.groupby(["attack", "times"], sort=False):
         found = part.groupby(splits)[["found", "harm-found", "liars"]].sum().to_numpy()
         cells = ("{} ({}) of {}".format(*numbers) for numbers in found)
         keys = ["accuracy-before", "harm-accuracy", "accuracy", "accuracy-honest"]
         rows.append([f"{attack}, {times} times", *cells, *map(percent, part[keys].mean())])
+
+    def share(count: int, trials: int) -> str:  # the interval is Clopper and Pearson's
+        low, high = (number(100 * x, 2) for x in binomtest(count, trials).proportion_ci())
+        return f"{count} of {trials:,} {{}} (95 % interval {low} to {high} %)"
+
+    said = []
     for name, part in (("All are honest", table[table.liars == 0]), ("One is malicious", lied)):
-        runs, removed = (part.alarms > 0).sum(), part.alarms.sum()
-        counts = (runs, len(part)), (removed, (part.clients - part.liars).sum())
-        of_runs, of_clients = (  # exact: Clopper and Pearson 1934
-            [number(100 * limit, 2) for limit in binomtest(*map(int, pair)).proportion_ci()]
-            for pair in counts
+        runs = share(int((part.alarms > 0).sum()), len(part)).format(
+            "federations an honest client was removed"
         )
-        said.append(
-            f"{name}: in {runs} of {len(part)} federations an honest client was removed "
-            f"(95 % interval {' to '.join(of_runs)} %), {removed} of {counts[1][1]:,} honest "
-            f"clients (95 % interval {' to '.join(of_clients)} %)."
-        )
-    names = [f"{split}, {num} clients" for split, num in lied.groupby(splits).groups]
-    head = ["attack", *names, "accuracy before", "by harm only", "after", "without them"]
+        honest = share(int(part.alarms.sum()), int((part.clients - part.liars).sum()))
+        said.append(f"{name}: in {runs}, {honest.format('honest clients')}.")
+    head = ["attack", *("{}, {} clients".format(*key) for key in lied.groupby(splits).groups)]
+    head += ["accuracy before", "by harm only", "after", "without them"]
     return "\n\n".join([markdown(" | ".join(head), rows), "\n".join(said)])
 
 
@@ -552,22 +547,22 @@ def liars_costs() -> str:
 
 def liars() -> str:
     """Return a row for each rule of FedAvg on digits, and each split; accuracies in percent."""
-    cases = [("none", 0), ("sign-flip", 1), ("label-shift", 1), ("label-shift", 2),
-             ("inner-product", 2), ("label-shift", 3)]  # fmt: skip
-    chosen = "data == 'digits' and method == 'fedavg' and attack != 'absent'"
-    groups = rounds_of("liars").query(chosen).groupby(["alpha", "defence", "attack", "liars"])
-    means, counts = (values.unstack([2, 3])[cases] for values in
-                     (groups.accuracy.mean(), groups.accuracy.count()))  # fmt: skip
-    rows = [
+    cases = {
+        ("none", 0): "all honest",
+        ("sign-flip", 1): "one: change times -50",
+        ("label-shift", 1): "one: labels moved on",
+        ("label-shift", 2): "two: labels moved on",
+        ("inner-product", 2): "two: honest mean times -1",
+        ("label-shift", 3): "three: labels moved on",
+    }
+    groups = rounds_of("liars").query("data == 'digits' and method == 'fedavg'")
+    groups = groups.groupby(["alpha", "defence", "attack", "liars"]).accuracy
+    means, counts = (found.unstack([2, 3])[[*cases]] for found in (groups.mean(), groups.count()))
+    rows = (
         [*key, joined(sorted({*counts.loc[key].dropna()})), *map(percent, means.loc[key])]
         for key in means.index
-    ]
-    return markdown(
-        "Dirichlet | rule | seeds | all honest | one: change times -50"
-        " | one: labels moved on | two: labels moved on | two: honest mean times -1"
-        " | three: labels moved on",
-        rows,
     )
+    return markdown(" | ".join(["Dirichlet | rule | seeds", *cases.values()]), rows)
 
 
 def round_costs() -> str:
