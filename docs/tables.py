@@ -101,12 +101,6 @@ def learning_rate() -> str:
     )
 
 
-def centred_inputs() -> str:
-    accuracy = read("centred_inputs")["accuracy"]
-    rows = ([run, *map(percent, values.values())] for run, values in accuracy.items())
-    return markdown("% after round | 1 | 2 | 3 | 5 | 10", rows)
-
-
 # ------------------------------------------------------------------------------- NTK-DFL
 
 # the rounds to 85 % in the paper, by split
@@ -702,7 +696,7 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        learning_rate, centred_inputs, ntk_dfl,
+        learning_rate, ntk_dfl,
         kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
         tct_statistics, fed_ensemble_toy,
 
