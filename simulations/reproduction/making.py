@@ -259,11 +259,14 @@ def measure(declaration: Declaration, cell: Cell, folder: Path, data_dir: str) -
     with log_from(ERROR):
         config = config_of(cell, folder, data_dir)
         finished = run(config, progress=False, resume=True, on_round=require_parent)
+    kept = {cost.measure: cost for cost in costs(finished)}  # a measure of that name shows it
     figures = [
-        v for n, m in declaration.measures.items() for v in m.of(finished, n, declaration.folder)
+        figure
+        for name, one in declaration.measures.items()
+        if name not in kept
+        for figure in one.of(finished, name, declaration.folder)
     ]
-    yield from figures
-    yield from (cost for cost in costs(finished) if cost.measure not in declaration.measures)
+    yield from (*figures, *kept.values())
     if declaration.nudged:
         with log_from(ERROR), tempfile.TemporaryDirectory() as scratch:
             nudged = run(_nudged(config, Path(scratch)), progress=False, on_round=require_parent)

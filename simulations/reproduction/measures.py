@@ -34,7 +34,7 @@ class Measure(BaseModel):
     """One kind of figure that a table or picture shows, and how it is read from a run.
 
     `at` says where the metric is read: ``"end"``, the mean of its last evaluations; ``"best"``, the
-    largest mean of five evaluations in a row; ``"rounds"``, at `rounds`; ``"curve"``, at all;
+    largest mean of as many evaluations in a row; ``"rounds"``, at `rounds`; ``"curve"``, at all;
     ``"reach"``, the first round at which it reaches `target`; ``"total"``, its sum, up to the round
     at which `until` is reached by the accuracy, if given; ``"cumulative"``, its sums up to each
     round with an evaluation; ``"clients"``, the deciles of the clients' values at `rounds`, or in
@@ -112,7 +112,7 @@ def _end(measure: Measure, run: Run) -> dict[int, float]:
 
 
 def _best(measure: Measure, run: Run) -> dict[int, float]:
-    means = _trained(measure, run).rolling(NEIGHBOURS, min_periods=1).mean()
+    means = _trained(measure, run).rolling(measure.last, min_periods=1).mean()
     return {NO_ROUND: means.max()}
 
 

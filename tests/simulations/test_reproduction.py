@@ -75,8 +75,7 @@ target = 0.3
 digits = 0
 each = true
 [measures.seconds]
-metric = "seconds"
-at = "total"
+label = "seconds of a run"
 [paper.accuracy]
 fedavg = [50, "60+"]
 other = [1.5, ""]
@@ -244,6 +243,7 @@ def test_measures_are_their_definitions():
     assert of(at="curve") == {("x", number): value for number, value in accuracy.items()}
     reached = round_at(accuracy.to_dict(), 0.64)
     assert of(at="reach", target=0.64) == {("x", NO_ROUND): reached}
+    assert of(at="best", last=1)["x", NO_ROUND] == 0.9
     assert np.isnan(of(at="reach", target=0.95)["x", NO_ROUND])
     assert of(metric="bytes-up", at="total") == {("x", NO_ROUND): 90}
     until = of(metric="bytes-up", at="total", until=0.64)
