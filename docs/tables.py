@@ -103,46 +103,6 @@ def learning_rate() -> str:
 
 # ------------------------------------------------------------------------------- NTK-DFL
 
-# the rounds to 85 % in the paper, by split
-PAPER = {
-    "NTK-DFL": (12, 17, 18),
-    "NTK-FL, as busy clients": (73, 85, 180),
-    "DFedAvg": (18, 31, 83),
-    "D-PSGD": (53, 79, 125),
-    "DFedSAM": ("", "", "200+"),
-    "DisPFL": ("", "", "200+"),
-}
-SPLITS = ("IID", "Dirichlet 0.5", "Dirichlet 0.1")
-
-
-def ntk_dfl(only: str = "") -> str:
-    """Return a row a method and split, of all methods, or on Fashion-MNIST of `only` these."""
-    summary = pd.DataFrame(read("ntk_dfl_fmnist")["rows"])
-    table = rounds_of("ntk_dfl_fmnist").query("metric == 'accuracy'")
-    mean = table.groupby(["method", "split", "round", "seed"]).value.mean()
-    names = ["NTK-DFL", *(m for m in summary.method.unique() if m.startswith("NTK-DFL, "))]
-    names += ["NTK-FL, as busy clients", "DFedAvg", "D-PSGD", "DFedAvgM", "DFedSAM", "DisPFL"]
-    rows = []
-    for method in only.split("; ") if only else names:
-        part = summary[summary.method == method]
-        splits = sorted(part.split.unique(), key=lambda s: (*SPLITS, s).index(s))
-        for split in [split for split in splits if not only or split in SPLITS]:
-            seeds = part[part.split == split].sort_values("seed")
-            after = []
-            for number in (1, 3, 5, 10, 20):
-                found = [mean.get((method, split, number, seed)) for seed in seeds.seed]
-                after.append("" if None in found else percent(float(np.mean(found))))
-            paper = dict(zip(SPLITS, PAPER.get(method, ""), strict=False)).get(split, "")
-            rows.append([
-                f"{method}, {split}", joined(seeds.seed), joined(seeds.rounds),
-                joined(seeds["rounds-to-85"]), paper, *after, joined(100 * seeds.best, ".2f"),
-            ])  # fmt: skip
-    return markdown(
-        "| seeds | rounds run | rounds to 85 % | in the paper | % after round 1 | 3 | 5 | 10 | 20"
-        " | best, each seed",
-        rows,
-    )
-
 
 def kernel_overshoot() -> str:
     names = {
@@ -174,25 +134,6 @@ def hostile_neighbours() -> str:
         shown(table, "degree|hostile|times|client 0:%|other honest clients:%|mean model:%"
                      "|parcels refused a round:0"),
     )  # fmt: skip
-
-
-def decentralised() -> str:
-    """Return all rivals after 20 rounds, with Dirichlet 0.1."""
-    shares = ("accuracy", "averaged-accuracy-mean", "trained-accuracy-mean")
-    table = rounds_of("ntk_dfl_fmnist").query("split == 'Dirichlet 0.1' and seed == 0")
-    sent = table[table["round"] > 0].groupby(["method", "metric"]).value.median() / 300 / 1e3
-    last = table[table["round"] == 20].pivot(index="method", columns="metric", values="value")
-    rows = [
-        [method, *percents(last.loc[method], shares),
-         number(last["inter-client-deviation"][method], 3),
-         *(f"{sent[method, f'bytes-{way}']:,.0f}" for way in ("up", "down"))]
-        for method in ("DFedAvg", "DFedAvgM", "DFedSAM", "D-PSGD", "DisPFL", "NTK-DFL")
-    ]  # fmt: skip
-    return markdown(
-        "| mean model (%) | clients' models, after the average (%) | after their training (%)"
-        " | deviation of the models | kB up, a client | kB down",
-        rows,
-    )
 
 
 def ntk_dfl_round() -> str:
@@ -696,8 +637,8 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        learning_rate, ntk_dfl,
-        kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
+        learning_rate,
+        kernel_overshoot, hostile_neighbours, ntk_dfl_round, ntk_dfl_tolerance,
         tct_statistics, fed_ensemble_toy,
 
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
