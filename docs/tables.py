@@ -150,16 +150,6 @@ def ntk_dfl_round() -> str:
     )
 
 
-def ntk_dfl_tolerance() -> str:
-    table = rounds_of("ntk_dfl_tolerance").query("5 <= round <= 8")
-    means = table.groupby(["seed", "tolerance"])[["mean model", "clients' models"]].mean()
-    rows = [
-        [seed, *(" / ".join(map(percent, pair)) for pair in part.to_numpy())]
-        for seed, part in means.groupby("seed")
-    ]
-    return markdown("seed | 1e-4 | 1e-3 | 1e-2", rows)
-
-
 # ----------------------------------------------------------------------------------- TCT
 
 
@@ -638,9 +628,15 @@ TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
         learning_rate,
+<<<<<<< HEAD
         kernel_overshoot, hostile_neighbours, ntk_dfl_round, ntk_dfl_tolerance,
         tct_statistics, fed_ensemble_toy,
 
+=======
+        kernel_overshoot, hostile_neighbours, ntk_dfl_round,
+        tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
+        fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
+>>>>>>> 9b66a64b (Declare the table of NTK-DFL by tolerance)
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
         liars_in_sums, liars, copies_in_sums,

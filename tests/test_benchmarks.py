@@ -6,6 +6,7 @@ import importlib
 import math
 import sys
 
+import pandas as pd
 import pytest
 import torch
 
