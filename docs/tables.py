@@ -411,18 +411,6 @@ def copies_in_sums() -> str:
     return "\n\n".join([markdown(" | ".join(head), rows), "\n".join(said)])
 
 
-def losses() -> str:
-    """Accuracy of each method without losses, and with clients lost and late."""
-    table = rounds_of("losses").sort_values("seed")
-    names = {"none": "No losses", "lost": "30 % lost", "late": "30 % lost, 30 % late"}
-    kinds = [kind for kind in names if kind in set(table.losses)]
-    rows = []
-    for method, part in table.groupby("method"):
-        cells = [joined(100 * part[part.losses == kind].accuracy, ".1f") for kind in kinds]
-        rows.append([method, *(cell or "not measured" for cell in cells), part.rounds.iloc[0]])
-    return markdown(" | ".join(["Method", *(names[kind] for kind in kinds), "Rounds"]), rows)
-
-
 def crashes() -> str:
     """Return how many runs of each case ended with the same bits, by what had happened to them."""
     table = rounds_of("crashes").set_index(["case", "trouble"])
@@ -640,7 +628,7 @@ TABLES: dict[str, Callable[..., str]] = {
         closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
         liars_in_sums, liars, copies_in_sums,
-        liars_costs, losses, round_costs, secure_sums, speed, gpu, kernel_peers, crashes,
+        liars_costs, round_costs, secure_sums, speed, gpu, kernel_peers, crashes,
         gradient_norms, catalogue.baseline_families, catalogue.baseline_list, catalogue.papers,
     )
 }  # fmt: skip
