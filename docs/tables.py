@@ -182,25 +182,6 @@ def tct_statistics() -> str:
     )
 
 
-# -------------------------------------------------------------------------- ensembles
-
-
-def fed_ensemble_toy() -> str:
-    rows = []
-    for row in read("fed_ensemble_toy")["rows"]:
-        cells = [row["K"]]
-        for form in ("", "-by-age"):
-            bias = row[f"bias{form}"]
-            cells.append(f"{number(bias, 4)}, {number(bias**0.5, 3)}")
-            cells.append(number(row[f"variance{form}"], 4))
-        rows.append([*cells, row["paper-bias"], row["paper-variance"]])
-    return markdown(
-        "K | bias, its root | variance, 200 rounds | bias, its root | variance, 40 ages"
-        " | bias in the paper | variance in the paper",
-        rows,
-    )
-
-
 # -------------------------------------------------------------- one model for each client
 
 
@@ -615,21 +596,12 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        learning_rate,
-<<<<<<< HEAD
-        kernel_overshoot, hostile_neighbours, ntk_dfl_round, ntk_dfl_tolerance,
-        tct_statistics, fed_ensemble_toy,
-
-=======
-        kernel_overshoot, hostile_neighbours, ntk_dfl_round,
-        tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
-        fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
->>>>>>> 9b66a64b (Declare the table of NTK-DFL by tolerance)
-        closed_form, one_exchange, federation_minutes, uncertainty, uncertainty_sets,
+        learning_rate, kernel_overshoot, hostile_neighbours, ntk_dfl_round, tct_statistics,
+        one_exchange, federation_minutes, closed_form, uncertainty, uncertainty_sets,
         feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
-        liars_in_sums, liars, copies_in_sums,
-        liars_costs, round_costs, secure_sums, speed, gpu, kernel_peers, crashes,
-        gradient_norms, catalogue.baseline_families, catalogue.baseline_list, catalogue.papers,
+        liars_in_sums, copies_in_sums, crashes, secure_sums, liars_costs, liars,
+        round_costs, speed, gpu, kernel_peers, gradient_norms, catalogue.baseline_families,
+        catalogue.baseline_list, catalogue.papers,
     )
 }  # fmt: skip
 TABLES |= {
