@@ -281,22 +281,6 @@ def uncertainty_sets() -> str:
     )
 
 
-def feature_learning_groups() -> str:
-    table = pd.DataFrame(read("feature_learning")["theorem"]).query("sweep == 'groups'")
-    table = table.set_index(["signal", "group-size", "method"]).sort_index()
-    rows = []
-    for signal, size in product((2, 1), table.index.levels[1]):
-        found = table.loc[signal, size]
-        exponents, reached = found["exponent"], found["test-accuracy"]
-        cells = (f"{exponents[m]:.3g}: {reached[m]:.1f} %" for m in ("fedavg", "group", "local"))
-        rows.append([signal, size, *cells])
-    return markdown(
-        "signal norm | clients with the signal | FedAvg | averages within the group"
-        " | local training",
-        rows,
-    )
-
-
 def feature_learning_iid() -> str:
     last = rounds_of("feature_learning_iid").query("round == 100")
     means = last.groupby(["dimension", "method", "part"])[["loss", "accuracy"]].mean()
@@ -597,8 +581,7 @@ TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
         learning_rate, kernel_overshoot, hostile_neighbours, ntk_dfl_round, tct_statistics,
-        one_exchange, federation_minutes, closed_form, uncertainty, uncertainty_sets,
-        feature_learning_groups, feature_learning_iid, private_audit, sums_privacy,
+        one_exchange, federation_minutes, closed_form, private_audit, sums_privacy,
         liars_in_sums, copies_in_sums, crashes, secure_sums, liars_costs, liars,
         round_costs, speed, gpu, kernel_peers, gradient_norms, catalogue.baseline_families,
         catalogue.baseline_list, catalogue.papers,

@@ -27,7 +27,8 @@ def first_weights(settings: dict[str, Any], seed: int) -> Tensor:
     """Draw the weights that all clients begin with, float32 (2, m, d)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, settings["width"], settings["dimension"])
-    return initial_std(shape[2]) * torch.randn(shape, generator=generator)
+    std = settings.get("initial-factor", 1) * initial_std(shape[2])
+    return std * torch.randn(shape, generator=generator)
 
 
 def distribution_of(settings: dict[str, Any], seed: int) -> TwoPatchDistribution:
