@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
         if picture.x != "bars":
-            axis.set_xscale("log" if picture.log else "linear")
+            if picture.log:
+                axis.set_xscale("log", nonpositive="mask")  # a first point at 0 has no place
             axis.set_xlabel(picture.x_label)
         if place % across == 0 or not isinstance(picture.measure, str):
             unit = measure.unit and f" ({measure.unit})"
@@ -250,7 +252,8 @@ def _bars(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
         if not np.isnan(numbers).all():
             label = "the paper's" if number == 0 else None
             axis.plot(x, numbers, "D", ms=5, mfc="white", mec="0.2", ls="", label=label)
-    axis.set_xticks(range(len(columns)), [declaration.label(column) for column in columns])
+    names = [textwrap.fill(declaration.label(column), 14) for column in columns]
+    axis.set_xticks(range(len(columns)), names)
 
 
 DRAW = {
