@@ -104,27 +104,6 @@ def learning_rate() -> str:
 # ------------------------------------------------------------------------------- NTK-DFL
 
 
-def kernel_overshoot() -> str:
-    names = {
-        "mean": "`mean`",
-        "corrected, 4 steps": "`corrected`, steps 200, 400, 600, 800",
-        "corrected, 8 steps": "`corrected`, steps 100, 200 to 800",
-        "full": "`full`",
-    }
-    seconds = read("kernel_overshoot")["seconds-of-an-evolution"]
-    table, rows = rounds_of("kernel_overshoot").set_index(["kernel", "round"]), []
-    for run, name in names.items():
-        late = table.overshoot[run].loc[7:]
-        between = " to ".join(dict.fromkeys(number(v, 2) for v in (late.min(), late.max())))
-        after = percents(table.accuracy[run], (1, 2, 3, 5, 8, 12))
-        rows.append([name, *after, between, f"{seconds[run]:.2f}"])
-    return markdown(
-        "kernel, % after round | 1 | 2 | 3 | 5 | 8 | 12"
-        " | change done / foreseen, rounds 7 to 12 | seconds of an evolution",
-        rows,
-    )
-
-
 def hostile_neighbours() -> str:
     table = rounds_of("hostile_neighbours")
     table["times"] = table.attack.map({"labels": "1", "scale 90": "90", "scale 1e4": "10,000"})
@@ -580,11 +559,11 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        learning_rate, kernel_overshoot, hostile_neighbours, ntk_dfl_round, tct_statistics,
-        one_exchange, federation_minutes, closed_form, private_audit, sums_privacy,
-        liars_in_sums, copies_in_sums, crashes, secure_sums, liars_costs, liars,
-        round_costs, speed, gpu, kernel_peers, gradient_norms, catalogue.baseline_families,
-        catalogue.baseline_list, catalogue.papers,
+        learning_rate, hostile_neighbours, ntk_dfl_round, tct_statistics, one_exchange,
+        federation_minutes, closed_form, private_audit, sums_privacy, liars_in_sums,
+        copies_in_sums, crashes, secure_sums, liars_costs, liars, round_costs, speed, gpu,
+        kernel_peers, gradient_norms, catalogue.baseline_families, catalogue.baseline_list,
+        catalogue.papers,
     )
 }  # fmt: skip
 TABLES |= {
