@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from common import fashion_mnist, measured, mlp, parse_options, write
 
-
 CLASSES, TOLERANCES = 10, (1e-4, 1e-3, 1e-2)
 
 
