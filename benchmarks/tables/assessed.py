@@ -31,7 +31,8 @@ def finished(settings: dict[str, Any], seed: int) -> Iterator[tuple[Run, str]]:
 def predictions(settings: dict[str, Any], seed: int) -> Values:
     """Yield figures of the whole predictor, and the means of an ensemble's single models."""
     with finished(settings, seed) as (done, unfamiliar):
-        table = assess(done, unfamiliar=unfamiliar).table
+        table = assess(done, unfamiliar=unfamiliar or None).table
+    table = table.reindex(columns=["accuracy", *COLUMNS.values()])  # AUROCs need unfamiliar data
     single = table.index.str.fullmatch(r"model \d+") & (len(table) > 1)
     for prefix, rows in (("", table[~single]), ("one-", table[single])):
         yield f"{prefix}accuracy", None, 100 * rows.accuracy.mean()
