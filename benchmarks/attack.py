@@ -88,7 +88,13 @@ def selected(cells: Iterable[Row], only: str) -> list[Row]:
     for word in filter(None, only.split(";")):
         key, _, value = word.strip().partition("=")
         wanted[key].add(value)
-    return [c for c in cells if all(text(c[key]) in values for key, values in wanted.items())]
+    cells = list(cells)
+    if unknown := set(wanted) - set(cells[0]):
+        raise SystemExit(f"--only: expected some of {', '.join(cells[0])}; got {unknown}")
+    chosen = [c for c in cells if all(text(c[key]) in values for key, values in wanted.items())]
+    if not chosen:
+        raise SystemExit(f"--only: no cell has {only}")
+    return chosen
 
 
 def main() -> None:

@@ -120,7 +120,11 @@ def accuracies(
             # the sum of all shares is Skellam noise itself, of the sum of the variances
             whole = replace(noise, fewest=min(fewest, 1), examples=1,
                             noise_multiplier=noise.noise_multiplier * noise.examples)  # fmt: skip
-            noisy = whole.add(sums, np.random.default_rng([seed, *b"noise"]))
+            try:
+                noisy = whole.add(sums, np.random.default_rng([seed, *b"noise"]))
+            except ValueError as error:  # too large to be drawn
+                print(f"epsilon {epsilon:g}, noise of {trust}: left out, {error}", flush=True)
+                continue
         gram, cross = map(torch.from_numpy, (noisy.matrix(), noisy.class_sums.T.copy()))
         if epsilon:
             linear = solve_noisy(gram, cross, float(noise.variances()[0]))
