@@ -27,7 +27,7 @@ def first_weights(settings: dict[str, Any], seed: int) -> Tensor:
     """Draw the weights that all clients begin with, float32 (2, m, d)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, settings["width"], settings["dimension"])
-    std = settings.get("initial-factor", 1) * initial_std(shape[2])
+    std = float(settings.get("initial-factor", 1)) * initial_std(shape[2])
     return std * torch.randn(shape, generator=generator)
 
 
