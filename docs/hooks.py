@@ -150,16 +150,16 @@ def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Fi
         return link
     if source.parent == NOTEBOOKS and files.get_file_from_path(f"notebooks/{parts.path}"):
         return link  # a picture of its own
-    if source.parent == DOCS / "papers" and files.get_file_from_path(f"papers/{parts.path}"):
-        return link  # a picture that was drawn
     path = Path(os.path.normpath(source.parent / unquote(parts.path)))
-    if not path.exists():
+    of_site = path.is_relative_to(DOCS) and path != DOCS
+    drawn = of_site and files.get_file_from_path(path.relative_to(DOCS).as_posix())
+    if not (path.exists() or drawn):
         logger.warning("%s links to %s, which does not exist", source.relative_to(ROOT), link)
         return link
     sources = {source: name for name, source in SOURCES.items()}
     if path in sources:
         uri = sources[path]
-    elif path.is_relative_to(DOCS) and path != DOCS:
+    elif of_site:
         uri = path.relative_to(DOCS).as_posix()
     elif path.parent == NOTEBOOKS and path.suffix == ".ipynb":
         uri = f"notebooks/{path.stem}.md"
