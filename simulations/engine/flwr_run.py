@@ -59,7 +59,7 @@ def superlink(home: Path, ray_address: str = "") -> Iterator[tuple[Process, dict
     """
     home.mkdir(parents=True, exist_ok=True)
     environment, log = processes.flower_environment(home), home / "superlink.log"
-    environment["RAY_ADDRESS"] = ray_address or environment.get("RAY_ADDRESS") or "local"
+    environment["RAY_ADDRESS"] = processes.cluster_address(ray_address)
     log.unlink(missing_ok=True)
     options = ("--insecure", "--simulation", "--host", "127.0.0.1", "--port")
     process, port = processes.start_on_free_port(

@@ -36,6 +36,11 @@ def flower_environment(home: Path) -> dict[str, str]:
     }
 
 
+def cluster_address(configured: str) -> str:
+    """Return the address of the Ray cluster that a run is told, or "local": a Ray of its own."""
+    return configured or os.environ.get("RAY_ADDRESS") or "local"
+
+
 def last_words(text: str) -> str:
     """Return what ended a process by its log: the exception that Flower names, or the last line.
 

@@ -46,7 +46,7 @@ from .building import code_checksums, load_setup, source_of
 from .client_app import make_app
 from .engines import LocalGrid
 from .flwr_run import flwr_run
-from .processes import end_with
+from .processes import cluster_address, end_with
 from .progress import Progress, silence_bars
 from .progress import progress as show_progress
 from .server_app import Prepared, at_work, prepare, private, train
@@ -254,8 +254,7 @@ def require_importable(config: Config) -> None:
 
 def _check_resources(config: Config) -> None:
     """Refuse what would keep Ray waiting for ever, or a client from its device."""
-    address = config.ray_address or os.environ.get("RAY_ADDRESS", "local")
-    if address not in ("", "local"):  # the cluster knows its machines
+    if cluster_address(config.ray_address) != "local":  # the cluster knows its machines
         return
     for key, asked, most in (
         ("client-cpus", config.client_cpus, os.cpu_count() or 1),
