@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ..config.importing import whole_name
 from ..config.settings import nearest
 from ..errors import ConfigError
-from .measures import Measure
+from .measures import COSTS, Measure
 
 TABLES = Path(__file__).parents[1] / "tables"
 Form = Literal["paper", "smaller", "small"]  # its size in the paper, one that we ran, and a check's
@@ -146,7 +146,9 @@ class Declaration(_Part):
         for measure in (*self.nudged, *(self.figure.measures if self.figure else ())):
             _require(measure, self.measures, "a measure")
         for name in self.nudged:
-            if self.measures[name].at in ("curve", "cumulative", "clients", "rounds"):
+            one = self.measures[name]
+            several = one.at in ("curve", "cumulative", "clients", "rounds") or one.function
+            if several or name in (*COSTS, "rounds run") or self.program:
                 raise ValueError(f"nudged: expected measures of a whole run, got {name!r}")
         for name, line in {**self.rows, **self.columns}.items():
             trials = Search(grid=line.search).trials if line.search else 0

@@ -302,6 +302,9 @@ def test_last_bits_of_the_first_weights_move_a_measure_by_what_is_said(tmp_path)
     text = TABLE.replace("[paper.accuracy]", "[measures.loss]\nmetric = 'loss'\n[paper.accuracy]")
     wrong = partial(written, tmp_path, f"nudged = ['curve']\n{text}")
     refused("nudged: expected measures of a whole run, got 'curve'", wrong)
+    costs = f"{text}\n[measures.'bytes up']\n"
+    wrong = partial(written, tmp_path, f"nudged = ['bytes up']\n{costs}")
+    refused("nudged: expected measures of a whole run, got 'bytes up'", wrong)
     declaration = written(tmp_path, f"nudged = ['loss', 'accuracy']\n{text}")
     cell = replace(declaration.cell("fedavg", "skewed", 1), search=None)
     figures = in_this_process(declaration, [cell], tmp_path / "out").set_index("measure").value
