@@ -157,7 +157,7 @@ PEER = str(ROOT / "build/peers/neural-tangents/bin/python")
 def kernel_peers(network: str, n: int, threads: int) -> Case:
     def prepare(chosen: Any) -> None:
         if not Path(PEER).exists():
-            raise RuntimeError("benchmarks/peers/make.sh has not been run")
+            raise RuntimeError("expected build/peers; run benchmarks/peers/make.sh first")
         model, x = make(network, n, "cpu")
         arrays = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
         np.savez(Path(chosen.folder) / f"{network}.npz", x=x.numpy(), **arrays)

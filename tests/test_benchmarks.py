@@ -115,7 +115,7 @@ def test_an_exchange_of_sums_is_measured(monkeypatch, program, tmp_path):
 
 
 def test_committed_rows_of_attacks_are_of_the_cells(program):
-    """NTK-DFL has not been attacked with all seeds, nor most methods on Fashion-MNIST."""
+    """Some cells have no rows: NTK-DFL with some seeds, most methods on Fashion-MNIST."""
     attack = program("attack")
     for name, case in attack.CASES.items():
         names = list(case.cells[0])

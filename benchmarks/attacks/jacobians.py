@@ -81,7 +81,7 @@ class Seen(NamedTuple):
     tops: Tensor  # Jacobian of output c by row c of W2, a (C, H)
     closed: Tensor  # closed form of z from only the upload (d,); zero where nothing came
     inputs: Tensor  # z with the help of W2 (d,)
-    known: Tensor  # where it is known, bool (d,)
+    mask: Tensor  # entries of z that the upload gives, bool (d,)
     bound: float  # what abs(z) is at most elsewhere
     on: Tensor  # units that are surely on, bool (H,)
     off: Tensor  # and surely off
@@ -135,8 +135,8 @@ def upload(model: nn.Module, z: Tensor, labels: Tensor, wire: str) -> JacobianUp
 def received(model: nn.Module, sent: Any, sparsity: float, bits: int) -> list[tuple[Tensor, float]]:
     """Compress an upload and read it; its tensors, each with its threshold.
 
-    What was dropped of a tensor is at most its threshold: the smallest magnitude that came, or 0
-    if zeros came, too.
+    What was dropped of a tensor is at most its threshold: the smallest magnitude that came. It is 0
+    if a zero came.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     arrays = CompressedUpload.compress(sent, sparsity=sparsity, bits=bits).to_arrays()
@@ -160,19 +160,19 @@ def see(tensors: Sequence[tuple[Tensor, float]], row: int, outputs: Tensor, net:
         closed = ratio(products, slopes[:, :, None] * shown, (0, 1))
         inputs = ratio(products, net.w2[:, :, None] * shown, (0, 1))
         hidden = ratio(tops, (tops != 0).double(), (0,))
-        known = shown.any(0).any(0)
+        mask = shown.any(0).any(0)
         on = shown.any(2).any(0) | (slopes != 0).any(0) | (hidden != 0)
         bound = limits[0] / float(net.w2[:, on].abs().max()) if on.any() else np.inf
     else:  # factored: inputs and output gradients of either layer
         closed = inputs = first[0]
         slopes, hidden = slopes[:, 0], third[0]
         products, tops = slopes[:, :, None] * inputs, fourth[:, 0].diagonal()[:, None] * hidden
-        known, bound = inputs != 0, limits[0]
+        mask, bound = inputs != 0, limits[0]
         on = (slopes != 0).any(0) | (hidden != 0)
     off = ~on & ((net.w2.abs().amax(0) > limits[1]) | (limits[2] == 0))
     return Seen(
         *(outputs.double(), products, slopes, tops),
-        *(closed, inputs, known, bound, on, off, hidden, limits[2]),
+        *(closed, inputs, mask, bound, on, off, hidden, limits[2]),
     )
 
 
@@ -225,8 +225,8 @@ def linear_estimate(prior: Prior, seen: Seen, net: Network, matrix: Tensor | Non
     These are received inputs and hidden units, and the outputs, each with noise.
     """
     got = seen.hidden != 0
-    rows = [torch.eye(len(seen.inputs), dtype=torch.float64)[seen.known], net.w1[got]]
-    values = [seen.inputs[seen.known], seen.hidden[got] - net.b1[got]]
+    rows = [torch.eye(len(seen.inputs), dtype=torch.float64)[seen.mask], net.w1[got]]
+    values = [seen.inputs[seen.mask], seen.hidden[got] - net.b1[got]]
     if (seen.on | seen.off).all():
         top = net.w2 * seen.on
         rows.append(top @ net.w1)
@@ -241,13 +241,13 @@ def adaptive(
     seen: Seen, net: Network, matrix: Tensor | None = None, prior: Prior | None = None
 ) -> Tensor:
     """Return an x in the range of pixels that fits what was received, and what was not."""
-    got, missing = seen.hidden != 0, ~seen.known
+    got, missing = seen.hidden != 0, ~seen.mask
 
     def loss(x: Tensor) -> Tensor:
         z = x if matrix is None else x @ matrix
         before = net.w1 @ z + net.b1
         wrong = [
-            (z - seen.inputs)[seen.known],
+            (z - seen.inputs)[seen.mask],
             (z[missing].abs() - seen.bound).relu(),
             (before - seen.hidden)[got],
             (before[~got] - seen.hidden_bound).relu(),

@@ -6,9 +6,9 @@ Z^T Z and Z^T Y are released once, with noise; the model follows from the releas
 
 **Accuracies**: a trusted server adds Gaussian noise; or each client adds a share of Skellam noise,
 sized for the fewest survivors that are allowed. Ten per cent of the clients are lost with their
-images and shares. Epsilon 0 is without noise. It counts an example that is added or removed; with
-client_examples E a client with all its data, of which it draws E images, and the noise is E times
-as large. `epsilon-of-survivors` is that of the shares which came. docs/results/privacy.md says what
+images and shares. Epsilon 0 is without noise. Epsilon protects one example, added or removed. With
+client_examples E it protects a client, who draws E of its images, and the noise is E times as
+large. `epsilon-of-survivors` is that of the shares which came. docs/results/privacy.md says what
 was chosen on which images.
 
 **Members**: models of a random half of 4,000 images of Fashion-MNIST, with p = 1,000: so few that
