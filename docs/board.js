@@ -1,8 +1,8 @@
 // Show only the methods of the board that need nothing but what is ticked.
 document.addEventListener("DOMContentLoaded", () => {
-  const table = document.querySelector(".board table");
-  if (!table) return;
-  const rows = [...table.tBodies[0].rows];
+  const tables = [...document.querySelectorAll(".board table")];
+  if (!tables.length) return;
+  const rows = tables.flatMap((table) => [...table.tBodies[0].rows]);
   const needs = (row) => row.cells[row.cells.length - 1].textContent.split(", ").filter(Boolean);
   const kinds = [...new Set(rows.flatMap(needs))].sort();
   const boxes = kinds.map((kind) => {

@@ -8,7 +8,7 @@ adopts results of ``fedntk reproduce``: their figures replace those of the same 
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -98,33 +98,47 @@ NEEDS = {
 }
 
 
+COSTS = {"rounds run": "rounds", "down": "MB to clients", "up": "MB from clients", "time": "s",
+         "epsilon": "epsilon"}  # fmt: skip
+
+
 def board() -> str:
-    """Return one row a method that has results on the board: accuracies, costs, needs."""
+    """Return a table of accuracies, the picture, and a table of accuracies and costs by task."""
     declaration = Declaration.load("board")
     table = shown(declaration)
     if table is None:
         return "Nothing has been run yet."
-    tasks = [column for column in declaration.columns if column in set(table.column)]
-    heads = [f"{declaration.label(task)} (%)" for task in tasks]
-    heads = ["method", *heads, "MB up, MB down, seconds of each task", "needs"]
-    rows = []
-    for name, row in declaration.rows.items():
-        part = table[table.row == name]
-        if part.empty:
-            continue
-        cells = {key: cell.value for key, cell in part.groupby(["column", "measure"])}
-        accuracies = [
-            as_text(cells[task, "accuracy"], 1) if (task, "accuracy") in cells else ""
-            for task in tasks
+    cells = {key: cell.value.dropna() for key, cell in table.groupby(["row", "column", "measure"])}
+    labels = {row: declaration.label(row) for row in declaration.rows if row in set(table.row)}
+    needs = {row: ", ".join(NEEDS[need] for need in declaration.rows[row].needs) for row in labels}
+    accuracies = {
+        task: {row: as_text(cells[row, task, "accuracy"], 1)
+               for row in labels if (row, task, "accuracy") in cells}
+        for task in declaration.columns
+    }  # fmt: skip
+
+    def listing(columns: dict[str, dict[str, str]], rows: Iterable[str]) -> str:
+        body = {name: [texts.get(row, "") for row in rows] for name, texts in columns.items()}
+        body = {"method": [labels[row] for row in rows], **body}
+        body["needs"] = [needs[row] for row in rows]
+        return pd.DataFrame(body).to_markdown(index=False, disable_numparse=True)
+
+    by_task = {f"{declaration.label(task)} (%)": texts for task, texts in accuracies.items()}
+    parts = [
+        listing(by_task, labels),
+        f"![{declaration.title}](papers/{picture_name(declaration)})",
+    ]
+    for task, texts in accuracies.items():
+        costs = {
+            name: {row: f"{values.mean():.3g}" for row in texts
+                   if len(values := cells.get((row, task, measure), ()))}
+            for measure, name in COSTS.items()
+        }  # fmt: skip
+        parts += [
+            f"**{declaration.label(task)}**",
+            listing({"accuracy (%)": texts, **costs}, texts),
         ]
-        costs = [
-            ", ".join(f"{cells[task, cost].mean():.3g}" for cost in ("up", "down", "time"))
-            for task in tasks
-            if (task, "up") in cells
-        ]
-        needs = ", ".join(NEEDS[need] for need in row.needs)
-        rows.append([declaration.label(name), *accuracies, "; ".join(costs), needs])
-    return pd.DataFrame(rows, columns=heads).to_markdown(index=False, disable_numparse=True)
+    return "\n\n".join(parts)
 
 
 def _missing(declaration: Declaration) -> list[str]:
@@ -139,7 +153,7 @@ def picture_name(declaration: Declaration) -> str:
 
 def pictures() -> Iterator[tuple[str, Figure]]:
     """Yield name and drawing of each picture."""
-    for declaration in [*declarations(), *all_measured()]:
+    for declaration in [*declarations(), Declaration.load("board"), *all_measured()]:
         table = shown(declaration)
         if table is not None and declaration.figure is not None:
             yield picture_name(declaration), draw(declaration, table)

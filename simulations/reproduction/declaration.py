@@ -87,7 +87,7 @@ class Picture(_Part):
     measure: str | list[str]  # each of several has a panel
     rows: list[str] = ["*"]
     also: list[str] = []  # measures beside it
-    against: str = ""  # with x = "measure": the one on that axis
+    against: str | list[str] = ""  # with x = "measure": that axis; each of several has panels
     x: Literal["round", "column", "bars", "measure", "deciles", "plane"] = "round"
     x_label: str = "communication round"
     y_label: str = ""
@@ -98,7 +98,7 @@ class Picture(_Part):
     @property
     def measures(self) -> list[str]:
         """Return the names of all measures that are drawn."""
-        names = [*listed(self.measure), *self.also, self.against]
+        names = [*listed(self.measure), *self.also, *listed(self.against)]
         return [name for name in names if name]
 
     def draws(self, row: str) -> bool:

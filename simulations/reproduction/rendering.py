@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..report.figures import COLOURS, LINES, MARKERS
 from ..report.report import markdown
@@ -68,7 +69,7 @@ def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str,
             last = rows.groupby(["row", "column"])["round"].transform("max")
             shown = [f"{name}, decile {decile}" for decile in SHOWN_DECILES]
             rows = rows[(rows["round"] == last) & rows.measure.isin(shown)]
-        label = f"{measure.label or name}{measure.unit and f' ({measure.unit})'}"
+        label = titled(declaration, name)
         part = parts.setdefault("" if one_column else label, {})
         keys: Any = rows.groupby(["column", "measure", "round"], sort=False)
         for (column, full_name, number), cell in keys:
@@ -88,6 +89,12 @@ def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str,
         shown = [row for row in declaration.rows if any(texts[row] for texts in columns.values())]
         body = {heading: [texts[row] for row in shown] for heading, texts in columns.items()}
         yield title, pd.DataFrame({"": [declaration.label(row) for row in shown], **body})
+
+
+def titled(declaration: Declaration, name: str) -> str:
+    """Return a measure's label with its unit."""
+    measure = declaration.measures[name]
+    return f"{measure.label or name}{measure.unit and f' ({measure.unit})'}"
 
 
 def as_text(values: pd.Series, digits: int) -> str:
@@ -116,17 +123,19 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
         raise ValueError(f"{declaration.name} declares no figure")
     drawn = table[[name.partition(", ")[0] in picture.measures for name in table.measure]]
     limits = (None, None) if "small" in set(drawn.form) else (picture.low, picture.high)
-    by_column = picture.x in ("round", "deciles", "plane")
+    costs = listed(picture.against)
+    by_column = picture.x in ("round", "deciles", "plane") or len(costs) > 1
     columns = [c for c in declaration.columns if not by_column or c in set(drawn.column)]
-    panels = list(itertools.product(listed(picture.measure), columns if by_column else [""]))
-    across = min(len(panels), 4)
-    down = -(-len(panels) // 4)
+    panels = list(itertools.product(listed(picture.measure), columns if by_column else [""], costs))
+    across = len(costs) if len(costs) > 1 else min(len(panels), 4)
+    down = -(-len(panels) // across)
     size = (max(4.4 * across, 6.4), 3.6 * down + 0.6)
     figure = Figure(figsize=size, dpi=110, layout="constrained")
-    axes = figure.subplots(down, across, squeeze=False, sharey=isinstance(picture.measure, str))
-    for place, (name, column) in enumerate(panels):
-        axis, measure = axes.flat[place], declaration.measures[name]
-        one = picture.model_copy(update={"measure": name})
+    shared: Any = "row" if len(costs) > 1 else isinstance(picture.measure, str)
+    axes = figure.subplots(down, across, squeeze=False, sharey=shared)
+    for place, (name, column, cost) in enumerate(panels):
+        axis = axes.flat[place]
+        one = picture.model_copy(update={"measure": name, "against": cost})
         part = drawn[drawn.column == column] if by_column else drawn
         DRAW[picture.x](axis, declaration.model_copy(update={"figure": one}), part)
         axis.set_title(declaration.label(column) if column else "", fontsize="medium")
@@ -135,10 +144,12 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
         if picture.x != "bars":
             if picture.log:
                 axis.set_xscale("log", nonpositive="mask")  # a first point at 0 has no place
-            axis.set_xlabel(picture.x_label)
+                axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+                axis.xaxis.set_major_formatter("{x:g}")
+                axis.xaxis.set_minor_formatter(NullFormatter())
+            axis.set_xlabel(titled(declaration, cost) if len(costs) > 1 else picture.x_label)
         if place % across == 0 or not isinstance(picture.measure, str):
-            unit = measure.unit and f" ({measure.unit})"
-            axis.set_ylabel(picture.y_label or f"{measure.label or name}{unit}")
+            axis.set_ylabel(picture.y_label or titled(declaration, name))
     for axis in axes.flat[: len(panels)]:  # after all are drawn, as panels may share their axis
         axis.set_ylim(*limits)
     for axis in axes.flat[len(panels) :]:
@@ -169,9 +180,10 @@ def _drawn_lines(
             continue
         words = [declaration.label(row)] if len(rows) > 1 or not picture.also else []
         words += [declaration.measures[name].label or name] if picture.also else []
-        look = (place if len(rows) > 1 else number) % len(COLOURS)
-        line = LINES[(number or place // len(COLOURS)) % len(LINES)]
-        style = {"color": COLOURS[look], "marker": MARKERS[look], "ls": line, "ms": 4}
+        again, look = divmod(place if len(rows) > 1 else number, len(COLOURS))
+        line = LINES[(number or again) % len(LINES)]
+        marker = MARKERS[(look + again) % len(MARKERS)]
+        style = {"color": COLOURS[look], "marker": marker, "ls": line, "ms": 4}
         yield row, {"label": ", ".join(words), **style}, cells
 
 
@@ -224,7 +236,8 @@ def _against(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
     for _, style, cells in _drawn_lines(declaration, part[part.measure != against].join(x, keys)):
         drawn = cells.groupby(["column", "round"])[["x", "value"]].mean()
         for _, line in drawn.groupby("column"):
-            axis.plot(line.x, line.value, **style)
+            look = style if len(line) > 1 else style | {"ls": "", "ms": 7}
+            axis.plot(line.x, line.value, **look)
 
 
 def _paper(declaration: Declaration, row: str) -> list[tuple[float, float]]:
