@@ -223,59 +223,6 @@ def closed_form() -> str:
 # ---------------------------------------------------------------------------------- guides
 
 
-def uncertainty() -> str:
-    table = rounds_of("uncertainty")
-    single = "its single models, mean"
-    kind = table.run.mask(table.model.str.fullmatch(r"model \d+"), single)
-    means = table.assign(kind=kind).groupby(["rounds", "kind"]).mean(numeric_only=True)
-    keys = ["nll", "brier", "ece", "auroc_entropy", "auroc_mutual_information"]
-    rows = []
-    for rounds, name in product((50, 150), ("Fed-ensemble", single, "FedAvg")):
-        row = means.loc[rounds, name]
-        rows.append(
-            [rounds, name, percent(row.accuracy), *(number(row[k], 3) or "-" for k in keys)]
-        )
-    return markdown(
-        "rounds | model | accuracy (%) | NLL (nats) | Brier | ECE | AUROC, entropy"
-        " | AUROC, mutual information",
-        rows,
-    )
-
-
-def uncertainty_sets() -> str:
-    names = {"clients": "5 held-out clients", "examples": "500 held-out images"}
-    sets = rounds_of("uncertainty_sets").query("rounds == 150")
-    by_case = sets.groupby(["calibrated", "score", "run"])
-    rows = []
-    for on, score in product(names, ("threshold", "adaptive")):
-        cells = [names[on], score]
-        for run in ("Fed-ensemble", "FedAvg"):
-            part = by_case.get_group((on, score, run))
-            covered = 100 * part.test_coverage
-            cells.append(f"{covered.mean():.1f} % ({covered.min():.1f} to {covered.max():.1f})")
-            cells.append(f"{part.mean_size.mean():.2f}")
-        rows.append(cells)
-    return markdown(
-        "calibrated on | score | Fed-ensemble | classes in a set | FedAvg | classes in a set", rows
-    )
-
-
-def feature_learning_iid() -> str:
-    last = rounds_of("feature_learning_iid").query("round == 100")
-    means = last.groupby(["dimension", "method", "part"])[["loss", "accuracy"]].mean()
-    names = {"fedavg": "FedAvg", "local": "local training"}
-    rows = []
-    for d, method in product((1000, 8000), names):
-        cells = [f"{d:,}", names[method]]
-        for part in ("train", "test"):
-            row = means.loc[d, method, part]
-            cells += [f"{row.loss:.3f}", percent(row.accuracy)]
-        rows.append(cells)
-    return markdown(
-        "d | method | training loss | training accuracy (%) | test loss | test accuracy (%)", rows
-    )
-
-
 def shown(table: pd.DataFrame, columns: str) -> Iterable[list[str]]:
     """Yield some columns of each row, with as many digits as each says after ":", or percent."""
     pairs = [column.partition(":")[::2] for column in columns.split("|")]
