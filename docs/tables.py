@@ -18,7 +18,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import tomli_w
 from scipy.stats import binomtest
@@ -73,12 +72,9 @@ def percents(row: Any, keys: Iterable[Any]) -> list[str]:
     return [percent(row[key]) for key in keys]
 
 
-def joined(values: Iterable[Any], form: str = "g", none: str = "-") -> str:
-    """Return the values of several seeds, the missing ones as `none`."""
-    return ", ".join(
-        none if pd.isna(v) else f"{v + 1e-9:{form}}" if "." in form else f"{v:{form}}"
-        for v in values
-    )
+def joined(values: Iterable[float]) -> str:
+    """Return numbers with commas between them."""
+    return ", ".join(f"{value:g}" for value in values)
 
 
 # ---------------------------------------------------------------------- NTK-FL, CP-NTK-FL
@@ -129,62 +125,7 @@ def ntk_dfl_round() -> str:
     )
 
 
-# ----------------------------------------------------------------------------------- TCT
-
-
-CLASSES = {
-    "one class a client": "#C=1",
-    "two classes": "#C=2",
-    "Dirichlet(0.1)": "Dirichlet(0.1)",
-    "Dirichlet(0.5)": "Dirichlet(0.5)",
-}
-
-
-def tct_statistics() -> str:
-    summary = read("tct_statistics")
-    paper = summary["paper's TCT in % after 200 rounds (Yu et al. 2022, Table 2)"]
-    table = rounds_of("tct_statistics").query("bits == 8 and `rounds of FedAvg` <= 15")
-    cases = [*product(["entk"], [2000, 4000]), *product(["entk-sketch"], [2000, 4000, 8000])]
-    rows = []
-    for name, data in {**CLASSES, "no training": "random"}.items():
-        part = table[table.data == data]
-        row = [name, joined(part.groupby("seed").network.first().dropna(), ".1f")]
-        for features, p in cases:
-            some = part[(part.features == features) & (part.p == p)].set_index("seed").accuracy
-            seeds = [0] if list(some.index) == [0] else [0, 1, 2]
-            row.append(joined([some.get(s) for s in seeds], ".1f") if len(some) else "")
-        rows.append([*row, number(paper.get(data, np.nan))])
-    return markdown(
-        "network from | its own | `entk`, p = 2,000 | 4,000 | `entk-sketch`, p = 2,000 | 4,000"
-        " | 8,000 | the paper's TCT",
-        rows,
-    )
-
-
 # -------------------------------------------------------------- one model for each client
-
-
-def one_exchange() -> str:
-    """Return a row for each split, with the seeds that are in the file."""
-    whole = "dataset == 'fashion-mnist' and features == 8000 and clients == 100 and examples == 0"
-    table = rounds_of("one_exchange").query(whole)
-    sketch = "features == 'entk-sketch' and p == 8000 and bits == 8 and `rounds of FedAvg` == 15"
-    tangent = rounds_of("tct_statistics").query(sketch)
-    paper = read("tct_statistics")["paper's TCT in % after 200 rounds (Yu et al. 2022, Table 2)"]
-    rows = []
-    for name, data in CLASSES.items():
-        split = name.replace("(", " ").rstrip(")").replace("two classes", "two classes a client")
-        part = table[table.split == split].sort_values("seed")
-        theirs = tangent[tangent.data == data].sort_values("seed").accuracy
-        name = "two classes a client" if name == "two classes" else name
-        once, (checksum, *_) = joined(100 * part.accuracy, ".1f"), part.sums
-        rows.append([name, once, f"`{checksum}`", joined(theirs, ".1f"), number(paper[data])])
-    seeds = ", ".join(map(str, sorted(table.seed.unique())))
-    return markdown(
-        f"split | one exchange, no training, seeds {seeds} | checksum of the sums, seed 0"
-        " | tangent features, 15 rounds before | the paper's TCT, 200 rounds",
-        rows,
-    )
 
 
 def federation_minutes() -> str:
@@ -200,22 +141,6 @@ def federation_minutes() -> str:
     return markdown(
         "method | seconds to 88 % | first replies added up after, s | ended after, s | rounds"
         " | accuracy at the end, % | load before",
-        rows,
-    )
-
-
-def closed_form() -> str:
-    methods = ["AFL", "Fed3R", "FedNCM", "TCT, last-layer", "TCT, fourier", "AFL, fourier"]
-    table = rounds_of("closed_form").query("split == 'one class a client'")
-    itself = table.groupby(["network", "seed"])["network's own accuracy"].first()
-    rows = []
-    for (network, seed), part in table.groupby(["network", "seed"]):
-        found = part.set_index("method").accuracy.reindex(methods)
-        name = "as it is drawn" if network == "random" else "trained"
-        rows.append([name, seed, *map(number, [itself[network, seed], *found])])
-    return markdown(
-        "network | seed | its own | AFL | Fed3R | FedNCM | TCT, `last-layer`"
-        " | TCT, `fourier`, p = 4,000 | AFL, `random-features = 4000`",
         rows,
     )
 
@@ -506,11 +431,10 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        learning_rate, hostile_neighbours, ntk_dfl_round, tct_statistics, one_exchange,
-        federation_minutes, closed_form, private_audit, sums_privacy, liars_in_sums,
-        copies_in_sums, crashes, secure_sums, liars_costs, liars, round_costs, speed, gpu,
-        kernel_peers, gradient_norms, catalogue.baseline_families, catalogue.baseline_list,
-        catalogue.papers,
+        learning_rate, hostile_neighbours, ntk_dfl_round, federation_minutes, private_audit,
+        sums_privacy, liars_in_sums, copies_in_sums, crashes, secure_sums, liars_costs, liars,
+        round_costs, speed, gpu, kernel_peers, gradient_norms, catalogue.baseline_families,
+        catalogue.baseline_list, catalogue.papers,
     )
 }  # fmt: skip
 TABLES |= {

@@ -1,6 +1,5 @@
 """The benchmarks' networks are the simulations', and each measurement can be made."""
 
-import argparse
 import ast
 import importlib
 import math
@@ -101,17 +100,6 @@ def test_a_case_is_measured_and_right(case, here, tmp_path):
     assert rows.error[rows.index.isin(FAST)].max() < 1e-5
     assert (rows.error.dropna() < 79_510 * 2**-24).all()
     assert "torch" in rows.machine.iloc[0]
-
-
-SMALL = {"dataset": "digits", "model": "mlp", "validation_examples": 200, "num_clients": 10}
-
-
-def test_an_exchange_of_sums_is_measured(monkeypatch, program, tmp_path):
-    sums = program("tct_statistics")
-    monkeypatch.setitem(sums.PARTITIONS, "digits", {**sums.PARTITIONS["#C=1"], **SMALL})
-    options = argparse.Namespace(out=tmp_path, data_dir="", rounds=1, rate=0.1, bits=8)
-    row = sums.exchanged(options, "digits", 0, "entk-sketch", 100)
-    assert row["accuracy"] > row["network"] > 0
 
 
 def test_committed_rows_of_attacks_are_of_the_cells(program):
