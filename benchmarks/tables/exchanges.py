@@ -74,12 +74,12 @@ def untrained(settings: dict[str, Any], seed: int) -> Figures:
         for part in (False, True)
     )
     total, identity = fitting + validation, Normaliser.identity(width)
-    some, others, all_of_them = (
+    equations = [
         NormalEquations.of(sums.scaled(fixed), identity, bias=True)
         for sums in (fitting, validation, total)
-    )
-    ridge = best_ridge(some, others, RIDGES)
-    linear = all_of_them.solve(ridge).float()
+    ]
+    ridge = best_ridge(*equations[:2], RIDGES)
+    linear = equations[2].solve(ridge).float()
     extract = FeatureMap("last-layer").extractor(setup.network)
     x, y = setup.data.test()
     scores = torch.cat([extract(part) @ linear[:-1] + linear[-1] for part in x.split(1000)])

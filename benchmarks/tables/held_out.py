@@ -29,11 +29,10 @@ def accuracy(settings: dict[str, Any], seed: int) -> Figures:
 
 
 def long_tailed(settings: dict[str, Any], seed: int) -> Figures:
-    """Yield the same with ever fewer examples of a class, from the first to the last.
+    """Yield the same on a long-tailed set (Cui et al., CVPR 2019).
 
-    The first class has ``imbalance`` times as many, and the factor is the same from each to the
-    next, as in the long-tailed sets of Cui et al., *Class-Balanced Loss Based on Effective Number
-    of Samples*, CVPR 2019.
+    The first class has ``imbalance`` times as many examples as the last, and each class the same
+    factor more than the next.
     """
     options = dict(settings)
     imbalance, data = options.pop("imbalance"), whole(options)
