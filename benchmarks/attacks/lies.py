@@ -1,7 +1,7 @@
 """Clients that lie about their sums of features: who is found, who is wrongly removed.
 
 Clients send Z^T Z, Z^T Y and the classes' counts of scattering features, 8 bits each (as in
-one_exchange.py). Liars have at least the median size. They are removed by
+tables/exchanges.py). Liars have at least the median size. They are removed by
 :func:`fedntk.ntk.convex.ledger.find_harmful` with alpha = 0.05; nothing is tuned on these
 federations. The seed is of the split, the validation examples and the liars.
 
