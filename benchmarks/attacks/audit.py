@@ -30,7 +30,7 @@ from fedntk.simulations import OwnData, run
 from fedntk.simulations.report.results import load_model
 from fedntk.strategies import NoisySums
 
-from .cells import Row, grid
+from . import Row, grid
 
 DELTA, WIDTH, CLIENTS = 1e-5, 3, 4
 IGNORED = re.compile(r"second|memory|machine|threads|processor|\.data|\.split|\.name|\.out")

@@ -18,58 +18,33 @@ pseudo-inverse of P, the others have x P in place of x; a server without the see
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from common import fashion_mnist
-from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from fedntk.ntk import (
-    CompressedUpload,
-    JacobianUpload,
-    UploadLimits,
-    jacobian,
-    one_hot,
-    random_projection,
-)
+from fedntk.ntk import random_projection
 from fedntk.ntk.payloads.compression import num_kept
 
-from .cells import Row, grid
-from .images import MEAN, STD, pixels, scores
+from . import Row, grid
+from .images import MEAN, STD, leakage, pixels, ssim
 
 BLACK, WHITE = -MEAN / STD, (1 - MEAN) / STD
 CASES = ((0.0, 32), (0.5, 32), (0.5, 6), *((s, 32) for s in (0.8, 0.9, 0.95, 0.99, 0.999)))
-PROJECTED, SEED, GUESS = 200, 1, 2
+PROJECTED, SEEDS = 200, {"seed known": 1, "seed guessed": 2}
 PER_CLASS, ATTACKED = 6, 2  # of the client's examples, and those that are rebuilt
 NOISE = 1e-4  # variance of each equality in the linear estimate: a hundredth of STD
 SHOWN = ("deep leakage", "with a prior", "mean of the class")
 PRIOR_WEIGHT = 1e-4  # against one squared equality
 CELLS = [
-    cell
-    for weights, projections in (("first", ("none", "seed known", "seed guessed")),
-                                 ("trained", ("none",)))
+    {**cell, "sparsity": sparsity, "bits": bits}
     for sparsity, bits in CASES
-    for cell in grid(weights=(weights,), projection=projections, wire=("dense", "factored"),
-                     sparsity=(sparsity,), bits=(bits,))
-]  # fmt: skip
-CELLS.append(dict.fromkeys(CELLS[0], "") | {"wire": "no upload"})
-
-
-class Network(NamedTuple):
-    """``f(z) = W2 relu(W1 z + b1) + b2`` in float64, as the attacker holds it."""
-
-    w1: Tensor
-    b1: Tensor
-    w2: Tensor
-    b2: Tensor
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "Network":
-        """Copy the weights."""
-        return cls(*(p.detach().double() for p in model.parameters()))
+    for cell in grid(projection=("none", *SEEDS), wire=("dense", "factored"))
+]
+CELLS.append({"projection": "none", "wire": "no upload", "sparsity": 0.0, "bits": 32})
 
 
 class Seen(NamedTuple):
@@ -114,43 +89,21 @@ def network(d: int, seed: int) -> nn.Sequential:
     return model.eval()
 
 
-def trained(model: nn.Module, x: Tensor, labels: Tensor) -> nn.Module:
-    """Train by plain SGD: 3 epochs, batches of 64, rate 0.05; 87 % are then right."""
-    generator = torch.Generator().manual_seed(0)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(3):
-        for batch in torch.randperm(len(x), generator=generator).split(64):
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(model(x[batch]), labels[batch]).backward()
-            optimiser.step()
-    return model
-
-
-def upload(model: nn.Module, z: Tensor, labels: Tensor, wire: str) -> JacobianUpload:
-    outputs = model(z).detach()
-    targets = one_hot(labels, outputs.shape[1])
-    return JacobianUpload(jacobian(model, z, structure=wire), outputs, targets)  # type: ignore[arg-type]
-
-
 def received(model: nn.Module, sent: Any, sparsity: float, bits: int) -> list[tuple[Tensor, float]]:
-    """Compress an upload and read it; its tensors, each with its threshold.
+    """Return the tensors of a compressed upload, each with its threshold.
 
     What was dropped of a tensor is at most its threshold: the smallest magnitude that came. It is 0
     if a zero came.
     """
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    arrays = CompressedUpload.compress(sent, sparsity=sparsity, bits=bits).to_arrays()
-    limits = UploadLimits(shapes, len(sent.outputs), sparsity, bits)
     pairs = []
-    for block in CompressedUpload.from_arrays(arrays, limits).jacobian.blocks:
-        for tensor in block.arrays:
-            came = tensor[tensor != 0].abs()
-            full = 0 < len(came) == num_kept(tensor.numel(), sparsity)
-            pairs.append((tensor, float(came.min()) if full else 0.0))
+    for tensor in leakage.received(model, sent, sparsity, bits):
+        came = tensor[tensor != 0].abs()
+        full = 0 < len(came) == num_kept(tensor.numel(), sparsity)
+        pairs.append((tensor, float(came.min()) if full else 0.0))
     return pairs
 
 
-def see(tensors: Sequence[tuple[Tensor, float]], row: int, outputs: Tensor, net: Network) -> Seen:
+def see(tensors: Sequence[tuple[Tensor, float]], row: int, outputs: Tensor, net: Any) -> Seen:
     """Collect what one example's row shows, on either wire."""
     first, slopes, third, fourth = (tensor[row].double() for tensor, _ in tensors)
     limits = [threshold for _, threshold in tensors]
@@ -182,44 +135,12 @@ def ratio(products: Tensor, factor: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.where(power > 0, (products * factor).sum(dims) / power, 0.0)
 
 
-def lbfgs(
-    loss: Callable[[Tensor], Tensor], start: Tensor, bounds: Any = None
-) -> tuple[Tensor, float]:
-    def value_and_slope(point: Any) -> tuple[float, Any]:
-        x = torch.from_numpy(point).requires_grad_()
-        value = loss(x)
-        return value.item(), torch.autograd.grad(value, x)[0].numpy()
-
-    options = {"maxiter": 200, "maxcor": 20, "ftol": 1e-15, "gtol": 1e-9}
-    done = minimize(
-        value_and_slope, start.numpy(), jac=True, method="L-BFGS-B", bounds=bounds, options=options
-    )
-    return torch.from_numpy(done.x), float(done.fun)
+def deep_leakage(seen: Seen, net: Any, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return leakage.deep_leakage(net, seen.products, seen.slopes, seen.tops, generator)
 
 
-def deep_leakage(seen: Seen, net: Network, seed: int) -> Tensor:
-    """Return the z whose Jacobian came nearest to the received one, zeros included.
-
-    Of the tensors g z^T the distance is expanded, so that none is built: Zhu et al. 2019, eq. (4).
-    What does not depend on z, the rest of W2 and b2, is left out. Starts are random dummies.
-    """
-    power = (net.w2**2).sum(0)
-    mixed = torch.einsum("ch,chd->hd", net.w2, seen.products)
-    constant = (seen.products**2).sum()
-
-    def loss(z: Tensor) -> Tensor:
-        before = net.w1 @ z + net.b1
-        on = (before > 0).to(z)
-        weights = (on @ power) * (z @ z) - 2 * (on @ mixed) @ z + constant
-        biases = ((net.w2 * on - seen.slopes) ** 2).sum()
-        return weights + biases + ((before.relu() - seen.tops) ** 2).sum()
-
-    generator, shape = torch.Generator().manual_seed(seed), (2, net.w1.shape[1])
-    dummies = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return min((lbfgs(loss, dummy) for dummy in dummies), key=lambda fit: fit[1])[0]
-
-
-def linear_estimate(prior: Prior, seen: Seen, net: Network, matrix: Tensor | None) -> Tensor:
+def linear_estimate(prior: Prior, seen: Seen, net: Any, matrix: Tensor | None) -> Tensor:
     """Estimate x with least mean squared error from all that is known to be linear in x.
 
     These are received inputs and hidden units, and the outputs, each with noise.
@@ -238,7 +159,7 @@ def linear_estimate(prior: Prior, seen: Seen, net: Network, matrix: Tensor | Non
 
 
 def adaptive(
-    seen: Seen, net: Network, matrix: Tensor | None = None, prior: Prior | None = None
+    seen: Seen, net: Any, matrix: Tensor | None = None, prior: Prior | None = None
 ) -> Tensor:
     """Return an x in the range of pixels that fits what was received, and what was not."""
     got, missing = seen.hidden != 0, ~seen.mask
@@ -264,7 +185,7 @@ def adaptive(
         start = lifted(seen.inputs, matrix)
     else:
         start = linear_estimate(prior, seen, net, matrix)
-    return lbfgs(loss, start.clamp(BLACK, WHITE), [(BLACK, WHITE)] * len(start))[0]
+    return leakage.lbfgs(loss, start.clamp(BLACK, WHITE), [(BLACK, WHITE)] * len(start))[0]
 
 
 def lifted(z: Tensor, matrix: Tensor | None) -> Tensor:
@@ -273,8 +194,8 @@ def lifted(z: Tensor, matrix: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def client_of(data_dir: str) -> tuple[Tensor, Tensor, list[int], list[Prior], Any]:
-    """Draw a client's examples, those that are rebuilt, priors without them, and all images."""
+def client_of(data_dir: str) -> tuple[Tensor, Tensor, list[int], list[Prior]]:
+    """Draw a client's examples, those that are rebuilt, and priors without them by class."""
     pictures, labels, _ = fashion_mnist(data_dir, 250)
     x = pictures.flatten(1)
     mixed = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -282,46 +203,42 @@ def client_of(data_dir: str) -> tuple[Tensor, Tensor, list[int], list[Prior], An
     order = torch.randperm(10 * PER_CLASS, generator=torch.Generator().manual_seed(1))
     drawn = torch.stack([members[:PER_CLASS] for members in by_class], 1).flatten()[order]
     attacked = order.argsort()[: 10 * ATTACKED].tolist()  # class 0 ... 9, then again
-    priors = [Prior.of(x[members[PER_CLASS:]]) for members in by_class]
-    return x[drawn], labels[drawn], attacked, priors, (x, labels)
+    return x[drawn], labels[drawn], attacked, [Prior.of(x[m[PER_CLASS:]]) for m in by_class]
 
 
-def rows(
-    data_dir: str, weights: str, projection: str, wire: str, sparsity: float, bits: int
-) -> Iterator[Row]:
-    x, labels, attacked, all_priors, every = client_of(data_dir)
+def rows(data_dir: str, projection: str, wire: str, sparsity: float, bits: int) -> Iterator[Row]:
+    x, labels, attacked, all_priors = client_of(data_dir)
     originals = pixels(x[attacked])
-    priors = [all_priors[int(labels[row])] for row in attacked]
-    rebuilt: dict[str, list[Any]] = defaultdict(list)
+    priors = [all_priors[int(label)] for label in labels[attacked]]
+    rebuilt: dict[str, list[Tensor]] = defaultdict(list)
     if wire == "no upload":
-        rebuilt["mean of the class"] = [pixels(prior.mean) for prior in priors]
-        overall = pixels(torch.stack([prior.mean for prior in all_priors]).mean(0))
+        rebuilt["mean of the class"] = [prior.mean for prior in priors]
+        overall = torch.stack([prior.mean for prior in all_priors]).mean(0)
         rebuilt["mean of all"] = [overall] * len(originals)
-        rebuilt["noise"] = [*np.random.default_rng(0).random(originals.shape, dtype=np.float32)]
+        noise = np.random.default_rng(0).random(originals.shape, dtype=np.float32)
+        rebuilt["noise"] = [*(torch.from_numpy(noise) - MEAN) / STD]
     else:
-        matrices = dict[str, Tensor | None](none=None)
-        for name, seed in (("seed known", SEED), ("seed guessed", GUESS)):
-            matrices[name] = random_projection(torch.eye(784), PROJECTED, seed).double()
-        true, matrix = matrices["none"], matrices[projection]
-        if matrix is not None:
-            true = matrices["seed known"]
-        z = x if true is None else x @ true.float()
+        matrices = {
+            name: random_projection(torch.eye(784), PROJECTED, seed).double()
+            for name, seed in SEEDS.items()
+        }
+        matrix = matrices.get(projection)
+        z = x if matrix is None else x @ matrices["seed known"].float()
         model = network(z.shape[1], 0)
-        model = trained(model, *every) if weights == "trained" else model
-        net, sent = Network.of(model), upload(model, z, labels, wire)
+        net, sent = leakage.Network.of(model), leakage.upload(model, z, labels, wire)
         tensors = received(model, sent, sparsity, bits)
         for row, prior in zip(attacked, priors, strict=True):
             seen = see(tensors, row, sent.outputs[row], net)
-            leaked = deep_leakage(seen, net, seed=row)
-            rebuilt["closed form"].append(pixels(lifted(seen.closed, matrix)))
-            rebuilt["deep leakage"].append(pixels(lifted(leaked, matrix)))
-            rebuilt["adaptive"].append(pixels(adaptive(seen, net, matrix)))
-            rebuilt["with a prior"].append(pixels(adaptive(seen, net, matrix, prior)))
-    few = (0.0, 0.5, 0.8, 0.95) if projection == "none" else (0.0, "")
-    for attacker, some in rebuilt.items():
-        images = np.stack(some)
-        row = {"attacker": attacker, **scores(images, originals)}
-        if weights != "trained" and bits != 6 and sparsity in few and attacker in SHOWN:
+            leaked = deep_leakage(seen, net, row)
+            rebuilt["closed form"].append(lifted(seen.closed, matrix))
+            rebuilt["deep leakage"].append(lifted(leaked, matrix))
+            rebuilt["adaptive"].append(adaptive(seen, net, matrix))
+            rebuilt["with a prior"].append(adaptive(seen, net, matrix, prior))
+    few = (0.0, 0.5, 0.8, 0.95) if projection == "none" else (0.0,)
+    for attacker, standardised in rebuilt.items():
+        images = pixels(torch.stack(standardised))
+        row = {"attacker": attacker, "ssim": float(ssim(images, originals).mean())}
+        if bits != 6 and sparsity in few and attacker in SHOWN:
             name = f"{projection} {wire} {sparsity}: {attacker}".removeprefix("none ")
             row["picture"] = {"original": originals, name: images}
         yield row

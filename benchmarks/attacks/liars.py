@@ -36,7 +36,7 @@ from fedntk.simulations.attacks import choose_liars
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.methods import find_method
 
-from .cells import Row, grid
+from . import Row, grid
 
 Attack = tuple[str, int]  # and number of liars
 LABELS: list[Attack] = [("label-shift", 1), ("label-shift", 2), ("label-shift", 3)]

@@ -39,7 +39,7 @@ from fedntk.simulations.attacks import draw_gram_signs
 from fedntk.simulations.data.partitions import Split, split_data
 from fedntk.simulations.engine.building import load_setup
 
-from .cells import Row, grid
+from . import Row, grid
 
 RIDGE, LEVEL, IMAGES, NOISE = 0.01, 0.05, 30_000, 0.05
 SHARES = {10: (0.1, 0.2), 100: (0.01, 0.05, 0.2)}

@@ -4,24 +4,20 @@ The server has the network, so it can compute the features z of any image. A cli
 MNIST images of one class, drawn from 6,000 that the server has. These and 10,000 public images,
 1,000 of each class, are drawn from all 70,000 training and test images alike.
 
-* **Membership**: by the leverage z^T (G + eps)^-1 z in the Gram matrix G = Z^T Z, with eps 1e-8 of
-  its mean diagonal. AUC of members against all other images of the class; also with the leverage
-  divided by that in the Gram matrix of public images of the same classes (calibration, as in
-  Carlini et al., *Membership Inference Attacks From First Principles*, S&P 2022), with eps 1e-4,
-  the best for the attacker of 1e-8, 1e-4 and 1e-2 on two of the ten clients. **Sum of ten**: the
-  same in the sum of the G of ten clients, each with images of its own class.
-* **Difference** of two sums, with and without a client, the other nine having 5,800 images each.
-* **Nearest image** to the mean of the class, and to the first eigenvector of G.
-* **Rebuilt images**: the sums of one example are its features, from which a linear map that is
-  fitted to the public images gives its pixels. The same is done for means of several examples.
-* **Prototypes**, the mean features of a client's examples: how often the nearest of the first 1,000
-  training images of class 0 is one of them, and their median rank.
+docs/results/privacy.md has the attacks. Beyond it:
 
-Features are exact or rounded to 8 bits, of a network at its first weights or after ten rounds of
-FedAvg on 10,000 of the training images, members or not.
+* **Membership**: eps in G + eps is 1e-8 of the mean diagonal, and 1e-4 in the Gram matrix of public
+  images of the same classes by which leverages are divided (calibration, as in Carlini et al.,
+  *Membership Inference Attacks From First Principles*, S&P 2022), the best for the attacker of
+  1e-8, 1e-4 and 1e-2 on two of the ten clients.
+* **Prototypes**: of the first 1,000 training images of class 0; also the members' median rank.
+
+Networks have their first weights, or ten rounds of FedAvg on 10,000 of the training images, members
+or not.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -39,7 +35,7 @@ from fedntk.simulations import Config
 from fedntk.simulations.data.load import Data
 from fedntk.simulations.engine.building import load_setup
 
-from .cells import Row, grid
+from . import Row, grid
 from .images import ssim
 
 COUNTS = (1, 10, 100, 1000, 5800)
@@ -180,27 +176,25 @@ def linear_map(features: Tensor, images: Tensor) -> Tensor:
 
 
 def rebuilt(features: Features, pixels: Tensor, public_pixels: Tensor) -> Iterator[Row]:
-    """Rebuild ten images of each class from sums of 1 ... 10; SSIM, and the first of each class."""
+    """Rebuild ten images of each class from sums of 1 ... 10: SSIM, and all images."""
     steps = torch.ones(1) if features.fixed_point is None else features.fixed_point.step
     scale = torch.as_tensor(steps).double()
     matrix = linear_map((features.compared(features.public) * scale).float(), public_pixels)
     for count in MEANS:
-        scores, images = [], []
-        for c in range(len(features.classes)):
-            for start in range(0, 100, 10):
-                sums = features.sums(c, np.arange(start, start + count)).class_sums[c]
-                mean = torch.from_numpy(sums / count) * scale
-                image = (torch.cat([mean, torch.ones(1)]).double() @ matrix).clamp(0, 1).float()
-                scores.append(ssim(image.numpy(), pixels[c, start].numpy()))
-                images.append(image.numpy())
-        score = round(float(np.mean(scores)), 3)
-        yield {"sums": "rebuilt", "examples": count, "ssim": score, "images": np.stack(images)}
+        images = []
+        for c, start in itertools.product(range(len(features.classes)), range(0, 100, 10)):
+            sums = features.sums(c, np.arange(start, start + count)).class_sums[c]
+            mean = torch.from_numpy(sums / count) * scale
+            images.append((torch.cat([mean, torch.ones(1)]).double() @ matrix).clamp(0, 1).float())
+        made = torch.stack(images)
+        score = round(float(ssim(made, pixels[:, :100:10].flatten(0, 1)).mean()), 3)
+        yield {"sums": "rebuilt", "examples": count, "ssim": score, "images": made}
 
 
 def sums(data_dir: str, weights: str, features: str, bits: int) -> Iterator[Row]:
     data, network = network_of("simple-cnn", data_dir, weights)
-    (x, y), (x_test, y_test) = data.train(np.arange(len(data.y_train))), data.test()
-    x, y = torch.cat([x, x_test]), torch.cat([y, y_test])
+    parts = data.train(np.arange(len(data.y_train))), data.test()
+    x, y = (torch.cat(pair) for pair in zip(*parts, strict=True))
     raw = torch.from_numpy(np.concatenate([data.x_train, data.x_test])).flatten(1) / 255.0
     rng = np.random.default_rng(0)
     of_class = [torch.from_numpy(rng.permutation(np.flatnonzero(y == c))) for c in range(10)]
@@ -209,10 +203,10 @@ def sums(data_dir: str, weights: str, features: str, bits: int) -> Iterator[Row]
     extract = MAPS[features].extractor(network)
     z = torch.cat([extract(part) for part in x.split(2_000)])
     made = Features.of(z[drawn], z[public], bits)
-    means = torch.stack([raw[places[:PUBLIC]].mean(0) for places in of_class])
-    alone = [ssim(means[c].numpy(), raw[i].numpy()) for c in range(10) for i in drawn[c, :100:10]]
-    picture = {"original": raw[drawn[:, 0]].numpy(), "label alone": means.numpy()}
-    yield {"sums": "label alone", "ssim": round(float(np.mean(alone)), 3), "picture": picture}
+    means, ten = raw[public].view(10, PUBLIC, -1).mean(1), raw[drawn[:, :100:10]]
+    alone = ssim(means.repeat_interleave(10, 0), ten.flatten(0, 1))
+    picture = {"original": raw[drawn[:, 0]], "label alone": means}
+    yield {"sums": "label alone", "ssim": round(float(alone.mean()), 3), "picture": picture}
     for row in rebuilt(made, raw[drawn], raw[public]):
         images = row.pop("images")
         if row["examples"] == 1 and bits == 32:

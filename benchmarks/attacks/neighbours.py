@@ -1,28 +1,27 @@
 """Neighbours in NTK-DFL (Thompson et al., ICML 2025): the curious and those who lie.
 
-Scikit-learn's digits on a fixed graph. **Curious**: five clients, two rounds. Client 0 has the
-neighbours 1, 2 and 3; of these 1, or 1 and 2, follow the protocol (algorithms 2 to 4) and keep what
-they get in round 2, when all weights differ:
+Scikit-learn's digits on a fixed graph. **Curious** (docs/results/privacy.md): one or two of client
+0's neighbours follow the protocol and keep what they get in round 2, when all weights differ:
 
 inputs    client 0's examples, from its Jacobians at the curious clients' own averages. With a
           linear first layer in closed form. With a convolution first the Jacobian is summed over
           the positions; L-BFGS fits pixels to that block and the inputs of the last layer
 weights   client 3's, with which no curious one has an edge, from client 0's weights and average:
-          eq. (1) is solved for what is not known. How many examples client 3 has is taken as known
+          eq. (1) is solved for what is not known
 
-**Hostile**: 20 clients with 50 images each, ten rounds. One or two neighbours of client 0 send
-Jacobians (algorithm 3) of false labels, each the next class, as they are, 90 times as large (less
-than the 100 medians that are refused) or 10,000 times. Means of three seeds.
+**Hostile** (docs/results/ntk_dfl.md): neighbours of client 0 send Jacobians (algorithm 3) of false
+labels, 1, 90 (less than the 100 medians that are refused) or 10,000 times. Means of three seeds.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor, nn
 
 from fedntk.clients import NTKDFLClient, client_app
@@ -33,7 +32,7 @@ from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import NTKDFL, Topology
 
-from .cells import grid
+from . import Row, grid
 
 VICTIM, THIRD = 0, 3
 EDGES = ((0, 1), (0, 2), (0, 3), (3, 4))
@@ -48,8 +47,7 @@ HOSTILE = [
     cell for cell in grid(degree=OFFSETS, hostile=(0, 1, 2), attack=SCALES)
     if (cell["attack"] == "none") == (cell["hostile"] == 0)
 ]  # fmt: skip
-Arrays = dict[str, Any]
-Upload = tuple[JacobianUpload, Arrays]  # rows, and the weights that they are at
+Upload = tuple[JacobianUpload, dict[str, Tensor]]  # rows, and the weights that they are at
 
 
 def network(name: str, seed: int = 0) -> nn.Module:
@@ -61,22 +59,48 @@ def network(name: str, seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
 
+class Hostile(NTKDFLClient):
+    """Sends Jacobians of wrong labels, and scaled ones."""
+
+    def __init__(self, scale: float, *examples: Any, **options: Any) -> None:
+        super().__init__(*examples, **options)
+        self.scale = scale
+
+    def step_jacobians(self, message: Any) -> Any:
+        """Move labels on, and scale the derivatives by each layer's outputs, its second factor."""
+        outgoing, metrics = super().step_jacobians(message)
+        changed = {}
+        for to, arrays in outgoing.items():
+            factors = sorted(name for name in arrays if name.startswith("block-"))[1::2]
+            scaled = {name: self.scale * arrays[name] for name in factors}
+            changed[to] = {**arrays, **scaled, "targets": np.roll(arrays["targets"], 1, axis=1)}
+        return changed, metrics
+
+
 def federation(
-    clients: Sequence[Callable[[str], NTKDFLClient]], model: nn.Module, grid_class: type[LocalGrid],
-    rounds: int, **options: Any,
+    places: Iterable[Any], name: str, edges: Iterable[tuple[int, int]], rounds: int, seed: int = 0,
+    scales: Mapping[int, float] = MappingProxyType({}), kind: Any = LocalGrid, **options: Any,
 ) -> tuple[Any, NTKDFL, Any]:  # fmt: skip
-    """Run clients, each made with a cache; return the grid, the strategy and its result."""
+    """Run clients with the digits at some places; return the grid, the strategy, its result.
+
+    `scales` are of the Jacobians of the clients that lie.
+    """
+    data, model = load_data(Config()), network(name, seed)
+    parts = [data.train(some) for some in places]
     strategy = NTKDFL(
-        learning_rate=0.1, min_available_nodes=len(clients), fraction_evaluate=0.0, **options
-    )
-    with TemporaryDirectory() as cache:
+        learning_rate=0.1, topology=Topology("own", graph=edges), fraction_evaluate=0.0,
+        min_available_nodes=len(parts), **options,
+    )  # fmt: skip
+    with TemporaryDirectory() as folder:
 
         def client_fn(context: Context) -> NTKDFLClient:
-            return clients[int(context.node_config["partition-id"])](cache)
+            k = int(context.node_config["partition-id"])
+            client_class = partial(Hostile, scales[k]) if k in scales else NTKDFLClient
+            return client_class(network(name, seed), *parts[k], cache=folder, seed=(seed, k))
 
-        grid = grid_class(client_app(client_fn), len(clients), {})
-        first = {key: Array(tensor.numpy()) for key, tensor in model.state_dict().items()}
-        return grid, strategy, strategy.start(grid, ArrayRecord(first), num_rounds=rounds)
+        grid = kind(client_app(client_fn), len(parts), {})
+        result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=rounds)
+        return grid, strategy, result
 
 
 class CuriousGrid(LocalGrid):
@@ -93,19 +117,15 @@ class CuriousGrid(LocalGrid):
         return super()._answer(message)
 
 
-@functools.cache
+@cache
 def overheard(name: str) -> tuple[Any, Tensor]:
     """Run two rounds; return what was sent, and the truth of client 0's inputs."""
     data = load_data(Config())
     order = np.random.default_rng(0).permutation(len(data.y_train))
-    parts = [data.train(p) for p in np.split(order, np.cumsum(EXAMPLES))[: len(EXAMPLES)]]
-    clients = [
-        lambda cache, k=k, part=part: NTKDFLClient(network(name), *part, cache=cache, seed=(0, k))
-        for k, part in enumerate(parts)
-    ]
-    options = {"steps": (20.0,), "topology": Topology("own", graph=EDGES), "collect": False}
-    grid, *_ = federation(clients, network(name), CuriousGrid, ROUND, **options)
-    return grid.got, parts[VICTIM][0]
+    places = np.split(order, np.cumsum(EXAMPLES))[: len(EXAMPLES)]
+    options = {"steps": (20.0,), "collect": False, "kind": CuriousGrid}
+    grid, *_ = federation(places, name, EDGES, ROUND, **options)
+    return grid.got, data.train(places[VICTIM])[0]
 
 
 def upload_of(got: Any, curious: int) -> Upload:
@@ -122,10 +142,10 @@ def closed_form(uploads: Sequence[Upload], shape: torch.Size) -> Tensor:
     inputs = []
     for upload, _ in uploads:
         dense = upload.jacobian.dense()
-        rows, slopes = dense["1.weight"], dense["1.bias"]  # (n, C, H, d) and (n, C, H)
-        best = slopes.flatten(1).abs().argmax(1)
+        rows, slopes = dense["1.weight"].flatten(1, 2), dense["1.bias"].flatten(1)
+        best = slopes.abs().argmax(1)
         each = torch.arange(len(best))
-        inputs.append(rows.flatten(1, 2)[each, best] / slopes.flatten(1)[each, best][:, None])
+        inputs.append(rows[each, best] / slopes[each, best][:, None])
     return torch.stack(inputs).mean(0).reshape(shape)
 
 
@@ -133,11 +153,22 @@ def fitted(uploads: Sequence[Upload], shape: torch.Size) -> Tensor:
     """Fit pixels to the convolution's Jacobian and the last layer's inputs, image by image."""
     seen = []
     for upload, weights in uploads:
-        dense = {key: rows.double() for key, rows in upload.jacobian.dense().items()}
-        features = dense["4.weight"][:, 0, 0]  # of output 0 with respect to its own row: the inputs
         model = network("cnn").double()
         model.load_state_dict(weights)
-        seen.append((model, dense["0.weight"], dense["0.bias"], features))
+        seen.append((model, {key: t.double() for key, t in upload.jacobian.dense().items()}))
+
+    def distance(x: Tensor, i: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for model, rows in seen:
+            hidden, first = model[:4](x), dict(model[0].named_parameters(prefix="0"))
+            # the derivatives of output 0 by its own row of weights are that layer's inputs
+            total = total + (hidden[0] - rows["4.weight"][i, 0, 0]).square().sum()
+            for c, output in enumerate(model[4](hidden)[0]):
+                made = torch.autograd.grad(output, [*first.values()], create_graph=True)
+                for key, part in zip(first, made, strict=True):
+                    total = total + (part - rows[key][i, c]).square().sum()
+        return total
+
     generator, found = torch.Generator().manual_seed(0), []
     for i in range(IMAGES):
         tries = []
@@ -148,15 +179,7 @@ def fitted(uploads: Sequence[Upload], shape: torch.Size) -> Tensor:
 
             def loss(x: Tensor = x, fit: Any = fit, i: int = i) -> Tensor:
                 fit.zero_grad()
-                value = torch.zeros((), dtype=torch.float64)
-                for model, weight, bias, features in seen:
-                    hidden = model[:4](x)
-                    value = value + (hidden[0] - features[i]).square().sum()
-                    for c, output in enumerate(model[4](hidden)[0]):
-                        parameters = (model[0].weight, model[0].bias)
-                        made = torch.autograd.grad(output, parameters, create_graph=True)
-                        value = value + (made[0] - weight[i, c]).square().sum()
-                        value = value + (made[1] - bias[i, c]).square().sum()
+                value = distance(x, i)
                 value.backward(inputs=[x])
                 return value
 
@@ -166,23 +189,22 @@ def fitted(uploads: Sequence[Upload], shape: torch.Size) -> Tensor:
     return torch.stack(found)
 
 
-def third_weights(got: Any, curious: Sequence[int]) -> float:
+def third_weights(got: Any, curious: Iterable[int]) -> float:
     """Solve eq. (1) for client 3's weights; return the error over that of the average itself."""
     near, known = [VICTIM, 1, 2, THIRD], [VICTIM, *curious]
     sent = {j: got[VICTIM if j != VICTIM else 1, "average", j] for j in near}
-    unknown = [j for j in near if j not in known]
+    unknown = sum(EXAMPLES[j] for j in near if j not in known)  # how many is taken as known
     errors, baseline = 0.0, 0.0
     for name, centre in got[1, "jacobians", VICTIM].items():
         if name != "num-examples":
             total = sum(EXAMPLES[j] for j in near) * centre.astype(np.float64)
             rest = total - sum(EXAMPLES[j] * sent[j][name].astype(np.float64) for j in known)
-            guess = rest / sum(EXAMPLES[j] for j in unknown)
-            errors += float(((guess - sent[THIRD][name]) ** 2).sum())
+            errors += float(((rest / unknown - sent[THIRD][name]) ** 2).sum())
             baseline += float(((centre - sent[THIRD][name]) ** 2).sum())
     return float(np.sqrt(errors / baseline))
 
 
-def curious(_: str, network: str, curious: int) -> Iterator[Arrays]:
+def curious(_: str, network: str, curious: int) -> Iterator[Row]:
     got, x = overheard(network)
     clients = range(1, curious + 1)
     uploads = [upload_of(got, client) for client in clients]
@@ -197,45 +219,19 @@ def curious(_: str, network: str, curious: int) -> Iterator[Arrays]:
     }
 
 
-class Hostile(NTKDFLClient):
-    """Sends Jacobians of wrong labels, and scaled ones."""
-
-    scale = 1.0
-
-    def step_jacobians(self, message: Any) -> Any:
-        """Send the changed Jacobians."""
-        outgoing, metrics = super().step_jacobians(message)
-        return {to: self._changed(arrays) for to, arrays in outgoing.items()}, metrics
-
-    def _changed(self, arrays: Arrays) -> Arrays:
-        """Scale the second factor of each layer, the derivatives by its outputs."""
-        factors = sorted(name for name in arrays if name.startswith("block-"))[1::2]
-        scaled = {name: self.scale * arrays[name] for name in factors}
-        return {**arrays, **scaled, "targets": np.roll(arrays["targets"], 1, axis=1)}
-
-
-def attacked(degree: int, hostile: Sequence[int], attack: str, seed: int, rounds: int) -> Arrays:
-    data = load_data(Config(dataset="digits"))
+def attacked(degree: int, liars: Sequence[int], attack: str, seed: int, rounds: int) -> Row:
+    data = load_data(Config())
     order = np.random.default_rng(seed).permutation(len(data.y_train))[: CLIENTS * 50]
-
-    def client(cache: str, k: int) -> NTKDFLClient:
-        kind = Hostile if k in hostile else NTKDFLClient
-        part = data.train(np.split(order, CLIENTS)[k])
-        made = kind(network("small", seed), *part, cache=cache, seed=(seed, k))
-        made.scale = SCALES[attack]  # type: ignore[attr-defined]
-        return made
-
     edges = [(k, (k + offset) % CLIENTS) for k in range(CLIENTS) for offset in OFFSETS[degree]]
-    clients = [functools.partial(client, k=k) for k in range(CLIENTS)]
-    options = {"steps": (200.0,), "topology": Topology("own", graph=edges)}
-    model = network("small", seed)
-    _, strategy, result = federation(clients, model, LocalGrid, rounds, **options)
+    scales, places = dict.fromkeys(liars, SCALES[attack]), np.split(order, CLIENTS)
+    _, strategy, result = federation(places, "small", edges, rounds, seed, scales, steps=(200.0,))
 
     def accuracy(weights: Any) -> float:
+        model = network("small")
         predictor = NetworkPredictor.from_arrays(model, weights, loss="cross-entropy")
         return float(predictor.evaluate(*data.test()).accuracy)
 
-    others = [k for k in range(1, CLIENTS) if k not in hostile]
+    others = [k for k in range(1, CLIENTS) if k not in liars]
     refused = [float(m["parcels-rejected"]) for m in strategy.train_metrics.values()]
     return {
         "client 0": accuracy(strategy.models[0]),
@@ -245,6 +241,6 @@ def attacked(degree: int, hostile: Sequence[int], attack: str, seed: int, rounds
     }
 
 
-def hostile(_: str, degree: int, hostile: int, attack: str, rounds: int = 10) -> Iterator[Arrays]:
+def hostile(_: str, degree: int, hostile: int, attack: str, rounds: int = 10) -> Iterator[Row]:
     found = [attacked(degree, LIARS[degree][:hostile], attack, seed, rounds) for seed in range(3)]
     yield {key: round(float(np.mean([row[key] for row in found])), 4) for key in found[0]}

@@ -48,7 +48,7 @@ from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
 
-from .cells import Row, grid
+from . import Row, grid
 
 DELTA, RADIUS, CLASSES, CHUNK = 1e-5, 127, 10, 500
 POOL, WIDTH, MODELS, JUDGED, LOST = 4000, 1000, 48, 8, 10
