@@ -81,12 +81,13 @@ class Picture(_Part):
     """What is drawn: a measure by round, by the columns' x, or against another; bars; deciles.
 
     ``"plane"`` draws a square grid from `low` to `high`, row by row, and marks (0, 0), (1, 0) and
-    (0, 1).
+    (0, 1). By round, and with deciles, each column has a panel; `panels` names others.
     """
 
     measure: str | list[str]  # each of several has a panel
     rows: list[str] = ["*"]
     also: list[str] = []  # measures beside it
+    panels: dict[str, list[str]] = {}  # title -> patterns of cells, "row/column"
     against: str | list[str] = ""  # with x = "measure": that axis; each of several has panels
     x: Literal["round", "column", "bars", "measure", "deciles", "plane"] = "round"
     x_label: str = "communication round"

@@ -4,6 +4,7 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..report.figures import COLOURS, LINES, MARKERS
 from ..report.report import markdown
-from .declaration import Declaration, Form, listed
+from .declaration import Declaration, Form, Picture, listed
 from .measures import MOVED, NO_ROUND
 
 SHOWN_DECILES = (0, 10, 50, 90, 100)  # in tables
@@ -124,21 +125,19 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
     drawn = table[[name.partition(", ")[0] in picture.measures for name in table.measure]]
     limits = (None, None) if "small" in set(drawn.form) else (picture.low, picture.high)
     costs = listed(picture.against)
-    by_column = picture.x in ("round", "deciles", "plane") or len(costs) > 1
-    columns = [c for c in declaration.columns if not by_column or c in set(drawn.column)]
-    panels = list(itertools.product(listed(picture.measure), columns if by_column else [""], costs))
+    parts = dict(_panels(declaration, picture, drawn))
+    panels = list(itertools.product(listed(picture.measure), parts, costs))
     across = len(costs) if len(costs) > 1 else min(len(panels), 4)
     down = -(-len(panels) // across)
     size = (max(4.4 * across, 6.4), 3.6 * down + 0.6)
     figure = Figure(figsize=size, dpi=110, layout="constrained")
     shared: Any = "row" if len(costs) > 1 else isinstance(picture.measure, str)
     axes = figure.subplots(down, across, squeeze=False, sharey=shared)
-    for place, (name, column, cost) in enumerate(panels):
+    for place, (name, title, cost) in enumerate(panels):
         axis = axes.flat[place]
         one = picture.model_copy(update={"measure": name, "against": cost})
-        part = drawn[drawn.column == column] if by_column else drawn
-        DRAW[picture.x](axis, declaration.model_copy(update={"figure": one}), part)
-        axis.set_title(declaration.label(column) if column else "", fontsize="medium")
+        DRAW[picture.x](axis, declaration.model_copy(update={"figure": one}), parts[title])
+        axis.set_title(title, fontsize="medium")
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
         if picture.x != "bars":
@@ -162,6 +161,22 @@ def draw(declaration: Declaration, table: pd.DataFrame) -> Figure:
         handles.values(), handles, loc="outside lower center", ncols=entries, frameon=False
     )
     return figure
+
+
+def _panels(
+    declaration: Declaration, picture: Picture, drawn: pd.DataFrame
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield title and figures of each panel of a measure."""
+    if picture.panels:
+        cells = drawn.row.astype(str) + "/" + drawn.column.astype(str)
+        for title, patterns in picture.panels.items():
+            yield title, drawn[[any(fnmatch(cell, p) for p in patterns) for cell in cells]]
+    elif picture.x in ("round", "deciles", "plane") or len(listed(picture.against)) > 1:
+        for column in declaration.columns:
+            if column in set(drawn.column):
+                yield declaration.label(column), drawn[drawn.column == column]
+    else:
+        yield "", drawn
 
 
 def _drawn_lines(
@@ -229,13 +244,19 @@ def _lines(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
 
 
 def _against(axis: Axes, declaration: Declaration, part: pd.DataFrame) -> None:
-    """Draw one measure against another: means over seeds, by round if they are of rounds."""
+    """Draw one measure against another, as means over seeds: a line by round in each column.
+
+    If each column has one point, the line joins them.
+    """
     against = declaration.figure.against if declaration.figure else ""
     keys = ["row", "column", "seed", "round"]
     x = part[part.measure == against].set_index(keys).value.rename("x")
     for _, style, cells in _drawn_lines(declaration, part[part.measure != against].join(x, keys)):
         drawn = cells.groupby(["column", "round"])[["x", "value"]].mean()
-        for _, line in drawn.groupby("column"):
+        lines = [line for _, line in drawn.groupby("column")]
+        if drawn.index.get_level_values("column").is_unique:
+            lines = [drawn.sort_values("x")]
+        for line in lines:
             look = style if len(line) > 1 else style | {"ls": "", "ms": 7}
             axis.plot(line.x, line.value, **look)
 

@@ -1,6 +1,7 @@
 """Measures and pictures of declared tables: deciles, running totals, one measure by another."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from fedntk.simulations import run
@@ -82,6 +83,23 @@ def test_one_measure_is_drawn_against_another(declared, result):
     drawn = lines[0].get_xydata()
     assert drawn[:, 0].tolist() == result.curve("bytes-up").cumsum().tolist()
     assert drawn[:, 1].tolist() == result.curve().tolist()
+
+
+def test_panels_have_the_named_cells_and_a_line_joins_columns_of_one_point(declared):
+    declaration, table = declared
+    places = {"p": (3.0, 30.0), "q": (1.0, 10.0), "r": (2.0, 20.0)}
+    rows = [
+        table[table.measure == name].tail(1).assign(column=column, value=values[number])
+        for column, values in places.items()
+        for number, name in enumerate(("sent", "accuracy"))
+    ]
+    panels = {"both": ["a/p", "*/q"], "one": ["a/r"]}
+    picture = {"x": "measure", "against": "sent", "panels": panels}
+    figure = declaration.figure.model_copy(update=picture)
+    drawn = draw(declaration.model_copy(update={"figure": figure}), pd.concat(rows))
+    assert [axes.get_title() for axes in drawn.axes] == [*panels]
+    lines = [line.get_xydata().tolist() for axes in drawn.axes for line in axes.get_lines()]
+    assert lines == [[[1, 10], [3, 30]], [[2, 20]]]
 
 
 def test_two_measures_are_drawn_in_two_styles(declared):
