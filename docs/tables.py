@@ -77,26 +77,6 @@ def joined(values: Iterable[float]) -> str:
     return ", ".join(f"{value:g}" for value in values)
 
 
-# ---------------------------------------------------------------------- NTK-FL, CP-NTK-FL
-
-
-def learning_rate() -> str:
-    rows = []
-    for run, row in read("learning_rate")["runs"].items():
-        low, high = row["learning-rates"]
-        name = f"{run} ({low:.2g} to {high:.2g})" if run.endswith("auto") else run
-        products, seconds = row["median-kernel-products"], row["median-seconds-a-round"]
-        accuracy = percents(row["accuracy"], ("3", "10"))
-        rows.append(
-            [name, *accuracy, row["rounds-without-step"], f"{products:,}", f"{seconds:.3g}"]
-        )
-    return markdown(
-        "network, rate | % after 3 rounds | after 10 rounds | rounds that t = 0 won"
-        " | kernel products a round | seconds a round",
-        rows,
-    )
-
-
 # ------------------------------------------------------------------------------- NTK-DFL
 
 
@@ -431,7 +411,7 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        learning_rate, hostile_neighbours, ntk_dfl_round, federation_minutes, private_audit,
+        hostile_neighbours, ntk_dfl_round, federation_minutes, private_audit,
         sums_privacy, liars_in_sums, copies_in_sums, crashes, secure_sums, liars_costs, liars,
         round_costs, speed, gpu, kernel_peers, gradient_norms, catalogue.baseline_families,
         catalogue.baseline_list, catalogue.papers,
