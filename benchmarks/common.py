@@ -194,16 +194,6 @@ def _split(text: str, among: tuple[Any, ...]) -> list[Any]:
     return values
 
 
-def measured(program: str, cases: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Measure each case in a process of its own; those that fail are left out."""
-    rows = []
-    for case in cases:
-        if (row := in_child(program, case)) is not None:
-            rows.append(row)
-            print(row, flush=True)
-    return rows
-
-
 def in_child(
     program: str, arguments: Mapping[str, Any], seconds: float | None = None
 ) -> dict[str, Any] | None:
