@@ -4,7 +4,8 @@
 
 `CASES` has each attack with its payload and measure, and its cells, whose settings are columns of
 results/CASE.csv; the attackers are in attacks/. `--only` takes some cells, by a query of pandas.
-Rows of a cell that is measured again are replaced. A picture needs all cells.
+Rows of a cell that is measured again are replaced. A picture needs all cells. Attacks on replies of
+all methods are runs, which `fedntk reproduce benchmarks/tables/liars.toml` makes.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from attacks import audit, images, jacobians, liars, lies, members, neighbours, noise, projections
+from attacks import audit, images, jacobians, lies, members, neighbours, noise, projections
 from common import keep_rows, parse_options, write
 
 
@@ -47,8 +48,6 @@ CASES = {
                                  "relative errors", neighbours.curious, neighbours.CURIOUS),
     "hostile_neighbours": Case("false and scaled labels", "Jacobians of NTK-DFL", "accuracy",
                                neighbours.hostile, neighbours.HOSTILE),
-    "liars": Case("false labels, changes, Jacobians", "replies of all methods", "accuracy",
-                  liars.rows, liars.CELLS, liars.draw),
     "liars_in_sums": Case("false and impossible sums", "sums over features", "found, accuracy",
                           lies.rows, lies.CELLS, lies.draw),
     "copies_in_sums": Case("examples counted several times", "sums over features",

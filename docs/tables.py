@@ -23,6 +23,7 @@ import tomli_w
 from scipy.stats import binomtest
 
 from fedntk.simulations import Config
+from fedntk.simulations.reproduction.declaration import Declaration
 
 sys.path.append(str(Path(__file__).parent))
 import catalogue
@@ -236,17 +237,39 @@ def secure_sums() -> str:
     return markdown(f"seconds | of | {' | '.join(names)}", rows)
 
 
+def under_attack() -> tuple[Declaration, pd.DataFrame]:
+    """Return the accuracies with malicious clients, each with the points that it costs."""
+    declaration = Declaration.load(str(papers.MEASURED / "liars.toml"))
+    table = papers.shown(declaration).query("measure == 'accuracy'")
+    names = (table.row.astype(str) + "+" + table.column.astype(str)).str.split("+", expand=True)
+    names.columns = pd.Index(["method", "rule", "data", "alpha", "attack", "liars"])
+    table = names.astype({"liars": int}).join(table[["row", "seed", "value"]])
+    case, honest = ["data", "alpha", "method", "seed"], table.eval("liars == 0 and rule == 'none'")
+    without = table[honest].set_index(case).value.rename("honest")
+    return declaration, table.join(without, on=case).eval("points = 100 * (honest - value)")
+
+
 def liars_costs() -> str:
     """Return what the worst attack costs each method, with and without a rule."""
     goals = {0: (1, "not if all are honest"), 1: (3, "not with one"), 2: (5, "not with two")}
-    table, rows = rounds_of("liars_costs"), []
-    for (data, alpha, *names, honest), part in table.groupby([*table][:6], sort=False):
-        part = part.set_index("liars").reindex(range(4))
-        costs = part[["defended", "plain", "absent"]].map(lambda value: number(value) or "-")
-        cells = ["**{}** ({}; {})".format(*cost) for cost in costs.to_numpy()[1:]]
-        missed = [words for k, (most, words) in goals.items() if part.defended[k] > most]
-        rows.append([data, f"{alpha:g}", *names, number(honest), costs.defended[0], *cells,
-                     ", ".join(missed) or "yes"])  # fmt: skip
+    declaration, table = under_attack()
+    recommended = [name.split("+") for name, row in declaration.rows.items() if row.note]
+    places = dict.fromkeys(tuple(name.split("+")[:2]) for name in declaration.columns)
+    rows = []
+    for (data, alpha), (method, rule) in product(places, recommended):
+        part = table.query("data == @data and alpha == @alpha and method == @method")
+        ruled, absent = part.rule == rule, part.attack == "absent"
+        means, costs = [], []
+        for some in (ruled & ~absent, (part.rule == "none") & ~absent, absent):
+            means.append(part[some].groupby(["liars", "attack"]).points.mean())
+            costs.append(means[-1].groupby("liars").max().reindex(range(4)))
+        seeds = part.dropna().groupby(["rule", "attack", "liars"]).size()
+        shown = [cost.map(lambda value: number(value) or "-") for cost in costs]
+        cells = ["**{}** ({}; {})".format(*triple) for triple in zip(*shown, strict=True)][1:]
+        missed = [words for k, (most, words) in goals.items() if costs[0][k] > most]
+        honest = part[(part.liars == 0) & (part.rule == "none")].value
+        rows.append([data, alpha, method, rule, seeds[[rule, "none"]].min(), percent(honest.mean()),
+                     shown[0][0], *cells, ", ".join(missed) or "yes"])  # fmt: skip
     return markdown(
         "data | Dirichlet | method | rule | seeds | honest, % | none malicious | one"
         " | two | three | goal met",
@@ -264,8 +287,8 @@ def liars() -> str:
         ("inner-product", 2): "two: honest mean times -1",
         ("label-shift", 3): "three: labels moved on",
     }
-    groups = rounds_of("liars").query("data == 'digits' and method == 'fedavg'")
-    groups = groups.groupby(["alpha", "defence", "attack", "liars"]).accuracy
+    groups = under_attack()[1].query("data == 'digits' and method == 'fedavg'")
+    groups = groups.groupby(["alpha", "rule", "attack", "liars"]).value
     means, counts = (found.unstack([2, 3])[[*cases]] for found in (groups.mean(), groups.count()))
     rows = (
         [*key, joined(sorted({*counts.loc[key].dropna()})), *map(percent, means.loc[key])]
