@@ -49,7 +49,7 @@ CASES = {
     "hostile_neighbours": Case("false and scaled labels", "Jacobians of NTK-DFL", "accuracy",
                                neighbours.hostile, neighbours.HOSTILE),
     "liars_in_sums": Case("false and impossible sums", "sums over features", "found, accuracy",
-                          lies.rows, lies.CELLS, lies.draw),
+                          lies.rows, lies.CELLS),
     "copies_in_sums": Case("examples counted several times", "sums over features",
                            "found, accuracy", lies.copies, lies.COPIES),
 }  # fmt: skip

@@ -165,21 +165,28 @@ def sums_privacy() -> str:
 
 
 def liars_in_sums() -> str:
-    """Return a row for each attack, over all splits; accuracies of one case."""
-    table = rounds_of("liars_in_sums").assign(attack=lambda t: t.attack.mask(t.share == 0, "~"))
-    case = "clients == 100 and (share == 0 or alpha == 0.1 and share == 0.2)"
-    accuracy = 100 * table.query(case).groupby("attack").mean(numeric_only=True)
-    keys, rows = ["accuracy-before", "accuracy-after", "accuracy-honest"], []
-    for attack, part in table.groupby("attack"):
-        found = part.groupby(["clients", "alpha"])[["found", "liars"]].sum().to_numpy()
-        cells = ("{} of {}".format(*pair) if pair[1] else "" for pair in found)
-        alarms = f"{part.alarms.sum()} of {(part.clients - part.liars).sum():,}"
-        means = (number(value) or "no model" for value in accuracy.loc[attack, keys])
-        rows.append([str(attack).replace("~", "all honest"), *cells, alarms, *means])
-    head = "attack | found, 10 clients, Dirichlet 0.1 | 0.5 | 100 clients, Dirichlet 0.1 | 0.5"
-    head += " | honest ones removed | accuracy before | after | without them"
-    seeds = f"Seeds of the split and the malicious clients: {table.seed.nunique()}."
-    return f"{seeds}\n\n{markdown(head, rows)}"
+    """Return who is removed by attack, with the points of accuracy before and after."""
+    table = rounds_of("liars_in_sums")
+    honest, lied = table[table.share == 0], table[table.share > 0].sort_values("alpha")
+    groups = lied.groupby(["attack", "alpha", "clients", "share"])
+    sums, means = groups.sum(numeric_only=True), 100 * groups.mean(numeric_only=True)
+    cells = (100 * sums.found / sums.liars).map("{:.0f} %".format)
+    for when, text in (("before", "; {:+.1f}"), ("after", " to {:+.1f}")):
+        points = (means[f"accuracy-{when}"] - means["accuracy-honest"]).round(1) + 0.0
+        cells += points.map(text.format).str.replace("+nan", "no model")
+    cells = cells.unstack([1, 2, 3])
+    without = means["accuracy-honest"].groupby(["alpha", "clients", "share"]).mean()
+    rows = [[attack, *row] for attack, row in zip(cells.index, cells.to_numpy(), strict=True)]
+    rows.append(["accuracy without them, %", *map(number, without)])
+    head = ["attack", *(f"{k} clients, {s:.0%}, Dirichlet {a:g}" for a, k, s in cells)]
+    said = (
+        f"{part.alarms.sum()} of {(part.clients - part.liars).sum():,} honest clients were removed"
+        for part in (honest, lied)
+    )
+    text = "If all are honest, {}, and 100 clients have {} %; with malicious clients {}. {} seeds."
+    accuracy = percent(honest[honest.clients == 100]["accuracy-before"].mean())
+    text = text.format(next(said), accuracy, next(said), table.seed.nunique())
+    return f"{markdown(' | '.join(head), rows)}\n\n{text}"
 
 
 def copies_in_sums() -> str:

@@ -2,17 +2,12 @@
 
 Clients send Z^T Z, Z^T Y and the classes' counts of scattering features, 8 bits each (as in
 tables/exchanges.py). Liars have at least the median size. They are removed by
-:func:`fedntk.ntk.convex.ledger.find_harmful` with alpha = 0.05; nothing is tuned on these
-federations. The seed is of the split, the validation examples and the liars.
+:func:`fedntk.ntk.convex.ledger.find_harmful`; nothing is tuned on these federations. The seed is of
+the split, the validation examples and the liars. docs/results/ledger.md has all lies and copies.
 
-**Lies**: 500 features of 28,000 images of Fashion-MNIST; the server has 2,000 more. The ridge is
-0.01, the best of 1e-6 ... 1 on them for honest clients with each of three seeds. The backdoor is a
-white patch of 4 x 4 pixels and label 0; docs/results/ledger.md has all lies.
-
-**Copies**: 200 features of scikit-learn's digits, 200 validation examples. One client counts each
-of its examples 3, 10 or 30 times, also with other noise for each copy, 5 % of the largest pixel.
-They are also removed by their harm only, as if weights were not judged. The ridge is the best for
-the sums of all, liars included, on the validation examples.
+The ridge is the best of 1e-6 ... 1 on the validation examples for honest clients with each of three
+seeds; of copies, on them for the sums of all, liars included. Noise of copies is 5 % of the largest
+pixel. Copies are also removed by their harm only, as if weights were not judged.
 """
 
 import functools
@@ -21,11 +16,8 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 import torch
-from common import RESULTS
 from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Normaliser
@@ -192,30 +184,6 @@ def rows(
         if attack == "backdoor":
             row[f"success-{when}"] = images.success(model)
     yield row
-
-
-def draw(table: pd.DataFrame, _: Any, stem: str) -> None:
-    """Draw the share of liars removed, and points of accuracy before and after."""
-    lied = table[table.share > 0].copy()
-    for when in ("before", "after"):
-        lied[when] = 100 * (lied[f"accuracy-{when}"] - lied["accuracy-honest"])
-    figure, axes = plt.subplots(2, 1, figsize=(9, 7.5), layout="constrained")
-    for axis, (alpha, part) in zip(axes, lied.groupby("alpha"), strict=True):
-        groups = part.groupby(["attack", "clients", "share"])
-        sums, means = groups.sum(), groups[["before", "after"]].mean()
-        found = (sums.found / sums.liars).unstack(["clients", "share"]).loc[list(ATTACKS)]
-        axis.imshow(found, cmap="Greens", vmin=0, vmax=2, aspect="auto")
-        for (i, attack), (j, case) in product(enumerate(found.index), enumerate(found)):
-            before, after = means.loc[(attack, *case)]
-            points = [
-                "none" if np.isnan(p) else f"{round(p, 1) + 0.0:+.1f}" for p in (before, after)
-            ]
-            label = f"{found.iloc[i, j]:.0%}, {points[0]} \N{RIGHTWARDS ARROW} {points[1]}"
-            axis.text(j, i, label, ha="center", va="center", fontsize=8)
-        axis.set_xticks(range(found.shape[1]), [f"{k} clients, {s:.0%} lie" for k, s in found])
-        axis.set_yticks(range(len(found)), found.index)
-        axis.set_title(f"Dirichlet {alpha}: liars removed; points over the accuracy without liars")
-    figure.savefig(RESULTS / f"{stem}.png", dpi=110)
 
 
 class HarmOnly(ValidationExamples):
