@@ -1,14 +1,11 @@
 """Try to tell two neighbouring data sets apart by what a private run shows.
 
-For each private configuration, half of the runs have a data set, and half its neighbour, chosen so
-that the mechanism's sensitivity is attained. Each is a run of the product. The attacker sees what
-the claim is made against (the server's sums) and all that the run wrote: the model, and each number
-of its tables, summary and inputs.json, but for times and memory. It learns on the first half of the
-runs which view tells most, and the best threshold: each number by itself, all of the model by
-Fisher's discriminant, and all that the server sees likewise. On the second half the rates of its
-hits and false alarms give a lower bound of epsilon, with Clopper and Pearson's limits: at most
-2.5 % of audits of a true claim are above it. In the control the inputs' moments, which tell, are
-said to be public.
+docs/results/privacy.md has the rules. The data are chosen so that the mechanism's sensitivity is
+attained. Views are the server's sums, the model, and each number that the run wrote in its tables,
+summary and inputs.json, but for times and memory. The first half of the runs chooses the view that
+tells most and the best threshold: a number by itself, the model and the sums by Fisher's
+discriminant. The limits of Clopper and Pearson make a bound: at most 2.5 % of audits of a true
+claim are above it.
 """
 
 import itertools
@@ -146,13 +143,11 @@ def bounds(with_row: np.ndarray, without: np.ndarray) -> tuple[float, float]:
 
 def rows(_: str, configuration: str, runs: int) -> Iterator[Row]:
     pair = data_sets(6 if "whole client" in configuration else 1)
-    views: list[list[Views]] = [[], []]
-    for i in range(runs):
-        view, claim = release(configuration, pair[i % 2], i)
-        views[i % 2].append(view)
-    common = set.intersection(*(set(view) for part in views for view in part))
+    seen = [release(configuration, pair[i % 2], i) for i in range(runs)]
+    views, claim = [view for view, _ in seen], seen[0][1]
+    common = set.intersection(*map(set, views))
     results = {
-        name: bounds(*(np.stack([view[name] for view in part]) for part in views))
+        name: bounds(*(np.stack([view[name] for view in views[k::2]]) for k in (0, 1)))
         for name in sorted(common)
     }
     best = max(results, key=lambda name: results[name][0])

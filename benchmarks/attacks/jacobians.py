@@ -1,12 +1,11 @@
-"""Deep leakage from Jacobians (Zhu, Liu and Han, NeurIPS 2019): images rebuilt from an upload.
+"""Deep leakage from Jacobians, and other attackers: images rebuilt from an upload.
 
-Yue et al. 2022, appendix B; Thompson et al. 2025, appendix F. fedntk's own code makes and reads an
-upload of 60 examples of Fashion-MNIST, MLP with 100 hidden units. The server knows weights, labels,
-outputs and the range of pixels, and rebuilds 20 of them:
+fedntk's own code makes and reads an upload of 60 examples of Fashion-MNIST. The server knows
+weights, labels, outputs and the range of pixels, and rebuilds 20 of them:
 
 closed form     weight row over bias row of the first layer, pixel by pixel, by least squares;
                 of a factored upload the input factor itself
-deep leakage    Zhu et al.: L-BFGS fits a dummy's Jacobian to the received one, zeros included
+deep leakage    L-BFGS fits a dummy's Jacobian to the received one, zeros included
 adaptive        L-BFGS fits only what was received; the rest is below the threshold, a hidden unit
                 that shows is on, others are off, pixels stay within their range
 with a prior    the same with mean and covariance of other images of the label's class; starts at

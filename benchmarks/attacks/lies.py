@@ -211,14 +211,12 @@ def copies(_: str, split: str, clients: int, seed: int) -> Iterator[Row]:
         total = join(sent, set())
         ridge = best_ridge(images.equations(total), held)
         ledger = ClientLedger(images.equations, ridge, held)
-        before, without = ledger.solve(total), ledger.solve(join(honest, set()))
-        row = {"attack": attack, "times": factor, "liars": len(liars)}
-        row["harm"] = float(ledger.harm(before, without))
+        row: Row = {"attack": attack, "times": factor, "liars": len(liars)}
         # each of the two judgements has half of the level; without the other, harm has all of it
         for kind, rule, level in (("", ValidationExamples, LEVEL), ("harm-", HarmOnly, 2 * LEVEL)):
             removed = set(find_harmful(ledger, sent, images.examples(parts, rule), level))
             row[f"{kind}found"], row[f"{kind}alarms"] = len(removed & liars), len(removed - liars)
             row[f"{kind}accuracy"] = images.accuracy(ledger.solve(join(sent, removed)))
-        row["accuracy-before"] = images.accuracy(before)
+        row["accuracy-before"] = images.accuracy(ledger.solve(total))
         row["accuracy-honest"] = images.accuracy(ledger.solve(join(sent, liars)))
         yield row

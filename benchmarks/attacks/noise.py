@@ -1,21 +1,15 @@
 """One release of sums with noise, of features that nobody trains: accuracy, members, losses.
 
-A client makes rows of norm at most R, in whole numbers, of its images' features: scattering (J = 2,
-L = 8), logarithms standardised within the image, then the p lowest frequencies of these. The sums
-Z^T Z and Z^T Y are released once, with noise; the model follows from the release only.
+docs/results/privacy.md says what is released and measured, and what was chosen on which images.
+Rows are the p lowest frequencies of scattering coefficients (J = 2, L = 8), whose logarithms are
+standardised within the image.
 
-**Accuracies**: a trusted server adds Gaussian noise; or each client adds a share of Skellam noise,
-sized for the fewest survivors that are allowed. Ten per cent of the clients are lost with their
-images and shares. Epsilon 0 is without noise. Epsilon protects one example, added or removed. With
-client_examples E it protects a client, who draws E of its images, and the noise is E times as
-large. `epsilon-of-survivors` is that of the shares which came. docs/results/privacy.md says what
-was chosen on which images.
+**Accuracies**: ten per cent of the clients are lost with their images and shares; epsilon 0 is
+without noise. With client_examples E a client draws E of its images.
 
-**Members**: models of a random half of 4,000 images of Fashion-MNIST, with p = 1,000: so few that
-it can remember them. The attack is that of Carlini et al., *Membership Inference Attacks From First
-Principles* (LiRA), S&P 2022: for each image a normal law is fitted to its margin, the score of its
-class minus the largest other one, over models with it, and another over models without it; the
-likelihood ratio judges the image in one more model. The weaker attack has one threshold for all.
+**Members**: for each image a normal law is fitted to its margin, the score of its class minus the
+largest other one, over models with it, and another over models without it; the likelihood ratio
+judges the image in one more model (LiRA). The weaker attack has one threshold for all.
 
 **Losses**: simulations/conf/one_exchange_fmnist_private.toml as it is, but the last ten clients
 answer with an error when they are asked for masked sums.
@@ -23,7 +17,6 @@ answer with an error when they are asked for masked sums.
 
 import functools
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -107,18 +100,15 @@ def accuracies(
     )  # fmt: skip
     cases = [(epsilon, trust) for epsilon in (8.0, 3.0, 1.0) for trust in ("server", "clients")]
     for epsilon, trust in [(0.0, "none"), *cases]:
-        start, fewest = time.perf_counter(), survivors if trust == "clients" else 0
         noise = SumNoise(
             radius=RADIUS, width=p, num_classes=CLASSES, examples=max(1, client_examples),
-            fewest=fewest,
+            fewest=survivors if trust == "clients" else 0,
         )  # fmt: skip
-        row = {"trust": trust, "epsilon": epsilon, "epsilon-of-survivors": 0.0}
         noisy = sums
         if epsilon:
             noise = noise.calibrated(epsilon, DELTA)
-            row["epsilon-of-survivors"] = noise.epsilon(DELTA)
             # the sum of all shares is Skellam noise itself, of the sum of the variances
-            whole = replace(noise, fewest=min(fewest, 1), examples=1,
+            whole = replace(noise, fewest=min(noise.fewest, 1), examples=1,
                             noise_multiplier=noise.noise_multiplier * noise.examples)  # fmt: skip
             try:
                 noisy = whole.add(sums, np.random.default_rng([seed, *b"noise"]))
@@ -132,10 +122,8 @@ def accuracies(
             ridge = 1e-6 * float(gram.diagonal().sum())
             linear = torch.linalg.solve(gram + ridge * torch.eye(p).double(), cross.double())
         scores = torch.cat([part.float() @ linear.float() for part in test.split(CHUNK)])
-        row["accuracy"] = float((scores.argmax(1) == y_test).float().mean())
-        row |= {"noise-multiplier": noise.noise_multiplier if epsilon else 0.0}
-        row |= {"survivors": survivors, "images": sums.num_examples}
-        yield {**row, "seconds": time.perf_counter() - start}
+        accuracy = float((scores.argmax(1) == y_test).float().mean())
+        yield {"trust": trust, "epsilon": epsilon, "accuracy": accuracy}
 
 
 def margins(z: Tensor, y: Tensor, linear: Tensor) -> np.ndarray:
@@ -209,17 +197,12 @@ class LossyGrid(LocalGrid):
 
 
 def losses(data_dir: str, seed: int, **more: Any) -> Iterator[Row]:
-    start, path = time.monotonic(), CONF / "one_exchange_fmnist_private.toml"
+    path = CONF / "one_exchange_fmnist_private.toml"
     setup = load_setup(Config.load(path, data_dir=data_dir, seed=seed, **more))
     strategy, config = make_strategy(setup), setup.config
     grid = LossyGrid(app, config.num_clients, config.run_config())
     result = strategy.start(MeteredGrid(grid), ArrayRecord(setup.network.state_dict()), 1)
-    x, y = setup.data.test()
-    predictor = strategy.predictor(result.arrays)
-    classes = torch.cat(
-        [torch.as_tensor(predictor.predict(part)).argmax(1) for part in x.split(500)]
-    )
-    metrics: Row = dict(result.train_metrics_clientapp[1])
-    images = sum(map(len, setup.split.clients))
-    row = {"accuracy": float(classes.eq(y).double().mean()), "clients": config.num_clients}
-    yield {**row, "lost": LOST, "images": images, "seconds": time.monotonic() - start, **metrics}
+    predictor, (x, y) = strategy.predictor(result.arrays), setup.data.test()
+    classes = torch.cat([predictor.predict(part).argmax(1) for part in x.split(CHUNK)])
+    accuracy = float(classes.eq(y).double().mean())
+    yield {"accuracy": accuracy, **dict(result.train_metrics_clientapp[1])}

@@ -1,21 +1,12 @@
 """What projected inputs give away: the Gaussian projection and the rotated low frequencies.
 
 A client of CP-NTK-FL sends the Jacobian at z = x P, in which the first layer's factor is z itself,
-and the label. The server knows the kind of projection, and has 10,000 public images of Fashion-
-MNIST with labels. It rebuilds 100 images by the linear estimate of least mean squared error from
-what it has found out, with mean and covariance of the public images of the label's class:
-
-nothing          the mean of the class: what the label by itself tells
-seed guessed     P of another seed
-public images    the means of the classes among 10,000 received z and among the public images are 10
-                 pairs; then each z is matched with the public image of its class that it is nearest
-                 to, and the rotation, or a linear map, is fitted to these pairs, 20 times, with the
-                 z of one round (1,000) or of ten (the idea of Zhang et al., *Earth Mover's Distance
-                 Minimization for Unsupervised Bilingual Lexicon Induction*, EMNLP 2017)
-known pairs      10, 50 or 200 of the z are of images that the server has: their inner products
-                 with another z are those of the images' low frequencies, exactly for the rotation,
-                 and of the images, with noise, for the Gaussian projection
-seed known       P itself
+and the label. The server knows the kind of projection, and has public images. docs/results/
+privacy.md says what else it finds out, from which it makes the linear estimate of an image, with
+mean and covariance of the public images of the label's class. To match each z with a public image
+is the idea of Zhang et al., *Earth Mover's Distance Minimization for Unsupervised Bilingual Lexicon
+Induction*, EMNLP 2017. Known pairs give inner products with another z: of the images' low
+frequencies, exactly, for the rotation, and of the images, with noise, for the Gaussian projection.
 """
 
 from collections.abc import Callable, Iterator
