@@ -81,17 +81,6 @@ def joined(values: Iterable[float]) -> str:
 # ------------------------------------------------------------------------------- NTK-DFL
 
 
-def hostile_neighbours() -> str:
-    table = rounds_of("hostile_neighbours")
-    table["times"] = table.attack.map({"labels": "1", "scale 90": "90", "scale 1e4": "10,000"})
-    return markdown(
-        "neighbours | false ones | Jacobian times | client 0 | other honest clients, mean"
-        " | mean model | refused a round",
-        shown(table, "degree|hostile|times|client 0:%|other honest clients:%|mean model:%"
-                     "|parcels refused a round:0"),
-    )  # fmt: skip
-
-
 def ntk_dfl_round() -> str:
     rows = []
     for _, row in figures("ntk_dfl").iterrows():
@@ -129,26 +118,15 @@ def federation_minutes() -> str:
 # ---------------------------------------------------------------------------------- guides
 
 
-def shown(table: pd.DataFrame, columns: str) -> Iterable[list[str]]:
-    """Yield some columns of each row, with as many digits as each says after ":", or percent."""
-    pairs = [column.partition(":")[::2] for column in columns.split("|")]
-    for row in table.astype(object).fillna("").to_dict("records"):
-        yield [
-            percent(row[key]) if form == "%"
-            else number(row[key], int(form)) if form and row[key] != "" else str(row[key])
-            for key, form in pairs
-        ]  # fmt: skip
-
-
-def private_audit() -> str:
-    """Return a row for each private configuration; a bound of 0 says that nothing was found."""
-    table = rounds_of("private_audit").replace({"best-view": {"file ": "file: "}}, regex=True)
-    return markdown(
-        "configuration | claimed epsilon | lower bound found | best view"
-        " | from the model | from what the server saw | numbers in files that were tried",
-        shown(table, "configuration|claim:2|lower-bound:2|best-view|model:2|server:2"
-                     "|numbers-in-files"),
-    )  # fmt: skip
+def columns(name: str, *chosen: str) -> str:
+    """Return some columns of a file of results, in percent where a column's name ends with %."""
+    table, shown = rounds_of(name), {}
+    for column in chosen:
+        values = table[column.removesuffix(" %")].astype(object)
+        shares = column.endswith(" %")
+        texts = values.map(lambda v: f"{v:.2f}" if isinstance(v, float) else v)
+        shown[column.replace("-", " ")] = values.map(percent) if shares else texts
+    return pd.DataFrame(shown).replace("nan", "").to_markdown(index=False, disable_numparse=True)
 
 
 def sums_privacy() -> str:
@@ -192,24 +170,22 @@ def liars_in_sums() -> str:
 def copies_in_sums() -> str:
     """Return who is found of clients that copy their examples, and how often honest ones go."""
     table, splits = rounds_of("copies_in_sums"), ["split", "clients"]
-    lied, rows = table[table.liars > 0], []
+    lied, rows, said = table[table.liars > 0], [], []
     for (attack, times), part in lied.groupby(["attack", "times"], sort=False):
         found = part.groupby(splits)[["found", "harm-found", "liars"]].sum().to_numpy()
         cells = ("{} ({}) of {}".format(*numbers) for numbers in found)
         keys = ["accuracy-before", "harm-accuracy", "accuracy", "accuracy-honest"]
-        rows.append([f"{attack}, {times} times", *cells, *map(percent, part[keys].mean())])
-
-    def share(count: int, trials: int) -> str:  # the interval is Clopper and Pearson's
-        low, high = (number(100 * x, 2) for x in binomtest(count, trials).proportion_ci())
-        return f"{count} of {trials:,} {{}} (95 % interval {low} to {high} %)"
-
-    said = []
+        rows.append([f"{attack}, {times} times", *cells, *percents(part[keys].mean(), keys)])
     for name, part in (("All are honest", table[table.liars == 0]), ("One is malicious", lied)):
-        runs = share(int((part.alarms > 0).sum()), len(part)).format(
-            "federations an honest client was removed"
-        )
-        honest = share(int(part.alarms.sum()), int((part.clients - part.liars).sum()))
-        said.append(f"{name}: in {runs}, {honest.format('honest clients')}.")
+        shares = []
+        for count, trials, what in (
+            ((part.alarms > 0).sum(), len(part), "federations an honest client was removed"),
+            (part.alarms.sum(), (part.clients - part.liars).sum(), "honest clients"),
+        ):  # with Clopper and Pearson's interval
+            low, high = binomtest(int(count), int(trials)).proportion_ci()
+            interval = f"{number(100 * low, 2)} to {number(100 * high, 2)} %"
+            shares.append(f"{count} of {trials:,} {what} (95 % interval {interval})")
+        said.append(f"{name}: in {', '.join(shares)}.")
     head = ["attack", *("{}, {} clients".format(*key) for key in lied.groupby(splits).groups)]
     head += ["accuracy before", "by harm only", "after", "without them"]
     return "\n\n".join([markdown(" | ".join(head), rows), "\n".join(said)])
@@ -441,7 +417,7 @@ def gradient_norms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        hostile_neighbours, ntk_dfl_round, federation_minutes, private_audit,
+        columns, ntk_dfl_round, federation_minutes,
         sums_privacy, liars_in_sums, copies_in_sums, crashes, secure_sums, liars_costs, liars,
         round_costs, speed, gpu, kernel_peers, gradient_norms, catalogue.baseline_families,
         catalogue.baseline_list, catalogue.papers,
