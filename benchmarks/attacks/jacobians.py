@@ -1,18 +1,8 @@
 """Deep leakage from Jacobians, and other attackers: images rebuilt from an upload.
 
-fedntk's own code makes and reads an upload of 60 examples of Fashion-MNIST. The server knows
-weights, labels, outputs and the range of pixels, and rebuilds 20 of them:
-
-closed form     weight row over bias row of the first layer, pixel by pixel, by least squares;
-                of a factored upload the input factor itself
-deep leakage    L-BFGS fits a dummy's Jacobian to the received one, zeros included
-adaptive        L-BFGS fits only what was received; the rest is below the threshold, a hidden unit
-                that shows is on, others are off, pixels stay within their range
-with a prior    the same with mean and covariance of other images of the label's class; starts at
-                the linear estimate of least mean squared error
-
-With a random projection P to 200 dimensions the first two find z = x P and multiply it by the
-pseudo-inverse of P, the others have x P in place of x; a server without the seed guesses another.
+fedntk's own code makes and reads an upload of 60 examples of Fashion-MNIST, of which 20 are
+rebuilt. docs/results/privacy.md has the attackers. With a random projection P to 200 dimensions
+some find z = x P and multiply it by the pseudo-inverse of P, others have x P in place of x.
 """
 
 import functools

@@ -1,16 +1,9 @@
 """Neighbours in NTK-DFL (Thompson et al., ICML 2025): the curious and those who lie.
 
-Scikit-learn's digits on a fixed graph. **Curious** (docs/results/privacy.md): one or two of client
-0's neighbours follow the protocol and keep what they get in round 2, when all weights differ:
-
-inputs    client 0's examples, from its Jacobians at the curious clients' own averages. With a
-          linear first layer in closed form. With a convolution first the Jacobian is summed over
-          the positions; L-BFGS fits pixels to that block and the inputs of the last layer
-weights   client 3's, with which no curious one has an edge, from client 0's weights and average:
-          eq. (1) is solved for what is not known
-
-**Hostile** (docs/results/ntk_dfl.md): neighbours of client 0 send Jacobians (algorithm 3) of false
-labels, 1, 90 (less than the 100 medians that are refused) or 10,000 times. Means of three seeds.
+Scikit-learn's digits on a fixed graph. docs/results/privacy.md has what curious neighbours of
+client 0 rebuild from what they get in round 2, when all weights differ: its examples, and the
+weights of client 3. docs/results/ntk_dfl.md has the hostile ones: 90 times as large is less than
+the 100 medians that are refused.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,12 +26,13 @@ from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import NTKDFL, Topology
 
 from . import Row, grid
+from .images import leakage
 
 VICTIM, THIRD = 0, 3
 EDGES = ((0, 1), (0, 2), (0, 3), (3, 4))
 EXAMPLES = (60, 50, 40, 30, 20)  # of the five clients
 ROUND, IMAGES = 2, 20
-STARTS, STEPS = 4, 300  # of L-BFGS for an image
+STARTS = 4  # of L-BFGS for an image
 CLIENTS, OFFSETS = 20, {2: (1,), 5: (1, 2, 10)}  # of a client's neighbours, both ways round
 LIARS = {2: (1, 19), 5: (1, 2)}
 SCALES = {"none": 1.0, "labels": 1.0, "scale 90": 90.0, "scale 1e4": 1e4}
@@ -157,10 +151,11 @@ def fitted(uploads: Sequence[Upload], shape: torch.Size) -> Tensor:
         model.load_state_dict(weights)
         seen.append((model, {key: t.double() for key, t in upload.jacobian.dense().items()}))
 
-    def distance(x: Tensor, i: int) -> Tensor:
+    def distance(i: int, pixels: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for model, rows in seen:
-            hidden, first = model[:4](x), dict(model[0].named_parameters(prefix="0"))
+            hidden = model[:4](pixels.view(1, *shape[1:]))
+            first = dict(model[0].named_parameters(prefix="0"))
             # the derivatives of output 0 by its own row of weights are that layer's inputs
             total = total + (hidden[0] - rows["4.weight"][i, 0, 0]).square().sum()
             for c, output in enumerate(model[4](hidden)[0]):
@@ -171,21 +166,9 @@ def fitted(uploads: Sequence[Upload], shape: torch.Size) -> Tensor:
 
     generator, found = torch.Generator().manual_seed(0), []
     for i in range(IMAGES):
-        tries = []
-        for _ in range(STARTS):
-            x = torch.randn(1, *shape[1:], generator=generator, dtype=torch.float64)
-            x.requires_grad_()
-            fit = torch.optim.LBFGS([x], max_iter=STEPS, line_search_fn="strong_wolfe")
-
-            def loss(x: Tensor = x, fit: Any = fit, i: int = i) -> Tensor:
-                fit.zero_grad()
-                value = distance(x, i)
-                value.backward(inputs=[x])
-                return value
-
-            fit.step(loss)
-            tries.append((float(loss().detach()), x.detach()))
-        found.append(min(tries, key=lambda attempt: attempt[0])[1][0])
+        starts = torch.randn((STARTS, shape[1:].numel()), generator=generator, dtype=torch.float64)
+        fits = [leakage.lbfgs(partial(distance, i), start) for start in starts]
+        found.append(min(fits, key=lambda fit: fit[1])[0].view(shape[1:]))
     return torch.stack(found)
 
 

@@ -1,18 +1,9 @@
 """One release of sums with noise, of features that nobody trains: accuracy, members, losses.
 
 docs/results/privacy.md says what is released and measured, and what was chosen on which images.
-Rows are the p lowest frequencies of scattering coefficients (J = 2, L = 8), whose logarithms are
-standardised within the image.
-
-**Accuracies**: ten per cent of the clients are lost with their images and shares; epsilon 0 is
-without noise. With client_examples E a client draws E of its images.
-
-**Members**: for each image a normal law is fitted to its margin, the score of its class minus the
-largest other one, over models with it, and another over models without it; the likelihood ratio
-judges the image in one more model (LiRA). The weaker attack has one threshold for all.
-
-**Losses**: simulations/conf/one_exchange_fmnist_private.toml as it is, but the last ten clients
-answer with an error when they are asked for masked sums.
+Scattering has J = 2 and L = 8; the logarithms are standardised within the image. LiRA fits a normal
+law to an image's margin, the score of its class minus the largest other one, over models with it,
+and another over models without it. Clients are lost when they are asked for masked sums.
 """
 
 import functools
