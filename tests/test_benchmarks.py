@@ -128,7 +128,7 @@ def test_who_is_in_small_sums_is_found(monkeypatch, program):
     monkeypatch.setattr(attack, "MANY", 50)
     drawn = torch.Generator().manual_seed(0)
     z, public = (torch.randn(*n, 30, generator=drawn) for n in ((2, 60), (80,)))
-    features = attack.Features.of(z, public, 32)
+    features = attack.Features(z, public, None)
     small, large = (list(attack.membership(features, count, 1)) for count in (10, 50))
     assert [row["sums"] for row in small] == ["one client", "sum of ten"]
     for few, many in zip(small, large, strict=True):
@@ -206,7 +206,7 @@ def seen_by_server(attack, wire, sparsity=0.0):
     model = attack.network(x.shape[1], seed=0)
     net = attack.leakage.Network.of(model)
     sent = attack.leakage.upload(model, x, torch.arange(len(x)), wire)
-    tensors = attack.received(model, sent, sparsity, 32)
+    tensors = attack.with_thresholds(attack.leakage.received(model, sent, sparsity, 32), sparsity)
     seen = [attack.see(tensors, row, sent.outputs[row], net) for row in range(len(x))]
     return net, seen, x.double()
 
@@ -242,8 +242,10 @@ def test_what_the_attacker_infers_is_true(attack, wire, sparsity):
 def test_deep_leakage_and_the_adaptive_attack_succeed_without_protection(attack, wire):
     net, seen, x = seen_by_server(attack, wire)
     for row in (0, 3):
-        original = attack.pixels(x[row])[None]
-        for found in attack.deep_leakage(seen[row], net, seed=0), attack.adaptive(seen[row], net):
+        original, one = attack.pixels(x[row])[None], seen[row]
+        generator = torch.Generator().manual_seed(0)
+        leaked = attack.leakage.deep_leakage(net, one.products, one.slopes, one.tops, generator)
+        for found in leaked, attack.adaptive(one, net):
             assert attack.ssim(attack.pixels(found)[None], original) > 0.95
 
 

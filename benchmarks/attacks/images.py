@@ -19,8 +19,7 @@ def pixels(x: Tensor) -> Tensor:
 
 def ssim(images: Tensor, originals: Tensor) -> Tensor:
     """Return the SSIM of each image (n, 784)."""
-    scores: Tensor = leakage.ssim(*(i.double().view(-1, 1, 28, 28) for i in (images, originals)))
-    return scores
+    return leakage.ssim(*(i.double().view(-1, 1, 28, 28) for i in (images, originals)))
 
 
 def draw(_: Any, lines: Mapping[str, Tensor], stem: str) -> None:

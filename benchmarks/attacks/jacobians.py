@@ -6,6 +6,7 @@ some find z = x P and multiply it by the pseudo-inverse of P, others have x P in
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from fedntk.ntk import random_projection
 from fedntk.ntk.payloads.compression import num_kept
 
-from . import Row, grid
+from . import Row
 from .images import MEAN, STD, leakage, pixels, ssim
 
 BLACK, WHITE = -MEAN / STD, (1 - MEAN) / STD
@@ -28,12 +29,9 @@ PER_CLASS, ATTACKED = 6, 2  # of the client's examples, and those that are rebui
 NOISE = 1e-4  # variance of each equality in the linear estimate: a hundredth of STD
 SHOWN = ("deep leakage", "with a prior", "mean of the class")
 PRIOR_WEIGHT = 1e-4  # against one squared equality
-CELLS = [
-    {**cell, "sparsity": sparsity, "bits": bits}
-    for sparsity, bits in CASES
-    for cell in grid(projection=("none", *SEEDS), wire=("dense", "factored"))
-]
-CELLS.append({"projection": "none", "wire": "no upload", "sparsity": 0.0, "bits": 32})
+PLACES = [("none", "no upload", (0.0, 32)),
+          *itertools.product(("none", *SEEDS), ("dense", "factored"), CASES)]  # fmt: skip
+CELLS = [{"projection": p, "wire": w, "sparsity": s, "bits": b} for p, w, (s, b) in PLACES]
 
 
 class Seen(NamedTuple):
@@ -60,12 +58,11 @@ class Prior(NamedTuple):
     covariance: Tensor
     precision: Tensor
 
-    @classmethod
-    def of(cls, images: Tensor) -> "Prior":
-        """Estimate from rows; a little white noise keeps the covariance regular."""
-        x = images.double()
-        covariance = torch.cov(x.T) + 1e-3 * torch.eye(x.shape[1], dtype=x.dtype)
-        return cls(x.mean(0), covariance, torch.linalg.inv(covariance))
+
+def prior_of(images: Tensor) -> Prior:
+    x = images.double()
+    covariance = torch.cov(x.T) + 1e-3 * torch.eye(x.shape[1], dtype=x.dtype)  # regular by noise
+    return Prior(x.mean(0), covariance, torch.linalg.inv(covariance))
 
 
 def network(d: int, seed: int) -> nn.Sequential:
@@ -78,14 +75,13 @@ def network(d: int, seed: int) -> nn.Sequential:
     return model.eval()
 
 
-def received(model: nn.Module, sent: Any, sparsity: float, bits: int) -> list[tuple[Tensor, float]]:
-    """Return the tensors of a compressed upload, each with its threshold.
+def with_thresholds(tensors: list[Tensor], sparsity: float) -> list[tuple[Tensor, float]]:
+    """Return received tensors, each with its threshold, the smallest magnitude that came.
 
-    What was dropped of a tensor is at most its threshold: the smallest magnitude that came. It is 0
-    if a zero came.
+    What was dropped of a tensor is at most its threshold. It is 0 if a zero came.
     """
     pairs = []
-    for tensor in leakage.received(model, sent, sparsity, bits):
+    for tensor in tensors:
         came = tensor[tensor != 0].abs()
         full = 0 < len(came) == num_kept(tensor.numel(), sparsity)
         pairs.append((tensor, float(came.min()) if full else 0.0))
@@ -122,11 +118,6 @@ def ratio(products: Tensor, factor: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Least squares of ``products = factor * result``; zero where all factors are."""
     power = (factor**2).sum(dims)
     return torch.where(power > 0, (products * factor).sum(dims) / power, 0.0)
-
-
-def deep_leakage(seen: Seen, net: Any, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return leakage.deep_leakage(net, seen.products, seen.slopes, seen.tops, generator)
 
 
 def linear_estimate(prior: Prior, seen: Seen, net: Any, matrix: Tensor | None) -> Tensor:
@@ -192,7 +183,7 @@ def client_of(data_dir: str) -> tuple[Tensor, Tensor, list[int], list[Prior]]:
     order = torch.randperm(10 * PER_CLASS, generator=torch.Generator().manual_seed(1))
     drawn = torch.stack([members[:PER_CLASS] for members in by_class], 1).flatten()[order]
     attacked = order.argsort()[: 10 * ATTACKED].tolist()  # class 0 ... 9, then again
-    return x[drawn], labels[drawn], attacked, [Prior.of(x[m[PER_CLASS:]]) for m in by_class]
+    return x[drawn], labels[drawn], attacked, [prior_of(x[m[PER_CLASS:]]) for m in by_class]
 
 
 def rows(data_dir: str, projection: str, wire: str, sparsity: float, bits: int) -> Iterator[Row]:
@@ -202,8 +193,8 @@ def rows(data_dir: str, projection: str, wire: str, sparsity: float, bits: int) 
     rebuilt: dict[str, list[Tensor]] = defaultdict(list)
     if wire == "no upload":
         rebuilt["mean of the class"] = [prior.mean for prior in priors]
-        overall = torch.stack([prior.mean for prior in all_priors]).mean(0)
-        rebuilt["mean of all"] = [overall] * len(originals)
+        means = torch.stack([prior.mean for prior in all_priors])
+        rebuilt["mean of all"] = [means.mean(0)] * len(originals)
         noise = np.random.default_rng(0).random(originals.shape, dtype=np.float32)
         rebuilt["noise"] = [*(torch.from_numpy(noise) - MEAN) / STD]
     else:
@@ -215,10 +206,11 @@ def rows(data_dir: str, projection: str, wire: str, sparsity: float, bits: int) 
         z = x if matrix is None else x @ matrices["seed known"].float()
         model = network(z.shape[1], 0)
         net, sent = leakage.Network.of(model), leakage.upload(model, z, labels, wire)
-        tensors = received(model, sent, sparsity, bits)
+        tensors = with_thresholds(leakage.received(model, sent, sparsity, bits), sparsity)
         for row, prior in zip(attacked, priors, strict=True):
             seen = see(tensors, row, sent.outputs[row], net)
-            leaked = deep_leakage(seen, net, row)
+            received = seen.products, seen.slopes, seen.tops
+            leaked = leakage.deep_leakage(net, *received, torch.Generator().manual_seed(row))
             rebuilt["closed form"].append(lifted(seen.closed, matrix))
             rebuilt["deep leakage"].append(lifted(leaked, matrix))
             rebuilt["adaptive"].append(adaptive(seen, net, matrix))

@@ -1,11 +1,9 @@
 """What sums over features and class prototypes give away: who is in them, and what they look like.
 
-docs/results/privacy.md has the attacks. Members and public images are drawn from all 70,000
-training and test images alike. In G + eps, eps is 1e-8 of the mean diagonal, and 1e-4 in the Gram
-matrix of public images by which leverages are divided (calibration, as in Carlini et al.,
-*Membership Inference Attacks From First Principles*, S&P 2022), the best for the attacker of 1e-8,
-1e-4 and 1e-2 on two of the ten clients. Trained networks have ten rounds of FedAvg on 10,000 of the
-training images, members or not.
+docs/results/privacy.md has the attacks. Members and public images are drawn from all 70,000 images.
+In G + eps, eps is 1e-8 of the mean diagonal, and 1e-4 in public images' sums by which leverages are
+divided (calibration, as in Carlini et al., *Membership Inference Attacks From First Principles*,
+S&P 2022), the best for the attacker of 1e-8, 1e-4 and 1e-2 on two of the ten clients.
 """
 
 import functools
@@ -58,12 +56,7 @@ class Features(NamedTuple):
 
     classes: Tensor
     public: Tensor
-    fixed_point: FixedPoint | None
-
-    @classmethod
-    def of(cls, classes: Tensor, public: Tensor, bits: int) -> "Features":
-        """Round to `bits` bits unless they are 32, by steps that the public images choose."""
-        return cls(classes, public, FixedPoint.of(public, bits) if bits < 32 else None)
+    fixed_point: FixedPoint | None  # None: not rounded
 
     def compared(self, z: Tensor) -> Tensor:
         """Return the server's own features (n, p), rounded as clients round theirs, float64."""
@@ -85,10 +78,7 @@ def leverages(gram: NDArray[np.float64], z: Tensor, eps: float = EPS) -> Tensor:
 
 
 def told_apart(leverage: Tensor, calibration: Tensor, members: NDArray[np.int64]) -> Row:
-    """Compare leverages (m,) of the members of a client's sums with those of all others.
-
-    `calibration` (m,) has the leverages in the sums of the public images.
-    """
+    """Compare members' leverages with all others'; `calibration` has those in public sums (m,)."""
     member = np.zeros(len(leverage), bool)
     member[members] = True
     plain, relative = (-s.log().numpy() for s in (leverage, leverage / calibration))
@@ -107,9 +97,8 @@ def membership(features: Features, count: int, draws: int) -> Iterator[Row]:
     z = [features.compared(rows) for rows in features.classes]
     public = features.compared(features.public).split(len(features.public) // len(z))
     grams = [(rows.T @ rows).numpy() for rows in public]
-    total = np.sum(grams, axis=0)
     of_class = [leverages(gram, rows, EPS_PUBLIC) for gram, rows in zip(grams, z, strict=True)]
-    of_all = [leverages(total, rows, EPS_PUBLIC) for rows in z]
+    of_all = [leverages(np.sum(grams, axis=0), rows, EPS_PUBLIC) for rows in z]
     results: dict[str, list[Row]] = {"one client": [], "sum of ten": []}
     for _ in range(draws):
         members = [rng.choice(len(rows), size=count, replace=False) for rows in z]
@@ -123,8 +112,8 @@ def membership(features: Features, count: int, draws: int) -> Iterator[Row]:
             for _ in range(100):  # power iteration
                 first = torch.nn.functional.normalize(torch.from_numpy(gram) @ first, dim=0)
             for name, point in (("mean", mean), ("eigenvector", first)):
-                nearest = int(((z[c] @ point) / z[c].norm(dim=1)).abs().argmax())
-                row[f"nearest-to-{name}-is-own"] = float(nearest in chosen)
+                nearest = ((z[c] @ point) / z[c].norm(dim=1)).abs().argmax()
+                row[f"nearest-to-{name}-is-own"] = float(int(nearest) in chosen)
             results["one client"].append(row)
             results["sum of ten"].append(told_apart(leverages(joined, z[c]), of_all[c], chosen))
     for payload, rows in results.items():
@@ -159,9 +148,10 @@ def linear_map(features: Tensor, images: Tensor) -> Tensor:
         gram.diagonal().add_(ridge * float(gram.diagonal().mean()))
         return torch.linalg.solve(gram, z[chosen].T @ x[chosen])
 
-    ridges = [10.0**k for k in range(-6, 1)]
-    errors = [float((z[last] @ fitted(~last, r) - x[last]).square().mean()) for r in ridges]
-    return fitted(torch.ones_like(last), ridges[int(np.argmin(errors))])
+    def error(ridge: float) -> float:
+        return float((z[last] @ fitted(~last, ridge) - x[last]).square().mean())
+
+    return fitted(torch.ones_like(last), min((10.0**k for k in range(-6, 1)), key=error))
 
 
 def rebuilt(features: Features, pixels: Tensor, public_pixels: Tensor) -> Iterator[Row]:
@@ -191,7 +181,7 @@ def sums(data_dir: str, weights: str, features: str, bits: int) -> Iterator[Row]
     drawn = torch.stack([places[PUBLIC:] for places in of_class])  # (C, 6000)
     extract = MAPS[features].extractor(network)
     z = torch.cat([extract(part) for part in x.split(2_000)])
-    made = Features.of(z[drawn], z[public], bits)
+    made = Features(z[drawn], z[public], FixedPoint.of(z[public], bits) if bits < 32 else None)
     means, ten = raw[public].view(10, PUBLIC, -1).mean(1), raw[drawn[:, :100:10]]
     alone = ssim(means.repeat_interleave(10, 0), ten.flatten(0, 1))
     picture = {"original": raw[drawn[:, 0]], "label alone": means}

@@ -75,10 +75,7 @@ def federation(
     places: Iterable[Any], name: str, edges: Iterable[tuple[int, int]], rounds: int, seed: int = 0,
     scales: Mapping[int, float] = MappingProxyType({}), kind: Any = LocalGrid, **options: Any,
 ) -> tuple[Any, NTKDFL, Any]:  # fmt: skip
-    """Run clients with the digits at some places; return the grid, the strategy, its result.
-
-    `scales` are of the Jacobians of the clients that lie.
-    """
+    """Run clients, of which those with a scale lie; return grid, strategy and result."""
     data, model = load_data(Config()), network(name, seed)
     parts = [data.train(some) for some in places]
     strategy = NTKDFL(
@@ -194,7 +191,6 @@ def curious(_: str, network: str, curious: int) -> Iterator[Row]:
     rebuilt = closed_form(uploads, x.shape) if network == "mlp" else fitted(uploads, x.shape)
     error = (rebuilt[:IMAGES] - x[:IMAGES]).flatten(1).double().square().mean(1).sqrt()
     yield {
-        "images": len(error),
         "input-error-median": float(error.median()),
         "input-error-mean": float(error.mean()),
         "labels-in-clear": all(bool((u.targets.sum(1) == 1).all()) for u, _ in uploads),

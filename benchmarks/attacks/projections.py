@@ -1,12 +1,10 @@
 """What projected inputs give away: the Gaussian projection and the rotated low frequencies.
 
-A client of CP-NTK-FL sends the Jacobian at z = x P, in which the first layer's factor is z itself,
-and the label. The server knows the kind of projection, and has public images. docs/results/
-privacy.md says what else it finds out, from which it makes the linear estimate of an image, with
-mean and covariance of the public images of the label's class. To match each z with a public image
-is the idea of Zhang et al., *Earth Mover's Distance Minimization for Unsupervised Bilingual Lexicon
-Induction*, EMNLP 2017. Known pairs give inner products with another z: of the images' low
-frequencies, exactly, for the rotation, and of the images, with noise, for the Gaussian projection.
+In the Jacobian that a client of CP-NTK-FL sends the first layer's factor is z = x P itself. docs/
+results/privacy.md says what the server knows. To match each z with a public image is the idea of
+Zhang et al., *Earth Mover's Distance Minimization for Unsupervised Bilingual Lexicon Induction*,
+EMNLP 2017. Known pairs give inner products with another z: of the images' low frequencies, exactly,
+for the rotation, and of the images, with noise, for the Gaussian projection.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,10 +30,9 @@ Attacker = tuple[Callable[[Tensor], Tensor], Rebuild]  # z -> numbers of the ima
 
 
 def estimator(images: Tensor, labels: Tensor, numbers: Tensor, noise: float = 0.0) -> Rebuild:
-    """Linear estimate of an image from some numbers of it, by class.
+    """Estimate images linearly, by class, from numbers of them that have noise of some variance.
 
-    `numbers` (N, m) are those of the public images (N, 784); those of the images that are rebuilt
-    have noise, of that variance.
+    `numbers` (N, m) are those of the public images (N, 784), without noise.
     """
     maps = {}
     for c in labels.unique().tolist():
@@ -89,12 +86,10 @@ def attackers(
     kind: str, seen: Tensor, seen_labels: Tensor, public: Tensor, labels: Tensor
 ) -> dict[str, Attacker]:
     z = projected(seen, SEED, kind)
-    result: dict[str, Attacker] = {}
-    result["nothing"] = (lambda y: y[:, :1] * 0, estimator(public, labels, public[:, :1] * 0))
+    result = {"nothing": (lambda y: y[:, :1] * 0, estimator(public, labels, public[:, :1] * 0))}
     for name, seed in (("seed guessed", GUESS), ("seed known", SEED)):
         result[name] = (lambda y: y, estimator(public, labels, projected(public, seed, kind)))
-    scale = (FEATURES / 784) ** 0.5
-    rotation = kind == "low-frequency"
+    scale, rotation = (FEATURES / 784) ** 0.5, kind == "low-frequency"
 
     def numbers_of(images: Tensor) -> Tensor:  # that a server can compare z with
         if rotation:
@@ -135,9 +130,8 @@ def rows(data_dir: str, projection: str) -> Iterator[Row]:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x.flatten(1).double()[order], y[order]
     parts = [TARGETS, SEEN, PUBLIC]
-    (target, seen, public), (classes, seen_labels, labels) = (
-        t[: sum(parts)].split(parts) for t in (x, y)
-    )
+    target, seen, public = x[: sum(parts)].split(parts)
+    classes, seen_labels, labels = y[: sum(parts)].split(parts)
     originals, z = pixels(target), projected(target, SEED, projection)
     attacks = attackers(projection, seen, seen_labels, public, labels)
     for name, (numbers, rebuild) in attacks.items():
