@@ -220,39 +220,37 @@ def secure_sums() -> str:
     return markdown(f"seconds | of | {' | '.join(names)}", rows)
 
 
-def under_attack() -> tuple[Declaration, pd.DataFrame]:
-    """Return the accuracies with malicious clients, each with the points that it costs."""
+def under_attack() -> tuple[pd.DataFrame, list[list[str]]]:
+    """Return accuracies with malicious clients and the points lost; methods with their rules."""
     declaration = Declaration.load(str(papers.MEASURED / "liars.toml"))
-    table = papers.shown(declaration).query("measure == 'accuracy'")
-    names = (table.row.astype(str) + "+" + table.column.astype(str)).str.split("+", expand=True)
-    names.columns = pd.Index(["method", "rule", "data", "alpha", "attack", "liars"])
-    table = names.astype({"liars": int}).join(table[["row", "seed", "value"]])
+    shown = papers.shown(declaration).query("measure == 'accuracy'").reset_index()
+    names = (shown.row.astype(str) + "+" + shown.column.astype(str)).str.split("+").tolist()
+    keys = ["method", "rule", "data", "alpha", "attack", "liars"]
+    table = pd.DataFrame(names, columns=keys).astype({"liars": int})
+    table = table.assign(seed=shown.seed, value=shown.value)
     case, honest = ["data", "alpha", "method", "seed"], table.eval("liars == 0 and rule == 'none'")
     without = table[honest].set_index(case).value.rename("honest")
-    return declaration, table.join(without, on=case).eval("points = 100 * (honest - value)")
+    table = table.join(without, on=case).eval("points = 100 * (honest - value)")
+    return table, [name.split("+") for name, row in declaration.rows.items() if row.note]
 
 
 def liars_costs() -> str:
     """Return what the worst attack costs each method, with and without a rule."""
     goals = {0: (1, "not if all are honest"), 1: (3, "not with one"), 2: (5, "not with two")}
-    declaration, table = under_attack()
-    recommended = [name.split("+") for name, row in declaration.rows.items() if row.note]
-    places = dict.fromkeys(tuple(name.split("+")[:2]) for name in declaration.columns)
-    rows = []
-    for (data, alpha), (method, rule) in product(places, recommended):
+    (table, recommended), rows = under_attack(), []
+    places = product(["digits", "fashion-mnist"], ["0.5", "0.1"], recommended)
+    for data, alpha, (method, rule) in places:
         part = table.query("data == @data and alpha == @alpha and method == @method")
-        ruled, absent = part.rule == rule, part.attack == "absent"
-        means, costs = [], []
-        for some in (ruled & ~absent, (part.rule == "none") & ~absent, absent):
-            means.append(part[some].groupby(["liars", "attack"]).points.mean())
-            costs.append(means[-1].groupby("liars").max().reindex(range(4)))
-        seeds = part.dropna().groupby(["rule", "attack", "liars"]).size()
-        shown = [cost.map(lambda value: number(value) or "-") for cost in costs]
-        cells = ["**{}** ({}; {})".format(*triple) for triple in zip(*shown, strict=True)][1:]
+        groups = part.dropna().groupby(["rule", "attack", "liars"]).points
+        worst = groups.mean().drop("absent", level=1).groupby(level=[0, 2]).max()
+        costs = worst[rule], worst["none"], groups.mean()["none", "absent"]
+        ruled, *others = (c.reindex(range(4)).map(lambda v: number(v) or "-") for c in costs)
+        cells = map("**{}** ({}; {})".format, ruled[1:], *(other[1:] for other in others))
         missed = [words for k, (most, words) in goals.items() if costs[0][k] > most]
-        honest = part[(part.liars == 0) & (part.rule == "none")].value
-        rows.append([data, alpha, method, rule, seeds[[rule, "none"]].min(), percent(honest.mean()),
-                     shown[0][0], *cells, ", ".join(missed) or "yes"])  # fmt: skip
+        honest = percent(part.query("liars == 0 and rule == 'none'").value.mean())
+        seeds = groups.size()[[rule, "none"]].min()
+        rows.append([data, alpha, method, rule, seeds, honest, ruled[0], *cells,
+                     ", ".join(missed) or "yes"])  # fmt: skip
     return markdown(
         "data | Dirichlet | method | rule | seeds | honest, % | none malicious | one"
         " | two | three | goal met",
@@ -270,7 +268,7 @@ def liars() -> str:
         ("inner-product", 2): "two: honest mean times -1",
         ("label-shift", 3): "three: labels moved on",
     }
-    groups = under_attack()[1].query("data == 'digits' and method == 'fedavg'")
+    groups = under_attack()[0].query("data == 'digits' and method == 'fedavg'")
     groups = groups.groupby(["alpha", "rule", "attack", "liars"]).value
     means, counts = (found.unstack([2, 3])[[*cases]] for found in (groups.mean(), groups.count()))
     rows = (
