@@ -4,8 +4,8 @@
 
 `CASES` has each attack with its payload and measure, and its cells, whose settings are columns of
 results/CASE.csv; the attackers are in attacks/. `--only` takes some cells, by a query of pandas.
-Rows of a cell that is measured again are replaced. A picture needs all cells. Attacks on replies of
-all methods are runs, which `fedntk reproduce benchmarks/tables/liars.toml` makes.
+Rows of a cell that is measured again are replaced. A picture needs all cells. Attacks on replies
+are runs: `fedntk reproduce benchmarks/tables/liars.toml`.
 """
 
 from collections.abc import Callable, Iterable

@@ -46,12 +46,6 @@ CELLS = grid(configuration=CONFIGURATIONS, runs=(2000,))
 Views = dict[str, np.ndarray]
 
 
-def network() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, 2))
-
-
 def data_sets(examples: int) -> tuple[OwnData, OwnData]:
     """Two neighbours: with and without a row, or the rows of a client."""
     rng = np.random.default_rng(0)
@@ -96,19 +90,22 @@ def release(configuration: str, data: OwnData, seed: int) -> tuple[Views, float]
             seen.append(np.concatenate([sums.gram, sums.class_sums.ravel()]).astype(float))
         return solve(self, sums, shares)
 
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, 2))
     with tempfile.TemporaryDirectory() as folder, patch.object(NoisySums, "solve", keep):
         result = run(
-            {**settings, "seed": seed}, method="one-exchange", data=data, model=network(),
+            {**settings, "seed": seed}, method="one-exchange", data=data, model=model,
             out=folder, progress=False,
         )  # fmt: skip
         written = [result.summary, json.loads((Path(folder) / "inputs.json").read_text())]
         written += map(json.loads, (Path(folder) / "rounds.jsonl").read_text().splitlines())
-        model = np.concatenate([a.ravel() for a in load_model(folder).values()])
+        weights = np.concatenate([a.ravel() for a in load_model(folder).values()])
     views = {
         f"file {key}": np.clip(np.nan_to_num([value]), -1e9, 1e9)
         for key, value in facts(written).items()
     }
-    views["model"] = np.nan_to_num(model.astype(float))
+    views["model"] = np.nan_to_num(weights.astype(float))
     views |= {"server": seen[0]} if seen else {}
     return views, next(float(v) for key, v in written[-1].items() if key.startswith("epsilon"))
 

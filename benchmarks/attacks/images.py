@@ -29,9 +29,8 @@ def draw(_: Any, lines: Mapping[str, Tensor], stem: str) -> None:
     for line, (name, images) in zip(axes, lines.items(), strict=True):
         scores = ssim(images[:10], originals[:10])
         for axis, image, score in zip(line, images, scores, strict=False):
-            label = "" if images is originals else f"{score:.2f}"
             axis.imshow(image.reshape(28, 28), cmap="gray", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[])
-            axis.set_xlabel(label, fontsize=7, labelpad=1)
+            axis.set_xlabel("" if images is originals else f"{score:.2f}", size=7, labelpad=1)
         line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=7)
     figure.savefig(RESULTS / f"{stem}.png", dpi=90, bbox_inches="tight")

@@ -29,21 +29,18 @@ from fedntk.simulations.engine.building import load_setup
 
 from . import Row, grid
 
-RIDGE, LEVEL, IMAGES, NOISE = 0.01, 0.05, 30_000, 0.05
+RIDGE, LEVEL, IMAGES, NOISE, ALPHAS = 0.01, 0.05, 30_000, 0.05, (0.1, 0.5)
 SHARES = ((10, 0.0), (10, 0.1), (10, 0.2), (100, 0.0), (100, 0.01), (100, 0.05), (100, 0.2))
 LABELS = {"label shift": "label-shift", "random labels": "random-labels",
           "one class renamed": "label-flip"}  # fmt: skip
 ATTACKS = (*LABELS, "backdoor", "ten copies", "scaled sums", "no Gram matrix")
 CELLS = [
     {"alpha": alpha, "clients": clients, "attack": attack, "share": share, "seed": seed}
-    for alpha, (clients, share), attack, seed in product((0.1, 0.5), SHARES, ATTACKS, range(10))
+    for alpha, (clients, share), attack, seed in product(ALPHAS, SHARES, ATTACKS, range(10))
     if share or attack == "label shift"
 ]
-SPLITS: dict[str, Row] = {
-    "Dirichlet 0.1": {"partition": "dirichlet", "alpha": 0.1},
-    "Dirichlet 0.5": {"partition": "dirichlet", "alpha": 0.5},
-    "IID": {"partition": "iid"},
-}
+SPLITS: dict[str, Row] = {f"Dirichlet {a}": {"partition": "dirichlet", "alpha": a} for a in ALPHAS}
+SPLITS["IID"] = {"partition": "iid"}
 COPIES = grid(split=SPLITS, clients=(10, 20), seed=range(25))
 
 

@@ -1,13 +1,13 @@
 """Neighbours in NTK-DFL (Thompson et al., ICML 2025): the curious and those who lie.
 
-Scikit-learn's digits on a fixed graph. docs/results/privacy.md has what curious neighbours of
-client 0 rebuild from what they get in round 2, when all weights differ: its examples, and the
-weights of client 3. docs/results/ntk_dfl.md has the hostile ones: 90 times as large is less than
-the 100 medians that are refused.
+docs/results/privacy.md has what curious neighbours of client 0 rebuild from what they get in round
+2, when all weights differ. docs/results/ntk_dfl.md has the hostile ones: 90 times as large is less
+than the 100 medians that are refused.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from operator import itemgetter
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
@@ -26,13 +26,12 @@ from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import NTKDFL, Topology
 
 from . import Row, grid
-from .images import leakage
 
 VICTIM, THIRD = 0, 3
 EDGES = ((0, 1), (0, 2), (0, 3), (3, 4))
 EXAMPLES = (60, 50, 40, 30, 20)  # of the five clients
 ROUND, IMAGES = 2, 20
-STARTS = 4  # of L-BFGS for an image
+STARTS, STEPS = 4, 300  # of L-BFGS for an image
 CLIENTS, OFFSETS = 20, {2: (1,), 5: (1, 2, 10)}  # of a client's neighbours, both ways round
 LIARS = {2: (1, 19), 5: (1, 2)}
 SCALES = {"none": 1.0, "labels": 1.0, "scale 90": 90.0, "scale 1e4": 1e4}
@@ -151,7 +150,7 @@ def fitted(uploads: Sequence[Upload], shape: torch.Size) -> Tensor:
     def distance(i: int, pixels: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for model, rows in seen:
-            hidden = model[:4](pixels.view(1, *shape[1:]))
+            hidden = model[:4](pixels)
             first = dict(model[0].named_parameters(prefix="0"))
             # the derivatives of output 0 by its own row of weights are that layer's inputs
             total = total + (hidden[0] - rows["4.weight"][i, 0, 0]).square().sum()
@@ -163,10 +162,25 @@ def fitted(uploads: Sequence[Upload], shape: torch.Size) -> Tensor:
 
     generator, found = torch.Generator().manual_seed(0), []
     for i in range(IMAGES):
-        starts = torch.randn((STARTS, shape[1:].numel()), generator=generator, dtype=torch.float64)
-        fits = [leakage.lbfgs(partial(distance, i), start) for start in starts]
-        found.append(min(fits, key=lambda fit: fit[1])[0].view(shape[1:]))
-    return torch.stack(found)
+        starts = torch.randn(STARTS, *shape[1:], generator=generator, dtype=torch.float64)
+        found.append(
+            min((descended(partial(distance, i), x[None]) for x in starts), key=itemgetter(0))
+        )
+    return torch.cat([image for _, image in found])
+
+
+def descended(distance: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, Tensor]:
+    """Bring pixels to the least distance by L-BFGS; return it, and them."""
+    fit = torch.optim.LBFGS([x.requires_grad_()], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        fit.zero_grad()
+        value = distance(x)
+        value.backward(inputs=[x])
+        return value
+
+    fit.step(loss)
+    return float(loss().detach()), x.detach()
 
 
 def third_weights(got: Any, curious: Iterable[int]) -> float:

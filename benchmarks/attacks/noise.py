@@ -1,9 +1,8 @@
 """One release of sums with noise, of features that nobody trains: accuracy, members, losses.
 
-docs/results/privacy.md says what is released and measured, and what was chosen on which images.
-Scattering has J = 2 and L = 8; the logarithms are standardised within the image. LiRA fits a normal
-law to an image's margin, the score of its class minus the largest other one, over models with it,
-and another over models without it. Clients are lost when they are asked for masked sums.
+docs/results/privacy.md says what is released and measured. Scattering has J = 2 and L = 8; the
+logarithms are standardised within the image. LiRA fits a normal law to an image's margin, the score
+of its class minus the largest other one, over models with it, and another over models without it.
 """
 
 import functools
@@ -116,14 +115,6 @@ def accuracies(
         yield {"trust": trust, "epsilon": epsilon, "accuracy": accuracy}
 
 
-def margins(z: Tensor, y: Tensor, linear: Tensor) -> np.ndarray:
-    """Return each image's score of its class minus the largest other one (n,)."""
-    scores = z @ linear
-    right = scores.gather(1, y[:, None]).squeeze(1)
-    scores.scatter_(1, y[:, None], -torch.inf)
-    return (right - scores.amax(1)).numpy()
-
-
 def members(data_dir: str, epsilon: float) -> Iterator[Row]:
     z, y, test, y_test = numbers("fashion-mnist", data_dir, WIDTH)
     z, y, test = z[:POOL].double(), y[:POOL], test.double()
@@ -144,7 +135,9 @@ def members(data_dir: str, epsilon: float) -> Iterator[Row]:
         else:
             ridge = 1e-4 * gram.trace() / WIDTH
             linear = torch.linalg.solve(gram + ridge * torch.eye(WIDTH).double(), cross)
-        seen[k] = margins(z, y, linear)
+        scores = z @ linear  # of a class; the margin is above the largest other one
+        right = scores.gather(1, y[:, None]).squeeze(1)
+        seen[k] = (right - scores.scatter(1, y[:, None], -torch.inf).amax(1)).numpy()
         accuracies.append(float(((test @ linear).argmax(1) == y_test).double().mean()))
     ratios = np.empty((JUDGED, POOL))
     for k in range(JUDGED):
