@@ -1,9 +1,9 @@
 """Clients that lie about their sums of features: who is found, who is wrongly removed.
 
 docs/results/ledger.md has all lies and copies. Clients send Z^T Z, Z^T Y and the classes' counts,
-8 bits each (as in tables/exchanges.py). Nothing is tuned on these federations: the ridge is the best of
-1e-6 ... 1 on the validation examples for honest clients with each of three seeds, and of copies on
-them for the sums of all, liars included. Noise of copies is 5 % of the largest pixel.
+8 bits each (as in tables/exchanges.py). Nothing is tuned on these federations: the ridge is the
+best of 1e-6 ... 1 on the validation examples for honest clients with each of three seeds, and of
+copies on them for the sums of all, liars included. Noise of copies is 5 % of the largest pixel.
 """
 
 import functools
