@@ -1,4 +1,6 @@
-"""Lists of the methods, from their rows, the files of their classes and the titles of their pages.
+"""Lists of the methods, and of all settings.
+
+Methods are listed from their rows, the files of their classes and the titles of their pages.
 
 The docstring of a strategy's file begins "NAME: what is special.", and names the paper by a line
 "Source: authors, *title*, venue and year". A family is a folder of strategies.
@@ -9,7 +11,9 @@ import importlib
 import re
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import tomli_w
 
 PAGES = Path(__file__).resolve().parent / "methods"
 SOURCE = re.compile(r"^Source: ([^*]+), \*([^*]+)\*,?[^*]*?\b((?:19|20)\d\d)\b", re.MULTILINE)
@@ -82,3 +86,21 @@ def papers() -> str:
         if entry.paper:
             methods.setdefault(entry.paper, []).append(entry.link())
     return "\n".join(f"- {paper}: {', '.join(links)}" for paper, links in methods.items())
+
+
+def with_defaults(app: str) -> str:
+    """Return the text of the Flower app's pyproject.toml with all settings at their defaults.
+
+    A part that may be absent is a key of its own, and so the keys of its settings are quoted.
+    """
+    from fedntk.simulations import Config
+
+    values, config = Config.run_config_defaults(), dict[str, Any]()
+    for key, value in values.items():
+        home, name = config, key
+        while "." in name and key[: -len(name)] + name.partition(".")[0] not in values:
+            table, _, name = name.partition(".")
+            home = home.setdefault(table, {})
+        home[name] = value
+    head = app.partition("[tool.flwr.app.config]\n")[0]
+    return head + tomli_w.dumps({"tool": {"flwr": {"app": {"config": config}}}})

@@ -9,7 +9,6 @@ Run it as a program (`make pages`) after a result, a method or a setting has cha
 and what stands between is replaced. The tests refuse a page that is not current.
 """
 
-import json
 import re
 import sys
 from collections import Counter
@@ -19,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import tomli_w
 from scipy.stats import binomtest
 
-from fedntk.simulations import Config
 from fedntk.simulations.reproduction.declaration import Declaration
 
 sys.path.append(str(Path(__file__).parent))
@@ -32,11 +29,6 @@ import papers
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- table: ([^>]+) -->\n.*?<!-- end of table -->", re.DOTALL)
-
-
-def read(name: str) -> Any:
-    """Return the summary of a benchmark."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def rounds_of(name: str) -> pd.DataFrame:
@@ -66,56 +58,6 @@ def number(value: float, digits: int = 1) -> str:
 def percent(share: float) -> str:
     """Return a share in percent."""
     return number(100 * share)
-
-
-def percents(row: Any, keys: Iterable[Any]) -> list[str]:
-    """Return some shares of a row in percent."""
-    return [percent(row[key]) for key in keys]
-
-
-def joined(values: Iterable[float]) -> str:
-    """Return numbers with commas between them."""
-    return ", ".join(f"{value:g}" for value in values)
-
-
-# ------------------------------------------------------------------------------- NTK-DFL
-
-
-def ntk_dfl_round() -> str:
-    rows = []
-    for _, row in figures("ntk_dfl").iterrows():
-        clients, _, more = row.case.removeprefix("clients ").partition(", neighbours ")
-        mega = (f"{row[key] / 1e6:.1f}" for key in ("bytes-up", "bytes-down"))
-        time = (number(row[key]) for key in ("cpu-seconds", "seconds"))
-        rows.append([clients, more, *time, number(row["process-mb"] / 1e3), *mega])
-    return markdown(
-        "clients | neighbours d | CPU seconds | by the clock | memory, GB | MB of a client, up"
-        " | MB, down",
-        rows,
-    )
-
-
-# -------------------------------------------------------------- one model for each client
-
-
-def federation_minutes() -> str:
-    names = {"one-exchange": "one exchange, p = 1,000",
-             "one-exchange-20000": "one exchange of 20,000 images, p = 2,000",
-             "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "ntk-fl": "NTK-FL"}  # fmt: skip
-    table = figures("federation_minutes").query("way == 'run'").set_index("case")
-    rows = []
-    for method, name in names.items():
-        row = table.loc[method]
-        moments = (number(row[moment], 0) for moment in ("seconds", "answered", "until"))
-        rows.append([name, *moments, int(row.rounds), percent(row.accuracy), f"{row.load:.1f}"])
-    return markdown(
-        "method | seconds to 88 % | first replies added up after, s | ended after, s | rounds"
-        " | accuracy at the end, % | load before",
-        rows,
-    )
-
-
-# ---------------------------------------------------------------------------------- guides
 
 
 def columns(name: str, *chosen: str) -> str:
@@ -175,7 +117,7 @@ def copies_in_sums() -> str:
         found = part.groupby(splits)[["found", "harm-found", "liars"]].sum().to_numpy()
         cells = ("{} ({}) of {}".format(*numbers) for numbers in found)
         keys = ["accuracy-before", "harm-accuracy", "accuracy", "accuracy-honest"]
-        rows.append([f"{attack}, {times} times", *cells, *percents(part[keys].mean(), keys)])
+        rows.append([f"{attack}, {times} times", *cells, *map(percent, part[keys].mean())])
     for name, part in (("All are honest", table[table.liars == 0]), ("One is malicious", lied)):
         shares = []
         for count, trials, what in (
@@ -271,31 +213,69 @@ def liars() -> str:
     groups = under_attack()[0].query("data == 'digits' and method == 'fedavg'")
     groups = groups.groupby(["alpha", "rule", "attack", "liars"]).value
     means, counts = (found.unstack([2, 3])[[*cases]] for found in (groups.mean(), groups.count()))
-    rows = (
-        [*key, joined(sorted({*counts.loc[key].dropna()})), *map(percent, means.loc[key])]
-        for key in means.index
-    )
-    return markdown(" | ".join(["Dirichlet | rule | seeds", *cases.values()]), rows)
+    seeds = counts.min(axis=1).map("{:.0f}".format)
+    rows = ([*key, seeds[key], *map(percent, means.loc[key])] for key in means.index)
+    return markdown(" | ".join(["Dirichlet | rule | seeds, at least", *cases.values()]), rows)
 
 
-def round_costs() -> str:
-    """Return a row for each way to run clients and number of clients that was measured."""
-    names = {"local": "local engine", "ray": "Ray", "cluster": "Ray, a cluster of two nodes",
-             "supernodes": "SuperLink and SuperNodes"}  # fmt: skip
-    table = figures("round_costs").sort_values("clients")
-    table = table[(table.way != "local") | table.clients.isin([10, 100, 1000])]
-    rows = []
-    for way, name in names.items():
-        for _, row in table[table.way == way].iterrows():
-            memory = (row[f"{who}memory-mb"] / 1e3 for who in ("", "server-"))
-            spent = (f"{row[key]:.3g}" for key in ("seconds", "cpu-seconds"))
-            figure = map(number, (next(memory), row["server-cpu-seconds"], next(memory)))
-            rows.append([name, f"{row.clients:,}", *spent, *figure])
-    return markdown(
-        "clients run on | clients | seconds | CPU seconds | memory, GB | CPU seconds of the server"
-        " | memory of the server, GB",
-        rows,
-    )
+WORDS = {
+    "one-exchange": "one exchange, p = 1,000",
+    "one-exchange-20000": "one exchange of 20,000 images, p = 2,000",
+    "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "ntk-fl": "NTK-FL", "local": "local engine",
+    "ray": "Ray", "cluster": "Ray, a cluster of two nodes",
+    "supernodes": "SuperLink and SuperNodes", "factors": "`gradient_norms`",
+    "opacus": "Opacus, fast gradient clipping",
+    "vmap, 16 at a time": "`vmap` of `torch.func.grad`, 16 at a time",
+}  # fmt: skip
+MEASURED = {  # group of speed.csv -> its rows, head of the table, cells of a row r
+    "ntk_dfl": (
+        "way == 'fedntk'", "case | CPU s | s | memory, GB | MB of a client, up | MB, down",
+        "{r[case]}|{r[cpu-seconds]:.1f}|{r[seconds]:.1f}|{r[process-gb]:.1f}|{r[up-mb]:.1f}"
+        "|{r[down-mb]:.1f}",
+    ),
+    "federation_minutes": (
+        "way == 'run'", "method | seconds to 88 % | first replies added up after, s"
+        " | ended after, s | rounds | accuracy at the end, % | load before",
+        "{r[case]}|{r[seconds]:.0f}|{r[answered]:.0f}|{r[until]:.0f}|{r[rounds]:.0f}"
+        "|{r[accuracy]:.1f}|{r[load]:.1f}",
+    ),
+    "round_costs": (
+        "way != 'local' or clients >= 10", "clients run on | clients | seconds | CPU seconds"
+        " | memory, GB | CPU seconds of the server | memory of the server, GB",
+        "{r[way]}|{r[clients]:,.0f}|{r[seconds]:.3g}|{r[cpu-seconds]:.3g}|{r[memory-gb]:.1f}"
+        "|{r[server-cpu-seconds]:.1f}|{r[server-memory-gb]:.1f}",
+    ),
+    "kernel_peers": (
+        "way == 'neural-tangents'", "network, examples, threads | fedntk, ms | neural-tangents, ms"
+        " | times faster",
+        "{r[case]}|{r[rival-seconds-ms]:.1f}|{r[seconds-ms]:.1f}|{r[ratio]:.1f}",
+    ),
+    "gradient_norms": (
+        "way != 'step'", " | batch | training steps | seconds, of a step | MB, of a step"
+        " | relative difference",
+        "{r[way]}|{r[case]}|{r[ratio]:.2f}|{r[seconds]:.1f}, {r[rival-seconds]:.1f}"
+        "|{r[peak-mb]:.0f}, {r[rival-peak-mb]:.0f}|{r[error]:.0e}",
+    ),
+}  # fmt: skip
+
+
+def cases(group: str) -> str:
+    """Return a row for each case of a group of speed.csv."""
+    chosen, head, cells = MEASURED[group]
+    table, order = figures(group).query(chosen), list(WORDS)
+    places = table.way.map(lambda way: order.index(way) if way in WORDS else 0)
+    table = table.iloc[places.argsort(kind="stable")].replace(WORDS)
+    for key in table.columns:
+        if key.endswith("-mb"):
+            table[f"{key[:-3]}-gb"] = table[key] / 1e3
+        elif key.startswith("bytes-"):
+            table[f"{key[6:]}-mb"] = table[key] / 1e6
+        elif key.endswith("seconds"):
+            table[f"{key}-ms"] = table[key] * 1e3
+        elif key == "accuracy":
+            table[key] *= 100
+    rows = (cells.format(r=row).replace("nan", "").split("|") for row in table.to_dict("records"))
+    return markdown(head, rows)
 
 
 SPEED = (  # group, way, case, what, fedntk, beside; r is a row of speed.csv
@@ -383,42 +363,12 @@ def _program(row: Any, usual: str) -> str:
     return words if place == usual else f"{words}, {place}"
 
 
-def kernel_peers() -> str:
-    table = figures("kernel_peers").query("way == 'neural-tangents'")
-    rows = (
-        (*re.findall(r"[\w-]+", r.case.replace("n=", ""))[:2], r.threads,
-         number(1e3 * r["rival-seconds"]), number(1e3 * r.seconds), number(r.ratio))
-        for _, r in table.iterrows()
-    )  # fmt: skip
-    return markdown(
-        "network | examples | threads | fedntk, ms | neural-tangents, ms | times faster", rows
-    )
-
-
-def gradient_norms() -> str:
-    names = {
-        "factors": "`gradient_norms`",
-        "opacus": "Opacus, fast gradient clipping",
-        "vmap, 16 at a time": "`vmap` of `torch.func.grad`, 16 at a time",
-    }
-    rows = [
-        [names[row.way], row.case.partition("=")[2], number(row.ratio, 2),
-         f"{number(row.seconds)}, {number(row['rival-seconds'])}",
-         f"{row['peak-mb']:.0f}, {row['rival-peak-mb']:.0f}", f"{row.error:.0e}"]
-        for _, row in figures("gradient_norms").iterrows() if row.way in names
-    ]  # fmt: skip
-    return markdown(
-        "| batch | training steps | seconds, of a step | MB, of a step | relative difference", rows
-    )
-
-
 TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
-        columns, ntk_dfl_round, federation_minutes,
+        columns, cases,
         sums_privacy, liars_in_sums, copies_in_sums, crashes, secure_sums, liars_costs, liars,
-        round_costs, speed, gpu, kernel_peers, gradient_norms, catalogue.baseline_families,
-        catalogue.baseline_list, catalogue.papers,
+        speed, gpu, catalogue.baseline_families, catalogue.baseline_list, catalogue.papers,
     )
 }  # fmt: skip
 TABLES |= {
@@ -440,27 +390,11 @@ def filled(text: str) -> str:
     return BLOCK.sub(block, text)
 
 
-def with_defaults(app: str) -> str:
-    """Return the text of the Flower app's pyproject.toml with all settings at their defaults.
-
-    A part that may be absent is a key of its own, and so the keys of its settings are quoted.
-    """
-    values, config = Config.run_config_defaults(), dict[str, Any]()
-    for key, value in values.items():
-        home, name = config, key
-        while "." in name and key[: -len(name)] + name.partition(".")[0] not in values:
-            table, _, name = name.partition(".")
-            home = home.setdefault(table, {})
-        home[name] = value
-    head = app.partition("[tool.flwr.app.config]\n")[0]
-    return head + tomli_w.dumps({"tool": {"flwr": {"app": {"config": config}}}})
-
-
 if __name__ == "__main__":
     app = ROOT / "simulations" / "pyproject.toml"
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for path in [app, *pages]:
         before = path.read_text(encoding="utf-8")
-        if (after := with_defaults(before) if path == app else filled(before)) != before:
+        if (after := catalogue.with_defaults(before) if path == app else filled(before)) != before:
             path.write_text(after, encoding="utf-8")
             print(path.relative_to(ROOT))
