@@ -91,7 +91,7 @@ def papers() -> str:
 def with_defaults(app: str) -> str:
     """Return the text of the Flower app's pyproject.toml with all settings at their defaults.
 
-    A part that may be absent is a key of its own, and so the keys of its settings are quoted.
+    A part that may be absent is itself a key, and so the keys of its settings are quoted.
     """
     from fedntk.simulations import Config
 

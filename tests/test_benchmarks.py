@@ -42,7 +42,7 @@ def test_what_benchmarks_import_is_there():
             module = getattr(node, "module", "") or "__init__"  # as in "from . import"
             if names and module in trees:
                 has = {name.id for name in ast.walk(trees[module]) if isinstance(name, ast.Name)}
-                has |= {getattr(own, "name", "") for own in trees[module].body}
+                has |= {getattr(node, "name", "") for node in trees[module].body}
                 assert set(names) <= has | set(trees), module
             elif names and module.startswith("fedntk"):
                 package = importlib.import_module(module)
@@ -245,8 +245,8 @@ def test_deep_leakage_and_the_adaptive_attack_succeed_without_protection(attack,
         original, one = attack.pixels(x[row])[None], seen[row]
         generator = torch.Generator().manual_seed(0)
         leaked = attack.leakage.deep_leakage(net, one.products, one.slopes, one.tops, generator)
-        for found in leaked, attack.adaptive(one, net):
-            assert attack.ssim(attack.pixels(found)[None], original) > 0.95
+        for rebuilt in leaked, attack.adaptive(one, net):
+            assert attack.ssim(attack.pixels(rebuilt)[None], original) > 0.95
 
 
 def test_projection_hides_the_direction_from_those_without_the_seed(attack):

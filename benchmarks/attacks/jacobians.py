@@ -1,6 +1,6 @@
 """Deep leakage from Jacobians, and other attackers: images rebuilt from an upload.
 
-fedntk's own code makes and reads an upload of 60 examples of Fashion-MNIST, of which 20 are
+fedntk's code makes and reads an upload of 60 examples of Fashion-MNIST, and 20 of them are
 rebuilt. docs/results/privacy.md has the attackers. With a random projection P to 200 dimensions
 some find z = x P and multiply it by the pseudo-inverse of P, others have x P in place of x.
 """

@@ -74,7 +74,7 @@ def federation(
     places: Iterable[Any], name: str, edges: Iterable[tuple[int, int]], rounds: int, seed: int = 0,
     scales: Mapping[int, float] = MappingProxyType({}), kind: Any = LocalGrid, **options: Any,
 ) -> tuple[Any, NTKDFL, Any]:  # fmt: skip
-    """Run clients, of which those with a scale lie; return grid, strategy and result."""
+    """Run clients; those with a scale lie. Return grid, strategy and result."""
     data, model = load_data(Config()), network(name, seed)
     parts = [data.train(some) for some in places]
     strategy = NTKDFL(
@@ -185,15 +185,15 @@ def descended(distance: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, T
 
 def third_weights(got: Any, curious: Iterable[int]) -> float:
     """Solve eq. (1) for client 3's weights; return the error over that of the average itself."""
-    near, known = [VICTIM, 1, 2, THIRD], [VICTIM, *curious]
+    near, seen = [VICTIM, 1, 2, THIRD], [VICTIM, *curious]
     sent = {j: got[VICTIM if j != VICTIM else 1, "average", j] for j in near}
-    unknown = sum(EXAMPLES[j] for j in near if j not in known)  # how many is taken as known
+    number = sum(EXAMPLES[j] for j in near if j not in seen)  # of examples, taken as public
     errors, baseline = 0.0, 0.0
     for name, centre in got[1, "jacobians", VICTIM].items():
         if name != "num-examples":
             total = sum(EXAMPLES[j] for j in near) * centre.astype(np.float64)
-            rest = total - sum(EXAMPLES[j] * sent[j][name].astype(np.float64) for j in known)
-            errors += float(((rest / unknown - sent[THIRD][name]) ** 2).sum())
+            rest = total - sum(EXAMPLES[j] * sent[j][name].astype(np.float64) for j in seen)
+            errors += float(((rest / number - sent[THIRD][name]) ** 2).sum())
             baseline += float(((centre - sent[THIRD][name]) ** 2).sum())
     return float(np.sqrt(errors / baseline))
 

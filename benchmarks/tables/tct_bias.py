@@ -31,7 +31,7 @@ def digit_8() -> Examples:
 
 
 def table(share: float = 0.5) -> Examples:
-    """Return 2,500 rows of 20 numbers in two classes, of which one has a share."""
+    """Return 2,500 rows of 20 numbers in two classes; the first has a share of them."""
     x, y = make_classification(
         2500, 20, n_informative=8, n_redundant=4, weights=[share], class_sep=0.5, flip_y=0.01,
         random_state=3,
