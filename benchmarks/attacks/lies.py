@@ -52,8 +52,8 @@ class Images:
             method="afl", model="scattering", random_features=width, bandwidth=1.6,
             standardise=False, **settings,
         ))  # fmt: skip
-        self.step = 2.0 ** np.ceil(np.log2(np.sqrt(2 / width) / 127))
-        self.fixed = FixedPoint(np.full(width, self.step, np.float32), bits=8)
+        self.fixed = FixedPoint.within((2 / width) ** 0.5, width, bits=8)
+        self.step = float(self.fixed.step[0])
         self.identity, data = Normaliser.identity(width), setup.data
         self.extract = FeatureMap("last-layer").extractor(setup.network)
         some = np.arange(len(data.y_train))

@@ -64,8 +64,7 @@ def untrained(settings: dict[str, Any], seed: int) -> Figures:
     """
     config = Config(settings, seed=seed)
     setup, width = load_setup(config), config.random_features
-    step = 2 ** np.ceil(np.log2(np.sqrt(2 / width) / 127))  # no cosine is larger than sqrt(2 / p)
-    fixed = FixedPoint(np.full(width, step, np.float32), bits=8)
+    fixed = FixedPoint.within((2 / width) ** 0.5, width, bits=8)  # no cosine is above sqrt(2 / p)
     clients, held = setup.split.clients, np.zeros(len(setup.data.y_train), bool)
     every = np.sort(np.concatenate(clients))
     held[np.random.default_rng(seed).choice(every, len(every) // 6, False)] = True
