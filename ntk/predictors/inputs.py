@@ -41,8 +41,9 @@ class InputTransform:
     examples near 0, of a dtype that float32 holds, that are no tables. A table, which may come as a
     data frame, has the names of its `columns`, and their `kinds`: ``"0 or 1"``, ``"whole"`` or
     ``"real"`` numbers. `alphabet` has the characters of texts. `classes` are the names of the C
-    classes, or the numbers that were labels in the data, such as 1 ... C. `project` is a random
-    projection of the standardised tensor, which is not saved, as its seed is a secret.
+    classes, or the numbers that were labels in the data, such as 1 ... C. `frozen` is the part of a
+    network that is not trained, and takes the standardised tensor; `project` is a random projection
+    of what then comes. Neither is saved: the seed of a projection is a secret.
 
     Examples
     --------
@@ -61,6 +62,7 @@ class InputTransform:
     alphabet: str = ""
     classes: tuple[str | int, ...] = ()
     project: Callable[[Tensor], Tensor] | None = None
+    frozen: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def fit(
@@ -116,7 +118,9 @@ class InputTransform:
             if doubt:
                 warnings.warn(doubt, stacklevel=2)
         ready = torch.from_numpy(scaled.astype(np.float32, copy=False))
-        return ready if self.project is None else self.project(ready)
+        for function in (self.frozen, self.project):
+            ready = ready if function is None else function(ready)
+        return ready
 
     @property
     def standardises(self) -> bool:
@@ -290,14 +294,19 @@ class InputTransform:
         return f"standardised by {unit}" if self.standardises else "as they are"
 
     def save(self, folder: str | Path) -> None:
-        """Write ``inputs.json`` into a folder; ValueError if there is a secret projection."""
+        """Write ``inputs.json`` into a folder; ValueError if more follows, which is not saved."""
         if self.project is not None:
             raise ValueError(
                 "inputs: expected no projection, whose seed is a secret; set predictor.inputs = "
                 "None to save the model for inputs that are standardised and projected already"
             )
+        if self.frozen is not None:
+            raise ValueError(
+                "inputs: expected no frozen network, which is not saved with them; keep the run's "
+                "folder for load_predictor, or set predictor.inputs = None to save what was trained"
+            )
         moments = {"mean": self.mean.tolist(), "std": self.std.tolist()}
-        text = json.dumps({**vars(self), **moments, "project": None})
+        text = json.dumps({**vars(self), **moments, "project": None, "frozen": None})
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / self.FILE).write_text(text, encoding="utf-8")
 
