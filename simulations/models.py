@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,16 @@ from fedntk.ntk import (
 )
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features.centred_inputs import CENTRE
+from fedntk.ntk.features.feature_map import FeatureMap
+from fedntk.ntk.features.frozen import (
+    EvaluationMode,
+    FrozenPart,
+    LastInputs,
+    UnitLength,
+    last_block,
+    probe_outputs,
+    split_network,
+)
 from fedntk.ntk.features.scattering import LogStandardise, Scattering
 from fedntk.ntk.first_weights import draw_weights
 from fedntk.ntk.losses import require_scores
@@ -32,6 +42,7 @@ from .config.config import BaseConfig
 from .config.importing import import_named
 from .config.settings import ConfigError, nearest
 from .errors import first_line, naming
+from .pretrained import PLACE, load_pretrained
 
 InputShape = tuple[int, ...]
 
@@ -248,21 +259,34 @@ def sample_outputs(network: nn.Module, input_shape: InputShape) -> list[float]:
 
 
 def build_model(config: BaseConfig, input_shape: InputShape, num_classes: int) -> nn.Module:
-    """Make the network that `config` names, its weights drawn from the configured seed.
+    """Make what is trained of the network that `config` names: see :func:`build_networks`."""
+    return build_networks(config, input_shape, num_classes)[0]
 
-    With a random projection it takes the projected features. Torch's generator is not changed.
+
+def build_networks(
+    config: BaseConfig, input_shape: InputShape, num_classes: int
+) -> tuple[nn.Module, FrozenPart | None]:
+    """Make the network that `config` names: what is trained of it, and what comes before.
+
+    Its weights are drawn from the configured seed; torch's generator is not changed. With a random
+    projection the trained part takes the projected features. The second is None if all is trained
+    and inputs are standardised by the training examples' moments.
     """
-    if config.projection > math.prod(input_shape):
-        raise ConfigError(
-            f"projection: expected at most {math.prod(input_shape)}, the numbers in an example, "
-            f"got {config.projection}"
-        )
-    input_shape = (config.projection,) if config.projection else input_shape
+    is_split, is_centred = config.trained_part != "all", config.centre is not None
+    if config.is_pretrained:
+        network_shape = (3, *input_shape[1:])
+    else:
+        network_shape = _projected(config, input_shape) if not is_split else input_shape
+    moments = None
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(config.seed)
-            model = _by_name(config, input_shape, num_classes)
-            probe = torch.full((1, *input_shape), -1.5 * (config.centre is not None))
+            if config.is_pretrained:
+                pretrained = load_pretrained(config, input_shape, num_classes)
+                model, head, moments = pretrained.network, pretrained.head, pretrained.moments
+            else:
+                model, head = _by_name(config, network_shape, num_classes), ""
+            probe = torch.full((1, *network_shape), -1.5 * (is_centred and not is_split))
             with torch.enable_grad():
                 outputs = model.eval()(probe)
     except ConfigError:
@@ -270,7 +294,7 @@ def build_model(config: BaseConfig, input_shape: InputShape, num_classes: int) -
     except Exception as error:  # whatever a user's factory or network raises
         centred = "" if config.centre is None else ", centred by centre"
         raise ConfigError(
-            f"model = {config.model}: fails for examples of shape {input_shape}{centred}: "
+            f"model = {config.model}: fails for examples of shape {network_shape}{centred}: "
             f"{first_line(error)}"
         ) from error
     with naming(f"model = {config.model}", ValueError):
@@ -286,15 +310,25 @@ def build_model(config: BaseConfig, input_shape: InputShape, num_classes: int) -
                 f"{('n', *outputs.shape[1:])}"
             )
         require_scores(outputs, config.loss)
+    weights = Path(config.weights) if config.weights else None
+    if weights is not None and _is_whole(weights, model):
+        _load_weights(model, weights, centred=is_centred)
+        weights = None
+    frozen = None
+    if is_split or config.is_pretrained:
+        model, before = _divide(config, model, head, probe) if is_split else (model, None)
+        with naming(f"model = {config.model}", ValueError):
+            frozen = FrozenPart(before, probe, moments=moments, device=device_of(config.device))
+        network_shape = _projected(config, frozen.shape)
     if config.init != "default":
         arrays = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
         generator = np.random.default_rng([config.seed, *b"first weights"])
         drawn = draw_weights(arrays, config.init, generator)
-        weights = {name: torch.from_numpy(array) for name, array in drawn.items()}
-        model.load_state_dict(weights, strict=False)
-    if config.weights:
-        _load_weights(model, Path(config.weights), centred=config.centre is not None)
-    num_features, bandwidth = config.chosen_method.random_features(config, input_shape)
+        tensors = {name: torch.from_numpy(array) for name, array in drawn.items()}
+        model.load_state_dict(tensors, strict=False)
+    if weights is not None:
+        _load_weights(model, weights, centred=is_centred)
+    num_features, bandwidth = config.chosen_method.random_features(config, network_shape)
     if num_features:
         expansions: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
             "fourier": partial(with_fourier_features, bandwidth=bandwidth),
@@ -304,7 +338,114 @@ def build_model(config: BaseConfig, input_shape: InputShape, num_classes: int) -
         with naming("random-features", ValueError):
             model = expansions[config.expand](model, num_features, config.seed)
     model = config.chosen_method.adapt(model, config)
-    return model if config.centre is None else CentredInputs(model, input_shape)
+    return CentredInputs(model, network_shape) if is_centred else model, frozen
+
+
+def _projected(config: BaseConfig, input_shape: InputShape) -> InputShape:
+    """Return the shape that a random projection, if there is one, makes of examples."""
+    if config.projection > math.prod(input_shape):
+        raise ConfigError(
+            f"projection: expected at most {math.prod(input_shape)}, the numbers in an example, "
+            f"got {config.projection}"
+        )
+    return (config.projection,) if config.projection else input_shape
+
+
+def _divide(
+    config: BaseConfig, model: nn.Module, head: str, probe: Tensor
+) -> tuple[nn.Module, nn.Module]:
+    """Return the part of a network that `trained` names, and a copy of what comes before."""
+    trained, inner, prefix = config.trained_part, model, ""
+    if config.is_pretrained:
+        inner, prefix = model.get_submodule(PLACE), f"{PLACE}."
+    with naming(f"trained = {trained}", ValueError):
+        if trained == "head":
+            first = head or FeatureMap("last-layer").last_layer(model)[0]
+        else:
+            first = prefix + (last_block(inner) if trained == "last-block" else trained)
+        if trained != "head" and first not in dict(model.named_modules()):
+            children = ", ".join(name for name, _ in inner.named_children())
+            raise ValueError(f"expected a module of the network, such as {children}")
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        before: nn.Module
+        try:
+            if trained == "head":
+                before, after = LastInputs(model, first), model.get_submodule(first)
+                inside = [n for n in names if not first or n.startswith(f"{first}.")]
+            else:
+                parts = split_network(model, first)
+                before, after = copy.deepcopy(parts[0]), parts[1]
+                inside = [name for name, _ in after.named_parameters()]
+            _require_separate_parts(model, inside)
+            _require_same_outputs(model.eval(), before.eval(), after.eval(), probe)
+        except ValueError:
+            raise
+        except Exception as error:  # whatever a user's forward does with a part of its network
+            raise ValueError(f"the network cannot be divided there: {first_line(error)}") from error
+        if not any(p.requires_grad for p in after.parameters()):
+            raise ValueError("expected weights to train there, got none")
+        if config.projection:
+            layer = after[-1] if isinstance(after, nn.Sequential) else after
+            if trained != "head" or not isinstance(layer, nn.Linear):
+                raise ValueError("projection is of vectors; expected trained = head with it")
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.seed)
+                drawn = nn.Linear(config.projection, layer.out_features, layer.bias is not None)
+            after = nn.Sequential(UnitLength(), drawn) if config.is_pretrained else drawn
+    return EvaluationMode(after) if config.is_pretrained and trained != "head" else after, before
+
+
+def _require_separate_parts(model: nn.Module, inside: Sequence[str]) -> None:
+    """Refuse an array that is trained and frozen."""
+    places: dict[int, set[bool]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), set()).add(name in inside)
+    if any(len(sides) > 1 for sides in places.values()):
+        raise ValueError("expected no array that is in the trained and in the frozen part as well")
+
+
+def _require_same_outputs(
+    model: nn.Module, before: nn.Module, after: nn.Module, probe: Tensor
+) -> None:
+    """Refuse parts that are not the network, also with large weights in the second one."""
+    state = {name: tensor.clone() for name, tensor in after.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in after.parameters():
+            size = max(1, parameter[:1].numel()) ** 0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / size)
+        for num in (1, 3):
+            example, whole = probe_outputs(model, num, probe)
+            parts = after(before(example))
+            error = 1e-4 * float(whole.abs().max())
+            if parts.shape != whole.shape or not torch.allclose(parts, whole, atol=error):
+                raise ValueError(
+                    f"expected a network whose outputs are those of the trained part; in "
+                    f"{type(model).__name__} more follows, or depends on other inputs; end its "
+                    "forward there, or set trained = all"
+                )
+        after.load_state_dict(state)
+
+
+def device_of(name: str) -> str:
+    """Return where networks run; ``auto`` is a GPU if there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device = {name}: cannot be used: {reason}") from error
+    return name
+
+
+def _is_whole(path: Path, model: nn.Module) -> bool:
+    """Whether a file has all arrays of a whole network, not only those of a trained part."""
+    with naming(f"weights = {path}: cannot be read", OSError, SafetensorError):
+        names = {*load_file(path)}
+    if CENTRE in names:
+        names = {name.removeprefix("network.") for name in names}
+    return names >= {*first_names(model).values()}
 
 
 def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:

@@ -59,7 +59,12 @@ MONITORED = (
     *("accuracy", "loss", "client-accuracy-mean", "client-accuracy-worst"),
     *("client-loss-mean", "client-loss-worst"),
 )
+PRETRAINED = ("efficientnet-lite0", "torchvision", "timm", "hf")  # begin names of such networks
 END = "# end of the settings\n"  # of a file that is whole
+
+
+def _whole_path(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
 
 
 class BaseConfig(SplitSettings, frozen=True, eq=False):
@@ -135,8 +140,26 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         "mlp",
         "mlp (with BatchNorm for fed-bn), simple-cnn, lenet, lenet-bn (with BatchNorm), "
         "digits-cnn, resnet18, char-lstm, two-patch-cnn, scattering (features of images, nothing "
-        "trained); or your own, <file>.py:<function> or <module>:<function>, called with the shape "
+        "trained); pre-trained: efficientnet-lite0, torchvision:<name>, timm:<name>, hf:<name or "
+        "folder>; or your own, <file>.py:<function> or <module>:<function>, called with the shape "
         "of an example and the number of classes",
+    )
+    trained: str = setting(
+        "auto",
+        "part of the network that is trained and sent, while what comes before is frozen: head "
+        "(the last linear layer), last-block, the name of the first module that is trained, such "
+        "as layer4, or all; auto: head of a pre-trained network, all of others",
+    )
+    pretrained_weights: str = setting(
+        "",
+        "safetensors or torch file of a pre-trained network's weights, on every machine that takes "
+        "part; by default those that come with the network, or are downloaded",
+    )
+    image_size: int = setting(
+        0,
+        "height and width to which pictures are resized for a pre-trained network; smaller is "
+        "faster; 0: those that it was trained with",
+        at_least=0,
     )
     width: int = setting(
         100,
@@ -308,6 +331,67 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             )
         chosen.check(self, self.settings)
 
+    def _whole_model(self) -> str:
+        kind, _, place = self.model.partition(":")
+        if not self.is_pretrained:
+            return whole_name(self.model)
+        is_folder = kind == "hf" and Path(place).expanduser().is_dir()
+        return f"{kind}:{_whole_path(place)}" if is_folder else self.model
+
+    def _check_pretrained(self) -> None:
+        """Refuse settings of pre-trained networks for others, and others' for these."""
+        for name in ("pretrained_weights", "image_size"):
+            if getattr(self, name) and not self.is_pretrained:
+                raise ConfigError(
+                    f"{self.key(name)} goes with a pre-trained network, such as model = "
+                    f"efficientnet-lite0; got model = {self.model}"
+                )
+        if not self.trained:
+            raise ConfigError("trained: expected head, last-block, all or a module's name, got ''")
+        if self.trained_part != "all":
+            if self.attack == "backdoor":
+                raise ConfigError(
+                    f"attack = backdoor marks pictures, and with trained = {self.trained_part} "
+                    "clients have features of them; choose another attack, or trained = all"
+                )
+            if self.projection_kind != "gaussian":
+                raise ConfigError(
+                    f"projection-kind = {self.projection_kind} is of pictures, and with trained = "
+                    f"{self.trained_part} features are projected; expected gaussian"
+                )
+        if not self.is_pretrained:
+            return
+        if self.projection and self.trained_part == "all":
+            raise ConfigError(
+                "projection: a pre-trained network takes pictures; set trained = head, whose "
+                f"features can be projected, or projection = 0, got {self.projection}"
+            )
+        kind, _, name = self.model.partition(":")
+        if (kind == "efficientnet-lite0") == bool(name):
+            raise ConfigError(
+                "model: expected efficientnet-lite0, torchvision:<name>, timm:<name> or hf:<name "
+                f"or folder>, got {self.model!r}"
+            )
+        if self.init != "default":
+            raise ConfigError(f"init = {self.init} would draw a pre-trained network's weights anew")
+        if not self.standardise:
+            raise ConfigError(
+                "standardise = false: a pre-trained network takes pictures that are standardised "
+                "as its own were; leave it out"
+            )
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the network is a pre-trained one, which brings moments of pictures with it."""
+        return self.model.partition(":")[0] in PRETRAINED
+
+    @property
+    def trained_part(self) -> str:
+        """The part of the network that is trained: all, head, last-block or a module's name."""
+        if self.trained != "auto":
+            return self.trained
+        return "head" if self.is_pretrained else "all"
+
     def known_methods(self) -> dict[str, Any]:
         """Return the methods by name: those installed, and those that were named or passed."""
         named = {method.name: method for method in self.methods.values()}
@@ -349,9 +433,10 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         super().check()
         # the same files for every process
         for name, whole_path in (
-            ("weights", str(Path(self.weights).expanduser().absolute()) if self.weights else ""),
+            ("weights", _whole_path(self.weights)),
             ("dataset", absolute_dataset(self.dataset)),
-            ("model", whole_name(self.model)),
+            ("model", self._whole_model()),
+            ("pretrained_weights", _whole_path(self.pretrained_weights)),
         ):
             object.__setattr__(self, name, whole_path)
         public_parts(self.public)
@@ -362,6 +447,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
                 f"init = {self.init} draws first weights, and weights = {self.weights} gives them; "
                 "leave one of the two out"
             )
+        self._check_pretrained()
         if self.monitor not in metrics:
             raise ConfigError(
                 f"monitor: expected one of {', '.join(metrics)}, got {self.monitor!r}"

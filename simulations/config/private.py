@@ -27,6 +27,7 @@ HARMLESS_SETTINGS = HARMLESS - {"max_examples"} | {
     *("test_examples", "width", "init", "norm", "learning_rate", "random_features", "expand"),
     *("bandwidth", "projection_kind", "local_epochs", "batch_size", "momentum", "weight_decay"),
     *("optimizer", "rate_decay", "rate_decay_after", "groups"),
+    *("trained", "image_size"),
     *("public", "ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
     *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
     *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),
@@ -52,7 +53,8 @@ def require_covered(mechanism: type[Noise], config: Any, settings: Settings) -> 
         "dataset": ("schema", config.may_be_private),
         "model": ("model", ":" in config.model),
         "weights": ("weights", bool(config.weights)),
-        "standardise": ("moments", config.standardise),
+        "pretrained_weights": ("weights", bool(config.pretrained_weights)),
+        "standardise": ("moments", config.standardise and not config.is_pretrained),
     }
     for name, (part, is_used) in from_user.items():
         if is_used and part not in public:

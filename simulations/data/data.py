@@ -4,7 +4,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedntk.ntk.features.frozen import FrozenPart
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import checksum
 
 from ..config.settings import ConfigError
+from .features import StoredFeatures
 
 Indices = NDArray[np.int64]
 # arrays of an npz file: clients_... say whose an example is; split has the indices of each client's
@@ -58,8 +60,8 @@ class Data:
     Examples (n, channels, height, width) or (n, ...) are raw values, as stored, with labels (n,),
     0 ... num_classes - 1, and the owner of each (n,), if the set names owners. A network gets them
     as `inputs` makes them: standardised, unless their values have a meaning as they are, such as
-    positions in an alphabet. `split` has the indices of each client's training examples, if it came
-    with the data.
+    positions in an alphabet; then as `frozen` makes them, if part of the network is. `split` has
+    the indices of each client's training examples, if it came with the data.
     """
 
     x_train: NDArray[Any]
@@ -74,6 +76,7 @@ class Data:
     classes: tuple[str | int, ...] = ()  # numbers if the data had these as labels
     alphabet: str = ""
     split: tuple[Indices, ...] | None = None
+    frozen: FrozenPart | None = None
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):
@@ -96,19 +99,26 @@ class Data:
 
     @cached_property
     def inputs(self) -> InputTransform:
-        """What is done to raw examples before a network sees them."""
+        """What is done to raw examples before a network, or its frozen part, sees them."""
+        classes = self.classes or tuple(self.alphabet) or tuple(range(self.num_classes))
+        if self.frozen is not None and self.frozen.moments is not None:
+            white = largest_value(self.x_train)
+            mean, std = (
+                (white * np.reshape(m, (-1, 1, 1))).astype(np.float32) for m in self.frozen.moments
+            )
+            return InputTransform(self.input_shape, mean, std, classes=classes)
         return InputTransform.fit(
             self.x_train,
             standardise=self.standardise and not self.alphabet,
             columns=self.columns,
-            classes=self.classes or tuple(self.alphabet) or tuple(range(self.num_classes)),
+            classes=classes,
             alphabet=self.alphabet,
         )
 
     @cached_property
     def schema(self) -> str:
         """What server and clients must agree on of the examples, as a digest."""
-        return self.inputs.digest
+        return self.inputs.digest + ("" if self.frozen is None else self.frozen.digest[:16])
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -126,13 +136,41 @@ class Data:
 
     def train(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Return training examples as a network takes them, float32, with their labels."""
-        x = self.inputs(self.x_train[indices], check_ranges=False)
-        return x, torch.from_numpy(self.y_train[indices])
+        return self._network_inputs("x_train", indices), torch.from_numpy(self.y_train[indices])
 
     def test(self, indices: Indices | slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return test examples, by default all, as :meth:`train` does."""
         y = np.ascontiguousarray(self.y_test[indices])
-        return self.inputs(self.x_test[indices], check_ranges=False), torch.from_numpy(y)
+        return self._network_inputs("x_test", indices), torch.from_numpy(y)
+
+    def _network_inputs(self, name: str, indices: Indices | slice) -> Tensor:
+        if self._is_divided:
+            return self._features(name).rows(indices)
+        return self.inputs(getattr(self, name)[indices], check_ranges=False)
+
+    def compute_features(self, indices: Indices) -> None:
+        """Compute the frozen network's features of training examples, with all threads."""
+        if self._is_divided:
+            self._features("x_train").compute(indices)
+
+    @property
+    def _is_divided(self) -> bool:
+        return self.frozen is not None and self.frozen.network is not None
+
+    def _features(self, name: str) -> StoredFeatures:
+        if name not in self._stored:
+            self._stored[name] = self._features_of(getattr(self, name))
+        return self._stored[name]
+
+    @cached_property
+    def _stored(self) -> dict[str, StoredFeatures]:
+        return {}
+
+    def _features_of(self, x: NDArray[Any]) -> StoredFeatures:
+        assert self.frozen is not None  # noqa: S101
+        prepare = partial(self.inputs, check_ranges=False)
+        moments = self.inputs.mean.tobytes() + self.inputs.std.tobytes()
+        return StoredFeatures(x, prepare, self.frozen, moments)
 
     def convert_examples(
         self,
@@ -154,6 +192,8 @@ class Data:
         self._require_kind(x, labels.numpy())
         if check_ranges:
             self.inputs.require_alike(x, len(self.y_train))
+        if self._is_divided:
+            return self._features_of(x).rows(), labels
         return self.inputs(x, check_ranges=False), labels
 
     def keep(self, name_of: Callable[[str], str] = str) -> dict[str, Any]:
@@ -191,6 +231,19 @@ class Data:
 def passed_data(name: str) -> Data | None:
     """Return examples that were passed in this process, by the name that :meth:`Data.keep` gave."""
     return _passed.get(name)
+
+
+def largest_value(pictures: NDArray[Any]) -> float:
+    """Return what stands for white, 255 or 1; ConfigError if it is neither."""
+    low, high = float(pictures.min()), float(pictures.max())
+    if low >= 0 and 32 <= high <= 255:
+        return 255.0
+    if low >= 0 and 0 < high <= 1 and pictures.dtype != np.uint8:
+        return 1.0
+    raise ConfigError(
+        "a pre-trained network takes pictures with values 0 ... 255 or 0 ... 1, as they are "
+        f"stored; got {low:g} ... {high:g} ({pictures.dtype}); scale them to one of these"
+    )
 
 
 def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str = "") -> None:

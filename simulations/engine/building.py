@@ -24,14 +24,14 @@ from ..checkpoints import Checkpoint, Checkpoints
 from ..config.config import BaseConfig
 from ..config.importing import ID, place_of, source_checksum
 from ..config.metrics import metrics_of
-from ..config.private import named_for
+from ..config.private import named_for, public_parts
 from ..config.settings import ConfigError
 from ..configuration import Config
 from ..data.data import LocalData
 from ..data.load import load_data
 from ..methods import all_methods
 from ..methods.method import Method, Setup
-from ..models import build_model, network_checksum, sample_outputs
+from ..models import build_networks, network_checksum, sample_outputs
 from ..report.results import Run, read_summary, require_same
 from ..simulated_trust import key_server, projected, run_name, sealed_projection
 from ._flower import log_from
@@ -40,7 +40,15 @@ from ._flower import log_from
 def load_setup(config: Config) -> Setup:
     """Load data and split, and build the network."""
     data = load_data(config)
-    setup = Setup(config, build_model(config, data.input_shape, data.num_classes), loaded=data)
+    network, frozen = build_networks(config, data.input_shape, data.num_classes)
+    loaded = data if frozen is None else replace(data, frozen=frozen)
+    setup = Setup(config, network, frozen, loaded=loaded)
+    known_scale = data.x_train.dtype == np.uint8 or "moments" in public_parts(config.public)
+    if config.is_pretrained and config.mechanism is not None and not known_scale:
+        raise ConfigError(
+            f"dataset: the noise does not cover whether {data.x_train.dtype} pictures have values "
+            "0 ... 1 or 0 ... 255; store them as unsigned bytes, or add moments to public"
+        )
     _ = setup.split
     return setup
 
@@ -51,7 +59,7 @@ def code_checksums(config: BaseConfig) -> dict[str, str]:
     parts = type(method), method.strategy_class, method.client_class, *method.parts
     installed = [place_of(part) for part in parts if method in all_methods().values()]
     return {
-        "model-code": source_checksum(config.model),
+        "model-code": "" if config.is_pretrained else source_checksum(config.model),
         "metrics-code": source_checksum(*metrics),
         "method-code": source_checksum(config.method, *installed),
     }
@@ -61,20 +69,25 @@ def source_of(setup: Setup) -> dict[str, Any]:
     """Return what the results of a run depend on besides its settings: see SOURCES."""
     config, network = setup.config, setup.network
     drawn = ":" in config.model and not ID.search(config.model)  # by a user's code, or from files
-    state = network.state_dict() if drawn or config.weights else {}
+    state = network.state_dict() if drawn or config.weights or config.is_pretrained else {}
     return {
         "data": named_for(config, setup.data.checksum),
         "split": named_for(config, setup.split.checksum),
-        "network": network_checksum(network),
-        "sample-outputs": sample_outputs(network, network_inputs(config, setup.data.input_shape)),
+        **network_facts(setup, setup.data.input_shape),
         "first-weights": checksum(*(t.cpu().numpy() for t in state.values())) if state else "",
         **code_checksums(config),
     }
 
 
-def network_inputs(config: BaseConfig, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an example as the network takes it."""
-    return (config.projection,) if config.projection else input_shape
+def network_facts(setup: Setup, input_shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return what a network shows of itself, and of what is frozen before it."""
+    shape = setup.frozen.shape if setup.frozen else input_shape
+    shape = (setup.config.projection,) if setup.config.projection else shape
+    return {
+        "network": network_checksum(setup.network),
+        "sample-outputs": sample_outputs(setup.network, shape),
+        **({"frozen": setup.frozen.digest} if setup.frozen else {}),
+    }
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -206,18 +219,19 @@ def load_predictor(
             cure += f"NetworkPredictor.load({str(folder)!r}, network)"
         raise FileNotFoundError(f"expected the folder of a run, got {folder}{cure}")
     own_model = {} if model is None else {"model": model}
-    config = Config.of_run(folder, trust=trust, passed=passed).replace(weights="", **own_model)
+    config = Config.of_run(folder, trust=trust, passed=passed).replace(**own_model)
+    if config.trained_part == "all":
+        config = config.replace(weights="")
     if config.projection:
         inputs = replace(inputs, project=partial(projected, config))
-    setup = Setup(config, build_model(config, inputs.shape, len(inputs.classes)))
+    network, frozen = build_networks(config, inputs.shape, len(inputs.classes))
+    if frozen is not None and frozen.network is not None:
+        inputs = replace(inputs, frozen=frozen)
+    setup = Setup(config, network, frozen)
     if (folder / "summary.json").exists():
-        shape = network_inputs(config, inputs.shape)
-        now: dict[str, Any] = {
-            "network": network_checksum(setup.network),
-            "sample-outputs": sample_outputs(setup.network, shape),
-        }
+        now = network_facts(setup, inputs.shape)
         if model is None:
-            now["model-code"] = source_checksum(config.model)
+            now["model-code"] = code_checksums(config)["model-code"]
         require_same(read_summary(folder), now, folder)
     if client is None:
         weights, described = load_tensors(folder / f"{which}.safetensors")

@@ -11,6 +11,7 @@ from logging import ERROR, WARNING, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 import torch
 
 from fedntk.ntk.support.files import claimed
@@ -240,7 +241,11 @@ def _prepare(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
         _check_resources(config)
         require_importable(config)
     with failing_as_run():
-        return prepare(config) if again or run_state(config) != "finished" else None
+        if not again and run_state(config) == "finished":
+            return None
+        setup, strategy = prepare(config)
+        setup.data.compute_features(np.concatenate(setup.split.clients))  # clients have one thread
+        return setup, strategy
 
 
 def require_importable(config: Config) -> None:

@@ -3,13 +3,12 @@
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ import fedntk.clients
 from fedntk.clients import LocalSGD, MaskedSums
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
+from fedntk.ntk.features.frozen import FrozenPart
 from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import Declared, Option, check_together, parts_of
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
@@ -32,6 +32,7 @@ from ..config.settings import ConfigError, Settings, key_of, settings_class
 from ..data.data import Data, KeptExamples, LocalData
 from ..data.load import load_data
 from ..data.partitions import Split, load_split
+from ..models import device_of
 from ..simulated_trust import projected
 
 PERSONAL = "personal"  # in a run's cache: what its clients keep
@@ -46,17 +47,20 @@ class Setup:
 
     `network` has the weights that the run starts from; clients overwrite them. `kept` serves the
     clients that are made from this setup, in one thread. `loaded` is the data set, if it is loaded.
+    `frozen` is what comes before the network.
     """
 
     config: BaseConfig
     network: nn.Module
+    frozen: FrozenPart | None = None
     kept: KeptExamples = field(default_factory=KeptExamples)
     loaded: Data | None = None
 
     @cached_property
     def data(self) -> Data:
         """The data set."""
-        return self.loaded or load_data(self.config)
+        data = self.loaded or load_data(self.config)
+        return data if data.frozen is self.frozen else replace(data, frozen=self.frozen)
 
     @cached_property
     def split(self) -> Split:
@@ -128,16 +132,8 @@ class Setup:
 
     @cached_property
     def device(self) -> str:
-        """Where networks run; ``auto`` is a GPU if there is one."""
-        name = self.config.device
-        if name == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            torch.empty(0, device=name)
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"device = {name}: cannot be used: {reason}") from error
-        return name
+        """Where networks run."""
+        return device_of(self.config.device)
 
 
 def _unmeasured(arrays: ArrayRecord) -> float:

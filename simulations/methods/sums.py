@@ -82,13 +82,15 @@ class _OneExchange(SumsMethod):
         settings = self.settings_in(config)
         whole = settings.sums.bits != UNQUANTISED and settings.noise is None
         chosen = config.random_features or config.validation_examples
-        return whole and not chosen and config.expand != "frequencies"
+        has_features = config.is_pretrained or config.trained_part != "all"
+        return whole and not chosen and not has_features and config.expand != "frequencies"
 
     def validates(self, config: BaseConfig) -> str:
         settings = self.settings_in(config)
         if settings.ledger is not None:
             return str(settings.key("ledger"))
-        bounded = config.random_features and config.expand != "frequencies"
+        bounded = config.is_pretrained or config.random_features  # features of a known size
+        bounded = bounded and config.expand != "frequencies"
         is_known = bounded or settings.noise is not None or self._chooses(config)
         in_steps = settings.sums.bits != UNQUANTISED and not is_known
         return super().validates(config) or (settings.sums.key("bits") if in_steps else "")

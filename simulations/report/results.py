@@ -308,6 +308,7 @@ SOURCES = {
     "data": "data set",
     "split": "split of the data set",
     "network": "network",
+    "frozen": "frozen part of the network",
     "sample-outputs": "network",
     "first-weights": "network at the start",
     "model-code": "code of the model",
