@@ -1,6 +1,7 @@
 """The client half of each method: NumPyClients, and the adapter that puts them on messages."""
 
 from .closed_form.closed_form import ClosedFormClient
+from .closed_form.safle import SAFLeClient
 from .core.adapter import client_app, received
 from .core.base import ModelClient, sample_size
 from .core.disk_store import DiskStore, cache_dir
@@ -55,6 +56,7 @@ __all__ = [
     "PrivacyLedger",
     "PrivacyLimits",
     "RelayClient",
+    "SAFLeClient",
     "SCAFFOLDClient",
     "SGDClient",
     "SealedProjection",

@@ -9,8 +9,8 @@ from .evolution.gradient_flow import Evolution, evolve
 from .features.centred_inputs import CentredInputs
 from .features.feature_map import (
     FeatureMap,
-    with_bucket_features,
     with_fourier_features,
+    with_overlap_codes,
     with_residual_features,
     with_scattering_frequencies,
 )
@@ -69,8 +69,8 @@ __all__ = [
     "residual",
     "ridge_regression",
     "uncertainty_of",
-    "with_bucket_features",
     "with_fourier_features",
+    "with_overlap_codes",
     "with_residual_features",
     "with_scattering_frequencies",
 ]

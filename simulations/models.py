@@ -15,12 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedntk.ntk import (
-    CentredInputs,
-    with_bucket_features,
-    with_fourier_features,
-    with_scattering_frequencies,
-)
+from fedntk.ntk import CentredInputs, with_fourier_features, with_scattering_frequencies
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.ntk.features.feature_map import FeatureMap
@@ -332,7 +327,6 @@ def build_networks(
     if num_features:
         expansions: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
             "fourier": partial(with_fourier_features, bandwidth=bandwidth),
-            "buckets": with_bucket_features,
             "frequencies": with_scattering_frequencies,
         }
         with naming("random-features", ValueError):

@@ -8,6 +8,7 @@ from .closed_form.fed_cof import FedCOF
 from .closed_form.fed_ncm import FedNCM
 from .closed_form.noisy_sums import NoisySums
 from .closed_form.one_exchange import OneExchange
+from .closed_form.safle import SAFLe
 from .core.asynchrony import Asynchrony
 from .core.centre import CentreInputs
 from .core.channel import Rounds, together
@@ -86,6 +87,7 @@ __all__ = [
     "Reply",
     "Round",
     "Rounds",
+    "SAFLe",
     "Sampling",
     "Screening",
     "SecureAggregation",

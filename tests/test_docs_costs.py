@@ -10,7 +10,14 @@ import torch
 from flwr.serverapp.strategy import FedAvg
 
 from fedntk.clients import FedEnsembleClient, MaskedSums, SGDClient
-from fedntk.ntk import JacobianUpload, compress, jacobian, one_hot, with_residual_features
+from fedntk.ntk import (
+    JacobianUpload,
+    compress,
+    jacobian,
+    one_hot,
+    with_overlap_codes,
+    with_residual_features,
+)
 from fedntk.simulations.methods import own_methods
 from fedntk.strategies import FeatureSums, NoisySums, SecureAggregation, Topology
 from fedntk.strategies.gossip.relay import RelayStrategy
@@ -123,6 +130,7 @@ OPTIONS = {  # page -> options of its strategy, if they are not those of its con
     "ntk_fl": {"learning_rate": 0.1, "steps": (10, 20)},
     "fed_ensemble": {"num_models": 3, "num_strata": 1},
     "deep_afl": {"network": with_residual_features(network(), 2, BLOCK, 0)},
+    "safle": {"network": with_overlap_codes(network(), 1, 4, 0)},  # two tables of 16 rows
     "one_exchange": {"network": network(), "sums": FeatureSums(**SUMS)},
     "weighted_fedavg": {"network": network(), "personal_batch_norm": True},
 }
@@ -150,6 +158,11 @@ def test_what_a_client_of_a_server_sends(page, tmp_path):
         assert set(sent(grid, "down", "query")) == {value(candidates, T=3)}
         row["up"] = f"{row['up, outputs and targets']} + {jacobian_bytes(row)}"
     more = {"P": KNOWN["P"] + 2 * BLOCK * HIDDEN, "m": BLOCK} if page == "deep_afl" else {}
+    if page == "safle":  # limits, and a last layer of 32 codes
+        more = {"P": KNOWN["P"] + HIDDEN + CLASSES * (32 - HIDDEN), "p": 32}
+        assert set(sent(grid, "down", "query")) == {
+            value(row["down, for means and deviations"], **more)
+        }
     down, up, evaluate = (value(row[key], K=3, **more) for key in ("down", "up", "evaluate"))
     first = value(row.get("first", "0"))
     times = 2 if contract_of(page).once and page != "deep_afl" else 4  # that: once for each layer

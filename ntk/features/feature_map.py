@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..jacobian.one_example import check_once
-from .layers import BANDWIDTH, BucketFeatures, FourierFeatures, ResidualFeatures
+from .layers import BANDWIDTH, FourierFeatures, OverlapCodes, ResidualFeatures
 from .scattering import Scattering, ScatteringFrequencies
 from .tangent import Method, TangentFeatures
 
@@ -250,16 +250,6 @@ def with_fourier_features(
     return _expand(network, make, num_features, seed, head)
 
 
-def with_bucket_features(
-    network: nn.Module, num_features: int, seed: int, head: str = "", **options: int
-) -> nn.Module:
-    """As :func:`with_fourier_features`, of p bucket features.
-
-    `options` are those of :class:`~fedntk.ntk.features.layers.BucketFeatures`.
-    """
-    return _expand(network, partial(BucketFeatures, **options), num_features, seed, head)
-
-
 def with_scattering_frequencies(
     network: nn.Module, num_features: int, seed: int, head: str = ""
 ) -> nn.Module:
@@ -307,6 +297,30 @@ def with_residual_features(
     name, old = FeatureMap("last-layer", head=head).last_layer(network)
     blocks = ResidualFeatures(old.in_features, num_layers, width, seed).to(old.weight.device)
     return _with_layer(network, name, nn.Sequential(blocks, old))
+
+
+def with_overlap_codes(
+    network: nn.Module, num_limits: int, group_size: int, seed: int, head: str = ""
+) -> nn.Module:
+    """Return a copy of a network with a new last layer, of overlap codes of its inputs.
+
+    L = `num_limits` and G = `group_size` are those of
+    :class:`~fedntk.ntk.features.layers.OverlapCodes`. :class:`~fedntk.strategies.SAFLe` moves the
+    limits to where the inputs are. The seed gives the permutation and the layer's first weights.
+    `head` is that of :class:`FeatureMap`.
+
+    Examples
+    --------
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> coded = with_overlap_codes(network, num_limits=2, group_size=5, seed=0)
+    >>> {k: tuple(v.shape) for k, v in coded[2].state_dict().items()}
+    {'0.limits': (8, 2), '1.weight': (3, 98), '1.bias': (3,)}
+    """
+    network = copy.deepcopy(network)
+    name, old = FeatureMap("last-layer", head=head).last_layer(network)
+    codes = OverlapCodes(old.in_features, num_limits, group_size, seed).to(old.weight.device)
+    layer = _draw_layer(old, codes.num_features, old.out_features, seed)
+    return _with_layer(network, name, nn.Sequential(codes, layer))
 
 
 def _draw_layer(old: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Linear:

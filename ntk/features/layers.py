@@ -1,6 +1,7 @@
 """Layers of random features that a seed draws, before a network's last layer.
 
-None is trained, or in the state dict, but for the solved blocks of :class:`ResidualFeatures`.
+None is trained, or in the state dict, but for the solved blocks of :class:`ResidualFeatures` and
+the limits of :class:`OverlapCodes`.
 """
 
 import math
@@ -12,15 +13,14 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, normalize, pad
+from torch.nn.functional import gelu, normalize, pad
 
 from ..support.precision import full_float32
 
 # s, for inputs of length 1. Between 0.07 and 0.56 the accuracy on validation examples of
 # Fashion-MNIST, from a SimpleCNN's last inputs with p = 2,000, was 86.5 to 87.1 %.
 BANDWIDTH = 0.3
-BUCKETS, GROUP = 2, 2
-SPREAD = 0.3  # standard deviation of the limits; these three chosen on validation examples
+LARGEST_GROUP = 12  # bits that choose one of 4,096 rows
 RESIDUAL_LAYER = "residual-layer"  # key of a message: whose random features are asked for
 _rows = ContextVar("_rows", default=128)  # of a call
 
@@ -61,53 +61,74 @@ class FourierFeatures(nn.Module):
         return (angles + self.phases).cos() * self.bound
 
 
-class BucketFeatures(nn.Module):
-    """h (n, d) -> z (n, p), float32: in each group 1 / sqrt(G) at its row, so z has norm 1.
+class OverlapCodes(nn.Module):
+    """h (n, d) -> Phi (n, p), float32: in each of E groups of bits, a 1 at the row they choose.
 
-    Each of G groups of `group` = g inputs, in `buckets` = b buckets each, chooses one of b^g rows
-    of a table, and scores are sums of rows: a linear model with p = G b^g. An example's inputs are
-    scaled to mean 0 and variance 1; limits of buckets are normal. Each input is in about as many
-    groups as any other, and some in none with p below d b^g / g.
+    Bit l of an input says whether it is above the l-th of its L limits, so that near values have
+    most bits in common. A permutation by the seed mixes all d L bits. Each G (`group_size`) in turn
+    are the digits of idx_j = sum_i g_ji 2^(i - 1), a row of a table W_j of V = 2^G rows. Scores are
+    sum_j W_j[idx_j] = Phi W: a linear model with p = E V. If G does not divide d L, the last table
+    is smaller. A NaN or infinite input makes its example's features NaN.
 
     Source: Bacellar et al., *Single-Round Scalable Analytic Federated Learning* (SAFLe), CVPR 2026,
-    as others describe it (arXiv 2512.03336, read in summaries only).
+    arXiv 2512.03336, as others report its equations. This package's reading: the bits of the
+    paper's "binary overlap" are those of a thermometer code, and limits begin as normal quantiles
+    l / (L + 1), for features of mean 0 and variance 1.
     """
 
-    chosen: Tensor  # the groups' inputs (G g,), int64
-    limits: Tensor  # between buckets (G g, b - 1), increasing
+    limits: Tensor  # float32 (d, L), increasing, in the state dict
+    order: Tensor  # permutation of bits, int64 (d L,)
 
-    def __init__(
-        self, size: int, num_features: int, seed: int, buckets: int = BUCKETS, group: int = GROUP
-    ) -> None:
+    def __init__(self, size: int, num_limits: int, group_size: int, seed: int) -> None:
         super().__init__()
-        rows = buckets**group
-        if buckets < 2 or group < 1 or num_features < 1 or num_features % rows:
+        if num_limits < 1 or not 1 <= group_size <= LARGEST_GROUP:
             raise ValueError(
-                f"bucket features: expected a multiple of {buckets}^{group} features, with at "
-                f"least 2 buckets and 1 input in a group, got {num_features}"
+                f"overlap codes: expected at least 1 limit of an input and 1 ... {LARGEST_GROUP} "
+                f"bits in a group, got {num_limits} and {group_size}"
             )
-        self.rows, self.buckets, self.group = rows, buckets, group
-        inputs = num_features // rows * group
-        generator = np.random.default_rng(seed)
-        orders = [generator.permutation(size) for _ in range(math.ceil(inputs / size))]
-        limits = np.sort(SPREAD * generator.standard_normal((inputs, buckets - 1)), axis=1)
-        self.register_buffer("chosen", torch.from_numpy(np.concatenate(orders)[:inputs]), False)
-        self.register_buffer("limits", torch.from_numpy(limits).float(), False)
+        self.group_size = group_size
+        groups, rest = divmod(size * num_limits, group_size)
+        self.num_features = (groups << group_size) + ((1 << rest) if rest else 0)
+        generator = np.random.default_rng([seed, *b"overlap codes"])
+        order = torch.from_numpy(generator.permutation(size * num_limits))
+        self.register_buffer("limits", _quantiles(num_limits).float().repeat(size, 1))
+        self.register_buffer("order", order, persistent=False)
+
+    @classmethod
+    def find(cls, network: nn.Module) -> tuple[str, Self] | None:
+        """Return name and module of those in a network; None if it has none."""
+        codes = [(name, m) for name, m in network.named_modules() if isinstance(m, cls)]
+        if len(codes) > 1:
+            raise ValueError(f"network: expected one OverlapCodes at most, got {len(codes)}")
+        return codes[0] if codes else None
 
     @property
     def bound(self) -> float:
         """Largest magnitude of a feature."""
-        return math.sqrt(self.group / len(self.chosen))
+        return 1.0
+
+    def limits_at(self, mean: Tensor, std: Tensor) -> Tensor:
+        """Return limits (d, L), float32, at the normal quantiles of this mean and deviation."""
+        quantiles = _quantiles(self.limits.shape[1])
+        return (mean.double()[:, None] + std.double()[:, None] * quantiles).float()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the sparse features, as a dense tensor."""
-        scaled = in_equal_parts(lambda part: layer_norm(part, part.shape[1:]), inputs.float())
-        buckets = (scaled[:, self.chosen, None] > self.limits).sum(2)
-        powers = self.buckets ** torch.arange(self.group, device=inputs.device)
-        row = (buckets.unflatten(1, (-1, self.group)) * powers).sum(2)
-        sums = scaled.new_zeros(*row.shape, self.rows)
-        sums.scatter_(2, row.unsqueeze(2), self.bound)
-        return sums.flatten(1)
+        inputs, size = inputs.float(), self.group_size
+        bits = (inputs.unsqueeze(2) > self.limits).flatten(1)[:, self.order].long()
+        digits = pad(bits, (0, -bits.shape[1] % size)).unflatten(1, (-1, size))
+        tables = torch.arange(digits.shape[1], device=bits.device) << size
+        rows = (digits << torch.arange(size, device=bits.device)).sum(2) + tables
+        one = 1 + (0 * inputs).sum(1, keepdim=True)
+        codes = inputs.new_zeros(len(bits), self.num_features)
+        return codes.scatter_(1, rows, one.expand_as(rows))
+
+
+def _quantiles(num_limits: int) -> Tensor:
+    """Return the normal quantiles l / (L + 1), l = 1 ... L, float64."""
+    shares = torch.arange(1, num_limits + 1).double() / (num_limits + 1)
+    quantiles: Tensor = torch.special.ndtri(shares)
+    return quantiles
 
 
 class ResidualFeatures(nn.Module):

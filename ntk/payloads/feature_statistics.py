@@ -204,6 +204,10 @@ class FeatureStatistics:
         gram = _pack(linear.T @ self.matrix() @ linear, np.float64)
         return replace(self, gram=gram, class_sums=self.class_sums @ linear)
 
+    def rounded(self) -> "FeatureStatistics":
+        """Return the sums of features that are whole numbers without a root's rounding."""
+        return replace(self, gram=np.rint(self._triangle), class_sums=np.rint(self.class_sums))
+
     def matrix(self) -> NDArray[np.float64]:
         """Return the Gram matrix (p, p), both triangles."""
         if self.gram.ndim == 2:

@@ -185,11 +185,10 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         "of bandwidth 1.6, unless it has validation-examples, bits = 32 or epsilon",
         at_least=0,
     )
-    expand: Literal["fourier", "buckets", "frequencies"] = setting(
+    expand: Literal["fourier", "frequencies"] = setting(
         "fourier",
-        "kind of random-features: random Fourier features; bucket features (SAFLe), a "
-        "multiple of 4 of them; or, for model = scattering, the lowest frequencies, which are not "
-        "random, for sums with noise",
+        "kind of random-features: random Fourier features; or, for model = scattering, the lowest "
+        "frequencies, which are not random, for sums with noise",
     )
     bandwidth: float = setting(
         0.3,

@@ -23,7 +23,8 @@ import numpy as np
 from torch import nn
 
 from fedntk import strategies
-from fedntk.ntk import with_residual_features
+from fedntk.ntk import with_overlap_codes, with_residual_features
+from fedntk.ntk.features.layers import LARGEST_GROUP
 from fedntk.ntk.options import nearest
 from fedntk.ntk.support.files import whole
 
@@ -63,6 +64,28 @@ class _DeepAFL(Method):
         return with_residual_features(network, settings.layers, settings.block_width, config.seed)
 
 
+class SAFLeSettings(Settings, frozen=True, eq=True):
+    """The codes, which strategy and clients find in their network; the run's seed mixes them."""
+
+    limits: int = setting(1, "L, bits of a feature; 0: features as they are, AFL", at_least=0)
+    group_size: int = setting(
+        5, "G, bits that choose one of V = 2^G rows", at_least=1, at_most=LARGEST_GROUP
+    )
+
+
+class _SAFLe(Method):
+    name = "safle"
+    strategy_class = strategies.SAFLe
+    own_settings = SAFLeSettings
+    baseline = True
+
+    def adapt(self, network: nn.Module, config: BaseConfig) -> nn.Module:
+        settings = self.settings_in(config)
+        if not settings.limits:
+            return network
+        return with_overlap_codes(network, settings.limits, settings.group_size, config.seed)
+
+
 class _WeightedFedAvg(Method):
     name = "weighted-fedavg"
     strategy_class = strategies.WeightedFedAvg
@@ -87,6 +110,7 @@ METHODS: tuple[Method, ...] = (
     fed_ensemble.METHOD,
     *ntk_fl.METHODS,
     sums.METHOD,
+    _SAFLe(),
     tct.METHOD,
     _WeightedFedAvg(),
     Method("afl", strategies.AFL, baseline=True),

@@ -128,9 +128,13 @@ class ClosedFormStrategy(Strategy):
         uploads = yield from r.ask(accuracy_of, config=self.task())
         return self.screening.drop(uploads, screen_accuracies)
 
-    def ask_sums(self, r: Round) -> Rounds[Uploads[Any]]:
-        """Ask all clients for their sums, and drop those of another size than most."""
-        uploads = yield from r.ask(self.parse, clients=r.everyone(), config=self.task())
+    def ask_sums(self, r: Round, arrays: ArrayRecord | None = None) -> Rounds[Uploads[Any]]:
+        """Ask all clients for their sums, and drop those of another size than most.
+
+        They are of the features of `arrays`, by default the global ones.
+        """
+        clients, task = r.everyone(), self.task()
+        uploads = yield from r.ask(self.parse, clients=clients, arrays=arrays, config=task)
         return self.screening.drop(uploads, screen_own_sizes)
 
     def task(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import ClosedFormClient, get_weights
-from fedntk.ntk import FeatureMap
+from fedntk.clients import ClosedFormClient, MaskedSums, SAFLeClient, get_weights
+from fedntk.ntk import FeatureMap, with_overlap_codes
 from fedntk.ntk.features import feature_map
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
@@ -54,3 +54,25 @@ def test_a_sample_of_the_examples_is_drawn_if_wanted():
 def test_a_layer_that_does_not_give_the_logits_is_refused():
     text = "head: the last linear layer has 8 outputs and the net"
     refused(text, client().fit, get_weights(network()), config(head="0"))
+
+
+def test_moments_are_of_the_codes_inputs_by_the_received_weights():
+    """Chunks of three examples; joined in float64, of float32 features."""
+    coded, received = (with_overlap_codes(network(seed), 1, 5, 0) for seed in (0, 1))
+    with torch.no_grad():
+        z = received.eval()[:3](examples(3)[0]).double().numpy()
+    own = SAFLeClient(coded, *examples(3), batch_size_eval=3)
+    told = own.query(get_weights(received), config())
+    np.testing.assert_allclose(told["mean"], z.mean(0), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(told["sum-sq-dev"], len(z) * z.var(0), rtol=1e-5, atol=1e-6)
+    assert told["num-examples"] == len(z)
+    assert not coded[3][0]._forward_pre_hooks
+
+
+def test_moments_of_a_network_without_codes_and_of_a_private_client_are_refused():
+    x, y = examples(3)
+    plain = SAFLeClient(network(), x, y)
+    refused("network: expected OverlapCodes", plain.query, get_weights(network()), config())
+    coded = with_overlap_codes(network(), 1, 5, 0)
+    private = SAFLeClient(coded, x, y, secure=MaskedSums(only_masked=True))
+    refused("this client promises", private.query, get_weights(coded), config())

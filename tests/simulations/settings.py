@@ -49,6 +49,7 @@ SETTINGS |= {
     },
     "afl": {**PROJECTED, "afl": {"ridge": 0.1}},
     "deep-afl": {**PROJECTED, "deep_afl": {"layers": 2, "block_width": 20}},
+    "safle": {**PROJECTED, "safle": {"limits": 2, "group_size": 3, "ridge": 0.1}},
     "one-exchange": {**PROJECTED, "random_features": 50},
     "ditto": {**PROJECTED, "local_epochs": 3, "ditto": {"personal_epochs": 2}},
     "fed-bn": {

@@ -135,11 +135,10 @@ def test_models_can_be_drawn_as_the_networks_layers_draw_them():
             assert sum(torch.equal(model[name], other[name]) for other in (first, *others)) == 1
 
 
-@pytest.mark.parametrize("expand", ["fourier", "buckets"])
 @pytest.mark.parametrize("method", ["afl", "fed3r", "fed-ncm", "one-exchange"])
-def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path, method, expand):
+def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path, method):
     """The layer changes, and nothing else; the run's predictor makes the same features."""
-    options = {"random_features": 60, "expand": expand, "width": 20, "out": str(tmp_path)}
+    options = {"random_features": 60, "width": 20, "out": str(tmp_path)}
     config = Config(method=method, rounds=1, **options)
     result, data = run(config, progress=False), load_data(config)
     before = build_model(config, (1, 8, 8), 10).state_dict()
@@ -148,6 +147,26 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path, me
     assert changed == {"3.1.weight", "3.1.bias"}
     accuracy = load_predictor(result.folder).evaluate(data.x_test, data.y_test).accuracy
     assert accuracy == pytest.approx(result.summary["accuracy"], abs=1e-3)
+    assert accuracy > 0.4  # a tenth by chance
+
+
+def test_safle_without_limits_learns_the_bits_of_afl(tmp_path):
+    """With them the run's predictor has the codes, whose limits lie where the features are."""
+    first, second, third = (
+        run(Config(rounds=1, width=20, out=str(tmp_path / name), **options), progress=False)
+        for name, options in {
+            "afl": {"method": "afl"},
+            "none": {"method": "safle", "safle": {"limits": 0}},
+            "some": {"method": "safle", "safle": {"limits": 2, "ridge": 0.1}},
+        }.items()
+    )
+    afl, none, some = (load_file(r.folder / "model.safetensors") for r in (first, second, third))
+    assert afl.keys() == none.keys()
+    assert all(torch.equal(afl[name], none[name]) for name in afl)
+    assert (some["3.0.limits"].diff(dim=1) > 0).any()
+    data = load_data(Config(method="safle"))
+    accuracy = load_predictor(third.folder).evaluate(data.x_test, data.y_test).accuracy
+    assert accuracy == pytest.approx(third.summary["accuracy"], abs=1e-3)
     assert accuracy > 0.4  # a tenth by chance
 
 
@@ -160,7 +179,6 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path, me
         ({"model": "two-patch-cnn"}, (3, 60), r"expected examples of shape \(2, d\) and 2 classes"),
         ({"model": THREE_CLASSES}, (4,), r"outputs of shape \(n, 4\), .* got \('n', 3\)"),
         ({"model": "resnet18", "norm": "group", "groups": 5}, (3, 8, 8), "groups: .* of 64, .* 5"),
-        ({"random_features": 6, "expand": "buckets"}, (5,), "random-features: .* multiple of .*6"),
         ({"projection": 65}, (1, 8, 8), "projection: expected at most 64, the numbers in an ex"),
         ({"model": "char-lstm", "centre": True}, (5,), "char-lstm: fails .* centred by"),
     ],

@@ -1,4 +1,4 @@
-"""Last layers in closed form, by the equations of AFL, DeepAFL, Fed3R, FedNCM and FedCOF."""
+"""Last layers in closed form, by the equations of AFL, SAFLe, DeepAFL, Fed3R, FedNCM and FedCOF."""
 
 import copy
 from functools import partial
@@ -10,12 +10,12 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from fedntk.clients import ClosedFormClient
-from fedntk.ntk import FeatureMap, one_hot, with_residual_features
+from fedntk.clients import ClosedFormClient, SAFLeClient
+from fedntk.ntk import FeatureMap, one_hot, with_overlap_codes, with_residual_features
 from fedntk.ntk.convex.pooled_statistics import sandwiched_ridge
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.prototypes import Prototypes
-from fedntk.strategies import AFL, DeepAFL, Fed3R, FedCOF, FedNCM
+from fedntk.strategies import AFL, DeepAFL, Fed3R, FedCOF, FedNCM, SAFLe
 from fedntk.strategies.closed_form.fed_cof import deviations
 
 from ..conftest import refused
@@ -34,18 +34,23 @@ from .federation import (
     run_as_if_lost,
     start,
     told,
+    with_metrics,
 )
 
 LAYERS, WIDTH = 2, 5
 DEEP = with_residual_features(network(), LAYERS, WIDTH, 0)
 CLIENTS = app(ClosedFormClient)
 DEEP_CLIENTS = app(lambda _, *data, **own: ClosedFormClient(copy.deepcopy(DEEP), *data, **own))
+LIMITS, GROUP = 2, 3  # 16 bits of 8 features: 5 tables of 8 rows, and one of 2
+CODED = with_overlap_codes(network(), LIMITS, GROUP, 0)
+CODED_CLIENTS = app(lambda _, *data, **own: SAFLeClient(copy.deepcopy(CODED), *data, **own))
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 CONTRACT = {
     "AFL with a ridge": Contract(
         partial(AFL, network=network(), ridge=0.1, head="3"), CLIENTS, once=True
     ),
     "DeepAFL": Contract(partial(DeepAFL, network=DEEP), DEEP_CLIENTS, once=True),
+    "SAFLe": Contract(partial(SAFLe, network=CODED), CODED_CLIENTS, once=True, sends_queries=True),
     **{
         kind.__name__: Contract(partial(kind, network=network()), CLIENTS, once=True)
         for kind in (Fed3R, FedNCM, FedCOF)
@@ -56,6 +61,7 @@ afl, fed3r, fed_ncm, fed_cof = (
     partial(kind, network=network(), **OPTIONS) for kind in (AFL, Fed3R, FedNCM, FedCOF)
 )
 deep_afl = partial(DeepAFL, network=DEEP, **OPTIONS)
+safle = partial(SAFLe, network=CODED, **OPTIONS)
 
 
 def learn(strategy, rounds=1, grid=None, model=None):
@@ -210,6 +216,98 @@ def test_with_much_ridge_of_the_blocks_deep_afl_is_afl():
     """Omega is about 1e-9."""
     after, plain = learn(deep_afl(block_ridge=1e9, ridge=0.1), 2), learn(afl(ridge=0.1))
     np.testing.assert_allclose(after[WEIGHT], plain[WEIGHT], rtol=1e-5, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------- SAFLe
+
+
+def table_rows(z, limits, order):
+    """One-hot rows (n, p) of features z (n, d), float64, by loops over bits and tables."""
+    rows = np.zeros((len(z), 5 * 2**GROUP + 2))
+    for i, example in enumerate(z.tolist()):
+        pairs = zip(example, limits.tolist(), strict=True)
+        bits = [x > limit for x, of_x in pairs for limit in of_x]
+        for j in range(6):
+            group = [bits[k] for k in order[j * GROUP : (j + 1) * GROUP]]
+            rows[i, j * 2**GROUP + sum(bit << k for k, bit in enumerate(group))] = 1
+    return rows
+
+
+def test_a_run_of_safle_is_least_squares_on_table_rows_of_pooled_features():
+    """Limits 0.43 deviations beside the mean cut a normal variable in thirds; float32 ones: 1e-6.
+
+    Weights are of least norm, rounded to float32, from a matrix of condition number below 1e4.
+    """
+    (_, z, y), after = pooled(), start(safle(), Grid(CODED_CLIENTS))
+    third = 0.4307272992954576
+    expected = np.stack([z.mean(0) - third * z.std(0, False), z.mean(0) + third * z.std(0, False)])
+    np.testing.assert_allclose(after["3.0.limits"], expected.T, rtol=1e-6, atol=1e-6)
+    rows = table_rows(z, after["3.0.limits"], CODED[3][0].order.tolist())
+    solution = np.linalg.pinv(rows.T @ rows, rcond=1e-10, hermitian=True) @ rows.T @ y.numpy()
+    np.testing.assert_allclose(after["3.1.weight"].T, solution, rtol=1e-5, atol=1e-6)
+    assert not after["3.1.bias"].any()
+
+
+def test_safle_of_a_network_without_codes_is_afl_to_the_bit():
+    plain = partial(SAFLe, network=network(), ridge=0.1, **OPTIONS)
+    assert bits(learn(plain())) == bits(learn(afl(ridge=0.1)))
+
+
+@pytest.mark.parametrize("ridge", [0, 0.1])
+def test_for_given_limits_each_split_gives_safle_the_same_bits(ridge):
+    """Sums are whole numbers, also of clients with few examples, whose roots are rounded.
+
+    A run that asks for no moments has the network's limits.
+    """
+    _, z, y = pooled()
+    codes = CODED[3][0](z.float())
+    strategy = safle(fit=False, ridge=ridge)
+    whole, _ = strategy.solution([sums_of(codes, y)])
+    for sizes in ([1] * len(y), [len(y) // 2, len(y) - len(y) // 2]):
+        parts = zip(codes.split(sizes), y.split(sizes), strict=True)
+        assert np.array_equal(strategy.solution([sums_of(*part) for part in parts])[0], whole)
+    grid = Grid(CODED_CLIENTS)
+    after = start(strategy, grid)
+    assert np.array_equal(after["3.1.weight"], whole.astype(np.float32))
+    assert np.array_equal(after["3.0.limits"], CODED[3][0].limits)
+    assert "query" not in dict(grid.exchanges)
+
+
+def test_groups_of_one_bit_give_the_scores_of_least_squares_on_bits_and_a_bias():
+    """A table of two rows is linear in its bit: both have one span, so one fit; float64."""
+    _, z, y = pooled()
+    single = with_overlap_codes(network(), LIMITS, 1, 0)
+    rows = single[3][0](z.float()).double().numpy()
+    weight, _ = SAFLe(network=single).last_layer([sums_of(torch.from_numpy(rows), y)])
+    with_bias = np.concatenate([rows[:, 1::2], np.ones((len(rows), 1))], 1)
+    solution, *_ = np.linalg.lstsq(with_bias, y.numpy(), rcond=1e-10)
+    np.testing.assert_allclose(rows @ weight.T, with_bias @ solution, rtol=0, atol=1e-8)
+
+
+def test_more_features_than_a_reply_tells_moments_of_are_refused():
+    wide = with_overlap_codes(nn.Linear(5001, 2), 1, 1, 0)
+    refused("fit: expected codes of at most 5000 features, got 5001", SAFLe, network=wide)
+    SAFLe(network=wide, fit=False)
+
+
+BAD_MOMENTS = {
+    "none": {"mean": None},
+    "too few": {"mean": [0.0] * 7},
+    "not numbers": {"sum_sq_dev": [float("nan")] * 8},
+    "negative": {"sum_sq_dev": [-1.0] * 8},
+    "one number": {"mean": 1.0},
+    "of another size": {"mean": [1e9] * 8},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_MOMENTS.values(), ids=BAD_MOMENTS)
+def test_moments_that_cannot_be_count_for_nothing(bad):
+    """Limits are as if client 2 had not told its moments; its sums are used."""
+    attacked, without = (
+        start(safle(), Grid(CODED_CLIENTS, changes={2: change}, changed_kind="query"))
+        for change in (with_metrics(**bad), failed)
+    )
+    assert bits(attacked) == bits(without) != bits(start(safle(), Grid(CODED_CLIENTS)))
 
 
 # -------------------------------------------------------------------------------- Fed3R

@@ -9,12 +9,12 @@ from torch import nn
 from fedntk.ntk import (
     FeatureMap,
     Normaliser,
-    with_bucket_features,
     with_fourier_features,
+    with_overlap_codes,
     with_residual_features,
 )
 from fedntk.ntk.convex.pooled_statistics import NormalEquations
-from fedntk.ntk.features.layers import BANDWIDTH, BucketFeatures, FourierFeatures, ResidualFeatures
+from fedntk.ntk.features.layers import BANDWIDTH, FourierFeatures, OverlapCodes, ResidualFeatures
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 NETWORK = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -36,42 +36,75 @@ def test_inner_products_estimate_the_gaussian_kernel(bandwidth):
     torch.testing.assert_close(z[:6], z[12:], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("buckets", "group", "num_features"), [(2, 2, 40), (3, 2, 54), (4, 1, 12)])
-def test_the_closed_form_of_buckets_is_a_sum_of_table_rows(buckets, group, num_features):
-    """Scores by the sums' solution equal those of a loop that looks up a row for each group."""
-    h, rows = inputs(60, 7), buckets**group
-    module = BucketFeatures(7, num_features, 1, buckets, group)
-    sums = FeatureStatistics.of([module(h)], torch.arange(60) % 3, 3)
-    identity = Normaliser.identity(num_features)
-    linear = NormalEquations.of(sums, identity, centred=False).solve(0.01)
-    num_groups = num_features // rows
-    tables = linear.view(num_groups, rows, 3) / num_groups**0.5
-    for example, scores in zip(h, module(h).double() @ linear, strict=True):
-        scaled = (example - example.mean()) / example.std(correction=0)
-        actual = torch.zeros(3, dtype=torch.float64)
-        for i in range(num_groups):
-            row = 0
-            for k in reversed(range(group)):
-                place = module.chosen[i * group + k], module.limits[i * group + k]
-                row = row * buckets + int((scaled[place[0]] > place[1]).sum())
-            actual += tables[i, row]
-        torch.testing.assert_close(actual, scores, rtol=0, atol=1e-6)  # float32's 1 / sqrt(G)
+def rows_of(h, codes):
+    """Each table's row for examples h (n, d), by the definition: bit after bit."""
+    chosen = []
+    for example in h.tolist():
+        bits = [
+            float(x > t) for x, row in zip(example, codes.limits.tolist(), strict=True) for t in row
+        ]
+        mixed = [bits[k] for k in codes.order.tolist()]
+        groups = [mixed[i : i + codes.group_size] for i in range(0, len(mixed), codes.group_size)]
+        chosen.append([int(sum(bit * 2**i for i, bit in enumerate(group))) for group in groups])
+    return chosen
 
 
-def test_each_row_has_norm_1_and_each_input_as_many_groups():
-    module = BucketFeatures(10, 4 * 25, 1)
-    z = module(inputs(300, 10))
-    torch.testing.assert_close(z.norm(dim=1), torch.ones(300))
-    assert z.unique().tolist() == pytest.approx([0, 0.2])
-    assert module.chosen.bincount().tolist() == [5] * 10
-    assert torch.equal(z, BucketFeatures(10, 4 * 25, 1)(3 * inputs(300, 10) + 1))
-    assert not torch.equal(z, BucketFeatures(10, 4 * 25, 2)(inputs(300, 10)))
+CODES = [
+    (2, 5),
+    (3, 4),
+    (1, 1),
+]  # L and G, for 7 inputs: the last table of the first two is smaller
 
 
-@pytest.mark.parametrize("options", [{"num_features": 30}, {"buckets": 1}, {"group": 0}])
-def test_tables_that_do_not_fit_are_refused(options):
-    with pytest.raises(ValueError, match="expected a multiple of"):
-        BucketFeatures(**{"size": 5, "num_features": 32, "seed": 0, **options})
+@pytest.mark.parametrize(("num_limits", "group_size"), CODES)
+def test_the_closed_form_of_overlap_codes_is_a_sum_of_table_rows(num_limits, group_size):
+    """Scores by the sums' solution equal those of a loop that looks up a row of each table."""
+    h, codes = inputs(60, 7), OverlapCodes(7, num_limits, group_size, 1)
+    bits = 7 * num_limits
+    sizes = [2 ** min(group_size, bits - i) for i in range(0, bits, group_size)]
+    assert codes.num_features == sum(sizes)
+    sums = FeatureStatistics.of([codes(h)], torch.arange(60) % 3, 3)
+    linear = NormalEquations.of(sums, Normaliser.identity(sum(sizes)), centred=False).solve(0.01)
+    tables = linear.split(sizes)
+    expected = torch.stack(
+        [sum(t[i] for t, i in zip(tables, rows, strict=True)) for rows in rows_of(h, codes)]
+    )
+    torch.testing.assert_close(codes(h).double() @ linear, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_near_values_share_most_bits_and_limits_follow_mean_and_deviation():
+    """Two values differ in as many bits as limits lie between them; 3 limits are quartiles."""
+    codes = OverlapCodes(1, 3, 1, 0)
+    quartile = 0.6744897501960817
+    torch.testing.assert_close(codes.limits, torch.tensor([[-quartile, 0, quartile]]))
+    z = codes(torch.tensor([[-2.0], [-0.1], [0.1], [2.0]]))
+    away = (z[:, None] != z).sum(2) // 2  # each other bit is another row
+    assert away.tolist() == [[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]]
+    h = 5 + 2 * inputs(20, 1)
+    fitted = OverlapCodes(1, 3, 1, 0)
+    fitted.limits.copy_(codes.limits_at(torch.tensor([5.0]), torch.tensor([2.0])))
+    assert torch.equal(fitted(h), codes((h - 5) / 2))
+
+
+def test_features_are_0_and_1_and_an_input_that_is_not_finite_makes_them_nan():
+    codes = OverlapCodes(10, 2, 5, 1)
+    z = codes(inputs(300, 10))
+    assert z.unique().tolist() == [0, 1]
+    assert torch.equal(z.sum(1), torch.full((300,), 4.0))
+    assert not torch.equal(z, OverlapCodes(10, 2, 5, 2)(inputs(300, 10)))
+    bad = inputs(3, 10)
+    bad[1, 4], bad[2, 0], bad[0, 3] = torch.nan, torch.inf, 3e38
+    finite = torch.isfinite(codes(bad)).all(1)
+    assert finite.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("options", [{"num_limits": 0}, {"group_size": 0}, {"group_size": 13}])
+def test_codes_that_cannot_be_are_refused(options):
+    with pytest.raises(ValueError, match="overlap codes: expected at least 1 limit"):
+        OverlapCodes(**{"size": 5, "num_limits": 1, "group_size": 5, "seed": 0, **options})
+    twice = nn.Sequential(OverlapCodes(2, 1, 1, 0), OverlapCodes(4, 1, 1, 0))
+    with pytest.raises(ValueError, match="expected one OverlapCodes at most, got 2"):
+        OverlapCodes.find(twice)
 
 
 def test_two_residual_blocks_are_the_formula_in_float64():
@@ -90,7 +123,7 @@ def test_two_residual_blocks_are_the_formula_in_float64():
     assert torch.equal(beside[:, 6:], blocks.hidden(actual, 1))
 
 
-@pytest.mark.parametrize("module", [FourierFeatures(50, 70, 1), BucketFeatures(50, 400, 1)])
+@pytest.mark.parametrize("module", [FourierFeatures(50, 70, 1), OverlapCodes(50, 2, 5, 1)])
 def test_bits_of_an_example_do_not_depend_on_those_beside_it(module):
     """So whole numbers that come of them add up to the same bits for every split."""
     h = inputs(300, 50)
@@ -102,10 +135,7 @@ def test_bits_of_an_example_do_not_depend_on_those_beside_it(module):
     ("change", "layer"),
     [
         (partial(with_fourier_features, num_features=24), FourierFeatures(8, 24, 7)),
-        (
-            partial(with_bucket_features, num_features=24, buckets=2, group=3),
-            BucketFeatures(8, 24, 7, 2, 3),
-        ),
+        (partial(with_overlap_codes, num_limits=2, group_size=3), OverlapCodes(8, 2, 3, 7)),
     ],
 )
 def test_a_network_whose_last_layer_takes_them(change, layer):
@@ -121,7 +151,7 @@ def test_a_network_whose_last_layer_takes_them(change, layer):
     arrays = first.state_dict()
     torch.testing.assert_close(first(x), actual @ arrays["2.1.weight"].T + arrays["2.1.bias"])
     assert torch.equal(arrays["0.weight"], NETWORK.state_dict()["0.weight"])
-    assert len(NETWORK.state_dict()) == len(arrays) == 4
+    assert len(arrays) == 4 + isinstance(layer, OverlapCodes)
 
 
 def test_a_network_with_new_residual_blocks_gives_the_same_bits():
