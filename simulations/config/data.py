@@ -6,6 +6,7 @@ from typing import Literal
 from .importing import whole_name
 from .settings import ConfigError, Settings, setting
 
+TABLE = ("target", "client_column", "separator", "decimal", "encoding")  # how a table is read
 FILES = ("csv", "parquet", "folder", "npz", "leaf", "hf")  # kinds of data sets that a path follows
 
 
@@ -40,6 +41,11 @@ class DatasetSettings(Settings, frozen=True, eq=True):
     client_column: str = setting(
         "", "column that says whose an example is, for partition = natural"
     )
+    separator: Literal["comma", "semicolon", "tab", "bar"] = setting(
+        "comma", "what stands between the cells of a csv file"
+    )
+    decimal: Literal["point", "comma"] = setting("point", "decimal mark in a csv file")
+    encoding: str = setting("utf-8", "encoding of a csv file, such as latin-1, cp1252, utf-16")
     examples_per_domain: int = setting(
         0,
         "training examples of each domain of digit-domains or digits-five, as many of each class; "
@@ -47,6 +53,20 @@ class DatasetSettings(Settings, frozen=True, eq=True):
         at_least=0,
     )
     test_examples_per_domain: int = setting(0, "the same for the test set", at_least=0)
+
+    def check(self) -> None:
+        """Refuse a decimal mark that also separates cells, and an unknown encoding."""
+        if self.separator == self.decimal:
+            raise ConfigError(
+                "decimal = comma: expected another separator, such as semicolon, got comma"
+            )
+        try:
+            "".encode(self.encoding)
+        except (LookupError, ValueError):
+            raise ConfigError(
+                "encoding: expected the name of an encoding of text, such as utf-8, latin-1 or "
+                f"cp1252, got {self.encoding!r}"
+            ) from None
 
     @property
     def may_be_private(self) -> bool:
@@ -109,6 +129,7 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
 
     def check(self) -> None:
         """Refuse a number of owners without a natural split."""
+        super().check()
         if self.client_column and self.partition != "natural":
             raise ConfigError(
                 f"client-column = {self.client_column} says whose an example is, and goes with "

@@ -30,6 +30,7 @@ HARMLESS_SETTINGS = HARMLESS - {"max_examples"} | {
     *("trained", "image_size"),
     *("public", "ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
     *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
+    *("separator", "decimal", "encoding"),
     *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),
     *("alpha", "min_partition_size", "examples_per_client", "classes_per_client"),
     *("class_assignment", "train_examples", "local_test_fraction", "private_test"),

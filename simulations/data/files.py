@@ -1,5 +1,6 @@
 """Tables and pictures as they lie on disks, with one schema for all files, or on a hub."""
 
+import codecs
 import os
 import re
 import tempfile
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.inputs import stack_pictures
 
+from ..config.data import DatasetSettings
 from ..config.settings import ConfigError, nearest
 from ..errors import first_line
 
@@ -34,6 +36,8 @@ FILLERS = {"set", "data", "dataset", "split", "image", "images", "img", "imgs", 
 MISSING = {"", "?", "na", "n/a", "nan", "null", "none", "<na>", "#n/a", "-", "."}  # numbers
 # a number that no leading zero, and no more digits than a float64 has, mark as a name
 NUMBER = re.compile(r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)")
+SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
+DECIMALS = {"point": ".", "comma": ","}
 WITH_EXPONENT = re.compile(NUMBER.pattern + r"(e[+-]?\d+)?", re.IGNORECASE)
 logger = getLogger("flwr")
 
@@ -57,16 +61,20 @@ def named_splits(names: Iterable[Any]) -> dict[str, Any]:
     return {split: paths[0] for split, paths in splits.items()}
 
 
-def read_files(kind: str, place: Path, target: str, client_column: str) -> Any:
+def kind_of(path: Path) -> str:
+    """Return csv, parquet or npz by the end of a file's name, such as .csv.gz; else empty."""
+    ends = [end.lower().removeprefix(".") for end in path.suffixes[-2:]]
+    return next((kind for kind in ("csv", "parquet", "npz") if kind in ends), "")
+
+
+def read_files(kind: str, place: Path, settings: DatasetSettings) -> Any:
     """Read a csv or parquet file, a folder of classes, or a folder's parts train and test."""
     places = {"": place}
     entries = _visible(place)
     if kind == "folder":
         parts = {path.name: path for path in entries if path.is_dir()}
     else:  # train.csv, and train.csv.gz
-        parts = {
-            path.name.split(".")[0]: path for path in entries if f".{kind}" in path.suffixes[-2:]
-        }
+        parts = {path.name.split(".")[0]: path for path in entries if kind_of(path) == kind}
     if place.is_dir() and (kind != "folder" or any(map(split_of, parts))):
         places = {split: parts[name] for split, name in named_splits(parts).items()}
         if "train" not in places:
@@ -81,7 +89,7 @@ def read_files(kind: str, place: Path, target: str, client_column: str) -> Any:
     if kind == "folder":
         data: Mapping[str, Any] = {split: _pictures(part) for split, part in used.items()}
     else:
-        data = read_tables(kind, used, target, client_column)
+        data = read_tables(kind, used, settings)
     return data[""] if "" in data else {split: data.get(split) for split in places}
 
 
@@ -89,7 +97,7 @@ def read_files(kind: str, place: Path, target: str, client_column: str) -> Any:
 
 
 def read_tables(
-    kind: str, paths: Mapping[str, Path], target: str, client_column: str = ""
+    kind: str, paths: Mapping[str, Path], settings: DatasetSettings
 ) -> "dict[str, pd.DataFrame]":
     """Read the tables of one data set, csv or parquet, with one schema.
 
@@ -100,34 +108,43 @@ def read_tables(
 
     if kind == "parquet":
         return {split: pd.read_parquet(path) for split, path in paths.items()}
-    text = {target: WITH_EXPONENT, client_column: NUMBER}  # 1e5 is a label 100000, or an owner
-    frames = {split: _read_csv(path, [*text]) for split, path in paths.items()}
+    # 1e5 is a label 100000, or an owner
+    text = {settings.target: WITH_EXPONENT, settings.client_column: NUMBER}
+    frames = {split: _read_csv(path, [*text], settings) for split, path in paths.items()}
+    mark = DECIMALS[settings.decimal]
+    pointed = str.maketrans(f".{mark}", f"{mark}.")
     for name, number in text.items():
         having = [frame for frame in frames.values() if name in frame]
         cells = {cell: cell.strip() for frame in having for cell in frame[name].unique()}
         values = [value for value in cells.values() if value.lower() not in MISSING]
         names: dict[str, Any] = {cell: cell for cell in cells.values() if cell not in ("", "?")}
-        if values and all(map(number.fullmatch, values)):
-            names = dict(zip(values, pd.to_numeric(values).tolist(), strict=True))
+        numbers = [value.translate(pointed) for value in values]
+        if values and all(map(number.fullmatch, numbers)):
+            names = dict(zip(values, pd.to_numeric(numbers).tolist(), strict=True))
         for frame in having:
             frame[name] = frame[name].map({cell: names.get(v) for cell, v in cells.items()})
     return frames
 
 
-def _read_csv(path: Path, text: Sequence[str]) -> "pd.DataFrame":
+def _read_csv(path: Path, text: Sequence[str], settings: DatasetSettings) -> "pd.DataFrame":
     import pandas as pd
 
-    options: Any = {"index_col": False, "skipinitialspace": True, "encoding": "utf-8-sig"}
-    cure = "read it yourself: dataset = '<file>.py:<function>', which returns pandas.read_csv"
+    encoding, separator = settings.encoding, SEPARATORS[settings.separator]
+    if codecs.lookup(encoding).name == "utf-8":
+        encoding = "utf-8-sig"  # without the mark that spreadsheets put first
+    options: Any = {"index_col": False, "skipinitialspace": True, "encoding": encoding}
+    options |= {"sep": separator, "decimal": DECIMALS[settings.decimal]}
     try:
         first = pd.read_csv(path, header=None, nrows=1, dtype=str, na_filter=False, **options)
         names = [name.strip() or f"Unnamed: {i}" for i, name in enumerate(first.iloc[0])]
         if twice := ", ".join(dict.fromkeys(n for n in names if names.count(n) > 1)):
             raise ConfigError(f"{path}: expected columns of different names, got twice {twice}")
-        if other := [mark for mark in ";\t|" if mark in names[0] and text[0] not in names]:
+        marks = [name for name, mark in SEPARATORS.items() if mark in names[0]]
+        if marks and text[0] not in names:
+            more = ", and decimal = comma if numbers have commas" * (marks[0] != "comma")
             raise ConfigError(
-                f"{path}: expected commas between columns, got {names[0]!r}; {cure}"
-                f"({path.name!r}, sep={other[0]!r}), with decimal=',' if numbers have commas"
+                f"{path}: expected cells with a {settings.separator} between them, got "
+                f"{names[0]!r}; set separator = {marks[0]}{more}"
             )
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
@@ -142,13 +159,14 @@ def _read_csv(path: Path, text: Sequence[str]) -> "pd.DataFrame":
             )
     except UnicodeError as error:
         raise ConfigError(
-            f"{path}: expected text in UTF-8, got another encoding; save it as UTF-8, or {cure}"
-            f"({path.name!r}, encoding='latin-1' or the file's own)"
+            f"{path}: expected text in {settings.encoding}, got another encoding; set encoding, "
+            "such as to cp1252, or save it as UTF-8"
         ) from error
     except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
         raise ConfigError(
             f"{path}: expected as many cells in each row as there are names in the first line "
-            f"({first_line(error)}); write numbers with a point, and text with commas in quotes"
+            f"({first_line(error)}); put text with a {settings.separator} in quotes, or set "
+            "separator and decimal"
         ) from error
     empty = [c for c in names if c.startswith("Unnamed: ") and frame[c].isna().all()]
     return frame.drop(columns=empty)  # of a comma at the end of each line

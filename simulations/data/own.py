@@ -199,8 +199,8 @@ class OwnData:
             words = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in others[:10])
             raise ConfigError(
                 f"{expected} others in {words}; encode them first, such as words with "
-                "pandas.get_dummies and lists with numpy.stack, or leave them out; an empty cell "
-                "stands for a missing number"
+                "pandas.get_dummies and lists with numpy.stack, or leave them out; numbers in csv "
+                "have the mark that decimal says, and an empty cell stands for a missing one"
             )
         gaps = frame[[*dict.fromkeys(required), *inputs.columns]].isna().sum()
         if lacking := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
@@ -400,8 +400,25 @@ def read_own(settings: DatasetSettings) -> Data | None:
     elif kind == "npz":
         data = _read_npz(place, settings)
     else:
-        data = read_files(kind, place, settings.target, settings.client_column)
+        data = read_files(kind, place, settings)
     return OwnData.of(data, settings).read(standardise=settings.standardise)
+
+
+def read_parts(kind: str, place: Path, settings: DatasetSettings) -> dict[str, Part]:
+    """Read a client's table, or a folder's train and test, as a run's own tables are read.
+
+    A column of owners is left out: all rows are the client's.
+    """
+    frames = read_files(kind, place, settings)
+    if hasattr(frames, "columns"):
+        frames = {"train": frames}
+    own = OwnData(None, target=settings.target)
+    drop = {settings.client_column} - {settings.target}
+    return {
+        split: own._table(frame.drop(columns=[*drop], errors="ignore"), f"{split} set")
+        for split, frame in frames.items()
+        if frame is not None
+    }
 
 
 def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:

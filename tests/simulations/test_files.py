@@ -124,14 +124,14 @@ TABLE = "a,b,label\n" + rows(["x", "y"])
 @pytest.mark.parametrize(
     ("text", "encoding", "message"),
     [
-        (TABLE.replace(",", ";"), "utf-8", r"expected commas .* sep=';'\), with decimal=','"),
-        (TABLE.replace(",", "\t"), "utf-8", r"sep='\\t'"),
-        (TABLE.replace("x", "hêtre"), "latin-1", "expected text in UTF-8.* encoding="),
-        (TABLE, "utf-16", "expected text in UTF-8"),
+        (TABLE.replace(",", ";"), "utf-8", "set separator = semicolon, and decimal = comma"),
+        (TABLE.replace(",", "\t"), "utf-8", "set separator = tab"),
+        (TABLE.replace("x", "hêtre"), "latin-1", "expected text in utf-8, .* set encoding"),
+        (TABLE, "utf-16", "expected text in utf-8"),
         ("a,b,label\n" + "1,5,2,x\n1,7,2,y\n" * 9, "utf-8", "as many cells in each row as"),
         ("a,b,label\n1,2,x\n1,2,3,y\n", "utf-8", "as many cells in each row as"),
-        ("a,b,label\n" + "?,1,x\n3,1,y\n" * 9, "utf-8", r"others in a \('\?'\).* an empty cell"),
-        ('a,b,label\n"1,5",1,x\n', "utf-8", r"others in a \('1,5'\)"),
+        ("a,b,label\n" + "?,1,x\n3,1,y\n" * 9, "utf-8", r"others in a \('\?'\).* empty cell"),
+        ('a,b,label\n"1,5",1,x\n', "utf-8", r"others in a \('1,5'\).* decimal"),
         ("a,b,label\n" + rows(["0", "1", "NA"], 30), "utf-8", r"gaps \(rows\): label \(10\)"),
         ("a,b,label\n" + rows(["x", "?", ""], 30), "utf-8", r"gaps \(rows\): label \(20\)"),
         ("a,b,label\n" + rows([f'"{i},5"' for i in range(40)]), "utf-8", "40 different words"),
@@ -144,6 +144,33 @@ TABLE = "a,b,label\n" + rows(["x", "y"])
 )
 def test_tables_that_cannot_be_read_rightly_are_refused(tmp_path, text, encoding, message):
     refused(message, load, table(tmp_path / "t.csv", text, encoding))
+
+
+@pytest.mark.parametrize("separator", ["semicolon", "tab", "bar"])
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-8"])
+def test_a_table_of_another_country_has_the_examples_of_the_plain_one(
+    tmp_path, separator, encoding
+):
+    """Its decimal commas are points, in labels too; 1.000 is the name that is written there."""
+    plain = "größe,b,label\n" + rows(["0.0", "1.0", "2.0"])
+    expected = load(table(tmp_path / "plain.csv", plain))
+    mark = {"semicolon": ";", "tab": "\t", "bar": "|"}[separator]
+    changes = str.maketrans({",": mark, ".": ","})
+    how = {"separator": separator, "decimal": "comma", "encoding": encoding}
+    data = load(table(tmp_path / "own.csv", plain.translate(changes), encoding), **how)
+    assert (data.columns, data.classes) == (expected.columns, expected.classes)
+    np.testing.assert_array_equal(data.x_train, expected.x_train)
+    np.testing.assert_array_equal(data.y_train, expected.y_train)
+    text = f"a{mark}b{mark}label\n" + rows(["1.000", "2.000"]).translate(changes)
+    thousands = text.replace("1,000\n", "1.000\n").replace("2,000\n", "2.000\n")
+    data = load(table(tmp_path / "own.csv", thousands, encoding), **how)
+    assert data.classes == ("1.000", "2.000")
+
+
+def test_a_table_is_not_read_with_settings_that_cannot_be_its():
+    refused("decimal = comma: expected another separator", Config, decimal="comma")
+    refused("encoding: expected the name of", Config, encoding="latin-l")
+    refused("encoding: expected the name of", Config, encoding="rot13")
 
 
 def test_parts_of_a_table_that_do_not_fit_are_refused_or_said(tmp_path, caplog):
