@@ -47,7 +47,7 @@ class Part(NamedTuple):
     columns: tuple[str, ...] = ()
     classes: tuple[str | int, ...] = ()
 
-    def select(self, chosen: NDArray[Any]) -> "Part":
+    def select(self, chosen: NDArray[Any] | slice) -> "Part":
         """Return some of the examples, by a mask or by indices."""
         owners = None if self.owners is None else self.owners[chosen]
         return self._replace(x=self.x[chosen], y=self.y[chosen], owners=owners)
@@ -178,7 +178,7 @@ class Data:
         y: NDArray[Any],
         *,
         columns: Sequence[str] = (),
-        classes: Sequence[str] = (),
+        classes: Sequence[str | int] = (),
         check_ranges: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Return raw examples from elsewhere as :meth:`train` does; ValueError if they differ.
@@ -195,6 +195,17 @@ class Data:
         if self._is_divided:
             return self._features_of(x).rows(), labels
         return self.inputs(x, check_ranges=False), labels
+
+    def describe(self, *, counted: bool = True) -> str:
+        """Say in a line what was read; not `counted`: nothing of single training examples."""
+        classes = self.inputs.classes
+        if not counted:
+            return f"columns {columns_of(self.x_train)}, classes {', '.join(map(str, classes))}"
+        rows = f"rows {len(self.y_train)} and {len(self.y_test)} to test"
+        ids = self.natural_ids
+        owners = "" if ids is None else f", owners {len(np.unique(ids))}"
+        shares = class_shares(self.y_train, classes)
+        return f"{rows}, columns {columns_of(self.x_train)}{owners}, {shares}"
 
     def keep(self, name_of: Callable[[str], str] = str) -> dict[str, Any]:
         """Keep a copy in memory, named by its checksum; return the settings that follow."""
@@ -260,6 +271,19 @@ def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str
         raise ConfigError(f"{what}expected labels 0 ... {num_classes - 1}, {labels}")
 
 
+def columns_of(x: Any) -> str:
+    """Return the number of columns of a table x (n, columns), or the shape of an example."""
+    return " x ".join(map(str, x.shape[1:]))
+
+
+def class_shares(y: Any, classes: Sequence[str | int], shown: int = 10) -> str:
+    """Say which share of labels y (n,), 0 ... C - 1, each of the first classes has."""
+    shares = np.bincount(y, minlength=len(classes)) / len(y)
+    pairs = zip(classes[:shown], shares.tolist(), strict=False)
+    more = f" and {len(classes) - shown} more" if len(classes) > shown else ""
+    return f"classes {', '.join(f'{name} {share:.1%}' for name, share in pairs)}{more}"
+
+
 class LocalData(NamedTuple):
     """A client's examples (n, ...) and labels (n,), for training and for its own evaluations.
 
@@ -270,6 +294,12 @@ class LocalData(NamedTuple):
     test: tuple[Tensor, Tensor]
     raw: NDArray[Any] | None = None
     owner: Mapping[str, Any] = MappingProxyType({})
+
+    def describe(self, classes: Sequence[str | int]) -> str:
+        """Say in a line what was read, with the share of each class."""
+        (x, y), (_, y_test) = self.train, self.test
+        rows = f"rows {len(y)}" + (f" and {len(y_test)} to test" if len(y_test) else "")
+        return f"{rows}, columns {columns_of(x)}, {class_shares(y.numpy(), classes)}"
 
     @property
     def nbytes(self) -> int:

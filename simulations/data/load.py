@@ -19,7 +19,8 @@ from ..config.settings import ConfigError, nearest
 from ..errors import first_line, naming
 from .data import PASSED, Data, LocalData, Part, passed_data
 from .domains import digit_domains, digits_five
-from .own import read_arrays, read_own
+from .files import kind_of
+from .own import read_arrays, read_own, read_parts
 from .two_patch import TwoPatchOptions, draw_two_patch
 from .writers import femnist, load_leaf
 
@@ -29,30 +30,71 @@ IDX_FILES = tuple(
 )
 
 
-def load_own(path: str, data: Data, max_examples: int, *, check_ranges: bool = True) -> LocalData:
+def load_own(
+    path: str,
+    data: Data,
+    max_examples: int,
+    *,
+    check_ranges: bool = True,
+    settings: DatasetSettings | None = None,
+) -> LocalData:
     """Load a node's own examples, of the kind of the run's data set and prepared as these.
 
-    `path` is an npz file, or a folder with one, of x and y, perhaps x_test and y_test, ``columns``,
-    and ``classes``, the names of numbers as labels. Numbers of another kind, unit or scale than the
-    run's are refused if `check_ranges`.
+    `path` is a csv or parquet file, which is read by `settings` as a run's own table is; an npz
+    file of x and y, perhaps x_test and y_test, ``columns``, and ``classes``, the names of numbers
+    as labels; or a folder with one of these, or with tables train and test. Numbers of another
+    kind, unit or scale than the run's are refused if `check_ranges`.
     """
-    place = Path(path).expanduser()
-    files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
-    if len(files) != 1 or not files[0].is_file():
-        raise ConfigError(f"data-path: expected an npz file, or a folder with one, got {place}")
-    arrays = read_arrays("data-path", files[0], "x", "y")
-    x, y = arrays["x"], arrays["y"]
-    if not 0 < len(y) <= max_examples:
+    kind, place = _own_file(Path(path).expanduser())
+    if kind == "npz":
+        parts = _own_arrays(place)
+    else:
+        with naming(f"data-path: {place}", ValueError, OSError):
+            parts = read_parts(kind, place, settings or DatasetSettings())
+        if isinstance(data.inputs.classes[0], str):  # a table may lack the classes that are words
+            parts = {
+                name: part._replace(classes=(*map(str, part.classes),))
+                for name, part in parts.items()
+            }
+    train = parts["train"]
+    if not 0 < len(train.y) <= max_examples:
         raise ConfigError(
-            f"data-path: expected 1 ... {max_examples} examples, got {len(y)} in {files[0]}; "
+            f"data-path: expected 1 ... {max_examples} examples, got {len(train.y)} in {place}; "
             "max-examples says how many a client may have"
         )
-    test = arrays.get("x_test", x[:0]), arrays.get("y_test", y[:0])
-    options: Any = {key: arrays.get(key, np.zeros(0)).tolist() for key in ("columns", "classes")}
-    options["check_ranges"] = check_ranges
-    with naming(f"data-path: {files[0]}", ValueError):
-        train = data.convert_examples(x, y, **options)
-        return LocalData(train, data.convert_examples(*test, **options), x)
+    with naming(f"data-path: {place}", ValueError):
+        own, test = [
+            data.convert_examples(
+                part.x,
+                part.y,
+                columns=part.columns,
+                classes=part.classes,
+                check_ranges=check_ranges,
+            )
+            for part in (train, parts.get("test", train.select(slice(0))))
+        ]
+    return LocalData(own, test, train.x)
+
+
+def _own_file(place: Path) -> tuple[str, Path]:
+    """Return the kind of a node's examples, and their file, or the folder of train and test."""
+    entries = sorted(place.iterdir()) if place.is_dir() else [place]
+    files = [path for path in entries if path.is_file() and kind_of(path)]
+    kinds = {*map(kind_of, files)}
+    if len(files) == 1 or (len(kinds) == 1 and kinds != {"npz"}):
+        return kinds.pop(), files[0] if len(files) == 1 else place
+    raise ConfigError(
+        "data-path: expected a csv, parquet or npz file, or a folder with one, or with tables "
+        f"train and test, got {place}"
+    )
+
+
+def _own_arrays(path: Path) -> dict[str, Part]:
+    arrays = read_arrays("data-path", path, "x", "y")
+    names = [tuple(arrays.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")]
+    train = Part(arrays["x"], arrays["y"], None, *names)
+    x, y = (arrays.get(f"{axis}_test", getattr(train, axis)[:0]) for axis in "xy")
+    return {"train": train, "test": train._replace(x=x, y=y)}
 
 
 def load_data(settings: DatasetSettings) -> Data:

@@ -15,7 +15,8 @@ from flwr.clientapp import ClientApp
 from fedntk.clients import MaskedWeights, PrivacyLimits, cache_dir, client_app
 from fedntk.clients.core.numpy_client import NumPyClient
 
-from ..config.settings import ConfigError
+from ..config.data import TABLE, DatasetSettings
+from ..config.settings import ConfigError, key_of
 from ..configuration import Config
 from ..data.data import KeptExamples
 from ..data.load import load_own
@@ -46,7 +47,8 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
     """Make the client of a node; its configuration says which examples it has.
 
     ``data-path`` names a file of its own; else it has the part of the data set that
-    ``partition-id`` stands for. A node without ``partition-id`` is known by its id.
+    ``partition-id`` stands for. A node without ``partition-id`` is known by its id. A table is read
+    by the run's settings, such as ``target`` and ``separator``, unless the node has its own.
     ``check-ranges=false`` accepts a file whose numbers are of another scale than the run's. Keys
     that begin with ``privacy-`` say what the owner of the examples allows, whatever the run says.
     """
@@ -56,7 +58,7 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
     if partition is None and path is None:
         raise ConfigError(
             "the node config names no examples: start the SuperNode with --node-config "
-            "'partition-id=0' for a part of the data set, or with 'data-path=\"examples.npz\"' "
+            "'partition-id=0' for a part of the data set, or with 'data-path=\"examples.csv\"' "
             "for examples of its own"
         )
     setup = load(context)
@@ -64,8 +66,13 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
     number = context.node_id if partition is None else int(partition)
     examples, owner = None, owner_of(node)
     if path is not None:
+        with naming("node config"):
+            own = {name: node.get(key_of(name), getattr(setup.config, name)) for name in TABLE}
+            how = DatasetSettings(**own)
         try:
-            examples = load_own(str(path), setup.data, setup.max_examples, check_ranges=checked)
+            examples = load_own(
+                str(path), setup.data, setup.max_examples, check_ranges=checked, settings=how
+            )
         except ValueError as error:  # which tells facts of the examples
             if owner.keys() & {"privacy", "only_masked"}:
                 logger.error("%s", error)
@@ -76,6 +83,8 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
         if "privacy" in owner:  # the run's settings prepare the examples, and do not name them
             owner["privacy"] = replace(owner["privacy"], examples=examples.raw)
         examples = examples._replace(owner=owner)
+        if STATE not in context.state:  # the first message of the run; this log is the node's
+            logger.info("%s %s: %s", DATA, path, examples.describe(setup.data.inputs.classes))
     if STATE not in context.state:
         context.state[STATE] = ConfigRecord()
     return make_client(setup, number, context.state.config_records[STATE], examples)

@@ -68,6 +68,11 @@ class Progress:
             self.state = f"{record['replies-accepted']:.0f} clients{few}"
         self._show(now=True)
 
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if self.enabled:
+            tqdm.write(CONTROL.sub(" ", text), file=_stream())
+
     def end(self, state: str = "done") -> None:
         """End the run that has begun, whether or not all its rounds were run; print its line."""
         if not self.running:
@@ -76,9 +81,8 @@ class Progress:
         self.rounds -= self.run_rounds - self.round
         self.state = CONTROL.sub(" ", state)
         self._show()
-        if self.enabled:
-            elapsed = timedelta(seconds=int(time.monotonic() - self._start))
-            tqdm.write(f"{self}, {elapsed}", file=_stream())
+        elapsed = timedelta(seconds=int(time.monotonic() - self._start))
+        self.say(f"{self}, {elapsed}")
 
     def __str__(self) -> str:
         parts = [f"round {self.round}/{self.run_rounds}", self.state]

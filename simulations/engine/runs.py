@@ -397,6 +397,8 @@ def _run(
         done = int(before[-1]["round"]) if before else -1
         label = CONTROL.sub(" ", f"{config.label} on {config.dataset}, seed {config.seed}")
         headline = config.chosen_method.headline
+        if prepared is not None:
+            shown.say(prepared[0].describe_data())
         shown.begin(label, config.rounds, max(done, 0), headline=headline)
         with writing(writers, config, before) as write:
 

@@ -126,6 +126,7 @@ def train(
                 logger.warning(
                     "%s: %s before, now %s: bits may differ", key, before[key], source[key]
                 )
+    logger.info("%s", setup.describe_data())
     _await_nodes(grid, config)
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")

@@ -84,6 +84,11 @@ class Setup:
         """Most examples of a client."""
         return self.config.max_examples or len(self.data.y_train)
 
+    def describe_data(self) -> str:
+        """Say in a line what was read; of a run with noise, what its mechanism does not cover."""
+        counted = self.config.mechanism is None
+        return f"data {self.config.dataset}: {self.data.describe(counted=counted)}"
+
     def evaluation_set(self) -> tuple[Tensor, Tensor]:
         """Return the examples that the server evaluates on, standardised, with their labels."""
         config, split = self.config, self.split

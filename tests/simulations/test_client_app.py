@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from numpy.typing import NDArray
@@ -69,7 +70,29 @@ def test_a_node_with_its_own_examples_trains_on_these(tmp_path):
     save(tmp_path / "examples.npz", x=x[: len(x) // 2], y=y[: len(y) // 2])
     assert learned(grid(nodes)) != expected
     save(tmp_path / "other.npz", x=x, y=y)
-    refused("an npz file, or a folder with one", load_own, str(tmp_path), load_data(CONFIG), 1437)
+    refused("npz file, or a folder with one", load_own, str(tmp_path), load_data(CONFIG), 1437)
+
+
+def test_a_node_reads_its_table_in_its_own_way_and_says_once_what_it_read(tmp_path, caplog):
+    """A run with two rounds: one line a node, with the shares of its classes, in its own log."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(rng.normal(size=(60, 2)), columns=["a", "b"])
+    frame["label"] = np.array(["no", "yes"])[(frame.a > 0).astype(int)]
+    frame.to_csv(tmp_path / "all.csv", index=False)
+    config = CONFIG.replace(dataset=f"csv:{tmp_path}/all.csv", partition="iid", evaluate_every=2)
+    of, setup = grid_of(config), load_setup(config)
+    own = frame[:8].rename(columns={"label": "ok"})
+    own.to_csv(tmp_path / "own.csv", index=False, sep=";", decimal=",")
+    node = {"data-path": f"{tmp_path}/own.csv", "target": "ok", "separator": "semicolon"}
+    of.contexts[1].node_config |= node | {"decimal": "comma"}
+    initial = ArrayRecord(dict(setup.network.state_dict()))
+    caplog.set_level("INFO", "flwr")
+    make_strategy(setup).start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=2)
+    yes = (own.ok == "yes").mean()
+    said = f"own.csv: rows 8, columns 2, classes no {1 - yes:.1%}, yes {yes:.1%}"
+    assert caplog.text.count("data-path") == caplog.text.count(said) == 1
+    of.contexts[1].node_config["separator"] = ";"
+    refused("^node config: separator: expected", client_fn, of.contexts[1])
 
 
 def test_a_node_without_a_number_goes_by_its_id(tmp_path):
@@ -154,6 +177,11 @@ def of_owner(tmp_path, settings, **said):
     context.node_id, context.node_config = 7, {"data-path": save(tmp_path / "x.npz", x=x, y=y)}
     context.node_config |= {f"privacy-{key.replace('_', '-')}": own for key, own in said.items()}
     return client_fn(context), _masks(config, tuple(context.node_config.items()))
+
+
+def test_a_run_with_noise_says_nothing_of_its_training_examples():
+    said = load_setup(CONFIG.replace(**SUMS)).describe_data()
+    assert said == "data digits: columns 1 x 8 x 8, classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
 
 
 @pytest.mark.parametrize("settings", [SUMS, {"secure": True}])

@@ -23,13 +23,20 @@ from .test_identity import SMALL
 X, Y = np.eye(12, 4, dtype=np.float32), np.arange(12) % 3
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.npz", "a.parquet", "a.npy"])
-def test_what_is_no_npz_file_is_said_to_be_none(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.npz", "expected an npz file of x and y, as numpy.savez writes it"),
+        ("a.parquet", "data-path: .*a.parquet: "),
+        ("a.npy", "expected a csv, parquet or npz file, or a folder with one"),
+        ("a.xlsx", "expected a csv, parquet or npz file, or a folder with one"),
+    ],
+)
+def test_what_is_no_file_of_examples_is_said_to_be_none(tmp_path, name, message):
     path = tmp_path / name
     path.write_bytes(b"a,b,label\n1,2,0\n")
     if name.endswith("npy"):
         np.save(path, X)
-    message = "expected an npz file of x and y, as numpy.savez writes it"
     refused(message, load_own, str(path), load_data(Config()), 99)
     words = np.array([{"a": 1}], object)
     np.savez(tmp_path / "objects.npz", x=words, y=words, x_train=words, y_train=words)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedntk.clients import SGDClient, client_app
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.simulations import OwnData
+from fedntk.simulations.config.data import DatasetSettings
 from fedntk.simulations.data.data import Data
 from fedntk.simulations.data.load import load_own
 from fedntk.simulations.engine.engines import LocalGrid
@@ -169,3 +170,78 @@ def test_a_schema_is_that_of_columns_whatever_the_order_of_rows():
     tables = frame, swapped, frame.iloc[::-1]
     digests = [OwnData(table, test=table).read().schema for table in tables]
     assert digests[0] == digests[2] != digests[1]
+
+
+def frame_of(x: NDArray[np.float64], y: Any) -> pd.DataFrame:
+    return pd.DataFrame(x, columns=list(NAMES)).assign(label=y)
+
+
+def tables(folder: Path, kind: str, **parts: pd.DataFrame) -> str:
+    folder.mkdir(exist_ok=True)
+    for name, frame in parts.items():
+        path = folder / f"{name}.{kind}"
+        if kind == "parquet":
+            frame.to_parquet(path, index=False)
+        else:
+            frame.to_csv(path, index=False, sep=";", decimal=",", encoding="cp1252")
+    return str(folder)
+
+
+HOW = {"separator": "semicolon", "decimal": "comma", "encoding": "cp1252"}
+GERMAN = DatasetSettings(**HOW)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "CSV"])
+def test_a_table_has_the_tensors_of_its_arrays(pooled, tmp_path, kind):
+    """In any order of its columns, with a column of the run's owners, and a test set beside it."""
+    expected = load(pooled, tmp_path, x_test=patients(2), y_test=outcomes(patients(2)))
+    parts = {
+        name: frame_of(patients(seed), outcomes(patients(seed))).iloc[:, [2, 4, 0, 3, 1]]
+        for name, seed in (("Train", 1), ("test", 2))
+    }
+    parts["Train"]["site"] = "A"
+    place = tables(tmp_path / "own", kind, **parts)
+    settings = DatasetSettings(**{**HOW, "client_column": "site"})
+    loaded = load_own(place, pooled, 1000, settings=settings)
+    for ours, theirs in zip(loaded[:2], expected[:2], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    one = load_own(f"{place}/Train.{kind}", pooled, 1000, settings=settings)
+    assert torch.equal(one.train[0], expected.train[0])
+    assert len(one.test[1]) == 0
+    dead = (outcomes(patients(1)) == "dead").mean()
+    shares = f"classes alive {1 - dead:.1%}, dead {dead:.1%}"
+    assert one.describe(CLASSES) == f"rows 200, columns 4, {shares}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.drop(columns="age"), "missing: age"),
+        (lambda f: f.assign(smoker=np.where(f.smoker > 0, "yes", "no")), r"others in smoker \('no"),
+        (lambda f: f.assign(zip=1067), "missing: none; unknown: zip"),
+        (lambda f: f.drop(columns="label"), "target: the set has the columns .* got 'label'"),
+        (lambda f: f.assign(label=(f.age > 60).astype(int)), "'alive', 'dead', got '0', '1'"),
+        (lambda f: f.assign(label=np.where(f.age > 60, "dead", "Alive")), "got 'Alive'"),
+        (lambda f: f.assign(glucose=f.glucose.where(f.age > 30)), r"gaps \(rows\): glucose"),
+        (lambda f: f.assign(glucose=f.glucose / 18), "glucose has mean 5.6"),
+        (lambda f: f.head(0), r"1 \.\.\. 1000 examples, got 0"),
+        (lambda f: pd.concat([f] * 6), r"1 \.\.\. 1000 examples, got 1200"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_that_does_not_fit_is_refused(pooled, tmp_path, kind, change, message):
+    place = tables(tmp_path, kind, own=change(frame_of(patients(1), outcomes(patients(1)))))
+    refused(f"^data-path: .*({message})", load_own, place, pooled, 1000, settings=GERMAN)
+
+
+@pytest.mark.parametrize("labels", [["1", "2", "A"], ["1", "2"], ["yes", "no"]])
+def test_labels_of_a_table_are_the_runs_by_name_whatever_the_node_lacks(tmp_path, labels):
+    """A node without the class A has numbers only; with one class it is no error."""
+    x = patients(0, 60)
+    pooled = OwnData(frame_of(x, np.resize(labels, 60))).read()
+    classes = [str(name) for name in pooled.inputs.classes]
+    for some in (labels[:2], labels[:1]):
+        y = np.resize(some, 30)
+        place = tables(tmp_path / "own", "csv", own=frame_of(x[:30], y))
+        loaded = load_own(place, pooled, 60, settings=GERMAN).train[1]
+        assert [classes[i] for i in loaded] == y.tolist()

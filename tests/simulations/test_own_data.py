@@ -38,6 +38,13 @@ def small(**options: object) -> Config:
     return Config(**{**base, "learning_rate": 0.1, **options})
 
 
+def test_a_run_says_in_one_line_what_it_read(tmp_path, capsys):
+    data = OwnData(make_frame(), target="kind", client_column="site")
+    run(small(rounds=0, partition="natural"), data=data, out=tmp_path)
+    said = "rows 48 and 12 to test, columns 4, owners 4, classes ash 33.3%, birch 33.3%, oak 33.3%"
+    assert capsys.readouterr().err.count(f": {said}\n") == 1
+
+
 @pytest.mark.parametrize("method", ["fedavg", "tct", "fed-ensemble", "cp-ntk-fl"])
 def test_a_predictor_takes_the_raw_rows_of_a_csv(tmp_path, method):
     """With the accuracy of the run, whatever the columns' order; also client 1's, and a saved one.
