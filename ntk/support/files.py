@@ -38,6 +38,16 @@ def whole(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
+def owner_only() -> Iterator[None]:
+    """Write files and folders that only their owner can read, here and in processes started."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextlib.contextmanager
 def claimed(folder: Path, name: str, *, seconds: float = 0.0) -> Iterator[None]:
     """Keep others from working in a folder under a name: BlockingIOError if one does so long."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,8 @@ class Data:
     0 ... num_classes - 1, and the owner of each (n,), if the set names owners. A network gets them
     as `inputs` makes them: standardised, unless their values have a meaning as they are, such as
     positions in an alphabet; then as `frozen` makes them, if part of the network is. `split` has
-    the indices of each client's training examples, if it came with the data.
+    the indices of each client's training examples, if it came with the data. Of examples that are
+    `elsewhere` it has no rows: only what is done to them, and their number `num_elsewhere`.
     """
 
     x_train: NDArray[Any]
@@ -77,11 +78,13 @@ class Data:
     alphabet: str = ""
     split: tuple[Indices, ...] | None = None
     frozen: FrozenPart | None = None
+    elsewhere: InputTransform | None = None
+    num_elsewhere: int = 0
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):
             x, y = (getattr(self, f"{axis}_{part}") for axis in "xy")
-            if not len(x):
+            if not len(x) and self.elsewhere is None:
                 raise ConfigError(f"{part} set: expected examples, got none")
             self._require_kind(x, y, f"{part} set: ")
 
@@ -90,6 +93,19 @@ class Data:
         """Make it from its parts."""
         owners = train.owners, test.owners
         return cls(train.x, train.y, test.x, test.y, num_classes, *owners, **more)
+
+    @classmethod
+    def of_inputs(cls, inputs: InputTransform, num_train: int) -> Self:
+        """Make it for a node that has no copy of the N training examples."""
+        x, y = np.zeros((0, *inputs.shape)), np.zeros(0, np.int64)
+        known: Any = {"columns": inputs.columns, "classes": inputs.classes}
+        known |= {"alphabet": inputs.alphabet, "elsewhere": inputs, "num_elsewhere": num_train}
+        return cls(x, y, x, y, len(inputs.classes), **known)
+
+    @property
+    def num_train(self) -> int:
+        """Number of training examples, here or elsewhere."""
+        return self.num_elsewhere or len(self.y_train)
 
     def _require_kind(self, x: NDArray[Any], y: NDArray[Any], what: str = "") -> None:
         check_examples(x, y, self.num_classes, what)
@@ -100,6 +116,8 @@ class Data:
     @cached_property
     def inputs(self) -> InputTransform:
         """What is done to raw examples before a network, or its frozen part, sees them."""
+        if self.elsewhere is not None:
+            return self.elsewhere
         classes = self.classes or tuple(self.alphabet) or tuple(range(self.num_classes))
         if self.frozen is not None and self.frozen.moments is not None:
             white = largest_value(self.x_train)
@@ -191,7 +209,7 @@ class Data:
         x, labels = self.inputs.arrange_columns(x, columns), self.inputs.labels(y)
         self._require_kind(x, labels.numpy())
         if check_ranges:
-            self.inputs.require_alike(x, len(self.y_train))
+            self.inputs.require_alike(x, self.num_train)
         if self._is_divided:
             return self._features_of(x).rows(), labels
         return self.inputs(x, check_ranges=False), labels

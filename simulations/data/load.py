@@ -78,6 +78,8 @@ def load_own(
 
 def _own_file(place: Path) -> tuple[str, Path]:
     """Return the kind of a node's examples, and their file, or the folder of train and test."""
+    if not place.exists():
+        raise ConfigError(f"data-path: no file or folder at {place.absolute()}")
     entries = sorted(place.iterdir()) if place.is_dir() else [place]
     files = [path for path in entries if path.is_file() and kind_of(path)]
     kinds = {*map(kind_of, files)}

@@ -27,7 +27,7 @@ from ..config.metrics import metrics_of
 from ..config.private import named_for, public_parts
 from ..config.settings import ConfigError
 from ..configuration import Config
-from ..data.data import LocalData
+from ..data.data import Data, LocalData
 from ..data.load import load_data
 from ..methods import all_methods
 from ..methods.method import Method, Setup
@@ -37,12 +37,18 @@ from ..simulated_trust import key_server, projected, run_name, sealed_projection
 from ._flower import log_from
 
 
-def load_setup(config: Config) -> Setup:
-    """Load data and split, and build the network."""
-    data = load_data(config)
+def load_setup(config: Config, inputs: str = "") -> Setup:
+    """Load data and split, and build the network.
+
+    A node with examples of its own needs none of the run's: `inputs` is then the folder with
+    ``inputs.json``, which says what is done to examples. The run has to say its max-examples.
+    """
+    data = load_inputs(Path(inputs), config.max_examples) if inputs else load_data(config)
     network, frozen = build_networks(config, data.input_shape, data.num_classes)
     loaded = data if frozen is None else replace(data, frozen=frozen)
     setup = Setup(config, network, frozen, loaded=loaded)
+    if inputs:
+        return setup
     known_scale = data.x_train.dtype == np.uint8 or "moments" in public_parts(config.public)
     if config.is_pretrained and config.mechanism is not None and not known_scale:
         raise ConfigError(
@@ -51,6 +57,19 @@ def load_setup(config: Config) -> Setup:
         )
     _ = setup.split
     return setup
+
+
+def load_inputs(folder: Path, max_examples: int) -> Data:
+    """Load what a node knows of a run's examples: how they are prepared, and how many they are."""
+    transform = InputTransform.load(folder)
+    if transform is None:
+        raise ConfigError(f"inputs: no {InputTransform.FILE} in {folder}; fedntk deploy writes it")
+    if not max_examples:
+        raise ConfigError(
+            "max-examples: expected the most examples of a client, as nodes with inputs have no "
+            "copy of the run's data set, got 0"
+        )
+    return Data.of_inputs(transform, max_examples)
 
 
 def code_checksums(config: BaseConfig) -> dict[str, str]:

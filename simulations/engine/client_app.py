@@ -1,6 +1,7 @@
 """The client half of the Flower app: the configured method's client, with its node's examples."""
 
 import copy
+import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,17 +31,36 @@ Function = Callable[[Message, Context], Message]
 Load = Callable[[Context], Setup]
 STATE = "fedntk.client"  # name of the record that a client keeps
 DATA, PRIVACY = "data-path", "privacy-"  # a node's own examples; begins what their owner allows
+INPUTS = "inputs"  # folder of what is known of a run's examples
 
 
 @lru_cache(maxsize=1)
-def _load_once(_run_id: int, config: Config) -> Setup:
+def _load_once(_run_id: int, config: Config, inputs: str) -> Setup:
     """Load it once a run: what the settings name may change between runs."""
-    return load_setup(config)
+    return load_setup(config, inputs)
 
 
 def load(context: Context) -> Setup:
-    """Load the setup that a run's settings say."""
-    return _load_once(context.run_id, Config.parse(context.run_config))
+    """Load the setup that a run's settings say, if the node answers such runs.
+
+    A node with ``inputs``, a folder with ``inputs.json``, needs no copy of the run's data set, and
+    keeps what it keeps in its user's cache, not in the run's folder, which is the server's.
+    """
+    node, method = context.node_config, str(context.run_config.get("method", Config().method))
+    methods = [name.strip() for name in str(node.get("methods", "")).split(",") if name.strip()]
+    if methods and method not in methods:
+        raise ConfigError(
+            f"methods: this node answers {', '.join(methods)}, and the run's is {method}; its "
+            "owner can change that in the node config"
+        )
+    config = Config.parse(context.run_config)
+    inputs = str(node.get(INPUTS, ""))
+    if inputs and DATA not in node:
+        raise ConfigError(f"node config: {INPUTS} goes with {DATA}, got no examples of its own")
+    if inputs:
+        folder = hashlib.sha256(str(config.folder).encode()).hexdigest()[:16]
+        config = config.replace(out=str(cache_dir() / "runs" / folder))
+    return _load_once(context.run_id, config, inputs)
 
 
 def client_fn(context: Context, load: Load = load) -> NumPyClient:

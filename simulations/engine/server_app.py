@@ -1,9 +1,9 @@
 """The server half of the Flower app: checks, runs and records the configured method."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from logging import getLogger
 
@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedntk.ntk.predictors.network import Evaluation
 from fedntk.ntk.support.arrays import ArrayDict
-from fedntk.ntk.support.files import PARTIAL, claimed
+from fedntk.ntk.support.files import PARTIAL, claimed, owner_only
 from fedntk.strategies import Strategy
 
 from ..attacks import ATTACKS
@@ -61,15 +61,9 @@ def prepare(config: Config) -> Prepared:
     return setup, make_strategy(setup)
 
 
-@contextlib.contextmanager
-def private(config: Config) -> Iterator[None]:
+def private(config: Config) -> AbstractContextManager[None]:
     """Write files that only their owner can read, if the examples may be private."""
-    before = os.umask(0o077) if config.may_be_private else None
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.umask(before)
+    return owner_only() if config.may_be_private else contextlib.nullcontext()
 
 
 def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:

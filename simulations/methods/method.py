@@ -82,7 +82,7 @@ class Setup:
     @property
     def max_examples(self) -> int:
         """Most examples of a client."""
-        return self.config.max_examples or len(self.data.y_train)
+        return self.config.max_examples or self.data.num_train
 
     def describe_data(self) -> str:
         """Say in a line what was read; of a run with noise, what its mechanism does not cover."""
