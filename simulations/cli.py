@@ -1,4 +1,4 @@
-"""The command ``fedntk``: run, compare, tune, report, assess, ledger, unlearn.
+"""The command ``fedntk``: run, compare, tune, report, assess, ledger, unlearn, deploy.
 
 Only a command that needs torch imports it, so that help comes at once.
 """
@@ -19,7 +19,7 @@ from .errors import CONTROL, ConfigError, RunFailed, command_line, naming
 app = command_line(
     "fedntk",
     "Federated learning with Jacobians and tangent kernels: run, compare, tune, report, assess, "
-    "ledger, unlearn.",
+    "ledger, unlearn, deploy.",
 )
 
 Settings = Annotated[
@@ -404,6 +404,65 @@ def privacy_ledger_command(
         opened = PrivacyLedger.create(ledger) if new else PrivacyLedger(ledger)
         for release in opened.releases():
             _echo(f"{release.run}: epsilon {release.epsilon:g}, delta {release.delta:g}")
+
+
+@app.command("deploy")
+def deploy_command(
+    conf: Annotated[Path, Argument(help="A TOML file of the run, whose data set nodes' are like.")],
+    *,
+    host: Annotated[
+        list[str], Option(help="Name or address of the server; nodes use the first of several.")
+    ],
+    port: Annotated[int, Option(min=1, max=65535, help="Port of the server.")] = 8000,
+    out: Annotated[Path, Option(help="Folder of all folders.")] = Path("deployment"),
+    settings: Settings = None,
+    again: Annotated[bool, Option("--again", help="Replace the keys that are there.")] = False,
+) -> None:
+    """Write a folder for the server and one for each of num-clients nodes: keys, settings, README.
+
+    A node's folder has its key, what the run knows of its columns and classes, and mine.toml: where
+    its rows are, and what their owner allows. It has no row of the run's data set.
+
+    [b]Examples[/]
+
+      fedntk deploy trees.toml --host fl.example.org
+    """
+    from . import Config
+    from .deploy.deployment import write_deployment
+
+    config = Config.load(conf, **_parse_settings(settings, conf))
+    for path in write_deployment(config, out, host, port=port, again=again):
+        _echo(str(path))
+
+
+@app.command("serve")
+def serve_command(
+    folder: Annotated[Path, Argument(help="The server's folder of fedntk deploy.")],
+    *,
+    port: Annotated[int, Option(min=1, max=65535, help="Port, as nodes know it.")] = 8000,
+) -> None:
+    """Wait for the nodes of a deployment, run what its config.toml says, and stop."""
+    from .deploy.deployment import serve
+
+    _echo(f"results: {serve(folder, port=port, say=_echo)}")
+
+
+@app.command("node")
+def node_command(
+    conf: Annotated[Path, Argument(help="A node's mine.toml, in its folder of fedntk deploy.")],
+    *,
+    check: Annotated[
+        bool, Option("--check", help="Only check files and rows, without the server.")
+    ] = False,
+) -> None:
+    """Check a node's rows and its server, and answer the server's runs until Ctrl-C."""
+    from .deploy.node import check_node, run_node
+
+    if check:
+        check_node(conf)
+        _echo(f"{conf}: the files and the rows fit")
+    else:
+        run_node(conf, say=_echo)
 
 
 @app.command("check")

@@ -55,17 +55,18 @@ WITH_EXAMPLES = [page for page in PAGES if ">>> " in text_of(page)]
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=str)
 def test_examples_of_a_page(page, tmp_path, monkeypatch):
-    """On the page of one's own data also its files, and its commands where they stand."""
+    """On pages of one's own data also their files, and their commands where they stand."""
     monkeypatch.chdir(tmp_path)
     text = text_of(page)
-    if page.name == "own-data.md":
+    if page.name in ("own-data.md", "table-per-hospital.md"):
         for name, content in FILE.findall(text):
             (tmp_path / name).write_text(content)
         text = SHELL.sub(lambda found: f">>> command({found[1]!r})\n", text)
 
-    def command(line: str) -> None:
-        done = CliRunner().invoke(app, line.split()[1:], catch_exceptions=False)
-        assert done.exit_code == 0, done.output
+    def command(lines: str) -> None:
+        for line in lines.splitlines():
+            done = CliRunner().invoke(app, line.split()[1:], catch_exceptions=False)
+            assert done.exit_code == 0, done.output
 
     examples = doctest.DocTestParser().get_doctest(text, {"command": command}, page.name, None, 0)
     result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples)

@@ -106,6 +106,10 @@ class Federation:
         Variables for all processes, besides this process's own.
     say : callable, optional
         Function that is given what is done, and each command.
+    host, port : str, int
+        Address at which the SuperLink listens; by default this machine only, and a free port.
+    certificates : Certificates, optional
+        Files of TLS; by default they are made in the folder.
 
     Examples
     --------
@@ -123,14 +127,17 @@ class Federation:
         node_configs: Sequence[Settings] | None = None,
         environment: Mapping[str, str] | None = None,
         say: Say | None = None,
+        host: str = HOST,
+        port: int | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
         if node_configs is None:
             numbers = range(num_supernodes)
             node_configs = [{"partition-id": i, "num-partitions": len(numbers)} for i in numbers]
-        if len(node_configs) != num_supernodes or num_supernodes < 1:
+        if len(node_configs) != num_supernodes:
             raise ValueError(
-                f"node_configs: expected one for each of at least one node, got "
-                f"{len(node_configs)} for {num_supernodes}"
+                f"node_configs: expected one for each node, got {len(node_configs)} for "
+                f"{num_supernodes}"
             )
         self.folder = Path(folder).expanduser().absolute()
         self.superlink_log = self.folder / "server.log"
@@ -141,7 +148,8 @@ class Federation:
         self.ports: list[int] = []
         self._started: list[Process] = []
         self._claim = contextlib.ExitStack()
-        self._port: int | None = None
+        self._host, self._port = host, port
+        self._certificates = certificates
         self._submitted = 0
 
     def __enter__(self) -> Self:
@@ -167,7 +175,7 @@ class Federation:
     def _start(self) -> None:
         processes.end_with(MARK, self.folder)  # what a killed federation left
         self._say(f"# certificates and keys: {self.folder}")
-        self.certificates: Certificates = make_certificates(self.folder / "tls")
+        self.certificates = self._certificates or make_certificates(self.folder / "tls")
         self.start_superlink()
         for config in self.node_configs:
             self._start_supernode(config)
@@ -183,20 +191,37 @@ class Federation:
     def _start_supernode(self, config: str) -> Supernode:
         name = f"node-{len(self.supernodes)}"
         key = self.folder / name / "node.key"
-        self.flwr("supernode", "register", str(make_node_key(key)), CONNECTION)
-        command = [
-            *(tool("flower-supernode"), "--superlink", self.address, "--node-config", config),
-            *("--root-certificates", str(self.certificates.authority)),
-            *("--auth-supernode-private-key", str(key), "--port"),
-        ]
+        self.register(make_node_key(key))
+        command = supernode_command(self.address, config, self.certificates.authority, key)
         what = f"a SuperNode, on a machine of its own ({name})"
         process, _ = self.start(name, command, what)
         self.supernodes.append(Supernode(self.folder / f"{name}.log", process))
         return self.supernodes[-1]
 
+    def register(self, public_key: Path) -> None:
+        """Have the SuperLink know a node by its public key; that it does already is no error."""
+        try:
+            self.flwr("supernode", "register", str(public_key), CONNECTION)
+        except RunFailed as error:
+            if "already in use" not in str(error):
+                raise
+
+    def await_supernodes(self, number: int) -> None:
+        """Wait until so many nodes are online, as long as it takes."""
+        seen = -1
+        while seen < number:
+            if self.superlink.poll() is not None:
+                raise RunFailed(f"the SuperLink has ended; see {self.superlink_log}")
+            nodes = json.loads(self.flwr("supernode", "list", CONNECTION, "--format", "json"))
+            online = sum(node["status"] == "online" for node in nodes["nodes"])
+            if online != seen:
+                self._say(f"# {online} of {number} nodes are there")
+            seen = online
+            time.sleep(1.0 if seen < number else 0.0)
+
     @property
     def address(self) -> str:
-        """Host and port of the SuperLink."""
+        """Host and port of the SuperLink, for this machine."""
         return f"{HOST}:{self._port}"
 
     def environment(self, home: str) -> dict[str, str]:
@@ -213,7 +238,7 @@ class Federation:
             *(tool("flower-superlink"), "--ssl-ca-certfile", str(tls.authority)),
             *("--ssl-certfile", str(tls.certificate)),
             *("--ssl-keyfile", str(tls.key), "--enable-supernode-auth"),
-            *("--database", str(home / "superlink.db"), "--host", HOST, "--port"),
+            *("--database", str(home / "superlink.db"), "--host", self._host, "--port"),
         ]
         what = "the SuperLink, on the server"
         self.superlink, self._port = self.start("server", command, what, self._port)
@@ -277,7 +302,7 @@ class Federation:
     def flwr(self, *arguments: str) -> str:
         """Run one of Flower's commands, and return what it says."""
         command = [tool("flwr"), *arguments]
-        if arguments[0] != "ls":
+        if "--format" not in arguments:  # it only looks
             self._say(f"$ {_as_typed(command)}")
         done = subprocess.run(  # noqa: S603
             command, env=self.environment("server"), capture_output=True, text=True, check=False
@@ -290,6 +315,15 @@ class Federation:
     def _show(self, what: str, home: str, command: Any) -> None:
         self._say(f"# {what}; Flower's files are in FLWR_HOME={self.folder / home / 'flwr'}")
         self._say(f"$ {_as_typed(command)}")
+
+
+def supernode_command(address: str, config: str, authority: Path, key: Path) -> list[str]:
+    """Return the command of a SuperNode, which lacks the number of a free port at its end."""
+    return [
+        *(tool("flower-supernode"), "--superlink", address, "--node-config", config),
+        *("--root-certificates", str(authority)),
+        *("--auth-supernode-private-key", str(key), "--port"),
+    ]
 
 
 def _as_text(settings: Settings) -> str:
