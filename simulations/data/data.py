@@ -214,16 +214,10 @@ class Data:
             return self._features_of(x).rows(), labels
         return self.inputs(x, check_ranges=False), labels
 
-    def describe(self, *, counted: bool = True) -> str:
-        """Say in a line what was read; not `counted`: nothing of single training examples."""
-        classes = self.inputs.classes
-        if not counted:
-            return f"columns {columns_of(self.x_train)}, classes {', '.join(map(str, classes))}"
-        rows = f"rows {len(self.y_train)} and {len(self.y_test)} to test"
-        ids = self.natural_ids
-        owners = "" if ids is None else f", owners {len(np.unique(ids))}"
-        shares = class_shares(self.y_train, classes)
-        return f"{rows}, columns {columns_of(self.x_train)}{owners}, {shares}"
+    def describe(self) -> str:
+        """Say in a line what was read, with each class's share of the training examples."""
+        owners, classes = self.natural_ids, self.inputs.classes
+        return describe_rows(self.x_train, self.y_train, len(self.y_test), classes, owners)
 
     def keep(self, name_of: Callable[[str], str] = str) -> dict[str, Any]:
         """Keep a copy in memory, named by its checksum; return the settings that follow."""
@@ -289,17 +283,17 @@ def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str
         raise ConfigError(f"{what}expected labels 0 ... {num_classes - 1}, {labels}")
 
 
-def columns_of(x: Any) -> str:
-    """Return the number of columns of a table x (n, columns), or the shape of an example."""
-    return " x ".join(map(str, x.shape[1:]))
-
-
-def class_shares(y: Any, classes: Sequence[str | int], shown: int = 10) -> str:
-    """Say which share of labels y (n,), 0 ... C - 1, each of the first classes has."""
-    shares = np.bincount(y, minlength=len(classes)) / len(y)
-    pairs = zip(classes[:shown], shares.tolist(), strict=False)
-    more = f" and {len(classes) - shown} more" if len(classes) > shown else ""
-    return f"classes {', '.join(f'{name} {share:.1%}' for name, share in pairs)}{more}"
+def describe_rows(
+    x: Any, y: Any, num_test: int, classes: Sequence[str | int], owners: Any = None, shown: int = 10
+) -> str:
+    """Say how many rows, columns and owners there are, and the shares of the first classes."""
+    rows = f"rows {len(y)}" + f" and {num_test} to test" * bool(num_test)
+    of = "" if owners is None else f", owners {len(np.unique(owners))}"
+    shares = (np.bincount(y, minlength=len(classes)) / len(y)).tolist()
+    pairs = zip(classes[:shown], shares, strict=False)
+    named = ", ".join(f"{name} {share:.1%}" for name, share in pairs)
+    more = f" and {len(classes) - shown} more" * (len(classes) > shown)
+    return f"{rows}, columns {' x '.join(map(str, x.shape[1:]))}{of}, classes {named}{more}"
 
 
 class LocalData(NamedTuple):
@@ -314,10 +308,9 @@ class LocalData(NamedTuple):
     owner: Mapping[str, Any] = MappingProxyType({})
 
     def describe(self, classes: Sequence[str | int]) -> str:
-        """Say in a line what was read, with the share of each class."""
+        """Say in a line what was read, with each class's share."""
         (x, y), (_, y_test) = self.train, self.test
-        rows = f"rows {len(y)}" + (f" and {len(y_test)} to test" if len(y_test) else "")
-        return f"{rows}, columns {columns_of(x)}, {class_shares(y.numpy(), classes)}"
+        return describe_rows(x, y.numpy(), len(y_test), classes)
 
     @property
     def nbytes(self) -> int:

@@ -62,17 +62,12 @@ def load_own(
             f"data-path: expected 1 ... {max_examples} examples, got {len(train.y)} in {place}; "
             "max-examples says how many a client may have"
         )
+    convert = partial(data.convert_examples, check_ranges=check_ranges)
     with naming(f"data-path: {place}", ValueError):
-        own, test = [
-            data.convert_examples(
-                part.x,
-                part.y,
-                columns=part.columns,
-                classes=part.classes,
-                check_ranges=check_ranges,
-            )
+        own, test = (
+            convert(part.x, part.y, columns=part.columns, classes=part.classes)
             for part in (train, parts.get("test", train.select(slice(0))))
-        ]
+        )
     return LocalData(own, test, train.x)
 
 

@@ -46,7 +46,8 @@ def load(context: Context) -> Setup:
     A node with ``inputs``, a folder with ``inputs.json``, needs no copy of the run's data set, and
     keeps what it keeps in its user's cache, not in the run's folder, which is the server's.
     """
-    node, method = context.node_config, str(context.run_config.get("method", Config().method))
+    node = context.node_config
+    method = str(context.run_config.get("method", Config.options()["method"].default))
     methods = [name.strip() for name in str(node.get("methods", "")).split(",") if name.strip()]
     if methods and method not in methods:
         raise ConfigError(

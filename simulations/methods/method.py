@@ -85,9 +85,9 @@ class Setup:
         return self.config.max_examples or self.data.num_train
 
     def describe_data(self) -> str:
-        """Say in a line what was read; of a run with noise, what its mechanism does not cover."""
-        counted = self.config.mechanism is None
-        return f"data {self.config.dataset}: {self.data.describe(counted=counted)}"
+        """Say in a line what was read; of a run with noise, nothing that its epsilon is of."""
+        data = self.data.inputs if self.config.mechanism else self.data
+        return f"data {self.config.dataset}: {data.describe()}"
 
     def evaluation_set(self) -> tuple[Tensor, Tensor]:
         """Return the examples that the server evaluates on, standardised, with their labels."""
