@@ -94,13 +94,11 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
             examples = load_own(
                 str(path), setup.data, setup.max_examples, check_ranges=checked, settings=how
             )
-        except ValueError as error:  # which tells facts of the examples
-            if owner.keys() & {"privacy", "only_masked"}:
-                logger.error("%s", error)
-                raise ConfigError(
-                    f"{DATA}: the examples do not fit the run's data set; this node's log says why"
-                ) from None
-            raise
+        except ValueError as error:  # which tells facts of the examples, such as a cell
+            logger.error("%s", error)
+            raise ConfigError(
+                f"{DATA}: the examples do not fit the run's data set; this node's log says why"
+            ) from None
         if "privacy" in owner:  # the run's settings prepare the examples, and do not name them
             owner["privacy"] = replace(owner["privacy"], examples=examples.raw)
         examples = examples._replace(owner=owner)

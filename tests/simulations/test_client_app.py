@@ -262,11 +262,15 @@ def test_a_node_with_a_ledger_sends_no_jacobians_and_no_weights(tmp_path, method
         make_strategy(setup).start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=1)
 
 
-def test_a_private_nodes_errors_tell_nothing_of_its_examples(tmp_path):
-    """What does not fit is in the node's own log, with figures."""
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_nodes_errors_tell_nothing_of_its_examples(tmp_path, limited, caplog):
+    """What does not fit is in the node's own log, with figures and cells."""
     of = with_ledgers(tmp_path, grid_of(CONFIG.replace(**SUMS | {"standardise": True})))
     x, y = raw(0)
     save(tmp_path / "0.npz", x=1e4 * x, y=y)
     context = next(iter(of.contexts.values()))
+    if not limited:
+        del context.node_config["privacy-ledger"]
     refused("^data-path: the examples do not fit the run's data set; this node's log says why$",
             client_fn, context)  # fmt: skip
+    assert "deviations off" in caplog.text
