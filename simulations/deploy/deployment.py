@@ -125,11 +125,12 @@ def serve(folder: Path, *, port: int = PORT, say: Callable[[str], None]) -> Path
 
 def _require_deployable(config: Config) -> None:
     """Refuse what nodes with examples of their own lack, or would refuse."""
-    for key in ("method", "model", "weights"):
-        if ".py:" in (value := str(getattr(config, key))) or (key == "weights" and value):
+    for key in ("method", "model", "weights", "pretrained_weights"):
+        value = str(getattr(config, key))
+        if ".py:" in value or ("weights" in key and value):
             raise ConfigError(
-                f"{key} = {value}: nodes lack this file; name <module>:<function> of a package "
-                "that all sides install, or leave it out"
+                f"{config.key(key)} = {value}: nodes lack this file; name <module>:<function> of "
+                "a package that all sides install, or leave it out"
             )
     if seeded := config.chosen_method.seeded_protection(config):
         raise ConfigError(
