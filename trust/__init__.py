@@ -17,6 +17,7 @@ from .sealing import (
 )
 from .secure_sum import MaskedSum, Masker, Promise, Roster
 from .shuffling_server import Shuffled, ShufflingServer, seal_upload
+from .signed_records import verify_records
 
 __all__ = [
     "SEALED_SEED",
@@ -46,4 +47,5 @@ __all__ = [
     "seal_parcel",
     "seal_upload",
     "unseal",
+    "verify_records",
 ]
