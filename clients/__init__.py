@@ -4,6 +4,7 @@ from .closed_form.closed_form import ClosedFormClient
 from .closed_form.safle import SAFLeClient
 from .core.adapter import client_app, received
 from .core.base import ModelClient, sample_size
+from .core.counted_rows import CountedRows
 from .core.disk_store import DiskStore, cache_dir
 from .core.local_sgd import LocalSGD
 from .core.masked_weights import MaskedWeights
@@ -34,6 +35,7 @@ __all__ = [
     "BootstrapSGD",
     "CPNTKFLClient",
     "ClosedFormClient",
+    "CountedRows",
     "DFedAvgClient",
     "DFedSAMClient",
     "DPSGDClient",

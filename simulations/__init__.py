@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import with_extra_named
 
 if TYPE_CHECKING:
-    from .assessment.clients import Unlearned, ledger, unlearn
+    from .assessment.clients import Unlearned, delete, ledger, unlearn
     from .assessment.uncertainty import Assessment, assess
     from .check import check_method, make_fixture
     from .configuration import Config
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # module -> its public names
 _HOMES = {
-    "assessment.clients": ("Unlearned", "ledger", "unlearn"),
+    "assessment.clients": ("Unlearned", "delete", "ledger", "unlearn"),
     "assessment.uncertainty": ("Assessment", "assess"),
     "check": ("check_method", "make_fixture"),
     "configuration": ("Config",),
@@ -59,6 +59,7 @@ __all__ = [
     "assess",
     "check_method",
     "compare",
+    "delete",
     "ledger",
     "load_model",
     "load_predictor",

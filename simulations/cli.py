@@ -1,4 +1,4 @@
-"""The command ``fedntk``: run, compare, tune, report, assess, ledger, unlearn, deploy.
+"""The command ``fedntk``: run, compare, tune, report, assess, ledger, unlearn, delete, deploy.
 
 Only a command that needs torch imports it, so that help comes at once.
 """
@@ -358,6 +358,33 @@ def unlearn_command(
     _echo("\n".join(unlearn(folder, clients, out=out, forget=forget, trust=trust).lines()))
 
 
+@app.command("delete")
+def delete_command(
+    folder: RunFolder,
+    rows: Annotated[
+        list[int], Argument(metavar="ROW...", help="Places among its training examples, from 0.")
+    ],
+    *,
+    client: Annotated[int, Option(help="Partition whose rows they are.")],
+    trust: Trust = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete some of a client's training examples, and go on for a round, which solves without.
+
+    For runs of one-exchange with one-exchange.changes = true. The model in FOLDER becomes that of a
+    run that never had these rows, to the bit, and a signed record says so: see fedntk verify.
+
+    [b]Examples[/]
+
+      fedntk delete runs/a --client 3 0 17
+    """
+    from . import delete
+
+    result = delete(folder, client, rows, trust=trust, progress=not quiet)
+    (record,) = (result.folder / "details" / "changes").glob("*.jsonl")
+    _echo(f"{len(rows)} rows of client {client} are deleted; signed in {record}")
+
+
 @app.command("ledger")
 def ledger_command(
     folder: RunFolder,
@@ -559,9 +586,16 @@ def reproduce_command(
 @app.command("verify")
 def verify_command(
     result: Annotated[
-        str, Argument(help="A folder of fedntk reproduce, or a table's name: what fedntk shows.")
+        str,
+        Argument(
+            help="A folder of fedntk reproduce, or a table's name: what fedntk shows. Or a file of "
+            "signed records, .jsonl."
+        ),
     ],
     *,
+    key: Annotated[
+        str, Option(help="Public key of the records' signer, in hexadecimal digits.")
+    ] = "",
     cells: Annotated[str, Option(help="row/column/seed, with commas; may be patterns.")] = "",
     count: Annotated[int, Option(min=1, help="Else so many cells, the quickest.")] = 1,
     data_dir: Annotated[str, Option(help="Folder of the data sets.")] = "",
@@ -570,17 +604,37 @@ def verify_command(
 
     Near means within the tolerance of the table. The exit code is 1 if a figure is different.
 
+    Signed records of deleted rows, which nothing can run again, are checked for signature, order
+    and gaps; without --key, the first record says who signs.
+
     [b]Examples[/]
 
       fedntk verify results/tct-table-2
 
       fedntk verify ntk-fl/table-1 --cells fedavg/0
+
+      fedntk verify runs/a/details/changes/changes-0f1e.jsonl
     """
+    if result.endswith(".jsonl"):
+        _verify_records(result, key)
+        return
     from .reproduction.verifying import DIFFERENT, describe, verify
 
     table = verify(result, cells=_list(cells), count=count, data_dir=data_dir)
     _echo(describe(table))
     raise typer.Exit(int((table.verdict == DIFFERENT).any()))
+
+
+def _verify_records(path: str, key: str) -> None:
+    from fedntk.trust import verify_records
+
+    with naming("verify", ValueError, OSError):
+        records = verify_records(path, key)
+    for record in records:
+        known = {name: record.get(name) for name in ("round", "time", "deleted", "added", "rows")}
+        _echo(", ".join(f"{name} {value}" for name, value in known.items()))
+    last = records[-1]
+    _echo(f"{len(records)} records signed by {last['key']}; the model is now {last['after']}")
 
 
 def _list(text: str) -> list[str]:

@@ -8,6 +8,7 @@ from .closed_form.fed_cof import FedCOF
 from .closed_form.fed_ncm import FedNCM
 from .closed_form.noisy_sums import NoisySums
 from .closed_form.one_exchange import OneExchange
+from .closed_form.row_changes import RowChanges
 from .closed_form.safle import SAFLe
 from .core.asynchrony import Asynchrony
 from .core.centre import CentreInputs
@@ -87,6 +88,7 @@ __all__ = [
     "Reply",
     "Round",
     "Rounds",
+    "RowChanges",
     "SAFLe",
     "Sampling",
     "Screening",

@@ -17,15 +17,17 @@ from fedntk.ntk.convex.pooled_statistics import personal_model
 from fedntk.ntk.convex.private_sums import SumNoise, bound_rows
 from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.features.layers import RESIDUAL_LAYER, ResidualFeatures, one_by_one
-from fedntk.ntk.options import read_task
+from fedntk.ntk.options import argument, read_task
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.convex_task import ConvexTask
-from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat, sums_digest
 from fedntk.ntk.payloads.prototypes import Prototypes
+from fedntk.ntk.payloads.row_change import WORDS, RowChange
 from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.base import sample_size
+from ..core.counted_rows import CountedRows
 from ..core.feature_sums import SumsClient, fixed_point_in
 from ..core.secure_sum import Arrays
 from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar, set_weights
@@ -38,17 +40,40 @@ BESIDE = (wire.STEPS, wire.SECURE_SUM, wire.TOTAL)  # records beside the network
 class ClosedFormClient(SumsClient):
     """Sends sums over what the last layer is given, by the received weights; it trains nothing.
 
-    It keeps nothing but the keys of a secure sum and its owner's ledger. In memory are features of
-    `batch_size_eval` examples, and 8 p^2 bytes for p features if their Gram matrix is asked for.
-    The network's :class:`~fedntk.ntk.features.layers.ResidualFeatures` may add a layer's random
-    features. ``train-loss`` is the received network's. With noise no loss and one example go out.
+    It keeps nothing but the keys of a secure sum, its owner's ledger and counted rows. In memory
+    are features of `batch_size_eval` examples, and 8 p^2 bytes for p features if their Gram matrix
+    is asked for. The network's :class:`~fedntk.ntk.features.layers.ResidualFeatures` may add a
+    layer's random features. ``train-loss`` is the received network's. With noise, and of changes,
+    no loss and one example go out.
     """
 
     strategy = "ClosedFormStrategy"
     replies = "sums of features"
-    config_keys = frozenset({RESIDUAL_LAYER, *FeatureMap("last-layer").to_config()})
+    config_keys = frozenset(
+        {RESIDUAL_LAYER, wire.RUN, wire.ROUND, *FeatureMap("last-layer").to_config()}
+    )
     usual_step = "class-means"
     task_kind = SumTask
+
+    rows: CountedRows | None = argument(
+        "which of the training examples count, so that the owner can delete and add some; needed "
+        "if the strategy has changes",
+        default=None,
+    )
+
+    def check(self) -> None:
+        """Refuse rows that are drawn anew."""
+        if self.rows is not None and self.sampling_rate < 1:
+            raise ValueError(f"sampling_rate: expected 1 with rows, got {self.sampling_rate}")
+
+    def _examples(self, config: Config) -> tuple[Tensor, Tensor]:
+        """Return the training examples that count, and their targets."""
+        if self.rows is None:
+            return self.training_examples(config)
+        return self._chosen(self.rows.select(*self.raw_examples())[0], config)
+
+    def _chosen(self, rows: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+        return self.project(self.inputs[rows], config), self.targets[rows]
 
     def require_permitted_step(self, step: str, config: Mapping[str, Any]) -> None:
         """Refuse sums that are neither masked nor have noise, and noise that does not cover."""
@@ -60,7 +85,7 @@ class ClosedFormClient(SumsClient):
 
     def step_class_means(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of Prototypes: each class's mean features."""
-        x, targets = self.training_examples(config)
+        x, targets = self._examples(config)
         self._load_network(parameters)
         features = _Features(self, targets, config)
         means = Prototypes.of(features, x, targets.argmax(1), targets.shape[1])
@@ -70,10 +95,13 @@ class ClosedFormClient(SumsClient):
     def step_statistics(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of FeatureStatistics, or of SplitStatistics with a held-out share."""
         task = SumTask.from_config(config)
+        if task.changes:
+            change, *_ = self._change(task, parameters, config)
+            return NamedArrays({"arrays": {WORDS: change.to_words()}}), 1, {}
         if task.epsilon:  # a trusted server may ask again
             request = self.sum_request(task, config)
             self.secure.reserve(request, f"sums of {task.run_key[:64]} by {request.client}")
-        examples = self.training_examples(config)
+        examples = self._examples(config)
         _, records = self._load_network(parameters)
         sums, fixed_point, metrics = self._sum_up(task, examples, records, config)
         packed = task.epsilon > 0  # one size for any n
@@ -81,8 +109,14 @@ class ClosedFormClient(SumsClient):
         return reply, self.reported_examples(task), metrics
 
     def step_masked(self, parameters: Parameters, config: Config) -> Fit:
-        """Return the masked words of the same sums."""
-        task, examples = SumTask.from_config(config), self.training_examples(config)
+        """Return the masked words of the same sums, or of what changed in them."""
+        task = SumTask.from_config(config)
+        if task.changes:
+            change, about, records = self._change(task, parameters, config)
+            request, message = self.sum_request(task, config), records[wire.SECURE_SUM]
+            masked = self.secure.mask(change.to_words(), about, request, message)
+            return NamedArrays({"arrays": masked}), 1, {}
+        examples = self._examples(config)
         weights, records = self._load_network(parameters)
         sums, fixed_point, metrics = self._sum_up(task, examples, records, config)
         request, message = self.sum_request(task, config), records[wire.SECURE_SUM]
@@ -99,8 +133,31 @@ class ClosedFormClient(SumsClient):
         return NamedArrays({"arrays": arrays}), self.reported_examples(task), metrics
 
     def reported_examples(self, task: SumTask) -> int:
-        """Return the number of the round's examples; 1 with noise."""
-        return 1 if task.epsilon else sample_size(self.num_examples, self.sampling_rate)
+        """Return the number of the round's examples; 1 with noise, and of changes."""
+        if task.epsilon or task.changes:
+            return 1
+        if self.rows is not None:
+            return len(self.rows.select(*self.raw_examples())[0])
+        return sample_size(self.num_examples, self.sampling_rate)
+
+    def _change(
+        self, task: SumTask, parameters: Parameters, config: Config
+    ) -> tuple[RowChange, bytes, Records]:
+        """Return how the sums changed, what its words are about, and the message's records."""
+        if self.rows is None:
+            raise ValueError(
+                "rows: the strategy has changes, and this client does not know which of its rows "
+                "count; make it with rows=CountedRows(folder)"
+            )
+        chosen, digests = self.rows.select(*self.raw_examples())
+        examples = self._chosen(chosen, config)
+        weights, records = self._load_network(parameters)
+        sums, fixed_point, _ = self._sum_up(task, examples, records, config)
+        words = sums.to_words(np.uint64)
+        rounds = int(config.get(wire.ROUND, 0)), int(config["server-round"])
+        change = self.rows.change(str(config[wire.RUN]), rounds, words, digests)
+        key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
+        return change, sums_digest(key, fixed_point, words.dtype), records
 
     def _sum_up(
         self, task: SumTask, examples: tuple[Tensor, Tensor], records: Records, config: Config
@@ -126,8 +183,9 @@ class ClosedFormClient(SumsClient):
 
         share = task.validation_share
         sums = self.add_up(in_chunks, targets, features.width, share=share, fixed_point=fixed_point)
-        loss = features.loss(torch.cat(order))
-        return sums, fixed_point, {} if task.epsilon else {wire.TRAIN_LOSS: loss}
+        if task.epsilon or task.changes:
+            return sums, fixed_point, {}
+        return sums, fixed_point, {wire.TRAIN_LOSS: features.loss(torch.cat(order))}
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Loss and accuracy on the local test examples.
@@ -165,7 +223,7 @@ class ClosedFormClient(SumsClient):
                 "this client promises what its messages tell of its sums, and a model of its own "
                 "is computed from the exact ones; have the strategy set personal = False"
             )
-        task, examples = SumTask.from_config(config), self.training_examples(config)
+        task, examples = SumTask.from_config(config), self._examples(config)
         sums, fixed_point, _ = self._sum_up(task, examples, records, config)
         _, layer = FeatureMap.from_config(config).last_layer(self.model)
         expected = SumFormat(layer.in_features, examples[1].shape[1], None, fixed_point)

@@ -191,6 +191,15 @@ class ModelClient(Declared, NumPyClient):
         """Their one-hot targets (n, C)."""
         return self._all_testing[1]
 
+    def raw_examples(self) -> tuple[Tensor, Tensor]:
+        """Return all training examples and labels as they were passed; ValueError of a dataset."""
+        if self._training.may_change:
+            raise ValueError(
+                "x: expected arrays of examples, whose rows can be told apart, got a dataset, "
+                "which may augment them at random"
+            )
+        return self._training.read(())
+
     @property
     def num_examples(self) -> int:
         """Number of training examples."""

@@ -288,6 +288,22 @@ class FeatureStatistics:
         if any(map(operator.gt, squares, most)):
             raise BadReply("range", f"sums: expected those of rows of norm {radius} or less")
 
+    def require_positive(self) -> None:
+        """Raise BadReply unless the Gram matrix is positive semidefinite, but for rounding.
+
+        With a diagonal of 1 + 2 p (p + 2) eps, Cholesky's factor of a semidefinite matrix exists in
+        float64: Higham, *Accuracy and Stability of Numerical Algorithms*, 2002, theorem 10.7.
+        """
+        matrix, scale = self.matrix(), np.sqrt(self.diagonal.astype(np.float64))
+        scale[scale == 0] = 1
+        matrix /= scale
+        matrix /= scale[:, None]
+        matrix[np.diag_indices_from(matrix)] += (
+            2 * self.width * (self.width + 2) * np.finfo(np.float64).eps
+        )
+        if torch.linalg.cholesky_ex(torch.from_numpy(matrix)).info.item():
+            raise BadReply("range", "gram: expected a positive semidefinite matrix")
+
     def to_words(self, dtype: Any) -> NDArray[Any]:
         """Return all whole numbers in one array of uint32 or uint64."""
         arrays = (self.gram, self.class_sums.ravel(), self.counts)

@@ -49,6 +49,11 @@ class SplitStatistics:
     def __sub__(self, other: "SplitStatistics") -> "SplitStatistics":
         return SplitStatistics(self.fitting - other.fitting, self.held_out - other.held_out)
 
+    def require_positive(self) -> None:
+        """Raise BadReply unless both Gram matrices are positive semidefinite."""
+        for part in (self.fitting, self.held_out):
+            part.require_positive()
+
     def scaled(self, fixed_point: FixedPoint) -> "SplitStatistics":
         """Convert both parts of fixed-point numbers to the features' units, float64."""
         return SplitStatistics(self.fitting.scaled(fixed_point), self.held_out.scaled(fixed_point))
@@ -105,7 +110,7 @@ def draw_held_out(labels: Tensor, share: float, seed: Sequence[int]) -> Tensor:
     generator = np.random.default_rng(seed)
     n, place = len(labels), generator.random()
     order = np.lexsort((generator.random(n), labels.numpy()))
-    count = max(1, round(share * n)) if n > 1 else int(place < share)
+    count = max(1, round(share * n)) if n > 1 else n * int(place < share)
     positions = ((np.arange(count) + place) * n / max(count, 1)).astype(int)
     held = torch.zeros(n, dtype=torch.bool)
     held[torch.from_numpy(order[positions])] = True

@@ -64,4 +64,8 @@ class SumTask(SumOptions, NoiseOptions):
         default="statistics",
     )
     ridge: float = shared("ridge of the joint problem, beside the total", default=0.0)
+    changes: bool = shared(
+        "whether it asks how the sums changed since a round counted them: see row_change.py",
+        default=False,
+    )
     run_key: str = shared("name of the training run, for what a client keeps", default="")

@@ -16,12 +16,15 @@ from fedntk.strategies.core.array_archive import save_tensors
 from fedntk.strategies.core.averaging import named_arrays
 from fedntk.strategies.core.kept_sums import require_storage
 from fedntk.strategies.core.ledger import clients_sums
+from fedntk.trust import verify_records
 
 from ..checkpoints import Checkpoint
 from ..config.settings import ConfigError
 from ..engine.building import load_checkpoint, load_setup, make_strategy
-from ..errors import naming, place_in
+from ..engine.runs import run as run_rounds
+from ..errors import RunFailed, naming, place_in
 from ..methods.method import Setup
+from ..methods.sums import counted_rows
 from ..report.figures import client_harms
 from ..report.results import Run, run_with_its_data, write_json
 from ..simulated_trust import projected
@@ -147,6 +150,62 @@ def unlearn(
     if forget:
         strategy.storage.forget(gone)
     return unlearned
+
+
+def delete(
+    run: Run | str | Path,
+    client: int,
+    rows: Sequence[int],
+    *,
+    trust: bool = False,
+    progress: bool = True,
+) -> Run:
+    """Delete some of a client's training examples, and go on for a round, which solves without.
+
+    The model is then that of a run that never had them, to the bit, and the file of the run's
+    folder ``details/changes/changes-<run>.jsonl`` has a signed record more.
+
+    Parameters
+    ----------
+    run : Run, or path of its folder
+        A finished run with the setting ``changes`` of its method.
+    client : int
+        Partition.
+    rows : sequence of int
+        Places among its training examples, from 0.
+    trust : bool
+        As in :func:`~fedntk.simulations.load_predictor`.
+    progress : bool
+        As in :func:`~fedntk.simulations.run`.
+
+    Raises
+    ------
+    ConfigError
+        The run's settings do not allow it, client or row is unknown, or the row was deleted before.
+    FileNotFoundError, RunFailed
+        There is no finished run.
+    """
+    run = run_with_its_data(run, trust=trust)
+    config = run.config.replace(out=run.folder)
+    if not getattr(config.chosen_method.settings_in(config), "changes", None):
+        raise ConfigError(f"{run.folder}: expected a run with the setting changes = true")
+    setup = load_setup(config)
+    if not 0 <= client < len(setup.split.clients):
+        raise ConfigError(f"client: expected 0 ... {len(setup.split.clients) - 1}, got {client}")
+    x, y = setup.examples(client).train
+    if not rows or not 0 <= min(rows) <= max(rows) < len(y):
+        raise ConfigError(f"rows: expected some of 0 ... {len(y) - 1}, got {list(rows)[:10]}")
+    with naming(str(run.folder), ValueError):
+        counted_rows(config, client).delete(x[list(rows)], y[list(rows)])
+    rounds = load_checkpoint(run.folder).round + 1
+    result = run_rounds(config, resume=True, rounds=rounds, progress=progress)
+    (path,) = (run.folder / "details" / "changes").glob("*.jsonl")
+    if verify_records(path)[-1]["round"] < rounds:
+        raise RunFailed(
+            f"{run.folder}: round {rounds} did not count the change, and the log says why; to try "
+            f"again: fedntk run --resume {run.folder} --set rounds={rounds + 1}"
+        )
+    return result
 
 
 def load_strategy(run: Any, needed: str, trust: bool) -> tuple[Run, Checkpoint, Setup, Any]:

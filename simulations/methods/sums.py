@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from fedntk.clients import CountedRows
+from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.strategies import OneExchange
 
@@ -57,6 +59,11 @@ class SumsMethod(Method):
         return {"only_masked": config.secure is not None, "allow_repeats": True}
 
 
+def counted_rows(config: BaseConfig, partition: int) -> CountedRows:
+    """Return which rows of a partition count in a run."""
+    return CountedRows(config.folder / "details" / "rows" / str(partition))
+
+
 FEWEST, MOST = 200, 1000  # features that are chosen by the size of an example
 BANDWIDTH = 1.6  # of these
 
@@ -64,8 +71,21 @@ BANDWIDTH = 1.6  # of these
 class _OneExchange(SumsMethod):
     name = "one-exchange"
     strategy_class = OneExchange
-    metrics = ("ridge", "epsilon", "delta")
+    metrics = ("ridge", "epsilon", "delta", "rows-deleted", "rows-added")
     summarised = ("epsilon", "delta")
+
+    def part_arguments(self, name: str, config: BaseConfig, setup: Setup | None) -> dict[str, Any]:
+        """Return where changes are recorded as well."""
+        arguments = super().part_arguments(name, config, setup)
+        if name == "changes":
+            arguments["folder"] = config.folder / "details" / "changes"
+        return arguments
+
+    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
+        """Make a client that knows which of its rows count, if they may change."""
+        if self.settings_in(setup.config).changes:
+            options["rows"] = counted_rows(setup.config, partition)
+        return super().client(setup, partition, options)
 
     def random_features(
         self, config: BaseConfig, input_shape: tuple[int, ...]

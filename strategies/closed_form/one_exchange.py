@@ -12,7 +12,9 @@ see :class:`~fedntk.ntk.features.scattering.Scattering`, :func:`~fedntk.ntk.with
 """
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +30,7 @@ from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import option, part, state
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumStep
+from fedntk.ntk.payloads.row_change import RowChange
 from fedntk.ntk.payloads.sum_task import NoiseOptions, SumTask
 from fedntk.trust.secure_sum import FEWEST
 
@@ -43,6 +46,7 @@ from ..core.sums import FeatureSums, Sums, SumsProblem, add_up, subtract
 from ..core.uploads import Update, Uploads
 from .closed_form import ClosedFormStrategy, Layer
 from .noisy_sums import NoiseShares, NoisySums
+from .row_changes import RowChanges
 
 AT_ONCE = 2**26  # bytes of replies in memory, if they can be added as they come
 
@@ -92,6 +96,9 @@ class OneExchange(ClosedFormStrategy):
     )
     ledger: Ledger | None = part("clients that harm the model are removed", default=None)
     asynchrony: Asynchrony | None = part("replies count in whichever round they come", default=None)
+    changes: RowChanges | None = part(
+        "clients delete and add rows in later rounds, and the model is solved anew", default=None
+    )
 
     ridge_used: float = state(float)
     total: dict[str, NDArray[Any]] = state(dict)
@@ -111,6 +118,12 @@ class OneExchange(ClosedFormStrategy):
             raise ValueError("personal: such models would show masked sums; expected secure = None")
         if self.personal and not self.sums.validation_share:
             raise ValueError("personal: expected a sums.validation_share above 0, got 0")
+        if self.changes is not None:
+            if not self.sums.is_exact:
+                raise ValueError(f"changes: sums that are taken out to the bit need {whole}")
+            for name in ("storage", "ledger", "asynchrony"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"changes: a client deletes all its rows; leave out {name}")
         if self.asynchrony is None:
             return
         if not self.sums.is_exact:
@@ -145,6 +158,8 @@ class OneExchange(ClosedFormStrategy):
         self.sums.attach(problem, projected=projected, needed_by=needed_by)
         if self.storage is not None:
             self.storage.attach(self.sums)
+        if self.changes is not None:
+            self.changes.attach(self.sums, self.max_examples)
         if self.asynchrony is not None:  # a new node's answer is not waited for longer than others
             self.channel.query_timeout = min(self.query_timeout, self.round_deadline)
 
@@ -184,6 +199,8 @@ class OneExchange(ClosedFormStrategy):
 
     def train_round(self, r: Round) -> Rounds[Update]:
         """Ask all clients for their sums, add them up, and solve."""
+        if self.changes is not None:
+            return (yield from self._change(r, self.changes))
         if self.solved and self.asynchrony is None:
             return Update(None)
         if self.asynchrony is None:  # forget what earlier rounds asked for in vain
@@ -254,7 +271,8 @@ class OneExchange(ClosedFormStrategy):
 
     def task(self, step: Literal["statistics", SumStep] = "statistics") -> dict[str, Any]:
         """Return what messages tell in a step of a secure sum, or in the one exchange."""
-        task = SumTask(step=step, run_key=self.sums.run_key, ridge=self.ridge_used)
+        changes, key = self.changes is not None, self.sums.run_key
+        task = SumTask(step=step, run_key=key, ridge=self.ridge_used, changes=changes)
         return {**self.feature_map.to_config(), **task.to_config(), **self.told_options()}
 
     def _step_records(self, client: int = 0) -> dict[str, ArrayRecord]:
@@ -306,6 +324,56 @@ class OneExchange(ClosedFormStrategy):
         self._left = False
         enough = self.enough(len(late.counted))
         return total[0] if enough and total else None, uploads
+
+    # ------------------------------------------------------------------------ changes
+
+    def _change(self, r: Round, changes: RowChanges) -> Rounds[Update]:
+        """Ask all clients how their sums changed, and solve anew if they did."""
+        if not len(self.sums.steps):
+            self.sums.steps = self.choose_steps(r.arrays)
+        change, uploads = yield from self._add_up_changes(r, changes)
+        if change is None:
+            return Update(uploads)
+        metrics: dict[str, float] = {"rows-deleted": change.deleted, "rows-added": change.added}
+        if not change.words.any():
+            changes.commit(change, uploads, r.number)
+            return Update(uploads, None, metrics)
+        joint = change
+        arrays = result_of(
+            lambda: self.with_layer(r.arrays, self.solve(changes.total_with(joint), r.arrays))
+        )
+        if arrays is not None:
+            changes.commit(change, uploads, r.number)
+            changes.record(change, r.number, r.arrays, arrays)
+            self.solved = True
+            metrics["ridge"] = self.ridge_used
+        return Update(uploads.without_values(), arrays, metrics)
+
+    def _add_up_changes(
+        self, r: Round, changes: RowChanges
+    ) -> Rounds[tuple[RowChange | None, Uploads[Any]]]:
+        everyone = changes.to_ask(r)
+        if self.secure is not None:
+            of_sums = self.sums.secure_plan(r.arrays, self.task, records=self._step_records)
+            plan = changes.plan(of_sums, len(everyone.nodes))
+            change, uploads, _ = yield from self.secure.sum(r, plan, self.enough, everyone)
+            return change, uploads
+        total = list[RowChange]()
+
+        def add(uploads: Uploads[RowChange]) -> Uploads[RowChange]:
+            uploads = changes.screen(uploads, total)
+            if uploads:
+                total[:] = [reduce(operator.add, [*total, *uploads.values])]
+            return uploads.with_values(value.without_words() for value in uploads.values)
+
+        uploads = yield from r.ask(
+            changes.parse,
+            clients=everyone,
+            config=lambda client: {**self.task(), **changes.counted.config(client)},
+            records=self._step_records,
+            fold=Fold(max(1, AT_ONCE // (2 * self.sums.upload_bytes())), add),
+        )
+        return (total[0] if self.enough(uploads) else None), uploads
 
     # ------------------------------------------------------------------------ solution
 

@@ -69,6 +69,10 @@ class ClientRegistry:
         live = {self.client(n) for n in self._present if self.partitions[n] not in without}
         return live | (self._owners.keys() - set(without) if departed else set())
 
+    def reports(self, node: int) -> bool:
+        """Whether a node has reported a partition."""
+        return node in self.partitions and node not in self._silent
+
     def is_live(self, node: int) -> bool:
         """Whether a node is among those present."""
         return node in self._present

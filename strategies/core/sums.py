@@ -214,6 +214,14 @@ class FeatureSums(SumOptions):
         """Return what :meth:`parse` reads."""
         return sums.to_arrays(self.fixed_point)
 
+    def num_words(self) -> int:
+        """Count the whole numbers of sums in one array."""
+        return self._kind.num_words(self.problem.width, self.problem.num_classes)
+
+    def from_words(self, words: NDArray[Any], num_examples: int | None = None) -> Sums:
+        """Check sums of whole numbers in one array, uint32 or uint64, as in :meth:`parse`."""
+        return self._kind.from_words(words, self.format, num_examples)
+
     def upload_bytes(self) -> int:
         """Most bytes of one client's sums, of at most 133,144 examples if they are integers."""
         width, classes = self.problem.width, self.problem.num_classes
@@ -240,17 +248,17 @@ class FeatureSums(SumOptions):
         self, arrays: ArrayRecord, task: Callable[[SumStep], Mapping[str, Any]], **more: Any
     ) -> SumPlan[Sums]:
         """Return what a secure sum of these is of; `more` are further fields of the plan."""
-        expected, kind, problem = self.format, self._kind, self.problem
+        expected, problem = self.format, self.problem
         network = [arrays[name].numpy() for name in problem.network.state_dict()]
         key = ConvexTask.key_of(problem.feature_map, network)
 
         def words_of(num_examples: int) -> WordFormat:
             dtype = expected.word_dtype(num_examples)
-            size = kind.num_words(expected.width, expected.num_classes)
-            return WordFormat(size, dtype, sums_digest(key, expected.fixed_point, dtype))
+            about = sums_digest(key, expected.fixed_point, dtype)
+            return WordFormat(self.num_words(), dtype, about)
 
         def read(words: NDArray[Any], num_examples: int) -> Sums:
-            return kind.from_words(words, expected, None if expected.noisy else num_examples)
+            return self.from_words(words, None if expected.noisy else num_examples)
 
         return SumPlan(task, words_of, read, **more)
 
