@@ -50,6 +50,7 @@ from tqdm import tqdm
 from fedntk.clients import (
     BootstrapSGD,
     ClosedFormClient,
+    CountedRows,
     DFedAvgClient,
     LocalSGD,
     SGDClient,
@@ -72,6 +73,7 @@ from fedntk.strategies import (
     NoisySums,
     NoUsableReply,
     OneExchange,
+    RowChanges,
     Screening,
     SecureAggregation,
     SeededFedAvg,
@@ -111,6 +113,7 @@ NOISY = {
 FEW = {"noise": NoisySums(4.0, delta=1e-3, client_examples=4)}
 FOLDER = tempfile.TemporaryDirectory(prefix="fedntk-kept-")  # sums on the server's disk
 KEPT = {"storage": KeptSums(FOLDER.name)}
+CHANGES = {"changes": RowChanges(f"{FOLDER.name}/records")}
 KEYS, SHUFFLING_KEY, SEALING = test_cp_ntk_fl.Parties(), new_key(), test_cp_ntk_fl.sealing
 NTK = {"learning_rate": 0.1, "steps": [5, 20, 50], "run": test_cp_ntk_fl.RUN}
 
@@ -157,6 +160,15 @@ def one_exchange(**options: Any) -> Contract:
     return Contract(strategy, app(ClosedFormClient))
 
 
+def counting(*data: Any, seed: tuple[int, int], **options: Any) -> ClosedFormClient:
+    rows = CountedRows(f"{FOLDER.name}/rows-{seed[1]}")
+    return ClosedFormClient(*data, seed=seed, rows=rows, **options)
+
+
+def changing(**options: Any) -> Contract:
+    return one_exchange(**CHANGES, **options)._replace(clients=app(counting))
+
+
 def defended(name: str) -> Contract:
     case = CONTRACTS[name]
     return case._replace(strategy=partial(case.strategy, **DEFENCES[name]))
@@ -175,6 +187,8 @@ FEDERATIONS = CONTRACTS | {
     "OneExchange with noise": one_exchange(**NOISY),
     "OneExchange with noise for a client's examples": one_exchange(**NOISY | FEW),
     "secure OneExchange with noise": one_exchange(**NOISY | SECURE),
+    "OneExchange with changes": changing(**SUMS),
+    "secure OneExchange with changes": changing(**SUMS | SECURE),
     "OneExchange that judges sums": one_exchange(**SUMS | KEPT, ledger=Ledger(0.05)),
     "CPNTKFL with a key server": Contract(
         partial(CPNTKFL, key_server=KEYS.server, **NTK), KEYS.app

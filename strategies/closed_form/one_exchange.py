@@ -176,7 +176,8 @@ class OneExchange(ClosedFormStrategy):
         if self.sums.is_exact and self.secure is None:  # replies are added as they come
             held = max(self.sums.upload_bytes(), AT_ONCE)
         cure = "use fewer features, or bits = 8, with which replies are added as they come"
-        self.sums.require_memory(self.min_available_nodes, held=held, cure=cure)
+        factor = 1 if self.changes is None else 4  # words of 64 bits, and those of the total
+        self.sums.require_memory(factor * self.min_available_nodes, held=factor * held, cure=cure)
         if self.noise is not None:
             num_classes, width = self.shape
             quorum = 0
