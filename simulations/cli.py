@@ -631,8 +631,8 @@ def _verify_records(path: str, key: str) -> None:
     with naming("verify", ValueError, OSError):
         records = verify_records(path, key)
     for record in records:
-        known = {name: record.get(name) for name in ("round", "time", "deleted", "added", "rows")}
-        _echo(", ".join(f"{name} {value}" for name, value in known.items()))
+        names = [n for n in ("round", "time", "deleted", "added", "rows") if n in record]
+        _echo(", ".join(f"{name} {record[name]}" for name in names))
     last = records[-1]
     _echo(f"{len(records)} records signed by {last['key']}; the model is now {last['after']}")
 

@@ -14,7 +14,7 @@ see :class:`~fedntk.ntk.features.scattering.Scattering`, :func:`~fedntk.ntk.with
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -361,19 +361,25 @@ class OneExchange(ClosedFormStrategy):
             return change, uploads
         total = list[RowChange]()
 
-        def add(uploads: Uploads[RowChange]) -> Uploads[RowChange]:
-            uploads = changes.screen(uploads, total)
+        def take(uploads: Uploads[RowChange], *, strict: bool) -> Uploads[RowChange]:
+            uploads = changes.screen(uploads, total, strict=strict)
             if uploads:
                 total[:] = [reduce(operator.add, [*total, *uploads.values])]
             return uploads.with_values(value.without_words() for value in uploads.values)
 
-        uploads = yield from r.ask(
-            changes.parse,
-            clients=everyone,
-            config=lambda client: {**self.task(), **changes.counted.config(client)},
-            records=self._step_records,
-            fold=Fold(max(1, AT_ONCE // (2 * self.sums.upload_bytes())), add),
-        )
+        for strict in (False, True):  # again only to find out whose change is at fault
+            total.clear()
+            uploads = yield from r.ask(
+                changes.parse,
+                clients=everyone,
+                config=lambda client: {**self.task(), **changes.counted.config(client)},
+                records=self._step_records,
+                fold=Fold(
+                    max(1, AT_ONCE // (2 * self.sums.upload_bytes())), partial(take, strict=strict)
+                ),
+            )
+            if not total or changes.fault_of(total) is None:
+                break
         return (total[0] if self.enough(uploads) else None), uploads
 
     # ------------------------------------------------------------------------ solution

@@ -5,8 +5,7 @@ of a run that never had the old rows, to the bit, and so is the model. The clien
 :class:`~fedntk.clients.CountedRows`; what travels is :class:`~fedntk.ntk.payloads.row_change`.
 """
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import reduce
 from operator import add
@@ -109,35 +108,40 @@ class RowChanges(Declared):
 
         def read(words: NDArray[Any], _: int) -> RowChange:
             change = RowChange.from_words(words, self.max_examples * clients)
-            self.total_with(change)
+            self.total_with(change).require_positive()
             return change
 
         return SumPlan(plan.task, words_of, read, config=self.counted.config, records=plan.records)
 
     def total_with(self, change: RowChange) -> Sums:
-        """Return the total after a change; BadReply if it is not one of rows."""
+        """Return the total after a change; BadReply if no rows have such sums, pair by pair."""
         words = change.words + self.words if len(self.words) else change.words
-        total = self.sums.from_words(words, self.num_rows + change.added - change.deleted)
-        total.require_positive()
-        return total
+        return self.sums.from_words(words, self.num_rows + change.added - change.deleted)
+
+    def fault_of(self, changes: Iterable[RowChange], *, strict: bool = True) -> BadReply | None:
+        """Return why the total cannot be one of rows after some changes, if it cannot.
+
+        If `strict`, its Gram matrix is factorised, to see that it is positive semidefinite.
+        """
+        try:
+            total = self.total_with(reduce(add, changes))
+            if strict:
+                total.require_positive()
+        except BadReply as bad:
+            return bad
+        return None
 
     def screen(
-        self, uploads: Uploads[RowChange], earlier: Sequence[RowChange]
+        self, uploads: Uploads[RowChange], earlier: Sequence[RowChange], *, strict: bool
     ) -> Uploads[RowChange]:
         """Drop the changes that the total cannot have, after `earlier` ones of the round."""
-        if not uploads:
-            return uploads
-        with contextlib.suppress(BadReply):
-            self.total_with(reduce(add, [*earlier, *uploads.values]))
+        if not uploads or self.fault_of([*earlier, *uploads.values], strict=strict) is None:
             return uploads
         verdicts, good = list[BadReply | None](), [*earlier]
         for change in uploads.values:  # by client
-            try:
-                self.total_with(reduce(add, [*good, change]))
-                verdicts.append(None)
+            verdicts.append(self.fault_of([*good, change], strict=strict))
+            if verdicts[-1] is None:
                 good.append(change)
-            except BadReply as bad:
-                verdicts.append(bad)
         return uploads.judge(verdicts)
 
     def commit(
