@@ -336,7 +336,7 @@ class OneExchange(ClosedFormStrategy):
         if change is None:
             return Update(uploads)
         metrics: dict[str, float] = {"rows-deleted": change.deleted, "rows-added": change.added}
-        if not change.words.any():
+        if not (change.words.any() or change.deleted or change.added):
             changes.commit(change, uploads, r.number)
             return Update(uploads, None, metrics)
         joint = change
@@ -380,7 +380,7 @@ class OneExchange(ClosedFormStrategy):
             )
             if not total or changes.fault_of(total) is None:
                 break
-        return (total[0] if self.enough(uploads) else None), uploads
+        return (total[0] if total and self.enough(uploads) else None), uploads
 
     # ------------------------------------------------------------------------ solution
 

@@ -77,14 +77,15 @@ class RowChanges(Declared):
         return Path(self.folder) / f"changes-{self.sums.run_key}.jsonl"
 
     def to_ask(self, r: Round) -> Sample:
-        """Return all clients, but for nodes that do not say who they are while others do.
+        """Return all clients of whom it is clear which rows were counted.
 
-        One that was counted before, by its partition, would else be counted again, by its node.
+        Left out are nodes that say no partition while others do, and second nodes of a partition:
+        they would go by other numbers after a restart, and be counted again.
         """
-        sample = r.everyone()
-        if saying := [node for node in sample.nodes if r.registry.reports(node)]:
-            return sample._replace(nodes=tuple(saying))
-        return sample
+        sample, registry = r.everyone(sent_alike=False), r.registry
+        nodes = [node for node in sample.nodes if registry.client(node) >= 0]
+        saying = [node for node in nodes if registry.reports(node)]
+        return sample._replace(nodes=tuple(saying or nodes))
 
     def parse(self, reply: Reply) -> RowChange:
         """Check a client's change by itself; of one that was never counted, that it is of rows."""

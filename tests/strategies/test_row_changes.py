@@ -201,7 +201,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_change_that_no_rows_can_make_is_dropped_and_the_others_count(lie, tmp_path):
-    """It has the result of a lost reply; told the truth in the next round, the server counts it."""
+    """It has the result of a lost reply."""
     change, reason = LIES[lie]
     clients = changing(tmp_path)
     strategy = fixed(changes=RowChanges(tmp_path / "records"))
@@ -212,10 +212,6 @@ def test_a_change_that_no_rows_can_make_is_dropped_and_the_others_count(lie, tmp
     assert bits(arrays) == from_scratch("one sum", without(PARTS, {4: (0, 1)}))
     metrics = strategy.train_metrics[2]
     assert (metrics["replies-rejected"], metrics[f"rejected-{reason}"]) == (1, 1)
-    x, y = PARTS[2]
-    books(tmp_path)[2].delete(x[3:5], y[3:5])
-    arrays = go_on(strategy, arrays, 3, clients)
-    assert bits(arrays) == from_scratch("one sum", without(PARTS, {4: (0, 1), 2: (3, 4)}))
 
 
 def test_a_lie_under_masks_leaves_the_model_as_it_was(tmp_path):
@@ -273,6 +269,35 @@ def test_a_client_that_lost_its_folder_is_left_as_it_is(tmp_path):
     assert bits(after) == bits(arrays)
     assert told(strategy, "rejected-error")[-1] == 1
     assert "lacks what round 1 counted" in strategy.channel.last_refusal
+
+
+def test_a_second_node_of_a_partition_is_not_counted(tmp_path):
+    """Nor one that does not say which it has, beside others that do."""
+    clients = changing(tmp_path)
+    strategy = fixed(changes=RowChanges(tmp_path / "records"))
+    arrays = run(strategy, Grid(clients))
+    grid = Grid(clients, num_clients=8)
+    contexts = list(grid.contexts.values())
+    contexts[6].node_config["partition-id"] = 1
+    strategy.load_state_dict(strategy.state_dict())
+    silent = {7: lost}
+    grid.changes, grid.changed_kinds = silent, ["query.partition"]
+    after = strategy.start(grid, as_record(arrays), num_rounds=2)
+    assert bits(arrays_of(after.arrays)) == bits(arrays)
+    assert sorted(grid.trained) == [0, 1, 2, 3, 4, 5]
+
+
+def test_clients_models_of_their_own_are_without_the_rows_that_went(tmp_path):
+    """As of a run that never had them: the total, and a client's own sums."""
+    clients = changing(tmp_path)
+    x, y = PARTS[4]
+    kind = partial(make, validation_share=0.3, personal=True)
+    strategy = kind(changes=RowChanges(tmp_path / "records"))
+    arrays = run(strategy, Grid(clients))
+    books(tmp_path)[4].delete(x[:2], y[:2])
+    go_on(strategy, arrays, 2, clients)
+    run(never := kind(), Grid(clients_of(without(PARTS, {4: (0, 1)}))))
+    assert bits(strategy.total_sent) == bits(never.total_sent)
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
