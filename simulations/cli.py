@@ -634,7 +634,10 @@ def _verify_records(path: str, key: str) -> None:
         names = [n for n in ("round", "time", "deleted", "added", "rows") if n in record]
         _echo(", ".join(f"{name} {record[name]}" for name in names))
     last = records[-1]
-    _echo(f"{len(records)} records signed by {last['key']}; the model is now {last['after']}")
+    _echo(
+        f"{len(records)} records of run {last.get('run', '')} signed by {last['key']}; the model "
+        f"is now {last['after']}"
+    )
 
 
 def _list(text: str) -> list[str]:

@@ -14,20 +14,21 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from fedntk.ntk.support.files import whole
+from fedntk.ntk.support.files import whole, whole_path
 
 from .sealing import SealError, write_secret
 
 Record = dict[str, Any]
 SIGNATURE, KEY, PREVIOUS, ROUND = "signature", "key", "previous", "round"
-BEFORE, AFTER = "before", "after"  # digests of what a record leads from and to
+RUN, BEFORE, AFTER = "run", "before", "after"  # name; digests of what a record leads from and to
 
 
 def load_signing_key(path: Path) -> Ed25519PrivateKey:
     """Return the key in a file that only its owner reads; the first call draws it."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_secret(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode())
+        key = Ed25519PrivateKey.generate().private_bytes_raw().hex().encode()
+        with whole_path(path) as partial:
+            write_secret(partial, key)
     try:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text()))
     except ValueError:
@@ -35,12 +36,19 @@ def load_signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def append_record(path: Path, content: Mapping[str, Any], key: Ed25519PrivateKey) -> None:
-    """Sign a round's record and add it to the file, in place of records of that round or later.
+    """Sign a round's record and add it to the file, in place of those that it does not follow.
 
-    A run that goes on from an older state makes these rounds again.
+    Such are of that round or later, or led on from the model that it starts from: a run that goes
+    on from an older state makes these rounds again.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
-    lines = [line for line in lines if json.loads(line)[ROUND] < content[ROUND]]
+    records = [record for record in map(json.loads, lines) if record[ROUND] < content[ROUND]]
+    led_to = ["" if not records else records[0][BEFORE], *(record[AFTER] for record in records)]
+    count = len(records)
+    while count and led_to[count] != content[BEFORE]:
+        count -= 1
+    # a model that no record led to is no reason to lose them; the check then says so
+    lines = lines[: count if led_to[count] == content[BEFORE] else len(records)]
     previous = hashlib.sha256(lines[-1]).hexdigest() if lines else ""
     public = key.public_key().public_bytes_raw().hex()
     record = {**content, PREVIOUS: previous, KEY: public}
@@ -52,8 +60,8 @@ def append_record(path: Path, content: Mapping[str, Any], key: Ed25519PrivateKey
 def verify_records(path: str | Path, key: str = "") -> list[Record]:
     """Return the records of a file; SealError at the first that is not what its signer wrote.
 
-    Each is signed by one key, follows on the line before, is of a later round, and leads on from
-    what that led to.
+    Each is signed by one key, is of one run, follows on the line before, is of a later round, and
+    leads on from what that led to.
 
     Parameters
     ----------
@@ -73,6 +81,9 @@ def verify_records(path: str | Path, key: str = "") -> list[Record]:
             Ed25519PublicKey.from_public_bytes(signer).verify(signature, _signed(record))
             follows = record[PREVIOUS] == previous and record[ROUND] > last[ROUND]
             leads_on = record[BEFORE] == last.get(AFTER, record[BEFORE])
+            of_one_run = not records or record.get(RUN) == last.get(RUN)
+            if line != json.dumps(record).encode():  # such as two entries of one name
+                raise ValueError("another form than that of records")
         except (ValueError, TypeError, KeyError, AttributeError, InvalidSignature) as error:
             reason = "its signature is not that of its content"
             if not isinstance(error, InvalidSignature):
@@ -81,7 +92,7 @@ def verify_records(path: str | Path, key: str = "") -> list[Record]:
         key = key or record[KEY]
         if record[KEY] != key:
             raise SealError(f"{path}, line {number}: signed by {record[KEY]}, expected {key}")
-        if not (follows and leads_on):
+        if not (follows and leads_on and of_one_run):
             raise SealError(f"{path}, line {number}: it does not follow on the record before it")
         records.append(record)
         last, previous = record, hashlib.sha256(line).hexdigest()

@@ -57,7 +57,7 @@ def test_the_command_deletes_rows_and_verifies_that_it_did(secure, tmp_path):
     assert [(r["deleted"], r["rows"]) for r in records] == [(0, 120), (2, 118), (1, 117)]
     assert records[-1]["after"] == checksum(*arrays.values())
     said = fedntk("verify", path, "--key", records[0]["key"])
-    assert "3 records signed by" in said
+    assert f"3 records of run {records[0]['run']} signed by" in said
     path.write_text(path.read_text().replace('"deleted": 2', '"deleted": 1'))
     said = fedntk("verify", path, fails=2)
     assert "line 2: its signature is not that of its content" in said

@@ -42,6 +42,14 @@ def test_a_round_that_is_run_again_replaces_its_record_and_later_ones(path):
     assert [(r["round"], r["deleted"]) for r in verify_records(path)] == [(1, 1), (2, 5)]
 
 
+def test_a_record_whose_round_was_never_saved_is_left_behind(path):
+    """The run went on from the round before, in which the next round changes nothing."""
+    append_record(path, {**content(5), "before": "2"}, KEY)
+    assert [r["round"] for r in verify_records(path)] == [1, 2, 5]
+    append_record(path, {**content(6), "before": "0"}, KEY)
+    assert [r["round"] for r in verify_records(path)] == [6]
+
+
 def edited(name, value):
     def edit(lines):
         return [lines[0], json.dumps({**json.loads(lines[1]), name: value}), lines[2]]
@@ -57,6 +65,8 @@ EDITS = {
     "no key": edited("key", ""),
     "a signature": edited("signature", "00" * 64),
     "no signature": edited("signature", None),
+    "an entry twice": lambda lines: [*lines[:2], lines[2].replace("{", '{"deleted": 9, ', 1)],
+    "spaces": lambda lines: [*lines[:2], lines[2].replace(": ", ":")],
     "a gap": lambda lines: [lines[0], lines[2]],
     "no first": lambda lines: lines[1:],
     "another order": lambda lines: [lines[1], lines[0], lines[2]],
@@ -85,8 +95,10 @@ def test_a_forged_chain_is_refused_by_who_knows_the_key(path, tmp_path):
     refused("line 4: signed by", verify_records, path, error=SealError)
 
 
-def test_a_record_leads_on_from_the_model_of_the_one_before(path):
-    append_record(path, content(4) | {"before": "2"}, KEY)
+@pytest.mark.parametrize("other", [{"before": "9"}, {"run": "other"}])
+def test_a_record_leads_on_from_the_model_of_the_one_before(other, path):
+    """In the same run; a model that no record led to loses none."""
+    append_record(path, content(4) | other, KEY)
     refused("line 4: it does not follow", verify_records, path, error=SealError)
 
 
@@ -95,5 +107,6 @@ def test_the_key_is_drawn_once_and_only_its_owner_reads_it(tmp_path):
     first, second = load_signing_key(path), load_signing_key(path)
     assert first.private_bytes_raw() == second.private_bytes_raw()
     assert path.stat().st_mode & 0o777 == 0o600
+    assert list(path.parent.iterdir()) == [path]
     path.write_text("no key")
     refused("expected a signing key", load_signing_key, path, error=SealError)
