@@ -22,12 +22,12 @@ from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.convex_task import ConvexTask
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumFormat, sums_digest
 from fedntk.ntk.payloads.prototypes import Prototypes
-from fedntk.ntk.payloads.row_change import WORDS, RowChange
+from fedntk.ntk.payloads.row_change import COUNTED, NEW, WORDS, RowChange
 from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.base import sample_size
-from ..core.counted_rows import CountedRows
+from ..core.counted_rows import CountedRows, told_to_owner
 from ..core.feature_sums import SumsClient, fixed_point_in
 from ..core.secure_sum import Arrays
 from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar, set_weights
@@ -49,9 +49,7 @@ class ClosedFormClient(SumsClient):
 
     strategy = "ClosedFormStrategy"
     replies = "sums of features"
-    config_keys = frozenset(
-        {RESIDUAL_LAYER, wire.RUN, wire.ROUND, *FeatureMap("last-layer").to_config()}
-    )
+    config_keys = frozenset({RESIDUAL_LAYER, COUNTED, NEW, *FeatureMap("last-layer").to_config()})
     usual_step = "class-means"
     task_kind = SumTask
 
@@ -70,7 +68,19 @@ class ClosedFormClient(SumsClient):
         """Return the training examples that count, and their targets."""
         if self.rows is None:
             return self.training_examples(config)
-        return self._chosen(self.rows.select(*self.raw_examples())[0], config)
+        chosen, _ = self._counted(self.rows)
+        if not len(chosen):
+            raise ValueError(
+                "rows: none of this client's counts; only a strategy with changes has use for it"
+            )
+        return self._chosen(chosen, config)
+
+    def _counted(self, rows: CountedRows) -> tuple[Tensor, list[bytes]]:
+        """Return the places of the examples that count, and their digests."""
+        examples = self.raw_examples()
+        with told_to_owner():
+            places, digests = rows.select(*examples)
+        return places, digests
 
     def _chosen(self, rows: Tensor, config: Config) -> tuple[Tensor, Tensor]:
         return self.project(self.inputs[rows], config), self.targets[rows]
@@ -137,7 +147,7 @@ class ClosedFormClient(SumsClient):
         if task.epsilon or task.changes:
             return 1
         if self.rows is not None:
-            return len(self.rows.select(*self.raw_examples())[0])
+            return len(self._counted(self.rows)[0])
         return sample_size(self.num_examples, self.sampling_rate)
 
     def _change(
@@ -149,13 +159,14 @@ class ClosedFormClient(SumsClient):
                 "rows: the strategy has changes, and this client does not know which of its rows "
                 "count; make it with rows=CountedRows(folder)"
             )
-        chosen, digests = self.rows.select(*self.raw_examples())
+        chosen, digests = self._counted(self.rows)
         examples = self._chosen(chosen, config)
         weights, records = self._load_network(parameters)
         sums, fixed_point, _ = self._sum_up(task, examples, records, config)
         words = sums.to_words(np.uint64)
-        rounds = int(config.get(wire.ROUND, 0)), int(config["server-round"])
-        change = self.rows.change(str(config[wire.RUN]), rounds, words, digests)
+        names = str(config[COUNTED]), str(config[NEW])
+        with told_to_owner():
+            change = self.rows.change(task.run_key, names, words, digests)
         key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
         return change, sums_digest(key, fixed_point, words.dtype), records
 

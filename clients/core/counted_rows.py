@@ -7,11 +7,13 @@ never had the others: to the bit, on the same machine.
 
 import hmac
 import json
+import os
 import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedntk.ntk import require_disk
 from fedntk.ntk.payloads.row_change import RowChange
 from fedntk.ntk.support.files import DamagedFile, claimed, whole_path
 from fedntk.trust.sealing import write_secret
 
 from .disk_store import DiskStore
 
+logger = getLogger("flwr")
 DIGEST = 32  # bytes
 NEWEST = 3  # rounds of which the sums are there: a run may go on from an older checkpoint
 WAIT = 60.0  # seconds for another process at the same folder
-CURE = "the rows that a run has counted can then no longer change; bring back a copy"
+CURE = (
+    "bring back a copy; without one, remove the folder: rows that a run has counted can then no "
+    "longer change in it"
+)
+NAME = re.compile(r"\d{8}-[0-9a-f]{16}")  # of a client's sums: round, and what the server drew
 
 
 class CountedRows:
@@ -44,8 +52,8 @@ class CountedRows:
     :class:`~fedntk.strategies.RowChanges` brings its model there. The folder also has the sums that
     each run counted last: without it these rows stay in the model for good.
 
-    Examples are numbers (n, ...); floats are compared as float32. Labels are class numbers (n,) or
-    (n, 1), or one-hot rows.
+    Examples are numbers (n, ...), the same ones if they are equal: 0.1 as float32 is another number
+    than 0.1. Labels are class numbers (n,) or (n, 1), or one-hot rows.
 
     Examples
     --------
@@ -64,7 +72,10 @@ class CountedRows:
         return sum(self._read().values())
 
     def delete(self, x: Any, y: Any) -> None:
-        """Have rows count no more; ValueError, and no change, unless each counts so often."""
+        """Have rows count no more; ValueError, and no change, unless each counts so often.
+
+        Of equal rows the last ones go.
+        """
         with self._changing() as counted:
             gone = Counter(self._digests(x, y))
             if missing := (gone - counted).total():
@@ -75,13 +86,13 @@ class CountedRows:
             counted -= gone
 
     def add(self, x: Any, y: Any) -> None:
-        """Have further rows count, each once more."""
+        """Have further rows count, each once more; ValueError if none was ever counted."""
         with self._changing() as counted:
             counted.update(self._digests(x, y))
 
     def replace(self, x: Any, y: Any) -> None:
         """Have exactly these rows count."""
-        with self._changing() as counted:
+        with self._changing(first=True) as counted:
             counted.clear()
             counted.update(self._digests(x, y))
 
@@ -90,10 +101,11 @@ class CountedRows:
 
         If none was ever counted, all are from now on. ValueError if some that count are not there.
         """
-        left, places = self._read(), list[int]()
         if not self._path.exists():
-            self.add(x, y)
-            left = self._read()
+            with self._changing(first=True) as counted:
+                if not self._path.exists():  # another process may have counted them
+                    counted.update(self._digests(x, y))
+        left, places = self._read(), list[int]()
         digests = self._digests(x, y)
         for place, digest in enumerate(digests):
             if left[digest]:
@@ -107,25 +119,34 @@ class CountedRows:
         return torch.tensor(places, dtype=torch.int64), [digests[place] for place in places]
 
     def change(
-        self, run: str, rounds: tuple[int, int], words: NDArray[np.uint64], digests: list[bytes]
+        self, run: str, names: tuple[str, str], words: NDArray[np.uint64], digests: list[bytes]
     ) -> RowChange:
-        """Return what takes a run from its last counted round, if any, to these sums, in a new one.
+        """Return what takes a run from the sums it counted last, if any, to these new ones.
 
-        `rounds` are the two, 0 for none; `words` and `digests` are of all rows that count now.
+        `names` are of both, "" for none; new ones are of one message. `words` and `digests` are of
+        all rows that count now.
         """
-        counted, now = rounds
-        if not 0 <= counted < now:
-            raise ValueError(f"counted_round: expected 0 ... {now - 1}, got {counted}")
+        counted, new = names
+        if not NAME.fullmatch(new) or not (NAME.fullmatch(counted) or counted == ""):
+            raise ValueError(f"names: expected a round and 16 digits of each, got {names}")
         folder = self.folder / ("run-" + re.sub(r"\W+", "-", run)[:64])
         disk, rows = DiskStore(folder, "counted"), np.frombuffer(b"".join(digests), np.uint8)
         before: dict[str, NDArray[Any]] = {"words": np.zeros_like(words), "digests": rows[:0]}
         if counted and (before := disk.load(_file(counted))).keys() != {"words", "digests"}:
-            raise ValueError(f"rows: {folder} lacks what round {counted} counted; {CURE}")
+            raise ValueError(f"rows: {folder} lacks the sums {counted} that count; {CURE}")
         if before["words"].shape != words.shape:
-            raise ValueError(f"rows: round {counted} counted sums of another size")
-        disk.save(_file(now), words=words, digests=rows)
-        rounds_there = [name for name in disk.names("round-*") if name <= _file(now)]
-        disk.remove(all_but=[*rounds_there[-NEWEST:], _file(counted)], pattern="round-*")
+            raise ValueError(f"rows: the sums {counted} are of another size")
+        if _file(new) in disk.names():  # the server may count what was sent first
+            raise ValueError(f"rows: the message of the sums {new} was answered before")
+        stays = np.array_equal(before["words"], words) and np.array_equal(before["digests"], rows)
+        if counted and stays:
+            with suppress(OSError):  # not all disks have links
+                os.link(*(folder / f"{_file(name)}.npz" for name in names))
+        if _file(new) not in disk.names():
+            require_disk(words.nbytes + rows.nbytes, "sums of the rows that count", folder)
+            disk.save(_file(new), words=words, digests=rows)
+        newest = disk.names("round-*")[-NEWEST:]
+        disk.remove(all_but=[*newest, *map(_file, names)], pattern="round-*")
         data = before["digests"].tobytes()
         then = Counter(data[i : i + DIGEST] for i in range(0, len(data), DIGEST))
         there = Counter(digests)
@@ -140,7 +161,7 @@ class CountedRows:
 
     def _read(self) -> Counter[bytes]:
         if not self._path.exists():
-            if any(self.folder.glob("run-*")):
+            if (self.folder / "secret").exists() or any(self.folder.glob("run-*")):
                 raise DamagedFile(f"{self._path}: it is gone; {CURE}")
             return Counter()
         try:
@@ -150,7 +171,13 @@ class CountedRows:
             raise DamagedFile(f"{self._path}: damaged ({error}); {CURE}") from error
 
     @contextmanager
-    def _changing(self) -> Iterator[Counter[bytes]]:
+    def _changing(self, *, first: bool = False) -> Iterator[Counter[bytes]]:
+        if not (first or self._path.exists()):
+            self._read()
+            raise ValueError(
+                f"rows: none was counted yet in {self.folder}; call replace, or wait for the "
+                "client's first exchange"
+            )
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with claimed(self.folder, "counted", seconds=WAIT):
             yield (counted := self._read())
@@ -170,12 +197,9 @@ class CountedRows:
             )
         if labels.shape != inputs.shape[:1]:
             raise ValueError(f"rows: expected {len(inputs)} labels, got the shape {labels.shape}")
-        if inputs.dtype.kind == "f":
-            inputs = inputs.astype(np.float32) + np.float32(0)  # -0 is 0
-        inputs = inputs.astype(np.float64)  # 1 is 1.0
         secret, kind = self._secret(), f"{inputs.shape[1:]} ".encode()
         pairs = zip(inputs, labels.tolist(), strict=True)
-        return [hmac.digest(secret, kind + b"%d " % n + r.tobytes(), "sha256") for r, n in pairs]
+        return [hmac.digest(secret, kind + b"%d " % n + _bytes(r), "sha256") for r, n in pairs]
 
     def _secret(self) -> bytes:
         path = self.folder / "secret"
@@ -187,5 +211,26 @@ class CountedRows:
         return path.read_bytes()
 
 
-def _file(server_round: int) -> str:
-    return f"round-{server_round:08}"
+@contextmanager
+def told_to_owner() -> Iterator[None]:
+    """Log an error about rows here, and raise one that says nothing of them: the server reads it.
+
+    Who deletes, and how many rows, is told by the total of a round only.
+    """
+    try:
+        yield
+    except (ValueError, OSError, MemoryError) as error:
+        logger.warning("%s", error)
+        raise ValueError("rows: they cannot be counted; the log of this client says why") from None
+
+
+def _file(name: str) -> str:
+    return f"round-{name}"
+
+
+def _bytes(row: NDArray[Any]) -> bytes:
+    """Return the same bytes for the same numbers, whatever holds them, and for no others."""
+    numbers, kind = row.astype(np.float64) + 0.0, row.dtype.kind  # 1 is 1.0, and -0 is 0
+    if kind in "iu" and np.max(np.abs(numbers), initial=0) >= 2**53:  # float64 rounds these
+        return kind.encode() + row.astype(f"{kind}8").tobytes()
+    return numbers.tobytes()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..errors import BadReply
 
 WORDS = "change"  # name of the one array that travels
+COUNTED, NEW = "counted-sums", "new-sums"  # configuration: names of a client's sums
 BESIDE = 2  # numbers after those of the sums
 MANY = 2**40  # examples, whose sums need words of 64 bits
 

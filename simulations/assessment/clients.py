@@ -172,7 +172,7 @@ def delete(
     client : int
         Partition.
     rows : sequence of int
-        Places among its training examples, from 0.
+        Places among its training examples, from 0. Of equal rows the last one goes.
     trust : bool
         As in :func:`~fedntk.simulations.load_predictor`.
     progress : bool

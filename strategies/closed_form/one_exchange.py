@@ -41,6 +41,7 @@ from ..core.kept_sums import KeptSums, require_storage
 from ..core.ledger import Ledger, client_ledger
 from ..core.replies import Reply, accuracy_of, result_of, screen_accuracies, screen_own_sizes
 from ..core.round import Round
+from ..core.sampling import Sample
 from ..core.secure import SecureAggregation
 from ..core.sums import FeatureSums, Sums, SumsProblem, add_up, subtract
 from ..core.uploads import Update, Uploads
@@ -332,29 +333,33 @@ class OneExchange(ClosedFormStrategy):
         """Ask all clients how their sums changed, and solve anew if they did."""
         if not len(self.sums.steps):
             self.sums.steps = self.choose_steps(r.arrays)
-        change, uploads = yield from self._add_up_changes(r, changes)
+        changes.require_records()
+        clients = changes.to_ask(r, masked=self.secure is not None)
+        if not clients.nodes:
+            return Update(None)
+        change, uploads = yield from self._add_up_changes(r, changes, clients)
         if change is None:
             return Update(uploads)
-        metrics: dict[str, float] = {"rows-deleted": change.deleted, "rows-added": change.added}
+        counted: dict[str, float] = {"rows-deleted": change.deleted, "rows-added": change.added}
         if not (change.words.any() or change.deleted or change.added):
-            changes.commit(change, uploads, r.number)
-            return Update(uploads, None, metrics)
-        joint = change
+            changes.commit(change, uploads)
+            return Update(uploads, None, counted)
+        joint, metrics = change, dict[str, float]()
         arrays = result_of(
             lambda: self.with_layer(r.arrays, self.solve(changes.total_with(joint), r.arrays))
         )
         if arrays is not None:
-            changes.commit(change, uploads, r.number)
+            changes.commit(change, uploads)
             changes.record(change, r.number, r.arrays, arrays)
             self.solved = True
-            metrics["ridge"] = self.ridge_used
+            metrics = {**counted, "ridge": self.ridge_used}
         return Update(uploads.without_values(), arrays, metrics)
 
     def _add_up_changes(
-        self, r: Round, changes: RowChanges
+        self, r: Round, changes: RowChanges, everyone: Sample
     ) -> Rounds[tuple[RowChange | None, Uploads[Any]]]:
-        everyone = changes.to_ask(r)
         if self.secure is not None:
+            changes.draw_name(r.number)
             of_sums = self.sums.secure_plan(r.arrays, self.task, records=self._step_records)
             plan = changes.plan(of_sums, len(everyone.nodes))
             change, uploads, _ = yield from self.secure.sum(r, plan, self.enough, everyone)
@@ -369,10 +374,11 @@ class OneExchange(ClosedFormStrategy):
 
         for strict in (False, True):  # again only to find out whose change is at fault
             total.clear()
+            changes.draw_name(r.number)
             uploads = yield from r.ask(
                 changes.parse,
                 clients=everyone,
-                config=lambda client: {**self.task(), **changes.counted.config(client)},
+                config=lambda client: {**self.task(), **changes.config(client)},
                 records=self._step_records,
                 fold=Fold(
                     max(1, AT_ONCE // (2 * self.sums.upload_bytes())), partial(take, strict=strict)

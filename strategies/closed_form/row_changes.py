@@ -5,9 +5,11 @@ of a run that never had the old rows, to the bit, and so is the model. The clien
 :class:`~fedntk.clients.CountedRows`; what travels is :class:`~fedntk.ntk.payloads.row_change`.
 """
 
+import secrets
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import reduce
+from logging import getLogger
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,21 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.options import Declared, argument, state
-from fedntk.ntk.payloads.row_change import BESIDE, MANY, WORDS, RowChange
+from fedntk.ntk.payloads.row_change import BESIDE, COUNTED, MANY, NEW, WORDS, RowChange
 from fedntk.ntk.support.arrays import require_array
-from fedntk.trust.signed_records import AFTER, BEFORE, ROUND, append_record, load_signing_key
+from fedntk.trust import verify_records
+from fedntk.trust.signed_records import AFTER, BEFORE, ROUND, RUN, append_record, load_signing_key
 
 from ..core.array_archive import checksum
 from ..core.averaging import named_arrays
-from ..core.registry import ClientRounds
 from ..core.replies import Reply
 from ..core.round import Round
 from ..core.sampling import Sample
 from ..core.secure import SumPlan, WordFormat
 from ..core.sums import FeatureSums, Sums
 from ..core.uploads import Uploads
+
+logger = getLogger("flwr")
 
 
 class RowChanges(Declared):
@@ -48,8 +52,8 @@ class RowChanges(Declared):
 
     Attributes
     ----------
-    counted : ClientRounds
-        Clients, and the rounds in which their rows were last counted.
+    counted : dict of int to str
+        Client -> name of its sums that count, for its folder: round, and what was drawn for it.
     rows : dict of int to int
         Client -> number of its rows, unless sums are masked.
     """
@@ -60,10 +64,11 @@ class RowChanges(Declared):
     signing_key: Ed25519PrivateKey | None = argument(
         "signs the records; by default drawn once, in the folder", default=None
     )
-    counted: ClientRounds = state(ClientRounds)
+    counted: dict[int, str] = state(dict)
     rows: dict[int, int] = state(dict)
     words: NDArray[np.uint64] = state(lambda: np.zeros(0, np.uint64))  # of the total
     num_rows: int = state(int)  # in the total
+    name: str = state(str, saved=False)  # of the sums that clients are asked for
     sums: FeatureSums = state(lambda: None, saved=False, reset=False)
     max_examples: int = state(int, saved=False, reset=False)
 
@@ -76,16 +81,45 @@ class RowChanges(Declared):
         """The file of this run's records."""
         return Path(self.folder) / f"changes-{self.sums.run_key}.jsonl"
 
-    def to_ask(self, r: Round) -> Sample:
+    def to_ask(self, r: Round, *, masked: bool) -> Sample:
         """Return all clients of whom it is clear which rows were counted.
 
-        Left out are nodes that say no partition while others do, and second nodes of a partition:
-        they would go by other numbers after a restart, and be counted again.
+        Left out are nodes that say no partition, and second nodes of a partition: they would go by
+        other numbers after a restart, and be counted again. With masks, so are clients that were
+        not in the first total: if the others change nothing, a later one is one client's sums.
         """
         sample, registry = r.everyone(sent_alike=False), r.registry
-        nodes = [node for node in sample.nodes if registry.client(node) >= 0]
-        saying = [node for node in nodes if registry.reports(node)]
-        return sample._replace(nodes=tuple(saying or nodes))
+        registry.expect(silent := [n for n in sample.nodes if not registry.reports(n)])
+        nodes = [n for n in sample.nodes if n not in silent and registry.client(n) >= 0]
+        if not nodes:
+            said = "nodes must say which partition they have; set partition-id in the node config"
+            if not self.counted:
+                raise ValueError(f"changes: {said}")
+            logger.warning("changes: %s", said)
+        if masked and self.counted:
+            new = [n for n in nodes if registry.client(n) not in self.counted]
+            if new:
+                logger.warning(
+                    "changes: clients %s are not asked, as masks would not hide their sums; only "
+                    "those of the first total may change",
+                    sorted(map(registry.client, new)),
+                )
+            nodes = [n for n in nodes if n not in new]
+        return sample._replace(nodes=tuple(nodes))
+
+    def require_records(self) -> None:
+        """Refuse, before clients work, records that no new one can follow; load the key."""
+        key = self._key().public_key().public_bytes_raw().hex()
+        if self.path.exists():
+            verify_records(self.path, key)
+
+    def draw_name(self, server_round: int) -> None:
+        """Name the sums that clients are asked for next, as no other server or message does."""
+        self.name = f"{server_round:08}-{secrets.token_hex(8)}"
+
+    def config(self, client: int) -> dict[str, str]:
+        """Return what a client is told: which of its sums count, and the name of new ones."""
+        return {COUNTED: self.counted.get(client, ""), NEW: self.name}
 
     def parse(self, reply: Reply) -> RowChange:
         """Check a client's change by itself; of one that was never counted, that it is of rows."""
@@ -93,9 +127,10 @@ class RowChanges(Declared):
         shape = (self.sums.num_words() + BESIDE,)
         require_array(WORDS, words, shape=shape, dtype=np.uint64)
         change = RowChange.from_words(words, self.max_examples)
-        rows = self.rows.get(reply.client, 0) + change.added - change.deleted
-        if not 0 <= rows <= self.max_examples:
-            raise BadReply("num-examples", f"the client would have {rows} rows")
+        there = self.rows.get(reply.client, 0)
+        rows = there + change.added - change.deleted
+        if change.deleted > there or rows > self.max_examples:
+            raise BadReply("num-examples", f"{change.deleted} of {there} rows go, {rows} are left")
         if reply.client not in self.counted:
             self.sums.from_words(change.words, change.added)
         return change
@@ -112,10 +147,12 @@ class RowChanges(Declared):
             self.total_with(change).require_positive()
             return change
 
-        return SumPlan(plan.task, words_of, read, config=self.counted.config, records=plan.records)
+        return SumPlan(plan.task, words_of, read, config=self.config, records=plan.records)
 
     def total_with(self, change: RowChange) -> Sums:
         """Return the total after a change; BadReply if no rows have such sums, pair by pair."""
+        if change.deleted > self.num_rows:
+            raise BadReply("num-examples", f"{change.deleted} of {self.num_rows} rows go")
         words = change.words + self.words if len(self.words) else change.words
         return self.sums.from_words(words, self.num_rows + change.added - change.deleted)
 
@@ -145,13 +182,11 @@ class RowChanges(Declared):
                 good.append(change)
         return uploads.judge(verdicts)
 
-    def commit(
-        self, change: RowChange, uploads: Uploads[RowChange | None], server_round: int
-    ) -> None:
+    def commit(self, change: RowChange, uploads: Uploads[RowChange | None]) -> None:
         """Count a round's changes."""
         self.words = change.words + self.words if len(self.words) else change.words
         self.num_rows += change.added - change.deleted
-        self.counted.set(uploads.clients, server_round)
+        self.counted |= dict.fromkeys(uploads.clients, self.name)
         for upload in uploads:
             if (one := upload.value) is not None:
                 before = self.rows.get(upload.client, 0)
@@ -161,18 +196,20 @@ class RowChanges(Declared):
         self, change: RowChange, server_round: int, before: ArrayRecord, after: ArrayRecord
     ) -> None:
         """Sign what changed, and write it down."""
-        key = self.signing_key or load_signing_key(Path(self.folder) / "signing-key")
         content = {
             ROUND: server_round,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "run": self.sums.run_key,
+            RUN: self.sums.run_key,
             "deleted": change.deleted,
             "added": change.added,
             "rows": self.num_rows,
             BEFORE: model_digest(before),
             AFTER: model_digest(after),
         }
-        append_record(self.path, content, key)
+        append_record(self.path, content, self._key())
+
+    def _key(self) -> Ed25519PrivateKey:
+        return self.signing_key or load_signing_key(Path(self.folder) / "signing-key")
 
 
 def model_digest(arrays: ArrayRecord) -> str:

@@ -17,7 +17,7 @@ from fedntk.ntk.payloads.row_change import RowChange
 from fedntk.strategies import FeatureSums, KeptSums, NoisySums, OneExchange, RowChanges
 from fedntk.strategies.closed_form.row_changes import model_digest
 from fedntk.strategies.core.uploads import Upload, Uploads
-from fedntk.trust import verify_records
+from fedntk.trust import SealError, verify_records
 
 from ..conftest import refused
 from .federation import Grid, arrays_of, as_record, bits, lost, told, with_arrays
@@ -96,7 +96,7 @@ def test_500_random_streams_leave_the_sums_of_the_rows_that_are_there(split, tmp
             screened = changes.screen(Uploads(strategy.channel, uploads), [], strict=True)
             assert len(screened) == len(uploads)
             if uploads:
-                changes.commit(reduce(add, screened.values), screened, number)
+                changes.commit(reduce(add, screened.values), screened)
         left = sorted(last[0][1] | last[1][1])
         total = changes.total_with(RowChange(0 * changes.words, 0, 0)).everyone
         np.testing.assert_array_equal(
@@ -108,7 +108,10 @@ def test_500_random_streams_leave_the_sums_of_the_rows_that_are_there(split, tmp
 @each_way
 @both
 def test_streams_leave_the_bits_of_a_run_that_never_had_the_rows(way, masked, tmp_path):
-    """Replies get lost, a client joins late, and all rows of one go; each change has its record."""
+    """Replies get lost, a client joins late, and all rows of one go; each change has its record.
+
+    With masks nobody joins late: the others' zeros would not hide its sums.
+    """
     generator, gone = np.random.default_rng(masked), dict.fromkeys(range(6), ())
     clients = changing(tmp_path, only_masked=masked)
     strategy = WAYS[way](changes=RowChanges(tmp_path / "records"), secure=masked)
@@ -124,23 +127,24 @@ def test_streams_leave_the_bits_of_a_run_that_never_had_the_rows(way, masked, tm
         arrays = go_on(strategy, arrays, number, clients, changes=silent)
     left = [part for k, part in enumerate(without(PARTS, gone)) if k != 3]
     options = {"min_available_nodes": 5}
-    expected = run(WAYS[way](**options), _five(left))
+    never = {4: lost} if masked else {}  # of the five
+    expected = run(WAYS[way](**options), _five(left, changes=never))
     assert bits(arrays) == bits(expected)
     records = verify_records(strategy.changes.path)
     assert [record["round"] for record in records] == [1, 2, 3, 4]
-    assert records[-1]["rows"] == sum(len(y) for _, y in left)
+    assert records[-1]["rows"] == sum(len(y) for _, y in left[: 5 - masked])
     assert records[-1]["after"] == model_digest(as_record(arrays))
     assert {record["added"] - record["deleted"] for record in records} != {0}
 
 
-def _five(parts):
+def _five(parts, **options):
     """A grid of the clients but number 3, with the seeds that they have among six."""
 
     def client_fn(context: Context):
         i = int(context.node_config["partition-id"])
         return ClosedFormClient(features(), *parts[i], seed=(0, (0, 1, 2, 4, 5)[i]))
 
-    return Grid(client_app(client_fn), num_clients=5)
+    return Grid(client_app(client_fn), num_clients=5, **options)
 
 
 def test_without_a_change_the_model_stays_and_nothing_is_signed(tmp_path, monkeypatch):
@@ -192,6 +196,7 @@ LIES = {
     "short": (lambda _: words_with(lambda w: w[1:].copy()), "shape"),
     "other name": (lambda _: with_arrays(lambda a: {"gram": a["change"]}), "arrays"),
     "more rows than it has": (lambda _: words_with(beside(8, 0)), "num-examples"),
+    "more rows than it had": (lambda _: words_with(beside(5000, 5000)), "num-examples"),
     "more rows than there are": (lambda _: words_with(beside(0, 2**62)), "num-examples"),
     "another number of rows": (lambda _: words_with(beside(0, 1)), "num-examples"),
     "counts below zero": (lambda _: words_with(less_counts), "range"),
@@ -260,7 +265,7 @@ def test_a_run_that_was_cut_off_signs_its_round_again(tmp_path):
     assert [r["deleted"] for r in verify_records(strategy.changes.path)] == [0, 3]
 
 
-def test_a_client_that_lost_its_folder_is_left_as_it_is(tmp_path):
+def test_a_client_that_lost_its_folder_is_left_as_it_is(tmp_path, caplog):
     clients = changing(tmp_path)
     strategy = fixed(changes=RowChanges(tmp_path / "records"))
     arrays = run(strategy, Grid(clients))
@@ -268,7 +273,9 @@ def test_a_client_that_lost_its_folder_is_left_as_it_is(tmp_path):
     after = go_on(strategy, arrays, 2, clients)
     assert bits(after) == bits(arrays)
     assert told(strategy, "rejected-error")[-1] == 1
-    assert "lacks what round 1 counted" in strategy.channel.last_refusal
+    assert strategy.channel.last_refusal.endswith("the log of this client says why")
+    assert "run-" in caplog.text
+    assert "lacks the sums 00000001-" in caplog.text
 
 
 def test_a_second_node_of_a_partition_is_not_counted(tmp_path):
@@ -285,6 +292,61 @@ def test_a_second_node_of_a_partition_is_not_counted(tmp_path):
     after = strategy.start(grid, as_record(arrays), num_rounds=2)
     assert bits(arrays_of(after.arrays)) == bits(arrays)
     assert sorted(grid.trained) == [0, 1, 2, 3, 4, 5]
+
+
+@both
+def test_nodes_that_do_not_say_who_they_are_are_not_counted(masked, tmp_path):
+    """Registered anew, they would be counted again; with no other, nothing is asked."""
+    clients = changing(tmp_path)
+    strategy = fixed(changes=RowChanges(tmp_path / "records"), secure=masked)
+    silent = dict.fromkeys(range(6), lost)
+    first = Grid(clients, changes=silent, changed_kind="query.partition")
+    said = "changes: nodes must say which partition they have; set partition-id"
+    refused(said, run, strategy, first)
+    assert not first.trained
+    arrays = run(strategy, Grid(clients))
+    again = {"changes": silent, "changed_kind": "query.partition", "node_ids": range(40, 46)}
+    after = go_on(strategy, arrays, 2, clients, **again)
+    assert bits(after) == bits(arrays)
+    assert strategy.changes.num_rows == 45
+
+
+def test_who_answers_a_lost_query_later_is_counted_then(tmp_path):
+    clients, answers = changing(tmp_path), iter([lost, lambda reply: reply])
+    changes = {3: lambda reply: next(answers)(reply)}
+    strategy = fixed(changes=RowChanges(tmp_path / "records"))
+    grid = Grid(clients, changes=changes, changed_kind="query.partition")
+    after = run(strategy, grid, 2)
+    assert bits(after) == from_scratch("one sum", PARTS)
+
+
+def test_records_that_none_can_follow_are_refused_before_clients_work(tmp_path):
+    """Edited ones, and those of another key."""
+    clients, folder = changing(tmp_path), tmp_path / "records"
+    strategy = fixed(changes=RowChanges(folder))
+    arrays = run(strategy, Grid(clients))
+    key, grid = folder / "signing-key", Grid(clients)
+    key.write_text("00" * 32)
+    strategy.load_state_dict(strategy.state_dict())
+    refused("line 1: signed by", strategy.start, grid, as_record(arrays), num_rounds=2,
+            error=SealError)  # fmt: skip
+    key.write_text("no key")
+    refused("expected a signing key", run, fixed(changes=RowChanges(folder)), grid,
+            error=SealError)  # fmt: skip
+    assert not grid.trained
+
+
+def test_two_servers_that_go_on_from_one_state_both_take_a_row_out(tmp_path):
+    """The row goes between their second rounds, in which the first one's state counts it."""
+    clients, (x, y) = changing(tmp_path), PARTS[4]
+    first, second = (fixed(changes=RowChanges(tmp_path / name)) for name in "ab")
+    arrays = run(first, Grid(clients))
+    second.load_state_dict(first.state_dict())
+    arrays = go_on(first, arrays, 2, clients)
+    books(tmp_path)[4].delete(x[:1], y[:1])
+    expected = from_scratch("one sum", without(PARTS, {4: (0,)}))
+    assert bits(go_on(second, arrays, 2, clients)) == expected
+    assert bits(go_on(first, arrays, 3, clients)) == expected
 
 
 def test_clients_models_of_their_own_are_without_the_rows_that_went(tmp_path):
