@@ -308,12 +308,17 @@ def features(dataset: str) -> Case:
         from fedntk.simulations.engine.building import load_setup
 
         source = dataset if dataset == "fashion-mnist" else f"hf:{chosen.data_dir}/CIFAR10-jpeg"
+        network, _, size = way.partition(", ")
+        models = {"SimpleCNN": "simple-cnn", "EfficientNet-Lite0": "efficientnet-lite0"}
         config = Config(
             method="afl", dataset=source, data_dir=chosen.data_dir, num_clients=1, partition="iid",
-            model="simple-cnn" if way == "SimpleCNN" else "scattering",
-            standardise=way == "SimpleCNN",
+            model=models.get(network, "scattering"), standardise=network in models,
+            image_size=int(size.split()[0]) if size else 0,
         )  # fmt: skip
         setup = load_setup(config)
+        if setup.frozen is not None:
+            inputs = setup.data.inputs(setup.data.x_train[:100])
+            return Work(functools.partial(setup.frozen, inputs), clock=time.process_time)
         module, x = setup.network.eval(), setup.data.train(np.arange(100))[0]
         if way != "SimpleCNN":
             module = nn.Sequential(*list(setup.network)[:-1])
@@ -326,10 +331,10 @@ def features(dataset: str) -> Case:
 
         return Work(call, clock=time.process_time)
 
-    made = {
-        way: functools.partial(work, way)
-        for way in ("SimpleCNN", "scattering", "8,000 cosines of scattering")
-    }
+    ways = ["SimpleCNN", "scattering", "8,000 cosines of scattering"]
+    if dataset != "fashion-mnist":
+        ways += ["EfficientNet-Lite0, 96 pixels", "EfficientNet-Lite0, 224 pixels"]
+    made = {way: functools.partial(work, way) for way in ways}
     return Case("features", dataset, made, "SimpleCNN", 1, data=True)
 
 

@@ -288,7 +288,7 @@ SPEED = (  # group, way, case, what, fedntk, beside; r is a row of speed.csv
     ("tangent_features", "subsample|sketch", ".*",
      "tangent features of one logit, {r[way]}, {r[case]}", "{r[ratio]:.1f} forward passes",
      "{r[loop]}"),
-    ("features", "scattering|8,000 cosines of scattering", ".*", "{r[way]}, {r[case]}",
+    ("features", "scattering|8,000 cosines of scattering|Eff.*", ".*", "{r[way]}, {r[case]}",
      "{r[ratio]:.1f} forward passes of SimpleCNN, {r[rate]:.0f} images a CPU second", ""),
     ("many_clients", "fedntk", ".*",
      "a client's part of a round of FedAvg, {r[case]}, 100 in a round",
