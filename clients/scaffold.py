@@ -43,6 +43,7 @@ class SCAFFOLDClient(ModelClient):
     strategy = "SCAFFOLD"
     replies = "weights and controls"
     config_keys = frozenset({"lr"})
+    takes_real_targets = True
 
     sgd: LocalSGD = part("local training", default=LocalSGD)
     option: Literal["I", "II"] = option(

@@ -17,6 +17,7 @@ class SGDClient(ModelClient):
     strategy = "SeededFedAvg"
     replies = wire.WEIGHTS
     config_keys = SGD_KEYS
+    takes_real_targets = True
 
     sgd: LocalSGD = part("local training", default=LocalSGD)
 

@@ -22,10 +22,17 @@ from .jacobian.operator import Jacobian, gauss_newton
 from .losses import Loss, loss_value, one_hot, residual
 from .payloads.compression import compress
 from .payloads.uploads import CompressedUpload, JacobianUpload, UploadLimits
-from .predictors.conformal import calibrate, conformal_scores, examples_needed, prediction_sets
+from .predictors.conformal import (
+    calibrate,
+    calibrate_intervals,
+    conformal_scores,
+    examples_needed,
+    prediction_sets,
+)
 from .predictors.ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .predictors.network import NetworkPredictor, Predictor
 from .predictors.prototypes import PrototypePredictor
+from .predictors.targets import TargetTransform, regression_metrics
 from .predictors.tct_model import TCTModel
 from .support.memory import available_memory, require_disk, require_memory
 
@@ -46,10 +53,12 @@ __all__ = [
     "Predictor",
     "PrototypePredictor",
     "TCTModel",
+    "TargetTransform",
     "Uncertainty",
     "UploadLimits",
     "available_memory",
     "calibrate",
+    "calibrate_intervals",
     "compress",
     "conformal_scores",
     "entk_features",
@@ -64,6 +73,7 @@ __all__ = [
     "one_hot",
     "prediction_sets",
     "random_projection",
+    "regression_metrics",
     "require_disk",
     "require_memory",
     "residual",

@@ -12,6 +12,7 @@ from .errors import with_extra_named
 
 if TYPE_CHECKING:
     from .assessment.clients import Unlearned, delete, ledger, unlearn
+    from .assessment.intervals import ConformalIntervals, intervals
     from .assessment.uncertainty import Assessment, assess
     from .check import check_method, make_fixture
     from .configuration import Config
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # module -> its public names
 _HOMES = {
     "assessment.clients": ("Unlearned", "delete", "ledger", "unlearn"),
+    "assessment.intervals": ("ConformalIntervals", "intervals"),
     "assessment.uncertainty": ("Assessment", "assess"),
     "check": ("check_method", "make_fixture"),
     "configuration": ("Config",),
@@ -48,6 +50,7 @@ __all__ = [
     "Assessment",
     "Config",
     "ConfigError",
+    "ConformalIntervals",
     "Federation",
     "Method",
     "OwnData",
@@ -60,6 +63,7 @@ __all__ = [
     "check_method",
     "compare",
     "delete",
+    "intervals",
     "ledger",
     "load_model",
     "load_predictor",

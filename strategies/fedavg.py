@@ -28,6 +28,7 @@ class SeededFedAvg(Strategy):
     """
 
     rules = (*DEFENCES, "validation")
+    takes_real_targets = True
 
     secure: SecureAggregation | None = part("clients mask their weights", default=None)
     average: WeightAverage | None = part("average of the weights over rounds", default=None)

@@ -70,6 +70,7 @@ class SCAFFOLD(Strategy):
 
     client = "SCAFFOLDClient"
     replies = "weights and controls"
+    takes_real_targets = True
     rules = (*DEFENCES, "validation")
 
     server_learning_rate: float = option(

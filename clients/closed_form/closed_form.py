@@ -28,7 +28,7 @@ from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.base import sample_size
 from ..core.counted_rows import CountedRows, told_to_owner
-from ..core.feature_sums import SumsClient, fixed_point_in
+from ..core.feature_sums import SumsClient
 from ..core.secure_sum import Arrays
 from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar, set_weights
 
@@ -51,6 +51,7 @@ class ClosedFormClient(SumsClient):
     replies = "sums of features"
     config_keys = frozenset({RESIDUAL_LAYER, COUNTED, NEW, *FeatureMap("last-layer").to_config()})
     usual_step = "class-means"
+    takes_real_targets = True  # but for the classes' means
     task_kind = SumTask
 
     rows: CountedRows | None = argument(
@@ -89,12 +90,16 @@ class ClosedFormClient(SumsClient):
         """Refuse sums that are neither masked nor have noise, and noise that does not cover."""
         task = read_task(SumTask, config)
         noisy = task is not None and task.epsilon > 0
+        if noisy and self.real_targets:
+            raise ValueError("real_targets: the noise of sums is of classes; expected epsilon = 0")
         self.secure.require_masked(step, noisy=noisy)
         if noisy:
             self.require_covered(SumNoise)
 
     def step_class_means(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of Prototypes: each class's mean features."""
+        if self.real_targets:
+            raise ValueError("real_targets: they have no classes' means; use one exchange of sums")
         x, targets = self._examples(config)
         self._load_network(parameters)
         features = _Features(self, targets, config)
@@ -184,7 +189,7 @@ class ClosedFormClient(SumsClient):
             ones = np.ones(features.width, np.float32)
             fixed_point: FixedPoint | None = FixedPoint(ones, task.bits)
         else:
-            fixed_point = fixed_point_in(records, task.bits, features.width)
+            fixed_point = self.fixed_point_in(records, task.bits, features.width)
         size = 1 if task.epsilon else self.batch_size_eval
         order = list[Tensor]()  # targets in the order of the outputs
 

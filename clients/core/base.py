@@ -14,11 +14,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import CentredInputs, Loss, NetworkPredictor, Predictor, loss_value, one_hot
+from fedntk.ntk import (
+    CentredInputs,
+    Loss,
+    NetworkPredictor,
+    Predictor,
+    loss_value,
+    one_hot,
+    regression_metrics,
+)
 from fedntk.ntk.noise import ANSWERED, Noise
 from fedntk.ntk.options import PREFIX, Declared, argument, option
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.predictors.targets import TargetTransform, real_targets
 from fedntk.ntk.support.shared_arrays import require_separate
 from fedntk.trust import SEALED_SEED
 
@@ -69,6 +78,7 @@ class ModelClient(Declared, NumPyClient):
     config_keys: ClassVar[frozenset[str]] = frozenset()  # of train_config that it uses
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.float16)
     usual_step: ClassVar[str] = "train"  # of a training message that names no step
+    takes_real_targets: ClassVar[bool] = False  # whether what it computes needs no classes
 
     model: nn.Module = argument(
         "maps (n, ...) to (n, C), C at least 2 (MSE: 1); weights are overwritten", kw_only=False
@@ -87,6 +97,14 @@ class ModelClient(Declared, NumPyClient):
         "names or positions of example and label in a dataset's dicts or tuples", default=None
     )
     loss: Loss = option("loss; MSE is against one-hot targets", default="cross-entropy")
+    real_targets: bool = argument(
+        "whether y are real targets (n,) or (n, C), standardised, for least squares (loss mse)",
+        default=False,
+    )
+    target_unit: Any = argument(
+        "what real targets were divided by, a number or (C,): mae is in their own unit",
+        default=(1.0,),
+    )
     device: torch.device | str = argument("where the model runs", default="cpu")
     batch_size_eval: int = option("examples per pass when evaluating", default=1024, at_least=1)
     sampling_rate: float = option(
@@ -134,7 +152,14 @@ class ModelClient(Declared, NumPyClient):
         del self.x, self.y, self.x_test, self.y_test  # kept once, as read
 
     def check(self) -> None:
-        """Refuse local training, if the client has some, that does not go with the loss."""
+        """Refuse what does not go with the loss: local training, if there is some, and targets."""
+        if self.real_targets and not self.takes_real_targets:
+            raise ValueError(
+                f"real_targets: expected False, as {type(self).__name__} works with classes, got "
+                "True; take a method for regression, such as FedAvg or one exchange"
+            )
+        if self.real_targets and self.loss != "mse":
+            raise ValueError(f"real_targets: expected the loss mse, got {self.loss}")
         if (sgd := getattr(self, "sgd", None)) is not None:
             sgd.require_loss(self.loss)
 
@@ -150,7 +175,7 @@ class ModelClient(Declared, NumPyClient):
         fewest = 1 if self.loss == "mse" else 2  # a single score of one class has no cross-entropy
         self.num_outputs = num_outputs(self.model, probe.to(self.device), self.loss, fewest=fewest)
         if examples.may_change:
-            class_numbers(labels, self.num_outputs, name=examples.name)
+            self._targets_of(labels, examples.name)
         else:
             _ = self._all_training if examples is self._training else self._all_testing
 
@@ -158,8 +183,16 @@ class ModelClient(Declared, NumPyClient):
         self, examples: LabelledExamples, seed: Sequence[int], chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         x, labels = examples.read(seed, chosen)
-        numbers = class_numbers(labels, self.num_outputs, name=examples.name)
-        return cast_examples(x, self.model), one_hot(numbers, self.num_outputs)
+        return cast_examples(x, self.model), self._targets_of(labels, examples.name)
+
+    def _targets_of(self, labels: Tensor, name: str) -> Tensor:
+        if self.real_targets:
+            return real_targets(labels, self.num_outputs, name=name)
+        return one_hot(class_numbers(labels, self.num_outputs, name=name), self.num_outputs)
+
+    def strata(self, targets: Tensor) -> Tensor:
+        """Return the class of each example (n,); real targets (n, C) are all of class 0."""
+        return targets.argmax(1) if not self.real_targets else torch.zeros(len(targets)).long()
 
     @cached_property
     def _all_training(self) -> tuple[Tensor, Tensor]:
@@ -178,7 +211,7 @@ class ModelClient(Declared, NumPyClient):
 
     @cached_property
     def targets(self) -> Tensor:
-        """Their one-hot float32 targets (n, C)."""
+        """Their targets (n, C): one-hot and float32, or real ones."""
         return self._all_training[1]
 
     @cached_property
@@ -188,7 +221,7 @@ class ModelClient(Declared, NumPyClient):
 
     @cached_property
     def test_targets(self) -> Tensor:
-        """Their one-hot targets (n, C)."""
+        """Their targets (n, C)."""
         return self._all_testing[1]
 
     def raw_examples(self) -> tuple[Tensor, Tensor]:
@@ -325,7 +358,7 @@ class ModelClient(Declared, NumPyClient):
         return self.project(x, config), targets
 
     def test_examples(self, config: Config) -> tuple[Tensor, Tensor]:
-        """Return the examples for evaluation, projected, and their one-hot targets."""
+        """Return the examples for evaluation, projected, and their targets (n, C)."""
         if self.is_private:
             self.require_test_examples()
         return self.project(self.test_inputs, config), self.test_targets
@@ -335,7 +368,10 @@ class ModelClient(Declared, NumPyClient):
         return x if self.projection is None else self.projection(x, config)
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
-        """Return loss, number of examples and ``{"accuracy": ...}`` on the test examples."""
+        """Return loss, number of test examples, and ``"accuracy"``, or ``"mae"`` and ``"r2"``.
+
+        The loss of real targets is of standardised ones; ``"r2"`` is missing if they do not vary.
+        """
         set_weights(self.model, parameters)
         return self.evaluate_model(config)
 
@@ -343,9 +379,14 @@ class ModelClient(Declared, NumPyClient):
         """Evaluate the model with the weights that it holds: see :meth:`evaluate`."""
         x, targets = self.test_examples(config)
         outputs = self.outputs(x)
+        return loss_value(outputs, targets, self.loss), len(x), self.quality(outputs, targets)
+
+    def quality(self, outputs: Tensor, targets: Tensor) -> dict[str, Scalar]:
+        """Return the metrics, besides the loss, of outputs (n, C) for targets (n, C)."""
+        if self.real_targets:
+            return {**regression_metrics(outputs, targets, self.target_unit)}
         hits = outputs.argmax(1) == targets.argmax(1)
-        value = loss_value(outputs, targets, self.loss)
-        return value, len(hits), {"accuracy": float(hits.double().mean())}
+        return {"accuracy": float(hits.double().mean())}
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of what :func:`~fedntk.clients.received` returns, to evaluate yourself."""
@@ -354,7 +395,16 @@ class ModelClient(Declared, NumPyClient):
     def network_predictor(self, weights: Parameters) -> Predictor:
         """Make a predictor of the client's network with some weights."""
         set_weights(self.model, weights)
-        return NetworkPredictor(self.model, loss=self.loss, device=self.device)
+        predictor = NetworkPredictor(self.model, loss=self.loss, device=self.device)
+        predictor.targets = self.standardised
+        return predictor
+
+    @property
+    def standardised(self) -> TargetTransform | None:
+        """What keeps real targets as they are; None if there are classes."""
+        if not self.real_targets:
+            return None
+        return TargetTransform(np.zeros(self.num_outputs), np.ones(self.num_outputs))
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:

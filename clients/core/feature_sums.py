@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.features.target_columns import num_columns, with_targets
 from fedntk.ntk.options import Declared, part
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.compression import UNQUANTISED
@@ -75,22 +76,26 @@ class SumsClient(ModelClient):
         weights: NDArray[Any] | None = None,
         fixed_point: FixedPoint | None = None,
     ) -> Sums:
-        """Return sums over examples with one-hot targets (n, C); with a share, in two parts.
+        """Return sums over examples with targets (n, C); with a share, in two parts.
 
+        Real targets are columns beside the features, of examples that are all of one class.
         `features` makes the features (m, `width`) of the examples chosen, in chunks. `share` is
         that of the examples which are held out. `weights` are of classes.
         """
 
         def sums(chosen: Tensor | slice = slice(None)) -> FeatureStatistics:
-            labels = targets[chosen].argmax(1)
-            chunks = features(chosen) if len(labels) else [torch.empty(0, width)]
+            y = targets[chosen]
+            chunks = features(chosen) if len(y) else [torch.empty(0, width)]
+            if self.real_targets:
+                chunks = with_targets(chunks, y, fixed_point)
+            classes = 1 if self.real_targets else targets.shape[1]
             return FeatureStatistics.of(
-                chunks, labels, targets.shape[1], weights=weights, fixed_point=fixed_point
+                chunks, self.strata(y), classes, weights=weights, fixed_point=fixed_point
             )
 
         if not share:
             return sums()
-        held_out = draw_held_out(targets.argmax(1), share, [*self.seed, *b"held-out"])
+        held_out = draw_held_out(self.strata(targets), share, [*self.seed, *b"held-out"])
         return SplitStatistics(sums(~held_out), sums(held_out))
 
     def mask_sums(
@@ -106,6 +111,13 @@ class SumsClient(ModelClient):
         words = sums.to_words(f"u{int(message['word-bytes'])}")
         about = sums_digest(key, fixed_point, words.dtype)
         return self.secure.mask(words, about, request, message)
+
+    def fixed_point_in(
+        self, records: Mapping[str, Arrays], bits: int, width: int
+    ) -> FixedPoint | None:
+        """Return how p features, and targets beside them, are rounded; None if not."""
+        more = num_columns(self.num_outputs, fixed_point=True) if self.real_targets else 0
+        return fixed_point_in(records, bits, width + more)
 
 
 def fixed_point_in(records: Mapping[str, Arrays], bits: int, width: int) -> FixedPoint | None:

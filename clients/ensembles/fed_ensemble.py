@@ -35,7 +35,7 @@ class FedEnsembleClient(NumPyClient):
         """Evaluate the ensemble, and its single models: see :class:`EnsemblePredictor`."""
         x, targets = self.client.test_examples(config)
         evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
-        return evaluated.loss, len(x), {"accuracy": evaluated.accuracy, **evaluated.more}
+        return evaluated.loss, len(x), {"accuracy": evaluated.score, **evaluated.more}
 
     def predictor(self, parameters: Parameters, config: Config) -> EnsemblePredictor:
         """Make the ensemble that a message for evaluation brings."""

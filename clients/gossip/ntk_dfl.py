@@ -202,6 +202,8 @@ class NTKDFLClient(RelayClient):
         x, targets = _batch_of(self, message)
         upload, options = self._rows(average, x, targets), message.options
         if compresses(options.sparsity, options.bits):
+            if self.real_targets:
+                raise ValueError("real_targets: compressed rows have labels; expected bits = 32")
             upload = replace(upload, jacobian=upload.jacobian.expanded())
         rows = JacobianParcel(upload, None if options.selection == "last" else x)
         form = JacobianParcel(upload, x if options.selection == "true-loss" else None)
@@ -210,7 +212,9 @@ class NTKDFLClient(RelayClient):
         budget = MemoryBudget()
 
         def parse(_: int, arrays: ArrayDict) -> JacobianParcel:
-            parcel = JacobianParcel.from_arrays(arrays, limits=limits, receiver=form)
+            parcel = JacobianParcel.from_arrays(
+                arrays, limits=limits, receiver=form, real_targets=self.real_targets
+            )
             budget.hold(parcel.upload)
             return parcel
 

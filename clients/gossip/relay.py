@@ -224,6 +224,7 @@ class RelayClient(ModelClient):
     replies = "parcels"
     config_keys = wire.OF_NEIGHBOURS
     usual_step = ""  # a message names its step
+    takes_real_targets = True
     options_kind: ClassVar[type[Any]] = GossipOptions  # what messages bring
 
     cache: str | os.PathLike[str] | None = argument(

@@ -32,6 +32,7 @@ class CPNTKFLClient(NTKFLClient):
     """Computes J'_m, f(Z'_m) and Y'_m, and sends them compressed (section 4.2)."""
 
     strategy = "CPNTKFL"
+    takes_real_targets = False  # labels travel
     replies = "compressed Jacobians"
 
     sparsity: float = CompressionOptions.options()["sparsity"].field()

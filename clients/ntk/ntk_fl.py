@@ -26,6 +26,7 @@ class NTKFLClient(ModelClient):
 
     strategy = "NTKFL"
     replies = "Jacobians"
+    takes_real_targets = True
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
 
     structure: Literal["factored", "dense"] = option(

@@ -34,6 +34,7 @@ class DittoClient(PersonalClient):
     """
 
     strategy = "Ditto"
+    takes_real_targets = True
     replies = "global weights"
 
     pull: float = option(

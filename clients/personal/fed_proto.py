@@ -82,7 +82,7 @@ class FedProtoClient(PersonalClient):
             return self.evaluate_model(config)
         x, targets = self.test_examples(config)
         evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
-        return evaluated.loss, len(x), {"accuracy": evaluated.accuracy}
+        return evaluated.loss, len(x), {"accuracy": evaluated.score}
 
     def predictor_of(
         self, weights: Parameters, parameters: Parameters, config: Config

@@ -137,6 +137,8 @@ class PersonalClient(ModelClient):
 class PersonalisedClient(PersonalClient):
     """Trains the whole network by local SGD, and keeps its personal arrays to itself."""
 
+    takes_real_targets = True
+
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Train shared and personal arrays together; return the shared ones and ``train-loss``."""
         network = self.own_network(parameters, config)

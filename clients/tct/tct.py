@@ -41,7 +41,7 @@ from fedntk.ntk.payloads.split_statistics import SplitStatistics
 
 from ..core.base import LostStateError
 from ..core.disk_store import client_folder, client_name, example_digests, make_folder
-from ..core.feature_sums import Sums, SumsClient, fixed_point_in
+from ..core.feature_sums import Sums, SumsClient
 from ..core.local_sgd import SGD_KEYS, LocalSGD
 from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, records_of, set_weights
 from .feature_store import ClientControl, FeatureStore, require_room
@@ -82,6 +82,7 @@ class TCTClient(SumsClient):
     replies = "weights, then linear models"
     config_keys = SGD_KEYS
     task_kind = ConvexTask
+    takes_real_targets = True
 
     sgd: BootstrapSGD = part("local training of stage 1", default=BootstrapSGD)
     dtype: Literal["float32", "float16"] = option(
@@ -131,24 +132,27 @@ class TCTClient(SumsClient):
 
     def step_counts(self, parameters: Parameters, config: Config) -> Fit:
         """Return the number of examples of each class."""
+        if self.real_targets:
+            raise ValueError("real_targets: they have no classes; expected balanced = False")
         counts = {wire.COUNTS: self.targets.sum(0).numpy().astype(np.int64)}
-        return _reply_at_zero(ConvexTask.from_config(config), self.targets, counts)
+        task = ConvexTask.from_config(config)
+        return _reply_at_zero(task, centred_targets(self.targets, task.loss), counts)
 
     def step_moments(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of the Moments of the features."""
         work = self._start_work(parameters, config, wire.NETWORK)
         changed = {wire.EXAMPLES_CHANGED: self._note_examples(work)}
         moments = Moments.join(map(Moments.of, work.store.raw("train", work.x)))
-        if work.task.bias:
+        if work.task.bias and not self.real_targets:
             counts = work.targets.sum(0).numpy().astype(np.int64)
             moments = replace(moments, class_counts=counts)
-        return _reply_at_zero(work.task, work.targets, moments.to_arrays(), changed)
+        return _reply_at_zero(work.task, work.centred, moments.to_arrays(), changed)
 
     def step_statistics(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of FeatureStatistics or SplitStatistics."""
         work = self._start_work(parameters, config, wire.NETWORK)
         sums, fixed_point = self._sum_up(work)
-        return _reply_at_zero(work.task, work.targets, sums.to_arrays(fixed_point))
+        return _reply_at_zero(work.task, work.centred, sums.to_arrays(fixed_point))
 
     def step_masked(self, parameters: Parameters, config: Config) -> Fit:
         """Return the masked words of the same sums."""
@@ -158,7 +162,7 @@ class TCTClient(SumsClient):
         key = task.key_of(task.feature_map, work.store.network)
         request = self.sum_request(task, config)
         arrays = self.mask_sums(sums, request, message, key=key, fixed_point=fixed_point)
-        return _reply_at_zero(task, work.targets, arrays)
+        return _reply_at_zero(task, work.centred, arrays)
 
     def step_linear(self, parameters: Parameters, config: Config) -> Fit:
         """Take M corrected steps from the received model, and return the new one (algorithm 1).
@@ -170,7 +174,7 @@ class TCTClient(SumsClient):
         work = self._start_work(parameters, config, wire.NETWORK, wire.NORMALISER)
         changed = self._note_examples(work)
         task, store = work.task, work.store
-        targets = centred_targets(work.targets, task.loss)
+        targets = work.centred
         server_round = int(config.get("server-round", 0))
         theta, arrays = _only(work.records, wire.LINEAR), dict[str, NDArray[Any]]()
         if task.corrected and task.state_round > 0:
@@ -208,7 +212,9 @@ class TCTClient(SumsClient):
         store = self._store(task, records, config, *needed)
         digests, order = _sort_examples(self.inputs, self.targets)
         x = self.project(self.inputs[order], config)
-        return _Work(task, records, store, digests, x, self.targets[order], config)
+        targets = self.targets[order]
+        centred = centred_targets(targets, task.loss, self.real_targets)
+        return _Work(task, records, store, digests, x, targets, centred, config)
 
     def _note_examples(self, work: "_Work") -> int:
         """Return whether the examples have changed: then c_k stays, and all else is made anew."""
@@ -256,7 +262,7 @@ class TCTClient(SumsClient):
 
     def _sum_up(self, work: "_Work") -> tuple[Sums, FixedPoint | None]:
         task, width = work.task, work.store.width
-        fixed_point = fixed_point_in(work.records, task.bits, width)
+        fixed_point = self.fixed_point_in(work.records, task.bits, width)
         sums = self.add_up(
             lambda chosen: work.store.stream(work.x[chosen]),
             work.targets,
@@ -288,9 +294,9 @@ class TCTClient(SumsClient):
         x = self.project(self.test_inputs[order], config)
         rows = store.rows(name, x, bias=task.bias, device=self.device)
         outputs, targets = rows @ _only(records, wire.LINEAR), self.test_targets[order]
-        hits = outputs.argmax(1) == targets.argmax(1)
-        value = convex_loss(outputs, centred_targets(targets, task.loss), task.loss)
-        return value, len(hits), {"accuracy": float(hits.double().mean())}
+        centred = centred_targets(targets, task.loss, self.real_targets)
+        value = convex_loss(outputs, centred, task.loss)
+        return value, len(targets), self.quality(outputs, targets)
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the network or the linear model; LookupError if the network is lost."""
@@ -301,7 +307,9 @@ class TCTClient(SumsClient):
         store = self._store(task, records, config, wire.NETWORK, wire.NORMALISER)
         set_weights(self.model, store.network)
         linear = _only(records, wire.LINEAR).numpy()
-        return TCTModel(self.model, task.feature_map, store.normaliser, linear, loss=task.loss)
+        model = TCTModel(self.model, task.feature_map, store.normaliser, linear, loss=task.loss)
+        model.targets = self.standardised
+        return model
 
 
 class _Work(NamedTuple):
@@ -312,7 +320,8 @@ class _Work(NamedTuple):
     store: FeatureStore
     digests: NDArray[np.uint64]  # of the examples, (n, 2)
     x: Tensor  # projected, (n, ...)
-    targets: Tensor  # one-hot, (n, C)
+    targets: Tensor  # (n, C)
+    centred: Tensor  # of least squares
     config: Mapping[str, Any]
 
 
@@ -337,7 +346,7 @@ def _take_steps(
     total = residual_sum(
         kernel,
         outputs,
-        centred_targets(work.targets, task.loss),
+        work.centred,
         drift,
         learning_rate=task.learning_rate,
         local_steps=task.num_steps,
@@ -362,10 +371,9 @@ def _only(records: Records, name: str) -> Tensor:
 
 
 def _reply_at_zero(
-    task: ConvexTask, targets: Tensor, arrays: Arrays, more: Mapping[str, Any] | None = None
+    task: ConvexTask, centred: Tensor, arrays: Arrays, more: Mapping[str, Any] | None = None
 ) -> Fit:
     """Return arrays, with the loss of the linear model that is zero."""
-    centred = centred_targets(targets, task.loss)
     loss = convex_loss(torch.zeros_like(centred), centred, task.loss)
     metrics = {wire.TRAIN_LOSS: loss, **(more or {})}
-    return NamedArrays({"arrays": arrays}), len(targets), metrics
+    return NamedArrays({"arrays": arrays}), len(centred), metrics

@@ -65,9 +65,9 @@ def convex_loss(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
     return float(-(targets.double() * logs).sum(1).mean())
 
 
-def centred_targets(targets: Tensor, loss: Loss) -> Tensor:
-    """Return one-hot targets (n, C), minus 1/C for least squares."""
-    return targets - 1 / targets.shape[1] if loss == "mse" else targets
+def centred_targets(targets: Tensor, loss: Loss, real: bool = False) -> Tensor:
+    """Return one-hot targets (n, C), minus 1/C for least squares; real ones stay."""
+    return targets - 1 / targets.shape[1] if loss == "mse" and not real else targets
 
 
 def best_bias(counts: NDArray[np.int64], loss: Loss) -> NDArray[np.float32]:

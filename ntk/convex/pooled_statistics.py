@@ -71,17 +71,21 @@ def sandwiched_ridge(
     return omega
 
 
-def normaliser_of(statistics: FeatureStatistics) -> Normaliser:
-    """Return the normaliser to mean 0 and variance 1, by the examples' weights."""
+def normaliser_of(statistics: FeatureStatistics, num_targets: int = 0) -> Normaliser:
+    """Return the normaliser to mean 0 and variance 1, by the examples' weights.
+
+    The last `num_targets` features are real targets, and not normalised.
+    """
+    width = statistics.width - num_targets
     total = float(statistics.counts @ statistics.weights)
-    mean = statistics.class_sums.sum(0) / total
-    variance = np.maximum(statistics.diagonal / total - mean**2, 0.0)
+    mean = statistics.class_sums.sum(0)[:width] / total
+    variance = np.maximum(statistics.diagonal[:width] / total - mean**2, 0.0)
     return Normaliser.of(Moments(1, mean, variance))
 
 
 @dataclass(frozen=True, eq=False)
 class NormalEquations:
-    """Z^T Z W = Z^T Y of normalised features and of labels one-hot, minus 1/C if centred."""
+    """Z^T Z W = Z^T Y of normalised features, and of real targets or one-hot labels."""
 
     gram: Tensor  # Z^T Z, float64 (q, q) with q = p, or p + 1 with a bias
     cross: Tensor  # Z^T Y, float64 (q, C)
@@ -99,13 +103,16 @@ class NormalEquations:
         bias: bool = False,
         centred: bool = True,
         free_bias: bool = False,
+        num_targets: int = 0,
     ) -> Self:
         """Normalise, centre labels (one-hot minus 1/C) and append a feature that is 1, by the sums.
 
-        The ridge does not count a `free_bias`.
+        The ridge does not count a `free_bias`. With `num_targets` there are no classes: the last C
+        features are real targets, which stay as they are.
         """
-        num_classes = len(statistics.counts)
-        mean, inv_std = normaliser.mean.astype(np.float64), normaliser.inv_std.astype(np.float64)
+        num_classes, width = len(statistics.counts), statistics.width - num_targets
+        mean = np.concatenate([normaliser.mean, np.zeros(num_targets)]).astype(np.float64)
+        inv_std = np.concatenate([normaliser.inv_std, np.ones(num_targets)]).astype(np.float64)
         per_class = statistics.counts * statistics.weights  # weight of each class
         total = float(per_class.sum())
         sums = statistics.class_sums.sum(0).astype(np.float64)
@@ -118,10 +125,14 @@ class NormalEquations:
         ones = of_class.sum(0)
         mean_target = 1 / num_classes if centred else 0.0
         cross = of_class.T - ones[:, None] * mean_target
+        of_bias, squared = per_class - total * mean_target, total * (1 - mean_target)
+        if num_targets:
+            matrix, cross, rest = matrix[:width, :width], matrix[:width, width:], matrix[width:]
+            of_bias, squared = ones[width:], float(rest[:, width:].trace())
+            ones = ones[:width]
         if bias:
             matrix = np.block([[matrix, ones[:, None]], [ones[None], np.full((1, 1), total)]])
-            cross = np.concatenate([cross, (per_class - total * mean_target)[None]])
-        squared = total * (1 - mean_target)
+            cross = np.concatenate([cross, of_bias[None]])
         squared_weights = float(per_class @ statistics.weights)
         gram, right, free = torch.from_numpy(matrix), torch.from_numpy(cross), bias and free_bias
         return cls(gram, right, squared, total, squared_weights, int(free))

@@ -208,6 +208,15 @@ class FeatureStatistics:
         """Return the sums of features that are whole numbers without a root's rounding."""
         return replace(self, gram=np.rint(self._triangle), class_sums=np.rint(self.class_sums))
 
+    def folded(self, count: int) -> Self:
+        """Return the sums with the last `count` features added to as many before them, float64."""
+        width, matrix, sums = self.width - count, self.matrix(), self.class_sums.astype(np.float64)
+        matrix[:, width - count : width] += matrix[:, width:]
+        matrix[width - count : width] += matrix[width:]
+        sums[:, width - count : width] += sums[:, width:]
+        gram = _pack(matrix[:width, :width], np.float64)
+        return replace(self, gram=gram, class_sums=sums[:, :width])
+
     def matrix(self) -> NDArray[np.float64]:
         """Return the Gram matrix (p, p), both triangles."""
         if self.gram.ndim == 2:

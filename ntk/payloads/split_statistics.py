@@ -58,6 +58,10 @@ class SplitStatistics:
         """Convert both parts of fixed-point numbers to the features' units, float64."""
         return SplitStatistics(self.fitting.scaled(fixed_point), self.held_out.scaled(fixed_point))
 
+    def folded(self, count: int) -> "SplitStatistics":
+        """Return both parts as :meth:`.FeatureStatistics.folded` does."""
+        return SplitStatistics(self.fitting.folded(count), self.held_out.folded(count))
+
     def to_arrays(self, fixed_point: FixedPoint | None = None, packed: bool = False) -> ArrayDict:
         """Return both parts' arrays by name, of those held out with a prefix."""
         held_out = self.held_out.to_arrays(fixed_point, packed)

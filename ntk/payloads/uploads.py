@@ -59,7 +59,7 @@ class JacobianUpload:
     """What one client sends up in a round of NTK-FL (Yue et al. 2022, section 4.1, step 2).
 
     The Jacobian J_m is of the client's n examples, at the received weights. Outputs f(X_m) there
-    and one-hot targets Y_m are (n, C), in the Jacobian's dtype (float32, or float64).
+    and targets Y_m, one-hot or real, are (n, C), in the Jacobian's dtype (float32, or float64).
     """
 
     jacobian: Jacobian
@@ -78,10 +78,12 @@ class JacobianUpload:
         *,
         parameters: Mapping[str, Sequence[int]],
         weights: Mapping[str, Tensor] | None = None,
+        real_targets: bool = False,
     ) -> Self:
         """Check what :meth:`to_arrays` made, for a global model with arrays of these shapes.
 
         With `weights`, those that the client got, layers may be in the form that needs them.
+        `real_targets` are any finite numbers; others are one-hot rows.
         BadReply has the reason ``"labels"`` or one of :func:`jacobian_from_arrays`.
         """
         beside = ("outputs", "targets")
@@ -91,6 +93,8 @@ class JacobianUpload:
         for name in beside:
             require_array(name, arrays[name], shape=shape, dtype=dtype)
         outputs, targets = (_tensor(arrays[name]) for name in beside)
+        if real_targets:
+            return cls(jacobian, outputs, targets)
         if ((targets != 0) & (targets != 1)).any() or (targets.sum(1) != 1).any():
             raise BadReply("labels", "targets: expected one-hot rows")
         return cls(jacobian, outputs, targets)
@@ -226,7 +230,12 @@ class JacobianParcel:
 
     @classmethod
     def from_arrays(
-        cls, arrays: Arrays, *, limits: UploadLimits, receiver: "JacobianParcel"
+        cls,
+        arrays: Arrays,
+        *,
+        limits: UploadLimits,
+        receiver: "JacobianParcel",
+        real_targets: bool = False,
     ) -> Self:
         """Check what :meth:`to_arrays` made; form and inputs are like the `receiver`'s."""
         if (INPUTS in arrays) != (receiver.inputs is not None):
@@ -237,7 +246,10 @@ class JacobianParcel:
             upload, jacobian = CompressedUpload.from_arrays(rows, limits), jacobian.expanded()
         else:
             upload = JacobianUpload.from_arrays(
-                rows, parameters=limits.parameters, weights=jacobian.weights
+                rows,
+                parameters=limits.parameters,
+                weights=jacobian.weights,
+                real_targets=real_targets,
             )
         limits.require_examples(n := upload.jacobian.num_examples)
         if upload.jacobian.form != jacobian.form:

@@ -1,15 +1,17 @@
-"""Split-conformal prediction sets: sets of classes that hold the true one with a stated coverage.
+"""Split-conformal prediction: sets of classes, or intervals, with a stated coverage.
 
 Sources: Vovk et al., *Algorithmic Learning in a Random World*, 2005; Angelopoulos and Bates, *A
 Gentle Introduction to Conformal Prediction*, 2021, section 1 (score 1 - p_y) and appendix D
-(coverage given the calibration examples); Romano et al., *Classification with Valid and Adaptive
-Coverage*, NeurIPS 2020, section 2 (adaptive sets).
+(coverage given the calibration examples); Lei et al., *Distribution-Free Predictive Inference for
+Regression*, JASA 2018, algorithm 2 (absolute residuals); Romano et al., *Classification with Valid
+and Adaptive Coverage*, NeurIPS 2020, section 2 (adaptive sets).
 
 With n calibration scores and the coverage 1 - alpha, the threshold q is the k-th smallest score,
 k = ceil((n + 1)(1 - alpha)), and a set holds each class with a score of at most q. If calibration
 examples and the new one are exchangeable, the set holds the true class with probability at least
 1 - alpha, over both; it is not a coverage for each class or client. Given the calibration examples,
-the coverage follows Beta(k, n + 1 - k) if no two scores are the same.
+the coverage follows Beta(k, n + 1 - k) if no two scores are the same. The score of a real target y
+with the prediction f is |y - f|, and the interval f - q ... f + q.
 """
 
 import math
@@ -116,12 +118,7 @@ def calibrate(
     tensor([[False, False],
             [False,  True]])
     """
-    k = rank(len(labels), coverage)
-    if k > len(labels):
-        raise ValueError(
-            f"a coverage of {coverage:g} needs at least {examples_needed(coverage)} calibration "
-            f"examples, got {len(labels)}; hold out more, or lower the coverage"
-        )
+    k = _require_rank(len(labels), coverage)
     scores = conformal_scores(probabilities, score=score, draws=draws)
     if labels.shape != (len(scores),) or labels.is_floating_point():
         raise ValueError(
@@ -130,6 +127,38 @@ def calibrate(
         )
     true_scores = scores[one_hot(labels, scores.shape[1], torch.bool)]
     return float(true_scores.kthvalue(k).values)
+
+
+def _require_rank(num_examples: int, coverage: float) -> int:
+    k = rank(num_examples, coverage)
+    if k > num_examples:
+        raise ValueError(
+            f"a coverage of {coverage:g} needs at least {examples_needed(coverage)} calibration "
+            f"examples, got {num_examples}; hold out more, or lower the coverage"
+        )
+    return k
+
+
+def calibrate_intervals(predictions: Tensor, targets: Tensor, coverage: float) -> Tensor:
+    """Return the half width q (C,) of each real target's intervals, float64, in its unit.
+
+    Predictions and targets (n, C) are of examples that were not used in training. The coverage,
+    between 0 and 1, is of each target by itself. The interval of a prediction f is f - q ... f + q.
+
+    Examples
+    --------
+    >>> y = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    >>> calibrate_intervals(torch.zeros(4, 1), y, 0.6)
+    tensor([3.], dtype=torch.float64)
+    """
+    k = _require_rank(len(targets), coverage)
+    if predictions.shape != targets.shape or predictions.ndim != 2:
+        shapes = f"{tuple(predictions.shape)} and {tuple(targets.shape)}"
+        raise ValueError(f"expected predictions and targets of one shape (n, C), got {shapes}")
+    scores = (targets.double() - predictions.double()).abs()
+    if not bool(torch.isfinite(scores).all()):
+        raise ValueError("expected finite predictions and targets, got NaN or infinity")
+    return scores.kthvalue(k, dim=0).values
 
 
 def prediction_sets(

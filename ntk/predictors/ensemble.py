@@ -118,7 +118,7 @@ class EnsemblePredictor(Predictor):
 
     def _evaluate(self, x: Any, y: Tensor) -> Evaluation:
         scores = self.scores(x)
-        accuracies = [m._compare(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
+        accuracies = [m._compare(s, y).score for m, s in zip(self.models, scores, strict=True)]
         more = {
             "model-accuracy-max": max(accuracies),
             "model-accuracy-mean": sum(accuracies) / len(accuracies),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..support.arrays import require_unmasked
+from .targets import TargetTransform
 
 PLAIN_MODES = {  # of modes whose numbers are no shades of light
     **dict.fromkeys(("P", "CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB"),
@@ -41,9 +42,10 @@ class InputTransform:
     examples near 0, of a dtype that float32 holds, that are no tables. A table, which may come as a
     data frame, has the names of its `columns`, and their `kinds`: ``"0 or 1"``, ``"whole"`` or
     ``"real"`` numbers. `alphabet` has the characters of texts. `classes` are the names of the C
-    classes, or the numbers that were labels in the data, such as 1 ... C. `frozen` is the part of a
-    network that is not trained, and takes the standardised tensor; `project` is a random projection
-    of what then comes. Neither is saved: the seed of a projection is a secret.
+    classes, or the numbers that were labels in the data, such as 1 ... C; with `targets`, which
+    standardises real targets, those of the C targets. `frozen` is the part of a network that is not
+    trained, and takes the standardised tensor; `project` is a random projection of what then comes.
+    Neither is saved: the seed of a projection is a secret.
 
     Examples
     --------
@@ -61,6 +63,7 @@ class InputTransform:
     kinds: tuple[str, ...] = ()
     alphabet: str = ""
     classes: tuple[str | int, ...] = ()
+    targets: TargetTransform | None = None
     project: Callable[[Tensor], Tensor] | None = None
     frozen: Callable[[Tensor], Tensor] | None = None
 
@@ -232,7 +235,10 @@ class InputTransform:
     def digest(self) -> str:
         """What two machines must agree on: columns, kinds, classes, and moments to 3 digits."""
         moments = [[f"{value:.2e}" for value in part.flat] for part in (self.mean, self.std)]
-        facts = (self.shape, self.columns, self.kinds, self.alphabet, self.classes, moments)
+        facts = [self.shape, self.columns, self.kinds, self.alphabet, self.classes, moments]
+        if self.targets is not None:
+            of_targets = *self.targets.mean, *self.targets.std
+            facts.append([f"{value:.2e}" for value in of_targets])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def _numbers(self, x: Any) -> NDArray[Any]:
@@ -269,8 +275,11 @@ class InputTransform:
     def labels(self, y: Any) -> Tensor:
         """Return labels 0 ... C - 1, int64 (n,), of names of `classes`; ValueError if unknown.
 
-        If classes have words as names, a number is none of them: whose numbering is it?
+        If classes have words as names, a number is none of them: whose numbering is it? Real
+        targets (n, C), or (n,) if C is 1, are standardised, float32 (n, C).
         """
+        if self.targets is not None:
+            return self.targets(y)
         number: dict[Any, int] = {name: i for i, name in enumerate(self.classes)}
         labels = y.tolist() if hasattr(y, "tolist") else list(y)
         if any(isinstance(label, list | tuple) for label in labels):
@@ -306,7 +315,9 @@ class InputTransform:
                 "folder for load_predictor, or set predictor.inputs = None to save what was trained"
             )
         moments = {"mean": self.mean.tolist(), "std": self.std.tolist()}
-        text = json.dumps({**vars(self), **moments, "project": None, "frozen": None})
+        targets = self.targets and {name: a.tolist() for name, a in vars(self.targets).items()}
+        beside = {"targets": targets, "project": None, "frozen": None}
+        text = json.dumps({**vars(self), **moments, **beside})
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / self.FILE).write_text(text, encoding="utf-8")
 
@@ -324,6 +335,9 @@ class InputTransform:
             values = np.concatenate([array.ravel() for array in moments.values()])
             if len(tuples["shape"]) > 1 and (values == values.astype(np.float32)).all():
                 moments = {name: array.astype(np.float32) for name, array in moments.items()}
+            if of_targets := content.get("targets"):
+                targets = {name: np.asarray(of_targets[name]) for name in ("mean", "std")}
+                content["targets"] = TargetTransform(**targets)
             return cls(**{**content, **tuples, **moments})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no inputs that can be read: {error!r}") from error

@@ -5,6 +5,7 @@ Files are safetensors, which is imported when it is needed.
 
 import copy
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,26 +21,37 @@ from ..losses import Loss, check_loss, loss_value, one_hot
 from ..support.arrays import ArrayDict, Arrays
 from ..support.shared_arrays import unify
 from .inputs import InputTransform
+from .targets import TargetTransform, regression_metrics
 
 BATCH_SIZE = 1024  # examples in a forward pass
 
 
 class Evaluation(NamedTuple):
-    """Loss and accuracy of a predictor on labelled examples, and other reports by name."""
+    """Loss and accuracy of a predictor on labelled examples, and other reports by name.
+
+    Of real targets there is no accuracy; ``mae`` and ``r2`` are among the others.
+    """
 
     loss: float
-    accuracy: float
+    accuracy: float | None
     more: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def score(self) -> float:
+        """The accuracy, or R^2: the larger, the better."""
+        return self.more.get("r2", math.nan) if self.accuracy is None else self.accuracy
 
 
 class Predictor(nn.Module, ABC):
     """Gives each class a score; the class with the largest one is the prediction.
 
-    `inputs` is what is done to raw examples first; None: they come as the network takes them.
+    `inputs` is what is done to raw examples first; None: they come as the network takes them. With
+    `targets` scores are predictions of real targets, in the targets' units and float64.
     """
 
     loss: Loss
     inputs: InputTransform | None = None
+    targets: TargetTransform | None = None
     # further metrics that evaluations report: functions of scores (n, C) and labels (n,), None
     # where there is no value
     metrics: Mapping[str, Callable[[Tensor, Tensor], float | None]] = MappingProxyType({})
@@ -72,11 +84,16 @@ class Predictor(nn.Module, ABC):
         """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
         predictor = cls._load(Path(folder), network)
         predictor.inputs = InputTransform.load(folder)
+        predictor.targets = None if predictor.inputs is None else predictor.inputs.targets
         return predictor
 
     def prepare(self, x: Any) -> Tensor:
         """Return examples as the network takes them."""
         return x if self.inputs is None else self.inputs(x)
+
+    def in_units(self, outputs: Tensor) -> Tensor:
+        """Return a model's outputs (n, C); predictions of real targets in the targets' units."""
+        return outputs if self.targets is None else self.targets.restore(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores of examples (n, ...): shape (n, C), on the predictor's device.
@@ -88,7 +105,8 @@ class Predictor(nn.Module, ABC):
     def evaluate(self, x: Any, y: Any) -> Evaluation:
         """Return loss and accuracy on examples (n, ...), n > 0, with labels (n,) in 0 ... C - 1.
 
-        A predictor with `inputs` also takes names of classes as labels.
+        A predictor with `inputs` also takes names of classes as labels. Real targets (n, C) are in
+        their units if there are `inputs`, else standardised, as is the loss.
         """
         if len(x) == 0 or len(x) != len(y):
             raise ValueError(
@@ -101,11 +119,18 @@ class Predictor(nn.Module, ABC):
         return self._compare(self.predict(x), y)
 
     def _compare(self, outputs: Tensor, y: Tensor) -> Evaluation:
-        targets = one_hot(y, outputs.shape[1])
-        hits = outputs.argmax(1) == targets.argmax(1)
+        accuracy, more = None, dict[str, float]()
+        if self.targets is None:
+            targets = one_hot(y, outputs.shape[1])
+            accuracy = float((outputs.argmax(1) == targets.argmax(1)).double().mean())
+            loss = self.loss_of(outputs, targets)
+        else:
+            scaled, y = self.targets.scale(outputs), y.double()
+            loss, more = self.loss_of(scaled, y), regression_metrics(scaled, y, self.targets.std)
+            y = self.targets.restore(y)
         measured = {n: measure(outputs.clone(), y.clone()) for n, measure in self.metrics.items()}
-        more = {name: value for name, value in measured.items() if value is not None}
-        return Evaluation(self.loss_of(outputs, targets), float(hits.double().mean()), more)
+        more |= {name: value for name, value in measured.items() if value is not None}
+        return Evaluation(loss, accuracy, more)
 
 
 class NetworkPredictor(Predictor):
@@ -149,13 +174,14 @@ class NetworkPredictor(Predictor):
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's outputs (n, C), on its device and with gradients."""
         outputs: Tensor = self.network(self.prepare(x).to(self.device, copy=True))
-        return outputs
+        return self.in_units(outputs)
 
     @torch.no_grad()
     def predict(self, x: Any) -> Tensor:  # noqa: D102
         self.network.eval()
         chunks = self.prepare(x).split(BATCH_SIZE)  # copied: a network may write into its input
-        return torch.cat([self.network(c.to(self.device, copy=True)).cpu() for c in chunks])
+        outputs = [self.network(c.to(self.device, copy=True)).cpu() for c in chunks]
+        return self.in_units(torch.cat(outputs))
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:  # noqa: D102
         return loss_value(outputs, targets, self.loss)

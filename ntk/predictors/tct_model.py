@@ -123,15 +123,17 @@ class TCTModel(Predictor):
         with torch.inference_mode(False):  # features are gradients, whatever the caller has off
             x = x.clone() if isinstance(x, Tensor) and x.is_inference() else x
             scores = [self.scores(z, linear) for z in self.features(x, chunk_bytes=chunk_bytes)]
-        return torch.cat(scores) if scores else linear.new_zeros(0, linear.shape[1])
+        empty = linear.new_zeros(0, linear.shape[1])
+        return self.in_units(torch.cat([empty, *scores]))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores of examples (n, ...), without gradient: (n, C), on its device."""
         return self.predict(x).to(self.linear.device)
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
-        """Loss of stage 2, in which least squares have targets minus 1/C."""
-        return convex_loss(outputs, centred_targets(targets, self.loss), self.loss)
+        """Loss of stage 2, in which least squares have one-hot targets minus 1/C."""
+        is_real = self.targets is not None
+        return convex_loss(outputs, centred_targets(targets, self.loss, is_real), self.loss)
 
     @staticmethod
     def scores(features: Tensor, linear: Tensor) -> Tensor:

@@ -119,6 +119,8 @@ def unlearn(
         raise ConfigError("clients: expected at least one partition, got none")
     run, checkpoint, setup, strategy = load_strategy(run, "without", trust)  # as TCT has
     config, before = setup.config, checkpoint.arrays
+    if setup.data.has_real_targets:
+        raise ConfigError("unlearn compares accuracies; with real targets use strategy.without")
     folder = _folder(run, gone, out)
     with naming(str(run.folder), ValueError, ArithmeticError, NotEnoughMemory):
         after = strategy.without(gone, before)

@@ -260,12 +260,14 @@ def assess(
         raise ConfigError(f"which: expected model or best, got {which!r}")
     config = run.config
     predictor = load_predictor(run, which)
+    if predictor.targets is not None:
+        raise ConfigError("assess is of classes; with real targets use intervals(run, coverage)")
     if predictor.loss != "cross-entropy":
         raise ConfigError(
             f"expected a model whose loss is cross-entropy, got {predictor.loss}, whose outputs "
             "are no probabilities; run it with loss = cross-entropy, or with the method's own loss"
         )
-    held_out = None if coverage is None else _held_out(config, which, calibrate_on)
+    held_out = None if coverage is None else held_out_examples(config, which, calibrate_on)
     strangers = None if unfamiliar is None else _load_unfamiliar(config, unfamiliar)
     data, tested = load_data(config), slice(config.test_examples or None)
     models = _by_model(predictor, data.x_test[tested])
@@ -355,7 +357,9 @@ def _load_unfamiliar(config: Config, name: str) -> NDArray[Any]:
     return x
 
 
-def _held_out(config: Config, which: str, on: str | None) -> tuple[NDArray[np.int64], str, str]:
+def held_out_examples(
+    config: Config, which: str, on: str | None
+) -> tuple[NDArray[np.int64], str, str]:
     """Return indices of examples that nobody trained on, which they are, and a note on them."""
     counts = {"clients": config.validation_clients, "examples": config.validation_examples}
     if on and on not in counts:

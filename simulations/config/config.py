@@ -29,7 +29,7 @@ from ..attacks import ATTACKS
 from ..errors import naming
 from .data import SplitSettings, absolute_dataset
 from .importing import ID, STRANGE, UNTRUSTED, id_of, name_object, renew_names, whole_name
-from .metrics import Metric, load_metrics, metrics_of, metrics_setting
+from .metrics import BUILT_IN, Metric, load_metrics, metrics_of, metrics_setting
 from .private import public_parts
 from .sections import (
     AsynchronySettings,
@@ -58,8 +58,11 @@ REPLACE_RUN = "replace that run with again=True (on the command line --again)"
 MONITORED = (
     *("accuracy", "loss", "client-accuracy-mean", "client-accuracy-worst"),
     *("client-loss-mean", "client-loss-worst"),
+    *("r2", "mae", "client-r2-mean", "client-r2-worst", "client-mae-mean", "client-mae-worst"),
 )
 PRETRAINED = ("efficientnet-lite0", "torchvision", "timm", "hf")  # begin names of such networks
+# with real targets, the values of settings that have their defaults
+OF_REGRESSION = {"loss": "mse", "partition": "iid", "monitor": "r2"}
 END = "# end of the settings\n"  # of a file that is whole
 
 
@@ -310,7 +313,10 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             by_table.setdefault(table, {})[name] = value
         common = by_table.get("", {})
         for name, option in self.options().items():
-            object.__setattr__(self, name, common.get(name, option.default))
+            value = common.get(name, option.default)
+            if common.get("task") == "regression" and value == option.default:
+                value = OF_REGRESSION.get(name, value)
+            object.__setattr__(self, name, value)
         for name in parts_of(type(self)):
             object.__setattr__(self, name, self.section_from(name, by_table))
         self.__post_init__()
@@ -452,6 +458,10 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
                 f"monitor: expected one of {', '.join(metrics)}, got {self.monitor!r}"
                 f"{nearest(self.monitor, metrics)}"
             )
+        if self.task == "regression":
+            self._require_real_targets()
+        elif "r2" in self.monitor or "mae" in self.monitor:
+            raise ConfigError(f"monitor = {self.monitor} goes with task = regression")
         if self.projection_kind != "gaussian" and not self.projection:
             raise ConfigError(
                 f"projection-kind = {self.projection_kind} goes with projection, the number of "
@@ -494,6 +504,22 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         if self.evaluate_on == "validation":
             self._require_held_out()
 
+    def _require_real_targets(self) -> None:
+        """Refuse what needs classes."""
+        if self.partition in ("dirichlet", "client-dirichlet", "pathological"):
+            raise ConfigError(
+                f"partition = {self.partition} splits examples by class, and real targets have "
+                "none; set partition = iid or natural"
+            )
+        if self.loss != "mse":
+            raise ConfigError(f"loss: expected mse with task = regression, got {self.loss}")
+        if "accuracy" in self.monitor:
+            raise ConfigError(f"monitor: task = regression has no {self.monitor}; set r2 or mae")
+        if of_classes := ", ".join(BUILT_IN.keys() & metrics_of(self.metrics).values()):
+            raise ConfigError(f"metrics: {of_classes} need classes; give functions of your own")
+        if ATTACKS[self.attack].on_examples or self.attack == "false-jacobians":
+            raise ConfigError(f"attack = {self.attack} changes labels, and real targets have none")
+
     def _require_held_out(self) -> None:
         if self.private_test and not self.local_test_fraction:
             raise ConfigError(
@@ -517,6 +543,12 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         """What adds noise, if the run is to be differentially private."""
         mechanism: type[Noise] | None = self.chosen_method.mechanism(self.settings)
         return mechanism
+
+    @property
+    def headline(self) -> str:
+        """Metric that says how good the run's models are."""
+        headline: str = self.chosen_method.headline
+        return headline.replace("accuracy", "r2") if self.task == "regression" else headline
 
     @property
     def label(self) -> str:

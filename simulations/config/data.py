@@ -26,9 +26,17 @@ class DatasetSettings(Settings, frozen=True, eq=True):
         "examples: per channel of images, per column of tables, of all values of other examples; "
         "texts stay as they are",
     )
+    task: Literal["auto", "classification", "regression"] = setting(
+        "auto",
+        "classification of labels, or regression of real targets, which are standardised as inputs "
+        "are; auto: regression if your own data have targets of more than 20 different numbers, "
+        "some of them not whole, else classification. With regression the defaults of loss, "
+        "partition and monitor are mse, iid and r2",
+    )
     test_share: float = setting(
         0.2,
-        "share of each class that is kept as a test set, if your own data have none",
+        "share of the examples, and of each class, that is kept as a test set, if your own data "
+        "have none",
         at_least=0,
         below=1,
     )
@@ -37,7 +45,11 @@ class DatasetSettings(Settings, frozen=True, eq=True):
         "", "folder of torchvision's data sets; ~/.cache/fedntk/data by default"
     )
     image_column: str = setting("", "column of images of a Hugging Face set; the first by default")
-    target: str = setting("label", "column of the labels of a table or a Hugging Face set")
+    target: str = setting(
+        "label",
+        "column of the labels of a table or a Hugging Face set; of real targets several columns, "
+        "with commas between them",
+    )
     client_column: str = setting(
         "", "column that says whose an example is, for partition = natural"
     )

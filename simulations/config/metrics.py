@@ -1,6 +1,7 @@
 """Further metrics of what was learned, on the examples that the server evaluates on.
 
-A metric is a function of scores (float32, shape (n, C)) and labels (int64, shape (n,)) that returns
+A metric is a function of scores (float32, shape (n, C)) and labels (int64, shape (n,)), or of
+predictions and real targets (float64, shape (n, C), in the targets' units), that returns
 a number, or an object of torchmetrics, which is called in the same way and reset before. The
 setting ``metrics`` names them: ``f1-macro``, ``mymetrics.py:f`` or ``my_module:f``, and
 ``name=mymetrics.py:f`` to record it under another name.
@@ -44,7 +45,7 @@ def _counts(scores: Tensor, labels: Tensor) -> list[Tensor]:
 
 BUILT_IN: dict[str, Metric] = {"f1-macro": f1_macro, "balanced-accuracy": balanced_accuracy}
 # what the server records anyway, and what strategies and ensembles report
-MEASURED = ("round", "accuracy", "loss", "model-updated")
+MEASURED = ("round", "accuracy", "loss", "mae", "r2", "model-updated")
 MEASURED_PREFIXES = ("client-", "bytes-", "evaluation-bytes-", "seconds", "peak-memory")
 REPORTED = ("train-loss", "num-examples", "replies-", "rejected-", "model-", "mutual-information")
 

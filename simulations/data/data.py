@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedntk.ntk.features.frozen import FrozenPart
 from fedntk.ntk.predictors.inputs import InputTransform
+from fedntk.ntk.predictors.targets import TargetTransform
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import checksum
 
@@ -38,7 +39,8 @@ _passed: "OrderedDict[str, Data]" = OrderedDict()
 class Part(NamedTuple):
     """Examples x (n, ...), labels y (n,) and, if the set has owners, the owner of each (n,).
 
-    A table has names of its columns; `classes` are names of the labels 0 ... C - 1.
+    A table has names of its columns; `classes` are names of the labels 0 ... C - 1, or of C real
+    targets y (n, C), float64.
     """
 
     x: NDArray[Any]
@@ -46,6 +48,11 @@ class Part(NamedTuple):
     owners: NDArray[Any] | None = None
     columns: tuple[str, ...] = ()
     classes: tuple[str | int, ...] = ()
+
+    @property
+    def strata(self) -> NDArray[Any]:
+        """Class of each example (n,), of which splits keep the shares: 0 of real targets."""
+        return strata_of(self.y)
 
     def select(self, chosen: NDArray[Any] | slice) -> "Part":
         """Return some of the examples, by a mask or by indices."""
@@ -58,17 +65,18 @@ class Data:
     """A labelled data set with its test set.
 
     Examples (n, channels, height, width) or (n, ...) are raw values, as stored, with labels (n,),
-    0 ... num_classes - 1, and the owner of each (n,), if the set names owners. A network gets them
-    as `inputs` makes them: standardised, unless their values have a meaning as they are, such as
-    positions in an alphabet; then as `frozen` makes them, if part of the network is. `split` has
-    the indices of each client's training examples, if it came with the data. Of examples that are
-    `elsewhere` it has no rows: only what is done to them, and their number `num_elsewhere`.
+    0 ... num_classes - 1, or real targets (n, num_classes), float64, and the owner of each (n,), if
+    the set names owners. A network gets them as `inputs` makes them: standardised, unless their
+    values have a meaning as they are, such as positions in an alphabet; then as `frozen` makes
+    them, if part of the network is. `split` has the indices of each client's training examples, if
+    it came with the data. Of examples that are `elsewhere` it has no rows: only what is done to
+    them, and their number `num_elsewhere`.
     """
 
     x_train: NDArray[Any]
-    y_train: Indices
+    y_train: NDArray[Any]
     x_test: NDArray[Any]
-    y_test: Indices
+    y_test: NDArray[Any]
     num_classes: int
     natural_ids: NDArray[Any] | None = None
     natural_ids_test: NDArray[Any] | None = None
@@ -98,6 +106,8 @@ class Data:
     def of_inputs(cls, inputs: InputTransform, num_train: int) -> Self:
         """Make it for a node that has no copy of the N training examples."""
         x, y = np.zeros((0, *inputs.shape)), np.zeros(0, np.int64)
+        if inputs.targets is not None:
+            y = np.zeros((0, len(inputs.classes)))
         known: Any = {"columns": inputs.columns, "classes": inputs.classes}
         known |= {"alphabet": inputs.alphabet, "elsewhere": inputs, "num_elsewhere": num_train}
         return cls(x, y, x, y, len(inputs.classes), **known)
@@ -113,24 +123,33 @@ class Data:
             sizes = ", ".join(map(str, self.input_shape))
             raise ConfigError(f"{what}expected examples of shape (n, {sizes}), got {x.shape}")
 
+    @property
+    def has_real_targets(self) -> bool:
+        """Whether there are real targets, no labels."""
+        return self.y_train.ndim == 2
+
     @cached_property
     def inputs(self) -> InputTransform:
         """What is done to raw examples before a network, or its frozen part, sees them."""
         if self.elsewhere is not None:
             return self.elsewhere
         classes = self.classes or tuple(self.alphabet) or tuple(range(self.num_classes))
+        targets = None
+        if self.has_real_targets:
+            targets = TargetTransform.fit(self.y_train, standardise=self.standardise)
         if self.frozen is not None and self.frozen.moments is not None:
             white = largest_value(self.x_train)
             mean, std = (
                 (white * np.reshape(m, (-1, 1, 1))).astype(np.float32) for m in self.frozen.moments
             )
-            return InputTransform(self.input_shape, mean, std, classes=classes)
+            return InputTransform(self.input_shape, mean, std, classes=classes, targets=targets)
         return InputTransform.fit(
             self.x_train,
             standardise=self.standardise and not self.alphabet,
             columns=self.columns,
             classes=classes,
             alphabet=self.alphabet,
+            targets=targets,
         )
 
     @cached_property
@@ -153,13 +172,15 @@ class Data:
         return checksum(*arrays)
 
     def train(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return training examples as a network takes them, float32, with their labels."""
-        return self._network_inputs("x_train", indices), torch.from_numpy(self.y_train[indices])
+        """Return training examples as a network takes them, float32, with labels or targets."""
+        return self._network_inputs("x_train", indices), self._labels(self.y_train[indices])
 
     def test(self, indices: Indices | slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return test examples, by default all, as :meth:`train` does."""
-        y = np.ascontiguousarray(self.y_test[indices])
-        return self._network_inputs("x_test", indices), torch.from_numpy(y)
+        return self._network_inputs("x_test", indices), self._labels(self.y_test[indices])
+
+    def _labels(self, y: NDArray[Any]) -> Tensor:
+        return self.inputs.labels(y) if self.has_real_targets else torch.from_numpy(y.copy())
 
     def _network_inputs(self, name: str, indices: Indices | slice) -> Tensor:
         if self._is_divided:
@@ -201,9 +222,13 @@ class Data:
     ) -> tuple[Tensor, Tensor]:
         """Return raw examples from elsewhere as :meth:`train` does; ValueError if they differ.
 
-        Labels are names of classes, or positions in `classes`.
+        Labels are names of classes, or positions in `classes`. Real targets are in their units, and
+        `classes` are their names.
         """
-        if len(classes):
+        if self.has_real_targets and tuple(classes) not in ((), self.inputs.classes):
+            expected = ", ".join(map(str, self.inputs.classes))
+            raise ConfigError(f"expected the targets {expected}, got {', '.join(classes)}")
+        if len(classes) and not self.has_real_targets:
             check_examples(x, y, len(classes))
             y = np.asarray(classes)[y]
         x, labels = self.inputs.arrange_columns(x, columns), self.inputs.labels(y)
@@ -228,6 +253,8 @@ class Data:
             settings = {"partition": "natural", "num_clients": len(np.unique(self.natural_ids))}
         arrays = self._arrays()
         content = name_of(checksum(np.array(list(arrays)), *arrays.values()))
+        if self.has_real_targets:
+            settings["task"] = "regression"
         name = f"{PASSED}:{content[:16]}"
         _passed.pop(name, None)
         _passed[name] = copy.deepcopy(self)
@@ -256,6 +283,11 @@ def passed_data(name: str) -> Data | None:
     return _passed.get(name)
 
 
+def strata_of(y: NDArray[Any]) -> NDArray[Any]:
+    """Return labels (n,) as they are; of real targets (n, C) zeros."""
+    return y if y.ndim == 1 else np.zeros(len(y), np.int64)
+
+
 def largest_value(pictures: NDArray[Any]) -> float:
     """Return what stands for white, 255 or 1; ConfigError if it is neither."""
     low, high = float(pictures.min()), float(pictures.max())
@@ -270,11 +302,18 @@ def largest_value(pictures: NDArray[Any]) -> float:
 
 
 def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str = "") -> None:
-    """Refuse examples that are not finite numbers (n, ...), or lack one label each of C classes."""
+    """Refuse examples that are not finite numbers (n, ...), or lack one label each of C classes.
+
+    Real targets are finite numbers (n, C).
+    """
     if x.dtype.kind not in "iuf" or x.ndim < 2 or 0 in x.shape[1:]:
         raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
     if not np.isfinite(x).all():
         raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")
+    if y.dtype.kind == "f" and y.shape == (len(x), num_classes):
+        if not np.isfinite(y).all():
+            raise ConfigError(f"{what}expected finite targets, got NaN or infinity")
+        return
     if y.shape != (len(x),):
         shapes = f"got shapes {x.shape} and {y.shape}"
         raise ConfigError(f"{what}expected examples and one label each, {shapes}")
@@ -286,14 +325,19 @@ def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str
 def describe_rows(
     x: Any, y: Any, num_test: int, classes: Sequence[str | int], owners: Any = None, shown: int = 10
 ) -> str:
-    """Say how many rows, columns and owners there are, and the shares of the first classes."""
+    """Say how many rows, columns and owners there are, and the shares of the first classes.
+
+    Of real targets there are the first names.
+    """
     rows = f"rows {len(y)}" + f" and {num_test} to test" * bool(num_test)
     of = "" if owners is None else f", owners {len(np.unique(owners))}"
-    shares = (np.bincount(y, minlength=len(classes)) / len(y)).tolist()
-    pairs = zip(classes[:shown], shares, strict=False)
-    named = ", ".join(f"{name} {share:.1%}" for name, share in pairs)
+    kind, named = "targets", ", ".join(map(str, classes[:shown]))
+    if y.ndim == 1:
+        shares = (np.bincount(y, minlength=len(classes)) / len(y)).tolist()
+        pairs = zip(classes[:shown], shares, strict=False)
+        kind, named = "classes", ", ".join(f"{name} {share:.1%}" for name, share in pairs)
     more = f" and {len(classes) - shown} more" * (len(classes) > shown)
-    return f"{rows}, columns {' x '.join(map(str, x.shape[1:]))}{of}, classes {named}{more}"
+    return f"{rows}, columns {' x '.join(map(str, x.shape[1:]))}{of}, {kind} {named}{more}"
 
 
 class LocalData(NamedTuple):

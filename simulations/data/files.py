@@ -108,9 +108,11 @@ def read_tables(
 
     if kind == "parquet":
         return {split: pd.read_parquet(path) for split, path in paths.items()}
-    # 1e5 is a label 100000, or an owner
-    text = {settings.target: WITH_EXPONENT, settings.client_column: NUMBER}
-    frames = {split: _read_csv(path, [*text], settings) for split, path in paths.items()}
+    columns = {settings.target, *settings.target.split(",")}
+    text = dict.fromkeys(map(str.strip, columns), WITH_EXPONENT)  # 1e5 is a label 100000
+    text[settings.client_column] = NUMBER  # or an owner
+    names = [settings.target, *text]
+    frames = {split: _read_csv(path, names, settings) for split, path in paths.items()}
     mark = DECIMALS[settings.decimal]
     pointed = str.maketrans(f".{mark}", f"{mark}.")
     for name, number in text.items():
@@ -309,6 +311,13 @@ def plain_rows(split: "Dataset", picture: str) -> "Dataset":
     if isinstance(split.features.get(picture), Image) and not split.features[picture].decode:
         split = split.cast_column(picture, Image(mode=split.features[picture].mode))
     return split
+
+
+def target_columns(target: str, columns: Iterable[str]) -> list[str]:
+    """Return the columns that the setting names: one, or several with commas between them."""
+    if target in columns:
+        return [target]
+    return [name.strip() for name in target.split(",") if name.strip()] or [target]
 
 
 def require_column(setting: str, column: str, columns: Iterable[str]) -> str:

@@ -3,11 +3,11 @@
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Context, Decimal
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unicodedata import normalize
 
 import numpy as np
@@ -21,11 +21,20 @@ from ..config.importing import import_named
 from ..config.settings import ConfigError
 from ..errors import first_line, naming
 from .data import NPZ, Data, Indices, Part, check_examples
-from .files import image_column, load_splits, named_splits, plain_rows, read_files, require_column
+from .files import (
+    image_column,
+    load_splits,
+    named_splits,
+    plain_rows,
+    read_files,
+    require_column,
+    target_columns,
+)
 
 MANY_CLASSES = 20  # up to so many may be of any number of examples
 MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are likely no classes
 MOST_WORDS = 0.5  # the same of words
+FOR_AMOUNTS = "if they are amounts, set task = regression, or give bins"
 DATE = r"(\d{4}[-./]\d{1,2}[-./]\d{1,2}|\d{1,2}[-./]\d{1,2}[-./]\d{2,4})([T ].*)?"
 logger = getLogger("flwr")
 
@@ -42,11 +51,16 @@ class OwnData:
     test : the same, optional
         Test set. Without one, `test_share` of the examples of each class are kept for it.
     target, client_column, image_column : str
-        Columns of the labels, which may be words; of whose a row is, for ``partition = "natural"``;
+        Columns of the labels, which may be words, or of real targets, with commas between several;
+        of whose a row is, for ``partition = "natural"``;
         and of the images of a Hugging Face dataset, by default its first one.
     split : sequence of index arrays, or partitioner of flwr-datasets, optional
         Each client's training examples. A partitioner gets the columns ``label`` and, with
         `client_column`, that one.
+    task : {"auto", "classification", "regression"}
+        Whether there are labels of classes, or real targets (n,) or (n, C). By default they are
+        real if they are more than 20 different numbers, some of them not whole, and several in a
+        row do not add up to 1; other floats are refused, as they leave a doubt.
     test_share, test_seed : float, int
         Share of the examples that become the test set, if there is none, and the draw's seed. Each
         client keeps at least one example.
@@ -65,6 +79,7 @@ class OwnData:
     client_column: str = ""
     image_column: str = ""
     split: Any = None
+    task: Literal["auto", "classification", "regression"] = "auto"
     test_share: float = 0.2
     test_seed: int = 0
 
@@ -73,7 +88,7 @@ class OwnData:
         """Return data as they came, or with the columns and the share that the settings name."""
         if isinstance(data, OwnData):
             return data
-        names = ("target", "client_column", "image_column", "test_share", "test_seed")
+        names = ("task", "target", "client_column", "image_column", "test_share", "test_seed")
         return cls(data, **{name: getattr(settings, name) for name in names}, **more)
 
     def read(self, *, standardise: bool = True) -> Data:
@@ -88,12 +103,15 @@ class OwnData:
                 logger.warning("data: not used: %s; %s", unused, cure)
             first, second = first["train"], first.get("test", second)
         train = self._table(first, "train set")
-        if len(train.classes) < 2:
+        is_real = train.y.ndim == 2
+        if not is_real and len(train.classes) < 2:
             raise ConfigError(f"train set: expected two classes or more, got {len(train.classes)}")
         test = None
         if second is not None:
-            train, test = self._match(train, self._table(second, "test set"))
-        _require_classes(train, 0 if test is None else len(test.y))
+            task = replace(self, task="regression" if is_real else "classification")
+            train, test = self._match(train, task._table(second, "test set"))
+        if not is_real:
+            _require_classes(train, 0 if test is None else len(test.y))
         split, tested = self._split(train), None
         if test is None:
             tested = self._draw_test(train, split)
@@ -121,7 +139,8 @@ class OwnData:
                 )
             try:
                 part = self._read(data)
-                y, owners = plain_values(part.y, "labels"), part.owners
+                targets, owners = self._real_targets(part.y), part.owners
+                y = plain_values(part.y, "labels") if targets is None else targets
                 if owners is not None:
                     owners = plain_values(owners, "owners")
                     _say_alike(np.unique(owners).tolist(), f"{what}: owners")
@@ -134,10 +153,14 @@ class OwnData:
                     f"{kind.__name__}: {error}"
                 ) from error
             x, classes = part.x, part.classes
-            if y.dtype.kind not in ("iu" if classes else "iubU"):
-                words = "" if classes else " or words"
-                raise ConfigError(f"expected whole numbers{words} as labels, got {y.dtype}")
-            if not classes:
+            if targets is not None:
+                number = targets.shape[1]
+                named = (self.target,) if number == 1 else [f"target {i}" for i in range(number)]
+                classes = classes if len(classes) == number else tuple(named)
+            elif y.dtype.kind not in ("iu" if classes else "iubU"):
+                words, cure = ("", "") if classes else (" or words", "; " + FOR_AMOUNTS)
+                raise ConfigError(f"expected whole numbers{words} as labels, got {y.dtype}{cure}")
+            if targets is None and not classes:
                 names, y = np.unique(y, return_inverse=True)
                 classes = tuple(names.tolist() if names.dtype.kind in "iu" else map(str, names))
                 _say_alike(classes, f"{what}: classes")
@@ -149,7 +172,40 @@ class OwnData:
                 if x.dtype == np.uint8:
                     raise ConfigError(f"{message}; {cure}")
                 logger.warning("%s: %s; if channels are last, %s", what, message, cure)
-        return part._replace(y=y.astype(np.int64), classes=classes, owners=owners)
+        y = y.astype(np.int64) if targets is None else targets
+        return part._replace(y=y, classes=classes, owners=owners)
+
+    def _real_targets(self, y: Any) -> NDArray[np.float64] | None:
+        """Return real targets (n, C); None if the labels are classes, or if that is in doubt."""
+        if self.task == "classification":
+            return None
+        try:
+            array = _array(y)
+        except (TypeError, ValueError):
+            if self.task == "auto":
+                return None
+            raise
+        if array.dtype == object and not any(isinstance(v, str | bytes) for v in array.flat):
+            with suppress(TypeError, ValueError):  # numbers, and gaps, of several types
+                array = array.astype(np.float64)
+        array = array[:, None] if array.ndim == 1 else array
+        if array.dtype.kind not in "iuf" or array.ndim != 2 or not array.shape[1]:
+            if self.task == "auto":
+                return None
+            got = f"{array.dtype} of shape {array.shape}"
+            raise ConfigError(f"expected numbers as targets, (n,) or (n, C), got {got}")
+        targets = array.astype(np.float64)
+        finite = targets[np.isfinite(targets).all(1)]
+        if self.task == "auto":
+            are_shares = array.shape[1] > 1 and np.allclose(finite.sum(1), 1)
+            are_many = len(np.unique(finite)) > MANY_CLASSES and (finite % 1).any()
+            if are_shares or not are_many:
+                return None
+        if gaps := len(targets) - len(finite):
+            raise ConfigError(
+                f"{gaps} of {len(targets)} targets are NaN or infinite; leave these rows out"
+            )
+        return targets
 
     def _read(self, data: Any) -> Part:
         """Read one set in any of its forms, with labels as they are."""
@@ -165,19 +221,23 @@ class OwnData:
             if picture:
                 require_column("image-column", picture, data.features)
                 stacked, data = stack_pictures(data[picture]), data.remove_columns(picture)
-            names = tuple(getattr(data.features[self.target], "names", ()))
+            names = tuple(getattr(data.features.get(self.target), "names", ()))
             return self._frame(data.to_pandas(), stacked)._replace(classes=names)
         if not (isinstance(data, tuple | list) and len(data) == 2):
             data = _columns([data[i] for i in range(len(data))])
         if hasattr(data[0], "to_numpy") and hasattr(data[0], "columns"):
-            labels = plain_values(data[1], "labels")
-            return self._frame(data[0].assign(**{self.target: labels}))
+            names = tuple(map(str, getattr(data[1], "columns", ())))
+            return self._frame(data[0].assign(**{self.target: 0}))._replace(
+                y=data[1], classes=names
+            )
         return Part(_array(data[0]), data[1])
 
     def _require_columns(self, columns: Iterable[Any]) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
-        settings = {"target": self.target, "client-column": self.client_column or self.target}
-        return [require_column(key, name, columns) for key, name in settings.items()]
+        columns = [*columns]
+        names = [("target", name) for name in target_columns(self.target, columns)]
+        names += [("client-column", self.client_column)] if self.client_column else []
+        return [require_column(key, name, columns) for key, name in names]
 
     def _frame(self, frame: Any, x: NDArray[Any] | None = None) -> Part:
         """Read a data frame; of examples `x`, if given, it has only labels and owners."""
@@ -216,13 +276,23 @@ class OwnData:
                     "subtract an offset, or leave the column out"
                 )
         owners = frame[self.client_column].to_numpy() if self.client_column else None
-        y, columns = frame[self.target].to_numpy(), tuple(inputs.columns)
-        return Part(inputs.to_numpy(dtype=np.float64) if x is None else x, y, owners, columns)
+        targets, columns = target_columns(self.target, frame.columns), tuple(inputs.columns)
+        y = frame[targets if targets[1:] else targets[0]].to_numpy()
+        x = inputs.to_numpy(dtype=np.float64) if x is None else x
+        return Part(x, y, owners, columns, tuple(targets) if targets[1:] else ())
 
     def _match(self, train: Part, test: Part) -> tuple[Part, Part]:
         """Return both with the columns, and the numbers of the classes, of the training set."""
         if differing := ", ".join(sorted(set(train.columns) ^ set(test.columns))[:10]):
             raise ConfigError(f"test set: other columns than the train set: {differing}")
+        order = [test.columns.index(name) for name in train.columns]
+        x = test.x[:, order] if order else test.x
+        if train.y.ndim == 2:
+            if train.y.shape[1:] != test.y.shape[1:]:
+                raise ConfigError(
+                    f"test set: expected {train.y.shape[1]} targets, got {test.y.shape[1]}"
+                )
+            return train, test._replace(x=x, columns=train.columns)
         if isinstance(train.classes[0], str) != isinstance((*test.classes, "")[0], str):
             train, test = (p._replace(classes=(*map(str, p.classes),)) for p in (train, test))
         kinds = {part.owners.dtype.kind == "U" for part in (train, test) if part.owners is not None}
@@ -230,9 +300,7 @@ class OwnData:
             train, test = (p._replace(owners=np.array(p.owners, str)) for p in (train, test))
         if differing := ", ".join(sorted(map(str, set(test.classes) - set(train.classes)))[:10]):
             raise ConfigError(f"test set: no training example has the labels {differing}")
-        order = [test.columns.index(name) for name in train.columns]
         numbers = np.array([train.classes.index(name) for name in test.classes])
-        x = test.x[:, order] if order else test.x
         return train, test._replace(x=x, y=numbers[test.y], columns=train.columns)
 
     def _draw_test(self, train: Part, split: tuple[Indices, ...] | None) -> NDArray[np.bool_]:
@@ -241,8 +309,8 @@ class OwnData:
         if not share:
             raise ConfigError("test-share: the data have no test set; give one, or a share above 0")
         generator = np.random.default_rng([self.test_seed, *b"test set"])
-        for label in np.unique(train.y):
-            members = generator.permutation(np.flatnonzero(train.y == label))
+        for label in np.unique(train.strata):
+            members = generator.permutation(np.flatnonzero(train.strata == label))
             tested[members[: min(max(1, round(share * len(members))), len(members) - 1)]] = True
         if split is not None:
             free = ~np.isin(np.arange(len(tested)), np.concatenate(split))
@@ -267,7 +335,7 @@ class OwnData:
         if hasattr(split, "load_partition"):
             from datasets import Dataset
 
-            columns: dict[str, Any] = {"index": np.arange(most), "label": train.y}
+            columns: dict[str, Any] = {"index": np.arange(most), "label": train.strata}
             if train.owners is not None:
                 columns[self.client_column] = train.owners
             split.dataset = Dataset.from_dict(columns)
@@ -364,7 +432,7 @@ def _require_classes(train: Part, num_test: int) -> None:
     kind, most, cure = "words", MOST_WORDS, "name the column of classes as target"
     if not isinstance(train.classes[0], str):
         kind, most = "numbers", MOST_NUMBERS
-        cure = "if these are classes, give them as words, such as 'c7' for 7; if amounts, bins"
+        cure = f"if these are classes, give them as words, such as 'c7' for 7; {FOR_AMOUNTS}"
     if number > max(MANY_CLASSES, total * most):
         raise ConfigError(
             f"train set: expected classes as labels, got {number} different {kind} in {total} "

@@ -16,7 +16,7 @@ from fedntk.ntk.support.files import whole
 
 from ..config.data import SplitSettings
 from ..config.settings import ConfigError
-from .data import Data, Indices
+from .data import Data, Indices, strata_of
 from .load import load_data
 
 logger = getLogger("flwr")
@@ -131,7 +131,7 @@ def _fill(split: tuple[Indices, ...], alpha: float) -> tuple[Indices, ...]:
 def _partition(
     settings: SplitSettings, rest: Indices, data: Data, least: int | None = None
 ) -> tuple[Indices, ...]:
-    labels, number = data.y_train[rest], settings.num_clients
+    labels, number = strata_of(data.y_train)[rest], settings.num_clients
     if settings.partition == "client-dirichlet":
         return tuple(rest[indices] for indices in client_dirichlet(settings, labels))
     with warnings.catch_warnings():
@@ -241,9 +241,9 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
     parts: list[list[Indices]] = [[np.zeros(0, np.int64)] for _ in split.clients]
     for owner in sorted(tests_of.keys() & clients_of.keys()):  # type: ignore[type-var]
         clients, members = clients_of[owner], tests_of[owner]
-        labels_held = (data.y_train[split.clients[i]] for i in clients)
+        labels_held = (strata_of(data.y_train)[split.clients[i]] for i in clients)
         held = np.stack([np.bincount(y, minlength=data.num_classes) for y in labels_held])
-        labels = data.y_test[members]
+        labels = strata_of(data.y_test)[members]
         for label in np.unique(labels):
             indices = generator.permutation(members[labels == label])
             order = generator.permutation(len(clients))

@@ -3,7 +3,7 @@
 from collections.abc import MutableMapping
 from dataclasses import replace
 from functools import partial
-from logging import ERROR
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,16 @@ from ..report.results import Run, read_summary, require_same
 from ..simulated_trust import key_server, projected, run_name, sealed_projection
 from ._flower import log_from
 
+logger = getLogger("flwr")
+
+
+def with_task(config: Config) -> Config:
+    """Return a configuration of regression if it leaves the task open and the data say that."""
+    if config.task != "auto" or not config.may_be_private or not load_data(config).has_real_targets:
+        return config
+    logger.info("the targets are real numbers: task = regression, with its defaults")
+    return config.replace(task="regression")
+
 
 def load_setup(config: Config, inputs: str = "") -> Setup:
     """Load data and split, and build the network.
@@ -44,6 +54,9 @@ def load_setup(config: Config, inputs: str = "") -> Setup:
     ``inputs.json``, which says what is done to examples. The run has to say its max-examples.
     """
     data = load_inputs(Path(inputs), config.max_examples) if inputs else load_data(config)
+    if data.has_real_targets != (config.task == "regression"):
+        kind = "real targets" if data.has_real_targets else "classes"
+        raise ConfigError(f"task = {config.task}: {config.dataset} has {kind}")
     network, frozen = build_networks(config, data.input_shape, data.num_classes)
     loaded = data if frozen is None else replace(data, frozen=frozen)
     setup = Setup(config, network, frozen, loaded=loaded)
@@ -209,7 +222,8 @@ def load_predictor(
     """Return what a run learned: its last model, the best one, or a client's own.
 
     It takes raw examples, as they were before the run standardised and projected them: arrays, a
-    data frame with the columns of the run's table, or texts.
+    data frame with the columns of the run's table, or texts. It predicts real targets in their
+    units.
 
     FileNotFoundError if there is no finished run.
 
@@ -255,7 +269,7 @@ def load_predictor(
     if client is None:
         weights, described = load_tensors(folder / f"{which}.safetensors")
         predictor: Predictor = config.chosen_method.predictor(setup, weights, described["learned"])
-        predictor.inputs = inputs
+        predictor.inputs, predictor.targets = inputs, inputs.targets
         return predictor
     if which != "model":
         raise ConfigError(f"which: clients have only their last models, got {which!r}")
@@ -270,5 +284,5 @@ def load_predictor(
     if ask.sent is not None:
         ask.sent.doubt(client)  # what it keeps may have been removed
     predictor = client_model.predictor(*unpack_content(ask.content(client), str(client)))
-    predictor.inputs = inputs
+    predictor.inputs, predictor.targets = inputs, inputs.targets
     return predictor

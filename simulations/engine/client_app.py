@@ -23,7 +23,7 @@ from ..data.data import KeptExamples
 from ..data.load import load_own
 from ..errors import TRACEBACKS, first_line, naming
 from ..methods.method import PERSONAL, Setup, masks_itself
-from .building import load_setup, make_client
+from .building import load_setup, make_client, with_task
 from .engines import CLIENT_APP_RAISED_EXCEPTION, meter
 
 logger = getLogger("flwr")
@@ -61,6 +61,8 @@ def load(context: Context) -> Setup:
     if inputs:
         folder = hashlib.sha256(str(config.folder).encode()).hexdigest()[:16]
         config = config.replace(out=str(cache_dir() / "runs" / folder))
+    else:
+        config = with_task(config)
     return _load_once(context.run_id, config, inputs)
 
 

@@ -27,6 +27,7 @@ logger = getLogger("flwr")
 
 # what strategies of all methods report of a round's replies
 OF_REPLIES = ("num-examples", "replies-accepted", "replies-rejected", INCOMPLETE)
+QUALITY = {"accuracy": min, "loss": max, "r2": min, "mae": max}  # of models; the worst of several
 OTHERS = 32  # names that clients may choose over a run
 LONGEST = 64  # characters of such a name
 
@@ -78,7 +79,7 @@ class AdmittedMetrics:
 
 
 def _is_statistic(name: str) -> bool:
-    return name.startswith(("accuracy-", "loss-"))
+    return name.startswith(tuple(f"{quality}-" for quality in QUALITY))
 
 
 @dataclass(eq=False)
@@ -103,10 +104,10 @@ class Recorder:
         self._start = time.perf_counter()
         config, method = self.config, self.config.chosen_method
         known: tuple[str, ...] = (*OF_REPLIES, "train-loss", *method.metrics)
-        of_clients = (*OF_REPLIES, "accuracy", "loss", *method.evaluation_metrics)
+        of_clients = (*OF_REPLIES, *QUALITY, *method.evaluation_metrics)
         most = OTHERS
         if config.mechanism is not None:  # what is on its list, and nothing else
-            known, of_clients = (*OF_REPLIES, *config.mechanism.metrics), ("accuracy", "loss")
+            known, of_clients = (*OF_REPLIES, *config.mechanism.metrics), (*QUALITY,)
             most = 0
         self._of_training = AdmittedMetrics(known, self._is_measured_here, "training", most)
         self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation", most)
@@ -143,9 +144,9 @@ class Recorder:
         last = self.checkpoint.rounds[-1].metrics
         self._start = time.perf_counter()
         reset_peak_memory()
-        if "accuracy" not in last:
+        if "loss" not in last:
             return None
-        return MetricRecord({"accuracy": last["accuracy"], "loss": last["loss"]})
+        return MetricRecord({name: last[name] for name in QUALITY if name in last})
 
     def should_stop(self, server_round: int, result: Result) -> bool:
         """Whether this round is evaluated, and as many as `patience` had no better model."""
@@ -168,6 +169,7 @@ class Recorder:
         if strategy.evaluates_in(server_round):
             loss, accuracy, more = self.evaluate(weights)
             evaluated = {**more, "accuracy": accuracy, "loss": loss}
+            evaluated = {name: value for name, value in evaluated.items() if value is not None}
         record: Record = self._of_training.take(strategy.train_metrics.get(server_round, {}))
         by_clients = self._of_evaluation.take(strategy.evaluate_metrics.get(server_round, {}))
         record |= {f"client-{name}": value for name, value in by_clients.items()}
@@ -187,7 +189,8 @@ class Recorder:
         record["peak-memory"] = peak_memory()
 
         config, best = self.config, self.checkpoint.best
-        value, sign = record.get(config.monitor, math.nan), -1 if "loss" in config.monitor else 1
+        falls = "loss" in config.monitor or "mae" in config.monitor
+        value, sign = record.get(config.monitor, math.nan), -1 if falls else 1
         if not math.isnan(value) and (best is None or sign * value > sign * best.value):
             best = Best(server_round, float(value), strategy.learned, weights)
         self._arrays = arrays
@@ -210,7 +213,7 @@ class Recorder:
 def _among_clients(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean, worst and standard deviation over the clients, each counting once."""
     statistics: dict[str, float] = {}
-    for name, worst in (("accuracy", min), ("loss", max)):
+    for name, worst in QUALITY.items():
         if values := [float(client[name]) for client in metrics if name in client]:
             statistics[f"client-{name}-mean"] = float(np.mean(values))
             statistics[f"client-{name}-worst"] = worst(values)

@@ -43,7 +43,7 @@ from ..report.results import (
     run_state,
 )
 from ._flower import log_from
-from .building import code_checksums, load_setup, source_of
+from .building import code_checksums, load_setup, source_of, with_task
 from .client_app import make_app
 from .engines import LocalGrid
 from .flwr_run import flwr_run
@@ -306,7 +306,7 @@ def read_config(
             )
     if model is not None:
         changes["model"] = model
-    return config.renewed().replace(**changes)
+    return with_task(config.renewed().replace(**changes))
 
 
 def with_names_of_before(config: Config) -> Config:
@@ -396,10 +396,9 @@ def _run(
         before = _records_before(config, state)
         done = int(before[-1]["round"]) if before else -1
         label = CONTROL.sub(" ", f"{config.label} on {config.dataset}, seed {config.seed}")
-        headline = config.chosen_method.headline
         if prepared is not None:
             shown.say(prepared[0].describe_data())
-        shown.begin(label, config.rounds, max(done, 0), headline=headline)
+        shown.begin(label, config.rounds, max(done, 0), headline=config.headline)
         with writing(writers, config, before) as write:
 
             def on_round(record: Record) -> None:

@@ -28,7 +28,7 @@ from ..methods.method import Setup
 from ..report.results import clear_run, require_same, run_state, write_json, write_run
 from ..simulated_trust import projected
 from ._flower import outlive_workers
-from .building import load_setup, make_client, make_strategy, source_of
+from .building import load_setup, make_client, make_strategy, source_of, with_task
 from .engines import MeteredGrid
 from .faults import LossyGrid, LyingGrid
 from .recorder import Recorder
@@ -42,7 +42,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run what the run-config says; ``flwr run`` calls this."""
     outlive_workers()
     try:
-        config = Config.parse(context.run_config)
+        config = with_task(Config.parse(context.run_config))
     except ConfigError as error:
         logger.error("%s", error)
         raise
@@ -134,7 +134,7 @@ def train(
     metrics = config.load_metrics()
 
     def evaluate(arrays: ArrayDict) -> Evaluation:
-        predictor = method.predictor(setup, arrays, strategy.learned, cache=config.cache)
+        predictor = method.judged(setup, arrays, strategy.learned, cache=config.cache)
         predictor.metrics = metrics
         evaluation: Evaluation = predictor.evaluate(x, y)
         more = {**evaluation.more, **method.measure(setup, strategy)}

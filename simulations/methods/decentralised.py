@@ -102,7 +102,7 @@ class DecentralisedMethod(Method):
         return {"topology": settings.graphs(config), "collect_both": settings.both_accuracies}
 
     def measure(self, setup: Setup, strategy: Strategy) -> Mapping[str, float]:
-        """Return how accurate the clients' models are, on the server's examples."""
+        """Return how good the clients' models are, by accuracy or R^2, on the server's examples."""
         measured: dict[str, float] = {}
         models_at = cast(RelayStrategy, strategy).models_at
         if not any(models_at.values()):
@@ -115,7 +115,8 @@ class DecentralisedMethod(Method):
                 statistics = dict(zip(("min", "q1", "median", "q3", "max"), quantiles, strict=True))
                 statistics |= {"mean": np.mean(values), "std": np.std(values)}
                 statistics |= {f"decile-{d}": np.percentile(values, d) for d in range(0, 101, 10)}
-                measured |= {f"{point}-accuracy-{name}": float(v) for name, v in statistics.items()}
+                metric = "accuracy" if setup.data.inputs.targets is None else "r2"
+                measured |= {f"{point}-{metric}-{name}": float(v) for name, v in statistics.items()}
         return measured
 
     def after_run(self, setup: Setup, strategy: Strategy, folder: Path) -> None:
@@ -141,7 +142,7 @@ class DecentralisedMethod(Method):
             curves.to_parquet(file)
 
     def _accuracy(self, setup: Setup, model: Arrays, x: Tensor, y: Tensor) -> float:
-        return self.predictor(setup, model, "network").evaluate(x, y).accuracy
+        return self.judged(setup, model, "network").evaluate(x, y).score
 
 
 def selection_sets(setup: Setup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -289,18 +289,30 @@ class Method:
         """Make an object from a run's settings and parts, and from `options`, which win."""
         if kind not in self._declared():
             return kind(**options)
-        parts = {
+        parts: dict[str, Any] = {
             "network": setup.network,
             "device": setup.device,
             "cache": setup.config.cache / PERSONAL,
             "schema": setup.data.schema,
         }
+        if (targets := setup.data.inputs.targets) is not None:
+            parts |= {"real_targets": True, "target_unit": targets.std}
         shared = {name: part for name, part in parts.items() if name in kind.options()}
         values = self._option_values(kind, setup.config, self.settings_in(setup.config), setup)
         return kind(**{**shared, **values, **options})
 
     def check(self, config: BaseConfig, settings: Any) -> None:
         """Refuse settings that do not go together, with a ConfigError."""
+        if config.task == "regression" and not self.strategy_class.takes_real_targets:
+            those = [
+                method.name
+                for method in config.method_table.all_methods().values()
+                if method.strategy_class.takes_real_targets
+            ]
+            raise ConfigError(
+                f"task: {self.name} works with classes, got regression; expected method = "
+                f"{', '.join(those)}, or a strategy of yours with takes_real_targets = True"
+            )
         for name in parts_of(BaseConfig):
             if getattr(config, name) is not None and not self.can_have(name):
                 those = [m for m in config.method_table.all_methods().values() if m.can_have(name)]
@@ -337,7 +349,8 @@ class Method:
         if config.patience and not (self.learns_on_server or config.monitor.startswith("client-")):
             raise ConfigError(
                 f"patience = {config.patience}: with {self.name} the server's model never changes, "
-                f"so monitor = {config.monitor} would stop every run; set monitor = {self.headline}"
+                f"so monitor = {config.monitor} would stop every run; set monitor = "
+                f"{config.headline}"
             )
 
     def can_have(self, part: str) -> bool:
@@ -392,10 +405,18 @@ class Method:
         def loss(arrays: ArrayRecord) -> float:
             weights = named_arrays(arrays)
             learned = self.learned_in(weights)
-            predictor = self.predictor(setup, weights, learned, cache=setup.config.cache)
+            predictor = self.judged(setup, weights, learned, cache=setup.config.cache)
             return predictor.evaluate(x, y).loss
 
         return loss
+
+    def judged(
+        self, setup: Setup, arrays: Arrays, learned: str, *, cache: Path | None = None
+    ) -> Predictor:
+        """Make the predictor, which knows the units of real targets."""
+        predictor = self.predictor(setup, arrays, learned, cache=cache)
+        predictor.targets = setup.data.inputs.targets
+        return predictor
 
     def learned_in(self, arrays: Arrays) -> str:
         """Return what `learned` of :meth:`predictor` is for weights that are being judged."""

@@ -147,7 +147,7 @@ class _KeptFeatures(TCTModel):
         normaliser = {"mean": moments.mean, "inv_std": moments.inv_std}
         store.take({"network": network, "normaliser": normaliser})
         rows = store.rows("train", x, bias=bias, device=torch.device(self.device))
-        return self._compare(rows @ self.linear, y)
+        return self._compare(self.in_units(rows @ self.linear), y)
 
 
 METHOD = _TCT()

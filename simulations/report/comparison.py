@@ -33,20 +33,25 @@ class Results(pd.DataFrame):
         return pd.DataFrame
 
     def plot(self, against: str = "rounds", **options: Any) -> Figure:  # type: ignore[override]
-        """Draw accuracy against rounds, bytes or seconds; see `figures.accuracy_curves`."""
-        options = report.words_of_curves(self.runs) | options
+        """Draw accuracy or R^2 against rounds, bytes or seconds: `figures.accuracy_curves`."""
+        quality = {"metric": report.quality_of(self.runs)}
+        options = report.words_of_curves(self.runs) | quality | options
         return accuracy_curves(self, against=against, **options)
 
-    def summary(self, metric: str = "accuracy") -> pd.DataFrame:
-        """Return mean and interquartile mean of each run's last values, with 95 % intervals."""
-        return summary_over_seeds(run_scores(self, metric))
+    def summary(self, metric: str = "") -> pd.DataFrame:
+        """Return mean and interquartile mean of each run's last values, with 95 % intervals.
 
-    def differences(self, metric: str = "accuracy", against: str | None = None) -> pd.DataFrame:
+        The metric is by default the accuracy, or R^2 of real targets.
+        """
+        return summary_over_seeds(run_scores(self, metric or report.quality_of(self.runs)))
+
+    def differences(self, metric: str = "", against: str | None = None) -> pd.DataFrame:
         """Return paired differences of last values over common seeds, with 95 % intervals.
 
         `against` is the name of the run to compare with; by default all pairs are returned.
         """
-        return paired_differences(run_scores(self, metric), against and [against])
+        scores = run_scores(self, metric or report.quality_of(self.runs))
+        return paired_differences(scores, against and [against])
 
     def write_html(self, path: str | Path, *, targets: Sequence[float] | None = None) -> Path:
         """Write ``report.html``: one file with tables, curves and settings, for any browser."""

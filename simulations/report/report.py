@@ -25,6 +25,7 @@ from ..errors import place_in
 from . import figures, statistics
 from .results import Run, describe_replies, read_runs
 
+QUALITIES = {"accuracy": "accuracy", "r2": "R^2"}  # metric -> its name in reports
 MARKS = re.compile(r"[\\|<`\x00-\x1f\x7f-\x9f]|(?<=\])\(")  # of Markdown, and of terminals
 # how what a spreadsheet computes begins
 FORMULA = re.compile(r"^['\ufeff\u200b ]*[=+\-@\uff1d\uff0b\uff0d\uff20\t\r\n]")
@@ -72,11 +73,13 @@ def write_report(
     runs = read_runs(folder, trust=trust)
     out = Path(out) if out is not None else place_in(Path(folder), "report")
     out.mkdir(parents=True, exist_ok=True)
+    quality = quality_of(runs)
     rounds, clients = _join_tables(runs)
     target_table(runs, targets).to_latex(out / "targets.tex", index=False, escape=True)
     options = words_of_curves(runs)
     pictures = {
-        f"accuracy-{x}": figures.accuracy_curves(rounds, against=x, **options) for x in figures.AXES
+        f"{quality}-{x}": figures.accuracy_curves(rounds, against=x, metric=quality, **options)
+        for x in figures.AXES
     }
     for name in {name: 0 for run in runs for name in metrics_of(run.config.metrics)}:
         having = rounds[rounds.run.isin(rounds[rounds.metric == name].run)]
@@ -192,13 +195,22 @@ def _client_points(clients: pd.DataFrame) -> dict[str, Any]:
 
 def _join_tables(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:
     rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
-    return rounds, pd.concat([run.clients for run in runs], ignore_index=True)
+    clients = pd.concat([run.clients for run in runs], ignore_index=True)
+    return rounds, clients[clients.metric == "accuracy"]
+
+
+def quality_of(runs: Sequence[Run]) -> str:
+    """Return the metric that runs are compared by, accuracy or r2; ValueError if they differ."""
+    qualities = {run.quality for run in runs}
+    if len(qualities) > 1:
+        raise ValueError("runs: expected classification or regression, got both; name a metric")
+    return qualities.pop()
 
 
 def _scores(runs: Sequence[Run]) -> pd.DataFrame:
     """Return last accuracies; runs that differ only in alpha are one with several tasks."""
     tasks = {str(run.summary["run"]): setting_in_words([run]) for run in runs}
-    scores = statistics.run_scores(_join_tables(runs)[0], tasks=tasks)
+    scores = statistics.run_scores(_join_tables(runs)[0], quality_of(runs), tasks=tasks)
     if len(set(tasks.values())) > 1:
         scores["run"] = scores.run.map(_without_alpha(runs))
     return scores
@@ -211,20 +223,21 @@ def _sections(runs: Sequence[Run], targets: Targets) -> Iterator[Section]:
         "bootstrap intervals (Agarwal et al. 2021). These are too narrow with few seeds: with 3 "
         "they hold the true mean in about 75 % of all cases, with 10 in 90 %."
     )
-    yield Section("Accuracy", text, final_table(runs))
+    yield Section(QUALITIES[quality_of(runs)].capitalize(), text, final_table(runs))
     yield Section("Curves", "", chart="curves")
     text = (
         "A round counts by the mean of five evaluations, two before and two after it. Medians over "
         "the seeds that reach it; in brackets how many do, if not all. Data is what all clients "
         "send (up) and receive (down) for training, together."
     )
-    yield Section("Rounds, data and time to each accuracy", text, target_table(runs, targets))
+    word = QUALITIES[quality_of(runs)]
+    yield Section(f"Rounds, data and time to each {word}", text, target_table(runs, targets))
     scores = _scores(runs)
     over_seeds = statistics.summary_over_seeds(scores)
     if (over_seeds.scores > 3).any():  # else both means are those above
         text = (
-            "Scores are last accuracies, one for each seed and split. Mean, and mean of the middle "
-            "half, with 95 % stratified bootstrap intervals."
+            f"Scores are the last {word}, one for each seed and split. Mean, and mean of the "
+            "middle half, with 95 % stratified bootstrap intervals."
         )
         frame = _join_ends(over_seeds, "mean (%)", "interquartile mean (%)")
         yield Section("Over seeds and splits", text, frame)
@@ -232,10 +245,10 @@ def _sections(runs: Sequence[Run], targets: Targets) -> Iterator[Section]:
     pairs = statistics.paired_differences(scores, names or [scores.run.min()])
     pairs = pairs[pairs.pairs > 1]
     if len(pairs):
-        text = "Mean differences of last accuracies between runs of the same seed and split."
+        text = f"Mean differences of the last {word} between runs of the same seed and split."
         yield Section("Paired differences", text, _join_ends(pairs, "difference (points)"))
     if (over_seeds.scores > 3).all():  # fewer say no more than the tables
-        text = "Share of a run's seeds and splits with a last accuracy above each value; bands are "
+        text = "Share of a run's seeds and splits with a last value above each; bands are "
         yield Section("Performance profile", f"{text}95 % bootstrap intervals.", chart="profile")
     clients = _join_tables(runs)[1]
     if len(clients):
@@ -390,19 +403,21 @@ def _with_texts(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFra
 
 
 def final_table(runs: Sequence[Run]) -> pd.DataFrame:
-    """Return one row a run: accuracies with intervals, data, time; means over seeds."""
-    rows = []
+    """Return one row a run: accuracies or R^2 with intervals, data, time; means over seeds."""
+    rows, quality = [], quality_of(runs)
+    word = QUALITIES[quality]
     for name, group in _group(runs).items():
         summaries = pd.DataFrame([run.summary for run in group])
         low, high = summaries["rounds"].min(), summaries["rounds"].max()
         metrics = pd.DataFrame([run.summary.get("metrics", {}) for run in group])
-        worst = [value for run in group for value in run.curve("client-accuracy-worst")[-1:]]
+        worst = [value for run in group for value in run.curve(f"client-{quality}-worst")[-1:]]
         rows.append(
             {
                 "run": name,
-                "last accuracy (%)": _spread(summaries["accuracy"]),
-                "best accuracy (%)": _spread([run.curve().max() for run in group]),
+                f"last {word} (%)": _spread(summaries[quality]),
+                f"best {word} (%)": _spread([run.curve().max() for run in group]),
                 "worst client (%)": _spread(worst),
+                **({"last MAE": _spread(summaries["mae"], 1, 3)} if "mae" in summaries else {}),
                 **{f"last {metric}": _spread(metrics[metric], 1, 3) for metric in metrics},
                 "seeds": len(group),
                 "rounds": str(low) if low == high else f"{low}-{high}",
@@ -480,7 +495,10 @@ def _splits(runs: Sequence[Run]) -> Iterator[tuple[str, NDArray[np.int64], Any]]
             place = Path(config.data_dir or ".").expanduser()
             if config.mechanism is not None or "hf:" in config.dataset or not place.is_dir():
                 continue  # exact counts, or what would have to be fetched
-            labels, clients = load_data(config).y_train, load_split(config).clients
+            data, clients = load_data(config), load_split(config).clients
+            if data.has_real_targets:
+                continue
+            labels = data.y_train
         except (ConfigError, OSError) as error:
             logger.warning("no picture of the split: %s", error)
             continue

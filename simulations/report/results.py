@@ -66,24 +66,32 @@ class Run:
         table: pd.DataFrame = self.tables["clients"].to_pandas()
         return table.assign(run=self.summary["run"])
 
-    def curve(self, metric: str = "accuracy") -> "pd.Series":
-        """Return one metric by round."""
+    def curve(self, metric: str = "") -> "pd.Series":
+        """Return one metric by round, by default the accuracy, or R^2 of real targets."""
+        metric = metric or self.quality
         rows = self.rounds[self.rounds.metric == metric]
         return rows.set_index("round").value.rename(metric).rename_axis(None)
+
+    @property
+    def quality(self) -> str:
+        """Metric of the server's examples: accuracy, or r2 of real targets."""
+        return "r2" if self.config.task == "regression" else "accuracy"
 
     def to_target(self, target: float) -> dict[str, float] | None:
         """Return :func:`to_target` of the method's headline."""
         table = self.rounds.pivot_table(index="round", columns="metric", values="value")
         records: Any = table.reset_index().to_dict("records")
-        return to_target(records, target, self.config.chosen_method.headline)
+        return to_target(records, target, self.config.headline)
 
     def _repr_html_(self) -> str:
         import pandas as pd
 
         from .figures import accuracy_curves, as_html
 
-        shown = ["run", "seed", "rounds", "accuracy", "loss", *TOTALS]
-        curves = accuracy_curves(self.rounds, evaluated_on=self.config.evaluate_on)
+        shown = ["run", "seed", "rounds", self.quality, "loss", *TOTALS]
+        curves = accuracy_curves(
+            self.rounds, evaluated_on=self.config.evaluate_on, metric=self.quality
+        )
         return as_html(pd.DataFrame([self.summary])[shown].round(3), curves)
 
 
@@ -136,7 +144,7 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
 def write_run(config: BaseConfig, checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """Write a finished run's tables and models; return the summary, with `more` in it."""
     method = config.chosen_method
-    folder, headline = config.folder, method.headline
+    folder, headline = config.folder, config.headline
     names = config.label, method.name, config.seed
     rounds, clients = [], []
     for entry in checkpoint.rounds:
@@ -152,14 +160,15 @@ def write_run(config: BaseConfig, checkpoint: Checkpoint, **more: Any) -> dict[s
         if saved is not None:
             described = {"round": saved.round, "learned": saved.learned}
             save_tensors(folder / f"{file}.safetensors", saved.weights, described)
-    measured = next(record for record in reversed(records) if "accuracy" in record)
+    measured = next(record for record in reversed(records) if "loss" in record)
+    quality = ("r2", "mae") if config.task == "regression" else ("accuracy",)
     replies = count_replies(records)
     most_failed = 2 * replies["rounds-mostly-failed"] > replies["rounds-with-replies"]
     return {
         "status": MOSTLY_FAILED if most_failed else "finished",
         **dict(zip(("run", "method", "seed"), names, strict=True)),
         "rounds": checkpoint.round,
-        "accuracy": measured["accuracy"],
+        **{name: measured.get(name) for name in quality},
         "loss": measured["loss"],
         "metrics": {name: measured.get(name) for name in metrics_of(config.metrics)},
         "headline": headline,

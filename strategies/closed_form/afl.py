@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedntk.ntk.options import option
+from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 
 from .closed_form import ClosedFormStrategy, Layer, least_squares
@@ -32,11 +32,25 @@ class AFL(ClosedFormStrategy):
     Clients are :class:`~fedntk.clients.ClosedFormClient`.
     """
 
+    takes_real_targets = True
+
+    real_targets: bool = argument("whether clients have real targets, not classes", default=False)
     ridge: float = option(
         "over the examples' mean squared norm; 0: solution of least norm", default=0.0, at_least=0
     )
 
+    def check(self) -> None:
+        """Refuse real targets if the method is of classes."""
+        if self.real_targets and not self.takes_real_targets:
+            raise ValueError(f"real_targets: {type(self).__name__} is of classes; expected False")
+
+    @property
+    def num_targets(self) -> int:
+        """Number of real targets."""
+        return self.shape[0] if self.real_targets else 0
+
     def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:
         """Return the joint solution (C, p), and zeros for a bias."""
         joint = FeatureStatistics.join(sums)
-        return least_squares(joint, self.ridge), np.zeros(self.shape[0])
+        layer = least_squares(joint, self.ridge, num_targets=self.num_targets)
+        return layer, np.zeros(self.shape[0])

@@ -99,6 +99,11 @@ class ClosedFormStrategy(Strategy):
             )
 
     @property
+    def num_targets(self) -> int:
+        """Number C of real targets, which are the last features in sums; 0 if there are classes."""
+        return 0
+
+    @property
     def width(self) -> int:
         """Number of features that clients add up."""
         return self.feature_map.width(self.network)
@@ -144,9 +149,9 @@ class ClosedFormStrategy(Strategy):
 
     def parse(self, reply: Reply) -> Any:
         """Check a client's sums, which must be of as many examples as it reports."""
-        arrays, num_classes = reply.arrays(), self.shape[0]
+        arrays, num_classes, targets = reply.arrays(), self.shape[0], self.num_targets
         if self.statistics is FeatureStatistics:
-            expected = SumFormat(self.width, num_classes)
+            expected = SumFormat(self.width + targets, 1 if targets else num_classes)
             return FeatureStatistics.from_arrays(arrays, expected, reply.num_examples)
         return Prototypes.from_arrays(
             arrays,
@@ -168,15 +173,18 @@ class ClosedFormStrategy(Strategy):
 
 
 def least_squares(
-    joint: FeatureStatistics, ridge: float, *, bias: bool = False
+    joint: FeatureStatistics, ridge: float, *, bias: bool = False, num_targets: int = 0
 ) -> NDArray[np.float64]:
     """Return the solution (C, p), or (C, p + 1) with a bias, of the sums over all clients.
 
-    Features are as they are, neither centred nor scaled, and labels one-hot. The ridge is over the
-    examples' mean squared norm; 0: least squares of least norm.
+    Features are as they are, neither centred nor scaled, and labels one-hot; with `num_targets` the
+    last C features are real targets. The ridge is over the examples' mean squared norm; 0: least
+    squares of least norm.
     """
-    identity = Normaliser.identity(joint.width)
-    equations = NormalEquations.of(joint, identity, bias=bias, centred=False)
+    identity = Normaliser.identity(joint.width - num_targets)
+    equations = NormalEquations.of(
+        joint, identity, bias=bias, centred=False, num_targets=num_targets
+    )
     linear = equations.solve(ridge) if ridge else equations.least_norm()
     return linear.T.numpy()
 

@@ -39,6 +39,8 @@ class DeepAFL(AFL):
     The network is of :func:`~fedntk.ntk.with_residual_features`; its blocks begin anew.
     """
 
+    takes_real_targets = False
+
     ridge: float = option(
         "lambda over the examples' mean squared norm; 0: least norm", default=0.01, at_least=0
     )

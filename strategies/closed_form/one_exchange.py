@@ -27,7 +27,7 @@ from fedntk.ntk.convex.pooled_statistics import NormalEquations
 from fedntk.ntk.convex.private_sums import SumNoise
 from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.noise import Noise
-from fedntk.ntk.options import option, part, state
+from fedntk.ntk.options import argument, option, part, state
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumStep
 from fedntk.ntk.payloads.row_change import RowChange
@@ -81,7 +81,11 @@ class OneExchange(ClosedFormStrategy):
     """
 
     nested_parts = ("storage", "ledger")
+    takes_real_targets = True
 
+    real_targets: bool = argument(
+        "whether clients have real targets, standardised, not classes", default=False
+    )
     personal: bool = option(
         "whether clients evaluate models of their own, in which their examples count more, by a "
         "weight that each chooses on what it holds out; they are sent the sums over all clients",
@@ -108,6 +112,8 @@ class OneExchange(ClosedFormStrategy):
 
     def check(self) -> None:
         """Refuse what does not go with a client's own model, masks, or sums in any order."""
+        if self.real_targets and (self.personal or self.ledger is not None):
+            raise ValueError("real_targets: personal and ledger are of classes; leave them out")
         whole = f"sums.bits = 2 ... {MOST_BITS}, got {self.sums.bits}"
         if self.secure is not None and not self.sums.is_exact:
             raise ValueError(f"secure: masks are added to whole numbers; expected {whole}")
@@ -153,6 +159,7 @@ class OneExchange(ClosedFormStrategy):
             max_examples=self.max_examples,
             equations=self.normal_equations,
             noisy=self.noise is not None and self.secure is not None,
+            real_targets=self.real_targets,
         )
         needed_by = "" if self.ledger is None else f"ledger.alpha = {self.ledger.alpha}"
         projected = self.key_server is not None
@@ -169,7 +176,10 @@ class OneExchange(ClosedFormStrategy):
     ) -> tuple[Normaliser, NormalEquations]:
         """Return the problem of the features as they are."""
         identity = Normaliser.identity(self.width)
-        return identity, NormalEquations.of(sums, identity, bias=bool(self.bias))
+        targets = self.shape[0] if self.real_targets else 0
+        return identity, NormalEquations.of(
+            sums, identity, bias=bool(self.bias), num_targets=targets
+        )
 
     def require_memory(self) -> None:
         """Refuse a layer that the server lacks the memory to solve for."""

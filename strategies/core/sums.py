@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fedntk.ntk import FeatureMap, Normaliser, require_memory
 from fedntk.ntk.convex.pooled_statistics import RIDGES, NormalEquations, best_ridge
 from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.features.target_columns import num_columns, target_steps, with_targets
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.ntk.payloads.convex_task import ConvexTask
@@ -38,6 +39,7 @@ from fedntk.ntk.payloads.feature_statistics import (
 from fedntk.ntk.payloads.split_statistics import SplitStatistics
 from fedntk.ntk.payloads.sum_task import SumOptions
 from fedntk.ntk.predictors.network import load_arrays
+from fedntk.ntk.predictors.targets import real_targets
 
 from .averaging import named_arrays
 from .secure import SumPlan, WordFormat
@@ -61,11 +63,17 @@ class SumsProblem:
     equations: Callable[[FeatureStatistics, Normaliser | None], tuple[Normaliser, NormalEquations]]
     weights: Callable[[], NDArray[np.float64] | None] = lambda: None  # of classes (C,); None: 1
     noisy: bool = False  # whether totals have noise, and are sums of no examples
+    real_targets: bool = False  # C of them, of which `equations` are told as last features
 
     @property
     def width(self) -> int:
         """Number of features p."""
         return self.feature_map.width(self.network)
+
+    @property
+    def num_targets(self) -> int:
+        """Number C of real targets; 0 if there are classes."""
+        return self.num_classes if self.real_targets else 0
 
 
 class FeatureSums(SumOptions):
@@ -99,7 +107,7 @@ class FeatureSums(SumOptions):
     )
     validation: tuple[Tensor, Tensor] | None = argument(
         "examples x (m, ...) on the server, as the network takes them, that nobody trains on, and "
-        "their labels (m,), int64: for auto_ridge, and for bits, which uses only x",
+        "their labels (m,), int64, or real targets (m, C): for auto_ridge, and for bits, by x",
         default=None,
     )
     device: torch.device | str = argument(
@@ -137,6 +145,9 @@ class FeatureSums(SumOptions):
         if not 0 < len(x) == len(labels):
             sizes = f"{len(x)} and {len(labels)}"
             raise ValueError(f"sums.validation: expected examples and as many labels, got {sizes}")
+        if problem.real_targets:
+            real_targets(labels, problem.num_targets, name="sums.validation")
+            return
         low, high = map(int, labels.aminmax())
         last = problem.num_classes - 1
         if low < 0 or high > last:
@@ -164,7 +175,17 @@ class FeatureSums(SumOptions):
         """What all clients' sums have to be."""
         problem = self.problem
         weights, noisy = problem.weights(), problem.noisy
-        return SumFormat(problem.width, problem.num_classes, weights, self.fixed_point, noisy)
+        return SumFormat(self.width, self.num_classes, weights, self.fixed_point, noisy)
+
+    @property
+    def width(self) -> int:
+        """Number of features that are summed, with the columns of real targets."""
+        return self.problem.width + num_columns(self.problem.num_targets, self.is_exact)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 1 with real targets."""
+        return 1 if self.problem.real_targets else self.problem.num_classes
 
     @property
     def _kind(self) -> type[FeatureStatistics] | type[SplitStatistics]:
@@ -178,15 +199,18 @@ class FeatureSums(SumOptions):
         """
         if not self.is_exact:
             return np.zeros(0, np.float32)
-        if self.validation is not None:
-            return FixedPoint.of(next(self.validation_features(network)[0]), self.bits).step
         problem = self.problem
+        of_targets = target_steps(problem.num_targets, self.bits)
+        if self.validation is not None:
+            chosen = FixedPoint.of(next(self.validation_features(network)[0]), self.bits)
+            return np.concatenate([chosen.step, of_targets])
         if (bound := problem.feature_map.bound(problem.network)) is None:
             raise ValueError(
                 f"bits = {self.bits}: pass validation, examples on the server, or a network with "
                 "features of known size before its last layer, such as random Fourier features"
             )
-        return FixedPoint.within(bound, problem.width, self.bits).step
+        chosen = FixedPoint.within(bound, problem.width, self.bits)
+        return np.concatenate([chosen.step, of_targets])
 
     def validation_features(self, network: ArrayRecord) -> tuple[Iterator[Tensor], Tensor]:
         """Return the validation examples' features, some at a time, and their labels."""
@@ -224,7 +248,7 @@ class FeatureSums(SumOptions):
 
     def upload_bytes(self) -> int:
         """Most bytes of one client's sums, of at most 133,144 examples if they are integers."""
-        width, classes = self.problem.width, self.problem.num_classes
+        width, classes = self.width, self.num_classes
         gram = packed_size(width)
         if self.is_exact:
             one = 4 * (gram + classes * width)
@@ -236,7 +260,7 @@ class FeatureSums(SumOptions):
         self, num_clients: int, *, held: float = math.inf, cure: str = FEWER
     ) -> None:
         """Refuse uploads, `held` bytes at a time, and their solution, if they do not fit."""
-        width = self.problem.width
+        width = self.width
         uploads = min(num_clients * self.upload_bytes(), held)
         require_memory(
             round((40 if self.validation_share else 36) * width**2 + 2 * uploads),
@@ -267,9 +291,11 @@ class FeatureSums(SumOptions):
     def solve(self, total: Sums, network: ArrayRecord) -> Solution:
         """Return the normaliser, the linear model (q, C) of the sums over all, and its ridge."""
         sums, ridge = total, self.ridge
+        problem = self.problem
         if self.fixed_point is not None:
             sums = sums.scaled(self.fixed_point)
-        equations_of = self.problem.equations
+            sums = sums.folded(problem.num_targets) if problem.real_targets else sums
+        equations_of = problem.equations
         if isinstance(sums, SplitStatistics):  # the ridge is chosen on held-out examples
             fitting, held_out, sums = sums.fitting, sums.held_out, sums.everyone
             if not (fitting.num_examples and held_out.num_examples):
@@ -282,8 +308,10 @@ class FeatureSums(SumOptions):
         normaliser, equations = equations_of(sums, None)
         if self.needs_validation:
             features, labels = self.validation_features(network)
+            if problem.real_targets:
+                features, labels = with_targets(features, labels, None), torch.zeros(len(labels))
             _, classes, weights, *_ = self.format
-            held_out = FeatureStatistics.of(features, labels, classes, weights=weights)
+            held_out = FeatureStatistics.of(features, labels.long(), classes, weights=weights)
             ridge = best_ridge(equations, equations_of(held_out, normaliser)[1])
         linear, ridge = ridge_solution(equations, ridge)
         return normaliser, linear, ridge

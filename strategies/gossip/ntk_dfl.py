@@ -16,8 +16,9 @@ sends one Jacobian, and takes the hub's new weights, in a fourth exchange.
 
 from typing import Any
 
-from fedntk.ntk.options import option
+from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads.gossip_options import MixingMatrix, NeighbourScreening, NTKDFLOptions
+from fedntk.ntk.payloads.uploads import compresses
 
 from .relay import RelayStrategy, Step
 
@@ -33,9 +34,14 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
         "(appendix E.2); selection = own then takes the t of its own examples",
         default=False,
     )
+    real_targets: bool = argument("whether clients have real targets, not classes", default=False)
 
     def check(self) -> None:
         """Refuse one evolution for clients that have no average in common."""
+        if self.real_targets and compresses(self.sparsity, self.bits):
+            raise ValueError(
+                "real_targets: compressed rows have labels; expected sparsity = 0 and bits = 32"
+            )
         if self.evolve_once and (self.topology.kind != "clustered" or not self.average_first):
             raise ValueError("evolve_once: expected clusters whose members average_first")
 

@@ -86,6 +86,7 @@ class RelayStrategy(Strategy):
     """
 
     replies = "parcels"
+    takes_real_targets = True
     nests = "nowhere"
 
     topology: Topology = argument(

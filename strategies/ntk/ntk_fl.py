@@ -262,6 +262,17 @@ class NTKFL(KernelStrategy):
 
     client = "NTKFLClient"
     replies = "Jacobians"
+    takes_real_targets = True
+
+    real_targets: bool = argument(
+        "whether clients have real targets, standardised, not classes; for the loss mse",
+        default=False,
+    )
+
+    def check(self) -> None:
+        """Refuse real targets without least squares."""
+        if self.real_targets and self.loss != "mse":
+            raise ValueError(f"real_targets: expected the loss mse, got {self.loss}")
 
     def gather(self, r: Round) -> Rounds[Gathered]:
         """Return the clients with rows that are used, and these (step 2)."""
@@ -269,7 +280,9 @@ class NTKFL(KernelStrategy):
         shapes = {name: tensor.shape for name, tensor in weights.items()}
 
         def parse(reply: Reply) -> JacobianUpload:
-            upload = JacobianUpload.from_arrays(reply.arrays(), parameters=shapes, weights=weights)
+            upload = JacobianUpload.from_arrays(
+                reply.arrays(), parameters=shapes, weights=weights, real_targets=self.real_targets
+            )
             return upload.claimed(reply.num_examples)
 
         uploads = yield from r.ask(parse)

@@ -38,6 +38,7 @@ class PersonalStrategy(Strategy):
 
     client = "PersonalisedClient"
     replies = "shared weights"
+    takes_real_targets = True
     rules = DEFENCES
     nests = "nowhere"
 

@@ -124,6 +124,12 @@ class TCT(ConvexOptions, Strategy):
     combined_by: ClassVar = {wire.RATE_TIMES_LAMBDA: max}
     nested_parts = ("sums", "storage")
 
+    takes_real_targets = True
+
+    real_targets: bool = argument(
+        "whether clients have real targets, standardised, not classes; for the loss mse",
+        default=False,
+    )
     network: nn.Module = argument("the clients' architecture; its weights do not matter")
     bootstrap: flwr.serverapp.strategy.Strategy | None = argument(
         "strategy of stage 1, Flower's or one of those here, with one set of weights as replies; "
@@ -169,6 +175,7 @@ class TCT(ConvexOptions, Strategy):
                 max_examples=self.max_examples,
                 equations=self._normal_equations,
                 weights=lambda: self.class_weights if self.balanced else None,
+                real_targets=self.real_targets,
             )
             needed_by = f"sums.bits = {self.sums.bits}" if self.sums.is_exact else ""
             projected = self.key_server is not None
@@ -199,6 +206,9 @@ class TCT(ConvexOptions, Strategy):
     def check(self) -> None:
         """Refuse what does not go with the way in which the problem is solved."""
         _ = self.feature_map  # has rules of its own
+        if self.real_targets and (self.balanced or self.loss != "mse"):
+            got = f"got {self.loss} and {self.balanced}"
+            raise ValueError(f"real_targets: expected the loss mse and balanced = False, {got}")
         if self.sums is None:
             for name in ("balanced", "storage", "secure"):
                 if getattr(self, name):
@@ -319,7 +329,7 @@ class TCT(ConvexOptions, Strategy):
 
         The classes' counts come with them if there is a bias, which starts by these.
         """
-        num_classes = self.bias * self.shape[1]
+        num_classes = 0 if self.real_targets else self.bias * self.shape[1]
 
         def parse(reply: Reply) -> Moments:
             return Moments.from_arrays(reply.arrays(), reply.num_examples, self.width, num_classes)
@@ -331,7 +341,7 @@ class TCT(ConvexOptions, Strategy):
         self.control.know(dict(zip(uploads.clients, uploads.counts, strict=True)))
         joint = Moments.join(uploads.values)
         normaliser, linear = Normaliser.of(joint), np.zeros(self.shape, np.float32)
-        if self.bias:
+        if num_classes:
             linear[-1] = best_bias(joint.class_counts, self.loss)
         metrics = {"features-constant": int((normaliser.inv_std == 0).sum())}
         return Update(uploads, _with_model(r.arrays, normaliser, linear), metrics)
@@ -477,10 +487,13 @@ class TCT(ConvexOptions, Strategy):
         self, sums: FeatureStatistics, normaliser: Normaliser | None = None
     ) -> tuple[Normaliser, NormalEquations]:
         """Return the problem of normalised features, with a normaliser or the sums' own."""
+        targets = self.shape[1] if self.real_targets else 0
         if normaliser is None:
             identity = Normaliser.identity(self.width)
-            normaliser = normaliser_of(sums) if self.normalise else identity
-        return normaliser, NormalEquations.of(sums, normaliser, bias=self.bias, free_bias=True)
+            normaliser = normaliser_of(sums, targets) if self.normalise else identity
+        return normaliser, NormalEquations.of(
+            sums, normaliser, bias=self.bias, free_bias=True, num_targets=targets
+        )
 
     def without(self, clients: Sequence[int], arrays: ArrayRecord) -> ArrayRecord:
         """Return the model that never had some clients: see :meth:`.OneExchange.without`.
