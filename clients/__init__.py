@@ -1,6 +1,7 @@
 """The client half of each method: NumPyClients, and the adapter that puts them on messages."""
 
 from .closed_form.closed_form import ClosedFormClient
+from .closed_form.glm import GLMClient
 from .closed_form.safle import SAFLeClient
 from .core.adapter import client_app, received
 from .core.base import ModelClient, sample_size
@@ -45,6 +46,7 @@ __all__ = [
     "FeatureStore",
     "FedEnsembleClient",
     "FedProtoClient",
+    "GLMClient",
     "GossipClient",
     "LocalSGD",
     "MaskedSums",

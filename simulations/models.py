@@ -31,6 +31,7 @@ from fedntk.ntk.features.frozen import (
 from fedntk.ntk.features.scattering import LogStandardise, Scattering
 from fedntk.ntk.first_weights import draw_weights
 from fedntk.ntk.losses import require_scores
+from fedntk.ntk.predictors.network import dtype_of
 from fedntk.ntk.support.shared_arrays import first_names, require_separate
 
 from .config.config import BaseConfig
@@ -51,6 +52,11 @@ def mlp(
         nn.init.kaiming_normal_(layer.get_parameter("weight"))
         nn.init.zeros_(layer.get_parameter("bias"))
     return nn.Sequential(nn.Flatten(), *layers)
+
+
+def linear(input_shape: InputShape, num_classes: int) -> nn.Module:
+    """One linear layer with a bias, on all numbers of an example."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
 
 
 def simple_cnn(input_shape: InputShape, num_classes: int) -> nn.Module:
@@ -245,7 +251,8 @@ def sample_outputs(network: nn.Module, input_shape: InputShape) -> list[float]:
                 low, width = (-1, tensor[:1].numel() ** 0.5) if name in trained else (0.5, 1)
                 drawn = generator.uniform(low, 1, tuple(tensor.shape)) / width
                 tensor.copy_(torch.from_numpy(drawn))
-        example = torch.from_numpy(generator.normal(size=(1, *input_shape)).astype(np.float32))
+        drawn = generator.normal(size=(1, *input_shape)).astype(np.float32)
+        example = torch.from_numpy(drawn).to(dtype_of(probe))
         try:
             outputs = probe(example)
         except Exception:
@@ -282,6 +289,7 @@ def build_networks(
             else:
                 model, head = _by_name(config, network_shape, num_classes), ""
             probe = torch.full((1, *network_shape), -1.5 * (is_centred and not is_split))
+            probe = probe.to(dtype_of(model))
             with torch.enable_grad():
                 outputs = model.eval()(probe)
     except ConfigError:
@@ -473,6 +481,7 @@ def _by_name(config: BaseConfig, input_shape: InputShape, num_classes: int) -> n
         "digits-cnn": partial(digits_cnn, width=config.width),
         "resnet18": partial(resnet18, norm=config.norm, groups=config.groups),
         "char-lstm": partial(CharLSTM, width=config.width),
+        "linear": linear,
         "two-patch-cnn": partial(TwoPatchCNN, width=config.width),
         "scattering": ScatteringNetwork,
     }

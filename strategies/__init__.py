@@ -6,6 +6,7 @@ from .closed_form.deep_afl import DeepAFL
 from .closed_form.fed3r import Fed3R
 from .closed_form.fed_cof import FedCOF
 from .closed_form.fed_ncm import FedNCM
+from .closed_form.glm import GLM
 from .closed_form.noisy_sums import NoisySums
 from .closed_form.one_exchange import OneExchange
 from .closed_form.row_changes import RowChanges
@@ -52,6 +53,7 @@ __all__ = [
     "AFL",
     "CPNTKFL",
     "DPSGD",
+    "GLM",
     "NTKDFL",
     "NTKFL",
     "SCAFFOLD",

@@ -99,8 +99,10 @@ class InputTransform:
         names: Any = {"columns": columns, "kinds": _column_kinds(x) if columns else ()}
         return cls(x.shape[1:], mean.astype(dtype), std.astype(dtype), **names, **more)
 
-    def __call__(self, x: Any, *, check_ranges: bool = True) -> Tensor:
-        """Return examples (n, ...) as a network takes them, float32.
+    def __call__(
+        self, x: Any, *, check_ranges: bool = True, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return examples (n, ...) as a network takes them, by default float32.
 
         `x` is an array, a tensor, nested lists, a data frame with the columns, a sequence of texts,
         or a picture of PIL or a list of them. Arrays of pictures may also have their channels last,
@@ -120,10 +122,10 @@ class InputTransform:
             doubt = self._other_scale(raw, scaled) or "; ".join(self._other_columns(raw))
             if doubt:
                 warnings.warn(doubt, stacklevel=2)
-        ready = torch.from_numpy(scaled.astype(np.float32, copy=False))
+        ready = torch.from_numpy(scaled).to(dtype if self.frozen is None else torch.float32)
         for function in (self.frozen, self.project):
             ready = ready if function is None else function(ready)
-        return ready
+        return ready.to(dtype)
 
     @property
     def standardises(self) -> bool:

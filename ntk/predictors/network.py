@@ -176,6 +176,12 @@ class NetworkPredictor(Predictor):
         outputs: Tensor = self.network(self.prepare(x).to(self.device, copy=True))
         return self.in_units(outputs)
 
+    def prepare(self, x: Any) -> Tensor:
+        """Return examples as the network takes them, floats in its dtype."""
+        dtype = dtype_of(self.network)
+        ready = x if self.inputs is None else self.inputs(x, dtype=dtype)
+        return ready.to(dtype) if ready.is_floating_point() else ready
+
     @torch.no_grad()
     def predict(self, x: Any) -> Tensor:  # noqa: D102
         self.network.eval()
@@ -195,6 +201,12 @@ class NetworkPredictor(Predictor):
             loss = described["loss"]
         require_same_network(network, arrays, folder)
         return cls.from_arrays(network, arrays, loss=loss)
+
+
+def dtype_of(network: nn.Module) -> torch.dtype:
+    """Return the dtype of a network's first parameter of floating point, float32 without one."""
+    floats = (p.dtype for p in network.parameters() if p.is_floating_point())
+    return next(floats, torch.float32)
 
 
 def write_model(path: Path, arrays: Arrays, described: Mapping[str, Any]) -> None:

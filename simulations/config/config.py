@@ -142,10 +142,10 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     model: str = setting(
         "mlp",
         "mlp (with BatchNorm for fed-bn), simple-cnn, lenet, lenet-bn (with BatchNorm), "
-        "digits-cnn, resnet18, char-lstm, two-patch-cnn, scattering (features of images, nothing "
-        "trained); pre-trained: efficientnet-lite0, torchvision:<name>, timm:<name>, hf:<name or "
-        "folder>; or your own, <file>.py:<function> or <module>:<function>, called with the shape "
-        "of an example and the number of classes",
+        "digits-cnn, resnet18, char-lstm, linear, two-patch-cnn, scattering (features of images, "
+        "nothing trained); pre-trained: efficientnet-lite0, torchvision:<name>, timm:<name>, "
+        "hf:<name or folder>; or your own, <file>.py:<function> or <module>:<function>, called "
+        "with the shape of an example and the number of classes",
     )
     trained: str = setting(
         "auto",

@@ -171,21 +171,26 @@ class Data:
             arrays.append(np.array(names))
         return checksum(*arrays)
 
-    def train(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return training examples as a network takes them, float32, with labels or targets."""
-        return self._network_inputs("x_train", indices), self._labels(self.y_train[indices])
+    def train(self, indices: Indices, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Return training examples as a network takes them, with labels or targets."""
+        x = self._network_inputs("x_train", indices, dtype)
+        return x, self._labels(self.y_train[indices], dtype)
 
-    def test(self, indices: Indices | slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def test(
+        self, indices: Indices | slice = slice(None), dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         """Return test examples, by default all, as :meth:`train` does."""
-        return self._network_inputs("x_test", indices), self._labels(self.y_test[indices])
+        x = self._network_inputs("x_test", indices, dtype)
+        return x, self._labels(self.y_test[indices], dtype)
 
-    def _labels(self, y: NDArray[Any]) -> Tensor:
-        return self.inputs.labels(y) if self.has_real_targets else torch.from_numpy(y.copy())
+    def _labels(self, y: NDArray[Any], dtype: torch.dtype) -> Tensor:
+        targets = self.inputs.targets
+        return torch.from_numpy(y.copy()) if targets is None else targets(y, dtype)
 
-    def _network_inputs(self, name: str, indices: Indices | slice) -> Tensor:
+    def _network_inputs(self, name: str, indices: Indices | slice, dtype: torch.dtype) -> Tensor:
         if self._is_divided:
-            return self._features(name).rows(indices)
-        return self.inputs(getattr(self, name)[indices], check_ranges=False)
+            return self._features(name).rows(indices).to(dtype)
+        return self.inputs(getattr(self, name)[indices], check_ranges=False, dtype=dtype)
 
     def compute_features(self, indices: Indices) -> None:
         """Compute the frozen network's features of training examples, with all threads."""
@@ -219,6 +224,7 @@ class Data:
         columns: Sequence[str] = (),
         classes: Sequence[str | int] = (),
         check_ranges: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor]:
         """Return raw examples from elsewhere as :meth:`train` does; ValueError if they differ.
 
@@ -231,13 +237,14 @@ class Data:
         if len(classes) and not self.has_real_targets:
             check_examples(x, y, len(classes))
             y = np.asarray(classes)[y]
-        x, labels = self.inputs.arrange_columns(x, columns), self.inputs.labels(y)
+        x, targets = self.inputs.arrange_columns(x, columns), self.inputs.targets
+        labels = self.inputs.labels(y) if targets is None else targets(y, dtype)
         self._require_kind(x, labels.numpy())
         if check_ranges:
             self.inputs.require_alike(x, self.num_train)
         if self._is_divided:
-            return self._features_of(x).rows(), labels
-        return self.inputs(x, check_ranges=False), labels
+            return self._features_of(x).rows().to(dtype), labels
+        return self.inputs(x, check_ranges=False, dtype=dtype), labels
 
     def describe(self) -> str:
         """Say in a line what was read, with each class's share of the training examples."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedntk.clients import cache_dir
@@ -20,7 +21,7 @@ from ..errors import first_line, naming
 from .data import PASSED, Data, LocalData, Part, passed_data
 from .domains import digit_domains, digits_five
 from .files import kind_of
-from .own import read_arrays, read_own, read_parts
+from .own import Task, read_arrays, read_own, read_parts
 from .two_patch import TwoPatchOptions, draw_two_patch
 from .writers import femnist, load_leaf
 
@@ -37,6 +38,7 @@ def load_own(
     *,
     check_ranges: bool = True,
     settings: DatasetSettings | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> LocalData:
     """Load a node's own examples, of the kind of the run's data set and prepared as these.
 
@@ -50,7 +52,8 @@ def load_own(
         parts = _own_arrays(place)
     else:
         with naming(f"data-path: {place}", ValueError, OSError):
-            parts = read_parts(kind, place, settings or DatasetSettings())
+            task: Task = "regression" if data.has_real_targets else "classification"
+            parts = read_parts(kind, place, settings or DatasetSettings(), task)
         if isinstance(data.inputs.classes[0], str):  # a table may lack the classes that are words
             parts = {
                 name: part._replace(classes=(*map(str, part.classes),))
@@ -62,7 +65,7 @@ def load_own(
             f"data-path: expected 1 ... {max_examples} examples, got {len(train.y)} in {place}; "
             "max-examples says how many a client may have"
         )
-    convert = partial(data.convert_examples, check_ranges=check_ranges)
+    convert = partial(data.convert_examples, check_ranges=check_ranges, dtype=dtype)
     with naming(f"data-path: {place}", ValueError):
         own, test = (
             convert(part.x, part.y, columns=part.columns, classes=part.classes)

@@ -36,6 +36,7 @@ MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are like
 MOST_WORDS = 0.5  # the same of words
 FOR_AMOUNTS = "if they are amounts, set task = regression, or give bins"
 DATE = r"(\d{4}[-./]\d{1,2}[-./]\d{1,2}|\d{1,2}[-./]\d{1,2}[-./]\d{2,4})([T ].*)?"
+Task = Literal["auto", "classification", "regression"]
 logger = getLogger("flwr")
 
 
@@ -79,7 +80,7 @@ class OwnData:
     client_column: str = ""
     image_column: str = ""
     split: Any = None
-    task: Literal["auto", "classification", "regression"] = "auto"
+    task: Task = "auto"
     test_share: float = 0.2
     test_seed: int = 0
 
@@ -472,7 +473,9 @@ def read_own(settings: DatasetSettings) -> Data | None:
     return OwnData.of(data, settings).read(standardise=settings.standardise)
 
 
-def read_parts(kind: str, place: Path, settings: DatasetSettings) -> dict[str, Part]:
+def read_parts(
+    kind: str, place: Path, settings: DatasetSettings, task: Task = "auto"
+) -> dict[str, Part]:
     """Read a client's table, or a folder's train and test, as a run's own tables are read.
 
     A column of owners is left out: all rows are the client's.
@@ -480,7 +483,7 @@ def read_parts(kind: str, place: Path, settings: DatasetSettings) -> dict[str, P
     frames = read_files(kind, place, settings)
     if hasattr(frames, "columns"):
         frames = {"train": frames}
-    own = OwnData(None, target=settings.target)
+    own = OwnData(None, target=settings.target, task=task)
     drop = {settings.client_column} - {settings.target}
     return {
         split: own._table(frame.drop(columns=[*drop], errors="ignore"), f"{split} set")

@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 
 from fedntk.clients import MaskedWeights, PrivacyLimits, cache_dir, client_app
 from fedntk.clients.core.numpy_client import NumPyClient
+from fedntk.ntk.predictors.network import dtype_of
 
 from ..config.data import TABLE, DatasetSettings
 from ..config.settings import ConfigError, key_of
@@ -93,9 +94,8 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
             own = {name: node.get(key_of(name), getattr(setup.config, name)) for name in TABLE}
             how = DatasetSettings(**own)
         try:
-            examples = load_own(
-                str(path), setup.data, setup.max_examples, check_ranges=checked, settings=how
-            )
+            options: Any = {"check_ranges": checked, "dtype": dtype_of(setup.network)}
+            examples = load_own(str(path), setup.data, setup.max_examples, settings=how, **options)
         except ValueError as error:  # which tells facts of the examples, such as a cell
             logger.error("%s", error)
             raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from fedntk.ntk.features.frozen import FrozenPart
 from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import Declared, Option, check_together, parts_of
 from fedntk.ntk.payloads.ensemble_arrays import EnsembleArrays
+from fedntk.ntk.predictors.network import dtype_of
 from fedntk.ntk.support.arrays import Arrays
 from fedntk.strategies import Strategy
 from fedntk.strategies.core.averaging import named_arrays
@@ -89,26 +91,38 @@ class Setup:
         data = self.data.inputs if self.config.mechanism else self.data
         return f"data {self.config.dataset}: {data.describe()}"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of examples: the network's."""
+        return dtype_of(self.network)
+
     def evaluation_set(self) -> tuple[Tensor, Tensor]:
         """Return the examples that the server evaluates on, standardised, with their labels."""
         config, split = self.config, self.split
         if config.evaluate_on == "test":
-            return self.data.test(slice(config.test_examples or None))
+            return self.data.test(slice(config.test_examples or None), self.dtype)
         if len(split.validation):
-            return self.data.train(split.validation)
+            return self.data.train(split.validation, self.dtype)
         if config.validation_clients:
-            return self.data.train(np.concatenate(split.clients[-config.validation_clients :]))
+            return self.data.train(
+                np.concatenate(split.clients[-config.validation_clients :]), self.dtype
+            )
         tests = [split.train_and_test(i, config)[1] for i in range(len(split.clients))]
-        return self.data.train(np.concatenate(tests))
+        return self.data.train(np.concatenate(tests), self.dtype)
 
     def examples(self, partition: int) -> LocalData:
         """Return a partition's examples for training and for its own evaluation, standardised."""
 
         def make() -> LocalData:
-            data, (train, test_rows) = self.data, self.split.train_and_test(partition, self.config)
+            data, dtype, (train, test_rows) = (
+                self.data,
+                self.dtype,
+                self.split.train_and_test(partition, self.config),
+            )
             private = self._on_private_test
-            test = data.test(self.split.tests[partition]) if private else data.train(test_rows)
-            return LocalData(data.train(train), test)
+            rows = self.split.tests[partition] if private else test_rows
+            test = data.test(rows, dtype) if private else data.train(rows, dtype)
+            return LocalData(data.train(train, dtype), test)
 
         return self.kept.of(partition, make)
 

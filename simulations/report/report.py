@@ -112,6 +112,10 @@ def write_report(
     for section in _sections(runs, targets):
         if section.frame is not None:
             paragraphs += [f"## {section.title}", section.text, markdown(section.frame)]
+    for name, (run, *_) in _group(runs).items():  # tables of what methods found, as of their seeds
+        for path in sorted((run.folder / "details").glob("*.csv")):
+            title = f"## {path.stem.capitalize()} of {as_markdown(name)}, seed {run.config.seed}"
+            paragraphs += [title, markdown(pd.read_csv(path).map(_short))]
     paragraphs += [
         "\n".join(f"![{name}]({name}.png)" for name in pictures),
         f"Tables to sort, curves to explore, and all settings: [{html.name}]({html.name})\n",
@@ -264,6 +268,10 @@ def _join_ends(table: pd.DataFrame, *names: str) -> pd.DataFrame:
         place = number + 1 + ("against" in table)
         texts.insert(place, name, [statistics.Estimate(*row[:3]).text() for row in ends])
     return texts
+
+
+def _short(cell: Any) -> Any:
+    return f"{cell:.6g}" if isinstance(cell, float) else cell
 
 
 def _write_per_cent(table: pd.DataFrame, columns: list[str]) -> None:

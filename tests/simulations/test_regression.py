@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pandas as pd
 import pytest
+import statsmodels.api as sm
 import torch
 from sklearn.linear_model import LinearRegression
 from sklearn.metrics import mean_absolute_error, r2_score
@@ -20,10 +21,12 @@ from fedntk.simulations import (
     load_results,
     run,
     unlearn,
+    write_report,
 )
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.methods import own_methods
+from fedntk.simulations.methods.glm import METHOD as GLM_METHOD
 from fedntk.simulations.report.report import final_table
 
 from ..conftest import refused
@@ -231,6 +234,54 @@ def test_each_method_takes_real_targets_or_refuses_them(tmp_path):
     refused("has classes", run, method_on_digits := Config(method="fedavg", task="regression"),
             out=tmp_path, progress=False, error=ConfigError)  # fmt: skip
     assert method_on_digits.dataset == "digits"
+
+
+def table_of(y, folder, **options):
+    data = OwnData(FRAME[COLUMNS].assign(y=y, site=FRAME.site), target="y", client_column="site")
+    config = Config(method=GLM_METHOD, model="linear", num_clients=6, rounds=9, **options)
+    done = run(config, data=data, out=folder, progress=False)
+    rows = load_data(done.config).x_train
+    targets = load_data(done.config).y_train
+    return done, pd.read_csv(done.folder / "details" / "coefficients.csv"), rows, targets
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_runs_table_of_coefficients_is_that_of_statsmodels(masked, tmp_path):
+    """In the columns' own units, of a run of the app: to 1e-8 also under secure aggregation."""
+    secure = {"secure": True, "clients_per_evaluation": 0} if masked else {}
+    done, table, x, y = table_of(1e3 * FRAME["size"] + 7, tmp_path, **secure)
+    pooled = sm.OLS(y[:, 0], np.column_stack([x, np.ones(len(x))])).fit()
+    assert table.name.tolist() == [*COLUMNS, "(constant)"]
+    assert set(table.target) == {"y"}
+    low, high = pooled.conf_int().T
+    for column, expected in (
+        ("coefficient", pooled.params),
+        ("standard_error", pooled.bse),
+        ("statistic", pooled.tvalues),
+        ("low", low),
+        ("high", high),
+    ):
+        np.testing.assert_allclose(table[column], expected, rtol=1e-8, err_msg=column)
+    np.testing.assert_allclose(table.p, pooled.pvalues, rtol=1e-6, atol=1e-300)
+    predictor, test = load_predictor(done), load_data(done.config).x_test
+    expected = np.column_stack([test, np.ones(len(test))]) @ pooled.params
+    np.testing.assert_allclose(predictor.predict(test)[:, 0], expected, rtol=1e-8)
+    if not masked:
+        assert "Coefficients of glm" in write_report(done.folder).read_text()
+
+
+def test_a_runs_table_of_a_logistic_regression_is_the_pooled_one(tmp_path):
+    words = np.where(X[:, 0] + RNG.logistic(size=N) > 0, "yes", "no")
+    _, table, x, y = table_of(words, tmp_path)
+    pooled = sm.Logit(y, np.column_stack([x, np.ones(N)[: len(x)]])).fit(disp=0, tol=1e-14)
+    assert set(table.target) == {"yes"}
+    np.testing.assert_allclose(table.coefficient, pooled.params, rtol=1e-6)
+    np.testing.assert_allclose(table.standard_error, pooled.bse, rtol=1e-6)
+    np.testing.assert_allclose(table.p, pooled.pvalues, rtol=1e-5)
+
+
+def test_a_regression_on_random_features_is_refused():
+    refused("set model = linear", Config, method=GLM_METHOD, error=ConfigError)
 
 
 def test_inputs_without_targets_have_the_digest_and_file_that_they_had(tmp_path):

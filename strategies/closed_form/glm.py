@@ -1,0 +1,202 @@
+"""Linear and logistic regression with standard errors, from sums over the clients' examples.
+
+Source: McCullagh and Nelder, *Generalized Linear Models*, 2nd ed. 1989: see
+:mod:`fedntk.ntk.convex.glm`. Each exchange is a step of Newton on all clients' examples, so the
+model is that of the pooled rows, however they are split. Least squares take one exchange.
+"""
+
+import secrets
+from collections.abc import Sequence
+from logging import getLogger
+from typing import Any, Literal
+
+import numpy as np
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+
+from fedntk.ntk.convex.glm import GLMFit, newton_step
+from fedntk.ntk.options import argument, option, part, state
+from fedntk.ntk.payloads.feature_statistics import SumStep
+from fedntk.ntk.payloads.masked_average import average_digest
+from fedntk.ntk.payloads.newton_sums import Family, NewtonFormat, NewtonSums, NewtonTask
+
+from ..core.averaging import named_arrays
+from ..core.channel import Rounds
+from ..core.replies import Reply, result_of
+from ..core.round import Round
+from ..core.secure import SecureAggregation, SumPlan, WordFormat
+from ..core.uploads import Update, Uploads
+from .closed_form import ClosedFormStrategy, Layer
+
+logger = getLogger("flwr")
+FLAT = 1e-6  # RSS over the total sum of squares below which RSS is measured once more
+
+
+class GLM(ClosedFormStrategy):
+    """Fit a linear regression of real targets, or a logistic regression of classes.
+
+    Clients are :class:`~fedntk.clients.GLMClient`. The columns are what the last layer is given:
+    the inputs themselves, if the network is a linear layer. It begins at 0, and its bias is the
+    constant. Give a network in float64. A step that raises the deviance is halved. Collinear
+    columns are logged; what has no estimate, such as separated classes, is as well, and the model
+    stays as it was.
+
+    Attributes
+    ----------
+    fit : GLMFit or None
+        Coefficients in the units of the columns, and their covariance; None before the first step.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> strategy = GLM(network=nn.Linear(4, 2).double())
+    >>> strategy.family, strategy.shape
+    ('multinomial', (2, 4))
+    """
+
+    client = "GLMClient"
+    replies = "sums of a step of Newton"
+    takes_real_targets = True
+
+    real_targets: bool = argument(
+        "whether clients have real targets, for a linear regression; else classes", default=False
+    )
+    columns: Sequence[str] = argument("names of the p columns, for errors", default=())
+    tolerance: float = option(
+        "decrement of the deviance by a step of Newton, over the number of examples, below which "
+        "a logistic regression is solved",
+        default=1e-16,
+        above=0,
+    )
+    secure: SecureAggregation | None = part(
+        "clients mask their sums, rounded to 2^-30; columns must be standardised", default=None
+    )
+    run_key: str = state(lambda: secrets.token_hex(8))
+    before: NDArray[np.float64] = state(lambda: np.zeros((0, 0)))  # the step before's coefficients
+    deviance: float = state(float)  # at these
+    fit: GLMFit | None = state(lambda: None, saved=False)
+
+    @property
+    def family(self) -> Family:
+        """Distribution of the targets."""
+        return "gaussian" if self.real_targets else "multinomial"
+
+    def prepare_method(self) -> None:
+        """Refuse a single class, and names of other columns."""
+        width = self.shape[1]
+        self.columns = self.columns or [f"column {i}" for i in range(width)]
+        if len(self.columns) != width:
+            raise ValueError(f"columns: expected {width} names, got {len(self.columns)}")
+        if not self.real_targets and self.shape[0] < 2:
+            raise ValueError(
+                "network: expected an output for each class of a logistic regression, got 1; for "
+                "real targets set real_targets = True"
+            )
+
+    def first_arrays(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Begin with coefficients of 0, unless a run goes on."""
+        number, width = self.shape
+        if len(self.before) or self.solved:
+            return arrays
+        return self.with_layer(arrays, (np.zeros((number, width)), np.zeros(number)))
+
+    def last_layer(self, sums: Sequence[Any]) -> Layer:
+        """Return the layer after a step from the newest arrays."""
+        return self._layer_of(self._fit(self.global_arrays, NewtonSums.join(sums)).coefficients)
+
+    # ------------------------------------------------------------------------ rounds
+
+    def train_round(self, r: Round) -> Rounds[Update]:
+        """Ask all clients for their sums at the coefficients, and take a step of Newton."""
+        if self.solved:
+            return Update(None)
+        uploads: Uploads[Any]
+        if self.secure is not None:
+            total, uploads, _ = yield from self.secure.sum(
+                r, self._plan(r), self.enough, r.everyone()
+            )
+        else:
+            uploads = yield from self.ask_sums(r)
+            total = NewtonSums.join(uploads.values) if self.enough(uploads) else None
+        if total is None:
+            return Update(uploads)
+        sums = total
+        arrays = result_of(lambda: self._stepped(r, sums), "step of Newton")
+        metrics = {} if self.fit is None else {"decrement": self.fit.decrement}
+        return Update(uploads, arrays, metrics)
+
+    def _stepped(self, r: Round, sums: NewtonSums) -> ArrayRecord:
+        coefficients = self._coefficients_of(r.arrays)
+        deviance = float(sums.deviance.sum())
+        if len(self.before) and deviance > self.deviance * (1 + 1e-9):
+            halved = (coefficients + self.before) / 2
+            return self.with_layer(r.arrays, self._layer_of(halved))
+        fit, is_second = self._fit(r.arrays, sums), len(self.before) > 0
+        arrays = self.with_layer(r.arrays, self._layer_of(fit.coefficients))
+        self.before, self.deviance = coefficients, deviance
+        if fit.collinear and (self.fit is None or not self.fit.collinear):
+            named = ", ".join(fit.collinear)
+            logger.warning("collinear columns, without standard errors: %s; leave one out", named)
+        self.fit = fit
+        if self.family == "gaussian":
+            is_exact = (fit.deviance > FLAT * fit.null_deviance).all()
+            self.solved = bool(is_exact) or is_second
+        else:
+            self.solved = fit.decrement <= self.tolerance * fit.num_examples
+        return arrays
+
+    def _fit(self, arrays: ArrayRecord, sums: NewtonSums) -> GLMFit:
+        coefficients, constant = self._coefficients_of(arrays), bool(self.bias)
+        names = (*self.columns, *["the constant"] * constant)
+        return newton_step(sums, coefficients, self.family, constant=constant, names=names)
+
+    def _coefficients_of(self, arrays: ArrayRecord) -> NDArray[np.float64]:
+        """Return the coefficients (q, C) of a model's arrays, as its clients read them."""
+        named = named_arrays(arrays)
+        coefficients = named[self.weight].T.astype(np.float64)
+        if self.bias:
+            coefficients = np.concatenate([coefficients, named[self.bias][None].astype(np.float64)])
+        if self.family == "multinomial":
+            return coefficients[:, 1:] - coefficients[:, :1]
+        return coefficients
+
+    def _layer_of(self, coefficients: NDArray[np.float64]) -> Layer:
+        """Return the layer of coefficients; the first class has the score 0."""
+        if self.family == "multinomial":
+            coefficients = np.concatenate([np.zeros_like(coefficients[:, :1]), coefficients], 1)
+        width = self.shape[1]
+        bias = coefficients[width] if self.bias else np.zeros(self.shape[0])
+        return coefficients[:width].T, bias
+
+    # ------------------------------------------------------------------------ asking
+
+    @property
+    def format(self) -> NewtonFormat:
+        """What sums have to be."""
+        number, width = self.shape
+        number -= not self.real_targets  # the first class has the score 0
+        return NewtonFormat(width + bool(self.bias), number, self.family)
+
+    def task(self, step: Literal["newton", SumStep] = "newton") -> dict[str, Any]:
+        """Return what messages tell."""
+        task = NewtonTask(step=step, family=self.family, run_key=self.run_key)
+        return {**self.feature_map.to_config(), **task.to_config()}
+
+    def parse(self, reply: Reply) -> NewtonSums:
+        """Check a client's sums."""
+        return NewtonSums.from_arrays(reply.arrays(), self.format, reply.num_examples)
+
+    def _plan(self, r: Round) -> SumPlan[NewtonSums]:
+        model = named_arrays(r.arrays)
+
+        def words_of(_: int) -> WordFormat:
+            about = average_digest(model, self.run_key, r.number)
+            return WordFormat(self.format.num_words, np.dtype(np.uint64), about)
+
+        def read(words: NDArray[Any], num_examples: int) -> NewtonSums:
+            return NewtonSums.from_words(words, self.format, num_examples)
+
+        return SumPlan(self.task, words_of, read)
+
+    def require_memory(self) -> None:
+        """Refuse nothing: the sums of a table are small."""
