@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..support.arrays import require_unmasked
-from .targets import TargetTransform
+from .targets import FAR, WIDE, TargetTransform
 
 PLAIN_MODES = {  # of modes whose numbers are no shades of light
     **dict.fromkeys(("P", "CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB"),
@@ -23,8 +23,6 @@ PLAIN_MODES = {  # of modes whose numbers are no shades of light
 
 Kind = Literal["0 or 1", "whole", "real"]
 
-FAR = 5.0  # pooled standard deviations between a node's mean and the pooled one
-WIDE = 10.0  # a node's standard deviation over the pooled one
 # a node's mean this far off, with a spread below 1 / WIDE of the pooled one, is another unit
 SHIFTED = 2.0
 NARROW_PICTURES = 20.0  # pooled standard deviation of pictures over a node's

@@ -91,6 +91,20 @@ class Predictor(nn.Module, ABC):
         """Return examples as the network takes them."""
         return x if self.inputs is None else self.inputs(x)
 
+    def predict_proba(self, x: Any) -> Tensor:
+        """Return the probabilities of the classes (n, C), float64; ValueError for MSE."""
+        if self.loss != "cross-entropy":
+            raise ValueError(f"expected a model with cross-entropy, got {self.loss}")
+        return self.predict(x).double().softmax(1)
+
+    def predict_classes(self, x: Any) -> list[Any]:
+        """Return the name of each example's class, or its number if classes have no names."""
+        if self.targets is not None:
+            raise ValueError("expected classes, got real targets; call predict")
+        numbers = self.predict(x).argmax(1).tolist()
+        names = () if self.inputs is None else self.inputs.classes
+        return [names[i] for i in numbers] if names else numbers
+
     def in_units(self, outputs: Tensor) -> Tensor:
         """Return a model's outputs (n, C); predictions of real targets in the targets' units."""
         return outputs if self.targets is None else self.targets.restore(outputs)

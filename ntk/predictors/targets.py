@@ -9,6 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+FAR = 5.0  # pooled standard deviations between a node's mean and the pooled one
+WIDE = 10.0  # a node's standard deviation over the pooled one
+
 
 @dataclass(frozen=True, eq=False)
 class TargetTransform:
@@ -52,6 +55,21 @@ class TargetTransform:
         if not np.isfinite(array).all():
             raise ValueError(f"{expected}, got NaN or infinity")
         return torch.from_numpy((array - self.mean) / self.std).to(dtype)
+
+    def require_alike(self, y: Any) -> None:
+        """Refuse targets (n, C) of another unit: their mean or spread is far from the pooled one.
+
+        By Chebyshev's inequality at most 1 of 25 pooled values is as far off as a mean may be.
+        """
+        scaled = self(y, torch.float64).numpy()
+        shift, spread = np.abs(scaled.mean(0)), scaled.std(0)
+        if (shift > FAR).any() or (spread > WIDE).any():
+            raise ValueError(
+                "expected targets in the unit of training, of means "
+                f"{self.mean.tolist()} and standard deviations {self.std.tolist()}; got means and "
+                f"deviations, in these, of {shift.tolist()} and {spread.tolist()}; correct them, "
+                "or, if they are right, leave this check out: check-ranges=false"
+            )
 
     def restore(self, outputs: Tensor) -> Tensor:
         """Return a model's outputs (n, C) in the targets' units, float64 on the same device."""

@@ -107,7 +107,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     )
     metrics: str = setting(
         "",
-        "further metrics of what was learned, on the server's examples: f1-macro, "
+        "further metrics of what was learned, on the server's examples: f1-macro, auc, "
         "balanced-accuracy, <file>.py:<function>, <module>:<function>, with commas between them",
     )
     monitor: str = setting(

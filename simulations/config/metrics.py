@@ -3,7 +3,7 @@
 A metric is a function of scores (float32, shape (n, C)) and labels (int64, shape (n,)), or of
 predictions and real targets (float64, shape (n, C), in the targets' units), that returns
 a number, or an object of torchmetrics, which is called in the same way and reset before. The
-setting ``metrics`` names them: ``f1-macro``, ``mymetrics.py:f`` or ``my_module:f``, and
+setting ``metrics`` names them: ``f1-macro``, ``auc``, ``mymetrics.py:f`` or ``my_module:f``, and
 ``name=mymetrics.py:f`` to record it under another name.
 """
 
@@ -36,6 +36,27 @@ def balanced_accuracy(scores: Tensor, labels: Tensor) -> float:
     return float((hits / true)[true > 0].mean())
 
 
+def auc(scores: Tensor, labels: Tensor) -> float:
+    """Mean over the classes of the area under the ROC curve of each against all others.
+
+    Of the classes that some examples have, and some have not, by their probabilities.
+    """
+    from sklearn.metrics import roc_auc_score  # slow to import
+
+    p, classes = scores.double().softmax(1).numpy(), labels.numpy()
+    areas = [
+        roc_auc_score(classes == label, p[:, label])
+        for label in sorted(set(classes.tolist()))
+        if (classes != label).any()
+    ]
+    return float(sum(areas) / len(areas))
+
+
+def is_lower_better(metric: str) -> bool:
+    """Whether a smaller value of a metric is a better one, by its name."""
+    return "loss" in metric or "mae" in metric
+
+
 def _counts(scores: Tensor, labels: Tensor) -> list[Tensor]:
     """Return the hits, labels and predictions of each class, float64."""
     predicted = scores.argmax(1)
@@ -43,7 +64,11 @@ def _counts(scores: Tensor, labels: Tensor) -> list[Tensor]:
     return [torch.bincount(named, minlength=scores.shape[1]).double() for named in classes]
 
 
-BUILT_IN: dict[str, Metric] = {"f1-macro": f1_macro, "balanced-accuracy": balanced_accuracy}
+BUILT_IN: dict[str, Metric] = {
+    "f1-macro": f1_macro,
+    "balanced-accuracy": balanced_accuracy,
+    "auc": auc,
+}
 # what the server records anyway, and what strategies and ensembles report
 MEASURED = ("round", "accuracy", "loss", "mae", "r2", "model-updated")
 MEASURED_PREFIXES = ("client-", "bytes-", "evaluation-bytes-", "seconds", "peak-memory")

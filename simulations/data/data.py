@@ -242,6 +242,8 @@ class Data:
         self._require_kind(x, labels.numpy())
         if check_ranges:
             self.inputs.require_alike(x, self.num_train)
+            if targets is not None and len(y):
+                targets.require_alike(y)
         if self._is_divided:
             return self._features_of(x).rows().to(dtype), labels
         return self.inputs(x, check_ranges=False, dtype=dtype), labels

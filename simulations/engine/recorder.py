@@ -20,7 +20,7 @@ from fedntk.strategies.core.rounds import fault_of
 
 from ..checkpoints import Best, Checkpoint, Checkpoints, OnRound, Record, Round
 from ..config.config import BaseConfig
-from ..config.metrics import MEASURED, MEASURED_PREFIXES, metrics_of
+from ..config.metrics import MEASURED, MEASURED_PREFIXES, is_lower_better, metrics_of
 from .engines import MeteredGrid, peak_memory, reset_peak_memory
 
 logger = getLogger("flwr")
@@ -189,8 +189,8 @@ class Recorder:
         record["peak-memory"] = peak_memory()
 
         config, best = self.config, self.checkpoint.best
-        falls = "loss" in config.monitor or "mae" in config.monitor
-        value, sign = record.get(config.monitor, math.nan), -1 if falls else 1
+        sign = -1 if is_lower_better(config.monitor) else 1
+        value = record.get(config.monitor, math.nan)
         if not math.isnan(value) and (best is None or sign * value > sign * best.value):
             best = Best(server_round, float(value), strategy.learned, weights)
         self._arrays = arrays

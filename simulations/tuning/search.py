@@ -24,6 +24,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from fedntk.ntk.support.files import claimed
 
+from ..config.metrics import is_lower_better
 from ..config.settings import ConfigError, Value
 from ..configuration import Config
 from ..data.data import Data, passed_data
@@ -65,7 +66,7 @@ def open_study(folder: Path, metric: str, prune: Pruner, rounds: int) -> Iterato
             storage=storage,
             pruner=pruners[prune],
             study_name="search",
-            direction="minimize" if "loss" in metric else "maximize",
+            direction="minimize" if is_lower_better(metric) else "maximize",
             load_if_exists=True,
         )
         for trial in study.get_trials(states=(TrialState.RUNNING,)):
@@ -202,7 +203,7 @@ class Search:
             row = {"trial": trial.number, "state": STATES.get(trial.state, "failed")}
             row |= {"mean": means.mean(), "std": means.std(), **self.values(trial), **result}
             rows.append(row)
-        order, sign = [*STATES.values(), "failed"], 1 if "loss" in self.metric else -1
+        order, sign = [*STATES.values(), "failed"], 1 if is_lower_better(self.metric) else -1
         rows.sort(key=lambda r: (order.index(r["state"]), np.isnan(r["mean"]), sign * r["mean"]))
         return pd.DataFrame(rows)
 

@@ -101,7 +101,8 @@ def tune(
     seeds : iterable of int, or str with commas
         Every combination is run with each of them.
     metric, last : str, int
-        What the setting monitor may name, such as ``"accuracy"``, or of the setting metrics. A
+        What the setting monitor may name, such as ``"accuracy"``, which with real targets is
+        ``"r2"``, or of the setting metrics. A
         run's value is its mean over so many rounds at the end.
     prune : {"none", "median", "halving"}
         When to end trials early: if worse than the median of earlier trials at the same round, or
@@ -135,6 +136,8 @@ def tune(
     if not progress:
         silence_bars()
     base = read_config(config, overrides, data=data, model=model)
+    if base.task == "regression" and metric == "accuracy":  # which is the default
+        metric = "r2"
     base = base.replace(evaluate_on="validation", out="")
     forget_loaded(base.dataset)
     if bool(grid) == bool(random):
@@ -245,8 +248,8 @@ def _check_metric(base: Config, metric: str) -> None:
     base.replace(monitor=metric, patience=0)  # refuses one that is unknown or is not measured
     if metric.startswith("client-") and not (base.validation_clients or base.private_test):
         raise ConfigError(f"metric = {metric} needs validation-clients, or private-test = true")
-    headline = base.chosen_method.headline
-    if metric in ("accuracy", "loss") and headline != "accuracy":
+    headline = base.headline
+    if metric in ("accuracy", "r2", "loss") and headline.startswith("client-"):
         judged = f"{base.chosen_method.name} is judged by metric = {headline}"
         logger.warning("metric = %s is of the server's model; %s", metric, judged)
 

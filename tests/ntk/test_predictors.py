@@ -12,6 +12,7 @@ from fedntk import ntk
 from fedntk.clients import ModelClient, get_weights
 from fedntk.ntk.convex.local_steps import convex_loss
 from fedntk.ntk.payloads.prototypes import Prototypes
+from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.predictors.network import Predictor, arrays_of
 
 from ..conftest import refused
@@ -286,3 +287,17 @@ def test_ensembles_of_least_squares_average_outputs_and_mixed_ones_probabilities
         refused("expected models with cross-entropy, got mse", call, FEW)
     expected = torch.stack([m.predict(FEW).softmax(1) for m in mixed().models]).mean(0).log()
     torch.testing.assert_close(mixed().predict(FEW), expected, rtol=0, atol=8 * EPS * 4)
+
+
+def test_answers_have_probabilities_and_names():
+    """Of one network and of an ensemble, whose probabilities are the means."""
+    network, x = nn.Linear(4, 3), torch.randn(5, 4)
+    one, other = (ntk.NetworkPredictor(layer) for layer in (network, nn.Linear(4, 3)))
+    p = one.predict_proba(x)
+    torch.testing.assert_close(p, network(x).double().softmax(1).detach())
+    both = ntk.EnsemblePredictor([one, other]).predict_proba(x)
+    torch.testing.assert_close(both, (p + other.predict_proba(x)) / 2, atol=1e-6, rtol=0)
+    assert one.predict_classes(x) == p.argmax(1).tolist()
+    one.inputs = InputTransform((4,), np.zeros(1), np.ones(1), classes=("a", "b", "c"))
+    assert one.predict_classes(x) == ["abc"[i] for i in p.argmax(1)]
+    refused("cross-entropy", ntk.NetworkPredictor(network, loss="mse").predict_proba, x)

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score, recall_score
+from sklearn.metrics import f1_score, recall_score, roc_auc_score
 from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor
@@ -51,7 +51,15 @@ def test_built_in_metrics_are_those_of_scikit_learn(seed):
     predicted, tensors = scores.argmax(1), (torch.from_numpy(scores), torch.from_numpy(labels))
     f1 = f1_score(labels, predicted, average="macro")
     balanced = recall_score(labels, predicted, labels=np.unique(labels), average="macro")
-    assert [f(*tensors) for f in BUILT_IN.values()] == pytest.approx([f1, balanced])
+    p = np.exp(scores.astype(float)) / np.exp(scores.astype(float)).sum(1, keepdims=True)
+    areas = [roc_auc_score(labels == c, p[:, c]) for c in np.unique(labels)]
+    expected = [f1, balanced, np.mean(areas)]
+    assert [f(*tensors) for f in BUILT_IN.values()] == pytest.approx(expected)
+
+
+def test_an_area_under_the_curve_of_one_class_is_none():
+    with pytest.raises(ZeroDivisionError):  # which a run logs, and records no value
+        BUILT_IN["auc"](torch.zeros(3, 2), torch.ones(3, dtype=torch.int64))
 
 
 def test_metrics_are_in_all_results_and_choose_the_best_model(tmp_path, caplog):

@@ -20,6 +20,7 @@ from fedntk.simulations import (
     load_predictor,
     load_results,
     run,
+    tune,
     unlearn,
     write_report,
 )
@@ -200,6 +201,9 @@ def test_a_nodes_own_targets_are_standardised_by_the_runs_moments():
     _, targets = data.convert_examples(x, y, columns=COLUMNS, classes=("price", "size"))
     assert torch.equal(targets, data.inputs.targets(y))
     wrong = functools.partial(data.convert_examples, x, y, columns=COLUMNS)
+    in_cents = functools.partial(data.convert_examples, x, 100 * y, columns=COLUMNS)
+    refused("in the unit of training", in_cents)
+    in_cents(check_ranges=False)
     refused("expected the targets price, size", wrong, classes=("size", "price"), error=ConfigError)
 
 
@@ -278,6 +282,15 @@ def test_a_runs_table_of_a_logistic_regression_is_the_pooled_one(tmp_path):
     np.testing.assert_allclose(table.coefficient, pooled.params, rtol=1e-6)
     np.testing.assert_allclose(table.standard_error, pooled.bse, rtol=1e-6)
     np.testing.assert_allclose(table.p, pooled.pvalues, rtol=1e-5)
+
+
+def test_a_search_takes_the_best_r2_of_real_targets(tmp_path):
+    data = OwnData(FRAME.drop(columns="size"), target="price", client_column="site")
+    config = Config(method="afl", num_clients=6, rounds=1, validation_examples=40)
+    grid = {"afl.ridge": [1e4, 0.0]}
+    tuned = tune(config, grid=grid, data=data, out=tmp_path, progress=False)
+    assert tuned.best.settings.ridge == 0.0
+    assert tuned.trials["mean"][0] > 0.9
 
 
 def test_a_regression_on_random_features_is_refused():
