@@ -10,9 +10,9 @@ a few. The covariance of the estimates is phi (X^T V X)^-1, with phi = RSS / (n 
 squares, and 1 of the logistic regression, which may have more than two classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from ..payloads.newton_sums import Family, NewtonSums
 COLLINEAR = 1e-11  # least eigenvalue, beside the largest, of columns of length 1
 SHARE = 1e-4  # of a column in a direction without length, above which it is linked
 SEPARATED = 1e-6  # deviance of an example
+FLAT = 1e-14  # variance over the mean square, below which sums tell none
+OTHERS = "use one exchange or FedAvg, which have no standard errors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +35,10 @@ class GLMFit:
     coefficients : ndarray, shape (q, C)
         Estimates; the last column is the constant if there is one.
     inverse : ndarray, shape (q, q), or (C q, C q) by classes
-        (X^T V X)^-1, at the coefficients before the step.
+        (X^T V X)^-1, at the coefficients before the step; a pseudo-inverse if `linked` has any.
+    linked : ndarray of bool, shape (q,), or (C q,) by classes
+        Coefficients of columns that are 0, or linear combinations of each other: of least norm for
+        columns of one length, without standard errors.
     deviance, null_deviance : ndarray, shape (C,), or (1,) of classes
         Of the model, and of one with only a constant, or with no column if there is no constant.
         Of least squares they are RSS and the total sum of squares.
@@ -45,20 +50,42 @@ class GLMFit:
         Largest g^T (X^T V X)^-1 g, by which the step lowers a deviance.
     rank : int
         Number of estimates that are not linear combinations of others.
-    collinear : tuple of str
-        Columns that are 0, or linear combinations of each other: their coefficients are those of
-        least norm for columns of one length, and have no standard errors.
+    condition : float
+        Largest eigenvalue of X^T V X over the least one that is not 0, for columns of length 1.
+    names : tuple of str
+        Names of the q columns.
     """
 
     coefficients: NDArray[np.float64]
     inverse: NDArray[np.float64]
+    linked: NDArray[np.bool_]
     deviance: NDArray[np.float64]
     null_deviance: NDArray[np.float64]
     num_examples: int
     family: Family
     decrement: float
     rank: int
-    collinear: tuple[str, ...] = ()
+    condition: float
+    names: tuple[str, ...]
+
+    @property
+    def collinear(self) -> tuple[str, ...]:
+        """Names of the columns that are linked."""
+        is_linked = self.linked.reshape(-1, len(self.names)).any(0)
+        return tuple(name for name, linked in zip(self.names, is_linked, strict=True) if linked)
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the numbers by name."""
+        others = ("family", "names")
+        return {k: np.asarray(value) for k, value in vars(self).items() if k not in others}
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, NDArray[Any]], family: Family, names: tuple[str, ...]
+    ) -> Self:
+        """Return the fit that :meth:`to_arrays` made the numbers of."""
+        numbers: dict[str, Any] = {k: a if a.ndim else a.item() for k, a in arrays.items()}
+        return cls(**numbers, family=family, names=names)
 
     @property
     def df_resid(self) -> int:
@@ -74,6 +101,7 @@ class GLMFit:
     def standard_errors(self) -> NDArray[np.float64]:
         """Standard errors of the coefficients, shape (q, C)."""
         errors = np.sqrt(np.outer(self.inverse.diagonal(), self.scale))
+        errors[self.linked] = np.nan
         return np.asarray(_as_coefficients(errors, self.coefficients.shape))
 
     @property
@@ -102,6 +130,7 @@ class GLMFit:
             self,
             coefficients=coefficients,
             inverse=each @ self.inverse @ each.T,
+            linked=(each != 0) @ self.linked,
             deviance=self.deviance * squared,
             null_deviance=self.null_deviance * squared,
         )
@@ -114,63 +143,89 @@ def newton_step(
     *,
     constant: bool = True,
     names: Sequence[str] = (),
+    length: NDArray[np.float64] | None = None,
 ) -> GLMFit:
     """Take a step of Newton from coefficients (q, C), by the sums over all examples at them.
 
-    ValueError if there is no estimate: too few examples, targets of one class or without variance,
-    or classes that the columns separate. `names` are of the columns.
+    ValueError if there is no estimate: too few examples, targets without variance, a class without
+    examples, or classes that the columns separate. `names` are of the columns; `length`, by default
+    the root of X^T V X's diagonal, is what they are divided by to compare them.
+
+    A direction v of columns of length 1 is taken for 0 if its eigenvalue is below what rounding of
+    the sums by r may make of one: |v^T E v| <= r (sum_i |v_i| / length_i)^2.
     """
     n, width, size = sums.num_examples, len(coefficients), len(sums.hessian)
-    named = np.array([*names] or [f"column {i}" for i in range(width)])
+    named = tuple(names) or tuple(f"column {i}" for i in range(width))
     if n <= size:
         raise ValueError(f"expected more examples than the {size} estimates, got {n}")
-    null = _null_deviance(sums, family, constant=constant)
+    _require_targets(sums, family, constant=constant)
     if family == "multinomial" and (sums.deviance < SEPARATED * n).any():
         raise ValueError(
             "perfect separation: the columns tell the classes apart without error, so the "
-            "likelihood has no maximum; leave out the column that does, or use a ridge"
+            f"likelihood has no maximum; leave out the column that does, or {OTHERS}"
         )
     diagonal = sums.hessian.diagonal()
-    length = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
-    values, vectors = np.linalg.eigh(sums.hessian / np.outer(length, length))
-    held = values > COLLINEAR * values[-1]
+    is_zero = diagonal <= sums.rounding
+    length = np.sqrt(diagonal) if length is None else length
+    length = np.where(is_zero | (length <= 0), 1.0, length)
+    hessian = np.where(np.logical_or.outer(is_zero, is_zero), 0.0, sums.hessian)
+    values, vectors = np.linalg.eigh(hessian / np.outer(length, length))
+    rounding = sums.rounding * np.square((np.abs(vectors) / length[:, None]).sum(0))
+    held = values > np.maximum(COLLINEAR * values[-1], rounding)
     inverse = (vectors[:, held] / values[held]) @ vectors[:, held].T / np.outer(length, length)
     share = np.abs(vectors[:, ~held]).max(1, initial=0.0)
-    is_linked = (share > SHARE) | (diagonal <= 0)
+    is_linked = (share > SHARE) | is_zero
     gradient = sums.gradient
     if family == "gaussian":
         step = inverse @ gradient
         lowered = (gradient * step).sum(0)
-        deviance = sums.deviance - lowered
+        deviance = np.maximum(sums.deviance - lowered, 0.0)
+        null = sums.squares
+        if constant:  # the sum of squares around the means, without the means' cancellation
+            slopes, ones = (coefficients + step)[:-1], sums.hessian[:-1, -1]
+            around = sums.hessian[:-1, :-1] - np.outer(ones, ones) / n
+            null = deviance + (slopes * (around @ slopes)).sum(0)
     else:
         step = _as_coefficients(inverse @ gradient.T.ravel(), gradient.shape)
         lowered, deviance = np.array([(gradient * step).sum()]), sums.deviance
-    inverse[is_linked] = np.nan  # for the columns that other ones tell
+        counts = _class_counts(sums)
+        shares = counts / n if constant else np.full(len(counts), 1 / len(counts))
+        null = np.array([-2 * float(counts @ np.log(shares))])
     return GLMFit(
         coefficients + step,
         inverse,
-        np.maximum(deviance, 0.0),
+        is_linked,
+        deviance,
         null,
         n,
         family,
         float(lowered.max()),
         int(held.sum()),
-        tuple(named[is_linked.reshape(-1, width).any(0)].tolist()),
+        float(values[-1] / values[held].min(initial=np.inf)),
+        named,
     )
 
 
-def _null_deviance(sums: NewtonSums, family: Family, *, constant: bool) -> NDArray[np.float64]:
-    n, total = sums.num_examples, sums.targets
+def _class_counts(sums: NewtonSums) -> NDArray[np.float64]:
+    return np.append(sums.num_examples - sums.targets.sum(), sums.targets).round()
+
+
+def _require_targets(sums: NewtonSums, family: Family, *, constant: bool) -> None:
+    """Refuse targets that do not vary, and classes without examples."""
+    n = sums.num_examples
     if family == "gaussian":
-        null = sums.squares - (np.square(total) / n if constant else 0.0)
-        if not (null > 1e-12 * sums.squares).all():
+        mean = np.square(sums.targets) / n if constant else 0.0
+        if not (sums.squares - mean > FLAT * sums.squares).all():
             raise ValueError("targets that do not vary have no regression")
-        return np.asarray(null)
-    counts = np.append(n - total.sum(), total).round()
+        return
+    counts = _class_counts(sums)
     if (counts > 0).sum() < 2:
         raise ValueError(f"expected examples of two classes or more, got {counts.max():.0f} of one")
-    shares = np.maximum(counts, 1) / n if constant else np.full(len(counts), 1 / len(counts))
-    return np.array([-2 * float(counts @ np.log(shares))])
+    if empty := np.flatnonzero(counts <= 0).tolist():
+        raise ValueError(
+            f"separation: the classes of numbers {empty} have no examples, so the likelihood has "
+            f"no maximum; leave them out, or {OTHERS}"
+        )
 
 
 def _as_coefficients(numbers: NDArray[np.float64], shape: tuple[int, ...]) -> NDArray[np.float64]:

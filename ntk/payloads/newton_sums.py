@@ -10,14 +10,15 @@ The targets of a multinomial model are indicators of all classes but the first, 
 classes it is the logistic regression.
 
 Masked, each number is rounded to 2^-30: a sum over K clients is off by K 2^-31 at most, beside n
-for standardised features. Numbers of up to 256 an example fit in 64 bits for n < 2^25.
+for standardised features. A client's numbers are up to 256 times its number of examples, or 2^20 if
+that is more; so they fit in 64 bits for n + 4,096 K < 2^25.
 """
 
 import functools
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
@@ -32,7 +33,8 @@ from .feature_statistics import SLACK, SumStep, packed_size
 
 Family = Literal["gaussian", "multinomial"]
 STEP, LIMIT = 2.0**-30, 256.0  # of whole numbers; largest number of an example
-MOST_EXAMPLES = 2**25 - 1
+FEW = 2**12  # examples: of fewer, one far from the mean may be much of a sum
+MOST_EXAMPLES = 2**25 - 1  # with FEW more for each client
 
 
 class NewtonTask(Declared):
@@ -85,6 +87,7 @@ class NewtonSums:
     targets: NDArray[np.float64]  # sum of y, (C,)
     squares: NDArray[np.float64]  # sum of y^2, (C,)
     num_examples: int
+    rounding: float = 0.0  # largest error of a number by which clients rounded
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, coefficients: Tensor, family: Family) -> Self:
@@ -151,21 +154,29 @@ class NewtonSums:
     def to_words(self) -> NDArray[np.uint64]:
         """Return the sums as whole numbers of 2^-30; ValueError if they are too large."""
         numbers = np.concatenate([array.ravel() for array in self.to_arrays().values()])
-        if not np.abs(numbers).max() <= self.num_examples * LIMIT:
+        most = max(self.num_examples, FEW) * LIMIT
+        if not np.abs(numbers).max() <= most:
             raise ValueError(
-                "features: masked sums take numbers of up to 16 standard deviations in root mean "
-                "square; standardise features and targets"
+                f"features: masked sums of {self.num_examples} examples take numbers of up to "
+                f"{most:g}; standardise features and targets, and look for values far from the mean"
             )
         return np.rint(numbers / STEP).astype(np.int64).view(np.uint64)
 
     @classmethod
-    def from_words(cls, words: NDArray[Any], expected: NewtonFormat, num_examples: int) -> Self:
-        """Check the sum over clients of what :meth:`to_words` made."""
-        if num_examples > MOST_EXAMPLES:
-            raise BadReply("range", f"expected up to {MOST_EXAMPLES} examples, got {num_examples}")
+    def from_words(
+        cls, words: NDArray[Any], expected: NewtonFormat, num_examples: int, num_clients: int
+    ) -> Self:
+        """Check the sum over K clients of what :meth:`to_words` made."""
+        if num_examples > (most := MOST_EXAMPLES - FEW * num_clients):
+            raise BadReply(
+                "range",
+                f"expected up to {most} examples of {num_clients} clients, got {num_examples}",
+            )
         ends = np.cumsum([math.prod(shape) for shape in expected.shapes])[:-1]
         parts = np.split(words.view(np.int64) * STEP, ends)
         parts = [part.reshape(s) for part, s in zip(parts, expected.shapes, strict=True)]
         for k in (2, 4):  # rounding may leave a sum of zeros below 0
             parts[k] = np.maximum(parts[k], 0.0)
-        return cls.from_arrays(dict(zip(cls.NAMES, parts, strict=True)), expected, num_examples)
+        arrays = dict(zip(cls.NAMES, parts, strict=True))
+        sums = cls.from_arrays(arrays, expected, num_examples)
+        return replace(sums, rounding=num_clients * STEP / 2)

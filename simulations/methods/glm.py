@@ -1,6 +1,7 @@
 """Linear and logistic regression, with a table of coefficients in the columns' own units."""
 
 from collections.abc import Sequence
+from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +22,7 @@ from .sums import SumsMethod
 if TYPE_CHECKING:  # slow to import
     import pandas as pd
 
+logger = getLogger("flwr")
 FILE = "coefficients.csv"  # in a run's details
 CONSTANT = "(constant)"
 
@@ -28,7 +30,7 @@ CONSTANT = "(constant)"
 class _GLM(SumsMethod):
     name = "glm"
     strategy_class = GLM
-    metrics = ("decrement",)
+    metrics = ("decrement", "clients-missing")
     baseline = True
 
     def validates(self, config: BaseConfig) -> str:
@@ -48,7 +50,11 @@ class _GLM(SumsMethod):
     def after_run(self, setup: Setup, strategy: Strategy, folder: Path) -> None:
         """Write the table, if the network is linear, so that columns are the data's own."""
         fit, inputs = cast(GLM, strategy).fit, setup.data.inputs
-        if fit is None or setup.config.model != "linear" or setup.config.projection:
+        if setup.config.model != "linear" or setup.config.projection:
+            return
+        if fit is None or not cast(GLM, strategy).solved:
+            cause = "there is no estimate" if fit is None else "more rounds are needed"
+            logger.warning("no table of coefficients: %s", cause)
             return
         mean, std = (np.broadcast_to(a, inputs.shape).ravel() for a in (inputs.mean, inputs.std))
         targets = inputs.targets

@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from fedntk.ntk.convex.glm import GLMFit, newton_step
+from fedntk.ntk.convex.glm import OTHERS, GLMFit, newton_step
 from fedntk.ntk.options import argument, option, part, state
 from fedntk.ntk.payloads.feature_statistics import SumStep
 from fedntk.ntk.payloads.masked_average import average_digest
@@ -29,7 +29,8 @@ from ..core.uploads import Update, Uploads
 from .closed_form import ClosedFormStrategy, Layer
 
 logger = getLogger("flwr")
-FLAT = 1e-6  # RSS over the total sum of squares below which RSS is measured once more
+FLAT = 1e-6  # RSS over the deviance before a step below which RSS is measured once more
+ILL = 1e8  # condition number above which estimates have less than 8 digits
 
 
 class GLM(ClosedFormStrategy):
@@ -37,14 +38,16 @@ class GLM(ClosedFormStrategy):
 
     Clients are :class:`~fedntk.clients.GLMClient`. The columns are what the last layer is given:
     the inputs themselves, if the network is a linear layer. It begins at 0, and its bias is the
-    constant. Give a network in float64. A step that raises the deviance is halved. Collinear
-    columns are logged; what has no estimate, such as separated classes, is as well, and the model
-    stays as it was.
+    constant. Give a network in float64. A step that raises the deviance of the same rows is halved.
+    Collinear columns are logged, and clients that are not in the sums; what has no estimate, such
+    as separated classes, is as well, and the model stays as it was. If all clients were in the
+    sums, no more are then asked for.
 
     Attributes
     ----------
     fit : GLMFit or None
-        Coefficients in the units of the columns, and their covariance; None before the first step.
+        Coefficients in the units of the columns, and their covariance; None before the first step,
+        and if there is no estimate.
 
     Examples
     --------
@@ -74,12 +77,28 @@ class GLM(ClosedFormStrategy):
     run_key: str = state(lambda: secrets.token_hex(8))
     before: NDArray[np.float64] = state(lambda: np.zeros((0, 0)))  # the step before's coefficients
     deviance: float = state(float)  # at these
-    fit: GLMFit | None = state(lambda: None, saved=False)
+    rows: tuple[int, ...] = state(tuple)  # number of examples then, and the clients that had them
+    # of the columns in the first step, as weights of examples that are told without error become 0
+    length: NDArray[np.float64] = state(lambda: np.zeros(0))
+    stopped: bool = state(bool)  # whether all clients' sums have no estimate
+    fitted: dict[str, NDArray[Any]] = state(dict)  # the numbers of `fit`
 
     @property
     def family(self) -> Family:
         """Distribution of the targets."""
         return "gaussian" if self.real_targets else "multinomial"
+
+    @property
+    def fit(self) -> GLMFit | None:
+        """The newest step's fit."""
+        if not self.fitted:
+            return None
+        return GLMFit.from_arrays(self.fitted, self.family, self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns, and of the constant."""
+        return (*self.columns, *["the constant"] * bool(self.bias))
 
     def prepare_method(self) -> None:
         """Refuse a single class, and names of other columns."""
@@ -108,47 +127,83 @@ class GLM(ClosedFormStrategy):
 
     def train_round(self, r: Round) -> Rounds[Update]:
         """Ask all clients for their sums at the coefficients, and take a step of Newton."""
-        if self.solved:
+        if self.solved or self.stopped:
             return Update(None)
         uploads: Uploads[Any]
+        words: tuple[NDArray[Any], int] | None = None
         if self.secure is not None:
-            total, uploads, _ = yield from self.secure.sum(
+            words, uploads, _ = yield from self.secure.sum(
                 r, self._plan(r), self.enough, r.everyone()
             )
+            is_there = words is not None
         else:
             uploads = yield from self.ask_sums(r)
-            total = NewtonSums.join(uploads.values) if self.enough(uploads) else None
-        if total is None:
+            is_there = self.enough(uploads)
+        if not is_there:
             return Update(uploads)
-        sums = total
-        arrays = result_of(lambda: self._stepped(r, sums), "step of Newton")
-        metrics = {} if self.fit is None else {"decrement": self.fit.decrement}
+
+        def stepped() -> ArrayRecord:
+            if words is None:
+                sums = NewtonSums.join(uploads.values)
+            else:
+                sums = NewtonSums.from_words(words[0], self.format, words[1], len(uploads))
+            return self._stepped(r, sums, (sums.num_examples, *sorted(uploads.clients)))
+
+        missing = uploads.sampled - len(uploads)
+        if missing:
+            logger.warning(
+                "%d of %d clients are not in the sums: the fit is of the others' rows",
+                *(missing, uploads.sampled),
+            )
+        arrays = result_of(stepped, "step of Newton")
+        if arrays is None:
+            self.fitted, self.stopped = {}, not missing
+        metrics = {"clients-missing": float(missing)}
+        if self.fit is not None:
+            metrics["decrement"] = self.fit.decrement
         return Update(uploads, arrays, metrics)
 
-    def _stepped(self, r: Round, sums: NewtonSums) -> ArrayRecord:
+    def _stepped(self, r: Round, sums: NewtonSums, rows: tuple[int, ...]) -> ArrayRecord:
         coefficients = self._coefficients_of(r.arrays)
         deviance = float(sums.deviance.sum())
-        if len(self.before) and deviance > self.deviance * (1 + 1e-9):
+        is_second = len(self.before) > 0
+        is_same = rows == self.rows
+        if is_second and not is_same:
+            logger.warning("the rows are others than in the step before: the fit is of the new")
+        if is_second and is_same and deviance > self.deviance * (1 + 1e-9):
             halved = (coefficients + self.before) / 2
             return self.with_layer(r.arrays, self._layer_of(halved))
-        fit, is_second = self._fit(r.arrays, sums), len(self.before) > 0
+        fit, last = self._fit(r.arrays, sums), self.fit
+        if self.family == "multinomial" and last is not None and is_same and fit.rank < last.rank:
+            raise ValueError(
+                "separation: some examples' classes are told without error, so the likelihood has "
+                f"no maximum; leave out the column that does, or {OTHERS}"
+            )
         arrays = self.with_layer(r.arrays, self._layer_of(fit.coefficients))
-        self.before, self.deviance = coefficients, deviance
-        if fit.collinear and (self.fit is None or not self.fit.collinear):
+        if not is_second:
+            self.length = np.sqrt(np.maximum(sums.hessian.diagonal(), 0.0))
+        self.before, self.deviance, self.rows = coefficients, deviance, rows
+        if fit.collinear and (last is None or not last.collinear):
             named = ", ".join(fit.collinear)
             logger.warning("collinear columns, without standard errors: %s; leave one out", named)
-        self.fit = fit
-        if self.family == "gaussian":
-            is_exact = (fit.deviance > FLAT * fit.null_deviance).all()
-            self.solved = bool(is_exact) or is_second
+        if fit.condition > ILL and not is_second:
+            logger.warning(
+                "nearly collinear columns, of condition %.1g: the fit has about %d digits",
+                *(fit.condition, max(0, round(16 - np.log10(fit.condition)))),
+            )
+        self.fitted = fit.to_arrays()
+        if self.family == "gaussian":  # RSS has the rounding of the deviance before the step
+            is_exact = (fit.deviance > FLAT * sums.deviance).all()
+            self.solved = bool(is_exact) or (is_second and is_same)
         else:
             self.solved = fit.decrement <= self.tolerance * fit.num_examples
         return arrays
 
     def _fit(self, arrays: ArrayRecord, sums: NewtonSums) -> GLMFit:
         coefficients, constant = self._coefficients_of(arrays), bool(self.bias)
-        names = (*self.columns, *["the constant"] * constant)
-        return newton_step(sums, coefficients, self.family, constant=constant, names=names)
+        length = self.length if len(self.length) else None
+        options: Any = {"constant": constant, "names": self.names, "length": length}
+        return newton_step(sums, coefficients, self.family, **options)
 
     def _coefficients_of(self, arrays: ArrayRecord) -> NDArray[np.float64]:
         """Return the coefficients (q, C) of a model's arrays, as its clients read them."""
@@ -186,17 +241,14 @@ class GLM(ClosedFormStrategy):
         """Check a client's sums."""
         return NewtonSums.from_arrays(reply.arrays(), self.format, reply.num_examples)
 
-    def _plan(self, r: Round) -> SumPlan[NewtonSums]:
+    def _plan(self, r: Round) -> SumPlan[tuple[NDArray[Any], int]]:
         model = named_arrays(r.arrays)
 
         def words_of(_: int) -> WordFormat:
             about = average_digest(model, self.run_key, r.number)
             return WordFormat(self.format.num_words, np.dtype(np.uint64), about)
 
-        def read(words: NDArray[Any], num_examples: int) -> NewtonSums:
-            return NewtonSums.from_words(words, self.format, num_examples)
-
-        return SumPlan(self.task, words_of, read)
+        return SumPlan(self.task, words_of, lambda words, num_examples: (words, num_examples))
 
     def require_memory(self) -> None:
         """Refuse nothing: the sums of a table are small."""

@@ -284,6 +284,20 @@ def test_a_runs_table_of_a_logistic_regression_is_the_pooled_one(tmp_path):
     np.testing.assert_allclose(table.p, pooled.pvalues, rtol=1e-5)
 
 
+def test_a_runs_table_has_errors_of_what_is_not_collinear_and_only_of_a_solution(tmp_path, caplog):
+    data = OwnData(FRAME[COLUMNS].assign(k=5.0, y=FRAME["size"]), target="y")
+    config = Config(method=GLM_METHOD, model="linear", num_clients=4, rounds=1)
+    done = run(config, data=data, out=tmp_path / "a", progress=False)
+    table = pd.read_csv(done.folder / "details" / "coefficients.csv")
+    assert table.standard_error.isna().tolist() == [False, False, False, True, True]
+    assert (table.p[:3] < 1).all()
+    words = np.where(X[:, 0] + RNG.logistic(size=N) > 0, "yes", "no")
+    data = OwnData(FRAME[COLUMNS].assign(y=words), target="y")
+    done = run(config, data=data, out=tmp_path / "b", progress=False)
+    assert not (done.folder / "details" / "coefficients.csv").exists()
+    assert "no table of coefficients: more rounds are needed" in caplog.text
+
+
 def test_a_search_takes_the_best_r2_of_real_targets(tmp_path):
     data = OwnData(FRAME.drop(columns="size"), target="price", client_column="site")
     config = Config(method="afl", num_clients=6, rounds=1, validation_examples=40)

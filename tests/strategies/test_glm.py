@@ -186,6 +186,97 @@ def test_collinear_columns_are_named_and_have_no_standard_errors(column, linked)
             assert error == pytest.approx(pooled[0].bse[k], rel=1e-8)
 
 
+def test_units_leave_standard_errors_of_what_is_not_linked():
+    """A linked column with a mean enters the constant; one without leaves its error as it is."""
+    design, pooled = np.hstack([X, 0 * ONE, ONE]), sm.OLS(REAL[:, 0], np.hstack([X, ONE])).fit()
+    fit = newton_step(sums_of(design, REAL[:, 0]), np.zeros((P + 2, 1)), "gaussian")
+    for mean, is_known in ((0.0, True), (3.0, False)):
+        errors = fit.in_units(np.array([0, 0, 0, 0, mean]), np.full(5, 2.0)).standard_errors[:, 0]
+        np.testing.assert_allclose(errors[:P], pooled.bse[:P] / 2, rtol=1e-8)
+        assert np.isnan(errors[P])
+        assert np.isnan(errors[-1]) != is_known
+
+
+def test_collinear_dummies_are_named_under_masks():
+    """Rounding of 20 clients' sums gives the direction of zeros an eigenvalue of up to 1e-9."""
+    for seed in range(10):
+        dummies = np.eye(3)[np.random.default_rng(seed).integers(3, size=60)]
+        dummies = (dummies - dummies.mean(0)) / dummies.std(0)
+        design, y = np.hstack([dummies, X[:60, :1], ONE[:60]]), REAL[:60, :1]
+        words = sum(sums_of(design[i::20], y[i::20]).to_words() for i in range(20))
+        sums = NewtonSums.from_words(words, NewtonFormat(5, 1, "gaussian"), 60, 20)
+        fit = newton_step(sums, np.zeros((5, 1)), "gaussian", names=[*"abcx1"])
+        assert fit.collinear == (*"abc",)
+
+
+def test_a_masked_client_with_an_outlier_counts():
+    """One example at 25 standard deviations among two."""
+    x, y = X.copy(), REAL[:, :1].copy()
+    x[0, 0], y[0] = 25.0, 25.0
+    strategy, _ = fitted(x, y, rounds=1, cuts=(2, 100, 250, 300), made={"secure": True})
+    pooled = sm.OLS(y, np.hstack([x, ONE])).fit()
+    np.testing.assert_allclose(strategy.fit.coefficients[:, 0], pooled.params, rtol=1e-8)
+    too_many = NewtonFormat(P + 1, 2, "gaussian"), 2**25 - 2**12
+    refused("expected up to 33550335", NewtonSums.from_words, np.zeros(1), *too_many, 1)
+
+
+def test_a_large_mean_of_targets_costs_no_digits():
+    """Sums of squares of y have a rounding of 1e-4 there: RSS is measured once more."""
+    y = X @ np.ones(P) + RNG.normal(size=N) + 1e6
+    strategy, _ = fitted(X, y, rounds=3)
+    pooled = sm.OLS(y, np.hstack([X, ONE])).fit()
+    assert strategy.solved
+    assert len(strategy.train_metrics) == 2
+    assert strategy.fit.scale[0] == pytest.approx(pooled.mse_resid, rel=1e-8)
+    assert strategy.fit.r2[0] == pytest.approx(pooled.rsquared, rel=1e-8)
+
+
+def test_a_step_of_other_rows_is_not_halved(caplog):
+    """The deviance of more rows is larger, which says nothing of the step."""
+    clients = grid(X, CLASSES)
+    clients.changes = {4: lambda reply: reply if len(clients.exchanges) > 1 else None}
+    strategy = GLM(network=linear(2), **ALL)
+    start(strategy, clients, 9, linear(2))
+    pooled = sm.Logit(CLASSES, np.hstack([X, ONE])).fit(disp=0, tol=1e-14)
+    np.testing.assert_allclose(strategy.fit.coefficients[:, 0], pooled.params, rtol=1e-6)
+    assert strategy.solved
+    assert "1 of 5 clients are not in the sums" in caplog.text
+    assert "the rows are others" in caplog.text
+    assert strategy.train_metrics[1]["clients-missing"] == 1
+
+
+def test_quasi_separation_is_no_collinearity(caplog):
+    """A group of one class has no best coefficient; after some steps its rows have no weight."""
+    group = (np.arange(N) % 10 == 0) & (CLASSES == 1)
+    x = np.hstack([X, group[:, None]])
+    strategy, after = fitted(x, CLASSES, rounds=30)
+    assert strategy.fit is None
+    assert not strategy.solved
+    assert caplog.text.count("separation: ") == 1
+    assert "collinear" not in caplog.text
+    assert np.isfinite(after["weight"]).all()
+
+
+def test_a_class_without_examples_is_separation():
+    message = r"classes of numbers \[2\] have no examples"
+    y = np.column_stack([CLASSES, 0 * CLASSES])
+    refused(message, newton_step, sums_of(X, y, "multinomial"), np.zeros((P, 2)), "multinomial")
+
+
+def test_nearly_collinear_columns_are_warned_of(caplog):
+    near = X[:, :1] + 1e-5 * X[:, 1:2]
+    fitted(np.hstack([X[:, :1], near]), REAL, rounds=1)
+    assert "nearly collinear" in caplog.text
+
+
+def test_a_fit_is_in_the_checkpoint():
+    strategy, _ = fitted(X, REAL, rounds=1)
+    other = GLM(network=linear(2), real_targets=True, **ALL)
+    other.load_state_dict(strategy.state_dict())
+    assert other.solved
+    np.testing.assert_array_equal(other.fit.standard_errors, strategy.fit.standard_errors)
+
+
 def test_classes_that_are_separated_are_reported_and_do_not_end_in_numbers(caplog):
     """The deviance falls to 0, and no coefficients are the best."""
     strategy, after = fitted(X, (X[:, 0] > 0).astype(int), rounds=25)
@@ -209,7 +300,7 @@ def test_a_bad_reply_is_dropped_and_the_fit_is_that_of_the_others():
 def test_words_round_to_their_step_and_refuse_numbers_that_would_overflow():
     sums = sums_of(np.hstack([X, ONE]), REAL)
     words = sums.to_words()
-    again = NewtonSums.from_words(words, NewtonFormat(P + 1, 2, "gaussian"), N)
+    again = NewtonSums.from_words(words, NewtonFormat(P + 1, 2, "gaussian"), N, 1)
     for name in NewtonSums.NAMES:
         assert np.abs(getattr(again, name) - getattr(sums, name)).max() <= STEP / 2
     assert len(words) == NewtonFormat(P + 1, 2, "gaussian").num_words
