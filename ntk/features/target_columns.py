@@ -15,6 +15,7 @@ from torch import Tensor
 from .fixed_point import FixedPoint
 
 LARGEST = 63.0  # standard deviations
+FEWEST_BITS = 7  # with fewer, two digits are too coarse
 
 
 def num_columns(num_targets: int, fixed_point: bool) -> int:
@@ -32,9 +33,18 @@ def target_steps(num_targets: int, bits: int) -> NDArray[np.float32]:
 def with_targets(
     chunks: Iterable[Tensor], targets: Tensor, fixed_point: FixedPoint | None
 ) -> Iterator[Tensor]:
-    """Append the columns of real targets (n, C) to features (n, p), which come in chunks."""
+    """Append the columns of real targets (n, C) to features (n, p), which come in chunks.
+
+    ValueError if fixed-point numbers cannot hold a target.
+    """
     columns = targets
     if fixed_point is not None:
+        if bool((targets.abs() > LARGEST).any()):
+            raise ValueError(
+                f"targets: expected up to {LARGEST:g} standard deviations from the mean, which is "
+                "what fixed-point numbers hold; transform them, such as by a logarithm, or set "
+                "sums.bits = 32"
+            )
         step = torch.from_numpy(fixed_point.step[-2 * targets.shape[1] :][: targets.shape[1]])
         most = fixed_point.largest
         coarse = (targets / step).round().clamp(-most, most) * step

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import copy_context
 from functools import cached_property
+from logging import getLogger
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
@@ -29,7 +30,15 @@ from ..attacks import ATTACKS
 from ..errors import naming
 from .data import SplitSettings, absolute_dataset
 from .importing import ID, STRANGE, UNTRUSTED, id_of, name_object, renew_names, whole_name
-from .metrics import BUILT_IN, Metric, load_metrics, metrics_of, metrics_setting
+from .metrics import (
+    BUILT_IN,
+    OF_TARGETS,
+    Metric,
+    load_metrics,
+    metrics_of,
+    metrics_setting,
+    quantity_of,
+)
 from .private import public_parts
 from .sections import (
     AsynchronySettings,
@@ -54,6 +63,7 @@ OBJECTS = ("method", "model", "metrics")  # settings that may name what was pass
 # app's pyproject.toml has to list all keys
 PLUGGED_IN = "plugged-in"
 CACHE = "cache"  # a folder in that of a run
+logger = getLogger("flwr")
 REPLACE_RUN = "replace that run with again=True (on the command line --again)"
 MONITORED = (
     *("accuracy", "loss", "client-accuracy-mean", "client-accuracy-worst"),
@@ -305,7 +315,8 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         if callable(flat.get("model")):
             flat["model"] = self._pass(flat["model"])
         if "metrics" in flat:
-            flat["metrics"] = metrics_setting(flat["metrics"], chosen.metrics, self._pass)
+            recorded = (*chosen.metrics, *OF_TARGETS * (flat.get("task") == "regression"))
+            flat["metrics"] = metrics_setting(flat["metrics"], recorded, self._pass)
         by_table: dict[str, dict[str, Any]] = {}
         places = self._places()
         for key, value in flat.items():
@@ -316,6 +327,8 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             value = common.get(name, option.default)
             if common.get("task") == "regression" and value == option.default:
                 value = OF_REGRESSION.get(name, value)
+                if name in common and value != option.default:
+                    logger.info("task = regression: %s = %s", self.key(name), value)
             object.__setattr__(self, name, value)
         for name in parts_of(type(self)):
             object.__setattr__(self, name, self.section_from(name, by_table))
@@ -460,7 +473,9 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             )
         if self.task == "regression":
             self._require_real_targets()
-        elif "r2" in self.monitor or "mae" in self.monitor:
+        elif quantity_of(self.monitor) in OF_TARGETS and self.monitor not in metrics_of(
+            self.metrics
+        ):
             raise ConfigError(f"monitor = {self.monitor} goes with task = regression")
         if self.projection_kind != "gaussian" and not self.projection:
             raise ConfigError(
@@ -513,7 +528,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             )
         if self.loss != "mse":
             raise ConfigError(f"loss: expected mse with task = regression, got {self.loss}")
-        if "accuracy" in self.monitor:
+        if quantity_of(self.monitor) == "accuracy":
             raise ConfigError(f"monitor: task = regression has no {self.monitor}; set r2 or mae")
         if of_classes := ", ".join(BUILT_IN.keys() & metrics_of(self.metrics).values()):
             raise ConfigError(f"metrics: {of_classes} need classes; give functions of your own")

@@ -39,7 +39,8 @@ def balanced_accuracy(scores: Tensor, labels: Tensor) -> float:
 def auc(scores: Tensor, labels: Tensor) -> float:
     """Mean over the classes of the area under the ROC curve of each against all others.
 
-    Of the classes that some examples have, and some have not, by their probabilities.
+    Of the classes that some examples have, and some have not, by their probabilities. ValueError if
+    there are none.
     """
     from sklearn.metrics import roc_auc_score  # slow to import
 
@@ -49,12 +50,19 @@ def auc(scores: Tensor, labels: Tensor) -> float:
         for label in sorted(set(classes.tolist()))
         if (classes != label).any()
     ]
+    if not areas:
+        raise ValueError("the AUC needs examples of two classes or more")
     return float(sum(areas) / len(areas))
 
 
 def is_lower_better(metric: str) -> bool:
     """Whether a smaller value of a metric is a better one, by its name."""
-    return "loss" in metric or "mae" in metric
+    return "loss" in metric or quantity_of(metric) == "mae"
+
+
+def quantity_of(metric: str) -> str:
+    """Return what a metric is of: mae for mae, client-mae-mean and client-mae-worst."""
+    return metric.removeprefix("client-").removesuffix("-mean").removesuffix("-worst")
 
 
 def _counts(scores: Tensor, labels: Tensor) -> list[Tensor]:
@@ -70,7 +78,8 @@ BUILT_IN: dict[str, Metric] = {
     "auc": auc,
 }
 # what the server records anyway, and what strategies and ensembles report
-MEASURED = ("round", "accuracy", "loss", "mae", "r2", "model-updated")
+MEASURED = ("round", "accuracy", "loss", "model-updated")
+OF_TARGETS = ("mae", "r2")  # the same, with real targets
 MEASURED_PREFIXES = ("client-", "bytes-", "evaluation-bytes-", "seconds", "peak-memory")
 REPORTED = ("train-loss", "num-examples", "replies-", "rejected-", "model-", "mutual-information")
 

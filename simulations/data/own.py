@@ -227,10 +227,11 @@ class OwnData:
         if not (isinstance(data, tuple | list) and len(data) == 2):
             data = _columns([data[i] for i in range(len(data))])
         if hasattr(data[0], "to_numpy") and hasattr(data[0], "columns"):
-            names = tuple(map(str, getattr(data[1], "columns", ())))
-            return self._frame(data[0].assign(**{self.target: 0}))._replace(
-                y=data[1], classes=names
-            )
+            y, names = data[1], tuple(map(str, getattr(data[1], "columns", ())))
+            if len(names) == 1:
+                y = y.iloc[:, 0]
+            names = () if self._real_targets(y) is None else names
+            return self._frame(data[0].assign(**{self.target: 0}))._replace(y=y, classes=names)
         return Part(_array(data[0]), data[1])
 
     def _require_columns(self, columns: Iterable[Any]) -> list[str]:
@@ -293,7 +294,12 @@ class OwnData:
                 raise ConfigError(
                     f"test set: expected {train.y.shape[1]} targets, got {test.y.shape[1]}"
                 )
-            return train, test._replace(x=x, columns=train.columns)
+            if set(train.classes) != set(test.classes):
+                expected, got = (", ".join(map(str, p.classes)) for p in (train, test))
+                raise ConfigError(f"test set: expected the targets {expected}, got {got}")
+            y = test.y[:, [test.classes.index(name) for name in train.classes]]
+            classes, columns = train.classes, train.columns
+            return train, test._replace(x=x, y=y, classes=classes, columns=columns)
         if isinstance(train.classes[0], str) != isinstance((*test.classes, "")[0], str):
             train, test = (p._replace(classes=(*map(str, p.classes),)) for p in (train, test))
         kinds = {part.owners.dtype.kind == "U" for part in (train, test) if part.owners is not None}

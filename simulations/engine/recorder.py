@@ -20,7 +20,7 @@ from fedntk.strategies.core.rounds import fault_of
 
 from ..checkpoints import Best, Checkpoint, Checkpoints, OnRound, Record, Round
 from ..config.config import BaseConfig
-from ..config.metrics import MEASURED, MEASURED_PREFIXES, is_lower_better, metrics_of
+from ..config.metrics import MEASURED, MEASURED_PREFIXES, OF_TARGETS, is_lower_better, metrics_of
 from .engines import MeteredGrid, peak_memory, reset_peak_memory
 
 logger = getLogger("flwr")
@@ -158,7 +158,7 @@ class Recorder:
         return True
 
     def _is_measured_here(self, name: str) -> bool:
-        measured = *MEASURED, *metrics_of(self.config.metrics)
+        measured = *MEASURED, *OF_TARGETS, *metrics_of(self.config.metrics)
         return name in measured or name.startswith(MEASURED_PREFIXES)
 
     def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:

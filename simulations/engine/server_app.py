@@ -130,6 +130,11 @@ def train(
         grid = LyingGrid(grid, setup.liars, attack, factor=factor, seed=config.seed)
     metered = MeteredGrid(grid)
     x, y = setup.evaluation_set()
+    if config.task == "regression" and not bool((y != y[:1]).any()):
+        raise ConfigError(
+            f"evaluate-on = {config.evaluate_on}: R^2 needs two examples with differing targets, "
+            f"got {len(y)} with equal ones; give more test examples, or a larger test-share"
+        )
     x = projected(config, x)  # once, not in each round
     metrics = config.load_metrics()
 

@@ -77,9 +77,9 @@ def accuracy_curves(
         elif several[name]:
             axes.fill_between(x, low, high, color=style["color"], alpha=0.2, lw=0)
     if target is not None:
-        axes.axhline(100 * target, color="0.5", lw=1, ls="--", zorder=0)
+        axes.axhline(unit * target, color="0.5", lw=1, ls="--", zorder=0)
         place: Any = {"transform": axes.get_yaxis_transform(), "va": "center", "color": "0.4"}
-        axes.text(1.01, 100 * target, f"{100 * target:g} %", **place)
+        axes.text(1.01, unit * target, f"{unit * target:g}{name_of_unit and ' %'}", **place)
     if metric == "accuracy":
         axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
     if against == "rounds":

@@ -177,9 +177,8 @@ class OneExchange(ClosedFormStrategy):
         """Return the problem of the features as they are."""
         identity = Normaliser.identity(self.width)
         targets = self.shape[0] if self.real_targets else 0
-        return identity, NormalEquations.of(
-            sums, identity, bias=bool(self.bias), num_targets=targets
-        )
+        how: Any = {"bias": bool(self.bias), "free_bias": self.real_targets}
+        return identity, NormalEquations.of(sums, identity, num_targets=targets, **how)
 
     def require_memory(self) -> None:
         """Refuse a layer that the server lacks the memory to solve for."""

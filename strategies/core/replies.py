@@ -222,8 +222,18 @@ def is_like(message: Message, model: ArrayRecord) -> bool:
 
 
 def accuracy_of(reply: Reply) -> Any:
-    """Return the accuracy that an evaluation reports, None if it reports none."""
-    return reply.metrics.get("accuracy")
+    """Return the accuracy that an evaluation reports, None if it reports none.
+
+    Of real targets, refuse an R^2 above 1 and a mean absolute error below 0. A low R^2 cannot be
+    refused: it has no bound.
+    """
+    metrics = reply.metrics
+    if "accuracy" not in metrics:
+        r2, mae = metrics.get("r2", 0.0), metrics.get("mae", 0.0)
+        numbers = isinstance(r2, int | float) and isinstance(mae, int | float)
+        if not (numbers and r2 <= 1 and mae >= 0):
+            raise BadReply("metrics", f"expected r2 <= 1 and mae >= 0, got {r2} and {mae}")
+    return metrics.get("accuracy")
 
 
 def screen_own_sizes(parts: Sequence[Any], factor: float) -> list[BadReply | None]:

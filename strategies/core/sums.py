@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedntk.ntk import FeatureMap, Normaliser, require_memory
 from fedntk.ntk.convex.pooled_statistics import RIDGES, NormalEquations, best_ridge
 from fedntk.ntk.features.fixed_point import FixedPoint
-from fedntk.ntk.features.target_columns import num_columns, target_steps, with_targets
+from fedntk.ntk.features.target_columns import FEWEST_BITS, num_columns, target_steps, with_targets
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads.compression import UNQUANTISED
 from fedntk.ntk.payloads.convex_task import ConvexTask
@@ -130,6 +130,10 @@ class FeatureSums(SumOptions):
         of the strategy for which it needs such examples, with its value.
         """
         self.problem = problem
+        if problem.real_targets and self.bits < FEWEST_BITS:
+            raise ValueError(
+                f"sums.bits: expected {FEWEST_BITS} or 8 with real targets, or 32, got {self.bits}"
+            )
         if self.validation is None:
             cure = ""
             if self.needs_validation:
@@ -146,7 +150,8 @@ class FeatureSums(SumOptions):
             sizes = f"{len(x)} and {len(labels)}"
             raise ValueError(f"sums.validation: expected examples and as many labels, got {sizes}")
         if problem.real_targets:
-            real_targets(labels, problem.num_targets, name="sums.validation")
+            targets = real_targets(labels, problem.num_targets, name="sums.validation")
+            self.validation = x, targets
             return
         low, high = map(int, labels.aminmax())
         last = problem.num_classes - 1

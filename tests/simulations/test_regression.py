@@ -24,10 +24,12 @@ from fedntk.simulations import (
     unlearn,
     write_report,
 )
+from fedntk.simulations.config.metrics import is_lower_better
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.methods import own_methods
 from fedntk.simulations.methods.glm import METHOD as GLM_METHOD
+from fedntk.simulations.report.figures import accuracy_curves
 from fedntk.simulations.report.report import final_table
 
 from ..conftest import refused
@@ -93,6 +95,12 @@ def test_what_is_recorded_has_no_accuracy(result):
     assert table["last R^2 (%)"][0].startswith(f"{100 * result.summary['r2']:.1f}")
     assert "last MAE" in table
     assert load_results([result]).summary()["mean"][0] == pytest.approx(result.summary["r2"])
+
+
+def test_a_target_line_is_in_the_metrics_unit(result):
+    axes = accuracy_curves(result.rounds, metric="r2", target=0.5).axes[0]
+    assert [0.5, 0.5] in [list(line.get_ydata()) for line in axes.lines]
+    assert "0.5" in [text.get_text() for text in axes.texts]
 
 
 def test_settings_follow_from_the_task(result):
@@ -193,6 +201,47 @@ def test_frames_may_have_their_targets_beside_them():
     one = OwnData((FRAME[COLUMNS], FRAME.price), target="price").read()
     assert one.inputs.classes == ("price",)
     assert one.columns == tuple(COLUMNS)
+
+
+def test_one_column_of_labels_in_a_frame_may_be_classes():
+    data = OwnData((FRAME[COLUMNS], pd.DataFrame({"kind": ["a", "b"] * (N // 2)}))).read()
+    assert data.classes == ("a", "b")
+    assert data.columns == tuple(COLUMNS)
+
+
+def test_test_targets_are_put_in_the_order_of_the_training_set():
+    train, test = FRAME[:200], FRAME[200:]
+    of = [(part[COLUMNS], part[names]) for part, names in ((train, TARGETS), (test, TARGETS[::-1]))]
+    data = OwnData(of[0], test=of[1]).read()
+    np.testing.assert_array_equal(data.y_test, test[TARGETS])
+    other = test[COLUMNS], test[TARGETS].rename(columns={"size": "width"})
+    both = OwnData(of[0], test=other)
+    refused("expected the targets price, size, got price, width", both.read, error=ConfigError)
+
+
+def test_a_metric_of_ones_own_may_be_called_mae_or_end_in_r2():
+    names = {"mae": len, "bulk-r2": len}
+    for name in names:
+        assert Config(metrics=names, monitor=name).monitor == name
+    refused("expected another name", Config, metrics=names, task="regression", error=ConfigError)
+    assert [*map(is_lower_better, ("client-mae-worst", "mae", "maesure", "r2"))] == [
+        *(True, True, False, False)
+    ]
+
+
+def test_what_regression_changes_is_said(caplog):
+    caplog.set_level("INFO", "flwr")
+    Config(task="regression")
+    assert "task = regression" not in caplog.text
+    Config(task="regression", partition="dirichlet")
+    assert "task = regression: partition = iid" in caplog.text
+
+
+def test_equal_test_targets_are_refused_before_the_run(tmp_path):
+    data = OwnData((X[:-1], real(N - 1)), test=(X[-1:], real(1)))
+    config = Config(method="fedavg", num_clients=4, clients_per_round=4, rounds=1)
+    message = r"R\^2 needs two examples with differing targets, got 1"
+    refused(message, run, config, data=data, out=tmp_path, progress=False, error=ConfigError)
 
 
 def test_a_nodes_own_targets_are_standardised_by_the_runs_moments():

@@ -1,6 +1,7 @@
 """Methods with real targets: equal to pooled regression, and to classes where they should be."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from fedntk.clients import (
     client_app,
 )
 from fedntk.ntk import FeatureMap
+from fedntk.ntk.features.fixed_point import FixedPoint
+from fedntk.ntk.features.target_columns import target_steps, with_targets
 from fedntk.strategies import (
     AFL,
     NTKFL,
@@ -32,6 +35,7 @@ from fedntk.strategies import (
     OneExchange,
     SeededFedAvg,
 )
+from fedntk.strategies.core.replies import accuracy_of
 
 from ..conftest import refused
 from .federation import Grid, assert_near, bits, examples, start
@@ -69,11 +73,12 @@ def grid(make, order=None, model=linear, **options):
 
 
 def joint(ridge, *, bias):
-    """Pooled ridge regression in float64, by its normal equations."""
+    """Pooled ridge regression in float64, by its normal equations; the bias is not shrunk."""
     z, y = X.double(), Y.double()
-    z = torch.cat([z, torch.ones(len(z), 1)], 1) if bias else z
+    counted = torch.cat([torch.ones(P), torch.zeros(int(bias))]).double()
     rho = ridge * float(z.square().sum()) / len(z)
-    return torch.linalg.solve(z.T @ z + rho * torch.eye(z.shape[1]).double(), z.T @ y)
+    z = torch.cat([z, torch.ones(len(z), 1)], 1) if bias else z
+    return torch.linalg.solve(z.T @ z + rho * counted.diag(), z.T @ y)
 
 
 def sums(**options):
@@ -93,6 +98,39 @@ def test_one_exchange_is_the_pooled_ridge_regression(width):
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if width == 32 else {"rtol": 0, "atol": 0.02}
     np.testing.assert_allclose(after["0.weight"], expected[:P].T, **tolerance)
     np.testing.assert_allclose(after["0.bias"], expected[P], **tolerance)
+
+
+def test_fixed_point_numbers_refuse_targets_that_they_cannot_hold():
+    """Those of 6 bits lose a target's second digit; 63 is the largest of the first."""
+    refused("expected 7 or 8 with real targets, or 32, got 6", one_exchange, sums={"bits": 6})
+    steps = FixedPoint(np.concatenate([np.ones(P, np.float32), target_steps(C, 8)]), 8)
+    far = Y.clone()
+    far[3, 1] = 64.0
+    refused("expected up to 63", lambda: [*with_targets([X], far, steps)])
+    far[3, 1] = -63.0
+    assert next(iter(with_targets([X], far, steps))).shape == (90, P + 2 * C)
+
+
+def test_validation_targets_of_one_column_may_have_one_dimension():
+    given = sums(validation=(X[:5], Y[:5, 0]), bits=32)
+    strategy = OneExchange(network=nn.Linear(P, 1), sums=given, real_targets=True, **ALL)
+    assert strategy.sums.validation[1].shape == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_fine"),
+    [
+        *(({"r2": -1e9, "mae": 0.0}, True), ({"mae": 1.0}, True), ({"accuracy": 0.5}, True)),
+        *(({"r2": 1.1, "mae": 0.0}, False), ({"r2": 0.5, "mae": -1.0}, False)),
+        ({"r2": float("nan")}, False),
+    ],
+)
+def test_metrics_of_real_targets_that_cannot_be_are_refused(metrics, is_fine):
+    reply = SimpleNamespace(metrics=metrics)
+    if is_fine:
+        assert accuracy_of(reply) == metrics.get("accuracy")
+    else:
+        refused("expected r2 <= 1 and mae >= 0", accuracy_of, reply)
 
 
 def test_every_order_and_masks_give_the_same_bits():
