@@ -71,7 +71,7 @@ class GLMFit:
     @property
     def collinear(self) -> tuple[str, ...]:
         """Names of the columns that are linked."""
-        is_linked = self.linked.reshape(-1, len(self.names)).any(0)
+        is_linked: list[bool] = np.any(self.linked.reshape(-1, len(self.names)), axis=0).tolist()
         return tuple(name for name, linked in zip(self.names, is_linked, strict=True) if linked)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:

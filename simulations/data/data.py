@@ -105,7 +105,8 @@ class Data:
     @classmethod
     def of_inputs(cls, inputs: InputTransform, num_train: int) -> Self:
         """Make it for a node that has no copy of the N training examples."""
-        x, y = np.zeros((0, *inputs.shape)), np.zeros(0, np.int64)
+        x: NDArray[Any] = np.zeros((0, *inputs.shape))
+        y: NDArray[Any] = np.zeros(0, np.int64)
         if inputs.targets is not None:
             y = np.zeros((0, len(inputs.classes)))
         known: Any = {"columns": inputs.columns, "classes": inputs.classes}
@@ -233,7 +234,9 @@ class Data:
         """
         if self.has_real_targets and tuple(classes) not in ((), self.inputs.classes):
             expected = ", ".join(map(str, self.inputs.classes))
-            raise ConfigError(f"expected the targets {expected}, got {', '.join(classes)}")
+            raise ConfigError(
+                f"expected the targets {expected}, got {', '.join(map(str, classes))}"
+            )
         if len(classes) and not self.has_real_targets:
             check_examples(x, y, len(classes))
             y = np.asarray(classes)[y]

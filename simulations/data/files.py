@@ -111,8 +111,8 @@ def read_tables(
     columns = {settings.target, *settings.target.split(",")}
     text = dict.fromkeys(map(str.strip, columns), WITH_EXPONENT)  # 1e5 is a label 100000
     text[settings.client_column] = NUMBER  # or an owner
-    names = [settings.target, *text]
-    frames = {split: _read_csv(path, names, settings) for split, path in paths.items()}
+    first = [settings.target, *text]
+    frames = {split: _read_csv(path, first, settings) for split, path in paths.items()}
     mark = DECIMALS[settings.decimal]
     pointed = str.maketrans(f".{mark}", f"{mark}.")
     for name, number in text.items():
