@@ -114,6 +114,8 @@ class OneExchange(ClosedFormStrategy):
         """Refuse what does not go with a client's own model, masks, or sums in any order."""
         if self.real_targets and (self.personal or self.ledger is not None):
             raise ValueError("real_targets: personal and ledger are of classes; leave them out")
+        if self.real_targets and self.changes is not None:
+            raise ValueError("real_targets: rows of classes can change; expected changes = None")
         whole = f"sums.bits = 2 ... {MOST_BITS}, got {self.sums.bits}"
         if self.secure is not None and not self.sums.is_exact:
             raise ValueError(f"secure: masks are added to whole numbers; expected {whole}")

@@ -245,7 +245,7 @@ class FeatureSums(SumOptions):
 
     def num_words(self) -> int:
         """Count the whole numbers of sums in one array."""
-        return self._kind.num_words(self.problem.width, self.problem.num_classes)
+        return self._kind.num_words(self.width, self.num_classes)
 
     def from_words(self, words: NDArray[Any], num_examples: int | None = None) -> Sums:
         """Check sums of whole numbers in one array, uint32 or uint64, as in :meth:`parse`."""
