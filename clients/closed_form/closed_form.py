@@ -101,7 +101,7 @@ class ClosedFormClient(SumsClient):
         if self.real_targets:
             raise ValueError("real_targets: they have no classes' means; use one exchange of sums")
         x, targets = self._examples(config)
-        self._load_network(parameters)
+        self.load_network(parameters)
         features = _Features(self, targets, config)
         means = Prototypes.of(features, x, targets.argmax(1), targets.shape[1])
         reply = NamedArrays({"arrays": means.to_arrays()})
@@ -117,7 +117,7 @@ class ClosedFormClient(SumsClient):
             request = self.sum_request(task, config)
             self.secure.reserve(request, f"sums of {task.run_key[:64]} by {request.client}")
         examples = self._examples(config)
-        _, records = self._load_network(parameters)
+        _, records = self.load_network(parameters)
         sums, fixed_point, metrics = self._sum_up(task, examples, records, config)
         packed = task.epsilon > 0  # one size for any n
         reply = NamedArrays({"arrays": sums.to_arrays(fixed_point, packed=packed)})
@@ -132,7 +132,7 @@ class ClosedFormClient(SumsClient):
             masked = self.secure.mask(change.to_words(), about, request, message)
             return NamedArrays({"arrays": masked}), 1, {}
         examples = self._examples(config)
-        weights, records = self._load_network(parameters)
+        weights, records = self.load_network(parameters)
         sums, fixed_point, metrics = self._sum_up(task, examples, records, config)
         request, message = self.sum_request(task, config), records[wire.SECURE_SUM]
         if task.epsilon:  # a share for the fewest clients who can open the sum
@@ -166,7 +166,7 @@ class ClosedFormClient(SumsClient):
             )
         chosen, digests = self._counted(self.rows)
         examples = self._chosen(chosen, config)
-        weights, records = self._load_network(parameters)
+        weights, records = self.load_network(parameters)
         sums, fixed_point, _ = self._sum_up(task, examples, records, config)
         words = sums.to_words(np.uint64)
         names = str(config[COUNTED]), str(config[NEW])
@@ -221,7 +221,8 @@ class ClosedFormClient(SumsClient):
         self._load_personal_network(parameters, config)
         return self.network_predictor(self.get_parameters(config))
 
-    def _load_network(self, parameters: Parameters) -> tuple[Parameters, Records]:
+    def load_network(self, parameters: Parameters) -> tuple[Parameters, Records]:
+        """Load received weights; return them, and the records that came beside them."""
         records = dict(getattr(parameters, "records", {}))
         beside = {name: records.pop(name, {}) for name in BESIDE}
         named = [array for record in records.values() for array in record.values()]
@@ -231,7 +232,7 @@ class ClosedFormClient(SumsClient):
 
     def _load_personal_network(self, parameters: Parameters, config: Config) -> Metrics:
         """Load the received network, with a last layer of the client's own if sums came with it."""
-        _, records = self._load_network(parameters)
+        _, records = self.load_network(parameters)
         if not records[wire.TOTAL]:
             return {}
         if self.is_private:

@@ -19,7 +19,7 @@ class SAFLeClient(ClosedFormClient):
         """
         self.require_permitted("query")
         x, _ = self.training_examples(config)
-        self._load_network(parameters)
+        self.load_network(parameters)
         if (found := OverlapCodes.find(self.model)) is None:
             raise ValueError(
                 "network: expected OverlapCodes, got none; make it with "
@@ -34,5 +34,5 @@ class SAFLeClient(ClosedFormClient):
         finally:
             hook.remove()
         joint = Moments.join(parts)
-        mean, sum_sq_dev = joint.mean.tolist(), joint.sum_sq_dev.tolist()
-        return {"mean": mean, "sum-sq-dev": sum_sq_dev, "num-examples": joint.count}
+        lists = {name: array.tolist() for name, array in joint.to_arrays().items()}
+        return {**lists, "num-examples": joint.count}

@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class Moments:
 
     `class_counts` are the examples of each class, int64 (C,), if they are counted.
     """
+
+    NAMES: ClassVar = ("mean", "sum-sq-dev")
 
     count: int
     mean: NDArray[np.float64]
@@ -68,7 +70,8 @@ class Moments:
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return all but the count, which travels as the number of examples."""
-        arrays: dict[str, NDArray[Any]] = {"mean": self.mean, "sum-sq-dev": self.sum_sq_dev}
+        arrays: dict[str, NDArray[Any]]
+        arrays = dict(zip(self.NAMES, (self.mean, self.sum_sq_dev), strict=True))
         return {**arrays, "counts": self.class_counts} if len(self.class_counts) else arrays
 
     @classmethod
@@ -79,7 +82,7 @@ class Moments:
 
         Of `num_classes` classes, if there are any, the counts must add up to `count`.
         """
-        names = ["mean", "sum-sq-dev", *(["counts"] if num_classes else [])]
+        names = [*cls.NAMES, *(["counts"] if num_classes else [])]
         mean, sum_sq_dev, *counts = take_arrays(arrays, *names)
         largest = float(np.finfo(np.float32).max)
         expected: dict[str, Any] = {"shape": (width,), "dtype": np.float64}

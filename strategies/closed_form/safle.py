@@ -89,7 +89,7 @@ class SAFLe(AFL):
 def _moments_in(reply: Reply, width: int) -> Moments:
     """Check the moments of a client's features, two lists among its metrics."""
     arrays: dict[str, Any] = {}
-    for name in ("mean", "sum-sq-dev"):
+    for name in Moments.NAMES:
         numbers = reply.metrics.get(name)
         if not isinstance(numbers, list):
             raise BadReply("moments", f"expected {width} numbers {name}, got {str(numbers)[:80]}")
