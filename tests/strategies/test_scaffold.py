@@ -120,8 +120,9 @@ def test_the_first_round_is_fedavgs_and_other_server_rates_step_only_parameters(
     for name, parameter in network().named_parameters():
         first = parameter.detach().numpy()
         wanted[name] = first + 2 * (mean[name] - first)
-        moved = (mean[name] != first).any()  # not so the bias that BatchNorm takes off
-        assert (wanted[name] != mean[name]).any() == moved == (name != "0.bias")
+        if name != "0.bias":  # BatchNorm takes it off: it moves by rounding, or not at all
+            assert (mean[name] != first).any()
+            assert (wanted[name] != mean[name]).any()
     stepped = start(SCAFFOLD(server_learning_rate=2.0, **ALL), Grid(CLIENTS))
     assert_near(stepped, wanted, 1e-7, 1e-6)
     assert [array.dtype for array in stepped.values()] == [array.dtype for array in mean.values()]
