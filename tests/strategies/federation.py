@@ -37,6 +37,7 @@ class Contract(NamedTuple):
     one_exchange: bool = True  # a round trains each client with one message
     once: bool = False  # it learns from all clients, in the first rounds, and then trains no more
     sends_arrays: bool = True  # clients reply with arrays, and not only with metrics
+    needs_more: bool = False  # the rows of two clients are too few to learn from
 
 
 T = TypeVar("T", bound=Strategy)

@@ -30,7 +30,9 @@ def linear(outputs, *, bias=True, width=P):
     return nn.Linear(width, outputs, bias=bias).double()
 
 
-CONTRACT = {"GLM": Contract(partial(GLM, network=network()), app(GLMClient), once=True)}
+CONTRACT = {
+    "GLM": Contract(partial(GLM, network=network()), app(GLMClient), once=True, needs_more=True)
+}
 
 
 def grid(x, y, cuts=(1, 30, 100, 250), order=None, **options):
