@@ -5,6 +5,7 @@ import json
 import math
 import socket
 import ssl
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from .federation import MARK, supernode_command
 AUTHORITY, KEY, RUN = "ca.pem", "node.key", "run.toml"  # beside a node's settings
 NEEDED = (AUTHORITY, KEY, RUN, InputTransform.FILE)
 TIMEOUT = 10.0  # seconds for the server's answer
+NOT_TAKEN, PAUSE = "Failed to activate SuperNode", 2.0  # words of Flower's; seconds until again
 _TABLE, _LIMITS = DatasetSettings.options(), PrivacyLimits.options()
 
 
@@ -158,7 +160,8 @@ def check_node(path: Path) -> NodeSettings:
 def run_node(path: Path, say: Callable[[str], None]) -> None:
     """Check a node and its server, and have its SuperNode answer runs until it is interrupted.
 
-    All processes that it started end with it. RunFailed if the SuperNode ends by itself.
+    All processes that it started end with it. A server that does not take the node, or has yet to
+    register its key, is asked again. RunFailed if the SuperNode ends by itself for another reason.
     """
     settings, folder = check_node(path), path.absolute().parent
     authority, log = folder / AUTHORITY, folder / "node.log"
@@ -172,12 +175,20 @@ def run_node(path: Path, say: Callable[[str], None]) -> None:
         log.unlink(missing_ok=True)
         told.parent.mkdir(exist_ok=True)
         told.write_text(tomli_w.dumps(settings.node_config(folder)), encoding="utf-8")
-        node, _ = processes.start_on_free_port(lambda port: [*command, str(port)], environment, log)
-        stack.callback(processes.stop, node)
         say(f"it answers runs of {settings.server} until Ctrl-C; its log is {log}")
-        node.wait()
-    said = processes.last_words(log.read_text(encoding="utf-8", errors="replace"))
-    raise RunFailed(f"the SuperNode has ended ({said}); see {log}")
+        while True:
+            node, _ = processes.start_on_free_port(
+                lambda port: [*command, str(port)], environment, log
+            )
+            stack.callback(processes.stop, node)
+            node.wait()
+            text = log.read_text(encoding="utf-8", errors="replace")
+            if NOT_TAKEN not in text:
+                break
+            say(f"{settings.server} does not know this node's key yet; it is asked again")
+            log.unlink(missing_ok=True)
+            time.sleep(PAUSE)
+    raise RunFailed(f"the SuperNode has ended ({processes.last_words(text)}); see {log}")
 
 
 def check_server(server: str, authority: Path) -> None:
