@@ -28,13 +28,10 @@ from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..core.base import sample_size
 from ..core.counted_rows import CountedRows, told_to_owner
-from ..core.feature_sums import SumsClient
-from ..core.secure_sum import Arrays
-from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar, set_weights
+from ..core.feature_sums import Records, SumsClient
+from ..core.weights import Config, Evaluation, Fit, NamedArrays, Parameters, Scalar
 
-Records = dict[str, Arrays]
 Metrics = dict[str, Scalar]
-BESIDE = (wire.STEPS, wire.SECURE_SUM, wire.TOTAL)  # records beside the network's
 
 
 class ClosedFormClient(SumsClient):
@@ -220,15 +217,6 @@ class ClosedFormClient(SumsClient):
         """Make a module of the network that the client would evaluate."""
         self._load_personal_network(parameters, config)
         return self.network_predictor(self.get_parameters(config))
-
-    def load_network(self, parameters: Parameters) -> tuple[Parameters, Records]:
-        """Load received weights; return them, and the records that came beside them."""
-        records = dict(getattr(parameters, "records", {}))
-        beside = {name: records.pop(name, {}) for name in BESIDE}
-        named = [array for record in records.values() for array in record.values()]
-        weights = named or parameters
-        set_weights(self.model, weights)
-        return weights, beside
 
     def _load_personal_network(self, parameters: Parameters, config: Config) -> Metrics:
         """Load the received network, with a last layer of the client's own if sums came with it."""

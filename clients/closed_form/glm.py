@@ -17,11 +17,11 @@ from fedntk.ntk.payloads.newton_sums import NewtonSums, NewtonTask
 
 from ..core.feature_sums import SumsClient
 from ..core.secure_sum import Arrays
-from ..core.weights import Config, Fit, NamedArrays, Parameters, Scalar, set_weights
+from ..core.weights import Config, Fit, NamedArrays, Parameters, Scalar
 
 
 class GLMClient(SumsClient):
-    """Adds up over what the last layer is given, at the received weights; it trains nothing.
+    """Adds up over the last layer's inputs, at the received weights; it trains nothing.
 
     Sums are float64. Give it a network in float64, as ``nn.Linear(p, C).double()``, and its
     examples as well: float32 rounds them.
@@ -60,10 +60,7 @@ class GLMClient(SumsClient):
     def _sum_up(
         self, parameters: Parameters, config: Config
     ) -> tuple[NewtonSums, dict[str, Scalar], Arrays]:
-        records = dict(getattr(parameters, "records", {}))
-        message = records.pop(wire.SECURE_SUM, {})
-        named = [array for record in records.values() for array in record.values()]
-        set_weights(self.model, named or parameters)
+        _, records = self.load_network(parameters)
         family, feature_map = NewtonTask.from_config(config).family, FeatureMap.from_config(config)
         (x, targets), (_, layer) = (
             self.training_examples(config),
@@ -91,4 +88,4 @@ class GLMClient(SumsClient):
             y = y[:, 1:] if family == "multinomial" else y
             parts.append(NewtonSums.of(rows, y, coefficients.cpu(), family))
         loss = loss_value(torch.cat(outputs), targets, self.loss)
-        return NewtonSums.join(parts), {wire.TRAIN_LOSS: loss}, message
+        return NewtonSums.join(parts), {wire.TRAIN_LOSS: loss}, records[wire.SECURE_SUM]

@@ -25,9 +25,11 @@ from .base import PROMISED, ModelClient, answer_step
 from .disk_store import client_name
 from .privacy_ledger import Release
 from .secure_sum import Arrays, MaskedSums, SumRequest
-from .weights import Config, Fit, NamedArrays, Parameters
+from .weights import Config, Fit, NamedArrays, Parameters, set_weights
 
 Sums = FeatureStatistics | SplitStatistics
+Records = dict[str, Arrays]
+BESIDE = (wire.STEPS, wire.SECURE_SUM, wire.TOTAL)  # records beside the network's
 
 
 class SumsClient(ModelClient):
@@ -46,6 +48,15 @@ class SumsClient(ModelClient):
         message = getattr(parameters, "records", {}).get(wire.SECURE_SUM, {})
         arrays = self.secure.answer(step, self.sum_request(task, config), message)
         return NamedArrays({"arrays": arrays}), self.reported_examples(task), {}
+
+    def load_network(self, parameters: Parameters) -> tuple[Parameters, Records]:
+        """Load received weights; return them, and the records that came beside them."""
+        records = dict(getattr(parameters, "records", {}))
+        beside = {name: records.pop(name, {}) for name in BESIDE}
+        named = [array for record in records.values() for array in record.values()]
+        weights = named or parameters
+        set_weights(self.model, weights)
+        return weights, beside
 
     @property
     def is_private(self) -> bool:
