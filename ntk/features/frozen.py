@@ -173,8 +173,8 @@ class FrozenPart:
         threads = torch.get_num_threads()
         is_shared = torch.device(self.device).type == "cpu"
         # a network and a thread for each batch: how many threads share one changes its last bits
-        networks = SimpleQueue[nn.Module]()
-        for i in range(threads if is_shared else 1):
+        networks, parts = SimpleQueue[nn.Module](), x.split(BATCH)
+        for i in range(min(threads, len(parts)) if is_shared else 1):
             networks.put(copy.deepcopy(self.network) if i else self.network)
 
         def features(part: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class FrozenPart:
         start = partial(torch.set_num_threads, 1) if is_shared else None
         try:
             with ThreadPoolExecutor(networks.qsize(), initializer=start) as pool:
-                return torch.cat(list(pool.map(features, x.split(BATCH))))
+                return torch.cat(list(pool.map(features, parts)))
         finally:
             torch.set_num_threads(threads)
 
