@@ -180,8 +180,10 @@ def run_node(path: Path, say: Callable[[str], None]) -> None:
             node, _ = processes.start_on_free_port(
                 lambda port: [*command, str(port)], environment, log
             )
-            stack.callback(processes.stop, node)
-            node.wait()
+            try:
+                node.wait()
+            finally:
+                processes.stop(node)
             text = log.read_text(encoding="utf-8", errors="replace")
             if NOT_TAKEN not in text:
                 break
