@@ -20,13 +20,13 @@ class SAFLeClient(ClosedFormClient):
         self.require_permitted("query")
         x, _ = self.training_examples(config)
         self.load_network(parameters)
-        if (found := OverlapCodes.find(self.model)) is None:
+        if (named := OverlapCodes.find(self.model)) is None:
             raise ValueError(
                 "network: expected OverlapCodes, got none; make it with "
                 "fedntk.ntk.with_overlap_codes, as on the server"
             )
         parts = list[Moments]()
-        hook = found[1].register_forward_pre_hook(
+        hook = named[1].register_forward_pre_hook(
             lambda _, inputs: parts.append(Moments.of(inputs[0].cpu()))
         )
         try:

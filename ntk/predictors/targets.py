@@ -77,7 +77,7 @@ class TargetTransform:
         return outputs.double() * std + mean
 
     def scale(self, predictions: Tensor) -> Tensor:
-        """Return what :meth:`restore` was given, float64."""
+        """Return predictions (n, C) in the targets' units as standardised ones, float64."""
         mean, std = (torch.from_numpy(part) for part in (self.mean, self.std))
         return (predictions - mean) / std
 

@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     @property
     def strata(self) -> NDArray[Any]:
-        """Class of each example (n,), of which splits keep the shares: 0 of real targets."""
+        """Class of each example (n,), 0 for real targets: splits keep the classes' shares."""
         return strata_of(self.y)
 
     def select(self, chosen: NDArray[Any] | slice) -> "Part":
@@ -109,9 +109,9 @@ class Data:
         y: NDArray[Any] = np.zeros(0, np.int64)
         if inputs.targets is not None:
             y = np.zeros((0, len(inputs.classes)))
-        known: Any = {"columns": inputs.columns, "classes": inputs.classes}
-        known |= {"alphabet": inputs.alphabet, "elsewhere": inputs, "num_elsewhere": num_train}
-        return cls(x, y, x, y, len(inputs.classes), **known)
+        facts: Any = {"columns": inputs.columns, "classes": inputs.classes}
+        facts |= {"alphabet": inputs.alphabet, "elsewhere": inputs, "num_elsewhere": num_train}
+        return cls(x, y, x, y, len(inputs.classes), **facts)
 
     @property
     def num_train(self) -> int:

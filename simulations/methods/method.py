@@ -93,7 +93,7 @@ class Setup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of examples: the network's."""
+        """Dtype of examples, that of the network."""
         return dtype_of(self.network)
 
     def evaluation_set(self) -> tuple[Tensor, Tensor]:

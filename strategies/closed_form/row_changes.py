@@ -82,7 +82,7 @@ class RowChanges(Declared):
         return Path(self.folder) / f"changes-{self.sums.run_key}.jsonl"
 
     def to_ask(self, r: Round, *, masked: bool) -> Sample:
-        """Return all clients of whom it is clear which rows were counted.
+        """Return the clients whose counted rows are certain.
 
         Left out are nodes that say no partition, and second nodes of a partition: they would go by
         other numbers after a restart, and be counted again. With masks, so are clients that were

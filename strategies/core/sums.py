@@ -63,7 +63,7 @@ class SumsProblem:
     equations: Callable[[FeatureStatistics, Normaliser | None], tuple[Normaliser, NormalEquations]]
     weights: Callable[[], NDArray[np.float64] | None] = lambda: None  # of classes (C,); None: 1
     noisy: bool = False  # whether totals have noise, and are sums of no examples
-    real_targets: bool = False  # C of them, of which `equations` are told as last features
+    real_targets: bool = False  # C of them; `equations` take them as last features
 
     @property
     def width(self) -> int:

@@ -222,7 +222,7 @@ def test_of_two_threads_one_counts_the_first_rows(rows, monkeypatch):
 
 
 def test_a_client_gives_sums_only_of_the_rows_that_count(tmp_path):
-    """Of arrays: a dataset may make other examples when it is read again."""
+    """A dataset may make other examples when it is read again, and arrays do not."""
     x, y = examples(3)
     rows = CountedRows(tmp_path)
     told = {**FeatureMap("last-layer").to_config(), **SumTask(step="statistics").to_config()}

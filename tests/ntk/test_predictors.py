@@ -290,7 +290,7 @@ def test_ensembles_of_least_squares_average_outputs_and_mixed_ones_probabilities
 
 
 def test_answers_have_probabilities_and_names():
-    """Of one network and of an ensemble, whose probabilities are the means."""
+    """One network has them, and an ensemble, whose probabilities are the means."""
     network, x = nn.Linear(4, 3), torch.randn(5, 4)
     one, other = (ntk.NetworkPredictor(layer) for layer in (network, nn.Linear(4, 3)))
     p = one.predict_proba(x)
