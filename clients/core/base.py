@@ -39,6 +39,7 @@ from .projection import SealedProjection
 from .randomness import round_seed
 from .weights import Config, Evaluation, Fit, Parameters, Scalar, get_weights, set_weights
 
+Metric = Callable[[Tensor, Tensor], float | None]
 PROMISED = ContextVar("PROMISED", default=False)  # whether a mod makes all clients private
 STEP = "step_"  # begins the names of methods that answer training messages
 STEP_OPTION = PREFIX + "step"  # key of a step that is an option of a task
@@ -105,6 +106,11 @@ class ModelClient(Declared, NumPyClient):
         "what real targets were divided by, a number or (C,): mae is in their own unit",
         default=(1.0,),
     )
+    metrics: Mapping[str, Metric] | None = argument(
+        "further metrics of evaluations, by name: functions of scores (n, C) and labels (n,), None "
+        "where one is not defined; not for real targets",
+        default=None,
+    )
     device: torch.device | str = argument("where the model runs", default="cpu")
     batch_size_eval: int = option("examples per pass when evaluating", default=1024, at_least=1)
     sampling_rate: float = option(
@@ -158,6 +164,9 @@ class ModelClient(Declared, NumPyClient):
                 f"real_targets: expected False, as {type(self).__name__} works with classes, got "
                 "True; take a method for regression, such as FedAvg or one exchange"
             )
+        if self.real_targets and self.metrics:
+            names = ", ".join(self.metrics)
+            raise ValueError(f"metrics: expected none beside real targets, got {names}")
         if self.real_targets and self.loss != "mse":
             raise ValueError(f"real_targets: expected the loss mse, got {self.loss}")
         if (sgd := getattr(self, "sgd", None)) is not None:
@@ -385,8 +394,12 @@ class ModelClient(Declared, NumPyClient):
         """Return the metrics, besides the loss, of outputs (n, C) for targets (n, C)."""
         if self.real_targets:
             return {**regression_metrics(outputs, targets, self.target_unit)}
-        hits = outputs.argmax(1) == targets.argmax(1)
-        return {"accuracy": float(hits.double().mean())}
+        labels = targets.argmax(1)
+        quality: dict[str, Scalar] = {}
+        for name, metric in (self.metrics or {}).items():
+            if (value := metric(outputs.clone(), labels.clone())) is not None:
+                quality[name] = float(value)
+        return {**quality, "accuracy": float((outputs.argmax(1) == labels).double().mean())}
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of what :func:`~fedntk.clients.received` returns, to evaluate yourself."""

@@ -34,7 +34,9 @@ class FedEnsembleClient(NumPyClient):
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Evaluate the ensemble, and its single models: see :class:`EnsemblePredictor`."""
         x, targets = self.client.test_examples(config)
-        evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
+        predictor = self.predictor(parameters, config)
+        predictor.metrics = self.client.metrics or {}
+        evaluated = predictor.evaluate(x, targets.argmax(1))
         return evaluated.loss, len(x), {"accuracy": evaluated.score, **evaluated.more}
 
     def predictor(self, parameters: Parameters, config: Config) -> EnsemblePredictor:

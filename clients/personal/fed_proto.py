@@ -81,8 +81,10 @@ class FedProtoClient(PersonalClient):
         if not self._by_prototypes(parameters):
             return self.evaluate_model(config)
         x, targets = self.test_examples(config)
-        evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
-        return evaluated.loss, len(x), {"accuracy": evaluated.score}
+        predictor = self.predictor(parameters, config)
+        predictor.metrics = self.metrics or {}
+        evaluated = predictor.evaluate(x, targets.argmax(1))
+        return evaluated.loss, len(x), {"accuracy": evaluated.score, **evaluated.more}
 
     def predictor_of(
         self, weights: Parameters, parameters: Parameters, config: Config

@@ -117,8 +117,8 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     )
     metrics: str = setting(
         "",
-        "further metrics of what was learned, on the server's examples: f1-macro, auc, "
-        "balanced-accuracy, <file>.py:<function>, <module>:<function>, with commas between them",
+        "further metrics of what was learned, on the examples of server and clients: f1-macro, "
+        "auc, balanced-accuracy, <file>.py:<function>, <module>:<function>, with commas between",
     )
     monitor: str = setting(
         "accuracy",
@@ -430,6 +430,17 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         """Return the object of a name, if it was passed in this process; else None."""
         return self.objects.get(id_of(named))
 
+    @property
+    def metrics_of_clients(self) -> tuple[str, ...]:
+        """Names of the further metrics of clients' evaluations.
+
+        There are none with real targets, whose means clients lack, and none with a mechanism, whose
+        list has none.
+        """
+        if self.task == "regression" or self.mechanism is not None:
+            return ()
+        return tuple(metrics_of(self.metrics))
+
     def load_metrics(self) -> dict[str, Metric]:
         """Return name -> metric of the setting ``metrics``; ConfigError if one cannot be had."""
         return load_metrics(self.metrics, self.passed)
@@ -458,7 +469,8 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         ):
             object.__setattr__(self, name, whole_path)
         public_parts(self.public)
-        metrics = (*MONITORED, *metrics_of(self.metrics))
+        of_clients = [f"client-{n}-{s}" for n in self.metrics_of_clients for s in ("mean", "worst")]
+        metrics = (*MONITORED, *metrics_of(self.metrics), *of_clients)
         trainable, sampled = self.num_clients - self.validation_clients, self.clients_a_round
         if self.weights and self.init != "default":
             raise ConfigError(

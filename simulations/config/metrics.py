@@ -10,6 +10,7 @@ setting ``metrics`` names them: ``f1-macro``, ``auc``, ``mymetrics.py:f`` or ``m
 import math
 from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .settings import ConfigError, key_of, nearest
 
 Metric = Callable[[Tensor, Tensor], Any]
 logger = getLogger("flwr")
+ALONE = Lock()  # a metric's state is that of one model's outputs
 
 
 def f1_macro(scores: Tensor, labels: Tensor) -> float:
@@ -136,9 +138,10 @@ def _guard(name: str, metric: Metric) -> Metric:
 
     def measure(scores: Tensor, labels: Tensor) -> float | None:
         try:
-            if hasattr(metric, "reset"):
-                metric.reset()
-            value = float(metric(scores, labels))
+            with ALONE:
+                if hasattr(metric, "reset"):
+                    metric.reset()
+                value = float(metric(scores, labels))
             reason = f"it returned {value}"
         except Exception as error:  # whatever a user's function raises
             value, reason = math.nan, first_line(error)

@@ -78,10 +78,6 @@ class AdmittedMetrics:
         return name in pool
 
 
-def _is_statistic(name: str) -> bool:
-    return name.startswith(tuple(f"{quality}-" for quality in QUALITY))
-
-
 @dataclass(eq=False)
 class Recorder:
     """Evaluates what was learned after each round; records and saves what the round did.
@@ -104,13 +100,15 @@ class Recorder:
         self._start = time.perf_counter()
         config, method = self.config, self.config.chosen_method
         known: tuple[str, ...] = (*OF_REPLIES, "train-loss", *method.metrics)
-        of_clients = (*OF_REPLIES, *QUALITY, *method.evaluation_metrics)
+        further = {n: max if is_lower_better(n) else min for n in config.metrics_of_clients}
+        self._quality = QUALITY | further
+        of_clients = (*OF_REPLIES, *self._quality, *method.evaluation_metrics)
         most = OTHERS
         if config.mechanism is not None:  # what is on its list, and nothing else
             known, of_clients = (*OF_REPLIES, *config.mechanism.metrics), (*QUALITY,)
             most = 0
         self._of_training = AdmittedMetrics(known, self._is_measured_here, "training", most)
-        self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation", most)
+        self._of_evaluation = AdmittedMetrics(of_clients, self._is_statistic, "evaluation", most)
         source = "clients' evaluations"
         self._of_clients = AdmittedMetrics(of_clients, lambda _: False, source, most)
         self.checkpoint = Checkpoint({}, self.strategy.learned, {}, self.source)
@@ -122,7 +120,7 @@ class Recorder:
         names = {name for record in checkpoint.records for name in record}
         self._of_training.remember(n for n in names if not self._is_measured_here(n))
         of_clients = (n.removeprefix("client-") for n in names if n.startswith("client-"))
-        self._of_evaluation.remember(name for name in of_clients if not _is_statistic(name))
+        self._of_evaluation.remember(name for name in of_clients if not self._is_statistic(name))
         self._of_clients.remember(name for r in checkpoint.rounds for _, name, _ in r.clients)
         self._append(*checkpoint.records)
 
@@ -161,6 +159,9 @@ class Recorder:
         measured = *MEASURED, *OF_TARGETS, *metrics_of(self.config.metrics)
         return name in measured or name.startswith(MEASURED_PREFIXES)
 
+    def _is_statistic(self, name: str) -> bool:
+        return name.startswith(tuple(f"{quality}-" for quality in self._quality))
+
     def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
         updated = arrays is not self._arrays  # Flower hands on the same record if none came
         weights = {name: array.numpy() for name, array in arrays.items()}
@@ -182,7 +183,7 @@ class Recorder:
             clients = {
                 partition: self._of_clients.take(metrics) for partition, metrics in evaluations
             }
-            record |= _among_clients(list(clients.values()))
+            record |= self._among_clients(list(clients.values()))
         costs = self.grid.take()
         waiting = costs.pop("seconds-waiting")
         record |= {**costs, "seconds-server": seconds - waiting, "seconds": seconds}
@@ -205,17 +206,16 @@ class Recorder:
         if self.on_round is not None:
             self.on_round(record)
 
+    def _among_clients(self, metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Mean, worst and standard deviation over the clients, each counting once."""
+        statistics: dict[str, float] = {}
+        for name, worst in self._quality.items():
+            if values := [float(client[name]) for client in metrics if name in client]:
+                statistics[f"client-{name}-mean"] = float(np.mean(values))
+                statistics[f"client-{name}-worst"] = worst(values)
+                statistics[f"client-{name}-std"] = float(np.std(values))
+        return statistics
+
     def _append(self, *records: Record) -> None:
         with (self.config.folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
-
-
-def _among_clients(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean, worst and standard deviation over the clients, each counting once."""
-    statistics: dict[str, float] = {}
-    for name, worst in QUALITY.items():
-        if values := [float(client[name]) for client in metrics if name in client]:
-            statistics[f"client-{name}-mean"] = float(np.mean(values))
-            statistics[f"client-{name}-worst"] = worst(values)
-            statistics[f"client-{name}-std"] = float(np.std(values))
-    return statistics

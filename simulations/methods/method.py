@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from logging import getLogger
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from fedntk.trust.secure_sum import FEWEST
 
 from ..attacks import choose_liars
 from ..config.config import BaseConfig
+from ..config.metrics import Metric
 from ..config.private import require_covered
 from ..config.settings import ConfigError, Settings, key_of, settings_class
 from ..data.data import Data, KeptExamples, LocalData
@@ -37,6 +39,7 @@ from ..data.partitions import Split, load_split
 from ..models import device_of
 from ..simulated_trust import projected
 
+logger = getLogger("flwr")
 PERSONAL = "personal"  # in a run's cache: what its clients keep
 
 # places in the name of a class where kebab-case has a hyphen: FedAvgM becomes fed-avg-m
@@ -148,6 +151,17 @@ class Setup:
                 "or set clients-per-evaluation = 0"
             )
         return frozenset(i for i, size in enumerate(sizes) if not size)
+
+    @cached_property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Further metrics of clients' evaluations; a node that lacks their code has none."""
+        if not self.config.metrics_of_clients:
+            return {}
+        try:
+            return self.config.load_metrics()
+        except ConfigError as error:  # at a node: the server has them
+            logger.warning("evaluations without further metrics: %s", error)
+            return {}
 
     @cached_property
     def device(self) -> str:
@@ -442,6 +456,8 @@ class Method:
         if masks_itself(self.client_class):
             cache, masks = setup.config.cache / PERSONAL, self.mask_options(setup.config)
             options["secure"] = MaskedSums(**{"cache": cache, **masks, **owner})
+        if setup.metrics and issubclass(self.client_class, fedntk.clients.ModelClient):
+            options["metrics"] = setup.metrics
         client: NumPyClient = self._make(self.client_class, setup, options)
         return client
 

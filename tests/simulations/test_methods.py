@@ -14,6 +14,7 @@ from fedntk.clients import SGDClient
 from fedntk.ntk.options import Declared, option, part
 from fedntk.simulations import Config, ConfigError, Method, RunFailed, compare, load_predictor, run
 from fedntk.simulations.cli import app
+from fedntk.simulations.config.metrics import BUILT_IN
 from fedntk.simulations.engine.building import load_setup, make_client, make_strategy
 from fedntk.simulations.engine.server_app import prepare
 from fedntk.simulations.methods import all_methods, own_methods
@@ -91,20 +92,26 @@ def test_the_model_of_a_client_is_what_the_client_evaluated(tmp_path, method):
     """Of a finished run, by another process's strategy."""
     config = Config(
         method=method, num_clients=4, clients_per_round=4, clients_per_evaluation=4, rounds=2,
-        learning_rate=0.1, out=str(tmp_path), local_test_fraction=0.3,
+        learning_rate=0.1, out=str(tmp_path), local_test_fraction=0.3, metrics="f1-macro,auc",
         **{**SETTINGS[method], "projection": 0},
     )  # fmt: skip
     result = run(config, progress=False)
     newest = result.clients[result.clients["round"] == 2]
-    reported = newest[newest.metric == "accuracy"].set_index("partition")["value"]
+    every = newest.pivot(index="partition", columns="metric", values="value")
+    reported = every["accuracy"]
     assert set(reported.index) == set(range(4))
     setup, first = load_setup(result.config), load_predictor(result.folder)
     for client in range(4):
         _, kept = setup.split.train_and_test(client, setup.config)
         x, y = setup.data.x_train[kept], setup.data.y_train[kept]
-        own = load_predictor(result.folder, client=client).evaluate(x, y)
+        predictor = load_predictor(result.folder, client=client)
+        own = predictor.evaluate(x, y)
         assert own.accuracy == pytest.approx(reported[client], abs=1e-12)
         assert own.loss != first.evaluate(x, y).loss
+        scores = predictor.predict(x), predictor.inputs.labels(y)
+        for name in ("f1-macro", "auc"):
+            value = BUILT_IN[name](*scores)
+            assert every.loc[client, name] == pytest.approx(value, abs=1e-6)
 
 
 def test_who_was_mixed_from_whom_is_written_of_each_round(finished_run):

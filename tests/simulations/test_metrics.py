@@ -11,8 +11,9 @@ from sklearn.metrics import f1_score, recall_score, roc_auc_score
 from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor
-from fedntk.simulations import Config, RunFailed, run, tune, write_report
+from fedntk.simulations import Config, RunFailed, load_predictor, run, tune, write_report
 from fedntk.simulations.config.metrics import BUILT_IN
+from fedntk.simulations.engine.building import load_setup
 
 from .outcomes import refused
 
@@ -62,8 +63,41 @@ def test_an_area_under_the_curve_of_one_class_is_none():
         BUILT_IN["auc"](torch.zeros(3, 2), torch.ones(3, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fed-ensemble", "tct", "one-exchange"])
+def test_clients_report_the_metrics_of_the_model_on_their_examples(method, tmp_path):
+    """One with examples of one class has no AUC; the mean is over the others."""
+    tct = {"bootstrap_rounds": 1, "num_features": 50, "local_steps": 5}
+    options = (
+        SMALL
+        | {"rounds": 3, "clients_per_round": 6, "clients_per_evaluation": 6}
+        | ({"tct": tct} if method == "tct" else {})
+    )
+    result = run(
+        method, metrics="f1-macro,auc", monitor="client-f1-macro-worst", private_test=True,
+        local_test_fraction=0.1, alpha=0.1, out=tmp_path, **options,
+    )  # fmt: skip
+    last = result.clients[result.clients["round"] == result.clients["round"].max()]
+    table = last.pivot(index="partition", columns="metric", values="value")
+    setup, predictor = load_setup(result.config), load_predictor(result.folder)
+    areas = {}
+    for client, row in table.iterrows():
+        rows = setup.split.tests[client]
+        y = torch.from_numpy(setup.data.y_test[rows])
+        scores = predictor.predict(setup.data.x_test[rows])
+        assert row["f1-macro"] == pytest.approx(BUILT_IN["f1-macro"](scores, y), abs=1e-6)
+        if len(set(y.tolist())) > 1:
+            areas[client] = BUILT_IN["auc"](scores, y)
+    assert table["auc"].dropna().to_dict() == pytest.approx(areas, abs=1e-6)
+    assert 0 < len(areas) < len(table)
+    assert result.curve("client-auc-mean").iloc[-1] == pytest.approx(np.mean([*areas.values()]))
+    assert result.curve("client-f1-macro-worst").iloc[-1] == table["f1-macro"].min()
+    assert result.summary["best"]["value"] == result.curve("client-f1-macro-worst").max()
+
+
 def test_metrics_are_in_all_results_and_choose_the_best_model(tmp_path, caplog):
-    """One that fails is missing, and told once; what is learned is the same without any."""
+    """One that fails is missing, and logged once by server and clients; without any, the same is
+    learned.
+    """
     metrics = {"top2": top_two, "n": Total(), "bad": fail, "f1": "f1-macro"}
     metrics["nan"] = lambda *_: np.nan
     result = run("fedavg", metrics=metrics, monitor="top2", out=tmp_path / "a", **SMALL)
@@ -73,7 +107,7 @@ def test_metrics_are_in_all_results_and_choose_the_best_model(tmp_path, caplog):
     assert [message.partition(": ")[2] for message in said] == [
         f"ZeroDivisionError: no luck (test_metrics.py, line {fail.__code__.co_firstlineno + 1})",
         "it returned nan",
-    ]
+    ] * 2
     curve = result.curve("top2")
     last = {"top2": curve[4], "n": 360, "bad": None, "f1": result.curve("f1")[4], "nan": None}
     assert result.summary["metrics"] == last
