@@ -213,7 +213,7 @@ def test_settings_of_every_declared_cell_are_valid(name):
         if declaration.reason_beyond(row, column) and not line.missing
     ]
     for cell in cells:
-        making.config_of(cell, declaration.folder, "")
+        making.config_of(declaration, cell, declaration.folder, "")
 
 
 # ------------------------------------------------------------------------- measures
@@ -311,7 +311,7 @@ def test_last_bits_of_the_first_weights_move_a_measure_by_what_is_said(tmp_path)
     cell = replace(declaration.cell("fedavg", "skewed", 1), search=None)
     figures = in_this_process(declaration, [cell], tmp_path / "out").set_index("measure").value
 
-    plain = run(making.config_of(cell, tmp_path / "plain", ""), progress=False)
+    plain = run(making.config_of(declaration, cell, tmp_path / "plain", ""), progress=False)
     state = load_setup(plain.config).network.state_dict()
     save_file({name: t * (1 + 2**-23) for name, t in state.items()}, tmp_path / "nudged")
     nudged = run(
