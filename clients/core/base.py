@@ -155,10 +155,12 @@ class ModelClient(Declared, NumPyClient):
             test = labelled_examples(self.x_test, self.y_test, columns=self.columns, name="x_test")
             self._testing = test
             self._probe(test)
+        if (sgd := getattr(self, "sgd", None)) is not None:
+            sgd.require_loss(self.loss, self.num_outputs)
         del self.x, self.y, self.x_test, self.y_test  # kept once, as read
 
     def check(self) -> None:
-        """Refuse what does not go with the loss: local training, if there is some, and targets."""
+        """Refuse targets that do not go with the loss."""
         if self.real_targets and not self.takes_real_targets:
             raise ValueError(
                 f"real_targets: expected False, as {type(self).__name__} works with classes, got "
@@ -169,8 +171,6 @@ class ModelClient(Declared, NumPyClient):
             raise ValueError(f"metrics: expected none beside real targets, got {names}")
         if self.real_targets and self.loss != "mse":
             raise ValueError(f"real_targets: expected the loss mse, got {self.loss}")
-        if (sgd := getattr(self, "sgd", None)) is not None:
-            sgd.require_loss(self.loss)
 
     def identify(self, client_id: str) -> None:
         """Set the seed by the client's id in the federation, unless one was given."""

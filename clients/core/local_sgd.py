@@ -185,16 +185,28 @@ class LocalSGD(Declared, frozen=True):
         "in each step's loss (Zhang et al., ICML 2022, in the form of Menon et al. 2021)",
         default=False,
     )
+    class_weights: tuple[float, ...] = option(
+        "for cross-entropy, factors w_c of the losses of each class's examples, in the order of "
+        "the classes: a step's loss is sum_i w_{y_i} l_i / B; none: 1",
+        default=(),
+        above=0,
+    )
 
     def check(self) -> None:
         """Refuse momentum with Adam."""
         if self.optimizer == "adam" and self.momentum:
             raise ValueError(f"momentum: expected 0 with optimizer = adam, got {self.momentum}")
 
-    def require_loss(self, loss: Loss) -> None:
-        """Refuse a class prior without cross-entropy."""
-        if self.class_prior and loss != "cross-entropy":
-            raise ValueError(f"class_prior: expected the loss cross-entropy, got {loss}")
+    def require_loss(self, loss: Loss, num_outputs: int) -> None:
+        """Refuse a class prior and class weights that do not go with the loss or the C outputs."""
+        for name in ("class_prior", "class_weights"):
+            if getattr(self, name) and loss != "cross-entropy":
+                raise ValueError(f"{name}: expected the loss cross-entropy, got {loss}")
+        if len(self.class_weights) not in (0, num_outputs):
+            raise ValueError(
+                f"class_weights: expected a factor for each of {num_outputs} classes, got "
+                f"{len(self.class_weights)}"
+            )
 
     def refuse_proximal_term(self, reason: str) -> None:
         """Refuse FedProx's term for a method that cannot have it."""
@@ -288,6 +300,7 @@ class LocalSGD(Declared, frozen=True):
         one_hot = bool(((targets.amax(1) == 1) & (targets.count_nonzero(1) == 1)).all())
         labels = targets.argmax(1) if one_hot and client.loss != "mse" else targets
         offset = log_class_prior(client.targets).to(client.device) if self.class_prior else None
+        weights = torch.tensor(self.class_weights, dtype=x.dtype).to(client.device)
 
         def loss(batch: Tensor) -> Tensor:
             inputs = x.index_select(0, batch).to(client.device)
@@ -297,7 +310,10 @@ class LocalSGD(Declared, frozen=True):
             expected = labels.index_select(0, batch).to(client.device)
             if client.loss == "mse":
                 return nn.functional.mse_loss(outputs, expected) / 2
-            return nn.functional.cross_entropy(outputs, expected)
+            if not len(weights):
+                return nn.functional.cross_entropy(outputs, expected)
+            losses = nn.functional.cross_entropy(outputs, expected, weight=weights, reduction="sum")
+            return losses / len(batch)
 
         return loss
 

@@ -228,6 +228,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     momentum: float = setting(0.0, "momentum of local SGD", at_least=0, below=1)
     weight_decay: float = setting(0.0, "weight decay of local SGD", at_least=0)
     class_prior: bool = LocalSGD.options()["class_prior"].field()
+    class_weights: tuple[float, ...] = LocalSGD.options()["class_weights"].field()
 
     attack: str = setting(
         "none",
@@ -342,12 +343,14 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             or (settings.table in installed and settings != type(settings)())
         )
         object.__setattr__(self, "tables", tuple(acting))
-        if self.class_prior and "class_prior" in self.settings.options():
-            raise ConfigError(
-                f"class-prior needs local SGD, which {self.method} lacks; set "
-                f"{self.settings.key('class_prior')}"
-            )
         chosen.check(self, self.settings)
+        for name in ("class_prior", "class_weights"):
+            if getattr(self, name) and not chosen.has_local_sgd(self):
+                own = name in self.settings.options()
+                cure = f"; set {self.settings.key(name)}" if own else ""
+                raise ConfigError(
+                    f"{key_of(name)} needs local SGD, which {self.method} lacks{cure}"
+                )
 
     def _whole_model(self) -> str:
         kind, _, place = self.model.partition(":")
@@ -494,8 +497,9 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
                 f"projection-kind = {self.projection_kind} goes with projection, the number of "
                 "features; got 0"
             )
-        if self.class_prior and self.loss != "cross-entropy":
-            raise ConfigError(f"class-prior goes with loss = cross-entropy, got {self.loss}")
+        for name in ("class_prior", "class_weights"):
+            if getattr(self, name) and self.loss != "cross-entropy":
+                raise ConfigError(f"{key_of(name)} goes with loss = cross-entropy, got {self.loss}")
         if not 1 <= sampled <= trainable:
             raise ConfigError(
                 f"clients-per-round: expected 1 ... {trainable}, the clients that train, got "

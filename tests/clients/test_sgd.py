@@ -134,6 +134,32 @@ def test_the_class_prior_is_an_offset_of_the_outputs_only_in_training():
     refused(text, SGDClient, model, X64, labels, loss="mse", sgd=prior)
 
 
+def test_a_class_that_weighs_three_is_that_class_three_times():
+    """One full-batch step in float64, rtol 1e-12: the rate takes the larger batch into account."""
+    model = nn.Linear(4, 3).double()
+    start = get_weights(model)
+    weighted = exact_client(model, class_weights=(1.0, 3.0, 1.0))
+    arrays, _, metrics = weighted.fit(start, {})
+    times = torch.where(Y == 1, 3, 1)
+    x, y = X64.repeat_interleave(times, 0), Y.repeat_interleave(times)
+    sgd = LocalSGD(batch_size=len(y), learning_rate=0.5 * len(y) / 20)
+    repeated = SGDClient(model, x, y, sgd=sgd)
+    expected, _, repeated_metrics = repeated.fit(start, {})
+    for array, other in zip(arrays, expected, strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-12)
+    total = repeated_metrics["train-loss"] * len(y)
+    assert metrics["train-loss"] * 20 == pytest.approx(total, rel=1e-12)
+    ones = exact_client(model, class_weights=(1.0, 1.0, 1.0)).fit(start, {})[0]
+    plain = exact_client(model).fit(start, {})[0]
+    np.testing.assert_allclose(ones[0], plain[0], rtol=1e-12)
+    for text, options, loss in (
+        ("class_weights: expected a factor for each of 3 classes, got 2", (1.0, 2.0), None),
+        ("class_weights: expected the loss cross-entropy, got mse", (1.0, 2.0, 1.0), "mse"),
+    ):
+        sgd = LocalSGD(class_weights=options)
+        refused(text, SGDClient, model, X64, Y, loss=loss or "cross-entropy", sgd=sgd)
+
+
 def test_train_loss_without_epochs_is_that_of_the_received_weights():
     """In evaluation mode: dropout plays no part. Sums of 9 products in float64: 1e-12."""
     model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.9), nn.Linear(9, 3)).double()

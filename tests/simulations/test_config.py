@@ -194,3 +194,15 @@ def test_a_runs_configuration_that_is_cut_off_is_refused(tmp_path, lines):
     refused(r"config\.toml is cut off, or of an older version", Config.of_run, tmp_path)
     path.write_text("a = ")
     refused("is no TOML", Config.load, path)
+
+
+@pytest.mark.parametrize("name", ["class_prior", "class_weights"])
+def test_weights_and_priors_of_classes_need_local_sgd(name):
+    """They would change nothing in the others, nor in an ensemble of these."""
+    value = {"class_prior": True, "class_weights": [1.0] * 10}[name]
+    for options in ({"method": "fedavg"}, {"method": "fed-ensemble"}, {"method": "ditto"}):
+        assert getattr(Config(**options, **{name: value}, clients_per_round=10), name)
+    of_afl = {"method": "fed-ensemble", "fed_ensemble": {"inner": "afl"}}
+    for options in ({"method": "afl"}, of_afl):
+        refused(f"{name.replace('_', '-')} needs local SGD", Config, **options, **{name: value})
+    refused("set ntk-fl.class-prior", Config, method="ntk-fl", class_prior=True)
