@@ -74,6 +74,8 @@ def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str,
         part = parts.setdefault("" if one_column else label, {})
         keys: Any = rows.groupby(["column", "measure", "round"], sort=False)
         for (column, full_name, number), cell in keys:
+            if measure.at not in ("reach", "total") and cell.value.isna().all():
+                continue  # it has no meaning there, such as clients that never train
             heading = [label if one_column else declaration.label(column)]
             heading += [full_name[len(name) + 2 :]]
             heading += [f"round {number}"] if measure.at == "rounds" else []
