@@ -17,6 +17,7 @@ from ..config.config import nest
 from ..config.data import TABLE
 from ..config.settings import ConfigError
 from ..configuration import Config
+from ..data.schema import columns_of
 from ..engine.building import load_setup, make_strategy
 from ..engine.flwr_run import APP
 from ..errors import naming
@@ -158,9 +159,13 @@ def _node_settings(config: Config, server: str, partition: int) -> NodeSettings:
 
 def _node_page(config: Config, setup: Setup, number: int) -> str:
     inputs = setup.data.inputs
-    rows = ["| column | numbers |", "|---|---|"]
-    rows += [f"| `{c}` | {kind} |" for c, kind in zip(inputs.columns, inputs.kinds, strict=True)]
-    rows += [f"| `{config.target}` | {', '.join(map(str, inputs.classes))} |"]
+    columns, target = dict(zip(inputs.columns, inputs.kinds, strict=True)), config.target
+    if (schema := inputs.schema) is not None:
+        target, _ = columns_of(schema, target, "")
+        columns = {n: c.describe() for n, c in schema.columns.items() if c.outputs(n)}
+    rows = ["| column | holds |", "|---|---|"]
+    rows += [f"| `{name}` | {holds} |" for name, holds in columns.items()]
+    rows += [f"| `{target}` | {', '.join(map(str, inputs.classes))} |"]
     ledger = "fedntk privacy-ledger --new mine.ledger   # once\n"
     ledger *= bool(config.secure is not None or config.mechanism)
     return f"""# Node {number}
