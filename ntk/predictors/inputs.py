@@ -241,14 +241,8 @@ class InputTransform:
     def digest(self) -> str:
         """What two machines must agree on: columns, kinds, classes, schema, moments to 3 digits."""
         moments = [[f"{value:.2e}" for value in part.flat] for part in (self.mean, self.std)]
-        facts: list[Any] = [
-            self.shape,
-            self.columns,
-            self.kinds,
-            self.alphabet,
-            self.classes,
-            moments,
-        ]
+        names = self.columns, self.kinds, self.alphabet, self.classes
+        facts: list[Any] = [self.shape, *names, moments]
         if self.targets is not None:
             of_targets = *self.targets.mean, *self.targets.std
             facts.append([f"{value:.2e}" for value in of_targets])
