@@ -125,8 +125,8 @@ class Measured(Column, ABC, frozen=True, eq=True):
         return {name: "real"} | ({f"{name}=?": "0 or 1"} if self.indicator else {})
 
     def encode(self, cells: Cells) -> NDArray[np.float64]:  # noqa: D102
-        pairs = zip(cells.texts, cells.gaps, strict=True)
-        values = np.array([math.nan if gap else self.number(text) for text, gap in pairs], float)
+        numbers = {text: self.number(text) for text in {*cells.texts}}
+        values = np.array([numbers[text] for text in cells.texts], float)
         low, high = self.bounds
         outside = ~cells.gaps & ~((values >= low) & (values <= high))
         cells.refuse(outside, self.describe(), CORRECT)
@@ -242,9 +242,10 @@ class Category(Column, frozen=True, eq=True):
         words = self.words
         texts = [self._compared(text) for text in cells.texts]
         others = ~cells.gaps & np.array([text not in words for text in texts], bool)
-        numbers = {Number().number(word) for word in words} - {math.nan}
-        equal = np.array([Number().number(text) in numbers for text in texts], bool)
-        misread = others & ~cells.are_words & equal  # 1 of 001
+        number = Number().number
+        numbers = {number(word) for word in words} - {math.nan}
+        equal = {text for text in {*texts} if number(text) in numbers}
+        misread = others & ~cells.are_words & np.array([t in equal for t in texts], bool)  # 1: 001
         cells.refuse(misread, self.describe(), "read it as text, such as with dtype=str")
         others &= ~misread
         if self.unseen == REFUSE:
@@ -291,7 +292,7 @@ class Text(Column, frozen=True, eq=True):
 
     kind = "text"
     gap: str = option("text that stands for a gap, or refuse", default=REFUSE)
-    features: int = option("number of columns", default=64, at_least=1)
+    features: int = option("number of columns", default=64, at_least=1, at_most=2**16)
     ngrams: tuple[int, ...] = option("shortest and longest n-gram", default=(1, 2), at_least=1)
     analyzer: Literal["word", "char", "char_wb"] = option(
         "n-grams of words, of characters, or of characters within words", default="word"

@@ -1,6 +1,7 @@
 """A schema: words, gaps, dates and texts become the same numbers everywhere, or are refused."""
 
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,24 @@ def test_examples_that_processes_pass_on_keep_their_schema(tmp_path):
     data.write(tmp_path / "passed.npz")
     again = load_data(DatasetSettings(dataset=f"npz:{tmp_path}/passed.npz"))
     assert (again.digest, again.checksum, again.schema) == (data.digest, data.checksum, data.schema)
+
+
+def test_real_targets_of_a_schema_are_read_as_without_one(tmp_path):
+    """Several of them, from a csv file in which all cells stay text."""
+    frame = patients().assign(a=np.linspace(0, 1, 120), b=np.geomspace(1, 2, 120))
+    kinds = TABLES | {"a": {"kind": "target"}, "outcome": {"kind": "ignored"}}
+    data = read(frame, kinds | {"b": {"kind": "target"}})
+    assert data.classes == ("a", "b")
+    assert np.array_equal(data.y_train, frame[["a", "b"]])
+    frame.drop(columns="b").to_csv(tmp_path / "a.csv", index=False)
+    own = load_own(str(tmp_path / "a.csv"), read(frame.drop(columns="b"), kinds), 120)
+    np.testing.assert_allclose(own.train[1][:, 0], (frame.a - frame.a.mean()) / frame.a.std(ddof=0))
+
+
+def test_only_columns_of_text_need_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.feature_extraction.text", None)
+    assert one("boolean", ["true"]).tolist() == [[1.0]]
+    refused("a: columns of text need scikit-learn; install", one, "text", ["b"], error=ImportError)
 
 
 HARD = pd.DataFrame({
