@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,13 @@ from fedntk.simulations.data.data import Data
 from fedntk.simulations.data.load import load_data, load_own
 from fedntk.simulations.data.schema import load_schema, propose_schema
 from fedntk.simulations.deploy.deployment import write_deployment
-from fedntk.simulations.deploy.node import check_node
+from fedntk.simulations.deploy.node import NodeSettings, check_node
+from fedntk.simulations.engine.server_app import serve as serve_run
 from fedntk.simulations.methods.glm import METHOD
+from fedntk.strategies.core.replies import NoUsableReply
 
 from ..conftest import refused
+from .outcomes import grid_of
 from .test_cli import fedntk
 
 SITES = ("Aarau", "Bülach", "Chur")
@@ -374,19 +378,57 @@ def test_coefficients_are_those_of_the_pooled_encoded_rows_by_sensible_names(tmp
     np.testing.assert_allclose(predicted, fit.predict(np.c_[data.x_test, np.ones(60)]), rtol=1e-6)
 
 
-def test_a_deployment_gives_nodes_the_schema_and_checks_each_cell(tmp_path, caplog):
-    """Without the reference table, and with no schema file on the node's machine."""
-    patients().to_csv(tmp_path / "pool.csv", index=False)
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """One exchange of sums, in which the order of replies plays no part, over the three sites."""
+    for part, frame in (("train", patients()), ("test", patients(60, seed=1))):
+        (tmp_path / "pool").mkdir(exist_ok=True)
+        frame.to_csv(tmp_path / "pool" / f"{part}.csv", index=False)
     lines = []
     for name, table in TABLES.items():
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     (tmp_path / "schema.toml").write_text("\n".join(lines))
-    config = Config(
-        method="fedavg", dataset=f"csv:{tmp_path}/pool.csv", schema=str(tmp_path / "schema.toml"),
-        num_clients=3, partition="natural", test_share=0.2, clients_per_evaluation=0,
+    return Config(
+        method="one-exchange", dataset=f"csv:{tmp_path}/pool", schema=f"{tmp_path}/schema.toml",
+        num_clients=3, partition="natural", clients_per_evaluation=0, rounds=1,
+        one_exchange={"sums": {"bits": 8, "auto_ridge": False, "validation_share": 0.0}},
     )  # fmt: skip
+
+
+def served(config: Config, deployment: Path, out: Path) -> Config:
+    """Run a deployment whose nodes and server's messages are in this process."""
+    settings = Config.load(deployment / "server" / "config.toml", out=str(out))
+    grid = grid_of(settings.replace(dataset="csv:nowhere.csv"))
+    for i, context in enumerate(grid.contexts.values()):
+        node = deployment / f"node-{i}"
+        context.node_config = NodeSettings.read(node / "mine.toml").node_config(node)
+    serve_run(grid, settings)
+    return settings
+
+
+def test_nodes_with_the_schema_learn_the_bits_of_the_simulation(config, tmp_path):
+    """Files lack columns that are no inputs. By another schema all nodes refuse to work."""
+    expected = run(config, out=tmp_path / "simulated", progress=False)
     write_deployment(config, tmp_path / "d", ["localhost"])
-    (tmp_path / "pool.csv").unlink()
+    frame = patients()
+    for i, site in enumerate(SITES):
+        mine = frame[frame.site == site].drop(columns=["site", "file"])
+        mine.to_csv(tmp_path / "d" / f"node-{i}" / "mine.csv", index=False)
+    served(config, tmp_path / "d", tmp_path / "deployed")
+    rows = patients(60, seed=1)
+    scores = [load_predictor(tmp_path / name).predict(rows) for name in ("simulated", "deployed")]
+    assert expected.folder == tmp_path / "simulated"
+    assert torch.equal(*scores)
+    for path in (tmp_path / "d").glob("node-*/inputs.json"):
+        path.write_text(path.read_text().replace('"unit": "mg"', '"unit": "g"'))
+    again = config, tmp_path / "d", tmp_path / "again"
+    refused("schema: OneExchange expects examples of", served, *again, error=NoUsableReply)
+
+
+def test_a_node_is_told_the_schema_and_each_cell_that_does_not_fit(config, tmp_path, caplog):
+    """Without the reference table, and with no schema file on the node's machine."""
+    write_deployment(config, tmp_path / "d", ["localhost"])
+    (tmp_path / "pool").rename(tmp_path / "elsewhere")
     (tmp_path / "schema.toml").unlink()
     node = tmp_path / "d" / "node-1"
     readme = (node / "README.md").read_text()
