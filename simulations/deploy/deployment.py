@@ -65,7 +65,12 @@ def write_deployment(
                 "folder, or replace all keys with again=True (on the command line --again)"
             )
         shutil.rmtree(server / NODES, ignore_errors=True)
-    run = config.replace(max_examples=setup.max_examples, out=config.out or "results")
+    schema, target = setup.data.inputs.schema, config.target
+    if schema is not None:
+        target, _ = columns_of(schema, target, "")
+    run = config.replace(
+        max_examples=setup.max_examples, out=config.out or "results", target=target
+    )
     files: dict[Path, str] = {
         server / CONFIG: tomli_w.dumps(nest(run.values())),
         server / "README.md": _server_page(run, hosts[0], port),
@@ -159,13 +164,12 @@ def _node_settings(config: Config, server: str, partition: int) -> NodeSettings:
 
 def _node_page(config: Config, setup: Setup, number: int) -> str:
     inputs = setup.data.inputs
-    columns, target = dict(zip(inputs.columns, inputs.kinds, strict=True)), config.target
+    columns = dict(zip(inputs.columns, inputs.kinds, strict=True))
     if (schema := inputs.schema) is not None:
-        target, _ = columns_of(schema, target, "")
         columns = {n: c.describe() for n, c in schema.columns.items() if c.outputs(n)}
     rows = ["| column | holds |", "|---|---|"]
     rows += [f"| `{name}` | {holds} |" for name, holds in columns.items()]
-    rows += [f"| `{target}` | {', '.join(map(str, inputs.classes))} |"]
+    rows += [f"| `{config.target}` | {', '.join(map(str, inputs.classes))} |"]
     ledger = "fedntk privacy-ledger --new mine.ledger   # once\n"
     ledger *= bool(config.secure is not None or config.mechanism)
     return f"""# Node {number}

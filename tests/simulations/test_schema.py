@@ -431,6 +431,7 @@ def test_a_node_is_told_the_schema_and_each_cell_that_does_not_fit(config, tmp_p
     (tmp_path / "pool").rename(tmp_path / "elsewhere")
     (tmp_path / "schema.toml").unlink()
     node = tmp_path / "d" / "node-1"
+    assert '\ntarget = "outcome"\n' in (node / "mine.toml").read_text()
     readme = (node / "README.md").read_text()
     assert "| `age` | number 0 ... 120 years |\n| `dose` | number mg |\n" in readme
     assert "| `outcome` | alive, dead |" in readme
