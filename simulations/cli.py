@@ -418,6 +418,42 @@ def ledger_command(
     _echo(f"All {len(parts)} clients: {folder / 'ledger.parquet'}")
 
 
+@app.command("schema")
+def schema_command(
+    table: Annotated[Path, Argument(metavar="FILE", help="A csv or parquet file.")],
+    *,
+    target: Annotated[str, Option(help="Column of the labels, or of real targets.")] = "label",
+    client_column: Annotated[str, Option(help="Column that says whose a row is.")] = "",
+    separator: Annotated[str, Option(help="comma, semicolon, tab or bar.")] = "comma",
+    decimal: Annotated[str, Option(help="point or comma.")] = "point",
+    encoding: Annotated[str, Option(help="Encoding of a csv file.")] = "utf-8",
+    out: Annotated[Path | None, Option(help="Write it here.")] = None,
+    again: Annotated[bool, Option("--again", help="Replace the file that is there.")] = False,
+) -> None:
+    """Propose what the columns of a table mean: kinds, ranges, categories, and what gaps become.
+
+    It is for the setting schema, after you have checked it: what to check is said in it.
+
+    [b]Examples[/]
+
+      fedntk schema patients.csv --target outcome --out schema.toml
+    """
+    from .config.data import DatasetSettings
+    from .data.schema import propose_schema
+
+    how: dict[str, Any] = {"separator": separator, "decimal": decimal, "encoding": encoding}
+    settings = DatasetSettings(target=target, client_column=client_column, **how)
+    text = propose_schema(table, settings)
+    if out is None:
+        _echo(text)
+        return
+    if out.exists() and not again:
+        raise ConfigError(f"{out} exists; choose another name, or replace it with --again")
+    out.write_text(text, encoding="utf-8")
+    checks = [line for line in text.splitlines() if line.startswith("# check")]
+    _echo(f"{out}: check it, above all {len(checks)} lines that begin with '# check'")
+
+
 @app.command("privacy-ledger")
 def privacy_ledger_command(
     ledger: Annotated[Path, Argument(help="The ledger's file, for its owner only.")],

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..support.arrays import require_unmasked
+from .schema import Schema
 from .targets import FAR, WIDE, TargetTransform
 
 PLAIN_MODES = {  # of modes whose numbers are no shades of light
@@ -39,7 +40,8 @@ class InputTransform:
     broadcast over an example: per channel of images, per column of tables; float64, or float32 for
     examples near 0, of a dtype that float32 holds, that are no tables. A table, which may come as a
     data frame, has the names of its `columns`, and their `kinds`: ``"0 or 1"``, ``"whole"`` or
-    ``"real"`` numbers. `alphabet` has the characters of texts. `classes` are the names of the C
+    ``"real"`` numbers, or ``"text"``. With a `schema` these are of the numbers that it makes of a
+    data frame's columns. `alphabet` has the characters of texts. `classes` are the names of the C
     classes, or the numbers that were labels in the data, such as 1 ... C; with `targets`, which
     standardises real targets, those of the C targets. `frozen` is the part of a network that is not
     trained, and takes the standardised tensor; `project` is a random projection of what then comes.
@@ -62,6 +64,7 @@ class InputTransform:
     alphabet: str = ""
     classes: tuple[str | int, ...] = ()
     targets: TargetTransform | None = None
+    schema: Schema | None = None
     project: Callable[[Tensor], Tensor] | None = None
     frozen: Callable[[Tensor], Tensor] | None = None
 
@@ -94,7 +97,10 @@ class InputTransform:
             precise = precise or standardise
             _require_resolved(x, mean, std, standardise=standardise)
         dtype = np.float64 if precise else np.float32
-        names: Any = {"columns": columns, "kinds": _column_kinds(x) if columns else ()}
+        kinds: tuple[str, ...] = _column_kinds(x) if columns else ()
+        if (schema := more.get("schema")) is not None:
+            kinds = tuple(schema.outputs.values())
+        names: Any = {"columns": columns, "kinds": kinds}
         return cls(x.shape[1:], mean.astype(dtype), std.astype(dtype), **names, **more)
 
     def __call__(
@@ -181,7 +187,7 @@ class InputTransform:
         if num_train is not None:
             outside |= farthest > max(EXTREME, float(np.sqrt(num_train - 1)))
         if self.kinds:  # a rare 1 is far from the mean, and other values are of another kind
-            outside &= np.array([kind != "0 or 1" for kind in self.kinds])
+            outside &= np.array([kind not in ("0 or 1", "text") for kind in self.kinds])
         pooled_mean, pooled_std = mean.reshape(-1), std.reshape(-1)
         doubts = []
         for i in np.flatnonzero(outside).tolist():
@@ -233,16 +239,21 @@ class InputTransform:
 
     @property
     def digest(self) -> str:
-        """What two machines must agree on: columns, kinds, classes, and moments to 3 digits."""
+        """What two machines must agree on: columns, kinds, classes, schema, moments to 3 digits."""
         moments = [[f"{value:.2e}" for value in part.flat] for part in (self.mean, self.std)]
-        facts = [self.shape, self.columns, self.kinds, self.alphabet, self.classes, moments]
+        names = self.columns, self.kinds, self.alphabet, self.classes
+        facts: list[Any] = [self.shape, *names, moments]
         if self.targets is not None:
             of_targets = *self.targets.mean, *self.targets.std
             facts.append([f"{value:.2e}" for value in of_targets])
+        if self.schema is not None:
+            facts.append(self.schema.tables)
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def _numbers(self, x: Any) -> NDArray[Any]:
-        if self.columns and hasattr(x, "columns"):
+        if self.schema is not None and hasattr(x, "columns"):
+            x = self.schema.encode(x)
+        elif self.columns and hasattr(x, "columns"):
             x = x.rename(columns=str)  # names may be numbers
             if missing := ", ".join(name for name in self.columns if name not in x.columns):
                 named = ", ".join(self.columns)
@@ -300,7 +311,8 @@ class InputTransform:
         if self.alphabet:
             return "texts as positions in an alphabet"
         unit = {4: "channel", 2: "column"}.get(len(self.shape) + 1, "set")
-        return f"standardised by {unit}" if self.standardises else "as they are"
+        by_schema = "encoded by a schema, " * (self.schema is not None)
+        return by_schema + (f"standardised by {unit}" if self.standardises else "as they are")
 
     def save(self, folder: str | Path) -> None:
         """Write ``inputs.json`` into a folder; ValueError if more follows, which is not saved."""
@@ -316,7 +328,8 @@ class InputTransform:
             )
         moments = {"mean": self.mean.tolist(), "std": self.std.tolist()}
         targets = self.targets and {name: a.tolist() for name, a in vars(self.targets).items()}
-        beside = {"targets": targets, "project": None, "frozen": None}
+        tables = self.schema and self.schema.tables
+        beside = {"targets": targets, "schema": tables, "project": None, "frozen": None}
         text = json.dumps({**vars(self), **moments, **beside})
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / self.FILE).write_text(text, encoding="utf-8")
@@ -338,6 +351,8 @@ class InputTransform:
             if of_targets := content.get("targets"):
                 targets = {name: np.asarray(of_targets[name]) for name in ("mean", "std")}
                 content["targets"] = TargetTransform(**targets)
+            if (tables := content.get("schema")) is not None:
+                content["schema"] = Schema.parse(tables)
             return cls(**{**content, **tuples, **moments})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no inputs that can be read: {error!r}") from error

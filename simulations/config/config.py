@@ -469,6 +469,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             ("dataset", absolute_dataset(self.dataset)),
             ("model", self._whole_model()),
             ("pretrained_weights", _whole_path(self.pretrained_weights)),
+            ("schema", _whole_path(self.schema)),
         ):
             object.__setattr__(self, name, whole_path)
         public_parts(self.public)

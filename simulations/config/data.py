@@ -58,6 +58,11 @@ class DatasetSettings(Settings, frozen=True, eq=True):
     )
     decimal: Literal["point", "comma"] = setting("point", "decimal mark in a csv file")
     encoding: str = setting("utf-8", "encoding of a csv file, such as latin-1, cp1252, utf-16")
+    schema: str = setting(
+        "",
+        "TOML file that says what the columns of a table mean: words, dates, texts and gaps become "
+        "numbers; fedntk schema proposes one",
+    )
     examples_per_domain: int = setting(
         0,
         "training examples of each domain of digit-domains or digits-five, as many of each class; "

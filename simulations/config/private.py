@@ -13,7 +13,7 @@ from .settings import ConfigError, Settings
 
 # what an owner may say to be known without the training examples, and the settings it is about
 PUBLIC = {
-    "schema": "names of columns and classes, kinds of columns",
+    "schema": "names of columns and classes, kinds of columns, and what the setting schema says",
     "moments": "mean and standard deviation of the inputs",
     "model": "a network of one's own, with its weights",
     "weights": "the weights to start from",
@@ -30,7 +30,7 @@ HARMLESS_SETTINGS = HARMLESS - {"max_examples"} | {
     *("trained", "image_size"),
     *("public", "ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
     *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
-    *("separator", "decimal", "encoding"),
+    *("separator", "decimal", "encoding", "schema"),
     *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),
     *("alpha", "min_partition_size", "examples_per_client", "classes_per_client"),
     *("class_assignment", "train_examples", "local_test_fraction", "private_test"),

@@ -1,6 +1,7 @@
 """Examples as a run takes them; nothing here depends on how they are split."""
 
 import copy
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fedntk.ntk.features.frozen import FrozenPart
 from fedntk.ntk.predictors.inputs import InputTransform
+from fedntk.ntk.predictors.schema import Schema
 from fedntk.ntk.predictors.targets import TargetTransform
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import checksum
@@ -28,7 +30,7 @@ Indices = NDArray[np.int64]
 # training examples, one client after the other, of split_sizes
 NPZ = (
     *("x_train", "y_train", "clients_train", "x_test", "y_test", "clients_test"),
-    *("columns", "classes", "split", "split_sizes"),
+    *("columns", "classes", "schema", "split", "split_sizes"),
 )
 PASSED = "passed"  # begins the name of examples that were passed as an object
 MOST_KEPT = 4
@@ -69,8 +71,8 @@ class Data:
     the set names owners. A network gets them as `inputs` makes them: standardised, unless their
     values have a meaning as they are, such as positions in an alphabet; then as `frozen` makes
     them, if part of the network is. `split` has the indices of each client's training examples, if
-    it came with the data. Of examples that are `elsewhere` it has no rows: only what is done to
-    them, and their number `num_elsewhere`.
+    it came with the data, and `schema` says what a table's numbers were made of. Of examples that
+    are `elsewhere` it has no rows: only what is done to them, and their number `num_elsewhere`.
     """
 
     x_train: NDArray[Any]
@@ -84,6 +86,7 @@ class Data:
     columns: tuple[str, ...] = ()
     classes: tuple[str | int, ...] = ()  # numbers if the data had these as labels
     alphabet: str = ""
+    schema: Schema | None = None
     split: tuple[Indices, ...] | None = None
     frozen: FrozenPart | None = None
     elsewhere: InputTransform | None = None
@@ -151,10 +154,11 @@ class Data:
             classes=classes,
             alphabet=self.alphabet,
             targets=targets,
+            schema=self.schema,
         )
 
     @cached_property
-    def schema(self) -> str:
+    def digest(self) -> str:
         """What server and clients must agree on of the examples, as a digest."""
         return self.inputs.digest + ("" if self.frozen is None else self.frozen.digest[:16])
 
@@ -167,7 +171,7 @@ class Data:
     def checksum(self) -> str:
         """SHA-256 of all examples and labels, and of the names of columns and classes."""
         arrays = [self.x_train, self.y_train, self.x_test, self.y_test]
-        names = [*self.columns, *map(repr, self.classes), self.alphabet]
+        names = [*self.columns, *map(repr, self.classes), self.alphabet, *self._tables]
         if any(names):
             arrays.append(np.array(names))
         return checksum(*arrays)
@@ -280,10 +284,15 @@ class Data:
             Path(file.name).chmod(0o600)
             np.savez(file, allow_pickle=False, **self._arrays())
 
+    @property
+    def _tables(self) -> list[str]:
+        return [] if self.schema is None else [json.dumps(self.schema.tables)]
+
     def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays = [self.x_train, self.y_train, self.natural_ids]
         arrays += [self.x_test, self.y_test, self.natural_ids_test]
         arrays += [np.array(self.columns, str), np.array(self.classes or np.array((), str))]
+        arrays += [np.array(self._tables[0]) if self._tables else None]
         if self.split is not None:
             arrays += [np.concatenate(self.split), np.array([len(part) for part in self.split])]
         named = zip(NPZ, arrays, strict=False)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.inputs import stack_pictures
+from fedntk.ntk.predictors.schema import MISSING, Number, Schema
 
 from ..config.data import DatasetSettings
 from ..config.settings import ConfigError, nearest
@@ -33,7 +34,6 @@ SPLITS = {
     **dict.fromkeys(("val", "valid", "validation", "valset", "dev"), "validation"),
 }
 FILLERS = {"set", "data", "dataset", "split", "image", "images", "img", "imgs", "pictures"}
-MISSING = {"", "?", "na", "n/a", "nan", "null", "none", "<na>", "#n/a", "-", "."}  # numbers
 # a number that no leading zero, and no more digits than a float64 has, mark as a name
 NUMBER = re.compile(r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)")
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
@@ -67,8 +67,13 @@ def kind_of(path: Path) -> str:
     return next((kind for kind in ("csv", "parquet", "npz") if kind in ends), "")
 
 
-def read_files(kind: str, place: Path, settings: DatasetSettings) -> Any:
-    """Read a csv or parquet file, a folder of classes, or a folder's parts train and test."""
+def read_files(
+    kind: str, place: Path, settings: DatasetSettings, schema: Schema | None = None
+) -> Any:
+    """Read a csv or parquet file, a folder of classes, or a folder's parts train and test.
+
+    With a schema the cells of a csv file stay text.
+    """
     places = {"": place}
     entries = _visible(place)
     if kind == "folder":
@@ -89,7 +94,7 @@ def read_files(kind: str, place: Path, settings: DatasetSettings) -> Any:
     if kind == "folder":
         data: Mapping[str, Any] = {split: _pictures(part) for split, part in used.items()}
     else:
-        data = read_tables(kind, used, settings)
+        data = read_tables(kind, used, settings, schema)
     return data[""] if "" in data else {split: data.get(split) for split in places}
 
 
@@ -97,7 +102,7 @@ def read_files(kind: str, place: Path, settings: DatasetSettings) -> Any:
 
 
 def read_tables(
-    kind: str, paths: Mapping[str, Path], settings: DatasetSettings
+    kind: str, paths: Mapping[str, Path], settings: DatasetSettings, schema: Schema | None = None
 ) -> "dict[str, pd.DataFrame]":
     """Read the tables of one data set, csv or parquet, with one schema.
 
@@ -112,9 +117,9 @@ def read_tables(
     text = dict.fromkeys(map(str.strip, columns), WITH_EXPONENT)  # 1e5 is a label 100000
     text[settings.client_column] = NUMBER  # or an owner
     first = [settings.target, *text]
-    frames = {split: _read_csv(path, first, settings) for split, path in paths.items()}
-    mark = DECIMALS[settings.decimal]
-    pointed = str.maketrans(f".{mark}", f"{mark}.")
+    as_text = schema is not None
+    frames = {s: _read_csv(path, first, settings, as_text=as_text) for s, path in paths.items()}
+    pointed = pointing(settings.decimal)
     for name, number in text.items():
         having = [frame for frame in frames.values() if name in frame]
         cells = {cell: cell.strip() for frame in having for cell in frame[name].unique()}
@@ -125,10 +130,21 @@ def read_tables(
             names = dict(zip(values, pd.to_numeric(numbers).tolist(), strict=True))
         for frame in having:
             frame[name] = frame[name].map({cell: names.get(v) for cell, v in cells.items()})
+    for name in () if schema is None else {*schema.named(Number)} - {*text}:
+        for frame in (frame for frame in frames.values() if name in frame):
+            frame[name] = frame[name].str.translate(pointed)
     return frames
 
 
-def _read_csv(path: Path, text: Sequence[str], settings: DatasetSettings) -> "pd.DataFrame":
+def pointing(decimal: str) -> dict[int, int]:
+    """Return what gives numbers a decimal point in place of their mark, and marks for points."""
+    mark = DECIMALS[decimal]
+    return str.maketrans(f".{mark}", f"{mark}.")
+
+
+def _read_csv(
+    path: Path, text: Sequence[str], settings: DatasetSettings, *, as_text: bool = False
+) -> "pd.DataFrame":
     import pandas as pd
 
     encoding, separator = settings.encoding, SEPARATORS[settings.separator]
@@ -136,8 +152,12 @@ def _read_csv(path: Path, text: Sequence[str], settings: DatasetSettings) -> "pd
         encoding = "utf-8-sig"  # without the mark that spreadsheets put first
     options: Any = {"index_col": False, "skipinitialspace": True, "encoding": encoding}
     options |= {"sep": separator, "decimal": DECIMALS[settings.decimal]}
+    if as_text:
+        options["na_filter"] = False
     try:
-        first = pd.read_csv(path, header=None, nrows=1, dtype=str, na_filter=False, **options)
+        first = pd.read_csv(
+            path, header=None, nrows=1, dtype=str, **{**options, "na_filter": False}
+        )
         names = [name.strip() or f"Unnamed: {i}" for i, name in enumerate(first.iloc[0])]
         if twice := ", ".join(dict.fromkeys(n for n in names if names.count(n) > 1)):
             raise ConfigError(f"{path}: expected columns of different names, got twice {twice}")
@@ -157,6 +177,7 @@ def _read_csv(path: Path, text: Sequence[str], settings: DatasetSettings) -> "pd
                 low_memory=False,  # one type for a column, not one for each chunk
                 # a blank before it keeps the name NA from being read as a gap
                 converters=dict.fromkeys({*text} & {*names}, " ".__add__),
+                dtype=dict.fromkeys({*names} - {*text}, str) if as_text else None,
                 **options,
             )
     except UnicodeError as error:
@@ -170,7 +191,8 @@ def _read_csv(path: Path, text: Sequence[str], settings: DatasetSettings) -> "pd
             f"({first_line(error)}); put text with a {settings.separator} in quotes, or set "
             "separator and decimal"
         ) from error
-    empty = [c for c in names if c.startswith("Unnamed: ") and frame[c].isna().all()]
+    unnamed = frame[[c for c in names if c.startswith("Unnamed: ")]]
+    empty = unnamed.columns[(unnamed.isna() | (unnamed == "")).all()]
     return frame.drop(columns=empty)  # of a comma at the end of each line
 
 

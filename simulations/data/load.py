@@ -53,7 +53,8 @@ def load_own(
     else:
         with naming(f"data-path: {place}", ValueError, OSError):
             task: Task = "regression" if data.has_real_targets else "classification"
-            parts = read_parts(kind, place, settings or DatasetSettings(), task)
+            how = settings or DatasetSettings()
+            parts = read_parts(kind, place, how, task, data.inputs.schema)
         if isinstance(data.inputs.classes[0], str):  # a table may lack the classes that are words
             parts = {
                 name: part._replace(classes=(*map(str, part.classes),))
@@ -102,6 +103,7 @@ def load_data(settings: DatasetSettings) -> Data:
     kind, _, rest = settings.dataset.partition(":")
     place = Path(kind if kind.endswith(".py") else rest).expanduser()
     files = sorted(place.rglob("*")) if rest and place.is_dir() else [place]
+    files += [Path(settings.schema)] if settings.schema else []
     states = [(str(file), file.stat()) for file in files if file.is_file()]
     modified = tuple((name, s.st_mtime_ns, s.st_ctime_ns, s.st_size) for name, s in states)
     options = {name: getattr(settings, name) for name in DatasetSettings.options()}
@@ -141,6 +143,8 @@ def _load(settings: DatasetSettings, _modified: object) -> Data:
     num_classes = 10
     if rest and (data := read_own(settings)) is not None:
         return data
+    if settings.schema:
+        raise ConfigError(f"schema: expected a table, got dataset = {settings.dataset}")
     if name == "leaf" and rest:
         train, test, num_classes, options["alphabet"] = load_leaf(Path(rest).expanduser())
     elif name == "two-patch":

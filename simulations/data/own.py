@@ -1,5 +1,6 @@
 """A user's own examples, from objects or files, in the form that runs take."""
 
+import json
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.inputs import stack_pictures
+from fedntk.ntk.predictors.schema import Schema, Target, plain_text
 from fedntk.ntk.support.arrays import require_unmasked
 
 from ..config.data import DatasetSettings
@@ -30,12 +32,12 @@ from .files import (
     require_column,
     target_columns,
 )
+from .schema import columns_of, load_schema
 
 MANY_CLASSES = 20  # up to so many may be of any number of examples
 MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are likely no classes
 MOST_WORDS = 0.5  # the same of words
 FOR_AMOUNTS = "if they are amounts, set task = regression, or give bins"
-DATE = r"(\d{4}[-./]\d{1,2}[-./]\d{1,2}|\d{1,2}[-./]\d{1,2}[-./]\d{2,4})([T ].*)?"
 Task = Literal["auto", "classification", "regression"]
 logger = getLogger("flwr")
 
@@ -55,6 +57,9 @@ class OwnData:
         Columns of the labels, which may be words, or of real targets, with commas between several;
         of whose a row is, for ``partition = "natural"``;
         and of the images of a Hugging Face dataset, by default its first one.
+    schema : path or Schema, optional
+        What the columns of a table mean, or a file of it as ``fedntk schema`` writes. Its target
+        and client column count if `target` and `client_column` have their defaults.
     split : sequence of index arrays, or partitioner of flwr-datasets, optional
         Each client's training examples. A partitioner gets the columns ``label`` and, with
         `client_column`, that one.
@@ -79,10 +84,24 @@ class OwnData:
     target: str = "label"
     client_column: str = ""
     image_column: str = ""
+    schema: str | Path | Schema | None = None
     split: Any = None
     task: Task = "auto"
     test_share: float = 0.2
     test_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.schema:
+            object.__setattr__(self, "schema", None)
+            return
+        schema = self.schema if isinstance(self.schema, Schema) else load_schema(self.schema)
+        target, client = columns_of(schema, self.target, self.client_column)
+        for name, value in (("schema", schema), ("target", target), ("client_column", client)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def _schema(self) -> Schema | None:
+        return self.schema if isinstance(self.schema, Schema) else None
 
     @classmethod
     def of(cls, data: Any, settings: DatasetSettings, **more: Any) -> "OwnData":
@@ -90,7 +109,8 @@ class OwnData:
         if isinstance(data, OwnData):
             return data
         names = ("task", "target", "client_column", "image_column", "test_share", "test_seed")
-        return cls(data, **{name: getattr(settings, name) for name in names}, **more)
+        named = {name: getattr(settings, name) for name in (*names, "schema")}
+        return cls(data, **{**named, **more})
 
     def read(self, *, standardise: bool = True) -> Data:
         """Return the examples as arrays; ConfigError says what does not fit."""
@@ -122,6 +142,15 @@ class OwnData:
             train, test = train.select(~tested), train.select(tested)
         classes, columns = train.classes, train.columns
         options: Any = {"standardise": standardise, "columns": columns, "split": split}
+        if self._schema is not None:
+            with naming("train set", ValueError, OverflowError):
+                options["schema"] = schema = self._schema.fit(train.x)
+            if schema != self._schema and not standardise:
+                raise ConfigError(
+                    "schema: gap = mean is learned from the examples, and standardise = false says "
+                    "that nothing is; give a number"
+                )
+            train, test = (part._replace(x=schema.fill(part.x)) for part in (train, test))
         if classes != (*range(len(classes)),):
             options["classes"] = classes
         data = Data.of(train, test, len(classes), **options)
@@ -161,11 +190,13 @@ class OwnData:
             elif y.dtype.kind not in ("iu" if classes else "iubU"):
                 words, cure = ("", "") if classes else (" or words", "; " + FOR_AMOUNTS)
                 raise ConfigError(f"expected whole numbers{words} as labels, got {y.dtype}{cure}")
-            if targets is None and not classes:
+            if targets is None and not classes and (classes := self._class_names):
+                y = _positions([plain_text(label) for label in y], classes)
+            elif targets is None and not classes:
                 names, y = np.unique(y, return_inverse=True)
                 classes = tuple(names.tolist() if names.dtype.kind in "iu" else map(str, names))
                 _say_alike(classes, f"{what}: classes")
-            check_examples(x, y, len(classes))
+            check_examples(x if self.schema is None else np.nan_to_num(x), y, len(classes))
             if x.ndim == 4 and x.shape[3] in (1, 3, 4) and min(x.shape[1:3]) > 4:
                 sizes = " x ".join(map(str, x.shape[1:]))
                 message = f"expected pictures as (n, channels, height, width), got {sizes}"
@@ -175,6 +206,12 @@ class OwnData:
                 logger.warning("%s: %s; if channels are last, %s", what, message, cure)
         y = y.astype(np.int64) if targets is None else targets
         return part._replace(y=y, classes=classes, owners=owners)
+
+    @property
+    def _class_names(self) -> tuple[str, ...]:
+        """Names of the classes by the schema, if it has them."""
+        target = None if self._schema is None else self._schema.columns.get(self.target)
+        return target.categories if isinstance(target, Target) else ()
 
     def _real_targets(self, y: Any) -> NDArray[np.float64] | None:
         """Return real targets (n, C); None if the labels are classes, or if that is in doubt."""
@@ -223,7 +260,8 @@ class OwnData:
                 require_column("image-column", picture, data.features)
                 stacked, data = stack_pictures(data[picture]), data.remove_columns(picture)
             names = tuple(getattr(data.features.get(self.target), "names", ()))
-            return self._frame(data.to_pandas(), stacked)._replace(classes=names)
+            part = self._frame(data.to_pandas(), stacked)
+            return part._replace(classes=names) if names else part
         if not (isinstance(data, tuple | list) and len(data) == 2):
             data = _columns([data[i] for i in range(len(data))])
         if hasattr(data[0], "to_numpy") and hasattr(data[0], "columns"):
@@ -232,13 +270,16 @@ class OwnData:
                 y = y.iloc[:, 0]
             names = () if self._real_targets(y) is None else names
             return self._frame(data[0].assign(**{self.target: 0}))._replace(y=y, classes=names)
+        if self.schema is not None:
+            raise ConfigError("schema: expected a table, whose columns have names, got arrays")
         return Part(_array(data[0]), data[1])
 
     def _require_columns(self, columns: Iterable[Any]) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
         columns = [*columns]
         names = [("target", name) for name in target_columns(self.target, columns)]
-        names += [("client-column", self.client_column)] if self.client_column else []
+        if self.client_column in columns or (self.client_column and self.schema is None):
+            names.append(("client-column", self.client_column))
         return [require_column(key, name, columns) for key, name in names]
 
     def _frame(self, frame: Any, x: NDArray[Any] | None = None) -> Part:
@@ -249,26 +290,25 @@ class OwnData:
         required = self._require_columns(frame.columns)
         index = ("__index_level_", "Unnamed: 0")  # of pandas, in parquet and csv
         names = [c for c in frame if c not in required and not c.startswith(index)]
+        columns: tuple[str, ...] = ()
+        if self._schema is not None and x is None:
+            columns, x = tuple(self._schema.outputs), _encode(frame, self._schema, names)
         inputs = frame[names if x is None else []]
         others = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
-        expected = "expected numbers in all columns but the target, got"
-        if dates := ", ".join(name for name in others if _holds_dates(inputs[name])):
-            raise ConfigError(
-                f"{expected} dates in {dates}; make numbers of them, such as "
-                "(column - column.min()).dt.days after pandas.to_datetime, or leave them out"
-            )
         if others:
-            words = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in others[:10])
+            shown = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in others[:10])
             raise ConfigError(
-                f"{expected} others in {words}; encode them first, such as words with "
-                "pandas.get_dummies and lists with numpy.stack, or leave them out; numbers in csv "
-                "have the mark that decimal says, and an empty cell stands for a missing one"
+                f"expected numbers in all columns but the target, got others in {shown}; say in a "
+                "schema what words and dates mean (fedntk schema proposes one), or make numbers of "
+                "them, such as of lists with numpy.stack, or leave them out; numbers in csv have "
+                "the mark that decimal says, and an empty cell stands for a missing one"
             )
         gaps = frame[[*dict.fromkeys(required), *inputs.columns]].isna().sum()
         if lacking := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
             raise ConfigError(
-                f"expected a value in each row, got columns with gaps (rows): {lacking}; fill "
-                "them, or leave these rows out, as frame.dropna() does"
+                f"expected a value in each row, got columns with gaps (rows): {lacking}; say in a "
+                "schema what a gap becomes (fedntk schema), or leave these rows out, as "
+                "frame.dropna() does"
             )
         for name in inputs.columns[[kind.kind in "iu" for kind in inputs.dtypes]]:
             low, high = int(inputs[name].min()), int(inputs[name].max())
@@ -277,8 +317,9 @@ class OwnData:
                     f"expected numbers that float64 tells apart, got {low} ... {high} in {name}; "
                     "subtract an offset, or leave the column out"
                 )
-        owners = frame[self.client_column].to_numpy() if self.client_column else None
-        targets, columns = target_columns(self.target, frame.columns), tuple(inputs.columns)
+        owners = frame[self.client_column].to_numpy() if self.client_column in frame else None
+        targets = target_columns(self.target, frame.columns)
+        columns = columns or tuple(inputs.columns)
         y = frame[targets if targets[1:] else targets[0]].to_numpy()
         x = inputs.to_numpy(dtype=np.float64) if x is None else x
         return Part(x, y, owners, columns, tuple(targets) if targets[1:] else ())
@@ -370,9 +411,24 @@ def _columns(pairs: Sequence[Any]) -> list[list[Any]]:
     return [list(column) for column in zip(*pairs, strict=True)]
 
 
-def _holds_dates(column: Any) -> bool:
-    texts = column.dropna().astype(str)
-    return column.dtype.kind in "mM" or bool(len(texts) and texts.str.fullmatch(DATE).all())
+def _encode(frame: Any, schema: Schema, names: Sequence[str]) -> NDArray[Any]:
+    """Return the numbers of a data frame whose columns `names` the schema knows."""
+    if unknown := [name for name in names if name not in schema.columns]:
+        raise ConfigError(
+            f"expected the columns of the schema, got also {', '.join(unknown[:10])}; leave "
+            "them out, or have the schema give them the kind ignored"
+        )
+    with naming("schema", ValueError):
+        return schema.encode(frame, lambda doubt: logger.warning("data: %s", doubt))
+
+
+def _positions(labels: Sequence[str], classes: tuple[str, ...]) -> NDArray[np.int64]:
+    if unknown := sorted({*labels} - {*classes}):
+        raise ConfigError(
+            f"expected the classes of the schema, {', '.join(classes)}, got "
+            f"{', '.join(map(repr, unknown[:5]))}; correct them, or the schema"
+        )
+    return np.array([classes.index(label) for label in labels], np.int64)
 
 
 def _array(data: Any) -> NDArray[Any]:
@@ -475,22 +531,29 @@ def read_own(settings: DatasetSettings) -> Data | None:
     elif kind == "npz":
         data = _read_npz(place, settings)
     else:
-        data = read_files(kind, place, settings)
+        own = OwnData.of(None, settings)
+        named = replace(settings, target=own.target, client_column=own.client_column)
+        data = read_files(kind, place, named, own._schema)
     return OwnData.of(data, settings).read(standardise=settings.standardise)
 
 
 def read_parts(
-    kind: str, place: Path, settings: DatasetSettings, task: Task = "auto"
+    kind: str,
+    place: Path,
+    settings: DatasetSettings,
+    task: Task = "auto",
+    schema: Schema | None = None,
 ) -> dict[str, Part]:
     """Read a client's table, or a folder's train and test, as a run's own tables are read.
 
     A column of owners is left out: all rows are the client's.
     """
-    frames = read_files(kind, place, settings)
+    own = OwnData(None, target=settings.target, task=task, schema=schema)
+    settings = replace(settings, target=own.target)
+    frames = read_files(kind, place, settings, schema)
     if hasattr(frames, "columns"):
         frames = {"train": frames}
-    own = OwnData(None, target=settings.target, task=task)
-    drop = {settings.client_column} - {settings.target}
+    drop = {settings.client_column, own.client_column} - {own.target}
     return {
         split: own._table(frame.drop(columns=[*drop], errors="ignore"), f"{split} set")
         for split, frame in frames.items()
@@ -505,6 +568,7 @@ def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise ConfigError(f"dataset: {path} must hold both x_test and y_test, or neither")
     names = [tuple(arrays.get(key, np.zeros(0)).tolist()) for key in ("columns", "classes")]
+    tables = str(arrays.get("schema", ""))
     parts = {
         part: Part(arrays[f"x_{part}"], arrays[f"y_{part}"], arrays.get(f"clients_{part}"), *names)
         for part in ("train", "test")
@@ -513,7 +577,8 @@ def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
     split = None
     if "split" in arrays:
         split = np.split(arrays["split"], np.cumsum(arrays["split_sizes"])[:-1])
-    return OwnData.of(parts, settings, split=split)
+    schema = Schema.parse(json.loads(tables)) if tables else None
+    return OwnData.of(parts, settings, split=split, schema=schema)
 
 
 def read_arrays(key: str, path: Path, *names: str) -> dict[str, NDArray[Any]]:

@@ -17,6 +17,7 @@ from ..config.config import nest
 from ..config.data import TABLE
 from ..config.settings import ConfigError
 from ..configuration import Config
+from ..data.schema import columns_of
 from ..engine.building import load_setup, make_strategy
 from ..engine.flwr_run import APP
 from ..errors import naming
@@ -64,7 +65,12 @@ def write_deployment(
                 "folder, or replace all keys with again=True (on the command line --again)"
             )
         shutil.rmtree(server / NODES, ignore_errors=True)
-    run = config.replace(max_examples=setup.max_examples, out=config.out or "results")
+    schema, target = setup.data.inputs.schema, config.target
+    if schema is not None:
+        target, _ = columns_of(schema, target, "")
+    run = config.replace(
+        max_examples=setup.max_examples, out=config.out or "results", target=target
+    )
     files: dict[Path, str] = {
         server / CONFIG: tomli_w.dumps(nest(run.values())),
         server / "README.md": _server_page(run, hosts[0], port),
@@ -158,8 +164,11 @@ def _node_settings(config: Config, server: str, partition: int) -> NodeSettings:
 
 def _node_page(config: Config, setup: Setup, number: int) -> str:
     inputs = setup.data.inputs
-    rows = ["| column | numbers |", "|---|---|"]
-    rows += [f"| `{c}` | {kind} |" for c, kind in zip(inputs.columns, inputs.kinds, strict=True)]
+    columns = dict(zip(inputs.columns, inputs.kinds, strict=True))
+    if (schema := inputs.schema) is not None:
+        columns = {n: c.describe() for n, c in schema.columns.items() if c.outputs(n)}
+    rows = ["| column | holds |", "|---|---|"]
+    rows += [f"| `{name}` | {holds} |" for name, holds in columns.items()]
     rows += [f"| `{config.target}` | {', '.join(map(str, inputs.classes))} |"]
     ledger = "fedntk privacy-ledger --new mine.ledger   # once\n"
     ledger *= bool(config.secure is not None or config.mechanism)

@@ -325,7 +325,7 @@ class Method:
             "network": setup.network,
             "device": setup.device,
             "cache": setup.config.cache / PERSONAL,
-            "schema": setup.data.schema,
+            "schema": setup.data.digest,
         }
         if (targets := setup.data.inputs.targets) is not None:
             parts |= {"real_targets": True, "target_unit": targets.std}

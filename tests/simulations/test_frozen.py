@@ -243,8 +243,8 @@ def test_a_node_with_other_weights_or_pictures_is_told_apart(tmp_path):
             Config(model="resnet18", trained="head", seed=seed), (3, SIZE, SIZE), CLASSES
         )
         setups.append(Data(x, y, x, y, CLASSES, frozen=frozen))
-    assert setups[0].schema != setups[1].schema
-    assert setups[0].schema == replace(setups[0]).schema
+    assert setups[0].digest != setups[1].digest
+    assert setups[0].digest == replace(setups[0]).digest
     np.savez(tmp_path / "own.npz", x=(x / 255).astype(np.float32), y=y)
     _, frozen = build_networks(Config(**LITE), (3, SIZE, SIZE), CLASSES)
     with pytest.raises(ConfigError, match=r"pictures have values up to 0\.749"):

@@ -168,7 +168,7 @@ def test_a_schema_is_that_of_columns_whatever_the_order_of_rows():
     frame = pd.DataFrame(x, columns=list(NAMES)).assign(label=outcomes(x))
     swapped = frame[["glucose", "age", "weight", "smoker", "label"]]
     tables = frame, swapped, frame.iloc[::-1]
-    digests = [OwnData(table, test=table).read().schema for table in tables]
+    digests = [OwnData(table, test=table).read().digest for table in tables]
     assert digests[0] == digests[2] != digests[1]
 
 

@@ -158,7 +158,7 @@ def test_two_data_sets_that_differ_by_one_example_leave_the_same_traces(tmp_path
     assert found[0] == found[1]
     privacy = found[0][0]["privacy"]
     assert any("with noise" in part for part in privacy["released"])
-    assert "names of columns and classes, kinds of columns" in privacy["not-covered"]
+    assert any(said.startswith("names of columns and classes") for said in privacy["not-covered"])
 
 
 def test_a_private_run_is_known_by_a_key_that_stays_on_the_machine(tmp_path, monkeypatch):

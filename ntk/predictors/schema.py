@@ -1,0 +1,474 @@
+"""What the columns of a table mean, and which numbers words, dates, texts and gaps become.
+
+A schema is written down before a row is read, so a row becomes the same numbers wherever it lies.
+Nothing in it is learned but a mean that fills gaps.
+"""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar, Literal, Self
+from unicodedata import normalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..options import Declared, nearest, option
+
+MISSING = {"", "?", "na", "n/a", "nan", "null", "none", "<na>", "#n/a", "-", "."}  # in lower case
+REFUSE, MEAN, ZEROS = "refuse", "mean", "zeros"  # what a gap or a new word may become
+OBJECT = "datetime "  # begins the text of a date that is none of text
+CORRECT = "correct them, or the schema"
+Mask = NDArray[np.bool_]
+
+
+class Cells:
+    """Cells (n,) of a column as text; which are gaps, bool (n,); and what is wrong with some."""
+
+    def __init__(self, name: str, column: "Column", cells: Any) -> None:
+        values = cells.to_numpy(dtype=object)
+        self.name = name
+        self.texts = [plain_text(value) for value in values]
+        self.are_words = np.array([isinstance(value, str) for value in values], bool)
+        self.gaps = cells.isna().to_numpy() | np.array([*map(column.is_gap, self.texts)], bool)
+        self.errors: list[str] = []
+        self.doubts: list[str] = []
+
+    def describe(self, rows: Mask) -> str:
+        """Return the first values of some rows, and how many more there are."""
+        places = np.flatnonzero(rows).tolist()
+        shown = ", ".join(f"{self.texts[i][:40]!r} in row {i + 1}" for i in places[:3])
+        return shown + f" and {len(places) - 3} more" * (len(places) > 3)
+
+    def refuse(self, rows: Mask, expected: str, cure: str) -> None:
+        """Note that rows, if there are any, are not as expected."""
+        if rows.any():
+            got = self.describe(rows)
+            self.errors.append(f"{self.name}: expected {expected}, got {got}; {cure}")
+
+
+class Column(Declared, ABC, frozen=True, eq=True):
+    """What one column holds; see :class:`Schema`."""
+
+    kind: ClassVar[str]
+    unit: str = option("unit of the values, or a note", default="")
+    missing: tuple[str, ...] = option(
+        "values, as they are written, that stand for a gap besides empty cells and such as NA",
+        default=(),
+    )
+
+    def is_gap(self, text: str) -> bool:
+        """Whether a cell stands for a missing value."""
+        return text in self.missing or (text.lower() in MISSING and text not in self.words)
+
+    @property
+    def words(self) -> Mapping[str, str]:
+        """Categories by how they are compared; none of them is a gap."""
+        return {}
+
+    def describe(self) -> str:
+        """Say in a few words what the column holds."""
+        return _join(self.kind, self.unit)
+
+    def outputs(self, name: str) -> dict[str, str]:
+        """Return name -> kind of the p columns of numbers that it becomes; none if no input."""
+        return {}
+
+    def encode(self, cells: Cells) -> NDArray[np.float64]:
+        """Return the numbers (n, p), NaN where a mean is to fill a gap."""
+        return np.zeros((len(cells.texts), 0))
+
+
+class Ignored(Column, frozen=True, eq=True):
+    """A column that is left out."""
+
+    kind = "ignored"
+
+
+class Client(Column, frozen=True, eq=True):
+    """The column that says whose a row is."""
+
+    kind = "client"
+
+
+class Target(Column, frozen=True, eq=True):
+    """A column of labels or of real targets."""
+
+    kind = "target"
+    categories: tuple[str, ...] = option("names of the classes, in order", default=())
+
+
+class Measured(Column, ABC, frozen=True, eq=True):
+    """A column that becomes one number, and perhaps an indicator of gaps."""
+
+    gap: float | str = option("what fills a gap: a value, mean, or refuse", default=REFUSE)
+    indicator: bool = option("one more column, 1 where there was a gap", default=False)
+
+    @abstractmethod
+    def number(self, text: str) -> float:
+        """Return a cell's number; NaN if it has none."""
+
+    @property
+    @abstractmethod
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest possible number."""
+
+    @property
+    def fill(self) -> float:
+        """The number of a gap; NaN if it is refused, or a mean that is not known yet."""
+        return self.gap if isinstance(self.gap, float) else self.number(self.gap)
+
+    def outputs(self, name: str) -> dict[str, str]:  # noqa: D102
+        return {name: "real"} | ({f"{name}=?": "0 or 1"} if self.indicator else {})
+
+    def encode(self, cells: Cells) -> NDArray[np.float64]:  # noqa: D102
+        numbers = {text: self.number(text) for text in {*cells.texts}}
+        values = np.array([numbers[text] for text in cells.texts], float)
+        low, high = self.bounds
+        outside = ~cells.gaps & ~((values >= low) & (values <= high))
+        cells.refuse(outside, self.describe(), CORRECT)
+        values[cells.gaps] = self.fill
+        return np.column_stack([values, cells.gaps] if self.indicator else [values])
+
+    def check(self) -> None:
+        """Refuse a range that is none, and a gap that becomes no number."""
+        low, high = self.bounds
+        if not low < high:
+            raise ValueError(f"range: expected least and largest value, got {low:g} and {high:g}")
+        if self.gap not in (REFUSE, MEAN) and math.isnan(self.fill):
+            raise ValueError(f"gap: expected {self.describe()}, mean or refuse, got {self.gap!r}")
+
+
+class Number(Measured, frozen=True, eq=True):
+    """Numbers as they are."""
+
+    kind = "number"
+    range: tuple[float, ...] = option(
+        "least and largest possible value, such as [0, inf]", default=(), at_most=math.inf
+    )
+
+    def number(self, text: str) -> float:  # noqa: D102
+        try:
+            value = math.nan if "_" in text else float(text)
+        except ValueError:
+            return math.nan
+        return value if math.isfinite(value) else math.nan
+
+    @property
+    def bounds(self) -> tuple[float, float]:  # noqa: D102
+        return _pair(self.range)
+
+    def describe(self) -> str:  # noqa: D102
+        return _join(self.kind, " ... ".join(f"{value:g}" for value in self.range), self.unit)
+
+
+class Date(Measured, frozen=True, eq=True):
+    """Dates and times as days since a date; those without a time zone are of UTC."""
+
+    kind = "date"
+    since: str = option("date of the number 0, in ISO 8601", default="2000-01-01")
+    format: str = option(
+        "form of a date, as of strptime, such as %d.%m.%Y; by default ISO 8601", default=""
+    )
+    range: tuple[str, ...] = option("first and last possible date, in that form", default=())
+
+    def number(self, text: str) -> float:  # noqa: D102
+        is_object = text.startswith(OBJECT)  # of a data frame, which has read the date
+        try:
+            if self.format and not is_object:
+                date = datetime.strptime(text, self.format)
+            else:
+                date = datetime.fromisoformat(text.removeprefix(OBJECT))
+            return (_utc(date) - _utc(datetime.fromisoformat(self.since))) / timedelta(days=1)
+        except ValueError:
+            return math.nan
+
+    @property
+    def bounds(self) -> tuple[float, float]:  # noqa: D102
+        return _pair([self.number(text) for text in self.range])
+
+    def describe(self) -> str:  # noqa: D102
+        form = self.format or "2000-01-31"
+        return _join(self.kind, f"as {form}", " ... ".join(self.range), self.unit)
+
+    def check(self) -> None:
+        """Refuse a first day that is no date."""
+        if math.isnan(self.number(OBJECT + self.since)):
+            raise ValueError(f"since: expected a date such as 2000-01-01, got {self.since!r}")
+
+
+class Category(Column, frozen=True, eq=True):
+    """One of several words, each of which becomes a column of 0 and 1."""
+
+    kind = "category"
+    categories: tuple[str, ...] = option("the words, as they are written", default=())
+    gap: str = option("category of a gap, which may be a new one, or refuse", default=REFUSE)
+    unseen: str = option(
+        "what another word becomes: zeros, a category, which may be a new one, or refuse",
+        default=ZEROS,
+    )
+    reference: str = option(
+        "category without a column, with which coefficients compare the others", default=""
+    )
+    any_case: bool = option("capital letters play no part", default=False)
+
+    @property
+    def words(self) -> dict[str, str]:  # noqa: D102
+        return {self._compared(plain_text(word)): word for word in self.categories}
+
+    def _compared(self, text: str) -> str:
+        return text.casefold() if self.any_case else text
+
+    @property
+    def columns(self) -> list[str]:
+        """The categories that have a column."""
+        new = {self.gap, self.unseen} - {REFUSE, ZEROS, *self.categories}
+        return [word for word in (*self.categories, *sorted(new)) if word != self._reference]
+
+    @property
+    def _reference(self) -> str:
+        return self.reference
+
+    def outputs(self, name: str) -> dict[str, str]:  # noqa: D102
+        return {f"{name}={word}": "0 or 1" for word in self.columns}
+
+    def describe(self) -> str:  # noqa: D102
+        return _join(self.kind, ", ".join(self.categories), self.unit)
+
+    def encode(self, cells: Cells) -> NDArray[np.float64]:  # noqa: D102
+        words = self.words
+        texts = [self._compared(text) for text in cells.texts]
+        others = ~cells.gaps & np.array([text not in words for text in texts], bool)
+        number = Number().number
+        numbers = {number(word) for word in words} - {math.nan}
+        equal = {text for text in {*texts} if number(text) in numbers}
+        misread = others & ~cells.are_words & np.array([t in equal for t in texts], bool)  # 1: 001
+        cells.refuse(misread, self.describe(), "read it as text, such as with dtype=str")
+        others &= ~misread
+        if self.unseen == REFUSE:
+            cells.refuse(others, self.describe(), CORRECT)
+        elif others.any():
+            cells.doubts.append(f"{cells.name}: {cells.describe(others)}: taken for {self.unseen}")
+        place = {word: i for i, word in enumerate(self.columns)}
+        gaps = zip(texts, cells.gaps, strict=True)
+        chosen = [self.gap if gap else words.get(text, self.unseen) for text, gap in gaps]
+        positions = np.array([place.get(word, -1) for word in chosen], int)
+        return np.asarray(positions[:, None] == np.arange(len(place)), np.float64)
+
+    def check(self) -> None:
+        """Refuse categories that are the same, and a reference that is none of them."""
+        if not self.categories or len(self.words) < len(self.categories):
+            raise ValueError(f"categories: expected different words, got {[*self.categories]}")
+        if self.reference not in ("", *self.categories):
+            raise ValueError(f"reference: expected {self.describe()}, got {self.reference!r}")
+
+
+class Boolean(Category, frozen=True, eq=True):
+    """One of two words, in any case, as one column: 0 for the first, 1 for the second."""
+
+    kind = "boolean"
+    categories: tuple[str, ...] = option("the words of 0 and 1", default=("false", "true"))
+    unseen: str = Category.options()["unseen"].field(default=REFUSE)
+    any_case: bool = Category.options()["any_case"].field(default=True)
+
+    @property
+    def _reference(self) -> str:
+        return self.categories[0]
+
+    def check(self) -> None:
+        """Refuse more words, or fewer, than two."""
+        if len(self.categories) != 2:
+            raise ValueError(f"categories: expected two words, got {[*self.categories]}")
+
+
+class Text(Column, frozen=True, eq=True):
+    """Text, as counts of its n-grams in columns that a hash chooses, of norm 1.
+
+    No vocabulary is learned; scikit-learn's ``HashingVectorizer`` does it.
+    """
+
+    kind = "text"
+    gap: str = option("text that stands for a gap, or refuse", default=REFUSE)
+    features: int = option("number of columns", default=64, at_least=1, at_most=2**16)
+    ngrams: tuple[int, ...] = option("shortest and longest n-gram", default=(1, 2), at_least=1)
+    analyzer: Literal["word", "char", "char_wb"] = option(
+        "n-grams of words, of characters, or of characters within words", default="word"
+    )
+
+    def is_gap(self, text: str) -> bool:  # noqa: D102
+        return not text or text in self.missing
+
+    def outputs(self, name: str) -> dict[str, str]:  # noqa: D102
+        return {f"{name}#{i}": "text" for i in range(self.features)}
+
+    def encode(self, cells: Cells) -> NDArray[np.float64]:  # noqa: D102
+        try:
+            from sklearn.feature_extraction.text import HashingVectorizer
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{cells.name}: columns of text need scikit-learn; install it with pip install "
+                "scikit-learn, or fedntk with the extra simulation",
+                name=error.name,
+            ) from error
+        pairs = zip(cells.texts, cells.gaps, strict=True)
+        texts = [self.gap if gap else text for text, gap in pairs]
+        if not texts:  # which it refuses
+            return np.zeros((0, self.features))
+        rule: Any = {"n_features": self.features, "ngram_range": self.ngrams}
+        hashed = HashingVectorizer(**rule, analyzer=self.analyzer).transform(texts)
+        return np.asarray(hashed.toarray(), np.float64)
+
+    def check(self) -> None:
+        """Refuse n-grams that are no pair."""
+        if len(self.ngrams) != 2 or self.ngrams[0] > self.ngrams[1]:
+            raise ValueError(f"ngrams: expected shortest and longest, got {list(self.ngrams)}")
+
+
+KINDS: dict[str, type[Column]] = {
+    kind.kind: kind for kind in (Number, Category, Boolean, Date, Text, Target, Client, Ignored)
+}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a table by name, in the order in which their numbers follow each other.
+
+    Examples
+    --------
+    >>> schema = Schema.parse({
+    ...     "age": {"kind": "number", "range": [0, 120], "gap": 50.0, "indicator": True},
+    ...     "smoker": {"kind": "category", "categories": ["no", "yes"]},
+    ... })
+    >>> schema.outputs
+    {'age': 'real', 'age=?': '0 or 1', 'smoker=no': '0 or 1', 'smoker=yes': '0 or 1'}
+    """
+
+    columns: Mapping[str, Column]
+
+    @classmethod
+    def parse(cls, tables: Mapping[str, Any]) -> Self:
+        """Read it from a table of settings for each column; ValueError says what does not fit."""
+        columns = {}
+        for name, table in tables.items():
+            settings = table.items() if isinstance(table, Mapping) else ()
+            table = {key.replace("-", "_"): value for key, value in settings}
+            word = str(table.pop("kind", "nothing"))
+            if word not in KINDS:
+                raise ValueError(f"[{name}] kind: expected {', '.join(KINDS)}, got {word}")
+            keys = KINDS[word].options()
+            if unknown := [key for key in table if key not in keys]:
+                meant = nearest(unknown[0], keys) or f"; it may have {', '.join(keys)}"
+                raise ValueError(f"[{name}]: a {word} has no {unknown[0]!r}{meant}")
+            try:
+                columns[name] = KINDS[word](**table)
+            except ValueError as error:
+                raise ValueError(f"[{name}] {error}") from None
+        schema = cls(columns)
+        number = sum(len(column.outputs(name)) for name, column in columns.items())
+        if not number or len(schema.outputs) < number:
+            got = f"{number} names, {len(schema.outputs)} of them different"
+            raise ValueError(
+                f"expected columns of inputs whose numbers have their own names, got {got}"
+            )
+        return schema
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """What :meth:`parse` reads, as JSON holds it."""
+        return {n: {"kind": c.kind, **c.compared_options()} for n, c in self.columns.items()}
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        """Name -> kind of each of the p columns of numbers, such as ``smoker=yes``."""
+        return {k: v for name, c in self.columns.items() for k, v in c.outputs(name).items()}
+
+    def named(self, kind: type[Column]) -> tuple[str, ...]:
+        """Return the names of the columns of a kind."""
+        return tuple(name for name, column in self.columns.items() if isinstance(column, kind))
+
+    def encode(
+        self, frame: Any, warn: Callable[[str], object] = warnings.warn
+    ) -> NDArray[np.float64]:
+        """Return the numbers (n, p) of a data frame's rows, with NaN where a mean is to be filled.
+
+        Other columns are not looked at. ValueError has a line for all that does not fit: column,
+        first rows, counted from 1, what was expected, what came, and what to do. Categories that
+        the schema lacks, but accepts, are said by `warn`.
+        """
+        frame = frame.rename(columns=str)
+        inputs = {name: c for name, c in self.columns.items() if c.outputs(name)}
+        if missing := ", ".join(name for name in inputs if name not in frame.columns):
+            raise ValueError(
+                f"expected the columns {', '.join(inputs)}; missing: {missing}; a column of empty "
+                "cells stands for values that nobody knows"
+            )
+        if twice := ", ".join(frame.columns[frame.columns.duplicated()]):
+            raise ValueError(f"expected columns of different names, got twice {twice}")
+        blocks, errors, doubts = [], list[str](), list[str]()
+        for name, column in inputs.items():
+            cells = Cells(name, column, frame[name])
+            if getattr(column, "gap", "") == REFUSE:
+                cure = "fill them, leave these rows out, or say in the schema what a gap becomes"
+                cells.refuse(cells.gaps, "a value in each row", cure)
+            blocks.append(column.encode(cells))
+            errors += cells.errors
+            doubts += cells.doubts
+        if errors:
+            raise ValueError("\n".join(["the rows do not fit the schema", *errors]))
+        for doubt in doubts:
+            warn(doubt)
+        return np.hstack(blocks)
+
+    def fit(self, x: NDArray[np.float64]) -> Self:
+        """Return the schema with the means of examples x (n, p), as encoded, that fill gaps.
+
+        A mean is rounded once, so it is the same for all orders of the rows.
+        """
+        columns, start = dict(self.columns), 0
+        for name, column in self.columns.items():
+            if isinstance(column, Measured) and column.gap == MEAN:
+                values = x[~np.isnan(x[:, start]), start].tolist()
+                if not values:
+                    raise ValueError(f"{name}: expected values for gap = mean, got only gaps")
+                columns[name] = column.copy(gap=math.fsum(values) / len(values))
+            start += len(column.outputs(name))
+        return type(self)(columns)
+
+    def fill(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return encoded examples (n, p) with each gap's number in place of NaN."""
+        fills = [
+            column.fill if isinstance(column, Measured) and output == name else math.nan
+            for name, column in self.columns.items()
+            for output in column.outputs(name)
+        ]
+        return np.where(np.isnan(x), fills, x)
+
+
+def plain_text(value: Any) -> str:
+    """Return a cell as text without blanks around it.
+
+    A whole number has no point, as a data frame with gaps has 1.0 for 1; a date begins with
+    `OBJECT`.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if hasattr(value, "isoformat"):
+        return OBJECT + str(value.isoformat())
+    return normalize("NFC", str(value)).strip()
+
+
+def _join(*words: str) -> str:
+    return " ".join(filter(None, words))
+
+
+def _pair(limits: Sequence[float]) -> tuple[float, float]:
+    """Return least and largest value, which may be none."""
+    low, high = limits if len(limits) == 2 else (-math.inf, math.inf) if not limits else (1, 0)
+    return low, high
+
+
+def _utc(date: datetime) -> datetime:
+    return date.replace(tzinfo=UTC) if date.tzinfo is None else date
