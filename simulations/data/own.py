@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.inputs import stack_pictures
+from fedntk.ntk.predictors.texts import are_texts, encode_texts
 from fedntk.ntk.support.arrays import require_unmasked
 
 from ..config.data import DatasetSettings
@@ -47,7 +48,8 @@ class OwnData:
     Parameters
     ----------
     train : (x, y), data frame, torch dataset or Hugging Face dataset
-        Examples (n, ...) and labels (n,), arrays or tensors; or a pandas frame; or pairs. A mapping
+        Examples (n, ...) and labels (n,), arrays or tensors; or a pandas frame; or pairs. Examples
+        may be texts: a list of them, or the only column of a frame beside the others. A mapping
         with ``"train"`` and perhaps ``"test"``, such as a ``DatasetDict``, has both.
     test : the same, optional
         Test set. Without one, `test_share` of the examples of each class are kept for it.
@@ -211,7 +213,7 @@ class OwnData:
     def _read(self, data: Any) -> Part:
         """Read one set in any of its forms, with labels as they are."""
         if isinstance(data, Part):
-            return data
+            return data._replace(x=_examples(data.x))
         if hasattr(data, "to_numpy") and hasattr(data, "columns"):
             return self._frame(data)
         if hasattr(data, "column_names"):
@@ -232,7 +234,7 @@ class OwnData:
                 y = y.iloc[:, 0]
             names = () if self._real_targets(y) is None else names
             return self._frame(data[0].assign(**{self.target: 0}))._replace(y=y, classes=names)
-        return Part(_array(data[0]), data[1])
+        return Part(_examples(data[0]), data[1])
 
     def _require_columns(self, columns: Iterable[Any]) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
@@ -251,6 +253,8 @@ class OwnData:
         names = [c for c in frame if c not in required and not c.startswith(index)]
         inputs = frame[names if x is None else []]
         others = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
+        is_text = others == [*inputs.columns] and len(others) == 1 and _holds_texts(inputs)
+        others = [] if is_text else others
         expected = "expected numbers in all columns but the target, got"
         if dates := ", ".join(name for name in others if _holds_dates(inputs[name])):
             raise ConfigError(
@@ -262,7 +266,8 @@ class OwnData:
             raise ConfigError(
                 f"{expected} others in {words}; encode them first, such as words with "
                 "pandas.get_dummies and lists with numpy.stack, or leave them out; numbers in csv "
-                "have the mark that decimal says, and an empty cell stands for a missing one"
+                "have the mark that decimal says, and an empty cell stands for a missing one; for "
+                "model = text-e5 give one column of texts, and no other"
             )
         gaps = frame[[*dict.fromkeys(required), *inputs.columns]].isna().sum()
         if lacking := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
@@ -277,6 +282,8 @@ class OwnData:
                     f"expected numbers that float64 tells apart, got {low} ... {high} in {name}; "
                     "subtract an offset, or leave the column out"
                 )
+        if is_text:
+            inputs, x = inputs[[]], encode_texts(inputs)
         owners = frame[self.client_column].to_numpy() if self.client_column else None
         targets, columns = target_columns(self.target, frame.columns), tuple(inputs.columns)
         y = frame[targets if targets[1:] else targets[0]].to_numpy()
@@ -373,6 +380,17 @@ def _columns(pairs: Sequence[Any]) -> list[list[Any]]:
 def _holds_dates(column: Any) -> bool:
     texts = column.dropna().astype(str)
     return column.dtype.kind in "mM" or bool(len(texts) and texts.str.fullmatch(DATE).all())
+
+
+def _holds_texts(column: Any) -> bool:
+    """Whether a frame of one column has words that are no dates, and perhaps gaps."""
+    (values,) = (column[name].dropna() for name in column)
+    return all(isinstance(value, str) for value in values) and not _holds_dates(values)
+
+
+def _examples(data: Any) -> NDArray[Any]:
+    """Return examples as one array, texts as UTF-8."""
+    return encode_texts(data) if are_texts(data) else _array(data)
 
 
 def _array(data: Any) -> NDArray[Any]:

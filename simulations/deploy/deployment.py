@@ -160,6 +160,7 @@ def _node_page(config: Config, setup: Setup, number: int) -> str:
     inputs = setup.data.inputs
     rows = ["| column | numbers |", "|---|---|"]
     rows += [f"| `{c}` | {kind} |" for c, kind in zip(inputs.columns, inputs.kinds, strict=True)]
+    rows += ["| any other name, of one column | texts |"] * (not inputs.shape)
     rows += [f"| `{config.target}` | {', '.join(map(str, inputs.classes))} |"]
     ledger = "fedntk privacy-ledger --new mine.ledger   # once\n"
     ledger *= bool(config.secure is not None or config.mechanism)
