@@ -1,7 +1,4 @@
-"""Pre-trained networks by name, with the size and the moments of the pictures that they take.
-
-One takes texts.
-"""
+"""Pre-trained networks by name, of texts or of pictures, with these pictures' size and moments."""
 
 import hashlib
 from collections.abc import Callable
@@ -30,10 +27,7 @@ EXAMPLE = torch.from_numpy(as_bytes(encode_texts("a text")))
 
 @dataclass(frozen=True, eq=False)
 class Pretrained:
-    """A network (n, 3, h, w) -> scores (n, C), whose layer `head` is new; `moments` of pictures.
-
-    One of texts takes rows of their bytes (n, length), and has no moments.
-    """
+    """A network of pictures, or bytes of texts, with a new layer `head`; `moments` of pictures."""
 
     network: nn.Module
     head: str

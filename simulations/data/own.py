@@ -384,7 +384,7 @@ def _holds_dates(column: Any) -> bool:
 
 def _holds_texts(column: Any) -> bool:
     """Whether a frame of one column has words that are no dates, and perhaps gaps."""
-    (values,) = (column[name].dropna() for name in column)
+    values = column.squeeze(axis=1).dropna()
     return all(isinstance(value, str) for value in values) and not _holds_dates(values)
 
 
