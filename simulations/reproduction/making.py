@@ -198,14 +198,16 @@ def rounds_of_search(cell: Cell) -> int:
 # ------------------------------------------------------------------------- one cell
 
 
-def config_of(cell: Cell, out: Path, data_dir: str) -> Config:
+def config_of(declaration: Declaration, cell: Cell, out: Path, data_dir: str) -> Config:
     """Return the configuration of a cell's run.
 
-    In its data set ``{data}`` is the folder of the data, and ``{tables}`` that of the declarations.
+    In its data set ``{data}`` is the folder of the data, ``{tables}`` that of the declarations that
+    come with fedntk, and ``{folder}`` that of the declaration.
     """
     settings = merged({"server-threads": 1, "targets": "0.5"}, cell.settings)
     if "dataset" in settings:
         places = {"{data}": data_dir or "data", "{tables}": str(TABLES)}
+        places["{folder}"] = str(declaration.folder)
         for name, place in places.items():
             settings["dataset"] = settings["dataset"].replace(name, place)
     folder = {"data-dir": data_dir} if data_dir else {}
@@ -219,7 +221,7 @@ def _search(declaration: Declaration, cell: Cell, out: Path, data_dir: str) -> N
     folder = out / cell.line_place / "search"
     tried = replace(cell, settings=merged(cell.settings, cell.search.settings), search=None)
     tuning = tune(
-        config_of(tried, folder, data_dir),
+        config_of(declaration, tried, folder, data_dir),
         grid=cell.search.grid,
         seeds=cell.search.seeds,
         metric=cell.search.metric,
@@ -257,7 +259,7 @@ def measure(declaration: Declaration, cell: Cell, folder: Path, data_dir: str) -
         yield Value("seconds", NO_ROUND, time.perf_counter() - started)
         return
     with log_from(ERROR):
-        config = config_of(cell, folder, data_dir)
+        config = config_of(declaration, cell, folder, data_dir)
         finished = run(config, progress=False, resume=True, on_round=require_parent)
     kept = {cost.measure: cost for cost in costs(finished)}  # a measure of that name shows it
     figures = [
@@ -347,7 +349,7 @@ def probe(
         if task_of(cell) in seconds or declaration.program or is_done(declaration, out, cell):
             continue
         with tempfile.TemporaryDirectory() as folder, log_from(ERROR), suppress(Stopped):
-            config = config_of(cell, Path(folder), data_dir)
+            config = config_of(declaration, cell, Path(folder), data_dir)
             run(config, progress=False, on_round=stop_after_one)
     return seconds
 
