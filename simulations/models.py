@@ -38,7 +38,7 @@ from .config.config import BaseConfig
 from .config.importing import import_named
 from .config.settings import ConfigError, nearest
 from .errors import first_line, naming
-from .pretrained import PLACE, load_pretrained
+from .pretrained import EXAMPLE, PLACE, load_pretrained
 
 InputShape = tuple[int, ...]
 
@@ -275,8 +275,13 @@ def build_networks(
     and inputs are standardised by the training examples' moments.
     """
     is_split, is_centred = config.trained_part != "all", config.centre is not None
+    if not input_shape and not config.takes_texts:
+        raise ConfigError(
+            f"model = {config.model}: expected numbers, got texts; set model = text-e5, or encode "
+            "words first, as with pandas.get_dummies"
+        )
     if config.is_pretrained:
-        network_shape = (3, *input_shape[1:])
+        network_shape = (3, *input_shape[1:]) if input_shape else ()
     else:
         network_shape = _projected(config, input_shape) if not is_split else input_shape
     moments = None
@@ -289,7 +294,7 @@ def build_networks(
             else:
                 model, head = _by_name(config, network_shape, num_classes), ""
             probe = torch.full((1, *network_shape), -1.5 * (is_centred and not is_split))
-            probe = probe.to(dtype_of(model))
+            probe = probe.to(dtype_of(model)) if input_shape else EXAMPLE
             with torch.enable_grad():
                 outputs = model.eval()(probe)
     except ConfigError:

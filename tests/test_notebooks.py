@@ -65,6 +65,13 @@ QUICK = {
         r"\(0.5, 0.1\)": "(0.5,)",
         r', index=\["Dirichlet\(0.5\)", .*\]': "",
     },
+    "pretrained": {
+        "<= 140": "<= 80",
+        "SHOPS = 10": "SHOPS = 4",
+        r'    "(Dirichlet\(0.1\)|alike)": .*\n': "",
+        r"range\(1, SHOPS\)": "range(1, 2)",
+        r"range\(SHOPS\)": "range(2)",
+    },
     "tct": {
         r"\brounds=([2-9]|\d\d)": "rounds=3",
         '"bootstrap_rounds": 8, "num_features": 1000': '"bootstrap_rounds": 1, "num_features": 200',

@@ -201,7 +201,13 @@ class FrozenPart:
 
 
 def probe_outputs(network: nn.Module, num: int, example: Tensor) -> tuple[Tensor, Any]:
-    """Return inputs (num, ...), and outputs; of zeros for a network that takes whole numbers."""
+    """Return inputs (num, ...), and outputs; of zeros for a network that takes whole numbers.
+
+    Inputs that are bytes, as of texts, are the example itself.
+    """
+    if example.dtype == torch.uint8:
+        inputs = example.expand(num, *example.shape[1:])
+        return inputs, network(inputs)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(num, *example.shape[1:], generator=generator)
     try:

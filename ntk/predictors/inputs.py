@@ -16,6 +16,7 @@ from torch import Tensor
 from ..support.arrays import require_unmasked
 from .schema import Schema
 from .targets import FAR, WIDE, TargetTransform
+from .texts import as_bytes, encode_texts
 
 PLAIN_MODES = {  # of modes whose numbers are no shades of light
     **dict.fromkeys(("P", "CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB"),
@@ -34,7 +35,8 @@ EXTREME = 30.0  # deviations of one value from the pooled mean, or sqrt(N - 1) i
 class InputTransform:
     """Turns raw examples into the tensors that a network was trained on.
 
-    Numbers are standardised to ``(x - mean) / std``; texts become positions in an alphabet.
+    Numbers are standardised to ``(x - mean) / std``; texts become positions in an alphabet, or
+    bytes (n, length) of UTF-8 if `shape` is ().
 
     `shape` is that of one raw example. `mean` and `std` are moments of the training examples, which
     broadcast over an example: per channel of images, per column of tables; float64, or float32 for
@@ -81,8 +83,10 @@ class InputTransform:
 
         Images (n, channels, height, width) have moments for each channel, tables (n, columns) for
         each column, and other examples one mean and deviation of all their values. A channel or
-        column that is constant is only centred.
+        column that is constant is only centred. Encoded texts (n,), dtype S, have no moments.
         """
+        if x.dtype.kind == "S":
+            return cls((), np.zeros(1), np.ones(1), **more)
         how: Any = {"axis": {4: (0, 2, 3), 2: (0,)}.get(x.ndim), "keepdims": True}
         mean, std, precise = np.zeros(1), np.ones(1), x.ndim == 2
         if standardise:
@@ -113,6 +117,16 @@ class InputTransform:
         or none if grey. ValueError if the examples are not of the kind that was trained on. With
         `check_ranges` a warning names what is far from the training examples.
         """
+        if self.shape:
+            rows = self._scaled(x, check_ranges=check_ranges)
+        else:
+            rows = as_bytes(encode_texts(x))
+        ready = torch.from_numpy(rows).to(dtype if self.frozen is None else torch.float32)
+        for function in (self.frozen, self.project):
+            ready = ready if function is None else function(ready)
+        return ready.to(dtype)
+
+    def _scaled(self, x: Any, *, check_ranges: bool) -> NDArray[Any]:
         raw = self._encode(x) if self.alphabet else self._numbers(x)
         if raw.shape[1:] != self.shape:
             sizes = ", ".join(map(str, self.shape))
@@ -121,15 +135,12 @@ class InputTransform:
             raise ValueError(f"expected examples of shape (n, {sizes}), got {raw.shape}{cure}")
         if not np.isfinite(raw).all():
             raise ValueError("expected finite numbers, got NaN or infinity")
-        scaled = (raw.astype(self.mean.dtype) - self.mean) / self.std
+        scaled: NDArray[Any] = (raw.astype(self.mean.dtype) - self.mean) / self.std
         if check_ranges:
             doubt = self._other_scale(raw, scaled) or "; ".join(self._other_columns(raw))
             if doubt:
-                warnings.warn(doubt, stacklevel=2)
-        ready = torch.from_numpy(scaled).to(dtype if self.frozen is None else torch.float32)
-        for function in (self.frozen, self.project):
-            ready = ready if function is None else function(ready)
-        return ready.to(dtype)
+                warnings.warn(doubt, stacklevel=3)
+        return scaled
 
     @property
     def standardises(self) -> bool:
@@ -206,6 +217,8 @@ class InputTransform:
         ValueError names each column that holds fractions where training had whole numbers, or
         whose mean, spread or farthest value is far from the pooled moments.
         """
+        if not self.shape:
+            return
         raw = self._numbers(x)
         scale = self._other_scale(raw, (raw - self.mean) / self.std)
         if doubts := [scale] if scale else self._other_columns(raw, num_train):
@@ -308,8 +321,8 @@ class InputTransform:
 
     def describe(self) -> str:
         """Say in a few words what is done, for a run's summary."""
-        if self.alphabet:
-            return "texts as positions in an alphabet"
+        if self.alphabet or not self.shape:
+            return "texts as positions in an alphabet" if self.alphabet else "texts"
         unit = {4: "channel", 2: "column"}.get(len(self.shape) + 1, "set")
         by_schema = "encoded by a schema, " * (self.schema is not None)
         return by_schema + (f"standardised by {unit}" if self.standardises else "as they are")

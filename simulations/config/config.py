@@ -70,7 +70,7 @@ MONITORED = (
     *("client-loss-mean", "client-loss-worst"),
     *("r2", "mae", "client-r2-mean", "client-r2-worst", "client-mae-mean", "client-mae-worst"),
 )
-PRETRAINED = ("efficientnet-lite0", "torchvision", "timm", "hf")  # begin names of such networks
+PRETRAINED = ("efficientnet-lite0", "torchvision", "timm", "hf", "text-e5")  # begin their names
 # with real targets, the values of settings that have their defaults
 OF_REGRESSION = {"loss": "mse", "partition": "iid", "monitor": "r2"}
 END = "# end of the settings\n"  # of a file that is whole
@@ -154,8 +154,8 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         "mlp (with BatchNorm for fed-bn), simple-cnn, lenet, lenet-bn (with BatchNorm), "
         "digits-cnn, resnet18, char-lstm, linear, two-patch-cnn, scattering (features of images, "
         "nothing trained); pre-trained: efficientnet-lite0, torchvision:<name>, timm:<name>, "
-        "hf:<name or folder>; or your own, <file>.py:<function> or <module>:<function>, called "
-        "with the shape of an example and the number of classes",
+        "hf:<name or folder>, and of texts text-e5; or your own, <file>.py:<function> or "
+        "<module>:<function>, called with the shape of an example and the number of classes",
     )
     trained: str = setting(
         "auto",
@@ -362,11 +362,16 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
     def _check_pretrained(self) -> None:
         """Refuse settings of pre-trained networks for others, and others' for these."""
         for name in ("pretrained_weights", "image_size"):
-            if getattr(self, name) and not self.is_pretrained:
+            if getattr(self, name) and (not self.is_pretrained or self.takes_texts):
                 raise ConfigError(
-                    f"{self.key(name)} goes with a pre-trained network, such as model = "
-                    f"efficientnet-lite0; got model = {self.model}"
+                    f"{self.key(name)} goes with a pre-trained network of pictures, such as model "
+                    f"= efficientnet-lite0; got model = {self.model}"
                 )
+        if self.takes_texts and self.trained_part != "head":
+            raise ConfigError(
+                f"trained = {self.trained}: of model = {self.model} only the head can be trained; "
+                "expected head"
+            )
         if not self.trained:
             raise ConfigError("trained: expected head, last-block, all or a module's name, got ''")
         if self.trained_part != "all":
@@ -388,23 +393,28 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
                 f"features can be projected, or projection = 0, got {self.projection}"
             )
         kind, _, name = self.model.partition(":")
-        if (kind == "efficientnet-lite0") == bool(name):
+        if (kind in ("efficientnet-lite0", "text-e5")) == bool(name):
             raise ConfigError(
-                "model: expected efficientnet-lite0, torchvision:<name>, timm:<name> or hf:<name "
-                f"or folder>, got {self.model!r}"
+                "model: expected efficientnet-lite0, torchvision:<name>, timm:<name>, hf:<name or "
+                f"folder> or text-e5, got {self.model!r}"
             )
         if self.init != "default":
             raise ConfigError(f"init = {self.init} would draw a pre-trained network's weights anew")
         if not self.standardise:
             raise ConfigError(
-                "standardise = false: a pre-trained network takes pictures that are standardised "
+                "standardise = false: a pre-trained network takes inputs that are standardised "
                 "as its own were; leave it out"
             )
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether the network is a pre-trained one, which brings moments of pictures with it."""
+        """Whether the network is a pre-trained one, which says how its inputs are scaled."""
         return self.model.partition(":")[0] in PRETRAINED
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether the network takes texts."""
+        return self.model == "text-e5"
 
     @property
     def trained_part(self) -> str:

@@ -19,6 +19,7 @@ from fedntk.ntk.features.frozen import FrozenPart
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.predictors.schema import Schema
 from fedntk.ntk.predictors.targets import TargetTransform
+from fedntk.ntk.predictors.texts import are_texts, encode_texts
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import checksum
 
@@ -66,13 +67,14 @@ class Part(NamedTuple):
 class Data:
     """A labelled data set with its test set.
 
-    Examples (n, channels, height, width) or (n, ...) are raw values, as stored, with labels (n,),
-    0 ... num_classes - 1, or real targets (n, num_classes), float64, and the owner of each (n,), if
-    the set names owners. A network gets them as `inputs` makes them: standardised, unless their
-    values have a meaning as they are, such as positions in an alphabet; then as `frozen` makes
-    them, if part of the network is. `split` has the indices of each client's training examples, if
-    it came with the data, and `schema` says what a table's numbers were made of. Of examples that
-    are `elsewhere` it has no rows: only what is done to them, and their number `num_elsewhere`.
+    Examples (n, channels, height, width) or (n, ...) are raw values, as stored, or texts (n,) in
+    UTF-8, dtype S. They have labels (n,), 0 ... num_classes - 1, or real targets (n, num_classes),
+    float64, and the owner of each (n,), if the set names owners. A network gets them as `inputs`
+    makes them: standardised, unless their values have a meaning as they are, such as positions in
+    an alphabet; then as `frozen` makes them, if part of the network is. `split` has the indices of
+    each client's training examples, if it came with the data, and `schema` says what a table's
+    numbers were made of. Of examples that are `elsewhere` it has no rows: only what is done to
+    them, and their number `num_elsewhere`.
     """
 
     x_train: NDArray[Any]
@@ -108,7 +110,7 @@ class Data:
     @classmethod
     def of_inputs(cls, inputs: InputTransform, num_train: int) -> Self:
         """Make it for a node that has no copy of the N training examples."""
-        x: NDArray[Any] = np.zeros((0, *inputs.shape))
+        x: NDArray[Any] = np.zeros((0, *inputs.shape), np.float64 if inputs.shape else "S1")
         y: NDArray[Any] = np.zeros(0, np.int64)
         if inputs.targets is not None:
             y = np.zeros((0, len(inputs.classes)))
@@ -244,6 +246,10 @@ class Data:
         if len(classes) and not self.has_real_targets:
             check_examples(x, y, len(classes))
             y = np.asarray(classes)[y]
+        if bool(self.input_shape) == are_texts(x):
+            expected, got = ("numbers", "texts") if self.input_shape else ("texts", "numbers")
+            raise ConfigError(f"expected {expected} as examples, as in training, got {got}")
+        x = x if self.input_shape else encode_texts(x)
         x, targets = self.inputs.arrange_columns(x, columns), self.inputs.targets
         labels = self.inputs.labels(y) if targets is None else targets(y, dtype)
         self._require_kind(x, labels.numpy())
@@ -327,9 +333,10 @@ def check_examples(x: NDArray[Any], y: NDArray[Any], num_classes: int, what: str
 
     Real targets are finite numbers (n, C).
     """
-    if x.dtype.kind not in "iuf" or x.ndim < 2 or 0 in x.shape[1:]:
+    is_text = x.dtype.kind == "S" and x.ndim == 1
+    if not is_text and (x.dtype.kind not in "iuf" or x.ndim < 2 or 0 in x.shape[1:]):
         raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
-    if not np.isfinite(x).all():
+    if not is_text and not np.isfinite(x).all():
         raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")
     if y.dtype.kind == "f" and y.shape == (len(x), num_classes):
         if not np.isfinite(y).all():
@@ -358,7 +365,8 @@ def describe_rows(
         pairs = zip(classes[:shown], shares, strict=False)
         kind, named = "classes", ", ".join(f"{name} {share:.1%}" for name, share in pairs)
     more = f" and {len(classes) - shown} more" * (len(classes) > shown)
-    return f"{rows}, columns {' x '.join(map(str, x.shape[1:]))}{of}, {kind} {named}{more}"
+    form = f"columns {' x '.join(map(str, x.shape[1:]))}" if x.shape[1:] else "texts"
+    return f"{rows}, {form}{of}, {kind} {named}{more}"
 
 
 class LocalData(NamedTuple):

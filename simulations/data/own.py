@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.inputs import stack_pictures
 from fedntk.ntk.predictors.schema import Schema, Target, plain_text
+from fedntk.ntk.predictors.texts import are_texts, encode_texts
 from fedntk.ntk.support.arrays import require_unmasked
 
 from ..config.data import DatasetSettings
@@ -38,6 +39,7 @@ MANY_CLASSES = 20  # up to so many may be of any number of examples
 MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are likely no classes
 MOST_WORDS = 0.5  # the same of words
 FOR_AMOUNTS = "if they are amounts, set task = regression, or give bins"
+DATE = r"(\d{4}[-./]\d{1,2}[-./]\d{1,2}|\d{1,2}[-./]\d{1,2}[-./]\d{2,4})([T ].*)?"
 Task = Literal["auto", "classification", "regression"]
 logger = getLogger("flwr")
 
@@ -49,7 +51,8 @@ class OwnData:
     Parameters
     ----------
     train : (x, y), data frame, torch dataset or Hugging Face dataset
-        Examples (n, ...) and labels (n,), arrays or tensors; or a pandas frame; or pairs. A mapping
+        Examples (n, ...) and labels (n,), arrays or tensors; or a pandas frame; or pairs. Examples
+        may be texts: a list of them, or the only column of a frame beside the others. A mapping
         with ``"train"`` and perhaps ``"test"``, such as a ``DatasetDict``, has both.
     test : the same, optional
         Test set. Without one, `test_share` of the examples of each class are kept for it.
@@ -248,7 +251,7 @@ class OwnData:
     def _read(self, data: Any) -> Part:
         """Read one set in any of its forms, with labels as they are."""
         if isinstance(data, Part):
-            return data
+            return data._replace(x=_examples(data.x))
         if hasattr(data, "to_numpy") and hasattr(data, "columns"):
             return self._frame(data)
         if hasattr(data, "column_names"):
@@ -272,7 +275,7 @@ class OwnData:
             return self._frame(data[0].assign(**{self.target: 0}))._replace(y=y, classes=names)
         if self.schema is not None:
             raise ConfigError("schema: expected a table, whose columns have names, got arrays")
-        return Part(_array(data[0]), data[1])
+        return Part(_examples(data[0]), data[1])
 
     def _require_columns(self, columns: Iterable[Any]) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
@@ -295,13 +298,16 @@ class OwnData:
             columns, x = tuple(self._schema.outputs), _encode(frame, self._schema, names)
         inputs = frame[names if x is None else []]
         others = [c for c, kind in inputs.dtypes.items() if len(frame) and kind.kind not in "biuf"]
+        is_text = others == [*inputs.columns] and len(others) == 1 and _holds_texts(inputs)
+        others = [] if is_text else others
         if others:
             shown = ", ".join(f"{name} ({_first_other(inputs[name])})" for name in others[:10])
             raise ConfigError(
                 f"expected numbers in all columns but the target, got others in {shown}; say in a "
                 "schema what words and dates mean (fedntk schema proposes one), or make numbers of "
                 "them, such as of lists with numpy.stack, or leave them out; numbers in csv have "
-                "the mark that decimal says, and an empty cell stands for a missing one"
+                "the mark that decimal says, and an empty cell stands for a missing one; "
+                "for model = text-e5 give one column of texts, and no other"
             )
         gaps = frame[[*dict.fromkeys(required), *inputs.columns]].isna().sum()
         if lacking := ", ".join(f"{name} ({n})" for name, n in gaps[gaps > 0][:10].items()):
@@ -317,6 +323,8 @@ class OwnData:
                     f"expected numbers that float64 tells apart, got {low} ... {high} in {name}; "
                     "subtract an offset, or leave the column out"
                 )
+        if is_text:
+            inputs, x = inputs[[]], encode_texts(inputs)
         owners = frame[self.client_column].to_numpy() if self.client_column in frame else None
         targets = target_columns(self.target, frame.columns)
         columns = columns or tuple(inputs.columns)
@@ -429,6 +437,18 @@ def _positions(labels: Sequence[str], classes: tuple[str, ...]) -> NDArray[np.in
             f"{', '.join(map(repr, unknown[:5]))}; correct them, or the schema"
         )
     return np.array([classes.index(label) for label in labels], np.int64)
+
+
+def _holds_texts(column: Any) -> bool:
+    """Whether a frame of one column has words that are no dates, and perhaps gaps."""
+    values = column.iloc[:, 0].dropna()
+    is_text = all(isinstance(value, str) for value in values)
+    return is_text and not values.astype(str).str.fullmatch(DATE).all()
+
+
+def _examples(data: Any) -> NDArray[Any]:
+    """Return examples as one array, texts as UTF-8."""
+    return encode_texts(data) if are_texts(data) else _array(data)
 
 
 def _array(data: Any) -> NDArray[Any]:

@@ -169,6 +169,7 @@ def _node_page(config: Config, setup: Setup, number: int) -> str:
         columns = {n: c.describe() for n, c in schema.columns.items() if c.outputs(n)}
     rows = ["| column | holds |", "|---|---|"]
     rows += [f"| `{name}` | {holds} |" for name, holds in columns.items()]
+    rows += ["| any other name, of one column | texts |"] * (not inputs.shape)
     rows += [f"| `{config.target}` | {', '.join(map(str, inputs.classes))} |"]
     ledger = "fedntk privacy-ledger --new mine.ledger   # once\n"
     ledger *= bool(config.secure is not None or config.mechanism)

@@ -63,6 +63,7 @@ def load_setup(config: Config, inputs: str = "") -> Setup:
     if inputs:
         return setup
     known_scale = data.x_train.dtype == np.uint8 or "moments" in public_parts(config.public)
+    known_scale = known_scale or config.takes_texts
     if config.is_pretrained and config.mechanism is not None and not known_scale:
         raise ConfigError(
             f"dataset: the noise does not cover whether {data.x_train.dtype} pictures have values "
