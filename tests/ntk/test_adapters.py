@@ -193,7 +193,7 @@ def functional():
         (lambda: nn.Linear(5, 3), {}, "such as none besides the last linear layer"),
         (shared, {"rank": 6}, "rank: expected at most 5 with 0, a matrix of 5 x 5, got 6"),
         (shared, {"rank": 0}, "expected a rank and an alpha above 0"),
-        (functional, {}, "it reads the weights of network.layer"),
+        (functional, {}, "such as none besides the last linear layer"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Tanh()), {}, "last nn.Linear"),
     ],
 )
