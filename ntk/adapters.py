@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .features.feature_map import FeatureMap
+from .features.feature_map import FeatureMap, with_layer
 from .features.frozen import BATCH, EvaluationMode, probe_outputs
 from .features.tangent import TangentFeatures
 
@@ -176,7 +176,7 @@ def _inject(
             how |= {"bias": False, "device": "meta"}
             twin = nn.Conv2d(layer.in_channels, layer.out_channels, **how)
             twin.weight = layer.weight
-            _set_module(network, name, twin)
+            with_layer(network, name, twin)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]
@@ -190,12 +190,7 @@ def _inject(
         adapted.base_layer = layer
         for other, module in every.items():
             if module is layer:
-                _set_module(network, other, adapted)
-
-
-def _set_module(network: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(network.get_submodule(parent), last, module)
+                with_layer(network, other, adapted)
 
 
 class TangentLoRA(nn.Module):
@@ -211,15 +206,10 @@ class TangentLoRA(nn.Module):
         adapted = with_lora(network, example, rank, **options, train_a=False)
         head = f"network.{options['head']}" if options.get("head") else ""
         place = FeatureMap("entk", 0, options.get("seed", 0), head)
+        place.require_outputs(adapted, probe_outputs(adapted, 1, example)[1].shape[-1])
         self.network = place.convexify(adapted)
         self.num_features = place.width(adapted)
         self._names = [n for n, p in self.network.named_parameters() if p.requires_grad]
-        shape = tuple(self.network(probe_outputs(self.network, 1, example)[0]).shape)
-        if shape != (1, 1):
-            raise ValueError(
-                f"head: expected a last linear layer that gives the outputs, got outputs {shape} "
-                "with one output there"
-            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the features on the CPU, in the network's dtype."""

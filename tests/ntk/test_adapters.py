@@ -203,6 +203,12 @@ def test_networks_without_layers_to_adapt_are_refused(build, options, message):
     refused(message, with_lora, build(), example, **options)
 
 
+def test_tangents_need_the_layer_that_gives_the_outputs():
+    network = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Unflatten(1, (2, 2)))
+    last = nn.Sequential(network, nn.Flatten(), nn.AvgPool1d(2))
+    refused("has 4 outputs and the network 2", TangentLoRA, last, torch.zeros(1, 5), 1)
+
+
 def test_ends_of_names_choose_layers_and_never_the_last_one():
     """An end such as 0 is not that of 10, and a name in full is not the end of another."""
     inner = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
