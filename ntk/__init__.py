@@ -3,6 +3,7 @@
 The names that most programs need are here; the folders' modules have the others.
 """
 
+from .adapters import AdaptedNetwork, TangentLoRA, with_lora
 from .convex.pooled_statistics import ridge_regression
 from .errors import BadReply, NotEnoughMemory
 from .evolution.gradient_flow import Evolution, evolve
@@ -37,6 +38,7 @@ from .predictors.tct_model import TCTModel
 from .support.memory import available_memory, require_disk, require_memory
 
 __all__ = [
+    "AdaptedNetwork",
     "BadReply",
     "CentredInputs",
     "CompressedUpload",
@@ -53,6 +55,7 @@ __all__ = [
     "Predictor",
     "PrototypePredictor",
     "TCTModel",
+    "TangentLoRA",
     "TargetTransform",
     "Uncertainty",
     "UploadLimits",
@@ -80,6 +83,7 @@ __all__ = [
     "ridge_regression",
     "uncertainty_of",
     "with_fourier_features",
+    "with_lora",
     "with_overlap_codes",
     "with_residual_features",
     "with_scattering_frequencies",

@@ -15,7 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedntk.ntk import CentredInputs, with_fourier_features, with_scattering_frequencies
+from fedntk.ntk import (
+    AdaptedNetwork,
+    CentredInputs,
+    TangentLoRA,
+    with_fourier_features,
+    with_lora,
+    with_scattering_frequencies,
+)
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features.centred_inputs import CENTRE
 from fedntk.ntk.features.feature_map import FeatureMap
@@ -323,10 +330,16 @@ def build_networks(
         _load_weights(model, weights, centred=is_centred)
         weights = None
     frozen = None
-    if is_split or config.is_pretrained:
+    is_adapted = config.adapters != "none" or isinstance(model, AdaptedNetwork)
+    if is_split or config.is_pretrained or is_adapted:
         model, before = _divide(config, model, head, probe) if is_split else (model, None)
+        if config.adapters != "none":
+            with naming(f"adapters = {config.adapters}", ValueError):
+                model, before = _adapt(config, model, before, probe)
+        beside = model.frozen_state() if isinstance(model, AdaptedNetwork) else {}
         with naming(f"model = {config.model}", ValueError):
-            frozen = FrozenPart(before, probe, moments=moments, device=device_of(config.device))
+            device = device_of(config.device)
+            frozen = FrozenPart(before, probe, moments=moments, device=device, beside=beside)
         network_shape = _projected(config, frozen.shape)
     if config.init != "default":
         arrays = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
@@ -400,6 +413,29 @@ def _divide(
                 drawn = nn.Linear(config.projection, layer.out_features, layer.bias is not None)
             after = nn.Sequential(UnitLength(), drawn) if config.is_pretrained else drawn
     return EvaluationMode(after) if config.is_pretrained and trained != "head" else after, before
+
+
+def _adapt(
+    config: BaseConfig, model: nn.Module, before: nn.Module | None, probe: Tensor
+) -> tuple[nn.Module, nn.Module | None]:
+    """Return what is trained with adapters, and what is before: features, with tangents."""
+    with torch.no_grad():
+        example = probe if before is None else probe_outputs(before.eval(), 1, probe)[1]
+    how: dict[str, Any] = {
+        "rank": config.adapter_rank,
+        "alpha": config.adapter_alpha,
+        "targets": [name.strip() for name in config.adapter_targets.split(",") if name.strip()],
+        "seed": config.seed,
+    }
+    if config.adapters != "tangent-lora":
+        return with_lora(model, example, **how, train_a=config.adapters == "lora"), before
+    features = TangentLoRA(model, example, **how)
+    num_classes = FeatureMap("last-layer").last_layer(model)[1].out_features
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        layer = nn.Linear(features.num_features, num_classes)
+    before = features if before is None else nn.Sequential(before, features)
+    return nn.Sequential(UnitLength(), layer), before
 
 
 def _require_separate_parts(model: nn.Module, inside: Sequence[str]) -> None:

@@ -126,7 +126,7 @@ class FeatureMap:
         """Return a copy of the network with a new last layer of one output, drawn on the CPU."""
         network = copy.deepcopy(network)
         name, old = self.last_layer(network)
-        return _with_layer(network, name, _draw_layer(old, old.in_features, 1, self.seed))
+        return with_layer(network, name, _draw_layer(old, old.in_features, 1, self.seed))
 
     def extractor(
         self, network: nn.Module, *, chunk_size: int | None = None
@@ -275,7 +275,7 @@ def _expand(
     name, old = FeatureMap("fourier", num_features, seed, head).last_layer(network)
     features = make(old.in_features, num_features, seed).to(old.weight.device)
     layer = _draw_layer(old, num_features, old.out_features, seed)
-    return _with_layer(network, name, nn.Sequential(features, layer))
+    return with_layer(network, name, nn.Sequential(features, layer))
 
 
 def with_residual_features(
@@ -296,7 +296,7 @@ def with_residual_features(
     network = copy.deepcopy(network)
     name, old = FeatureMap("last-layer", head=head).last_layer(network)
     blocks = ResidualFeatures(old.in_features, num_layers, width, seed).to(old.weight.device)
-    return _with_layer(network, name, nn.Sequential(blocks, old))
+    return with_layer(network, name, nn.Sequential(blocks, old))
 
 
 def with_overlap_codes(
@@ -320,7 +320,7 @@ def with_overlap_codes(
     name, old = FeatureMap("last-layer", head=head).last_layer(network)
     codes = OverlapCodes(old.in_features, num_limits, group_size, seed).to(old.weight.device)
     layer = _draw_layer(old, codes.num_features, old.out_features, seed)
-    return _with_layer(network, name, nn.Sequential(codes, layer))
+    return with_layer(network, name, nn.Sequential(codes, layer))
 
 
 def _draw_layer(old: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Linear:
@@ -335,7 +335,8 @@ def _draw_layer(old: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Li
     return layer.to(old.weight)
 
 
-def _with_layer(network: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+def with_layer(network: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    """Return a network with a layer put in place of that of a name; it is changed."""
     if not name:
         return layer
     parent, _, last = name.rpartition(".")

@@ -3,9 +3,12 @@
 import copy
 import hashlib
 import inspect
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import chain
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -112,12 +115,14 @@ class FrozenPart:
         It is moved to `device`. None: all of the network is trained, and only the moments are
         fixed.
     example : Tensor
-        Inputs (1, ...) that the network takes.
+        Inputs (1, ...) that the network takes, in its dtype.
     moments : pair of tuples, optional
         Mean and standard deviation of the three channels of pictures, with values 0 ... 1, that the
         network was trained with. None: the examples' own.
     device : str
         Where features are computed.
+    beside : mapping of str to Tensor
+        Frozen arrays in the trained part, which count in the digest.
 
     Attributes
     ----------
@@ -132,8 +137,11 @@ class FrozenPart:
         *,
         moments: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
         device: str = "cpu",
+        beside: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.network, self.moments, self.device = network, moments, device
+        self.dtype = example.dtype
+        self._beside = digest_of(beside.items()) if beside else ""
         outputs = example
         if network is not None:
             network.requires_grad_(False).eval()
@@ -149,20 +157,21 @@ class FrozenPart:
     @cached_property
     def digest(self) -> str:
         """What two machines must agree on: layers, weights and buffers, and the moments."""
-        modules = [] if self.network is None else [*self.network.modules()]
-        classes = [type(module).__name__ for module in modules]
-        digest = hashlib.sha256(repr((self.moments, classes)).encode())
-        for module in modules[:1]:
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-                numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-                digest.update(numbers.numpy().tobytes())
-        return digest.hexdigest()
+        if not self._beside:
+            return self._own_digest
+        return hashlib.sha256((self._own_digest + self._beside).encode()).hexdigest()
 
     @property
     def key(self) -> str:
         """A name of the function on this machine: also of what a network does not show."""
-        return hashlib.sha256(repr((self.digest, self._sample)).encode()).hexdigest()
+        return hashlib.sha256(repr((self._own_digest, self._sample)).encode()).hexdigest()
+
+    @cached_property
+    def _own_digest(self) -> str:
+        modules = [] if self.network is None else [*self.network.modules()]
+        arrays = [(*m.named_parameters(), *m.named_buffers()) for m in modules[:1]]
+        classes = [type(module).__name__ for module in modules]
+        return digest_of(chain(*arrays), repr((self.moments, classes)))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the features of examples (n, ...), float32 on the CPU."""
@@ -182,7 +191,7 @@ class FrozenPart:
             network = networks.get()
             try:
                 with torch.no_grad():
-                    outputs: Tensor = network(padded.to(self.device, copy=True))
+                    outputs: Tensor = network(padded.to(self.device, self.dtype, copy=True))
             finally:
                 networks.put(network)
             if len(outputs) != BATCH:
@@ -200,6 +209,16 @@ class FrozenPart:
             torch.set_num_threads(threads)
 
 
+def digest_of(arrays: Iterable[tuple[str, Tensor]], begin: str = "") -> str:
+    """Return a digest of arrays with their names, dtypes and shapes, and of a text."""
+    digest = hashlib.sha256(begin.encode())
+    for name, tensor in arrays:
+        digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(numbers.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def probe_outputs(network: nn.Module, num: int, example: Tensor) -> tuple[Tensor, Any]:
     """Return inputs (num, ...), and outputs; of zeros for a network that takes whole numbers.
 
@@ -209,7 +228,7 @@ def probe_outputs(network: nn.Module, num: int, example: Tensor) -> tuple[Tensor
         inputs = example.expand(num, *example.shape[1:])
         return inputs, network(inputs)
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(num, *example.shape[1:], generator=generator)
+    inputs = torch.randn(num, *example.shape[1:], generator=generator).to(example.dtype)
     try:
         return inputs, network(inputs)
     except (RuntimeError, IndexError):

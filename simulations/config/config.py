@@ -163,6 +163,19 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         "(the last linear layer), last-block, the name of the first module that is trained, such "
         "as layer4, or all; auto: head of a pre-trained network, all of others",
     )
+    adapters: Literal["none", "lora", "ffa-lora", "tangent-lora"] = setting(
+        "none",
+        "low-rank adapters B A beside the frozen layers of the trained part; they and the last "
+        "linear layer are trained and sent: lora; ffa-lora (A stays as it was drawn); or "
+        "tangent-lora (features for any method: the gradient at B and at the last layer)",
+    )
+    adapter_rank: int = setting(4, "r, of A (r, d_in) and B (d_out, r)", at_least=1)
+    adapter_alpha: float = setting(8.0, "adapters are multiplied by alpha / r", above=0)
+    adapter_targets: str = setting(
+        "",
+        "layers with adapters, names or their last parts with commas between them; by default all "
+        "linear layers and convolutions that can have them",
+    )
     pretrained_weights: str = setting(
         "",
         "safetensors or torch file of a pre-trained network's weights, on every machine that takes "
@@ -374,17 +387,25 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             )
         if not self.trained:
             raise ConfigError("trained: expected head, last-block, all or a module's name, got ''")
-        if self.trained_part != "all":
+        if self.takes_features:
             if self.attack == "backdoor":
                 raise ConfigError(
-                    f"attack = backdoor marks pictures, and with trained = {self.trained_part} "
-                    "clients have features of them; choose another attack, or trained = all"
+                    f"attack = backdoor marks pictures, and with trained = {self.trained_part} and "
+                    f"adapters = {self.adapters} clients have features of them; choose another "
+                    "attack, or trained = all"
                 )
             if self.projection_kind != "gaussian":
                 raise ConfigError(
                     f"projection-kind = {self.projection_kind} is of pictures, and with trained = "
                     f"{self.trained_part} features are projected; expected gaussian"
                 )
+        if self.adapters != "none" and self.init != "default":
+            raise ConfigError(f"init = {self.init} would draw adapters anew, which begin with 0")
+        if self.adapters != "none" and self.projection:
+            raise ConfigError(
+                "projection: adapters are of a network for examples as they are; set projection = "
+                f"0, or adapters = none, got {self.projection}"
+            )
         if not self.is_pretrained:
             return
         if self.projection and self.trained_part == "all":
@@ -422,6 +443,11 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         if self.trained != "auto":
             return self.trained
         return "head" if self.is_pretrained else "all"
+
+    @property
+    def takes_features(self) -> bool:
+        """Whether the trained part takes features of examples, not the examples."""
+        return self.trained_part != "all" or self.adapters == "tangent-lora"
 
     def known_methods(self) -> dict[str, Any]:
         """Return the methods by name: those installed, and those that were named or passed."""

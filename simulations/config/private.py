@@ -27,7 +27,7 @@ HARMLESS_SETTINGS = HARMLESS - {"max_examples"} | {
     *("test_examples", "width", "init", "norm", "learning_rate", "random_features", "expand"),
     *("bandwidth", "projection_kind", "local_epochs", "batch_size", "momentum", "weight_decay"),
     *("optimizer", "rate_decay", "rate_decay_after", "groups"),
-    *("trained", "image_size"),
+    *("trained", "image_size", "adapters", "adapter_rank", "adapter_alpha", "adapter_targets"),
     *("public", "ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
     *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
     *("separator", "decimal", "encoding", "schema"),

@@ -254,7 +254,7 @@ def load_predictor(
         raise FileNotFoundError(f"expected the folder of a run, got {folder}{cure}")
     own_model = {} if model is None else {"model": model}
     config = Config.of_run(folder, trust=trust, passed=passed).replace(**own_model)
-    if config.trained_part == "all":
+    if config.trained_part == "all" and config.adapters == "none":
         config = config.replace(weights="")
     if config.projection:
         inputs = replace(inputs, project=partial(projected, config))

@@ -68,6 +68,11 @@ class _FedEnsemble(Method):
                 f"weights = {config.weights}: expected none with {self.name}, which draws the "
                 f"first weights of all models ({key('init')})"
             )
+        if config.adapters in ("lora", "ffa-lora") and settings.init != "network":
+            raise ConfigError(
+                f"{key('init')} = {settings.init} would draw adapters anew, which begin with 0; "
+                f"set {key('init')} = network"
+            )
         self.inner(config).check(config, config.settings_of(settings.inner))
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> Strategy:

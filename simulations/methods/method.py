@@ -345,6 +345,11 @@ class Method:
                 f"task: {self.name} works with classes, got regression; expected method = "
                 f"{', '.join(those)}, or a strategy of yours with takes_real_targets = True"
             )
+        if self.strategy_class.only_head and config.adapters in ("lora", "ffa-lora"):
+            raise ConfigError(
+                f"adapters = {config.adapters}: {self.name} learns only the last layer, and "
+                "adapters would stay 0; set adapters = tangent-lora, in whose features it solves"
+            )
         for name in parts_of(BaseConfig):
             if getattr(config, name) is not None and not self.can_have(name):
                 those = [m for m in config.method_table.all_methods().values() if m.can_have(name)]

@@ -102,14 +102,15 @@ class _OneExchange(SumsMethod):
         settings = self.settings_in(config)
         whole = settings.sums.bits != UNQUANTISED and settings.noise is None
         chosen = config.random_features or config.validation_examples
-        has_features = config.is_pretrained or config.trained_part != "all"
+        has_features = config.is_pretrained or config.takes_features
         return whole and not chosen and not has_features and config.expand != "frequencies"
 
     def validates(self, config: BaseConfig) -> str:
         settings = self.settings_in(config)
         if settings.ledger is not None:
             return str(settings.key("ledger"))
-        bounded = config.is_pretrained or config.random_features  # features of a known size
+        unit = config.is_pretrained or config.adapters == "tangent-lora"  # features of length 1
+        bounded = unit or bool(config.random_features)
         bounded = bounded and config.expand != "frequencies"
         is_known = bounded or settings.noise is not None or self._chooses(config)
         in_steps = settings.sums.bits != UNQUANTISED and not is_known

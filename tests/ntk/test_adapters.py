@@ -1,0 +1,240 @@
+"""Adapters against their equations, and tangent LoRA against whole gradients, in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear, pad
+
+from fedntk.ntk import AdaptedNetwork, FeatureMap, TangentLoRA, with_lora
+from fedntk.ntk.features.frozen import BATCH, FrozenPart
+from fedntk.ntk.jacobian.attention import no_fast_path
+
+from ..conftest import refused
+from .arithmetic import normal
+from .cases import Net
+
+pytestmark = pytest.mark.xdist_group("peft")  # which takes seconds to import
+RANK, ALPHA = 2, 6.0
+
+
+class Pointwise(nn.Conv2d):
+    """A user's own class, with other arguments than its base."""
+
+    def __init__(self, sizes):
+        super().__init__(*sizes, 1)
+
+    def forward(self, x):
+        return super().forward(pad(x, (0, 0, 0, 0)))
+
+
+def convolutions():
+    layers = nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), Pointwise((6, 4))
+    grouped = nn.Conv2d(4, 4, 3, groups=4, padding=1)
+    return nn.Sequential(*layers, grouped, nn.Tanh(), nn.Flatten(), nn.Linear(36, 3))
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    return Net(
+        lambda m, x: m.head(m.encoder(m.embed(x)).mean(1)),
+        embed=nn.Linear(5, 4), encoder=nn.TransformerEncoder(layer, 2), head=nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def shared():
+    layer = nn.Linear(5, 5)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(5, 3))
+
+
+CASES = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), (5,)),
+    "convolutions": (convolutions, (3, 5, 5)),
+    "transformer": (transformer, (7, 5)),
+    "shared": (shared, (5,)),
+}
+each = pytest.mark.parametrize("name", CASES)
+
+
+def make(name, **options):
+    """Return a network, its adapted copy with a random B, and examples, in float64."""
+    build, shape = CASES[name]
+    torch.manual_seed(1)
+    network, x = build().double().eval(), normal(4, *shape, seed=2)
+    adapted = with_lora(network, x[:1], RANK, alpha=ALPHA, **options)
+    torch.testing.assert_close(adapted(x), network(x), rtol=1e-12, atol=1e-12)
+    state = {n: normal(*t.shape, seed=i) for i, (n, t) in enumerate(adapted.state_dict().items())}
+    adapted.load_state_dict({n: t for n, t in state.items() if "lora_B" in n}, strict=False)
+    return network, adapted, x
+
+
+def factors(adapted):
+    """Name of a layer -> A (r, ...) and B (d_out, r)."""
+    every = dict(adapted.network.named_parameters())
+    names = [n.partition(".lora_A.")[0] for n in every if ".lora_A." in n]
+    a, b = (
+        [every[f"{n}.lora_{side}.default.weight"].detach() for n in names] for side in ("A", "B")
+    )
+    return {n: (a, b.flatten(1)) for n, a, b in zip(names, a, b, strict=True)}
+
+
+def product(a, b):
+    return ALPHA / RANK * torch.einsum("or,r...->o...", b, a)
+
+
+@each
+def test_outputs_are_those_of_the_weights_with_the_products_added(name):
+    """Also without gradients, where torch's attention layers would read their own weights."""
+    network, adapted, x = make(name)
+    merged = copy.deepcopy(network)
+    for layer, (a, b) in factors(adapted).items():
+        merged.get_submodule(layer).weight.data += product(a, b)
+    expected = merged(x)
+    assert not torch.allclose(network(x), expected, rtol=0.01)
+    for outputs in (adapted(x), copy.deepcopy(adapted).train()(x)):
+        torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@each
+@pytest.mark.parametrize("train_a", [True, False])
+def test_only_what_is_trained_is_in_the_state_dict(name, train_a):
+    network, adapted, x = make(name, train_a=train_a)
+    every = adapted.named_parameters(remove_duplicate=False)
+    trained = {name for name, parameter in every if parameter.requires_grad}
+    state, expected = adapted.state_dict(), adapted(x)
+    assert set(state) == trained
+    assert any("lora_A" in name for name in state) == train_a
+    head, _ = FeatureMap("last-layer").last_layer(network)
+    assert {f"network.{head}.weight", f"network.{head}.bias"} <= trained
+    copied = copy.deepcopy(adapted)
+    copied.load_state_dict({name: 0 * array for name, array in state.items()})
+    assert not torch.equal(copied(x), expected)
+    copied.load_state_dict(state)
+    assert torch.equal(copied(x), adapted(x))
+    refused("Missing key", copied.load_state_dict, dict([*state.items()][1:]), error=RuntimeError)
+    before = {n: t.clone() for n, t in adapted.frozen_state().items()}
+    optimiser = torch.optim.SGD(adapted.parameters(), lr=0.1)
+    adapted.train()(x).square().sum().backward()
+    optimiser.step()
+    assert all(torch.equal(t, before[n]) for n, t in adapted.frozen_state().items())
+    assert not torch.equal(adapted(x), expected)
+
+
+@pytest.mark.parametrize("train_a", [True, False])
+def test_the_mean_of_b_is_the_mean_of_the_products_only_if_a_is_frozen(train_a):
+    """Sun et al. 2024, section 4; with LoRA the mean of products has up to twice the rank."""
+    _, adapted, _ = make("mlp", train_a=train_a)
+    clients = []
+    for seed in (10, 11):
+        client = copy.deepcopy(adapted)
+        state = {n: normal(*t.shape, seed=seed) for n, t in client.state_dict().items()}
+        client.load_state_dict(state)
+        clients.append(client)
+    pairs = zip(*(client.state_dict().items() for client in clients), strict=True)
+    adapted.load_state_dict({n: 0.25 * a + 0.75 * b for (n, a), (_, b) in pairs})
+    ((layer, pair),) = factors(adapted).items()
+    first, second = (product(*factors(client)[layer]) for client in clients)
+    error = float((product(*pair) - (0.25 * first + 0.75 * second)).norm())
+    assert error > 0.1 if train_a else error < 1e-12
+
+
+@each
+def test_tangent_features_are_the_whole_gradient_times_a(name):
+    """df/dB = (alpha / r) df/dW A^T, by autograd of the network that has no adapters."""
+    network, _, x = make(name)
+    features = TangentLoRA(network, x[:1], RANK, alpha=ALPHA, seed=3)
+    pairs = factors(with_lora(network, x[:1], RANK, alpha=ALPHA, seed=3, train_a=False))
+    assert len(pairs) == {"mlp": 1, "convolutions": 2, "transformer": 5, "shared": 1}[name]
+    plain = FeatureMap("entk", seed=3).convexify(network).eval()
+    layer = FeatureMap("last-layer").last_layer(plain)[1]
+    weights = [*(plain.get_submodule(n).weight for n in pairs), layer.weight, layer.bias]
+    rows = []
+    for example in x:
+        *slopes, weight, bias = torch.autograd.grad(plain(example[None]).sum(), weights)
+        parts = [
+            ALPHA / RANK * slope.flatten(1) @ a.flatten(1).T
+            for slope, (a, _) in zip(slopes, pairs.values(), strict=True)
+        ]
+        rows.append(torch.cat([part.flatten() for part in (*parts, weight, bias)]))
+    expected = torch.stack(rows)
+    assert features.num_features == expected.shape[1]
+    with torch.no_grad():
+        actual = features.requires_grad_(False)(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_tangent_features_have_the_same_bits_beside_any_others():
+    network = convolutions()
+    x = torch.randn(BATCH + 5, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    part = FrozenPart(TangentLoRA(network, x[:1], RANK), x[:1])
+    every = part(x)
+    for rows in (slice(3, 9), slice(BATCH - 1, BATCH + 4)):
+        assert torch.equal(part(x[rows]), every[rows])
+    other = FrozenPart(TangentLoRA(network, x[:1], RANK, seed=1), x[:1])
+    assert other.digest != part.digest
+
+
+def functional():
+    return Net(
+        lambda m, x: m.head(linear(x, m.layer.weight).tanh()),
+        layer=nn.Linear(5, 5), head=nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (transformer, {"targets": ["out_proj"]}, "layers to adapt, such as embed, .*got out_proj"),
+        (convolutions, {"targets": ["0", "3"]}, "layers to adapt, such as 0, 2; got 3"),
+        (shared, {"targets": ["linear1"]}, "got linear1"),
+        (lambda: nn.Linear(5, 3), {}, "such as none besides the last linear layer"),
+        (shared, {"rank": 6}, "rank: expected at most 5 with 0, a matrix of 5 x 5, got 6"),
+        (shared, {"rank": 0}, "expected a rank and an alpha above 0"),
+        (functional, {}, "such as none besides the last linear layer"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Tanh()), {}, "last nn.Linear"),
+    ],
+)
+def test_networks_without_layers_to_adapt_are_refused(build, options, message):
+    shapes = {transformer: (7, 5), convolutions: (3, 5, 5)}
+    example = torch.zeros(1, *shapes.get(build, (5,)))
+    refused(message, with_lora, build(), example, **options)
+
+
+def test_tangents_need_the_layer_that_gives_the_outputs():
+    network = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Unflatten(1, (2, 2)))
+    last = nn.Sequential(network, nn.Flatten(), nn.AvgPool1d(2))
+    refused("has 4 outputs and the network 2", TangentLoRA, last, torch.zeros(1, 5), 1)
+
+
+def test_ends_of_names_choose_layers_and_never_the_last_one():
+    """An end such as 0 is not that of 10, and a name in full is not the end of another."""
+    inner = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    network = nn.Sequential(*(nn.Linear(5, 5) for _ in range(11)), inner, nn.Linear(5, 3))
+    adapted = with_lora(network, torch.zeros(1, 5), 1, targets=["0", "11.1"])
+    assert list(factors(adapted)) == ["0", "11.0", "11.1"]
+    every = with_lora(network, torch.zeros(1, 5), 1)
+    assert len(factors(every)) == 13
+    assert isinstance(every, AdaptedNetwork)
+
+
+def test_a_network_of_peft_itself_is_read_with_its_adapters():
+    """Torch's path without gradients reads weights that the adapters are not in."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    options = {"target_modules": ["linear1"], "init_lora_weights": False}
+    network = inject_adapter_in_model(LoraConfig(r=2, **options), transformer().eval())
+    x = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(0))
+    with no_fast_path(network), torch.no_grad():
+        expected = network(x)
+    adapted = AdaptedNetwork(network)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(x), expected, rtol=1e-5, atol=1e-5)
+    assert [name for name in adapted.state_dict() if "lora_" not in name] == []
+
+
+def test_without_peft_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("fedntk.ntk.adapters.find_spec", lambda name: None)
+    refused("install fedntk.adapters.", with_lora, shared(), torch.zeros(1, 5))
