@@ -198,7 +198,7 @@ def _checksums(key: str, examples: Any) -> dict[str, list[str]]:
         return {}
     x = np.asarray(examples)
     x = x.astype(np.float32) if x.dtype.kind == "f" else x
-    dtype = "text" if x.dtype.kind == "S" else x.dtype  # whatever the longest one's length
+    dtype = "UTF-8" if x.dtype.kind == "S" else x.dtype  # whatever the longest one's length
     kind, secret = f"{dtype} {x.shape[1:]} ".encode(), bytes.fromhex(key)
     rows = (hashlib.blake2b(kind + row.tobytes(), digest_size=8, key=secret) for row in x)
     checksums = sorted({row.hexdigest() for row in rows})
