@@ -108,9 +108,12 @@ class OwnData:
 
     @classmethod
     def of(cls, data: Any, settings: DatasetSettings, **more: Any) -> "OwnData":
-        """Return data as they came, or with the columns and the share that the settings name."""
+        """Return data as they came, or with the columns and the share that the settings name.
+
+        The settings' schema counts if the data have none.
+        """
         if isinstance(data, OwnData):
-            return data
+            return data if data.schema else replace(data, schema=settings.schema)
         names = ("task", "target", "client_column", "image_column", "test_share", "test_seed")
         named = {name: getattr(settings, name) for name in (*names, "schema")}
         return cls(data, **{**named, **more})
@@ -261,6 +264,7 @@ class OwnData:
             stacked = None
             if picture:
                 require_column("image-column", picture, data.features)
+                self._require_no_schema("pictures")
                 stacked, data = stack_pictures(data[picture]), data.remove_columns(picture)
             names = tuple(getattr(data.features.get(self.target), "names", ()))
             part = self._frame(data.to_pandas(), stacked)
@@ -273,9 +277,12 @@ class OwnData:
                 y = y.iloc[:, 0]
             names = () if self._real_targets(y) is None else names
             return self._frame(data[0].assign(**{self.target: 0}))._replace(y=y, classes=names)
-        if self.schema is not None:
-            raise ConfigError("schema: expected a table, whose columns have names, got arrays")
+        self._require_no_schema("arrays")
         return Part(_examples(data[0]), data[1])
+
+    def _require_no_schema(self, got: str) -> None:
+        if self.schema is not None:
+            raise ConfigError(f"schema: expected a table, whose columns have names, got {got}")
 
     def _require_columns(self, columns: Iterable[Any]) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
@@ -545,6 +552,8 @@ def read_own(settings: DatasetSettings) -> Data | None:
     elif kind == "hf":
         data = load_splits(rest)
     elif kind not in ("csv", "parquet", "folder", "npz"):
+        if settings.schema:
+            raise ConfigError(f"schema: expected a table of your own, got {settings.dataset}")
         return None
     elif not place.exists():
         raise ConfigError(f"dataset: no file or folder at {place.absolute()}")
@@ -597,6 +606,8 @@ def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
     split = None
     if "split" in arrays:
         split = np.split(arrays["split"], np.cumsum(arrays["split_sizes"])[:-1])
+    if settings.schema and not tables:
+        raise ConfigError(f"schema: expected a table, whose cells are as written, got {path}")
     schema = Schema.parse(json.loads(tables)) if tables else None
     return OwnData.of(parts, settings, split=split, schema=schema)
 

@@ -40,6 +40,7 @@ HEAD = """\
 # A guess by fedntk schema from {} rows: what to check is said above each column. Categories,
 # ranges and numbers that fill gaps are of these rows, and all who get this file see them.
 """
+UNNAMED = "# check: no column is the target; name it by --target, or give it that kind.\n"
 
 
 def load_schema(path: str | Path) -> Schema:
@@ -61,7 +62,13 @@ def columns_of(schema: Schema, target: str, client: str) -> tuple[str, str]:
         raise ConfigError(f"schema: expected one column of clients, got {names}")
     if targets and target not in (DatasetSettings.options()["target"].default, targets):
         raise ConfigError(f"target: expected {targets}, as in the schema, got {target}")
-    return targets or target, client or first
+    target, client = targets or target, client or first
+    beside = {"target": target_columns(target, schema.columns), "client-column": [client]}
+    for key, names in beside.items():
+        if inputs := [name for name in names if schema.columns.get(name, Ignored()).outputs(name)]:
+            cure = f"in the schema, give it the kind {key.removesuffix('-column')}"
+            raise ConfigError(f"{key}: expected no column of inputs, got {inputs[0]}; {cure}")
+    return target, client
 
 
 def propose_schema(path: Path, settings: DatasetSettings) -> str:
@@ -80,7 +87,7 @@ def propose_schema(path: Path, settings: DatasetSettings) -> str:
         require_column("target", name, frame.columns)
     if settings.client_column:
         require_column("client-column", settings.client_column, frame.columns)
-    lines = [HEAD.format(len(frame))]
+    lines = [HEAD.format(len(frame)) + UNNAMED * (not targets)]
     pointed = pointing(settings.decimal) if kind == "csv" else {}
     for name in frame.columns:
         cells = Cells(name, Ignored(), frame[name])

@@ -2,11 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas as pd
+import PIL.Image
 import pytest
 import statsmodels.api as sm
 import torch
@@ -246,10 +249,16 @@ def test_schemas_that_cannot_be_meant_are_refused(tables, message):
          r"(?s)the schema\nage: expected number 0 ... 120 years, .*\nsmoker: expected"),
         (lambda f: f, {"target": "stage"}, "target: expected outcome, as in the schema, got stage"),
         (lambda f: f, {"client_column": "file"}, "expected one column of clients"),
+        (lambda f: f, {"target": "age", "outcome": "ignored"},
+         "target: expected no column of inputs, got age; in the schema, give it the kind target"),
+        (lambda f: f, {"target": "file, note", "outcome": "ignored"}, "no .* inputs, got note"),
+        (lambda f: f, {"client_column": "smoker", "site": "ignored"},
+         "client-column: expected no column of inputs, got smoker; .* kind client"),
     ],
 )  # fmt: skip
 def test_tables_that_do_not_fit_are_refused(change, options, message):
-    refused(message, read, change(patients()), **options)
+    kinds = {name: {"kind": options.pop(name)} for name in TABLES.keys() & options}
+    refused(message, read, change(patients()), TABLES | kinds, **options)
 
 
 def test_a_mean_is_learned_only_where_moments_are():
@@ -265,6 +274,36 @@ def test_a_mean_is_learned_only_where_moments_are():
     assert schema.tables["age"]["gap"] == pytest.approx(np.mean(ages), rel=1e-15)
     test = frame.assign(age="120")
     assert OwnData(frame, test, schema=Schema.parse(TABLES)).read().schema == schema
+
+
+def test_a_run_learns_no_mean_if_it_standardises_nothing():
+    """With noise it would be the exact mean of rows that are private."""
+    own = OwnData(patients(), schema=Schema.parse(TABLES))
+    refused("gap = mean is learned", run, Config(standardise=False), data=own)
+    options: Any = {"noise": {"epsilon": 3.0}, "sums": {"auto_ridge": False}}
+    exact = {"standardise": False, "clients_per_evaluation": 0, "public": "schema", "rounds": 1}
+    options["sums"] |= {"validation_share": 0.0}
+    private = Config(method="one-exchange", one_exchange=options, **exact)
+    refused("gap = mean is learned", run, private, data=replace(own, test=patients()))
+
+
+def test_the_setting_schema_counts_for_all_data_or_is_refused(tmp_path):
+    """Pictures, arrays and named sets have no columns whose names it could have."""
+    lines = (f"[{name}]\nkind = 'ignored'" for name in ("file", "site", "note", "visit", "dose"))
+    more = "[outcome]\nkind = 'target'", "[smoker]\nkind = 'boolean'\ncategories = ['no', 'yes']"
+    (tmp_path / "s.toml").write_text("\n".join([*lines, *more]))
+    settings = DatasetSettings(schema=str(tmp_path / "s.toml"))
+    frame = patients()[["smoker", "outcome"]]
+    assert OwnData.of(OwnData(frame), settings).read().columns == ("smoker=yes",)
+    pixels = np.zeros((4, 1, 6, 6)), np.arange(4) % 2
+    pictures = datasets.Dataset.from_dict({
+        "image": [PIL.Image.new("L", (6, 6))] * 4, "outcome": ["a", "b"] * 2,
+    }).cast_column("image", datasets.Image())  # fmt: skip
+    for data in (pixels, pictures):
+        refused("schema: expected a table, ", OwnData.of(OwnData(data), settings).read)
+    np.savez(tmp_path / "a.npz", x_train=pixels[0], y_train=pixels[1])
+    for name in ("digits", f"npz:{tmp_path}/a.npz"):
+        refused("schema: expected a table", load_data, replace(settings, dataset=name))
 
 
 def test_another_schema_has_another_digest():
@@ -457,6 +496,8 @@ def test_the_command_writes_a_schema_and_keeps_one_that_is_there(tmp_path):
     out = tmp_path / "schema.toml"
     assert "check it, above all" in fedntk(*command, "--out", out)
     assert out.read_text() in fedntk(*command)
+    assert "no column is the target" not in out.read_text()
+    assert "# check: no column is the target" in fedntk(*command[:2])
     assert load_schema(out).columns["stage"].kind == "category"
     assert "exists; choose another name" in fedntk(*command, "--out", out, fails=2)
     assert "target: the set has the columns" in fedntk(*command[:2], "--target", "x", fails=2)
