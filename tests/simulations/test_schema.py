@@ -152,6 +152,18 @@ def test_a_saved_predictor_takes_raw_rows_to_the_same_bits(tmp_path):
         loaded.predict(frame.head(1).assign(stage="IV"))
 
 
+def test_words_that_pandas_may_have_taken_for_gaps_are_said():
+    with pytest.warns(UserWarning, match="a: 'nan' in row 1: taken for gaps; .*keep_default_na"):
+        one("category", [np.nan, "x"], categories=["None", "x"], gap="x")
+
+
+def test_a_mean_stays_among_the_values_it_is_of():
+    """(x + x + x) / 3 is rounded twice, and may lie outside a range that ends at x."""
+    schema = Schema.parse({"a": {"kind": "number", "gap": "mean", "range": [0, 0.7]}})
+    for n in range(1, 60):
+        assert schema.fit(np.full((n, 1), 0.7)).tables["a"]["gap"] == 0.7
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "settings", "expected"),
     [
@@ -177,6 +189,15 @@ def test_a_saved_predictor_takes_raw_rows_to_the_same_bits(tmp_path):
          [2, 4]),
         ("date", pd.to_datetime(["2000-01-01 06:00"]).tz_localize("Asia/Tokyo"), {}, [-3 / 24]),
         ("text", [None, ""], {"features": 3, "gap": ""}, [[0, 0, 0]] * 2),
+        ("number", ["-9.0", -9, "-9,9", 1], {"missing": ["-9", "-9,9"], "gap": 0}, [0, 0, 0, 1]),
+        ("boolean", ["none", "SOME"], {"categories": ["None", "some"]}, [0, 1]),
+        ("category", ["NA", ""], {"categories": ["na"], "any_case": True, "gap": "x"},
+         [[1, 0], [0, 1]]),
+        ("category", ["new", "", "b"], {"categories": ["a"], "gap": "new", "unseen": "other"},
+         [[0, 1, 0], [0, 1, 0], [0, 0, 1]]),
+        ("category", ["", "a"], {"categories": ["A"], "any_case": True, "gap": "a"}, [[1], [1]]),
+        ("category", [b"\xc3\xa9", np.bytes_(b"a")], {"categories": ["é", "a"]}, [[1, 0], [0, 1]]),
+        ("date", ["2001", "2000"], {"format": "%Y"}, [366, 0]),
         ("number", [], {}, np.zeros((0, 1))),
         ("category", [], {"categories": ["a", "b"]}, np.zeros((0, 2))),
         ("text", [], {"features": 4}, np.zeros((0, 4))),
@@ -196,10 +217,16 @@ def test_what_a_column_becomes(recwarn, kind, values, settings, expected):
         ("number", [1, 121, -1], {"range": [0, 120]}, "number 0 ... 120, got '121' in row 2, '-1'"),
         ("number", [1, "", None], {}, "value in each row, got '' in row 2, 'None' in row 3; fill"),
         ("number", [True], {}, "expected number, got 'True'"),
+        ("number", [2**53 + 1, 2**53], {}, "expected number, got '9007199254740993' in row 1;"),
+        ("category", ["1.0", "2.0"], {"categories": ["1", "2"]}, "'1.0' in row 1, '2.0' in row 2;"),
+        ("category", ["iii"], {"categories": ["III"]}, "got 'iii' in row 1; write it as the"),
+        ("category", ["New"], {"categories": ["a"], "gap": "new"}, "got 'New' in row 1; write it"),
+        ("text", [["a"], "b"], {}, r"text, numbers or dates, got \"\['a'\]\" in row 1; make"),
+        ("category", [{"a": 1}], {"categories": ["a"]}, "a: expected text, numbers or dates"),
         ("boolean", ["maybe"], {}, "boolean false, true, got 'maybe' in row 1"),
         ("category", ["A"], {"categories": ["a"], "unseen": "refuse"}, "category a, got 'A' in"),
-        ("category", [1, 7], {"categories": ["001"]}, "got '1' in row 1; read it as text"),
-        ("category", [1.0], {"categories": ["1.0"]}, "read it as text, such as with dtype=str"),
+        ("category", [1, 7], {"categories": ["001"]}, "got '1' in row 1; write it as"),
+        ("category", [1.0], {"categories": ["1.0"]}, "read it as text \\(dtype=str\\)"),
         ("date", ["31.12.2000"], {}, "date as 2000-01-31, got '31.12.2000'"),
         ("date", ["2000-02-30"], {}, "got '2000-02-30' in row 1"),
         ("date", ["2040-01-01"], {"range": ["2000-01-01", "2030-01-01"]}, "got '2040-01-01'"),
@@ -215,6 +242,20 @@ def test_cells_that_do_not_fit_are_named_with_their_rows(kind, values, settings,
     [
         ({"a": {"kind": "numbr"}}, r"\[a\] kind: expected number, category, .*got numbr"),
         ({"a": 3}, r"\[a\] kind: .*got nothing"),
+        ([{"a": 3}], "expected a table for each column, got list"),
+        ({"a": {"kind": "number"}, " a": {"kind": "number"}}, "different names, got twice a"),
+        *(({"a": {"kind": kind, "missing": ["-9"]}}, f"a {kind} has no 'missing'")
+          for kind in ("target", "client", "ignored")),
+        *(({"a": {"kind": "category", "categories": ["b"]} | settings}, "are no keywords, got")
+          for settings in ({"categories": ["mean"]}, {"categories": [" "]}, {"gap": ""},
+                           {"gap": "mean"}, {"unseen": ""}, {"categories": ["zeros", "b"]})),
+        *(({"a": {"kind": "date", "format": form}}, "format: expected a form that tells a date")
+          for form in ("%d.%d.%Y", "DD.MM.YYYY", "%d.%m.", "%Y-%m-%d %Z", "%H:%M", "%Q")),
+        ({"a": {"kind": "number", "range": [0, 9], "gap": -5}}, "gap: expected number 0 ... 9,"),
+        ({"a": {"kind": "text", "ngrams": [1, 11]}}, "ngrams: expected at most 10, got 11"),
+        ({"a": {"kind": "text", "features": 65536}, "b": {"kind": "text", "features": 65536}},
+         r"\[b\] expected at most 100000 numbers in all"),
+        ({"a": {"kind": "target", "categories": ["b", "b "]}}, "categories: expected different"),
         ({"a": {"kind": "number", "categories": ["a"]}}, "a number has no 'categories'; it may"),
         ({"a": {"kind": "number", "rang": [0, 1]}}, "no 'rang'; did you mean 'range'"),
         ({"a": {"kind": "number", "range": [1, 0]}}, "range: expected least and largest value"),
