@@ -131,8 +131,8 @@ class OwnData:
             first, second = first["train"], first.get("test", second)
         train = self._table(first, "train set")
         is_real = train.y.ndim == 2
-        if not is_real and len(train.classes) < 2:
-            raise ConfigError(f"train set: expected two classes or more, got {len(train.classes)}")
+        if not is_real and (number := len(np.unique(train.y))) < 2:
+            raise ConfigError(f"train set: expected two classes or more, got {number}")
         test = None
         if second is not None:
             task = replace(self, task="regression" if is_real else "classification")
@@ -189,6 +189,8 @@ class OwnData:
                     f"{kind.__name__}: {error}"
                 ) from error
             x, classes = part.x, part.classes
+            if targets is not None and self._class_names:
+                raise ConfigError("expected the classes of the schema, got real targets")
             if targets is not None:
                 number = targets.shape[1]
                 named = (self.target,) if number == 1 else [f"target {i}" for i in range(number)]
@@ -217,7 +219,7 @@ class OwnData:
     def _class_names(self) -> tuple[str, ...]:
         """Names of the classes by the schema, if it has them."""
         target = None if self._schema is None else self._schema.columns.get(self.target)
-        return target.categories if isinstance(target, Target) else ()
+        return tuple(map(plain_text, target.categories)) if isinstance(target, Target) else ()
 
     def _real_targets(self, y: Any) -> NDArray[np.float64] | None:
         """Return real targets (n, C); None if the labels are classes, or if that is in doubt."""
@@ -294,7 +296,8 @@ class OwnData:
 
     def _frame(self, frame: Any, x: NDArray[Any] | None = None) -> Part:
         """Read a data frame; of examples `x`, if given, it has only labels and owners."""
-        frame = frame.rename(columns=str).infer_objects()
+        name_of = str if self.schema is None else plain_text
+        frame = frame.rename(columns=name_of).infer_objects()
         if twice := ", ".join(frame.columns[frame.columns.duplicated()]):
             raise ConfigError(f"expected columns of different names, got twice {twice}")
         required = self._require_columns(frame.columns)
@@ -361,7 +364,11 @@ class OwnData:
         kinds = {part.owners.dtype.kind == "U" for part in (train, test) if part.owners is not None}
         if len(kinds) > 1:
             train, test = (p._replace(owners=np.array(p.owners, str)) for p in (train, test))
-        if differing := ", ".join(sorted(map(str, set(test.classes) - set(train.classes)))[:10]):
+        names = [
+            {part.classes[i] for i in np.unique(part.y)} if self._class_names else {*part.classes}
+            for part in (test, train)
+        ]
+        if differing := ", ".join(sorted(map(str, names[0] - names[1]))[:10]):
             raise ConfigError(f"test set: no training example has the labels {differing}")
         numbers = np.array([train.classes.index(name) for name in test.classes])
         return train, test._replace(x=x, y=numbers[test.y], columns=train.columns)

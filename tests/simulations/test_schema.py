@@ -25,6 +25,7 @@ from fedntk.simulations import Config, OwnData, load_predictor, run
 from fedntk.simulations.config.data import DatasetSettings
 from fedntk.simulations.data.data import Data
 from fedntk.simulations.data.load import load_data, load_own
+from fedntk.simulations.data.own import read_parts
 from fedntk.simulations.data.schema import load_schema, propose_schema
 from fedntk.simulations.deploy.deployment import write_deployment
 from fedntk.simulations.deploy.node import NodeSettings, check_node
@@ -284,6 +285,9 @@ def test_schemas_that_cannot_be_meant_are_refused(tables, message):
         (lambda f: f.assign(extra=1), {}, "got also extra; leave them out, or have the schema"),
         (lambda f: f.drop(columns="note"), {}, "missing: note"),
         (lambda f: f.drop(columns="outcome"), {}, "target: the set has the columns"),
+        (lambda f: f.assign(outcome="dead"), {}, "expected two classes or more, got 1"),
+        (lambda f: f.assign(outcome=np.linspace(0, 1, 120)), {"task": "regression"},
+         "expected the classes of the schema, got real targets"),
         (lambda f: f.assign(outcome="gone"), {}, "classes of the schema, alive, dead, got 'gone'"),
         (lambda f: f.assign(age=""), {}, "age: expected values for gap = mean, got only gaps"),
         (lambda f: f.assign(age="200", stage="", smoker="x"), {},
@@ -347,6 +351,56 @@ def test_the_setting_schema_counts_for_all_data_or_is_refused(tmp_path):
         refused("schema: expected a table", load_data, replace(settings, dataset=name))
 
 
+def test_a_test_class_that_nobody_trains_is_refused():
+    """Also if the schema has its name."""
+    stages = TABLES["outcome"] | {"categories": ["alive", "dead", "lost"]}
+    own = OwnData(patients(), patients().assign(outcome="lost"), schema=Schema.parse(
+        TABLES | {"outcome": stages}))  # fmt: skip
+    refused("no training example has the labels lost", own.read)
+
+
+def test_names_in_another_form_of_unicode_are_the_same(tmp_path):
+    """In the schema, in a frame and in a file: e\u0301 is one letter, as \u00e9 is."""
+    classes = {"kind": "target", "categories": ["e\u0301", "a"]}
+    schema = Schema.parse({"caf\u00e9": {"kind": "number"}, "e\u0301tat": classes})
+    frame = pd.DataFrame({"cafe\u0301 ": ["1", "2"] * 9, "e\u0301tat": ["\u00e9", "a"] * 9})
+    data = OwnData(frame, frame, schema=schema, target="e\u0301tat").read()
+    assert (data.columns, data.classes) == (("caf\u00e9",), ("\u00e9", "a"))
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    own = load_own(str(tmp_path / "a.csv"), data, 18)
+    assert np.array_equal(own.raw, data.x_train)
+
+
+def test_a_node_whose_numbers_are_of_another_kind_is_refused(tmp_path):
+    """0 and 1 in training, 1 and 2 at a node, as without a schema."""
+    tables = {"a": {"kind": "number"}, "label": {"kind": "target"}}
+    frame = pd.DataFrame({"a": ["0", "1"] * 20, "label": ["x", "y", "y", "x"] * 10})
+    data = read(frame, tables)
+    assert data.inputs.kinds == ("0 or 1",)
+    frame.replace({"a": {"0": "2"}}).to_csv(tmp_path / "a.csv", index=False)
+    refused("a has values such as 1, 2, and 0 and 1 in training", load_own,
+            str(tmp_path / "a.csv"), data, 40)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        *(("1,5", 1.5), ("-9,9", 7), ("k. A.", 7), (".", 7), ("-8,8", 7), ("", 7), ("12", 12)),
+        *(("1.234", "got '1,234' in row 1"), ("n.d.", "got 'n.d.' in row 1")),
+    ],
+)
+def test_a_decimal_comma_is_of_numbers_and_not_of_gaps(tmp_path, cell, expected):
+    table = {"kind": "number", "missing": ["-9,9", "-8.8", "k. A."], "gap": 7}
+    schema = Schema.parse({"a": table, "label": {"kind": "target"}})
+    path, settings = tmp_path / "a.csv", DatasetSettings(separator="semicolon", decimal="comma")
+    pd.DataFrame({"a": [cell, "2"], "label": ["x", "y"]}).to_csv(path, index=False, sep=";")
+    if isinstance(expected, str):
+        refused(expected, read_parts, "csv", path, settings, schema=schema)
+    else:
+        part = read_parts("csv", path, settings, schema=schema)["train"]
+        assert part.x.tolist() == [[expected], [2]]
+
+
 def test_another_schema_has_another_digest():
     """Also if the numbers are the same, as another unit means another thing."""
     digest = read(patients()).digest
@@ -392,6 +446,8 @@ HARD = pd.DataFrame({
     "name": [f"Ann{i}" for i in range(40)],
     "empty": [""] * 40,
     "constant": ["5"] * 40,
+    "keyword": ["mean", "refuse"] * 20,
+    "short": [f"31.12.{i + 10}" for i in range(40)],
     'say "a, b"': ["x, y", 'z "', "\\", "x\ny"] * 10,
     "label": ["dead", "alive"] * 20,
 })  # fmt: skip
@@ -414,10 +470,13 @@ def test_a_schema_proposed_for_a_hard_table_reads_it_back(tmp_path, decimal):
         "row": "ignored", "Größe (m)": "ignored", "weight": "number", "grade": "number",
         "code": "category", "ill": "boolean", "born": "date", "seen": "date", "story": "text",
         "name": "ignored", "empty": "ignored", "constant": "number",
+        "keyword": "ignored", "short": "date",
         'say "a, b"': "category", "label": "target",
     }  # fmt: skip
     assert "# check: 3 different values; if they are codes, it is a category\n[grade]" in text
     assert "# check the order of day and month" in text
+    assert "# check the century" in text
+    assert "some pain" not in text
     settings = DatasetSettings(dataset=f"csv:{path}", schema=str(tmp_path / "schema.toml"), **how)
     data = load_data(settings)
     assert len(data.x_train) + len(data.x_test) == 40
@@ -425,17 +484,12 @@ def test_a_schema_proposed_for_a_hard_table_reads_it_back(tmp_path, decimal):
     assert schema.tables["weight"]["gap"] == np.median(weights)
 
 
-def test_a_line_does_not_depend_on_what_fills_gaps_that_have_an_indicator():
-    """x + c 1[gap] and 1[gap] span what x and 1[gap] do: only a coefficient changes.
-
-    float64's rounding, times columns of length 1e4, is far below 1e-9.
-    """
-    lines = []
-    for gap in ("mean", 0.0):
-        data = read(patients(), TABLES | {"age": TABLES["age"] | {"gap": gap}})
-        x = np.column_stack([data.x_train[:, :8], np.ones(len(data.x_train))])
-        lines.append(x @ np.linalg.lstsq(x, data.y_train, rcond=None)[0])
-    np.testing.assert_allclose(*lines, rtol=0, atol=1e-9)
+def test_a_range_is_proposed_only_if_it_is_finite(tmp_path):
+    for last, number in (("1.7e308", 0), ("4e307", 1)):
+        (tmp_path / "a.csv").write_text(f"a,label\n1.5e307,x\n{last},y\n")
+        text = propose_schema(tmp_path / "a.csv", DatasetSettings())
+        assert text.count("\nrange = ") == number
+        assert "Infinity" not in text
 
 
 def test_coefficients_are_those_of_the_pooled_encoded_rows_by_sensible_names(tmp_path):
@@ -502,7 +556,12 @@ def test_nodes_with_the_schema_learn_the_bits_of_the_simulation(config, tmp_path
     for path in (tmp_path / "d").glob("node-*/inputs.json"):
         path.write_text(path.read_text().replace('"unit": "mg"', '"unit": "g"'))
     again = config, tmp_path / "d", tmp_path / "again"
-    refused("schema: OneExchange expects examples of", served, *again, error=NoUsableReply)
+    refused(
+        "schema: OneExchange expects examples whose columns, units",
+        served,
+        *again,
+        error=NoUsableReply,
+    )
 
 
 def test_a_node_is_told_the_schema_and_each_cell_that_does_not_fit(config, tmp_path, caplog):
