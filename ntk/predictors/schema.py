@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 from unicodedata import normalize
 
@@ -147,8 +148,11 @@ class Measured(Input, ABC, frozen=True, eq=True):
         """The least and the largest possible number."""
 
     def is_gap(self, text: str) -> bool:  # noqa: D102
-        values = {*map(self.number, self.missing)} - {math.nan}  # -9 is also -9.0
-        return super().is_gap(text) or self.number(text) in values
+        return super().is_gap(text) or self.number(text) in self._sentinels
+
+    @cached_property
+    def _sentinels(self) -> set[float]:
+        return {*map(self.number, self.missing)} - {math.nan}  # -9 is also -9.0
 
     @property
     def fill(self) -> float:
