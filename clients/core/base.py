@@ -265,8 +265,9 @@ class ModelClient(Declared, NumPyClient):
         client, expected = type(self).__name__, Agreement.from_config(config)
         if expected is not None and expected.schema not in ("", self.schema):
             raise ValueError(
-                f"schema: {expected.strategy} expects examples of {expected.schema!r}, and this "
-                f"client's are of {self.schema or 'none'!r}; have both name the same ones"
+                f"schema: {expected.strategy} expects examples whose columns, units, classes and "
+                f"moments have the name or digest {expected.schema!r}, and this client's have "
+                f"{self.schema or 'none'!r}; have both name the same ones"
             )
         if not to_train:
             return

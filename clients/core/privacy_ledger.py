@@ -78,7 +78,8 @@ class PrivacyLedger:
             if rows and sets and not shared:
                 raise ValueError(
                     f"privacy ledger {self.path}: it is of other examples than this client's; name "
-                    f"theirs, or, if they gave nothing before, make one with {NEW}"
+                    "theirs; if only a schema, or how cells are read, has changed, undo that, as a "
+                    f"new ledger forgets what they gave; if they gave nothing, make one with {NEW}"
                 )
             release = release._replace(examples="".join(checksums))
             if release not in releases:

@@ -103,7 +103,8 @@ class InputTransform:
         dtype = np.float64 if precise else np.float32
         kinds: tuple[str, ...] = _column_kinds(x) if columns else ()
         if (schema := more.get("schema")) is not None:
-            kinds = tuple(schema.outputs.values())
+            declared = zip(schema.outputs.values(), kinds, strict=True)
+            kinds = tuple(seen if kind == "real" else kind for kind, seen in declared)
         names: Any = {"columns": columns, "kinds": kinds}
         return cls(x.shape[1:], mean.astype(dtype), std.astype(dtype), **names, **more)
 

@@ -5,11 +5,14 @@ Nothing in it is learned but a mean that fills gaps.
 """
 
 import math
+import numbers
+import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 from unicodedata import normalize
 
@@ -20,9 +23,12 @@ from ..options import Declared, nearest, option
 
 MISSING = {"", "?", "na", "n/a", "nan", "null", "none", "<na>", "#n/a", "-", "."}  # in lower case
 REFUSE, MEAN, ZEROS = "refuse", "mean", "zeros"  # what a gap or a new word may become
-OBJECT = "datetime "  # begins the text of a date that is none of text
+RESERVED = {"", REFUSE, MEAN, ZEROS}
+OBJECT = "datetime "  # stands before the ISO 8601 text of a cell that is a date and not text
+MOST_OUTPUTS = 100_000
 CORRECT = "correct them, or the schema"
 Mask = NDArray[np.bool_]
+_PLAIN = (str, bytes, numbers.Number, np.bool_)
 
 
 class Cells:
@@ -31,11 +37,19 @@ class Cells:
     def __init__(self, name: str, column: "Column", cells: Any) -> None:
         values = cells.to_numpy(dtype=object)
         self.name = name
-        self.texts = [plain_text(value) for value in values]
-        self.are_words = np.array([isinstance(value, str) for value in values], bool)
-        self.gaps = cells.isna().to_numpy() | np.array([*map(column.is_gap, self.texts)], bool)
         self.errors: list[str] = []
         self.doubts: list[str] = []
+        self.texts = [plain_text(value) for value in values]
+        self.are_empty: Mask = cells.isna().to_numpy()
+        self.gaps = self.are_empty | self.are_among(filter(column.is_gap, {*self.texts}))
+        plain = [isinstance(v, _PLAIN) or hasattr(v, "isoformat") for v in values]
+        others = ~np.array(plain, bool) & ~self.are_empty
+        self.refuse(others, "text, numbers or dates", "make each cell one of these")
+
+    def are_among(self, texts: Iterable[str]) -> Mask:
+        """Return which cells have one of some texts."""
+        some = {*texts}
+        return np.array([text in some for text in self.texts], bool)
 
     def describe(self, rows: Mask) -> str:
         """Return the first values of some rows, and how many more there are."""
@@ -55,18 +69,18 @@ class Column(Declared, ABC, frozen=True, eq=True):
 
     kind: ClassVar[str]
     unit: str = option("unit of the values, or a note", default="")
-    missing: tuple[str, ...] = option(
-        "values, as they are written, that stand for a gap besides empty cells and such as NA",
-        default=(),
-    )
 
     def is_gap(self, text: str) -> bool:
         """Whether a cell stands for a missing value."""
-        return text in self.missing or (text.lower() in MISSING and text not in self.words)
+        return text.lower() in MISSING and self.compared(text) not in self.words
+
+    def compared(self, text: str) -> str:
+        """Return a cell as it is compared with words."""
+        return text
 
     @property
     def words(self) -> Mapping[str, str]:
-        """Categories by how they are compared; none of them is a gap."""
+        """Words by how they are compared; none of them is a gap."""
         return {}
 
     def describe(self) -> str:
@@ -100,8 +114,25 @@ class Target(Column, frozen=True, eq=True):
     kind = "target"
     categories: tuple[str, ...] = option("names of the classes, in order", default=())
 
+    def check(self) -> None:
+        """Refuse classes that are the same."""
+        if len({*map(plain_text, self.categories)}) < len(self.categories):
+            raise ValueError(f"categories: expected different words, got {[*self.categories]}")
 
-class Measured(Column, ABC, frozen=True, eq=True):
+
+class Input(Column, ABC, frozen=True, eq=True):
+    """A column that becomes numbers."""
+
+    missing: tuple[str, ...] = option(
+        "values, as they are written, that stand for a gap besides empty cells and such as NA",
+        default=(),
+    )
+
+    def is_gap(self, text: str) -> bool:  # noqa: D102
+        return text in map(plain_text, self.missing) or super().is_gap(text)
+
+
+class Measured(Input, ABC, frozen=True, eq=True):
     """A column that becomes one number, and perhaps an indicator of gaps."""
 
     gap: float | str = option("what fills a gap: a value, mean, or refuse", default=REFUSE)
@@ -115,6 +146,13 @@ class Measured(Column, ABC, frozen=True, eq=True):
     @abstractmethod
     def bounds(self) -> tuple[float, float]:
         """The least and the largest possible number."""
+
+    def is_gap(self, text: str) -> bool:  # noqa: D102
+        return super().is_gap(text) or self.number(text) in self._sentinels
+
+    @cached_property
+    def _sentinels(self) -> set[float]:
+        return {*map(self.number, self.missing)} - {math.nan}  # -9 is also -9.0
 
     @property
     def fill(self) -> float:
@@ -138,7 +176,7 @@ class Measured(Column, ABC, frozen=True, eq=True):
         low, high = self.bounds
         if not low < high:
             raise ValueError(f"range: expected least and largest value, got {low:g} and {high:g}")
-        if self.gap not in (REFUSE, MEAN) and math.isnan(self.fill):
+        if self.gap not in (REFUSE, MEAN) and not low <= self.fill <= high:
             raise ValueError(f"gap: expected {self.describe()}, mean or refuse, got {self.gap!r}")
 
 
@@ -153,9 +191,10 @@ class Number(Measured, frozen=True, eq=True):
     def number(self, text: str) -> float:  # noqa: D102
         try:
             value = math.nan if "_" in text else float(text)
+            is_exact = not text.lstrip("+-").isdigit() or int(text) == value
         except ValueError:
             return math.nan
-        return value if math.isfinite(value) else math.nan
+        return value if math.isfinite(value) and is_exact else math.nan
 
     @property
     def bounds(self) -> tuple[float, float]:  # noqa: D102
@@ -183,7 +222,7 @@ class Date(Measured, frozen=True, eq=True):
             else:
                 date = datetime.fromisoformat(text.removeprefix(OBJECT))
             return (_utc(date) - _utc(datetime.fromisoformat(self.since))) / timedelta(days=1)
-        except ValueError:
+        except (ValueError, re.error):
             return math.nan
 
     @property
@@ -195,12 +234,18 @@ class Date(Measured, frozen=True, eq=True):
         return _join(self.kind, f"as {form}", " ... ".join(self.range), self.unit)
 
     def check(self) -> None:
-        """Refuse a first day that is no date."""
+        """Refuse a first day that is no date, and a form that does not tell a year's first day."""
         if math.isnan(self.number(OBJECT + self.since)):
             raise ValueError(f"since: expected a date such as 2000-01-01, got {self.since!r}")
+        date = datetime(2001, 1, 1, tzinfo=UTC)
+        text = date.strftime(self.format)
+        is_read = not text or self.number(text) == self.number(OBJECT + date.isoformat())
+        if not is_read or "%Z" in self.format:  # names of time zones are not unique
+            expected = "a form that tells a date, such as %d.%m.%Y, without %Z"
+            raise ValueError(f"format: expected {expected}, got {self.format!r}")
 
 
-class Category(Column, frozen=True, eq=True):
+class Category(Input, frozen=True, eq=True):
     """One of several words, each of which becomes a column of 0 and 1."""
 
     kind = "category"
@@ -217,16 +262,20 @@ class Category(Column, frozen=True, eq=True):
 
     @property
     def words(self) -> dict[str, str]:  # noqa: D102
-        return {self._compared(plain_text(word)): word for word in self.categories}
+        more = sorted({self.gap, self.unseen} - {REFUSE, ZEROS})
+        words = dict[str, str]()
+        for word in map(plain_text, (*self.categories, *more)):
+            words.setdefault(self.compared(word), word)
+        return words
 
-    def _compared(self, text: str) -> str:
+    def compared(self, text: str) -> str:  # noqa: D102
         return text.casefold() if self.any_case else text
 
     @property
     def columns(self) -> list[str]:
         """The categories that have a column."""
-        new = {self.gap, self.unseen} - {REFUSE, ZEROS, *self.categories}
-        return [word for word in (*self.categories, *sorted(new)) if word != self._reference]
+        reference = plain_text(self._reference)
+        return [word for word in self.words.values() if word != reference]
 
     @property
     def _reference(self) -> str:
@@ -240,28 +289,38 @@ class Category(Column, frozen=True, eq=True):
 
     def encode(self, cells: Cells) -> NDArray[np.float64]:  # noqa: D102
         words = self.words
-        texts = [self._compared(text) for text in cells.texts]
-        others = ~cells.gaps & np.array([text not in words for text in texts], bool)
         number = Number().number
-        numbers = {number(word) for word in words} - {math.nan}
-        equal = {text for text in {*texts} if number(text) in numbers}
-        misread = others & ~cells.are_words & np.array([t in equal for t in texts], bool)  # 1: 001
-        cells.refuse(misread, self.describe(), "read it as text, such as with dtype=str")
-        others &= ~misread
+        values, folded = {*map(number, words)} - {math.nan}, {word.casefold() for word in words}
+        unknown = {text for text in {*cells.texts} if self.compared(text) not in words}
+        alike = {t for t in unknown if number(t) in values or t.casefold() in folded}
+        misread = ~cells.gaps & cells.are_among(alike)  # 1.0 or 001 for 1, a for A
+        cure = "write it as the schema does, read it as text (dtype=str), or set any-case"
+        cells.refuse(misread, self.describe(), cure)
+        others = ~cells.gaps & cells.are_among(unknown - alike)
         if self.unseen == REFUSE:
             cells.refuse(others, self.describe(), CORRECT)
         elif others.any():
             cells.doubts.append(f"{cells.name}: {cells.describe(others)}: taken for {self.unseen}")
+        if cells.are_empty.any() and any(word.lower() in MISSING for word in self.categories):
+            shown = cells.describe(cells.are_empty)
+            cure = "pandas reads such words so without keep_default_na=False"
+            cells.doubts.append(f"{cells.name}: {shown}: taken for gaps; {cure}")
         place = {word: i for i, word in enumerate(self.columns)}
-        gaps = zip(texts, cells.gaps, strict=True)
-        chosen = [self.gap if gap else words.get(text, self.unseen) for text, gap in gaps]
+        gap, unseen = (words.get(self.compared(plain_text(w)), "") for w in (self.gap, self.unseen))
+        named = {text: words.get(self.compared(text), unseen) for text in {*cells.texts}}
+        pairs = zip(cells.texts, cells.gaps, strict=True)
+        chosen = [gap if is_gap else named[text] for text, is_gap in pairs]
         positions = np.array([place.get(word, -1) for word in chosen], int)
         return np.asarray(positions[:, None] == np.arange(len(place)), np.float64)
 
     def check(self) -> None:
-        """Refuse categories that are the same, and a reference that is none of them."""
-        if not self.categories or len(self.words) < len(self.categories):
+        """Refuse categories that are the same or reserved, and a reference that is none of them."""
+        words = {plain_text(word) for word in self.categories}
+        if not words or len({*map(self.compared, words)}) < len(self.categories):
             raise ValueError(f"categories: expected different words, got {[*self.categories]}")
+        if some := RESERVED & (words | ({plain_text(self.gap), self.unseen} - {REFUSE, ZEROS})):
+            got = ", ".join(map(repr, some))
+            raise ValueError(f"categories: expected words that are no keywords, got {got}")
         if self.reference not in ("", *self.categories):
             raise ValueError(f"reference: expected {self.describe()}, got {self.reference!r}")
 
@@ -284,7 +343,7 @@ class Boolean(Category, frozen=True, eq=True):
             raise ValueError(f"categories: expected two words, got {[*self.categories]}")
 
 
-class Text(Column, frozen=True, eq=True):
+class Text(Input, frozen=True, eq=True):
     """Text, as counts of its n-grams in columns that a hash chooses, of norm 1.
 
     No vocabulary is learned; scikit-learn's ``HashingVectorizer`` does it.
@@ -293,13 +352,15 @@ class Text(Column, frozen=True, eq=True):
     kind = "text"
     gap: str = option("text that stands for a gap, or refuse", default=REFUSE)
     features: int = option("number of columns", default=64, at_least=1, at_most=2**16)
-    ngrams: tuple[int, ...] = option("shortest and longest n-gram", default=(1, 2), at_least=1)
+    ngrams: tuple[int, ...] = option(
+        "shortest and longest n-gram", default=(1, 2), at_least=1, at_most=10
+    )
     analyzer: Literal["word", "char", "char_wb"] = option(
         "n-grams of words, of characters, or of characters within words", default="word"
     )
 
     def is_gap(self, text: str) -> bool:  # noqa: D102
-        return not text or text in self.missing
+        return not text or text in map(plain_text, self.missing)
 
     def outputs(self, name: str) -> dict[str, str]:  # noqa: D102
         return {f"{name}#{i}": "text" for i in range(self.features)}
@@ -351,8 +412,12 @@ class Schema:
     @classmethod
     def parse(cls, tables: Mapping[str, Any]) -> Self:
         """Read it from a table of settings for each column; ValueError says what does not fit."""
-        columns = {}
-        for name, table in tables.items():
+        if not isinstance(tables, Mapping):
+            raise ValueError(f"expected a table for each column, got {type(tables).__name__}")
+        columns, number = dict[str, Column](), 0
+        for name, table in zip(map(plain_text, tables), tables.values(), strict=True):
+            if name in columns:
+                raise ValueError(f"expected columns of different names, got twice {name}")
             settings = table.items() if isinstance(table, Mapping) else ()
             table = {key.replace("-", "_"): value for key, value in settings}
             word = str(table.pop("kind", "nothing"))
@@ -366,8 +431,10 @@ class Schema:
                 columns[name] = KINDS[word](**table)
             except ValueError as error:
                 raise ValueError(f"[{name}] {error}") from None
+            number += len(columns[name].outputs(name))
+            if number > MOST_OUTPUTS:
+                raise ValueError(f"[{name}] expected at most {MOST_OUTPUTS} numbers in all")
         schema = cls(columns)
-        number = sum(len(column.outputs(name)) for name, column in columns.items())
         if not number or len(schema.outputs) < number:
             got = f"{number} names, {len(schema.outputs)} of them different"
             raise ValueError(
@@ -398,7 +465,7 @@ class Schema:
         first rows, counted from 1, what was expected, what came, and what to do. Categories that
         the schema lacks, but accepts, are said by `warn`.
         """
-        frame = frame.rename(columns=str)
+        frame = frame.rename(columns=plain_text)
         inputs = {name: c for name, c in self.columns.items() if c.outputs(name)}
         if missing := ", ".join(name for name in inputs if name not in frame.columns):
             raise ValueError(
@@ -433,7 +500,8 @@ class Schema:
                 values = x[~np.isnan(x[:, start]), start].tolist()
                 if not values:
                     raise ValueError(f"{name}: expected values for gap = mean, got only gaps")
-                columns[name] = column.copy(gap=math.fsum(values) / len(values))
+                mean = math.fsum(values) / len(values)  # which rounding may move out of the range
+                columns[name] = column.copy(gap=min(max(mean, min(values)), max(values)))
             start += len(column.outputs(name))
         return type(self)(columns)
 
@@ -455,6 +523,8 @@ def plain_text(value: Any) -> str:
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    if isinstance(value, bytes):
+        value = value.decode("utf-8")
     if hasattr(value, "isoformat"):
         return OBJECT + str(value.isoformat())
     return normalize("NFC", str(value)).strip()

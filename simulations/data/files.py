@@ -1,6 +1,7 @@
 """Tables and pictures as they lie on disks, with one schema for all files, or on a hub."""
 
 import codecs
+import math
 import os
 import re
 import tempfile
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.inputs import stack_pictures
-from fedntk.ntk.predictors.schema import MISSING, Number, Schema
+from fedntk.ntk.predictors.schema import MISSING, Number, Schema, plain_text
 
 from ..config.data import DatasetSettings
 from ..config.settings import ConfigError, nearest
@@ -130,10 +131,24 @@ def read_tables(
             names = dict(zip(values, pd.to_numeric(numbers).tolist(), strict=True))
         for frame in having:
             frame[name] = frame[name].map({cell: names.get(v) for cell, v in cells.items()})
-    for name in () if schema is None else {*schema.named(Number)} - {*text}:
+    for name, column in () if schema is None else schema.columns.items():
         for frame in (frame for frame in frames.values() if name in frame):
-            frame[name] = frame[name].str.translate(pointed)
+            if isinstance(column, Number) and name not in text:
+                cells = {c: with_point(column, settings.decimal, c) for c in frame[name].unique()}
+                frame[name] = frame[name].map(cells)
     return frames
+
+
+def with_point(column: Number, decimal: str, cell: str) -> str:
+    """Return a cell of a column with a decimal point; what is a gap as it is written stays so.
+
+    A number with a point where the mark is a comma, such as 1.234, becomes 1,234, which is none.
+    """
+    text = plain_text(cell)
+    pointed = text.translate(pointing(decimal))
+    is_number = any(math.isfinite(column.number(form)) for form in (text, pointed))
+    is_gap = text in column.missing or text.lower() in MISSING
+    return pointed if is_number and not is_gap else text
 
 
 def pointing(decimal: str) -> dict[int, int]:
@@ -158,7 +173,8 @@ def _read_csv(
         first = pd.read_csv(
             path, header=None, nrows=1, dtype=str, **{**options, "na_filter": False}
         )
-        names = [name.strip() or f"Unnamed: {i}" for i, name in enumerate(first.iloc[0])]
+        plain = plain_text if as_text else str.strip
+        names = [plain(name) or f"Unnamed: {i}" for i, name in enumerate(first.iloc[0])]
         if twice := ", ".join(dict.fromkeys(n for n in names if names.count(n) > 1)):
             raise ConfigError(f"{path}: expected columns of different names, got twice {twice}")
         marks = [name for name, mark in SEPARATORS.items() if mark in names[0]]

@@ -108,9 +108,12 @@ class OwnData:
 
     @classmethod
     def of(cls, data: Any, settings: DatasetSettings, **more: Any) -> "OwnData":
-        """Return data as they came, or with the columns and the share that the settings name."""
+        """Return data as they came, or with the columns and the share that the settings name.
+
+        The settings' schema counts if the data have none.
+        """
         if isinstance(data, OwnData):
-            return data
+            return data if data.schema else replace(data, schema=settings.schema)
         names = ("task", "target", "client_column", "image_column", "test_share", "test_seed")
         named = {name: getattr(settings, name) for name in (*names, "schema")}
         return cls(data, **{**named, **more})
@@ -128,8 +131,8 @@ class OwnData:
             first, second = first["train"], first.get("test", second)
         train = self._table(first, "train set")
         is_real = train.y.ndim == 2
-        if not is_real and len(train.classes) < 2:
-            raise ConfigError(f"train set: expected two classes or more, got {len(train.classes)}")
+        if not is_real and (number := len(np.unique(train.y))) < 2:
+            raise ConfigError(f"train set: expected two classes or more, got {number}")
         test = None
         if second is not None:
             task = replace(self, task="regression" if is_real else "classification")
@@ -186,6 +189,8 @@ class OwnData:
                     f"{kind.__name__}: {error}"
                 ) from error
             x, classes = part.x, part.classes
+            if targets is not None and self._class_names:
+                raise ConfigError("expected the classes of the schema, got real targets")
             if targets is not None:
                 number = targets.shape[1]
                 named = (self.target,) if number == 1 else [f"target {i}" for i in range(number)]
@@ -214,7 +219,7 @@ class OwnData:
     def _class_names(self) -> tuple[str, ...]:
         """Names of the classes by the schema, if it has them."""
         target = None if self._schema is None else self._schema.columns.get(self.target)
-        return target.categories if isinstance(target, Target) else ()
+        return tuple(map(plain_text, target.categories)) if isinstance(target, Target) else ()
 
     def _real_targets(self, y: Any) -> NDArray[np.float64] | None:
         """Return real targets (n, C); None if the labels are classes, or if that is in doubt."""
@@ -261,6 +266,7 @@ class OwnData:
             stacked = None
             if picture:
                 require_column("image-column", picture, data.features)
+                self._require_no_schema("pictures")
                 stacked, data = stack_pictures(data[picture]), data.remove_columns(picture)
             names = tuple(getattr(data.features.get(self.target), "names", ()))
             part = self._frame(data.to_pandas(), stacked)
@@ -273,9 +279,12 @@ class OwnData:
                 y = y.iloc[:, 0]
             names = () if self._real_targets(y) is None else names
             return self._frame(data[0].assign(**{self.target: 0}))._replace(y=y, classes=names)
-        if self.schema is not None:
-            raise ConfigError("schema: expected a table, whose columns have names, got arrays")
+        self._require_no_schema("arrays")
         return Part(_examples(data[0]), data[1])
+
+    def _require_no_schema(self, got: str) -> None:
+        if self.schema is not None:
+            raise ConfigError(f"schema: expected a table, whose columns have names, got {got}")
 
     def _require_columns(self, columns: Iterable[Any]) -> list[str]:
         """Return the columns of labels and owners, which must be there."""
@@ -287,7 +296,8 @@ class OwnData:
 
     def _frame(self, frame: Any, x: NDArray[Any] | None = None) -> Part:
         """Read a data frame; of examples `x`, if given, it has only labels and owners."""
-        frame = frame.rename(columns=str).infer_objects()
+        name_of = str if self.schema is None else plain_text
+        frame = frame.rename(columns=name_of).infer_objects()
         if twice := ", ".join(frame.columns[frame.columns.duplicated()]):
             raise ConfigError(f"expected columns of different names, got twice {twice}")
         required = self._require_columns(frame.columns)
@@ -354,7 +364,11 @@ class OwnData:
         kinds = {part.owners.dtype.kind == "U" for part in (train, test) if part.owners is not None}
         if len(kinds) > 1:
             train, test = (p._replace(owners=np.array(p.owners, str)) for p in (train, test))
-        if differing := ", ".join(sorted(map(str, set(test.classes) - set(train.classes)))[:10]):
+        names = [
+            {part.classes[i] for i in np.unique(part.y)} if self._class_names else {*part.classes}
+            for part in (test, train)
+        ]
+        if differing := ", ".join(sorted(map(str, names[0] - names[1]))[:10]):
             raise ConfigError(f"test set: no training example has the labels {differing}")
         numbers = np.array([train.classes.index(name) for name in test.classes])
         return train, test._replace(x=x, y=numbers[test.y], columns=train.columns)
@@ -545,6 +559,8 @@ def read_own(settings: DatasetSettings) -> Data | None:
     elif kind == "hf":
         data = load_splits(rest)
     elif kind not in ("csv", "parquet", "folder", "npz"):
+        if settings.schema:
+            raise ConfigError(f"schema: expected a table of your own, got {settings.dataset}")
         return None
     elif not place.exists():
         raise ConfigError(f"dataset: no file or folder at {place.absolute()}")
@@ -597,6 +613,8 @@ def _read_npz(path: Path, settings: DatasetSettings) -> OwnData:
     split = None
     if "split" in arrays:
         split = np.split(arrays["split"], np.cumsum(arrays["split_sizes"])[:-1])
+    if settings.schema and not tables:
+        raise ConfigError(f"schema: expected a table, whose cells are as written, got {path}")
     schema = Schema.parse(json.loads(tables)) if tables else None
     return OwnData.of(parts, settings, split=split, schema=schema)
 

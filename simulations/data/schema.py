@@ -5,6 +5,8 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from fedntk.ntk.predictors.schema import (
     MEAN,
     REFUSE,
+    RESERVED,
     Boolean,
     Category,
     Cells,
@@ -23,12 +26,13 @@ from fedntk.ntk.predictors.schema import (
     Schema,
     Target,
     Text,
+    plain_text,
 )
 
 from ..config.data import DatasetSettings
 from ..config.settings import ConfigError, key_of
 from ..errors import first_line, naming
-from .files import WITH_EXPONENT, kind_of, pointing, read_tables, require_column, target_columns
+from .files import WITH_EXPONENT, kind_of, read_tables, require_column, target_columns, with_point
 
 PAIRS = ("no yes", "n y", "false true", "f t", "off on", "nein ja", "non oui", "absent present")
 FORMATS = (
@@ -40,6 +44,7 @@ HEAD = """\
 # A guess by fedntk schema from {} rows: what to check is said above each column. Categories,
 # ranges and numbers that fill gaps are of these rows, and all who get this file see them.
 """
+UNNAMED = "# check: no column is the target; name it by --target, or give it that kind.\n"
 
 
 def load_schema(path: str | Path) -> Schema:
@@ -55,13 +60,22 @@ def load_schema(path: str | Path) -> Schema:
 
 def columns_of(schema: Schema, target: str, client: str) -> tuple[str, str]:
     """Return the names of target and client column, which settings or the schema have."""
+    target, client = plain_text(target), plain_text(client)
     targets, (first, *more) = ",".join(schema.named(Target)), schema.named(Client) or ("",)
     if more or (first and client not in ("", first)):
         names = ", ".join({*schema.named(Client), client} - {""})
         raise ConfigError(f"schema: expected one column of clients, got {names}")
     if targets and target not in (DatasetSettings.options()["target"].default, targets):
         raise ConfigError(f"target: expected {targets}, as in the schema, got {target}")
-    return targets or target, client or first
+    target, client = targets or target, client or first
+    beside = {"target": target_columns(target, schema.columns), "client-column": [client]}
+    for key, columns in beside.items():
+        if inputs := [
+            name for name in columns if schema.columns.get(name, Ignored()).outputs(name)
+        ]:
+            cure = f"in the schema, give it the kind {key.removesuffix('-column')}"
+            raise ConfigError(f"{key}: expected no column of inputs, got {inputs[0]}; {cure}")
+    return target, client
 
 
 def propose_schema(path: Path, settings: DatasetSettings) -> str:
@@ -72,7 +86,9 @@ def propose_schema(path: Path, settings: DatasetSettings) -> str:
     kind = kind_of(path)
     if kind not in ("csv", "parquet") or not path.is_file():
         raise ConfigError(f"schema: expected a csv or parquet file, got {path.absolute()}")
-    frame = read_tables(kind, {"": path}, settings, Schema({}))[""].rename(columns=str)
+    target, client = map(plain_text, (settings.target, settings.client_column))
+    settings = replace(settings, target=target, client_column=client)
+    frame = read_tables(kind, {"": path}, settings, Schema({}))[""].rename(columns=plain_text)
     targets = target_columns(settings.target, frame.columns)
     if settings.target == DatasetSettings.options()["target"].default:
         targets = [name for name in targets if name in frame.columns]
@@ -80,13 +96,12 @@ def propose_schema(path: Path, settings: DatasetSettings) -> str:
         require_column("target", name, frame.columns)
     if settings.client_column:
         require_column("client-column", settings.client_column, frame.columns)
-    lines = [HEAD.format(len(frame))]
-    pointed = pointing(settings.decimal) if kind == "csv" else {}
+    lines = [HEAD.format(len(frame)) + UNNAMED * (not targets)]
+    pointed = partial(with_point, Number(), settings.decimal if kind == "csv" else "point")
     for name in frame.columns:
         cells = Cells(name, Ignored(), frame[name])
-        numbers = [text.translate(pointed) for text in _present(cells)]
-        if all(map(WITH_EXPONENT.fullmatch, numbers)):
-            cells.texts = [text.translate(pointed) for text in cells.texts]
+        if all(map(WITH_EXPONENT.fullmatch, map(pointed, _present(cells)))):
+            cells.texts = [*map(pointed, cells.texts)]
         if name in targets:
             column, *notes = _guess_target(cells)
         elif name == settings.client_column:
@@ -121,7 +136,9 @@ def _guess(cells: Cells) -> Iterator[Any]:
     pair = [pair for pair in PAIRS if {*pair.split()} == {*folded}]
     formats = [form for form in FORMATS if _fits(Date(format=form), words)]
     unknown, empty = ("unknown", "") if has_gaps else (REFUSE, REFUSE)
-    few = len(words) <= min(MOST_CATEGORIES, max(MOST_CODES, len(texts) / 2), len(texts) - 1)
+    few = not RESERVED & {*words} and len(words) <= min(
+        MOST_CATEGORIES, max(MOST_CODES, len(texts) / 2), len(texts) - 1
+    )
     if not words:
         yield Ignored()
         yield "all cells are gaps"
@@ -133,6 +150,8 @@ def _guess(cells: Cells) -> Iterator[Any]:
         yield Date(format=formats[0], gap=MEAN if has_gaps else REFUSE, indicator=has_gaps)
         if formats[0] and formats[1:]:
             yield f"check the order of day and month: {formats[1]} is also possible"
+        if "%y" in formats[0]:
+            yield "check the century: 69 is taken for 1969, and 68 for 2068"
     elif few:
         yield Category(categories=(*words,), gap=unknown)
         yield "check: other tables may have more categories, which become zeros"
@@ -140,7 +159,7 @@ def _guess(cells: Cells) -> Iterator[Any]:
             yield "check: some differ only in capital letters; any-case = true makes them one"
     elif sum(map(len, map(str.split, texts))) >= 3 * len(texts):
         yield Text(gap=empty)
-        yield f"texts, such as {texts[0][:40]!r}"
+        yield f"texts of up to {max(map(len, texts))} characters"
     else:
         yield Ignored()
         yield f"check: {len(words)} different words; names of rows, or text, or a category?"
@@ -158,9 +177,10 @@ def _guess_number(values: list[float], *, has_gaps: bool) -> Iterator[Any]:
         yield "check: it numbers the rows"
         return
     ends: tuple[float, ...] = ()
-    if 0 < width < math.inf:
+    least, most = 0.0 if low >= 0 else low - width, high + width
+    if width > 0 and max(most, -least) < 1e308:  # rounding makes none infinite
         digits = -math.floor(math.log10(width))
-        ends = round(0.0 if low >= 0 else low - width, digits), round(high + width, digits)
+        ends = round(least, digits), round(most, digits)
     yield Number(range=ends, gap=median(values) if has_gaps else REFUSE, indicator=has_gaps)
     yield f"check unit and range: here {low:g} ... {high:g}"
     if is_whole and 2 < different <= MOST_CODES:

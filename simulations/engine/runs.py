@@ -298,7 +298,7 @@ def read_config(
         passed = OwnData.of(data, config)
         if config.mechanism is not None:  # a test set that is drawn from them tells
             passed = replace(passed, test_share=0.0)
-        changes = passed.read().keep(partial(named_for, config))
+        changes = passed.read(standardise=config.standardise).keep(partial(named_for, config))
     for name in changes.keys() & overrides.keys():
         if changes[name] != overrides[name]:
             raise ConfigError(

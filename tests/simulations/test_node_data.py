@@ -158,7 +158,7 @@ def replies(kind: str, schema: str, stated: str) -> Any:
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_a_client_with_another_schema_refuses_to_work(kind):
     for reply in replies(kind, "icu-2", "icu-3"):
-        assert "expects examples of 'icu-3', and this client's are of 'icu-2'" in reply.error.reason
+        assert "name or digest 'icu-3', and this client's have 'icu-2'" in reply.error.reason
     for schema, stated in (("icu-3", "icu-3"), ("icu-2", "")):
         assert not any(reply.has_error() for reply in replies(kind, schema, stated))
 

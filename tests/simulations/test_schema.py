@@ -2,11 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas as pd
+import PIL.Image
 import pytest
 import statsmodels.api as sm
 import torch
@@ -22,6 +25,7 @@ from fedntk.simulations import Config, OwnData, load_predictor, run
 from fedntk.simulations.config.data import DatasetSettings
 from fedntk.simulations.data.data import Data
 from fedntk.simulations.data.load import load_data, load_own
+from fedntk.simulations.data.own import read_parts
 from fedntk.simulations.data.schema import load_schema, propose_schema
 from fedntk.simulations.deploy.deployment import write_deployment
 from fedntk.simulations.deploy.node import NodeSettings, check_node
@@ -149,6 +153,18 @@ def test_a_saved_predictor_takes_raw_rows_to_the_same_bits(tmp_path):
         loaded.predict(frame.head(1).assign(stage="IV"))
 
 
+def test_words_that_pandas_may_have_taken_for_gaps_are_said():
+    with pytest.warns(UserWarning, match="a: 'nan' in row 1: taken for gaps; .*keep_default_na"):
+        one("category", [np.nan, "x"], categories=["None", "x"], gap="x")
+
+
+def test_a_mean_stays_among_the_values_it_is_of():
+    """(x + x + x) / 3 is rounded twice, and may lie outside a range that ends at x."""
+    schema = Schema.parse({"a": {"kind": "number", "gap": "mean", "range": [0, 0.7]}})
+    for n in range(1, 60):
+        assert schema.fit(np.full((n, 1), 0.7)).tables["a"]["gap"] == 0.7
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "settings", "expected"),
     [
@@ -174,6 +190,15 @@ def test_a_saved_predictor_takes_raw_rows_to_the_same_bits(tmp_path):
          [2, 4]),
         ("date", pd.to_datetime(["2000-01-01 06:00"]).tz_localize("Asia/Tokyo"), {}, [-3 / 24]),
         ("text", [None, ""], {"features": 3, "gap": ""}, [[0, 0, 0]] * 2),
+        ("number", ["-9.0", -9, "-9,9", 1], {"missing": ["-9", "-9,9"], "gap": 0}, [0, 0, 0, 1]),
+        ("boolean", ["none", "SOME"], {"categories": ["None", "some"]}, [0, 1]),
+        ("category", ["NA", ""], {"categories": ["na"], "any_case": True, "gap": "x"},
+         [[1, 0], [0, 1]]),
+        ("category", ["new", "", "b"], {"categories": ["a"], "gap": "new", "unseen": "other"},
+         [[0, 1, 0], [0, 1, 0], [0, 0, 1]]),
+        ("category", ["", "a"], {"categories": ["A"], "any_case": True, "gap": "a"}, [[1], [1]]),
+        ("category", [b"\xc3\xa9", np.bytes_(b"a")], {"categories": ["é", "a"]}, [[1, 0], [0, 1]]),
+        ("date", ["2001", "2000"], {"format": "%Y"}, [366, 0]),
         ("number", [], {}, np.zeros((0, 1))),
         ("category", [], {"categories": ["a", "b"]}, np.zeros((0, 2))),
         ("text", [], {"features": 4}, np.zeros((0, 4))),
@@ -193,10 +218,16 @@ def test_what_a_column_becomes(recwarn, kind, values, settings, expected):
         ("number", [1, 121, -1], {"range": [0, 120]}, "number 0 ... 120, got '121' in row 2, '-1'"),
         ("number", [1, "", None], {}, "value in each row, got '' in row 2, 'None' in row 3; fill"),
         ("number", [True], {}, "expected number, got 'True'"),
+        ("number", [2**53 + 1, 2**53], {}, "expected number, got '9007199254740993' in row 1;"),
+        ("category", ["1.0", "2.0"], {"categories": ["1", "2"]}, "'1.0' in row 1, '2.0' in row 2;"),
+        ("category", ["iii"], {"categories": ["III"]}, "got 'iii' in row 1; write it as the"),
+        ("category", ["New"], {"categories": ["a"], "gap": "new"}, "got 'New' in row 1; write it"),
+        ("text", [["a"], "b"], {}, r"text, numbers or dates, got \"\['a'\]\" in row 1; make"),
+        ("category", [{"a": 1}], {"categories": ["a"]}, "a: expected text, numbers or dates"),
         ("boolean", ["maybe"], {}, "boolean false, true, got 'maybe' in row 1"),
         ("category", ["A"], {"categories": ["a"], "unseen": "refuse"}, "category a, got 'A' in"),
-        ("category", [1, 7], {"categories": ["001"]}, "got '1' in row 1; read it as text"),
-        ("category", [1.0], {"categories": ["1.0"]}, "read it as text, such as with dtype=str"),
+        ("category", [1, 7], {"categories": ["001"]}, "got '1' in row 1; write it as"),
+        ("category", [1.0], {"categories": ["1.0"]}, "read it as text \\(dtype=str\\)"),
         ("date", ["31.12.2000"], {}, "date as 2000-01-31, got '31.12.2000'"),
         ("date", ["2000-02-30"], {}, "got '2000-02-30' in row 1"),
         ("date", ["2040-01-01"], {"range": ["2000-01-01", "2030-01-01"]}, "got '2040-01-01'"),
@@ -212,6 +243,20 @@ def test_cells_that_do_not_fit_are_named_with_their_rows(kind, values, settings,
     [
         ({"a": {"kind": "numbr"}}, r"\[a\] kind: expected number, category, .*got numbr"),
         ({"a": 3}, r"\[a\] kind: .*got nothing"),
+        ([{"a": 3}], "expected a table for each column, got list"),
+        ({"a": {"kind": "number"}, " a": {"kind": "number"}}, "different names, got twice a"),
+        *(({"a": {"kind": kind, "missing": ["-9"]}}, f"a {kind} has no 'missing'")
+          for kind in ("target", "client", "ignored")),
+        *(({"a": {"kind": "category", "categories": ["b"]} | settings}, "are no keywords, got")
+          for settings in ({"categories": ["mean"]}, {"categories": [" "]}, {"gap": ""},
+                           {"gap": "mean"}, {"unseen": ""}, {"categories": ["zeros", "b"]})),
+        *(({"a": {"kind": "date", "format": form}}, "format: expected a form that tells a date")
+          for form in ("%d.%d.%Y", "DD.MM.YYYY", "%d.%m.", "%Y-%m-%d %Z", "%H:%M", "%Q")),
+        ({"a": {"kind": "number", "range": [0, 9], "gap": -5}}, "gap: expected number 0 ... 9,"),
+        ({"a": {"kind": "text", "ngrams": [1, 11]}}, "ngrams: expected at most 10, got 11"),
+        ({"a": {"kind": "text", "features": 65536}, "b": {"kind": "text", "features": 65536}},
+         r"\[b\] expected at most 100000 numbers in all"),
+        ({"a": {"kind": "target", "categories": ["b", "b "]}}, "categories: expected different"),
         ({"a": {"kind": "number", "categories": ["a"]}}, "a number has no 'categories'; it may"),
         ({"a": {"kind": "number", "rang": [0, 1]}}, "no 'rang'; did you mean 'range'"),
         ({"a": {"kind": "number", "range": [1, 0]}}, "range: expected least and largest value"),
@@ -240,16 +285,25 @@ def test_schemas_that_cannot_be_meant_are_refused(tables, message):
         (lambda f: f.assign(extra=1), {}, "got also extra; leave them out, or have the schema"),
         (lambda f: f.drop(columns="note"), {}, "missing: note"),
         (lambda f: f.drop(columns="outcome"), {}, "target: the set has the columns"),
+        (lambda f: f.assign(outcome="dead"), {}, "expected two classes or more, got 1"),
+        (lambda f: f.assign(outcome=np.linspace(0, 1, 120)), {"task": "regression"},
+         "expected the classes of the schema, got real targets"),
         (lambda f: f.assign(outcome="gone"), {}, "classes of the schema, alive, dead, got 'gone'"),
         (lambda f: f.assign(age=""), {}, "age: expected values for gap = mean, got only gaps"),
         (lambda f: f.assign(age="200", stage="", smoker="x"), {},
          r"(?s)the schema\nage: expected number 0 ... 120 years, .*\nsmoker: expected"),
         (lambda f: f, {"target": "stage"}, "target: expected outcome, as in the schema, got stage"),
         (lambda f: f, {"client_column": "file"}, "expected one column of clients"),
+        (lambda f: f, {"target": "age", "outcome": "ignored"},
+         "target: expected no column of inputs, got age; in the schema, give it the kind target"),
+        (lambda f: f, {"target": "file, note", "outcome": "ignored"}, "no .* inputs, got note"),
+        (lambda f: f, {"client_column": "smoker", "site": "ignored"},
+         "client-column: expected no column of inputs, got smoker; .* kind client"),
     ],
 )  # fmt: skip
 def test_tables_that_do_not_fit_are_refused(change, options, message):
-    refused(message, read, change(patients()), **options)
+    kinds = {name: {"kind": options.pop(name)} for name in TABLES.keys() & options}
+    refused(message, read, change(patients()), TABLES | kinds, **options)
 
 
 def test_a_mean_is_learned_only_where_moments_are():
@@ -265,6 +319,86 @@ def test_a_mean_is_learned_only_where_moments_are():
     assert schema.tables["age"]["gap"] == pytest.approx(np.mean(ages), rel=1e-15)
     test = frame.assign(age="120")
     assert OwnData(frame, test, schema=Schema.parse(TABLES)).read().schema == schema
+
+
+def test_a_run_learns_no_mean_if_it_standardises_nothing():
+    """With noise it would be the exact mean of rows that are private."""
+    own = OwnData(patients(), schema=Schema.parse(TABLES))
+    refused("gap = mean is learned", run, Config(standardise=False), data=own)
+    options: Any = {"noise": {"epsilon": 3.0}, "sums": {"auto_ridge": False}}
+    exact = {"standardise": False, "clients_per_evaluation": 0, "public": "schema", "rounds": 1}
+    options["sums"] |= {"validation_share": 0.0}
+    private = Config(method="one-exchange", one_exchange=options, **exact)
+    refused("gap = mean is learned", run, private, data=replace(own, test=patients()))
+
+
+def test_the_setting_schema_counts_for_all_data_or_is_refused(tmp_path):
+    """Pictures, arrays and named sets have no columns whose names it could have."""
+    lines = (f"[{name}]\nkind = 'ignored'" for name in ("file", "site", "note", "visit", "dose"))
+    more = "[outcome]\nkind = 'target'", "[smoker]\nkind = 'boolean'\ncategories = ['no', 'yes']"
+    (tmp_path / "s.toml").write_text("\n".join([*lines, *more]))
+    settings = DatasetSettings(schema=str(tmp_path / "s.toml"))
+    frame = patients()[["smoker", "outcome"]]
+    assert OwnData.of(OwnData(frame), settings).read().columns == ("smoker=yes",)
+    pixels = np.zeros((4, 1, 6, 6)), np.arange(4) % 2
+    pictures = datasets.Dataset.from_dict({
+        "image": [PIL.Image.new("L", (6, 6))] * 4, "outcome": ["a", "b"] * 2,
+    }).cast_column("image", datasets.Image())  # fmt: skip
+    for data in (pixels, pictures):
+        refused("schema: expected a table, ", OwnData.of(OwnData(data), settings).read)
+    np.savez(tmp_path / "a.npz", x_train=pixels[0], y_train=pixels[1])
+    for name in ("digits", f"npz:{tmp_path}/a.npz"):
+        refused("schema: expected a table", load_data, replace(settings, dataset=name))
+
+
+def test_a_test_class_that_nobody_trains_is_refused():
+    """Also if the schema has its name."""
+    stages = TABLES["outcome"] | {"categories": ["alive", "dead", "lost"]}
+    own = OwnData(patients(), patients().assign(outcome="lost"), schema=Schema.parse(
+        TABLES | {"outcome": stages}))  # fmt: skip
+    refused("no training example has the labels lost", own.read)
+
+
+def test_names_in_another_form_of_unicode_are_the_same(tmp_path):
+    """In the schema, in a frame and in a file: e\u0301 is one letter, as \u00e9 is."""
+    classes = {"kind": "target", "categories": ["e\u0301", "a"]}
+    schema = Schema.parse({"caf\u00e9": {"kind": "number"}, "e\u0301tat": classes})
+    frame = pd.DataFrame({"cafe\u0301 ": ["1", "2"] * 9, "e\u0301tat": ["\u00e9", "a"] * 9})
+    data = OwnData(frame, frame, schema=schema, target="e\u0301tat").read()
+    assert (data.columns, data.classes) == (("caf\u00e9",), ("\u00e9", "a"))
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    own = load_own(str(tmp_path / "a.csv"), data, 18)
+    assert np.array_equal(own.raw, data.x_train)
+
+
+def test_a_node_whose_numbers_are_of_another_kind_is_refused(tmp_path):
+    """0 and 1 in training, 1 and 2 at a node, as without a schema."""
+    tables = {"a": {"kind": "number"}, "label": {"kind": "target"}}
+    frame = pd.DataFrame({"a": ["0", "1"] * 20, "label": ["x", "y", "y", "x"] * 10})
+    data = read(frame, tables)
+    assert data.inputs.kinds == ("0 or 1",)
+    frame.replace({"a": {"0": "2"}}).to_csv(tmp_path / "a.csv", index=False)
+    refused("a has values such as 1, 2, and 0 and 1 in training", load_own,
+            str(tmp_path / "a.csv"), data, 40)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        *(("1,5", 1.5), ("-9,9", 7), ("k. A.", 7), (".", 7), ("-8,8", 7), ("", 7), ("12", 12)),
+        *(("1.234", "got '1,234' in row 1"), ("n.d.", "got 'n.d.' in row 1")),
+    ],
+)
+def test_a_decimal_comma_is_of_numbers_and_not_of_gaps(tmp_path, cell, expected):
+    table = {"kind": "number", "missing": ["-9,9", "-8.8", "k. A."], "gap": 7}
+    schema = Schema.parse({"a": table, "label": {"kind": "target"}})
+    path, settings = tmp_path / "a.csv", DatasetSettings(separator="semicolon", decimal="comma")
+    pd.DataFrame({"a": [cell, "2"], "label": ["x", "y"]}).to_csv(path, index=False, sep=";")
+    if isinstance(expected, str):
+        refused(expected, read_parts, "csv", path, settings, schema=schema)
+    else:
+        part = read_parts("csv", path, settings, schema=schema)["train"]
+        assert part.x.tolist() == [[expected], [2]]
 
 
 def test_another_schema_has_another_digest():
@@ -312,6 +446,8 @@ HARD = pd.DataFrame({
     "name": [f"Ann{i}" for i in range(40)],
     "empty": [""] * 40,
     "constant": ["5"] * 40,
+    "keyword": ["mean", "refuse"] * 20,
+    "short": [f"31.12.{i + 10}" for i in range(40)],
     'say "a, b"': ["x, y", 'z "', "\\", "x\ny"] * 10,
     "label": ["dead", "alive"] * 20,
 })  # fmt: skip
@@ -334,10 +470,13 @@ def test_a_schema_proposed_for_a_hard_table_reads_it_back(tmp_path, decimal):
         "row": "ignored", "Größe (m)": "ignored", "weight": "number", "grade": "number",
         "code": "category", "ill": "boolean", "born": "date", "seen": "date", "story": "text",
         "name": "ignored", "empty": "ignored", "constant": "number",
+        "keyword": "ignored", "short": "date",
         'say "a, b"': "category", "label": "target",
     }  # fmt: skip
     assert "# check: 3 different values; if they are codes, it is a category\n[grade]" in text
     assert "# check the order of day and month" in text
+    assert "# check the century" in text
+    assert "some pain" not in text
     settings = DatasetSettings(dataset=f"csv:{path}", schema=str(tmp_path / "schema.toml"), **how)
     data = load_data(settings)
     assert len(data.x_train) + len(data.x_test) == 40
@@ -345,17 +484,12 @@ def test_a_schema_proposed_for_a_hard_table_reads_it_back(tmp_path, decimal):
     assert schema.tables["weight"]["gap"] == np.median(weights)
 
 
-def test_a_line_does_not_depend_on_what_fills_gaps_that_have_an_indicator():
-    """x + c 1[gap] and 1[gap] span what x and 1[gap] do: only a coefficient changes.
-
-    float64's rounding, times columns of length 1e4, is far below 1e-9.
-    """
-    lines = []
-    for gap in ("mean", 0.0):
-        data = read(patients(), TABLES | {"age": TABLES["age"] | {"gap": gap}})
-        x = np.column_stack([data.x_train[:, :8], np.ones(len(data.x_train))])
-        lines.append(x @ np.linalg.lstsq(x, data.y_train, rcond=None)[0])
-    np.testing.assert_allclose(*lines, rtol=0, atol=1e-9)
+def test_a_range_is_proposed_only_if_it_is_finite(tmp_path):
+    for last, number in (("1.7e308", 0), ("4e307", 1)):
+        (tmp_path / "a.csv").write_text(f"a,label\n1.5e307,x\n{last},y\n")
+        text = propose_schema(tmp_path / "a.csv", DatasetSettings())
+        assert text.count("\nrange = ") == number
+        assert "Infinity" not in text
 
 
 def test_coefficients_are_those_of_the_pooled_encoded_rows_by_sensible_names(tmp_path):
@@ -422,7 +556,12 @@ def test_nodes_with_the_schema_learn_the_bits_of_the_simulation(config, tmp_path
     for path in (tmp_path / "d").glob("node-*/inputs.json"):
         path.write_text(path.read_text().replace('"unit": "mg"', '"unit": "g"'))
     again = config, tmp_path / "d", tmp_path / "again"
-    refused("schema: OneExchange expects examples of", served, *again, error=NoUsableReply)
+    refused(
+        "schema: OneExchange expects examples whose columns, units",
+        served,
+        *again,
+        error=NoUsableReply,
+    )
 
 
 def test_a_node_is_told_the_schema_and_each_cell_that_does_not_fit(config, tmp_path, caplog):
@@ -457,6 +596,8 @@ def test_the_command_writes_a_schema_and_keeps_one_that_is_there(tmp_path):
     out = tmp_path / "schema.toml"
     assert "check it, above all" in fedntk(*command, "--out", out)
     assert out.read_text() in fedntk(*command)
+    assert "no column is the target" not in out.read_text()
+    assert "# check: no column is the target" in fedntk(*command[:2])
     assert load_schema(out).columns["stage"].kind == "category"
     assert "exists; choose another name" in fedntk(*command, "--out", out, fails=2)
     assert "target: the set has the columns" in fedntk(*command[:2], "--target", "x", fails=2)
