@@ -36,7 +36,7 @@ from fedntk.ntk.features.frozen import (
     split_network,
 )
 from fedntk.ntk.features.scattering import LogStandardise, Scattering
-from fedntk.ntk.first_weights import draw_weights
+from fedntk.ntk.first_weights import draw_weights, seed_for
 from fedntk.ntk.losses import require_scores
 from fedntk.ntk.predictors.network import dtype_of
 from fedntk.ntk.support.shared_arrays import first_names, require_separate
@@ -336,10 +336,10 @@ def build_networks(
         if config.adapters != "none":
             with naming(f"adapters = {config.adapters}", ValueError):
                 model, before = _adapt(config, model, before, probe)
-        beside = model.frozen_state() if isinstance(model, AdaptedNetwork) else {}
+        arrays = model.frozen_state() if isinstance(model, AdaptedNetwork) else {}
         with naming(f"model = {config.model}", ValueError):
             device = device_of(config.device)
-            frozen = FrozenPart(before, probe, moments=moments, device=device, beside=beside)
+            frozen = FrozenPart(before, probe, moments=moments, device=device, frozen_arrays=arrays)
         network_shape = _projected(config, frozen.shape)
     if config.init != "default":
         arrays = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
@@ -432,7 +432,7 @@ def _adapt(
     features = TangentLoRA(model, example, **how)
     num_classes = FeatureMap("last-layer").last_layer(model)[1].out_features
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+        torch.manual_seed(seed_for(config.seed, "linear model"))
         layer = nn.Linear(features.num_features, num_classes)
     before = features if before is None else nn.Sequential(before, features)
     return nn.Sequential(UnitLength(), layer), before
