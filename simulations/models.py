@@ -39,8 +39,9 @@ from fedntk.ntk.features.scattering import LogStandardise, Scattering
 from fedntk.ntk.first_weights import draw_weights, seed_for
 from fedntk.ntk.losses import require_scores
 from fedntk.ntk.predictors.network import dtype_of
+from fedntk.ntk.support.files import DamagedFile
 from fedntk.ntk.support.shared_arrays import first_names, require_separate
-from fedntk.strategies.core.array_archive import DamagedFile, OldFormat, load_tensors
+from fedntk.strategies.core.array_archive import OldFormat, load_tensors
 
 from .config.config import BaseConfig
 from .config.importing import import_named
@@ -337,10 +338,10 @@ def build_networks(
         if config.adapters != "none":
             with naming(f"adapters = {config.adapters}", ValueError):
                 model, before = _adapt(config, model, before, probe)
-        arrays = model.frozen_state() if isinstance(model, AdaptedNetwork) else {}
+        fixed = model.frozen_state() if isinstance(model, AdaptedNetwork) else {}
         with naming(f"model = {config.model}", ValueError):
             device = device_of(config.device)
-            frozen = FrozenPart(before, probe, moments=moments, device=device, frozen_arrays=arrays)
+            frozen = FrozenPart(before, probe, moments=moments, device=device, frozen_arrays=fixed)
         network_shape = _projected(config, frozen.shape)
         method = config.chosen_method
         if isinstance(model, AdaptedNetwork) and method.strategy_class.learns_only_head:
