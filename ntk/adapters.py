@@ -11,24 +11,30 @@ Layers are those of peft, which takes seconds to import, so that it is imported 
 """
 
 import copy
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .features.feature_map import FeatureMap, with_layer
+from .features.feature_map import FeatureMap, require_one_output, with_layer
 from .features.frozen import BATCH, EvaluationMode, probe_outputs
 from .features.tangent import TangentFeatures
+from .first_weights import seed_for
+from .jacobian.attention import no_fast_path
 
 
 class AdaptedNetwork(EvaluationMode):
     """A network whose state dict has only what is trained; it stays in evaluation mode.
 
     What is frozen comes from the same weights on all machines, and is not sent. It may be any
-    network with parameters that require no gradient, such as one of peft's.
+    network with parameters that require no gradient, such as one of peft's; those that do not when
+    it is passed stay frozen. The buffer `scalings` has each adapter's alpha / r.
 
     Examples
     --------
@@ -39,6 +45,11 @@ class AdaptedNetwork(EvaluationMode):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__(network)
+        scalings = [getattr(module, "scaling", None) for module in network.modules()]
+        factors = [v for each in scalings if isinstance(each, dict) for v in each.values()]
+        self.register_buffer("scalings", torch.tensor(factors, dtype=torch.float64))
+        state = self.state_dict(keep_vars=True)
+        self._frozen = [name for name, tensor in state.items() if not tensor.requires_grad]
         self.register_state_dict_post_hook(_leave_out_frozen)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_add_frozen)  # type: ignore[no-untyped-call]
         for module in network.modules():  # without gradients torch reads their layers' own weights
@@ -49,17 +60,23 @@ class AdaptedNetwork(EvaluationMode):
 
     def frozen_state(self) -> dict[str, Tensor]:
         """Return the parameters and buffers that are not trained, by name."""
-        state = self.network.state_dict(prefix="network.", keep_vars=True)
-        return {name: tensor for name, tensor in state.items() if not tensor.requires_grad}
+        state = self.network.state_dict(prefix="network.") | {"scalings": self.scalings}
+        return {name: state[name] for name in self._frozen}
 
 
 def _leave_out_frozen(module: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    for name in module.frozen_state():
+    for name in module._frozen:
         state.pop(prefix + name, None)
 
 
-def _add_frozen(module: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    state.update({prefix + name: tensor for name, tensor in module.frozen_state().items()})
+def _add_frozen(module: Any, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
+    *_, errors = others
+    for name, tensor in module.frozen_state().items():
+        passed = state.setdefault(prefix + name, tensor)
+        if not torch.equal(passed.to(tensor), tensor):
+            errors.append(
+                f"{prefix + name} is frozen: expected its own numbers or none, got others"
+            )
 
 
 def with_lora(
@@ -70,7 +87,6 @@ def with_lora(
     alpha: float = 8.0,
     targets: Sequence[str] = (),
     seed: int = 0,
-    head: str = "",
     train_a: bool = True,
 ) -> AdaptedNetwork:
     """Return a copy of a network in which adapters and the last linear layer are trained.
@@ -90,27 +106,42 @@ def with_lora(
         Adapters are multiplied by alpha / r.
     targets : sequence of str
         Names of the layers that are adapted, or ends of names after a dot. Empty: all ``nn.Linear``
-        and ``nn.Conv2d`` but the last linear layer, grouped or dilated convolutions, and layers
-        that are not called, such as those in ``nn.MultiheadAttention``.
+        and ``nn.Conv2d`` but the last linear layer, convolutions that are grouped, dilated or pad
+        with other numbers than 0, layers with a parametrised weight, and layers that are not
+        called, such as those in ``nn.MultiheadAttention``.
     seed : int
         Seed of A.
-    head : str
-        Name of the layer that is trained in full; by default the last ``nn.Linear``.
     train_a : bool
         Whether A is trained; False: FFA-LoRA.
 
     Raises
     ------
     ValueError
-        If no layer is adapted, or the rank is above a layer's.
+        If no layer is adapted, the rank is above a layer's, the network has adapters, its last
+        layer shares its weight, or it does not call all adapters or has other outputs with them.
     """
     if find_spec("peft") is None:
         raise ValueError("peft is not installed; install fedntk[adapters]")
-    if rank < 1 or alpha <= 0:
-        raise ValueError(f"expected a rank and an alpha above 0, got {rank} and {alpha}")
-    network = copy.deepcopy(network)
-    head, _ = FeatureMap("last-layer", head=head).last_layer(network)
-    layers = _layers(network, example, targets, head)
+    if not isinstance(rank, Integral) or rank < 1:
+        raise ValueError(f"rank: expected a whole number above 0, got {rank!r}")
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise ValueError(f"alpha: expected a finite number above 0, got {alpha}")
+    _require_plain(network)
+    network = copy.deepcopy(network).eval()
+    inputs, before, _ = _outputs(network, example, [])
+    head, last = FeatureMap("last-layer").last_layer(network)
+    if not _has_weight(last):
+        raise ValueError(
+            f"the last layer {head}: expected a weight of its own, got one that a parametrisation "
+            "computes; remove that before"
+        )
+    for name, module in network.named_modules():
+        if module is not last and {*last.parameters()} & {*module.parameters(recurse=False)}:
+            raise ValueError(
+                f"the last layer {head} shares its weight with {name}, which is frozen; give it a "
+                "copy of that weight"
+            )
+    layers, counts = _layers(network, inputs, targets, head)
     for name, layer in layers.items():
         height, width = layer.get_parameter("weight").flatten(1).shape
         if rank > min(height, width):
@@ -118,36 +149,96 @@ def with_lora(
                 f"rank: expected at most {min(height, width)} with {name}, a matrix of {height} x "
                 f"{width}, got {rank}; lower it, or leave that layer out of the targets"
             )
-    _inject(network, layers, rank, alpha, seed)
+    _inject(network, layers, int(rank), alpha, seed)
     for name, parameter in network.named_parameters():
         in_head = name.startswith(f"{head}.")
         in_a, in_b = ".lora_A." in name, ".lora_B." in name
         parameter.requires_grad_(in_head or in_b or (in_a and train_a))
+    _require_used(network, inputs, before, {name: counts[layer] for name, layer in layers.items()})
     return AdaptedNetwork(network)
+
+
+def _require_plain(network: nn.Module) -> None:
+    """Refuse a network with adapters, or of numbers in which these cannot be trained or sent."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in network.named_modules():
+        if isinstance(module, BaseTunerLayer | AdaptedNetwork):
+            raise ValueError(
+                f"expected a network without adapters, got some in {name or 'it'}; wrap it in "
+                "AdaptedNetwork as it is, or pass the network without them"
+            )
+    for name, parameter in network.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"expected weights in float32 or float64, got {name} in {parameter.dtype}; convert "
+                "them with network.float()"
+            )
+
+
+def _outputs(
+    network: nn.Module, example: Tensor, layers: Sequence[nn.Module], cure: str = ""
+) -> tuple[Tensor, Tensor, Counter[nn.Module]]:
+    """Return inputs, outputs, and how often the network calls each of some layers."""
+    counts = Counter[nn.Module]()
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, _: counts.update([module]))
+        for layer in layers
+    ]
+    try:
+        with torch.no_grad(), no_fast_path(network):
+            probe, outputs = probe_outputs(network, 1, example)
+    except Exception as error:  # whatever a user's forward raises
+        raise ValueError(
+            f"the network fails for an example of shape {tuple(example.shape)} in {example.dtype}"
+            f"{cure}: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not isinstance(outputs, Tensor):
+        raise ValueError(f"expected one tensor of outputs, got a {type(outputs).__name__}")
+    return probe, outputs, counts
+
+
+def _require_used(
+    network: nn.Module, example: Tensor, before: Tensor, counts: Mapping[str, int]
+) -> None:
+    """Refuse adapters that the network passes by, or that change it at B = 0."""
+    parts = {name: network.get_submodule(f"{name}.lora_B.default") for name in counts}
+    reads = " with adapters; its forward may read what only the layers have"
+    _, after, calls = _outputs(network, example, [*parts.values()], reads)
+    passed = [name for name, part in parts.items() if calls[part] != counts[name]]
+    if passed:
+        raise ValueError(
+            f"targets: the network reaches {', '.join(passed)} past their adapters, as by a list "
+            "of layers or by their class; hold layers in nn.ModuleList, or leave those out"
+        )
+    scale = 1e-5 * float(before.abs().max())
+    if before.shape != after.shape or not torch.allclose(
+        after, before, rtol=0, atol=scale, equal_nan=True
+    ):
+        raise ValueError(
+            "expected the same outputs with adapters at B = 0, got others: the network's forward "
+            "asks for the class of a layer, or draws at random"
+        )
 
 
 def _layers(
     network: nn.Module, example: Tensor, targets: Sequence[str], head: str
-) -> dict[str, nn.Module]:
-    """Return the layers to adapt; the network has to call them, not only to read their weights."""
-    possible, called = dict[str, nn.Module](), set[nn.Module]()
+) -> tuple[dict[str, nn.Module], Counter[nn.Module]]:
+    """Return the layers to adapt, and how often the network calls each."""
+    possible = dict[str, nn.Module]()
     for name, module in network.named_modules():
         fits = isinstance(module, nn.Linear)
         if isinstance(module, nn.Conv2d):
-            plain = type(module) is nn.Conv2d and module.padding_mode == "zeros"
-            fits = (plain or module.kernel_size == (1, 1)) and module.groups == 1
+            fits = type(module) is nn.Conv2d or module.kernel_size == (1, 1)
+            fits = fits and module.padding_mode == "zeros" and module.groups == 1
             fits = fits and module.dilation == (1, 1)
-        if fits and name != head:
+        if fits and _has_weight(module) and name != head:
             possible[name] = module
-    hooks = [
-        layer.register_forward_pre_hook(lambda module, _: called.add(module))
-        for layer in possible.values()
-    ]
-    with torch.no_grad():
-        probe_outputs(network.eval(), 1, example)
-    for hook in hooks:
-        hook.remove()
-    possible = {name: layer for name, layer in possible.items() if layer in called}
+    _, _, counts = _outputs(network, example, [*possible.values()])
+    possible = {name: layer for name, layer in possible.items() if counts[layer]}
     chosen = dict(possible)
     if targets:
         chosen = {n: m for n, m in possible.items() if any(_is_named(n, t) for t in targets)}
@@ -156,7 +247,12 @@ def _layers(
         names = ", ".join(possible) or "none besides the last linear layer, which is trained whole"
         what = ", ".join(unmatched) or "none"
         raise ValueError(f"targets: expected layers to adapt, such as {names}; got {what}")
-    return chosen
+    return chosen, counts
+
+
+def _has_weight(layer: nn.Module) -> bool:
+    """Whether a layer's weight is a parameter, and not computed of others."""
+    return "weight" in dict(layer.named_parameters(recurse=False))
 
 
 def _is_named(name: str, target: str) -> bool:
@@ -183,7 +279,7 @@ def _inject(
         target_modules="|".join(map(re.escape, layers)),
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed_for(seed, "adapters"))
         inject_adapter_in_model(config, network)
     for name, layer in layers.items():
         adapted: Any = network.get_submodule(name)
@@ -204,10 +300,11 @@ class TangentLoRA(nn.Module):
     def __init__(self, network: nn.Module, example: Tensor, rank: int = 4, **options: Any) -> None:
         super().__init__()
         adapted = with_lora(network, example, rank, **options, train_a=False)
-        head = f"network.{options['head']}" if options.get("head") else ""
-        place = FeatureMap("entk", 0, options.get("seed", 0), head)
-        place.require_outputs(adapted, probe_outputs(adapted, 1, example)[1].shape[-1])
+        place = FeatureMap("entk", 0, seed_for(options.get("seed", 0), "tangents"))
+        inputs, outputs = probe_outputs(adapted, 1, example)
+        place.require_outputs(adapted, outputs.shape[-1])
         self.network = place.convexify(adapted)
+        require_one_output(self.network, inputs)
         self.num_features = place.width(adapted)
         self._names = [n for n, p in self.network.named_parameters() if p.requires_grad]
 
@@ -216,8 +313,8 @@ class TangentLoRA(nn.Module):
         for name in self._names:  # what holds this module may have frozen it
             self.network.get_parameter(name).requires_grad_(True)
         dtype = self.network.get_parameter(self._names[0]).dtype
-        extract = TangentFeatures(
-            self.network, self.num_features, 0, dtype=dtype, chunk_size=max(len(x), BATCH)
-        )
+        if not len(x):
+            return torch.zeros(0, self.num_features, dtype=dtype)
+        extract = TangentFeatures(self.network, self.num_features, 0, dtype=dtype, chunk_size=BATCH)
         with torch.enable_grad():
             return extract(x)

@@ -9,6 +9,11 @@ from numpy.typing import NDArray
 Initialisation = Literal["he", "xavier"]
 
 
+def seed_for(seed: int, purpose: str) -> int:
+    """Return a seed for one of several draws, so that no two have the same random numbers."""
+    return int(np.random.default_rng([seed, *purpose.encode()]).integers(2**63))
+
+
 def draw_weights(
     arrays: Mapping[str, NDArray[Any]],
     init: Initialisation,

@@ -36,10 +36,12 @@ from fedntk.ntk.features.frozen import (
     split_network,
 )
 from fedntk.ntk.features.scattering import LogStandardise, Scattering
-from fedntk.ntk.first_weights import draw_weights
+from fedntk.ntk.first_weights import draw_weights, seed_for
 from fedntk.ntk.losses import require_scores
 from fedntk.ntk.predictors.network import dtype_of
+from fedntk.ntk.support.files import DamagedFile
 from fedntk.ntk.support.shared_arrays import first_names, require_separate
+from fedntk.strategies.core.array_archive import OldFormat, load_tensors
 
 from .config.config import BaseConfig
 from .config.importing import import_named
@@ -336,11 +338,18 @@ def build_networks(
         if config.adapters != "none":
             with naming(f"adapters = {config.adapters}", ValueError):
                 model, before = _adapt(config, model, before, probe)
-        beside = model.frozen_state() if isinstance(model, AdaptedNetwork) else {}
+        fixed = model.frozen_state() if isinstance(model, AdaptedNetwork) else {}
         with naming(f"model = {config.model}", ValueError):
             device = device_of(config.device)
-            frozen = FrozenPart(before, probe, moments=moments, device=device, beside=beside)
+            frozen = FrozenPart(before, probe, moments=moments, device=device, frozen_arrays=fixed)
         network_shape = _projected(config, frozen.shape)
+        method = config.chosen_method
+        if isinstance(model, AdaptedNetwork) and method.strategy_class.learns_only_head:
+            raise ConfigError(
+                f"model = {config.model}: {method.name} learns only the last layer, and the "
+                "network's adapters would stay as they are; set trained = head, or choose a method "
+                "that trains weights"
+            )
     if config.init != "default":
         arrays = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
         generator = np.random.default_rng([config.seed, *b"first weights"])
@@ -348,6 +357,8 @@ def build_networks(
         tensors = {name: torch.from_numpy(array) for name, array in drawn.items()}
         model.load_state_dict(tensors, strict=False)
     if weights is not None:
+        if is_adapted and frozen is not None:
+            _require_same_frozen(weights, frozen)
         _load_weights(model, weights, centred=is_centred)
     num_features, bandwidth = config.chosen_method.random_features(config, network_shape)
     if num_features:
@@ -432,7 +443,7 @@ def _adapt(
     features = TangentLoRA(model, example, **how)
     num_classes = FeatureMap("last-layer").last_layer(model)[1].out_features
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+        torch.manual_seed(seed_for(config.seed, "linear model"))
         layer = nn.Linear(features.num_features, num_classes)
     before = features if before is None else nn.Sequential(before, features)
     return nn.Sequential(UnitLength(), layer), before
@@ -491,6 +502,19 @@ def _is_whole(path: Path, model: nn.Module) -> bool:
     return names >= {*first_names(model).values()}
 
 
+def _require_same_frozen(path: Path, frozen: FrozenPart) -> None:
+    """Refuse a run's weights that were trained with other frozen ones."""
+    try:
+        _, described = load_tensors(path)
+    except (DamagedFile, OldFormat):  # no run's file, whose names and shapes are compared later
+        return
+    if described.get("frozen", frozen.digest) != frozen.digest:
+        raise ConfigError(
+            f"weights = {path}: trained with another frozen network, or other adapters; set the "
+            "model, seed, adapters and adapter settings of that run, or start from a whole network"
+        )
+
+
 def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
     """Load a network's weights from a file that may hold others; `centred`: wrapped later."""
     with naming(f"weights = {path}: cannot be read", OSError, SafetensorError):
@@ -506,11 +530,14 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
     for name, place in first.items():  # a file may hold an array under one of its names
         if place not in tensors and name in tensors:
             tensors[place] = tensors[name]
-    tensors = {name: tensors[place] for name, place in first.items() if place in tensors}
+    fixed = model.frozen_state() if isinstance(model, AdaptedNetwork) else {}
+    frozen = {name: tensor for name, tensor in tensors.items() if name in fixed}
+    tensors = frozen | {name: tensors[place] for name, place in first.items() if place in tensors}
     missing = [k for k, t in state.items() if k not in tensors or tensors[k].shape != t.shape]
     if missing:
         raise ConfigError(f"weights = {path}: not of this network, which has also {missing[:5]}")
-    model.load_state_dict(tensors)
+    with naming(f"weights = {path}", RuntimeError):  # of arrays that are frozen here
+        model.load_state_dict(tensors)
 
 
 def _by_name(config: BaseConfig, input_shape: InputShape, num_classes: int) -> nn.Module:

@@ -147,20 +147,9 @@ class FeatureMap:
 
         def features(x: Tensor) -> Tensor:
             x = x.to(device)
-            try:
-                check(x)
-                x = _channels_last(convexified, x)
-                with torch.no_grad():
-                    shape = tuple(convexified.eval()(x[:1].clone()).shape)
-                fault = "" if shape == (1, 1) else f"gives {shape} for an example, expected (1, 1)"
-            except RuntimeError as error:
-                fault = f"fails ({error})"
-            if fault:
-                raise ValueError(
-                    f"head: with a last layer of one output the network {fault}; name the layer "
-                    "that gives the logits with head"
-                )
-            return extract(x)
+            require_one_output(convexified, x[:1])
+            check(x)
+            return extract(_channels_last(convexified, x))
 
         return features
 
@@ -209,6 +198,21 @@ class FeatureMap:
         """Read what :meth:`to_config` returned."""
         keys = ("feature-kind", "num-features", "feature-seed", "feature-head")
         return cls(*(config[key] for key in keys))
+
+
+def require_one_output(convexified: nn.Module, x: Tensor) -> None:
+    """Refuse a convexified network that fails for an example (1, ...), or gives several outputs."""
+    try:
+        with torch.no_grad():
+            shape = tuple(convexified.eval()(x.clone()).shape)
+        fault = "" if shape == (1, 1) else f"gives {shape} for an example, expected (1, 1)"
+    except RuntimeError as error:
+        fault = f"fails ({error})"
+    if fault:
+        raise ValueError(
+            f"head: with a last layer of one output the network {fault}; name the layer that gives "
+            "the logits with head"
+        )
 
 
 @contextlib.contextmanager

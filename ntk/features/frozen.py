@@ -121,7 +121,7 @@ class FrozenPart:
         network was trained with. None: the examples' own.
     device : str
         Where features are computed.
-    beside : mapping of str to Tensor
+    frozen_arrays : mapping of str to Tensor
         Frozen arrays in the trained part, which count in the digest.
 
     Attributes
@@ -137,11 +137,11 @@ class FrozenPart:
         *,
         moments: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
         device: str = "cpu",
-        beside: Mapping[str, Tensor] = MappingProxyType({}),
+        frozen_arrays: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.network, self.moments, self.device = network, moments, device
         self.dtype = example.dtype
-        self._beside = digest_of(beside.items()) if beside else ""
+        self._arrays = digest_of(frozen_arrays.items()) if frozen_arrays else ""
         outputs = example
         if network is not None:
             network.requires_grad_(False).eval()
@@ -157,9 +157,9 @@ class FrozenPart:
     @cached_property
     def digest(self) -> str:
         """What two machines must agree on: layers, weights and buffers, and the moments."""
-        if not self._beside:
+        if not self._arrays:
             return self._own_digest
-        return hashlib.sha256((self._own_digest + self._beside).encode()).hexdigest()
+        return hashlib.sha256((self._own_digest + self._arrays).encode()).hexdigest()
 
     @property
     def key(self) -> str:

@@ -380,6 +380,13 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
                     f"{self.key(name)} goes with a pre-trained network of pictures, such as model "
                     f"= efficientnet-lite0; got model = {self.model}"
                 )
+        for name in ("adapter_rank", "adapter_alpha", "adapter_targets"):
+            value = getattr(self, name)
+            if self.adapters == "none" and value != self.options()[name].default:
+                raise ConfigError(
+                    f"{self.key(name)} goes with adapters = lora, ffa-lora or tangent-lora; got "
+                    f"{value} with adapters = none"
+                )
         if self.takes_texts and self.trained_part != "head":
             raise ConfigError(
                 f"trained = {self.trained}: of model = {self.model} only the head can be trained; "

@@ -345,7 +345,7 @@ class Method:
                 f"task: {self.name} works with classes, got regression; expected method = "
                 f"{', '.join(those)}, or a strategy of yours with takes_real_targets = True"
             )
-        if self.strategy_class.only_head and config.adapters in ("lora", "ffa-lora"):
+        if self.strategy_class.learns_only_head and config.adapters in ("lora", "ffa-lora"):
             raise ConfigError(
                 f"adapters = {config.adapters}: {self.name} learns only the last layer, and "
                 "adapters would stay 0; set adapters = tangent-lora, in whose features it solves"

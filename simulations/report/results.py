@@ -159,6 +159,7 @@ def write_run(config: BaseConfig, checkpoint: Checkpoint, **more: Any) -> dict[s
     for file, saved in (("model", checkpoint), ("best", best)):
         if saved is not None:
             described = {"round": saved.round, "learned": saved.learned}
+            described |= {"frozen": more["frozen"]} if "frozen" in more else {}
             save_tensors(folder / f"{file}.safetensors", saved.weights, described)
     measured = next(record for record in reversed(records) if "loss" in record)
     quality = ("r2", "mae") if config.task == "regression" else ("accuracy",)

@@ -52,7 +52,7 @@ class ClosedFormStrategy(Strategy):
 
     client = "ClosedFormClient"
     replies = "sums of features"
-    only_head = True
+    learns_only_head = True
     nests = "with everyone"
     # what clients send: Gram matrices of features and sums by class, or the classes' means
     statistics: ClassVar[type[FeatureStatistics] | type[Prototypes]] = FeatureStatistics

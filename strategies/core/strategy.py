@@ -75,7 +75,7 @@ class Strategy(Declared, flwr.serverapp.strategy.Strategy):
     client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
     takes_real_targets: ClassVar[bool] = False  # whether its clients may have such
     replies: ClassVar[str] = wire.WEIGHTS  # what these reply with: see Agreement
-    only_head: ClassVar[bool] = False  # whether nothing but the last layer is learned
+    learns_only_head: ClassVar[bool] = False  # whether nothing but the last layer is learned
     rules: ClassVar[tuple[str, ...]] = ("none",)  # of screening, that it can follow
     # where it may work within another strategy: among any of its clients, only among all, nowhere
     nests: ClassVar[Literal["anywhere", "with everyone", "nowhere"]] = "anywhere"

@@ -1,14 +1,17 @@
 """Adapters against their equations, and tangent LoRA against whole gradients, in float64."""
 
 import copy
+from itertools import combinations
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import dropout, linear, pad
+from torch.nn.utils.parametrizations import weight_norm
 
 from fedntk.ntk import AdaptedNetwork, FeatureMap, TangentLoRA, with_lora
 from fedntk.ntk.features.frozen import BATCH, FrozenPart
+from fedntk.ntk.first_weights import seed_for
 from fedntk.ntk.jacobian.attention import no_fast_path
 
 from ..conftest import refused
@@ -148,7 +151,7 @@ def test_tangent_features_are_the_whole_gradient_times_a(name):
     features = TangentLoRA(network, x[:1], RANK, alpha=ALPHA, seed=3)
     pairs = factors(with_lora(network, x[:1], RANK, alpha=ALPHA, seed=3, train_a=False))
     assert len(pairs) == {"mlp": 1, "convolutions": 2, "transformer": 5, "shared": 1}[name]
-    plain = FeatureMap("entk", seed=3).convexify(network).eval()
+    plain = FeatureMap("entk", seed=seed_for(3, "tangents")).convexify(network).eval()
     layer = FeatureMap("last-layer").last_layer(plain)[1]
     weights = [*(plain.get_submodule(n).weight for n in pairs), layer.weight, layer.bias]
     rows = []
@@ -192,7 +195,7 @@ def functional():
         (shared, {"targets": ["linear1"]}, "got linear1"),
         (lambda: nn.Linear(5, 3), {}, "such as none besides the last linear layer"),
         (shared, {"rank": 6}, "rank: expected at most 5 with 0, a matrix of 5 x 5, got 6"),
-        (shared, {"rank": 0}, "expected a rank and an alpha above 0"),
+        (shared, {"rank": 0}, "rank: expected a whole number above 0"),
         (functional, {}, "such as none besides the last linear layer"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Tanh()), {}, "last nn.Linear"),
     ],
@@ -201,6 +204,150 @@ def test_networks_without_layers_to_adapt_are_refused(build, options, message):
     shapes = {transformer: (7, 5), convolutions: (3, 5, 5)}
     example = torch.zeros(1, *shapes.get(build, (5,)))
     refused(message, with_lora, build(), example, **options)
+
+
+def two(**attributes):
+    """A network of two layers, and what it holds besides."""
+
+    def build(forward):
+        network = Net(forward, first=nn.Linear(5, 5), head=nn.Linear(5, 3))
+        for name, make in attributes.items():
+            object.__setattr__(network, name, make(network))
+        return network
+
+    return build
+
+
+def listed():
+    return two(layers=lambda m: [m.first])(lambda m, x: m.head(m.layers[0](x).tanh()))
+
+
+def listed_once():
+    forward = lambda m, x: m.head(m.layers[0](m.first(x)).tanh())  # noqa: E731
+    return two(layers=lambda m: [m.first])(forward)
+
+
+def by_class():
+    def forward(m, x):
+        for layer in (m.first, m.head):
+            x = layer(x).tanh() if type(layer) is nn.Linear else x[:, :3] if layer is m.head else x
+        return x
+
+    return two()(forward)
+
+
+def reading():
+    return Net(
+        lambda m, x: m.head(m.conv(x)[:, :, :: m.conv.output_padding[0] + 1].flatten(1)),
+        conv=nn.Conv2d(1, 2, 1), head=nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def random():
+    return Net(
+        lambda m, x: m.head(dropout(m.first(x), training=True)),
+        first=nn.Linear(5, 50), head=nn.Linear(50, 3),
+    )  # fmt: skip
+
+
+def tied_head():
+    network = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    network[2].weight = network[0].weight
+    return network
+
+
+def normed(place):
+    network = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    weight_norm(network[place])
+    return network
+
+
+def adapted_before():
+    return with_lora(shared(), torch.zeros(1, 5), 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (listed, "reaches first past their adapters"),
+        (listed_once, "reaches first past their adapters"),
+        (by_class, "same outputs with adapters at B = 0|past their adapters"),
+        (reading, "fails .* with adapters; .*output_padding"),
+        (random, "or draws at random"),
+        (tied_head, "the last layer 2 shares its weight with 0"),
+        (lambda: normed(0), "such as none besides the last linear layer"),
+        (lambda: normed(2), "last layer 2: expected a weight of its own"),
+        (adapted_before, "without adapters, got some in it"),
+        (lambda: adapted_before().network, "without adapters, got some in 0"),
+        (lambda: shared().bfloat16(), "float32 or float64, got 0.weight in torch.bfloat16"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), "fails for an example of shape"),
+    ],
+)
+@pytest.mark.parametrize("make", [with_lora, TangentLoRA])
+def test_networks_that_adapters_would_not_train_are_refused(make, build, message):
+    shape = (1, 1, 2, 2) if build is reading else (1, 5)
+    refused(message, make, build(), torch.zeros(shape), 1)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+def test_alpha_is_a_finite_number_above_0(alpha):
+    refused("alpha: expected a finite", with_lora, shared(), torch.zeros(1, 5), alpha=alpha)
+
+
+def test_convolutions_that_pad_with_other_numbers_have_no_adapters():
+    """Their A would pad with 0."""
+    layers = (nn.Conv2d(2, 2, 1, padding=1, padding_mode=mode) for mode in ("circular", "zeros"))
+    network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(2 * 49, 3))
+    assert [*factors(with_lora(network, torch.zeros(1, 2, 3, 3), 1))] == ["1"]
+
+
+def test_draws_of_one_seed_have_no_numbers_in_common():
+    """The network's first weights, A, and the last layer that tangents have."""
+    torch.manual_seed(7)
+    network = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    tangent = TangentLoRA(network, torch.zeros(1, 5), 2, seed=7)
+    a = next(p for n, p in tangent.named_parameters() if ".lora_A." in n)
+    bounded = [
+        set((p * p.shape[1] ** 0.5).flatten().abs().mul(1e4).round().int().tolist())
+        for p in (network[0].weight, a, tangent.network.network[2].weight)
+    ]
+    assert all(len(one & other) <= 1 for one, other in combinations(bounded, 2))
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_what_is_frozen_is_fixed_when_the_network_is_made(freeze):
+    _, adapted, _ = make("mlp")
+    names = [*adapted.state_dict()]
+    adapted.requires_grad_(not freeze)
+    assert [*adapted.state_dict()] == names
+    whole = adapted.state_dict() | adapted.frozen_state()
+    adapted.load_state_dict(whole)
+    name = "network.0.base_layer.weight"
+    other = whole | {name: whole[name] + 1}
+    refused(f"{name} is frozen", adapted.load_state_dict, other, error=RuntimeError)
+
+
+def test_digests_depend_on_alpha():
+    x, network = torch.zeros(1, 5), shared()
+    for part in (
+        lambda alpha: FrozenPart(TangentLoRA(network, x, RANK, alpha=alpha), x),
+        lambda alpha: FrozenPart(
+            None, x, frozen_arrays=with_lora(network, x, RANK, alpha=alpha).frozen_state()
+        ),
+    ):
+        assert part(1.0).digest == part(1.0).digest != part(2.0).digest
+
+
+def test_no_examples_have_no_tangents():
+    features = TangentLoRA(shared(), torch.zeros(1, 5), RANK)
+    assert features(torch.zeros(0, 5)).shape == (0, features.num_features)
+
+
+def test_tangents_need_one_output():
+    """A head that is called twice gives the logits from its own outputs."""
+    last = nn.Linear(5, 5)
+    network = nn.Sequential(nn.Linear(5, 5), last, nn.Tanh(), last)
+    refused("with a last layer of one output the network", TangentLoRA, network, torch.zeros(1, 5))
 
 
 def test_tangents_need_the_layer_that_gives_the_outputs():

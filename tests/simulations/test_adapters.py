@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from fedntk.ntk import with_lora
 from fedntk.simulations import Config, delete, load_model, load_predictor, run
 from fedntk.simulations.config.settings import ConfigError
 from fedntk.simulations.data.load import load_data
@@ -28,6 +30,7 @@ SMALL = {
 }
 WIDTH, CLASSES, RANK = 100, 10, 2
 LORA = {"adapters": "lora", "adapter_rank": RANK}
+NONE = {"adapters": "none", "adapter_rank": 4}
 TANGENT = {"adapters": "tangent-lora", "adapter_rank": RANK}
 EXCHANGE = {"method": "one-exchange", "rounds": 1}
 ENSEMBLE = {"method": "fed-ensemble", "fed_ensemble.num_models": 2, "adapters": "lora"}
@@ -48,7 +51,7 @@ def test_only_adapters_and_the_last_layer_are_sent_and_trained(kind, weights, tm
     numbers = RANK * (WIDTH + 64 * (kind == "lora")) + CLASSES * (WIDTH + 1)
     assert sum(array.size for array in learned.values()) == numbers
     sent = {name: result.summary[name] for name in ("bytes-up", "bytes-down")}
-    plain = run(options, adapters="none", out=tmp_path / "all", progress=False)
+    plain = run(options | NONE, out=tmp_path / "all", progress=False)
     of_messages = SMALL["rounds"] * SMALL["num_clients"]
     for name, size in sent.items():  # names, shapes and metrics are less than 4 kB a message
         assert 0 <= size - 4 * of_messages * numbers < 4000 * of_messages
@@ -62,10 +65,9 @@ def test_only_adapters_and_the_last_layer_are_sent_and_trained(kind, weights, tm
     assert evaluated.accuracy == result.summary["accuracy"]
     again = run(options, out=tmp_path / "again", progress=False)
     assert bits(again.folder) == bits(result.folder)
-    # its own weights are where another run may begin, and others at the place are noticed
-    last = str(result.folder / "model.safetensors")
-    network, _ = build_networks(result.config.replace(weights=last), (1, 8, 8), CLASSES)
-    assert all(np.array_equal(t, learned[name]) for name, t in network.state_dict().items())
+    # its weights are not for another network's adapters, and others at the place are noticed
+    last = result.config.replace(weights=str(result.folder / "model.safetensors"))
+    refused("another frozen network", build_networks, last, (1, 8, 8), CLASSES)
     weights.write_bytes((plain.folder / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match="frozen part of the network has changed"):
         load_predictor(result)
@@ -76,8 +78,9 @@ def test_a_node_with_other_frozen_weights_is_told_apart():
     schemas = {}
     for seed in (0, 1):
         for kind in ("none", "lora", "ffa-lora"):
-            config = Config(**SMALL | LORA | {"adapters": kind, "seed": seed}, method="fedavg")
-            schemas[kind, seed] = load_setup(config).data.schema
+            how = NONE if kind == "none" else LORA | {"adapters": kind}
+            config = Config(**SMALL | how | {"seed": seed}, method="fedavg")
+            schemas[kind, seed] = load_setup(config).data.digest
     assert schemas["none", 0] == schemas["none", 1]
     assert len({*schemas.values()}) == 5
 
@@ -171,6 +174,9 @@ def test_masked_sums_and_deleted_rows_leave_the_bits_of_a_run_without_them(
         ({"adapters": "tangent-lora", "attack": "backdoor", "liars": 1}, "attack = backdoor"),
         ({"adapters": "dora"}, "adapters: expected"),
         ({"adapter_rank": 0}, "adapter-rank: expected"),
+        ({"adapter_rank": 2}, "adapter-rank goes with adapters = lora.*got 2"),
+        ({"adapter_alpha": 2.0}, "adapter-alpha goes with adapters = lora"),
+        ({"adapter_targets": "1"}, "adapter-targets goes with adapters = lora"),
         ({"adapter_alpha": 0.0}, "adapter-alpha: expected"),
     ],
 )
@@ -190,3 +196,41 @@ def test_settings_that_do_not_go_with_adapters_are_refused(options, said):
 )
 def test_networks_that_cannot_have_adapters_are_refused(options, said):
     refused(said, build_networks, Config(SMALL | LORA | options), (1, 8, 8), CLASSES)
+
+
+def adapted(input_shape, num_classes):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Linear(5, num_classes))
+    return with_lora(network, torch.zeros(1, *input_shape), 1)
+
+
+@pytest.mark.parametrize("method", ["afl", "deep-afl", "one-exchange"])
+def test_methods_of_the_last_layer_refuse_networks_with_adapters(method):
+    config = Config(SMALL, method=method, model=adapted, rounds=1)
+    refused("learns only the last layer", build_networks, config, (1, 8, 8), CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (LORA, LORA | {"seed": 1}),
+        (LORA, LORA | {"adapter_alpha": 2.0}),
+        (LORA, LORA | {"adapters": "ffa-lora"}),
+        (TANGENT, TANGENT | {"seed": 1}),
+        (TANGENT, TANGENT | {"adapter_alpha": 2.0}),
+    ],
+)
+def test_weights_of_other_frozen_ones_are_refused(before, after, tmp_path):
+    """Also arrays without what the run wrote beside them, if they are frozen here."""
+    config = Config(SMALL | before, method="fedavg", rounds=1, out=str(tmp_path / "run"))
+    path = run(config, progress=False).folder / "model.safetensors"
+    same = config.replace(weights=str(path))
+    network, _ = build_networks(same, (1, 8, 8), CLASSES)
+    learned = load_model(path.parent)
+    assert all(np.array_equal(t, learned[name]) for name, t in network.state_dict().items())
+    other = same.replace(**after)
+    refused("another frozen network", build_networks, other, (1, 8, 8), CLASSES)
+    if other.adapters == "ffa-lora":
+        bare = str(tmp_path / "bare.safetensors")
+        save_file({name: torch.from_numpy(array + 1) for name, array in learned.items()}, bare)
+        other = other.replace(weights=bare)
+        refused("is frozen: expected its own", build_networks, other, (1, 8, 8), CLASSES)
