@@ -19,13 +19,13 @@ BATCH = 32  # examples of each call; the last ones are padded
 
 
 class UnitLength(nn.Module):
-    """h (n, d) -> h / ||h||, float32."""
+    """h (n, d) -> h / ||h||, float32, or float64 of float64."""
 
     bound = 1.0  # largest magnitude of a feature
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return rows of length 1, or 0."""
-        return normalize(inputs.float())
+        return normalize(inputs if inputs.dtype == torch.float64 else inputs.float())
 
 
 class SquareImages(nn.Module):

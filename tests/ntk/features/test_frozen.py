@@ -192,6 +192,8 @@ def test_pictures_become_square_and_keep_a_constant(shape):
 def test_unit_length():
     x = torch.tensor([[3.0, -4.0], [0.0, 0.0], [1e-3, 0.0]])
     assert torch.allclose(UnitLength()(x), torch.tensor([[0.6, -0.8], [0.0, 0.0], [1.0, 0.0]]))
+    wide = torch.tensor([[1.0, 2.0]], dtype=torch.float64)  # in which a network's rows are checked
+    assert torch.allclose(UnitLength()(wide), wide / 5**0.5, rtol=0, atol=1e-15)
 
 
 class Moody(nn.Module):
