@@ -147,8 +147,7 @@ class FeatureMap:
 
         def features(x: Tensor) -> Tensor:
             x = x.to(device)
-            require_one_output(convexified, x[:1])
-            check(x)
+            require_one_output(convexified, x, check)
             return extract(_channels_last(convexified, x))
 
         return features
@@ -200,11 +199,18 @@ class FeatureMap:
         return cls(*(config[key] for key in keys))
 
 
-def require_one_output(convexified: nn.Module, x: Tensor) -> None:
-    """Refuse a convexified network that fails for an example (1, ...), or gives several outputs."""
+def require_one_output(
+    convexified: nn.Module, x: Tensor, check: Callable[[Tensor], None] | None = None
+) -> None:
+    """Refuse a convexified network that fails, or has several outputs for one of examples (n, ...).
+
+    `check` is of all of them, and comes first.
+    """
     try:
+        if check is not None:
+            check(x)
         with torch.no_grad():
-            shape = tuple(convexified.eval()(x.clone()).shape)
+            shape = tuple(convexified.eval()(x[:1].clone()).shape)
         fault = "" if shape == (1, 1) else f"gives {shape} for an example, expected (1, 1)"
     except RuntimeError as error:
         fault = f"fails ({error})"
