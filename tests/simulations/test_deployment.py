@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,8 @@ def test_three_nodes_with_tables_of_their_own_learn_the_bits_of_the_simulation(
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         command = [tool("fedntk"), *arguments]
-        options: Any = {"env": environment, "stdout": log, "stderr": log}
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where tests ignore it
+        options: Any = {"env": environment, "stdout": log, "stderr": log, "preexec_fn": heed}
         started.append(subprocess.Popen(command, start_new_session=True, **options))  # noqa: S603
         return started[-1]
 
