@@ -27,6 +27,7 @@ from fedntk.ntk.noise import ANSWERED, Noise
 from fedntk.ntk.options import PREFIX, Declared, argument, option
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.agreement import Agreement
+from fedntk.ntk.predictors.network import Metric, measure
 from fedntk.ntk.predictors.targets import TargetTransform, real_targets
 from fedntk.ntk.support.shared_arrays import require_separate
 from fedntk.trust import SEALED_SEED
@@ -39,7 +40,6 @@ from .projection import SealedProjection
 from .randomness import round_seed
 from .weights import Config, Evaluation, Fit, Parameters, Scalar, get_weights, set_weights
 
-Metric = Callable[[Tensor, Tensor], float | None]
 PROMISED = ContextVar("PROMISED", default=False)  # whether a mod makes all clients private
 STEP = "step_"  # begins the names of methods that answer training messages
 STEP_OPTION = PREFIX + "step"  # key of a step that is an option of a task
@@ -396,11 +396,8 @@ class ModelClient(Declared, NumPyClient):
         if self.real_targets:
             return {**regression_metrics(outputs, targets, self.target_unit)}
         labels = targets.argmax(1)
-        quality: dict[str, Scalar] = {}
-        for name, metric in (self.metrics or {}).items():
-            if (value := metric(outputs.clone(), labels.clone())) is not None:
-                quality[name] = float(value)
-        return {**quality, "accuracy": float((outputs.argmax(1) == labels).double().mean())}
+        further = measure(self.metrics or {}, outputs, labels)
+        return {**further, "accuracy": float((outputs.argmax(1) == labels).double().mean())}
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of what :func:`~fedntk.clients.received` returns, to evaluate yourself."""

@@ -24,6 +24,13 @@ from .inputs import InputTransform
 from .targets import TargetTransform, regression_metrics
 
 BATCH_SIZE = 1024  # examples in a forward pass
+Metric = Callable[[Tensor, Tensor], float | None]
+
+
+def measure(metrics: Mapping[str, Metric], outputs: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return those metrics of outputs (n, C) and labels that are defined; each gets copies."""
+    measured = {name: metric(outputs.clone(), labels.clone()) for name, metric in metrics.items()}
+    return {name: float(value) for name, value in measured.items() if value is not None}
 
 
 class Evaluation(NamedTuple):
@@ -54,7 +61,7 @@ class Predictor(nn.Module, ABC):
     targets: TargetTransform | None = None
     # further metrics that evaluations report: functions of scores (n, C) and labels (n,), None
     # where there is no value
-    metrics: Mapping[str, Callable[[Tensor, Tensor], float | None]] = MappingProxyType({})
+    metrics: Mapping[str, Metric] = MappingProxyType({})
 
     @abstractmethod
     def predict(self, x: Any) -> Tensor:
@@ -142,8 +149,7 @@ class Predictor(nn.Module, ABC):
             scaled, y = self.targets.scale(outputs), y.double()
             loss, more = self.loss_of(scaled, y), regression_metrics(scaled, y, self.targets.std)
             y = self.targets.restore(y)
-        measured = {n: measure(outputs.clone(), y.clone()) for n, measure in self.metrics.items()}
-        more |= {name: value for name, value in measured.items() if value is not None}
+        more |= measure(self.metrics, outputs, y)
         return Evaluation(loss, accuracy, more)
 
 

@@ -359,8 +359,8 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         chosen.check(self, self.settings)
         for name in ("class_prior", "class_weights"):
             if getattr(self, name) and not chosen.has_local_sgd(self):
-                own = name in self.settings.options()
-                cure = f"; set {self.settings.key(name)}" if own else ""
+                has_option = name in self.settings.options()
+                cure = f"; set {self.settings.key(name)}" if has_option else ""
                 raise ConfigError(
                     f"{key_of(name)} needs local SGD, which {self.method} lacks{cure}"
                 )

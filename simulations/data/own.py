@@ -567,9 +567,9 @@ def read_own(settings: DatasetSettings) -> Data | None:
     elif kind == "npz":
         data = _read_npz(place, settings)
     else:
-        own = OwnData.of(None, settings)
-        named = replace(settings, target=own.target, client_column=own.client_column)
-        data = read_files(kind, place, named, own._schema)
+        table = OwnData.of(None, settings)
+        named = replace(settings, target=table.target, client_column=table.client_column)
+        data = read_files(kind, place, named, table._schema)
     return OwnData.of(data, settings).read(standardise=settings.standardise)
 
 

@@ -188,9 +188,9 @@ def test_a_node_with_other_weights_is_told_apart(monkeypatch):
 
 def test_a_text_has_one_checksum_whatever_is_beside_it():
     """So an owner's privacy ledger knows it in another file, with a longer text."""
-    alone, beside = encode_texts(["a", "é"]), encode_texts(["a", "é", "long" * 9])[:2]
-    assert alone.dtype != beside.dtype
-    first, second, other = (_checksums("00", x) for x in (alone, beside, encode_texts(["b"])))
+    short, padded = encode_texts(["a", "é"]), encode_texts(["a", "é", "long" * 9])[:2]
+    assert short.dtype != padded.dtype
+    first, second, other = (_checksums("00", x) for x in (short, padded, encode_texts(["b"])))
     assert first == second != other
 
 
