@@ -190,7 +190,9 @@ class InputTransform:
         mean, std, last = self.mean, self.std, raw.ndim - 1
         axes = (0, *(i for i in range(1, raw.ndim) if mean.ndim < last or mean.shape[i - 1] == 1))
         scaled = (raw - mean.astype(np.float64)) / std
-        shift, spread = scaled.mean(axes).reshape(-1), scaled.std(axes).reshape(-1)
+        shift = scaled.mean(axes).reshape(-1)
+        constant = _is_constant(raw.min(axes), raw.max(axes))  # its rounded spread may be above 0
+        spread = np.where(constant, 0, scaled.std(axes)).reshape(-1)
         farthest = np.abs(scaled).max(axes).reshape(-1)
         outside = (np.abs(shift) > FAR) | (spread > WIDE)
         outside |= (spread > 0) & (spread < 1 / WIDE) & (np.abs(shift) > SHIFTED)

@@ -99,9 +99,15 @@ def test_other_columns_units_kinds_and_classes_are_refused(pooled, tmp_path, arr
 
 
 def test_a_node_of_another_kind_of_patients_is_accepted(pooled, tmp_path):
-    """Smokers only, of one age, all heavy: two deviations away, and columns that do not vary."""
+    """Smokers only, of one age, all heavy: two deviations away, and columns that do not vary.
+
+    The rounded deviation of a constant column may be above 0.
+    """
     x = patients(1)
     x[:, 0], x[:, 3], x[:, 2] = 65, 1, x[:, 2] + 30
+    for level in (162.1, 163.3, 164.7, 170.9):
+        constant = np.column_stack([x[:, 0], np.full(200, level), x[:, 2:]])
+        load(pooled, tmp_path, x=constant, y=np.full(200, "dead"))
     assert load(pooled, tmp_path, x=x, y=np.full(200, "dead")).train[0].shape == (200, 4)
     x[:, 0] *= 12
     refused("check-ranges=false", load, pooled, tmp_path, x=x)
