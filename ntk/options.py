@@ -238,6 +238,8 @@ class Declared:
 
     _by_hand: ClassVar[bool] = False  # whether the constructor is, which is handed down
     _parameters: ClassVar[Mapping[str, Option | Part]] = {}
+    _options: ClassVar[Mapping[str, Option]] = {}
+    _parts: ClassVar[Mapping[str, Part]] = {}
 
     def __init_subclass__(cls, *, frozen: bool = False, eq: bool = False) -> None:
         super().__init_subclass__()
@@ -254,6 +256,8 @@ class Declared:
             for field in dataclasses.fields(cls)  # type: ignore[arg-type]
             if field.metadata.keys() & {OPTION, PART}
         }
+        cls._options = {n: p for n, p in cls._parameters.items() if isinstance(p, Option)}
+        cls._parts = {n: p for n, p in cls._parameters.items() if isinstance(p, Part)}
         if cls._by_hand:
             cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
         _list_parameters(cls)
@@ -283,9 +287,9 @@ class Declared:
         """
 
     @classmethod
-    def options(cls) -> dict[str, Option]:
+    def options(cls) -> Mapping[str, Option]:
         """Return the options by name, those of base classes first."""
-        return {name: p for name, p in cls._parameters.items() if isinstance(p, Option)}
+        return cls._options
 
     @classmethod
     def key(cls, name: str) -> str:
@@ -348,9 +352,9 @@ def read_task(kind: type[D], config: Mapping[str, Any], needed: str = "step") ->
     return kind.from_config(config) if PREFIX + key_of(needed) in config else None
 
 
-def parts_of(kind: type[Declared]) -> dict[str, Part]:
+def parts_of(kind: type[Declared]) -> Mapping[str, Part]:
     """Return the parts that objects of a class may have by name, those of base classes first."""
-    return {name: p for name, p in kind._parameters.items() if isinstance(p, Part)}
+    return kind._parts
 
 
 def parameters_of(kind: type[Declared]) -> Mapping[str, Option | Part]:
