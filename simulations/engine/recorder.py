@@ -28,6 +28,7 @@ logger = getLogger("flwr")
 # what strategies of all methods report of a round's replies
 OF_REPLIES = ("num-examples", "replies-accepted", "replies-rejected", INCOMPLETE)
 QUALITY = {"accuracy": min, "loss": max, "r2": min, "mae": max}  # of models; the worst of several
+DEFINED = {"accuracy", "loss", "mae"}  # of these, with any examples
 OTHERS = 32  # names that clients may choose over a run
 LONGEST = 64  # characters of such a name
 
@@ -207,10 +208,16 @@ class Recorder:
             self.on_round(record)
 
     def _among_clients(self, metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Mean, worst and standard deviation over the clients, each counting once."""
+        """Mean, worst and standard deviation over the clients, each counting once.
+
+        They are NaN where a client's value is NaN or infinite, which its reply leaves out.
+        """
         statistics: dict[str, float] = {}
         for name, worst in self._quality.items():
-            if values := [float(client[name]) for client in metrics if name in client]:
+            values = [float(client[name]) for client in metrics if name in client]
+            if 0 < len(values) < len(metrics) and name in DEFINED:
+                values = [math.nan]
+            if values:
                 statistics[f"client-{name}-mean"] = float(np.mean(values))
                 statistics[f"client-{name}-worst"] = worst(values)
                 statistics[f"client-{name}-std"] = float(np.std(values))

@@ -1,7 +1,9 @@
 """What is recorded of a run, and what it tells while it runs."""
 
 import io
+import itertools
 import logging
+import math
 import re
 
 import pytest
@@ -50,6 +52,26 @@ def test_any_name_of_a_metric_is_recorded_beside_what_the_server_measures(tmp_pa
     assert (result.curve("seconds") > 0).all()
     unusual = {name for name in result.rounds.metric if name > "\u00ff" or name[:2] == "xx"}
     assert unusual == {"\U0001f600", "x" * LONGEST}
+
+
+def test_a_client_whose_model_diverged_is_in_the_clients_mean(tmp_path, monkeypatch):
+    """Its loss is NaN, and so are mean and worst: without it a diverged run looks better."""
+    plain = run(SMALL, out=tmp_path / "plain", progress=False)
+    evaluate = SGDClient.evaluate
+
+    def diverged(self, parameters, config):
+        loss, n, metrics = evaluate(self, parameters, config)
+        first = next(evaluated) == 0
+        return math.nan if first else loss, n, metrics
+
+    evaluated = itertools.count()
+    monkeypatch.setattr(SGDClient, "evaluate", diverged)
+    result = run(SMALL, out=tmp_path / "diverged", progress=False)
+    for statistic in ("mean", "worst", "std"):
+        curves = [r.curve(f"client-loss-{statistic}").tolist() for r in (plain, result)]
+        assert [math.isnan(value) for value in curves[1]] == [True, False, False]
+        assert curves[1][1:] == curves[0][1:]
+    assert result.curve("client-accuracy-mean").equals(plain.curve("client-accuracy-mean"))
 
 
 def test_thousands_of_new_names_a_round_leave_files_small(tmp_path, monkeypatch):
