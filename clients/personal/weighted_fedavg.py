@@ -5,11 +5,14 @@ Feature Learning Theory*, ICLR 2024, section 6.2: p_k^j = mean of g_k(x) over th
 j, with g_k the trained network without its last linear layer.
 """
 
+from torch import Tensor
+
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.prototypes import Prototypes
+from fedntk.ntk.support.arrays import ArrayDict
 
-from ..core.weights import Config, Fit, NamedArrays, Parameters
+from ..core.weights import Config, Fit, NamedArrays, Parameters, set_weights
 from .personal_client import PersonalClient
 
 
@@ -22,7 +25,7 @@ class WeightedFedAvgClient(PersonalClient):
 
     strategy = "WeightedFedAvg"
     replies = "weights and prototypes"
-    config_keys = PersonalClient.config_keys | FeatureMap("last-layer").to_config().keys()
+    config_keys = PersonalClient.config_keys | {wire.STEP, *FeatureMap("last-layer").to_config()}
 
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Train as :class:`PersonalisedClient`; add the record of Prototypes."""
@@ -30,7 +33,17 @@ class WeightedFedAvgClient(PersonalClient):
         names = list(self.split_records(parameters)[0])
         x, targets = self.training_examples(config)
         shared, train_loss = self.train_network(network, (x, targets), config, names)
-        extract = FeatureMap.from_config(config).extractor(self.model)
-        prototypes = Prototypes.of(extract, x, targets.argmax(1), targets.shape[1])
-        records = {self.record_name(parameters): shared, wire.PROTOTYPES: prototypes.to_arrays()}
+        prototypes = self._prototypes(x, targets, config)
+        records = {self.record_name(parameters): shared, wire.PROTOTYPES: prototypes}
         return NamedArrays(records), len(x), {wire.TRAIN_LOSS: train_loss}
+
+    def step_prototypes(self, parameters: Parameters, config: Config) -> Fit:
+        """Return the record of Prototypes under the network that came, without training it."""
+        set_weights(self.model, list(self.own_network(parameters, config).values()))
+        x, targets = self.training_examples(config)
+        records = {wire.PROTOTYPES: self._prototypes(x, targets, config)}
+        return NamedArrays(records), len(x), {}
+
+    def _prototypes(self, x: Tensor, targets: Tensor, config: Config) -> ArrayDict:
+        extract = FeatureMap.from_config(config).extractor(self.model)
+        return Prototypes.of(extract, x, targets.argmax(1), targets.shape[1]).to_arrays()

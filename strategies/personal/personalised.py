@@ -17,7 +17,7 @@ from ..core.averaging import cast_like, named_arrays
 from ..core.channel import Parse, Rounds
 from ..core.registry import ClientRounds
 from ..core.replies import accuracy_of, check_weights, screen_accuracies
-from ..core.round import Round, accept_any
+from ..core.round import Clients, Round, accept_any
 from ..core.secure import SecureAggregation
 from ..core.strategy import Strategy
 from ..core.uploads import Update, Uploads
@@ -131,6 +131,8 @@ def ask_personal(
     *,
     config: Mapping[str, Any] | None = None,
     shared_for: Callable[[int, ArrayRecord], ArrayRecord] | None = None,
+    clients: Clients | None = None,
+    stage: str | None = None,
 ) -> Rounds[Uploads[T]]:
     """Ask clients of which each has some personal arrays; ones that lost them begin anew.
 
@@ -146,6 +148,8 @@ def ask_personal(
     return (
         yield from r.ask(
             parse,
+            stage=stage,
+            clients=clients,
             arrays=shared,
             config=lambda client: {**(config or {}), **trained.config(client)},
             records=records,

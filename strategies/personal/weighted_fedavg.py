@@ -11,11 +11,11 @@ has W_k on its right, without the prime.) The sums run over the clients of a rou
 paper samples a half; or, by option, over all that were ever heard of, as they were last known.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, MessageType
 from numpy.typing import NDArray
 from torch import nn
 
@@ -35,6 +35,7 @@ from ..core.channel import Parse, Rounds
 from ..core.registry import ClientRounds
 from ..core.replies import Reply, accuracy_of, check_weights, screen_accuracies
 from ..core.round import Round
+from ..core.sampling import Sample
 from ..core.strategy import Strategy
 from ..core.uploads import Update, Uploads
 from .client_models import ClientModels
@@ -59,9 +60,11 @@ class WeightedFedAvg(Strategy):
     Clients are :class:`~fedntk.clients.WeightedFedAvgClient`. Each trains a model of its own, which
     the server mixes from those of the clients like it. With ``over="round"`` a client is sent the
     W_k of its last round; with ``over="all"`` a mixture of what all clients last sent, formed when
-    the client is asked. A new client is sent the global model, which the Result holds: the mean of
-    the round's models weighted by examples, as in FedAvg. :meth:`model_of` returns a client's own,
-    ``mixing`` the weights of the newest round that changed the models.
+    the client is asked. A client that never trained is sent the global model, which the Result
+    holds: the mean of the round's models weighted by examples, as in FedAvg. With
+    ``first_model="prototypes"`` it is first asked for its prototypes under that model, and sent a
+    mixture by these. :meth:`model_of` returns a client's own, ``mixing`` the weights of the newest
+    round that changed the models.
     """
 
     client = "WeightedFedAvgClient"
@@ -91,6 +94,11 @@ class WeightedFedAvg(Strategy):
         "whose models are mixed: those of the round's clients, or those that all last sent",
         default="round",
     )
+    first_model: Literal["mean", "prototypes"] = option(
+        "of a client that never trained: mean: the global one; prototypes: a mixture of all "
+        "clients' models by the similarity of its prototypes under the global one (ours)",
+        default="mean",
+    )
     by_examples: bool = option(
         "weights also grow with a client's examples; the paper's do not", default=False
     )
@@ -115,6 +123,7 @@ class WeightedFedAvg(Strategy):
     # W_k; with over="all", what each last sent, and the mixtures of it that were asked for
     models: ClientModels = state(ClientModels)
     mixed: ClientModels = state(ClientModels, saved=False)
+    first: ClientModels = state(ClientModels)  # of clients that never trained, by first_model
     # what else each last sent: its class means and their counts, and its number of examples
     profiles: ClientModels = state(ClientModels)
 
@@ -140,18 +149,10 @@ class WeightedFedAvg(Strategy):
     def train_round(self, r: Round) -> Rounds[Update]:
         """Mix a model for each client; the global one is the mean of what came."""
         shared = named_arrays(split(r.arrays, self.personal)[0])
-        width = self.feature_map.width(self.network)
 
         def parse(reply: Reply) -> Both:
             weights, prototypes = reply.array_records(r.owner.arrayrecord_key, wire.PROTOTYPES)
-            checked = check_weights(weights, shared)
-            return checked, Prototypes.from_arrays(
-                prototypes,
-                num_classes=self.num_classes,
-                width=width,
-                max_examples=self.max_examples,
-                num_examples=None,
-            )
+            return check_weights(weights, shared), self._read(prototypes)
 
         uploads = yield from self._ask(r, parse)
         changes = [
@@ -179,11 +180,44 @@ class WeightedFedAvg(Strategy):
             model = self.model_of(client)
             return shared if model is None else ArrayRecord({n: Array(model[n]) for n in shared})
 
-        features = self.feature_map.to_config()
+        config, sample = self.feature_map.to_config(), r.sample()
+        if self.first_model == "prototypes" and self.models:
+            yield from self._mix_first(r, sample, config)
         return (
             yield from ask_personal(
-                r, parse, self.personal, self.trained, config=features, shared_for=shared_for
+                *(r, parse, self.personal, self.trained),
+                config=config,
+                shared_for=shared_for,
+                clients=sample,
             )
+        )
+
+    def _mix_first(self, r: Round, sample: Sample, config: Mapping[str, Any]) -> Rounds[None]:
+        """Mix a model for each client that never trained, by its prototypes."""
+        new = [node for node in sample.nodes if r.registry.client(node) not in self.trained]
+        if not new:
+            return
+        uploads = yield from ask_personal(
+            *(r, lambda reply: self._read(reply.arrays()), self.personal, self.trained),
+            config={**config, wire.STEP: "prototypes"},
+            clients=new,
+            stage=MessageType.TRAIN,
+        )
+        others = [k for k in self.profiles if k in self.models]
+        for upload in uploads:
+            self.first.pop(upload.client, None)
+            profiles = {k: self.profiles[k] for k in others}
+            profiles[upload.client] = _profile_of(upload.value, upload.num_examples)
+            _, weights = self._compare([upload.client], others, profiles)
+            self.first[upload.client] = next(mixtures(weights, [self.models[k] for k in others]))
+
+    def _read(self, prototypes: Arrays) -> Prototypes:
+        return Prototypes.from_arrays(
+            prototypes,
+            num_classes=self.num_classes,
+            width=self.feature_map.width(self.network),
+            max_examples=self.max_examples,
+            num_examples=None,
         )
 
     def model_of(self, client: int) -> Arrays | None:
@@ -192,35 +226,32 @@ class WeightedFedAvg(Strategy):
         `client` is its id in the registry: its partition.
         """
         if client not in self.models:
-            return None
+            return self.first.get(client)
         if self.over == "round":
             return self.models[client]
         if client not in self.mixed:
             others = list(self.profiles)
-            _, weights = self._compare([client], others)
+            _, weights = self._compare([client], others, self.profiles)
             self.mixed[client] = next(mixtures(weights, [self.models[k] for k in others]))
         return self.mixed[client]
 
     def _mix(self, r: Round, uploads: Uploads[Both], shared: Arrays) -> dict[str, float]:
         """Mix a model for each client; return metrics of the mixing."""
         for upload in uploads:
-            prototypes = upload.value[1]
-            self.profiles[upload.client] = {
-                "means": prototypes.means,
-                "counts": prototypes.counts,
-                "examples": np.array(upload.num_examples),
-            }
+            self.profiles[upload.client] = _profile_of(upload.value[1], upload.num_examples)
+            self.first.pop(upload.client, None)
         clients = uploads.clients
         sent = [weights for weights, _ in uploads.values]
         if self.screening.rule == "norm-bound":
             sent = bound_changes([self.model_of(k) or shared for k in clients], sent)
         everyone = list(self.profiles) if self.over == "all" else clients
-        similarities, weights = self._compare(everyone, everyone)
+        similarities, weights = self._compare(everyone, everyone, self.profiles)
         if self.over == "all":
             self.mixed = ClientModels(self.mixed.budget)
             self.models.update(zip(clients, sent, strict=True))
         else:
-            self.profiles.clear()  # they are not needed later
+            if self.first_model == "mean":
+                self.profiles.clear()  # they are not needed later
             self.models.update(zip(clients, mixtures(weights, sent), strict=True))
         self.mixing = Mixing(tuple(everyone), similarities, weights, r.number)
         others = ~np.eye(len(everyone), dtype=bool)
@@ -232,10 +263,10 @@ class WeightedFedAvg(Strategy):
         }
 
     def _compare(
-        self, clients: Sequence[int], others: Sequence[int]
+        self, clients: Sequence[int], others: Sequence[int], of_clients: Mapping[int, Arrays]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return similarities and weights of clients (rows) and others (columns)."""
-        profiles = {k: self.profiles[k] for k in {*clients, *others}}
+        profiles = {k: of_clients[k] for k in {*clients, *others}}
         prototypes = {k: Prototypes(p["means"], p["counts"]) for k, p in profiles.items()}
         rows, columns = ([prototypes[k] for k in ids] for ids in (clients, others))
         similarities = cosine_similarities(rows, columns, absent=self.absent)
@@ -244,3 +275,9 @@ class WeightedFedAvg(Strategy):
         examples = [int(profiles[k]["examples"]) for k in others] if self.by_examples else None
         weights = similarity_weights(similarities, temperature=self.temperature, examples=examples)
         return similarities, weights
+
+
+def _profile_of(prototypes: Prototypes, num_examples: int) -> ArrayDict:
+    """Return what a client is compared by, as arrays."""
+    means, counts = prototypes.means, prototypes.counts
+    return {"means": means, "counts": counts, "examples": np.array(num_examples)}

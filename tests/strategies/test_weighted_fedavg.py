@@ -109,6 +109,45 @@ def test_a_client_is_sent_the_mixture_of_its_last_round_or_of_what_all_last_sent
     assert len({arrays["0.weight"].tobytes() for arrays in last.values()}) == len(last)
 
 
+@pytest.mark.parametrize("over", ["round", "all"])
+def test_a_client_that_never_trained_is_sent_a_mixture_by_its_prototypes(over):
+    """Of all models, by softmax of the cosines; its bad reply leaves it the mean of the round's."""
+    options = HALF | {"sampling": Sampling(seed=1, held_out=(2, 5)), "fraction_evaluate": 1.0}
+    make = partial(weighted, over=over, first_model="prototypes", temperature=0.2, **options)
+    strategy, restored = make(), make()
+
+    def answer(message, context):
+        reply = CLIENTS(message, context)
+        if context.node_config["partition-id"] == 2 and "prototypes" in reply.content:
+            reply.content["prototypes"] = as_record({"means": np.full((3, 8), np.nan)})
+        return reply
+
+    grid = Grid(answer)
+    result = start(strategy, grid, rounds=3)
+    form = {"num_classes": 3, "width": 8, "max_examples": 100}
+    last: dict[int, Prototypes] = {}
+    for way, message in grid.seen:
+        if way == "up" and message.metadata.src_node_id != 3 and "prototypes" in message.content:
+            arrays = arrays_of(message.content["prototypes"])
+            last[message.metadata.src_node_id - 1] = Prototypes.from_arrays(arrays, **form)
+    first = last.pop(5)
+    cosines = np.array([cosine_similarities([first, p])[0, 1] for _, p in sorted(last.items())])
+    weights = np.exp(cosines / 0.2) / np.exp(cosines / 0.2).sum()
+    models = {k: {"arrays": strategy.models[k]} for k in sorted(last)}
+    assert sorted(strategy.models) == sorted(last)
+    assert_near(strategy.model_of(5), mixed(models, weights), 1e-6, 1e-6)
+    assert strategy.model_of(2) is None
+    sent = {
+        message.metadata.dst_node_id - 1: arrays_of(message.content["arrays"])
+        for way, message in grid.seen
+        if way == "down" and message.metadata.message_type == "evaluate"
+    }
+    assert bits(sent[5]) == bits(strategy.model_of(5))
+    assert bits(sent[2]) == bits(result)
+    restored.load_state_dict(strategy.state_dict())
+    assert bits(restored.model_of(5)) == bits(sent[5])
+
+
 def test_clients_are_told_the_tangent_features_and_those_of_the_same_classes_mixed_most():
     """Clients k and k + 3 have the same two classes, and a third client at most one of them."""
     strategy = weighted(similarity="entk", temperature=0.1, num_features=20, **ALL)
