@@ -115,8 +115,10 @@ class ClosedFormClient(SumsClient):
             self.secure.reserve(request, f"sums of {task.run_key[:64]} by {request.client}")
         examples = self._examples(config)
         _, records = self.load_network(parameters)
-        sums, fixed_point, metrics = self._sum_up(task, examples, records, config)
         packed = task.epsilon > 0  # one size for any n
+        sums, fixed_point, metrics = self._sum_up(
+            task, examples, records, config, as_root=not packed
+        )
         reply = NamedArrays({"arrays": sums.to_arrays(fixed_point, packed=packed)})
         return reply, self.reported_examples(task), metrics
 
@@ -173,7 +175,13 @@ class ClosedFormClient(SumsClient):
         return change, sums_digest(key, fixed_point, words.dtype), records
 
     def _sum_up(
-        self, task: SumTask, examples: tuple[Tensor, Tensor], records: Records, config: Config
+        self,
+        task: SumTask,
+        examples: tuple[Tensor, Tensor],
+        records: Records,
+        config: Config,
+        *,
+        as_root: bool = False,
     ) -> tuple[Any, FixedPoint | None, Metrics]:
         x, targets = examples
         if 0 < task.client_examples < len(x):  # more than the noise of a whole client covers
@@ -195,7 +203,8 @@ class ClosedFormClient(SumsClient):
             return map(features, x[chosen].split(size))
 
         share = task.validation_share
-        sums = self.add_up(in_chunks, targets, features.width, share=share, fixed_point=fixed_point)
+        how: Any = {"share": share, "fixed_point": fixed_point, "as_root": as_root}
+        sums = self.add_up(in_chunks, targets, features.width, **how)
         if task.epsilon or task.changes:
             return sums, fixed_point, {}
         return sums, fixed_point, {wire.TRAIN_LOSS: features.loss(torch.cat(order))}

@@ -86,12 +86,14 @@ class SumsClient(ModelClient):
         share: float = 0.0,
         weights: NDArray[Any] | None = None,
         fixed_point: FixedPoint | None = None,
+        as_root: bool = False,
     ) -> Sums:
         """Return sums over examples with targets (n, C); with a share, in two parts.
 
         Real targets are columns beside the features, of examples that are all of one class.
         `features` makes the features (m, `width`) of the examples chosen, in chunks. `share` is
-        that of the examples which are held out. `weights` are of classes.
+        that of the examples which are held out. `weights` are of classes. `as_root`: see
+        :meth:`.FeatureStatistics.of`.
         """
 
         def sums(chosen: Tensor | slice = slice(None)) -> FeatureStatistics:
@@ -100,9 +102,8 @@ class SumsClient(ModelClient):
             if self.real_targets:
                 chunks = with_targets(chunks, y, fixed_point)
             classes = 1 if self.real_targets else targets.shape[1]
-            return FeatureStatistics.of(
-                chunks, self.strata(y), classes, weights=weights, fixed_point=fixed_point
-            )
+            how: Any = {"weights": weights, "fixed_point": fixed_point, "as_root": as_root}
+            return FeatureStatistics.of(chunks, self.strata(y), classes, **how)
 
         if not share:
             return sums()

@@ -151,7 +151,7 @@ class TCTClient(SumsClient):
     def step_statistics(self, parameters: Parameters, config: Config) -> Fit:
         """Return the arrays of FeatureStatistics or SplitStatistics."""
         work = self._start_work(parameters, config, wire.NETWORK)
-        sums, fixed_point = self._sum_up(work)
+        sums, fixed_point = self._sum_up(work, as_root=True)
         return _reply_at_zero(work.task, work.centred, sums.to_arrays(fixed_point))
 
     def step_masked(self, parameters: Parameters, config: Config) -> Fit:
@@ -260,7 +260,7 @@ class TCTClient(SumsClient):
             raise LostStateError(text, 1)
         return store
 
-    def _sum_up(self, work: "_Work") -> tuple[Sums, FixedPoint | None]:
+    def _sum_up(self, work: "_Work", *, as_root: bool = False) -> tuple[Sums, FixedPoint | None]:
         task, width = work.task, work.store.width
         fixed_point = self.fixed_point_in(work.records, task.bits, width)
         sums = self.add_up(
@@ -270,6 +270,7 @@ class TCTClient(SumsClient):
             share=task.validation_share,
             weights=_only(work.records, wire.CLASS_WEIGHTS).numpy() if task.balanced else None,
             fixed_point=fixed_point,
+            as_root=as_root,
         )
         return sums, fixed_point
 

@@ -30,9 +30,10 @@ from ..support.precision import full_float32
 # exchanges of a secure sum, in order, and of one given up: see fedntk.trust.secure_sum
 SumStep = Literal["public-key", "shares", "masked", "confirm", "reveal", "void", "free"]
 SECURE_STEPS = get_args(SumStep)
-ROWS, COLUMNS = 1024, 512  # of a block of products
+ROWS, COLUMNS, BLOCK = 1024, 512, 64  # of a block of products, and of what stays in caches
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums
 SLACK = 1e-6  # by which rounding may break an inequality
+PROBES = 24  # products with a matrix: see FeatureStatistics
 EXACT_SLACK = 1e-12  # the same, where only the check itself rounds
 FEWER = "lower num_features"
 
@@ -66,7 +67,10 @@ class FeatureStatistics:
     so it tells what G tells. **Integers come back exactly**: entries of F^T F are sums of n
     products whose magnitudes add up to S = n 127^2 or less (Cauchy-Schwarz), so two machines differ
     in them by 2 n S / 2^53 at most, 1/16 for S < 2^31 and n <= 2^17; more need p > 2^19. A client
-    sends F if it finds F^T F within 1/8 of its integers. A server then finds it within 1/4.
+    sends F if it finds F^T F within 1/8 of its integers, or if (F^T F - G) v is below 1/64 for 24
+    vectors v of normal numbers. With an entry of 1/8 or more in its row, a number of (F^T F - G) v
+    is below 1/64 with probability 1/10 at most, so all 24 are with 1e-24. A server then finds F^T F
+    within 1/4.
     """
 
     NAMES: ClassVar = ("gram", "class-sums", "counts")  # of what travels
@@ -86,12 +90,14 @@ class FeatureStatistics:
         *,
         weights: NDArray[np.float64] | None = None,
         fixed_point: FixedPoint | None = None,
+        as_root: bool = False,
     ) -> Self:
         """Add up features, some examples at a time; `fixed_point` rounds them to whole numbers.
 
         Chunks (m, p), one or more, are on the CPU; labels are int64 (n,) in 0 ... C - 1. Products
         are formed in float64, and of fixed-point numbers in float32, in which they are exact; sums
-        of these are integers of 32 bits if all such sums fit, else of 64.
+        of these are integers of 32 bits if all such sums fit, else of 64. `as_root` keeps the Gram
+        matrix of few examples as the F that :meth:`to_arrays` sends, and forms no integers of it.
         """
         if weights is not None and fixed_point is not None:
             raise ValueError("fixed_point: sums of weighted examples are no whole numbers")
@@ -102,7 +108,7 @@ class FeatureStatistics:
         chunks = iter(chunks)
         first = next(chunks)
         width = first.shape[1]
-        few = fixed_point is None and _are_few(len(labels), width)
+        few = (fixed_point is None or as_root) and _are_few(len(labels), width, fixed_point)
         if not few:
             cls.require_memory(width)
         gram = np.zeros(0 if few else packed_size(width), dtype)
@@ -128,8 +134,12 @@ class FeatureStatistics:
             raise ValueError(f"labels: {len(labels)} of them for {start} examples")
         counts = np.bincount(labels.numpy(), minlength=num_classes).astype(np.int64)
         if few:
-            root = torch.cat(roots).numpy()
-            gram = _root(np.square(root).sum(0), lambda i: root.T @ root[:, i], len(root))
+            rows = torch.cat(roots).numpy()
+            gram = _root(np.square(rows).sum(0), lambda b: rows[:, b].T @ rows, len(rows))
+            if fixed_point is not None:
+                v = np.random.default_rng(len(rows)).standard_normal((width, PROBES))
+                if not (np.abs(rows.T @ (rows @ v) - gram.T @ (gram @ v)) < 1 / 64).all():
+                    gram = _whole_product(rows, fixed_point, 0)
         return cls(gram, sums.numpy().astype(dtype), counts, w)
 
     @staticmethod
@@ -230,11 +240,14 @@ class FeatureStatistics:
     def to_arrays(self, fixed_point: FixedPoint | None = None, packed: bool = False) -> ArrayDict:
         """Return the sums by name; integers in int32 if all such sums fit, no root if `packed`."""
         n, dtype = self.num_examples, _wire_dtype(self.num_examples, fixed_point)
-        gram = whole = self.gram.astype(dtype, copy=False)
-        if fixed_point is not None and not packed and _are_few(n, self.width, fixed_point):
+        is_root, few = self.gram.ndim == 2, _are_few(n, self.width, fixed_point)
+        gram = whole = self.gram if is_root else self.gram.astype(dtype, copy=False)
+        if fixed_point is not None and few and not is_root and not packed:
             rows, at = _rows(whole, self.width), packed_diagonal(self.width) - np.arange(self.width)
             with np.errstate(all="ignore"), contextlib.suppress(BadReply):  # a false G has none
-                root = _root(self.diagonal, lambda i: np.r_[whole[at[:i] + i], rows[i]], n)
+                root = _root(
+                    self.diagonal, lambda b: [np.r_[whole[at[:i] + i], rows[i]] for i in b], n
+                )
                 if np.array_equal(_whole_product(root, fixed_point, 1 / 8), whole):
                     gram = root
         sums = gram, self.class_sums.astype(dtype), self.counts
@@ -381,17 +394,26 @@ def _are_few(n: int, width: int, fixed_point: FixedPoint | None = None) -> bool:
     return (2 if fixed_point is None else 4) * n <= width
 
 
-def _root(diagonal: NDArray[Any], row: Callable[[int], Any], n: int) -> NDArray[np.float64]:
-    """Return F (n, p) with F^T F = G of rank n or less: Cholesky's rows, pivoted, from only G."""
+def _root(diagonal: NDArray[Any], rows: Callable[[Any], Any], n: int) -> NDArray[np.float64]:
+    """Return F (n, p) with F^T F = G of rank n or less: Cholesky's rows, pivoted, from only G.
+
+    `rows` gives some of G's. A pivot is the largest of a block of columns, which ends once another
+    column is twice as large: so most work is in products of matrices.
+    """
     root, scale = np.zeros((n, len(diagonal))), np.where(diagonal > 0, diagonal, 1.0)
-    left = diagonal / scale
-    for k in range(n):
-        i = int(left.argmax())
-        if left[i] <= 8 * n * np.finfo(np.float64).eps:
-            break
-        rest = row(i) - root[:k, i] @ root[:k]
-        root[k] = rest / np.sqrt(rest[i])
-        left -= np.square(root[k]) / scale
+    left, k, least = diagonal / scale, 0, 8 * n * np.finfo(np.float64).eps
+    while k < n and left.max() > least:
+        block, first = np.argsort(-left, kind="stable")[:BLOCK], k
+        rest = rows(block) - root[:k, block].T @ root[:k]
+        while k < n:
+            j = int(left[block].argmax())
+            i = block[j]
+            if left[i] < max(least, left.max() / 2):
+                break
+            row = rest[j] - root[first:k, i] @ root[first:k]
+            root[k] = row / np.sqrt(row[i])
+            left -= np.square(root[k]) / scale
+            k += 1
     return root
 
 

@@ -122,6 +122,26 @@ def test_a_root_that_would_not_give_the_sums_back_is_not_sent(monkeypatch):
         assert np.array_equal(statistics.to_arrays(GRID)["gram"], statistics.gram)
 
 
+@pytest.mark.parametrize("kind", [*ROWS, "blocks of pivots"])
+def test_a_root_from_examples_is_that_from_their_sums(kind, monkeypatch):
+    """To the bit, as products of whole numbers are exact; sums are packed if it does not fit."""
+    rows = ROWS.get(kind, torch.randn(150, 600, generator=torch.Generator().manual_seed(3)) * 40)
+    labels, grid = torch.arange(len(rows)) % C, FixedPoint(np.ones(rows.shape[1], np.float32), 8)
+    sums, direct = (
+        FeatureStatistics.of([rows], labels, C, fixed_point=grid, as_root=as_root)
+        for as_root in (False, True)
+    )
+    sent = sums.to_arrays(grid)
+    assert sent["gram"].shape == direct.gram.shape == rows.shape
+    for name, array in direct.to_arrays(grid).items():
+        assert array.dtype == sent[name].dtype
+        assert array.tobytes() == sent[name].tobytes()
+    if len(rows) and rows.any():
+        monkeypatch.setattr(feature_statistics, "_root", lambda *_: sent["gram"] * 2)
+        more = FeatureStatistics.of([rows], labels, C, fixed_point=grid, as_root=True)
+        assert more.to_arrays(grid)["gram"].tobytes() == sums.gram.tobytes()
+
+
 UNEVEN = np.outer(np.eye(FEW)[0], [0.2**0.5, 14 / 0.2**0.5, *np.zeros(MANY - 2)])
 BAD_ROOTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "non-finite got NaN": lambda root: root * np.nan,
