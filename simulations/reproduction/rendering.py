@@ -5,6 +5,7 @@ import math
 import textwrap
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,9 @@ def frames(declaration: Declaration, table: pd.DataFrame) -> Iterator[tuple[str,
                 values = cell[cell.row == row].value
                 of_paper = not small and MOVED not in full_name
                 figure = declaration.paper_figure(name, row, column) if of_paper else None
-                write_values = as_list if measure.each else as_text
-                texts[row] = write_values(values, measure.digits) if len(values) else ""
+                lacking = "never" if measure.at == "reach" else "without a value"
+                text = as_list if measure.each else partial(as_text, lacking=lacking)
+                texts[row] = text(values, measure.digits) if len(values) else ""
                 if figure not in (None, ""):
                     texts[row] += f" ({figure if isinstance(figure, str) else f'{figure:g}'})"
     for title, columns in parts.items():
@@ -100,15 +102,15 @@ def titled(declaration: Declaration, name: str) -> str:
     return f"{measure.label or name}{measure.unit and f' ({measure.unit})'}"
 
 
-def as_text(values: pd.Series, digits: int) -> str:
-    """Return mean and standard deviation over seeds; of those that are missing, how many."""
+def as_text(values: pd.Series, digits: int, *, lacking: str = "without a value") -> str:
+    """Return mean and standard deviation over seeds; how many seeds have none, and why."""
     present = values.dropna()
     if present.empty:
         return "-"
     text = f"{present.mean() + 1e-12:.{digits}f}"
     text += f" ± {present.std():.{digits}f}" if len(present) > 1 else ""
     missing = len(values) - len(present)
-    return text + (f", {missing} never" if missing else "")
+    return text + (f", {missing} {lacking}" if missing else "")
 
 
 def as_list(values: pd.Series, digits: int) -> str:
