@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 from unicodedata import normalize
 
 import numpy as np
@@ -24,6 +24,7 @@ from ..options import Declared, nearest, option
 MISSING = {"", "?", "na", "n/a", "nan", "null", "none", "<na>", "#n/a", "-", "."}  # in lower case
 REFUSE, MEAN, ZEROS = "refuse", "mean", "zeros"  # what a gap or a new word may become
 RESERVED = {"", REFUSE, MEAN, ZEROS}
+EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 OBJECT = "datetime "  # stands before the ISO 8601 text of a cell that is a date and not text
 MOST_OUTPUTS = 100_000
 CORRECT = "correct them, or the schema"
@@ -68,20 +69,12 @@ class Column(Declared, ABC, frozen=True, eq=True):
     """What one column holds; see :class:`Schema`."""
 
     kind: ClassVar[str]
+    gaps: ClassVar = MISSING
     unit: str = option("unit of the values, or a note", default="")
 
     def is_gap(self, text: str) -> bool:
         """Whether a cell stands for a missing value."""
-        return text.lower() in MISSING and self.compared(text) not in self.words
-
-    def compared(self, text: str) -> str:
-        """Return a cell as it is compared with words."""
-        return text
-
-    @property
-    def words(self) -> Mapping[str, str]:
-        """Words by how they are compared; none of them is a gap."""
-        return {}
+        return text.lower() in self.gaps
 
     def describe(self) -> str:
         """Say in a few words what the column holds."""
@@ -205,10 +198,9 @@ class Number(Measured, frozen=True, eq=True):
 
 
 class Date(Measured, frozen=True, eq=True):
-    """Dates and times as days since a date; those without a time zone are of UTC."""
+    """Dates and times as days since 2000-01-01; those without a time zone are of UTC."""
 
     kind = "date"
-    since: str = option("date of the number 0, in ISO 8601", default="2000-01-01")
     format: str = option(
         "form of a date, as of strptime, such as %d.%m.%Y; by default ISO 8601", default=""
     )
@@ -221,9 +213,10 @@ class Date(Measured, frozen=True, eq=True):
                 date = datetime.strptime(text, self.format)
             else:
                 date = datetime.fromisoformat(text.removeprefix(OBJECT))
-            return (_utc(date) - _utc(datetime.fromisoformat(self.since))) / timedelta(days=1)
         except (ValueError, re.error):
             return math.nan
+        date = date.replace(tzinfo=UTC) if date.tzinfo is None else date
+        return (date - EPOCH) / timedelta(days=1)
 
     @property
     def bounds(self) -> tuple[float, float]:  # noqa: D102
@@ -234,9 +227,7 @@ class Date(Measured, frozen=True, eq=True):
         return _join(self.kind, f"as {form}", " ... ".join(self.range), self.unit)
 
     def check(self) -> None:
-        """Refuse a first day that is no date, and a form that does not tell a year's first day."""
-        if math.isnan(self.number(OBJECT + self.since)):
-            raise ValueError(f"since: expected a date such as 2000-01-01, got {self.since!r}")
+        """Refuse a form that does not tell a year's first day."""
         date = datetime(2001, 1, 1, tzinfo=UTC)
         text = date.strftime(self.format)
         is_read = not text or self.number(text) == self.number(OBJECT + date.isoformat())
@@ -261,25 +252,26 @@ class Category(Input, frozen=True, eq=True):
     any_case: bool = option("capital letters play no part", default=False)
 
     @property
-    def words(self) -> dict[str, str]:  # noqa: D102
+    def words(self) -> dict[str, str]:
+        """The words by how they are compared."""
         more = sorted({self.gap, self.unseen} - {REFUSE, ZEROS})
         words = dict[str, str]()
         for word in map(plain_text, (*self.categories, *more)):
             words.setdefault(self.compared(word), word)
         return words
 
-    def compared(self, text: str) -> str:  # noqa: D102
+    def is_gap(self, text: str) -> bool:  # noqa: D102
+        return super().is_gap(text) and self.compared(text) not in self.words
+
+    def compared(self, text: str) -> str:
+        """Return a cell as it is compared with words."""
         return text.casefold() if self.any_case else text
 
     @property
     def columns(self) -> list[str]:
         """The categories that have a column."""
-        reference = plain_text(self._reference)
+        reference = plain_text(self.reference)
         return [word for word in self.words.values() if word != reference]
-
-    @property
-    def _reference(self) -> str:
-        return self.reference
 
     def outputs(self, name: str) -> dict[str, str]:  # noqa: D102
         return {f"{name}={word}": "0 or 1" for word in self.columns}
@@ -325,42 +317,16 @@ class Category(Input, frozen=True, eq=True):
             raise ValueError(f"reference: expected {self.describe()}, got {self.reference!r}")
 
 
-class Boolean(Category, frozen=True, eq=True):
-    """One of two words, in any case, as one column: 0 for the first, 1 for the second."""
-
-    kind = "boolean"
-    categories: tuple[str, ...] = option("the words of 0 and 1", default=("false", "true"))
-    unseen: str = Category.options()["unseen"].field(default=REFUSE)
-    any_case: bool = Category.options()["any_case"].field(default=True)
-
-    @property
-    def _reference(self) -> str:
-        return self.categories[0]
-
-    def check(self) -> None:
-        """Refuse more words, or fewer, than two."""
-        if len(self.categories) != 2:
-            raise ValueError(f"categories: expected two words, got {[*self.categories]}")
-
-
 class Text(Input, frozen=True, eq=True):
-    """Text, as counts of its n-grams in columns that a hash chooses, of norm 1.
+    """Text, as counts of its words and pairs of words in columns that a hash chooses, of norm 1.
 
     No vocabulary is learned; scikit-learn's ``HashingVectorizer`` does it.
     """
 
     kind = "text"
+    gaps = {""}  # noqa: RUF012
     gap: str = option("text that stands for a gap, or refuse", default=REFUSE)
     features: int = option("number of columns", default=64, at_least=1, at_most=2**16)
-    ngrams: tuple[int, ...] = option(
-        "shortest and longest n-gram", default=(1, 2), at_least=1, at_most=10
-    )
-    analyzer: Literal["word", "char", "char_wb"] = option(
-        "n-grams of words, of characters, or of characters within words", default="word"
-    )
-
-    def is_gap(self, text: str) -> bool:  # noqa: D102
-        return not text or text in map(plain_text, self.missing)
 
     def outputs(self, name: str) -> dict[str, str]:  # noqa: D102
         return {f"{name}#{i}": "text" for i in range(self.features)}
@@ -378,18 +344,12 @@ class Text(Input, frozen=True, eq=True):
         texts = [self.gap if gap else text for text, gap in pairs]
         if not texts:  # which it refuses
             return np.zeros((0, self.features))
-        rule: Any = {"n_features": self.features, "ngram_range": self.ngrams}
-        hashed = HashingVectorizer(**rule, analyzer=self.analyzer).transform(texts)
+        hashed = HashingVectorizer(n_features=self.features, ngram_range=(1, 2)).transform(texts)
         return np.asarray(hashed.toarray(), np.float64)
-
-    def check(self) -> None:
-        """Refuse n-grams that are no pair."""
-        if len(self.ngrams) != 2 or self.ngrams[0] > self.ngrams[1]:
-            raise ValueError(f"ngrams: expected shortest and longest, got {list(self.ngrams)}")
 
 
 KINDS: dict[str, type[Column]] = {
-    kind.kind: kind for kind in (Number, Category, Boolean, Date, Text, Target, Client, Ignored)
+    kind.kind: kind for kind in (Number, Category, Date, Text, Target, Client, Ignored)
 }
 
 
@@ -538,7 +498,3 @@ def _pair(limits: Sequence[float]) -> tuple[float, float]:
     """Return least and largest value, which may be none."""
     low, high = limits if len(limits) == 2 else (-math.inf, math.inf) if not limits else (1, 0)
     return low, high
-
-
-def _utc(date: datetime) -> datetime:
-    return date.replace(tzinfo=UTC) if date.tzinfo is None else date

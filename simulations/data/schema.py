@@ -4,7 +4,6 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from fedntk.ntk.predictors.schema import (
     MEAN,
     REFUSE,
     RESERVED,
-    Boolean,
     Category,
     Cells,
     Client,
@@ -34,8 +32,7 @@ from ..config.settings import ConfigError, key_of
 from ..errors import first_line, naming
 from .files import WITH_EXPONENT, kind_of, read_tables, require_column, target_columns, with_point
 
-PAIRS = ("no yes", "n y", "false true", "f t", "off on", "nein ja", "non oui", "absent present")
-FORMATS = (
+FORMATS = (  # the order of day and month, where both are possible, is to be checked
     *("", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%Y/%m/%d", "%Y.%m.%d"),
     *("%d.%m.%y", "%d/%m/%y", "%m/%d/%y", "%d.%m.%Y %H:%M", "%d/%m/%Y %H:%M", "%m/%d/%Y %H:%M"),
 )
@@ -100,91 +97,66 @@ def propose_schema(path: Path, settings: DatasetSettings) -> str:
     pointed = partial(with_point, Number(), settings.decimal if kind == "csv" else "point")
     for name in frame.columns:
         cells = Cells(name, Ignored(), frame[name])
-        if all(map(WITH_EXPONENT.fullmatch, map(pointed, _present(cells)))):
-            cells.texts = [*map(pointed, cells.texts)]
-        if name in targets:
-            column, *notes = _guess_target(cells)
+        texts = [t for t, gap in zip(cells.texts, cells.gaps, strict=True) if not gap]
+        numbers = [*map(pointed, texts)]
+        is_number = all(map(WITH_EXPONENT.fullmatch, numbers))
+        words, num_gaps = sorted({*texts}), int(cells.gaps.sum())
+        if name in targets and (is_number or len(words) > MOST_CATEGORIES):
+            column, note = Target(), "numbers of classes, or real targets: see the setting task"
+        elif name in targets:
+            column, note = Target(categories=(*words,)), "check: are these all classes?"
         elif name == settings.client_column:
-            column, *notes = Client(), "its values are the clients"
+            column, note = Client(), "its values are the clients"
+        elif words and is_number:
+            column, note = _guess_number([*map(float, numbers)], has_gaps=num_gaps > 0)
         else:
-            column, *notes = _guess(cells)
-        notes += [f"{cells.gaps.sum()} of {len(frame)} rows are gaps"] * bool(cells.gaps.any())
+            column, note = _guess(words, texts, has_gaps=num_gaps > 0)
+        lines += [f"# {note}" + f"; {num_gaps} of {len(frame)} rows are gaps" * (num_gaps > 0)]
         key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _as_toml(name)
-        lines += [f"# {note}" for note in notes] + [f"[{key}]", *_as_lines(column), ""]
+        lines += [f"[{key}]", *_as_lines(column), ""]
     text = "\n".join(lines)
     with naming(f"schema: {path}", ValueError):
         Schema.parse(tomllib.loads(text))
     return text
 
 
-def _guess_target(cells: Cells) -> tuple[Column, str]:
-    words = sorted({*_present(cells)})
-    if all(map(WITH_EXPONENT.fullmatch, words)) or len(words) > MOST_CATEGORIES:
-        return Target(), "numbers of classes, or real targets: see the setting task"
-    return Target(categories=(*words,)), "check: are these all classes of all tables?"
-
-
-def _present(cells: Cells) -> list[str]:
-    return [text for text, gap in zip(cells.texts, cells.gaps, strict=True) if not gap]
-
-
-def _guess(cells: Cells) -> Iterator[Any]:
-    """Yield the likeliest kind of a column, and what is to be checked."""
-    texts, has_gaps = _present(cells), bool(cells.gaps.any())
-    words = sorted({*texts})
+def _guess(words: list[str], texts: list[str], *, has_gaps: bool) -> tuple[Column, str]:
+    """Return the likeliest kind of a column of words, and what is to be checked."""
+    dates = [Date(format=form) for form in FORMATS]
+    formats = [date.format for date in dates if all(map(math.isfinite, map(date.number, words)))]
+    if words and formats:
+        gap: Any = {"gap": MEAN, "indicator": True} if has_gaps else {}
+        shown = ", or ".join(form or "ISO 8601" for form in formats)
+        return Date(format=formats[0], **gap), f"check the form, and the century: {shown}"
     folded = {word.casefold(): word for word in words}
-    pair = [pair for pair in PAIRS if {*pair.split()} == {*folded}]
-    formats = [form for form in FORMATS if _fits(Date(format=form), words)]
-    unknown, empty = ("unknown", "") if has_gaps else (REFUSE, REFUSE)
-    few = not RESERVED & {*words} and len(words) <= min(
-        MOST_CATEGORIES, max(MOST_CODES, len(texts) / 2), len(texts) - 1
-    )
-    if not words:
-        yield Ignored()
-        yield "all cells are gaps"
-    elif all(map(WITH_EXPONENT.fullmatch, words)):
-        yield from _guess_number([*map(float, texts)], has_gaps=has_gaps)
-    elif pair:
-        yield Boolean(categories=tuple(folded[word] for word in pair[0].split()), gap=unknown)
-    elif formats:
-        yield Date(format=formats[0], gap=MEAN if has_gaps else REFUSE, indicator=has_gaps)
-        if formats[0] and formats[1:]:
-            yield f"check the order of day and month: {formats[1]} is also possible"
-        if "%y" in formats[0]:
-            yield "check the century: 69 is taken for 1969, and 68 for 2068"
-    elif few:
-        yield Category(categories=(*words,), gap=unknown)
-        yield "check: other tables may have more categories, which become zeros"
-        if len(folded) < len(words):
-            yield "check: some differ only in capital letters; any-case = true makes them one"
-    elif sum(map(len, map(str.split, texts))) >= 3 * len(texts):
-        yield Text(gap=empty)
-        yield f"texts of up to {max(map(len, texts))} characters"
-    else:
-        yield Ignored()
-        yield f"check: {len(words)} different words; names of rows, or text, or a category?"
+    limit = min(MOST_CATEGORIES, max(MOST_CODES, len(texts) / 2), len(texts) - 1)
+    if words and len(words) <= limit and not RESERVED & {*words}:
+        column = Category(
+            categories=(*sorted(folded.values()),),
+            gap="unknown" if has_gaps else REFUSE,
+            any_case=len(folded) < len(words),
+        )
+        return column, "check: other tables may have more categories, which become zeros"
+    if words and sum(map(len, map(str.split, texts))) >= 3 * len(texts):
+        return Text(gap="" if has_gaps else REFUSE), "texts"
+    return Ignored(), f"check: {len(words)} different words; names of rows, a text, a category?"
 
 
-def _fits(date: Date, words: list[str]) -> bool:
-    return all(math.isfinite(date.number(word)) for word in words)
-
-
-def _guess_number(values: list[float], *, has_gaps: bool) -> Iterator[Any]:
+def _guess_number(values: list[float], *, has_gaps: bool) -> tuple[Column, str]:
     low, high, different = min(values), max(values), len({*values})
     width, is_whole = high - low, all(value.is_integer() for value in values)
     if is_whole and different == len(values) == width + 1 and different > MOST_CODES:
-        yield Ignored()
-        yield "check: it numbers the rows"
-        return
+        return Ignored(), "check: it numbers the rows"
     ends: tuple[float, ...] = ()
     least, most = 0.0 if low >= 0 else low - width, high + width
     if width > 0 and max(most, -least) < 1e308:  # rounding makes none infinite
         digits = -math.floor(math.log10(width))
         ends = round(least, digits), round(most, digits)
-    yield Number(range=ends, gap=median(values) if has_gaps else REFUSE, indicator=has_gaps)
-    yield f"check unit and range: here {low:g} ... {high:g}"
+    note = f"check unit and range: here {low:g} ... {high:g}"
     if is_whole and 2 < different <= MOST_CODES:
-        yield f"check: {different} different values; if they are codes, it is a category"
+        note += f"; {different} different values: if they are codes, it is a category"
+    gap = median(values) if has_gaps else REFUSE
+    return Number(range=ends, gap=gap, indicator=has_gaps), note
 
 
 def _as_lines(column: Column) -> list[str]:
