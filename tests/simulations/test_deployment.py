@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,34 +50,81 @@ def patients(n: int = 240, seed: int = 0) -> pd.DataFrame:
     return frame.assign(site=np.array(SITES)[site])
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
+SCHEMA = """
+[age]
+kind = "number"
+unit = "years"
+range = [0, 120]
+missing = ["k. A."]
+gap = "mean"
+indicator = true
+[glucose]
+kind = "number"
+missing = ["k. A."]
+gap = 100
+[smoker]
+kind = "category"
+categories = ["no", "yes"]
+reference = "no"
+[seen]
+kind = "date"
+format = "%d.%m.%Y"
+[outcome]
+kind = "target"
+categories = ["alive", "dead"]
+[site]
+kind = "client"
+"""
+
+
+def described_patients(n: int = 240, seed: int = 0) -> pd.DataFrame:
+    """The same with what only a schema makes numbers of: gaps, words and dates."""
+    frame, rng = patients(n, seed), np.random.default_rng(seed)
+    gaps = {name: frame[name].where(rng.random(n) > 0.1) for name in ("age", "glucose")}
+    smoker = frame.smoker.map({0: "no", 1: "yes"})
+    seen = pd.Series(pd.date_range("2020-01-31", periods=n)).dt.strftime("%d.%m.%Y")
+    return frame.assign(**gaps, smoker=smoker, seen=seen)
+
+
+Table = Callable[..., pd.DataFrame]
+
+
+def make_config(folder: Path, table: Table, **more: Any) -> Config:
     """One exchange of masked sums, of 8 bits, over the three sites; their order plays no part.
 
     With auto-ridge it would: by it a client chooses the rows that it holds out.
     """
-    (tmp_path / "pool").mkdir()
-    patients().to_csv(tmp_path / "pool" / "train.csv", index=False)
-    patients(60, seed=1).to_csv(tmp_path / "pool" / "test.csv", index=False)
+    (folder / "pool").mkdir()
+    table().to_csv(folder / "pool" / "train.csv", index=False)
+    table(60, seed=1).to_csv(folder / "pool" / "test.csv", index=False)
     return Config(
-        method="one-exchange", dataset=f"csv:{tmp_path}/pool", target="outcome", num_clients=3,
+        method="one-exchange", dataset=f"csv:{folder}/pool", target="outcome", num_clients=3,
         client_column="site", partition="natural", clients_per_evaluation=0, rounds=1, secure=True,
-        one_exchange={"sums": {"bits": 8, "auto_ridge": False, "validation_share": 0.0}},
+        one_exchange={"sums": {"bits": 8, "auto_ridge": False, "validation_share": 0.0}}, **more,
     )  # fmt: skip
 
 
-@pytest.fixture
-def deployment(config: Config, tmp_path: Path) -> Path:
+def make_deployment(config: Config, folder: Path, table: Table) -> Path:
     """Folders whose nodes have their own rows, one of them as a German spreadsheet saves them."""
-    folder, frame = tmp_path / 'of "our" clinic', patients()
+    frame = table()
     write_deployment(config, folder, ["localhost"])
     for i, site in enumerate(SITES):
         place = folder / f"node-{i}"
-        form = {"sep": ";", "decimal": ","} if i == 2 else {}
+        form = {"sep": ";", "decimal": ",", "na_rep": "k. A."} if i == 2 else {}
         frame[frame.site == site].to_csv(place / "mine.csv", index=False, **form)
         PrivacyLedger.create(place / "mine.ledger")
     change(folder / "node-2", separator="semicolon", decimal="comma")
     return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return make_config(tmp_path, patients)
+
+
+@pytest.fixture
+def deployment(config: Config, tmp_path: Path) -> Path:
+    return make_deployment(config, tmp_path / 'of "our" clinic', patients)
 
 
 def change(node: Path, **settings: Any) -> None:
@@ -90,9 +137,9 @@ def change(node: Path, **settings: Any) -> None:
     (node / "mine.toml").write_text(text)
 
 
-def scores(folder: Path) -> bytes:
+def scores(folder: Path, table: Table = patients) -> bytes:
     """What a run's model says of the test set, in bits."""
-    rows = patients(60, seed=1)[["age", "glucose", "smoker"]]
+    rows = table(60, seed=1).drop(columns=["outcome", "site"])
     return load_predictor(folder).predict(rows).numpy().tobytes()
 
 
@@ -300,10 +347,14 @@ def test_a_server_without_its_files_or_its_port_is_refused(deployment, tmp_path)
 
 
 @pytest.mark.federation
-def test_three_nodes_with_tables_of_their_own_learn_the_bits_of_the_simulation(
-    config, deployment, tmp_path
-):
-    """Over TLS, by the commands of each README, with masked sums; Ctrl-C leaves no process."""
+def test_three_nodes_with_tables_of_their_own_learn_the_bits_of_the_simulation(tmp_path):
+    """Over TLS, by the commands of each README, with masked sums; Ctrl-C leaves no process.
+
+    A schema says what their words, dates and gaps mean; no node has its file.
+    """
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    config = make_config(tmp_path, described_patients, schema=f"{tmp_path}/schema.toml")
+    deployment = make_deployment(config, tmp_path / 'of "our" clinic', described_patients)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
@@ -339,12 +390,13 @@ def test_three_nodes_with_tables_of_their_own_learn_the_bits_of_the_simulation(
         assert processes_with(MARK, place) == []
     simulated = run(config, out=tmp_path / "simulated", progress=False)
     results = deployment / "server" / "results"
-    assert scores(results) == scores(simulated.folder)
+    of = partial(scores, table=described_patients)
+    assert of(results) == of(simulated.folder)
     said: list[str] = []
     assert serve(deployment / "server", say=said.append) == results
     assert "finished before" in said[0]
     for place in places:
         (release,) = PrivacyLedger(place / "mine.ledger").releases()
         assert release.spent
-        assert "mine.csv: rows 80, columns 3, classes alive" in (place / "node.log").read_text()
+        assert "mine.csv: rows 80, columns 5, classes alive" in (place / "node.log").read_text()
     assert "mine.csv" not in (deployment / "server" / "run-1.log").read_text()
