@@ -513,6 +513,7 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
             ("model", self._whole_model()),
             ("pretrained_weights", _whole_path(self.pretrained_weights)),
             ("schema", _whole_path(self.schema)),
+            ("moments", _whole_path(self.moments)),
         ):
             object.__setattr__(self, name, whole_path)
         public_parts(self.public)

@@ -63,6 +63,11 @@ class DatasetSettings(Settings, frozen=True, eq=True):
         "TOML file that says what the columns of a table mean: words, dates, texts and gaps become "
         "numbers; fedntk schema proposes one",
     )
+    moments: str = setting(
+        "",
+        "folder with the inputs.json of a run of glm on the same columns, whose pooled means and "
+        "deviations count, also for gaps, in place of those of this data set",
+    )
     examples_per_domain: int = setting(
         0,
         "training examples of each domain of digit-domains or digits-five, as many of each class; "

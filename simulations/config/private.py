@@ -30,7 +30,7 @@ HARMLESS_SETTINGS = HARMLESS - {"max_examples"} | {
     *("trained", "image_size", "adapters", "adapter_rank", "adapter_alpha", "adapter_targets"),
     *("public", "ray_address", "client_cpus", "client_gpus", "client_threads", "server_threads"),
     *("dataset", "test_share", "test_seed", "data_dir", "image_column", "target", "client_column"),
-    *("separator", "decimal", "encoding", "schema"),
+    *("separator", "decimal", "encoding", "schema", "moments"),
     *("examples_per_domain", "test_examples_per_domain", "num_clients", "partition", "owners"),
     *("alpha", "min_partition_size", "examples_per_client", "classes_per_client"),
     *("class_assignment", "train_examples", "local_test_fraction", "private_test"),
@@ -49,6 +49,11 @@ DRAWN: dict[str, tuple[Any, ...]] = {
 
 def require_covered(mechanism: type[Noise], config: Any, settings: Settings) -> None:
     """Refuse settings of a run with noise that tell more than its epsilon is of; ConfigError."""
+    if config.moments:
+        raise ConfigError(
+            "moments: they come from sums without noise over clients' rows, which epsilon does not "
+            "count; leave them out"
+        )
     public = public_parts(config.public)
     from_user = {
         "dataset": ("schema", config.may_be_private),

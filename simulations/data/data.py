@@ -73,8 +73,8 @@ class Data:
     makes them: standardised, unless their values have a meaning as they are, such as positions in
     an alphabet; then as `frozen` makes them, if part of the network is. `split` has the indices of
     each client's training examples, if it came with the data, and `schema` says what a table's
-    numbers were made of. Of examples that are `elsewhere` it has no rows: only what is done to
-    them, and their number `num_elsewhere`.
+    numbers were made of. `elsewhere` is what is done to them if that is not learned from these
+    rows. A node without a copy of them has no rows, only their number `num_elsewhere`.
     """
 
     x_train: NDArray[Any]
@@ -173,6 +173,8 @@ class Data:
     def checksum(self) -> str:
         """SHA-256 of all examples and labels, and of the names of columns and classes."""
         arrays = [self.x_train, self.y_train, self.x_test, self.y_test]
+        if self.elsewhere is not None:
+            arrays += [self.elsewhere.mean, self.elsewhere.std]
         names = [*self.columns, *map(repr, self.classes), self.alphabet, *self._tables]
         if any(names):
             arrays.append(np.array(names))

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedntk.clients import cache_dir
-from fedntk.ntk.predictors.inputs import channels_first
+from fedntk.ntk.predictors.inputs import InputTransform, channels_first
 
 from ..config.data import DatasetSettings
 from ..config.settings import ConfigError, nearest
@@ -104,6 +104,7 @@ def load_data(settings: DatasetSettings) -> Data:
     place = Path(kind if kind.endswith(".py") else rest).expanduser()
     files = sorted(place.rglob("*")) if rest and place.is_dir() else [place]
     files += [Path(settings.schema)] if settings.schema else []
+    files += [Path(settings.moments) / InputTransform.FILE] if settings.moments else []
     states = [(str(file), file.stat()) for file in files if file.is_file()]
     modified = tuple((name, s.st_mtime_ns, s.st_ctime_ns, s.st_size) for name, s in states)
     options = {name: getattr(settings, name) for name in DatasetSettings.options()}
@@ -143,8 +144,9 @@ def _load(settings: DatasetSettings, _modified: object) -> Data:
     num_classes = 10
     if rest and (data := read_own(settings)) is not None:
         return data
-    if settings.schema:
-        raise ConfigError(f"schema: expected a table, got dataset = {settings.dataset}")
+    for key in ("schema", "moments"):
+        if getattr(settings, key):
+            raise ConfigError(f"{key}: expected a table, got dataset = {settings.dataset}")
     if name == "leaf" and rest:
         train, test, num_classes, options["alphabet"] = load_leaf(Path(rest).expanduser())
     elif name == "two-patch":

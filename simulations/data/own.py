@@ -14,7 +14,8 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
-from fedntk.ntk.predictors.inputs import stack_pictures
+from fedntk.ntk.predictors.inputs import InputTransform, stack_pictures
+from fedntk.ntk.predictors.pooled_moments import with_schema
 from fedntk.ntk.predictors.schema import Schema, Target, plain_text
 from fedntk.ntk.predictors.texts import are_texts, encode_texts
 from fedntk.ntk.support.arrays import require_unmasked
@@ -38,6 +39,7 @@ from .schema import columns_of, load_schema
 MANY_CLASSES = 20  # up to so many may be of any number of examples
 MOST_NUMBERS = 0.1  # different whole numbers among labels; above, they are likely no classes
 MOST_WORDS = 0.5  # the same of words
+LEARNED = "schema", "moments"  # settings of a table that data of one's own may have themselves
 FOR_AMOUNTS = "if they are amounts, set task = regression, or give bins"
 DATE = r"(\d{4}[-./]\d{1,2}[-./]\d{1,2}|\d{1,2}[-./]\d{1,2}[-./]\d{2,4})([T ].*)?"
 Task = Literal["auto", "classification", "regression"]
@@ -63,6 +65,9 @@ class OwnData:
     schema : path or Schema, optional
         What the columns of a table mean, or a file of it as ``fedntk schema`` writes. Its target
         and client column count if `target` and `client_column` have their defaults.
+    moments : path, optional
+        Folder with the ``inputs.json`` of a run of GLM, whose pooled means and deviations count in
+        place of these examples'.
     split : sequence of index arrays, or partitioner of flwr-datasets, optional
         Each client's training examples. A partitioner gets the columns ``label`` and, with
         `client_column`, that one.
@@ -88,6 +93,7 @@ class OwnData:
     client_column: str = ""
     image_column: str = ""
     schema: str | Path | Schema | None = None
+    moments: str | Path = ""
     split: Any = None
     task: Task = "auto"
     test_share: float = 0.2
@@ -113,9 +119,10 @@ class OwnData:
         The settings' schema counts if the data have none.
         """
         if isinstance(data, OwnData):
-            return data if data.schema else replace(data, schema=settings.schema)
+            more = {name: getattr(data, name) or getattr(settings, name) for name in LEARNED}
+            return replace(data, **more)
         names = ("task", "target", "client_column", "image_column", "test_share", "test_seed")
-        named = {name: getattr(settings, name) for name in (*names, "schema")}
+        named = {name: getattr(settings, name) for name in (*names, *LEARNED)}
         return cls(data, **{**named, **more})
 
     def read(self, *, standardise: bool = True) -> Data:
@@ -148,9 +155,13 @@ class OwnData:
             train, test = train.select(~tested), train.select(tested)
         classes, columns = train.classes, train.columns
         options: Any = {"standardise": standardise, "columns": columns, "split": split}
+        pooled = self._pooled(train) if self.moments else None
+        if pooled is not None and not standardise:
+            raise ConfigError("moments: expected standardise = true, got false")
         if self._schema is not None:
             with naming("train set", ValueError, OverflowError):
-                options["schema"] = schema = self._schema.fit(train.x)
+                learned = None if pooled is None else pooled.schema
+                options["schema"] = schema = learned or self._schema.fit(train.x)
             if schema != self._schema and not standardise:
                 raise ConfigError(
                     "schema: gap = mean is learned from the examples, and standardise = false says "
@@ -161,8 +172,23 @@ class OwnData:
             options["classes"] = classes
         data = Data.of(train, test, len(classes), **options)
         with naming("train set", ValueError):
-            _ = data.inputs  # refuses values whose differences are lost
-        return data
+            inputs = data.inputs  # refuses values whose differences are lost
+        if pooled is None:
+            return data
+        moments: Any = {name: getattr(pooled, name) for name in ("mean", "std", "kinds", "targets")}
+        return replace(data, elsewhere=replace(inputs, **moments))
+
+    def _pooled(self, train: Part) -> InputTransform:
+        """Return what is done to a table by moments from elsewhere."""
+        with naming(f"moments: {self.moments}", ValueError):
+            inputs = InputTransform.load(self.moments)
+            if inputs is None:
+                raise ConfigError(f"expected a folder with {InputTransform.FILE}, as of glm's run")
+            if (train.y.ndim == 2) != (inputs.targets is not None):
+                raise ConfigError("expected the targets of that run, real ones or classes")
+            if inputs.targets is not None and inputs.classes != train.classes:
+                raise ConfigError(f"expected the targets {', '.join(map(str, inputs.classes))}")
+            return with_schema(inputs, self._schema, train.columns)
 
     def _table(self, data: Any, what: str) -> Part:
         """Read one set; its labels become 0 ... C - 1."""

@@ -95,6 +95,7 @@ def propose_schema(path: Path, settings: DatasetSettings) -> str:
         require_column("client-column", settings.client_column, frame.columns)
     lines = [HEAD.format(len(frame)) + UNNAMED * (not targets)]
     pointed = partial(with_point, Number(), settings.decimal if kind == "csv" else "point")
+    column: Column
     for name in frame.columns:
         cells = Cells(name, Ignored(), frame[name])
         texts = [t for t, gap in zip(cells.texts, cells.gaps, strict=True) if not gap]

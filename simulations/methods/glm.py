@@ -11,6 +11,7 @@ from scipy.stats import t as student
 from torch import nn
 
 from fedntk.ntk.convex.glm import GLMFit
+from fedntk.ntk.predictors.pooled_moments import with_moments
 from fedntk.ntk.support.files import whole
 from fedntk.strategies import GLM, Strategy
 
@@ -48,20 +49,22 @@ class _GLM(SumsMethod):
         return network.double()
 
     def after_run(self, setup: Setup, strategy: Strategy, folder: Path) -> None:
-        """Write the table, if the network is linear, so that columns are the data's own."""
+        """Write a table and moments, if the network is linear, so that columns are the data's."""
         fit, inputs = cast(GLM, strategy).fit, setup.data.inputs
         if setup.config.model != "linear" or setup.config.projection:
             return
+        if inputs.columns and (moments := cast(GLM, strategy).moments):
+            with_moments(inputs, *moments).save(folder)
         if fit is None or not cast(GLM, strategy).solved:
             cause = "there is no estimate" if fit is None else "more rounds are needed"
             logger.warning("no table of coefficients: %s", cause)
             return
         mean, std = (np.broadcast_to(a, inputs.shape).ravel() for a in (inputs.mean, inputs.std))
         targets = inputs.targets
-        moments = () if targets is None else (targets.mean, targets.std)
+        of_targets = () if targets is None else (targets.mean, targets.std)
         names = inputs.columns or [f"x{i}" for i in range(len(mean))]
         of = inputs.classes if targets is not None else inputs.classes[1:]
-        table = coefficient_table(fit.in_units(mean, std, *moments), [*names, CONSTANT], of)
+        table = coefficient_table(fit.in_units(mean, std, *of_targets), [*names, CONSTANT], of)
         with whole(folder / FILE) as file:
             file.write(table.to_csv(index=False).encode())
 

@@ -29,6 +29,7 @@ from ..core.uploads import Update, Uploads
 from .closed_form import ClosedFormStrategy, Layer
 
 logger = getLogger("flwr")
+Moments = tuple[NDArray[np.float64], NDArray[np.float64]]
 FLAT = 1e-6  # RSS over the deviance before a step below which RSS is measured once more
 ILL = 1e8  # condition number above which estimates have less than 8 digits
 
@@ -78,8 +79,10 @@ class GLM(ClosedFormStrategy):
     before: NDArray[np.float64] = state(lambda: np.zeros((0, 0)))  # the step before's coefficients
     deviance: float = state(float)  # at these
     rows: tuple[int, ...] = state(tuple)  # number of examples then, and the clients that had them
-    # of the columns in the first step, as weights of examples that are told without error become 0
-    length: NDArray[np.float64] = state(lambda: np.zeros(0))
+    # X^T V X of the first step, as weights V of examples that are told without error become 0
+    first: NDArray[np.float64] = state(lambda: np.zeros((0, 0)))
+    # means and mean squares of real targets (2, C), by the same sums
+    of_targets: NDArray[np.float64] = state(lambda: np.zeros((0, 0)))
     stopped: bool = state(bool)  # whether all clients' sums have no estimate
     fitted: dict[str, NDArray[Any]] = state(dict)  # the numbers of `fit`
 
@@ -94,6 +97,20 @@ class GLM(ClosedFormStrategy):
         if not self.fitted:
             return None
         return GLMFit.from_arrays(self.fitted, self.family, self.names)
+
+    @property
+    def moments(self) -> list[Moments]:
+        """Means and standard deviations of the columns (p,), and of real targets (C,).
+
+        They are of the rows of the first sums; empty before these, and without a constant.
+        """
+        if not len(self.first) or not self.bias:
+            return []
+        width = self.shape[1]
+        gram = self.first[: width + 1, : width + 1] / self.first[width, width]
+        pairs = [(gram[width, :width], gram.diagonal()[:width])]
+        pairs += [(mean, squares) for mean, squares in [self.of_targets] if self.real_targets]
+        return [(m, np.sqrt(np.maximum(squares - m**2, 0.0))) for m, squares in pairs]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -181,7 +198,8 @@ class GLM(ClosedFormStrategy):
             )
         arrays = self.with_layer(r.arrays, self._layer_of(fit.coefficients))
         if not is_second:
-            self.length = np.sqrt(np.maximum(sums.hessian.diagonal(), 0.0))
+            self.first = sums.hessian
+            self.of_targets = np.stack([sums.targets, sums.squares]) / sums.num_examples
         self.before, self.deviance, self.rows = coefficients, deviance, rows
         if fit.collinear and (last is None or not last.collinear):
             named = ", ".join(fit.collinear)
@@ -201,7 +219,7 @@ class GLM(ClosedFormStrategy):
 
     def _fit(self, arrays: ArrayRecord, sums: NewtonSums) -> GLMFit:
         coefficients, constant = self._coefficients_of(arrays), bool(self.bias)
-        length = self.length if len(self.length) else None
+        length = np.sqrt(np.maximum(self.first.diagonal(), 0.0)) if len(self.first) else None
         options: Any = {"constant": constant, "names": self.names, "length": length}
         return newton_step(sums, coefficients, self.family, **options)
 

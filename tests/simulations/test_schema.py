@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sklearn.impute import SimpleImputer
 from sklearn.preprocessing import OneHotEncoder
 from torch import nn
 
+from fedntk.clients import PrivacyLedger
 from fedntk.ntk import NetworkPredictor
 from fedntk.ntk.predictors.inputs import InputTransform
 from fedntk.ntk.predictors.schema import Schema
@@ -37,6 +39,7 @@ from ..conftest import refused
 from .outcomes import grid_of
 from .test_cli import fedntk
 
+GLM = "fedntk.simulations.methods.glm:METHOD"
 SITES = ("Aarau", "Bülach", "Chur")
 TABLES: dict[str, dict[str, Any]] = {
     "age": {"kind": "number", "unit": "years", "range": [0, 120], "gap": "mean", "indicator": True},
@@ -566,6 +569,100 @@ def test_nodes_with_the_schema_learn_the_bits_of_the_simulation(config, tmp_path
         *again,
         error=NoUsableReply,
     )
+
+
+def write_nodes(config: Config, folder: Path, frame: pd.DataFrame) -> Path:
+    """Write a deployment whose nodes have the rows of their sites, and perhaps ledgers."""
+    write_deployment(config, folder, ["localhost"])
+    for i, site in enumerate(SITES):
+        mine = frame[frame.site == site].drop(columns=["site", "file"])
+        mine.to_csv(folder / f"node-{i}" / "mine.csv", index=False)
+        if config.secure is not None:
+            PrivacyLedger.create(folder / f"node-{i}" / "mine.ledger")
+    return folder
+
+
+def test_moments_are_those_of_the_nodes_rows_by_masked_sums(config, tmp_path):
+    """In a deployment, whose server has other patients, and in a simulation: the same bits.
+
+    Each of three clients rounds each sum of its standardised rows to 2^-30, so a mean of n = 90
+    is off by at most 3 x 2^-31 / 90 = 2e-11 deviations; a variance by as much and 2 |mean| times
+    that. Means are within 3, and at least half of the rows have no gap.
+    """
+    frame = patients(90, seed=7)
+    (tmp_path / "rows").mkdir()
+    frame.to_csv(tmp_path / "rows" / "train.csv", index=False)
+    patients(60, seed=1).to_csv(tmp_path / "rows" / "test.csv", index=False)
+    sums: Any = {"method": GLM, "model": "linear", "secure": True}
+    first = config.replace(**sums)
+    folder = write_nodes(first, tmp_path / "first", frame)
+    served(first, folder, tmp_path / "deployed")
+    here = {"dataset": f"csv:{tmp_path}/rows", "moments": str(folder / "node-0")}
+    run(first.replace(**here), out=tmp_path / "simulated", progress=False)
+    pooled = [tmp_path / name / "details" for name in ("deployed", "simulated")]
+    texts = [(place / "inputs.json").read_text() for place in pooled]
+    assert texts[0] == texts[1]
+
+    second = config.replace(moments=str(pooled[0]))
+    folder = write_nodes(second, tmp_path / "second", frame)
+    served(second, folder, tmp_path / "learned")
+    run(second.replace(dataset=here["dataset"]), out=tmp_path / "expected", progress=False)
+    rows = patients(60, seed=1)
+    predictors = [load_predictor(tmp_path / name) for name in ("learned", "expected")]
+    assert torch.equal(*(predictor.predict(rows) for predictor in predictors))
+    inputs, expected = predictors[0].inputs, read(frame).inputs
+    assert inputs is not None
+    assert inputs.schema is not None
+    assert expected.schema is not None
+    np.testing.assert_allclose((inputs.mean - expected.mean) / expected.std, 0, atol=1e-9)
+    np.testing.assert_allclose(inputs.std / expected.std, 1, atol=1e-9)
+    gaps = [schema.tables["age"]["gap"] for schema in (inputs.schema, expected.schema)]
+    assert gaps[0] == pytest.approx(gaps[1], rel=1e-9)
+
+
+def test_real_targets_have_pooled_moments_as_well(tmp_path):
+    """Of the clients' rows, in the clear, though the transform began with other patients'."""
+    kinds = {"outcome": {"kind": "target"}, "stage": {"kind": "ignored"}}
+    tables = TABLES | kinds | {name: {"kind": "ignored"} for name in ("visit", "note")}
+
+    def amounts(n: int, seed: int) -> pd.DataFrame:
+        amount = np.random.default_rng(seed).normal(100 + seed, 20 + seed, n)
+        return patients(n, seed).assign(outcome=amount)
+
+    own = {"schema": Schema.parse(tables), "task": "regression", "test": amounts(40, 1)}
+    OwnData(amounts(200, 0), **own).read().inputs.save(tmp_path / "reference")
+    options = {"num_clients": 3, "partition": "natural", "task": "regression", "rounds": 1}
+    config = Config(method=METHOD, model="linear", clients_per_evaluation=0, **options)
+    data = OwnData(amounts(150, 9), moments=tmp_path / "reference", **own)
+    done = run(config, data=data, out=tmp_path / "run", progress=False)
+    again = OwnData(amounts(200, 0), moments=done.folder / "details", **own)
+    pooled = again.read().inputs
+    expected = OwnData(amounts(150, 9), **own).read().inputs
+    for part, other in ((pooled, expected), (pooled.targets, expected.targets)):
+        assert part is not None
+        assert other is not None
+        np.testing.assert_allclose((part.mean - other.mean) / other.std, 0, atol=1e-9)
+        np.testing.assert_allclose(part.std / other.std, 1, atol=1e-9)
+
+
+def test_moments_that_do_not_fit_are_refused(config, tmp_path):
+    """Also with noise, of which the sums that they come from have none."""
+    expected = read(patients())
+    expected.inputs.save(tmp_path)
+    again = config.replace(moments=str(tmp_path))
+    assert load_data(again).inputs.digest == expected.digest
+    refused("moments: expected standardise = true", load_data, again.replace(standardise=False))
+    target = again.replace(schema="", dataset="digits")
+    refused("moments: expected a table, got dataset = digits", load_data, target)
+    refused("expected a folder with inputs.json", load_data, config.replace(moments="no"))
+    arrays = OwnData((np.eye(4), np.arange(4) % 2), moments=tmp_path)
+    refused("expected the columns age, age=., dose, .* got no table", arrays.read)
+    real = TABLES | {"outcome": {"kind": "target"}}
+    frame = patients().assign(outcome=np.linspace(0, 1, 120))
+    refused("expected the targets of that run", read, frame, real, moments=tmp_path)
+    noise: Any = {"noise": {"epsilon": 3.0}, "sums": {"auto_ridge": False, "validation_share": 0.0}}
+    noisy = partial(again.replace, one_exchange=noise, public="schema, moments")
+    refused("moments: they come from sums without noise", noisy)
 
 
 def test_a_node_is_told_the_schema_and_each_cell_that_does_not_fit(config, tmp_path, caplog):

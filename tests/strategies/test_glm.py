@@ -320,3 +320,15 @@ def test_strategy_and_clients_must_agree_on_the_family():
 def test_the_first_weights_do_not_matter():
     first, second = (fitted(X, CLASSES, rounds=9)[1] for _ in range(2))
     assert bits(first) == bits(second)
+
+
+@pytest.mark.parametrize("y", [REAL, CLASSES, np.arange(N) % 3], ids=["real", "two", "three"])
+def test_moments_are_those_of_the_pooled_rows(y):
+    """At coefficients of 0 all weights V are alike, and the constant's sum is theirs."""
+    x = X + np.array([1, 0, -2, 0])
+    strategy, _ = fitted(x, y, rounds=1)
+    expected = [x, *([y] if y is REAL else [])]
+    for (mean, std), rows in zip(strategy.moments, expected, strict=True):
+        np.testing.assert_allclose(mean, rows.mean(0), atol=1e-12)
+        np.testing.assert_allclose(std, rows.std(0), rtol=1e-12)
+    assert fitted(X, y, rounds=1, bias=False)[0].moments == []
