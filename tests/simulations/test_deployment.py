@@ -350,10 +350,14 @@ def test_a_server_without_its_files_or_its_port_is_refused(deployment, tmp_path)
 def test_three_nodes_with_tables_of_their_own_learn_the_bits_of_the_simulation(tmp_path):
     """Over TLS, by the commands of each README, with masked sums; Ctrl-C leaves no process.
 
-    A schema says what their words, dates and gaps mean; no node has its file.
+    A schema says what their words, dates and gaps mean, and moments come from sums over rows; no
+    node has their files.
     """
     (tmp_path / "schema.toml").write_text(SCHEMA)
     config = make_config(tmp_path, described_patients, schema=f"{tmp_path}/schema.toml")
+    first = config.replace(method="fedntk.simulations.methods.glm:METHOD", model="linear")
+    pooled = run(first, out=tmp_path / "first", progress=False).folder / "details"
+    config = config.replace(moments=str(pooled))
     deployment = make_deployment(config, tmp_path / 'of "our" clinic', described_patients)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
