@@ -19,6 +19,7 @@ from fedntk.ntk.options import argument, option, part, state
 from fedntk.ntk.payloads.feature_statistics import SumStep
 from fedntk.ntk.payloads.masked_average import average_digest
 from fedntk.ntk.payloads.newton_sums import Family, NewtonFormat, NewtonSums, NewtonTask
+from fedntk.ntk.predictors.pooled_moments import Moments, moments_of
 
 from ..core.averaging import named_arrays
 from ..core.channel import Rounds
@@ -29,7 +30,6 @@ from ..core.uploads import Update, Uploads
 from .closed_form import ClosedFormStrategy, Layer
 
 logger = getLogger("flwr")
-Moments = tuple[NDArray[np.float64], NDArray[np.float64]]
 FLAT = 1e-6  # RSS over the deviance before a step below which RSS is measured once more
 ILL = 1e8  # condition number above which estimates have less than 8 digits
 
@@ -79,9 +79,10 @@ class GLM(ClosedFormStrategy):
     before: NDArray[np.float64] = state(lambda: np.zeros((0, 0)))  # the step before's coefficients
     deviance: float = state(float)  # at these
     rows: tuple[int, ...] = state(tuple)  # number of examples then, and the clients that had them
-    # X^T V X of the first step, as weights V of examples that are told without error become 0
-    first: NDArray[np.float64] = state(lambda: np.zeros((0, 0)))
-    # means and mean squares of real targets (2, C), by the same sums
+    # of the columns in the first step, as weights of examples that are told without error become 0
+    length: NDArray[np.float64] = state(lambda: np.zeros(0))
+    # means and deviations of columns (2, p) and of real targets (2, C), by the same sums
+    of_columns: NDArray[np.float64] = state(lambda: np.zeros((0, 0)))
     of_targets: NDArray[np.float64] = state(lambda: np.zeros((0, 0)))
     stopped: bool = state(bool)  # whether all clients' sums have no estimate
     fitted: dict[str, NDArray[Any]] = state(dict)  # the numbers of `fit`
@@ -102,15 +103,10 @@ class GLM(ClosedFormStrategy):
     def moments(self) -> list[Moments]:
         """Means and standard deviations of the columns (p,), and of real targets (C,).
 
-        They are of the rows of the first sums; empty before these, and without a constant.
+        They are of the rows of the first sums; empty before these, and without a constant. A
+        deviation that sums do not tell from rounding is 0.
         """
-        if not len(self.first) or not self.bias:
-            return []
-        width = self.shape[1]
-        gram = self.first[: width + 1, : width + 1] / self.first[width, width]
-        pairs = [(gram[width, :width], gram.diagonal()[:width])]
-        pairs += [(mean, squares) for mean, squares in [self.of_targets] if self.real_targets]
-        return [(m, np.sqrt(np.maximum(squares - m**2, 0.0))) for m, squares in pairs]
+        return [(pair[0], pair[1]) for pair in (self.of_columns, self.of_targets) if len(pair)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -190,6 +186,8 @@ class GLM(ClosedFormStrategy):
         if is_second and is_same and deviance > self.deviance * (1 + 1e-9):
             halved = (coefficients + self.before) / 2
             return self.with_layer(r.arrays, self._layer_of(halved))
+        if not is_second:
+            self._measure(sums)
         fit, last = self._fit(r.arrays, sums), self.fit
         if self.family == "multinomial" and last is not None and is_same and fit.rank < last.rank:
             raise ValueError(
@@ -197,9 +195,6 @@ class GLM(ClosedFormStrategy):
                 f"no maximum; leave out the column that does, or {OTHERS}"
             )
         arrays = self.with_layer(r.arrays, self._layer_of(fit.coefficients))
-        if not is_second:
-            self.first = sums.hessian
-            self.of_targets = np.stack([sums.targets, sums.squares]) / sums.num_examples
         self.before, self.deviance, self.rows = coefficients, deviance, rows
         if fit.collinear and (last is None or not last.collinear):
             named = ", ".join(fit.collinear)
@@ -217,9 +212,21 @@ class GLM(ClosedFormStrategy):
             self.solved = fit.decrement <= self.tolerance * fit.num_examples
         return arrays
 
+    def _measure(self, sums: NewtonSums) -> None:
+        """Take moments from sums at coefficients of 0, where all weights V are alike."""
+        squares, width = sums.hessian.diagonal(), self.shape[1]
+        self.length = np.sqrt(np.maximum(squares, 0.0))
+        if self.bias:
+            row = sums.hessian[width, :width]
+            pair = moments_of(row, squares[:width], squares[width], sums.rounding)
+            self.of_columns = np.stack(pair)
+        if self.bias and self.real_targets:
+            pair = moments_of(sums.targets, sums.squares, sums.num_examples, sums.rounding)
+            self.of_targets = np.stack(pair)
+
     def _fit(self, arrays: ArrayRecord, sums: NewtonSums) -> GLMFit:
         coefficients, constant = self._coefficients_of(arrays), bool(self.bias)
-        length = np.sqrt(np.maximum(self.first.diagonal(), 0.0)) if len(self.first) else None
+        length = self.length if len(self.length) else None
         options: Any = {"constant": constant, "names": self.names, "length": length}
         return newton_step(sums, coefficients, self.family, **options)
 

@@ -332,3 +332,19 @@ def test_moments_are_those_of_the_pooled_rows(y):
         np.testing.assert_allclose(mean, rows.mean(0), atol=1e-12)
         np.testing.assert_allclose(std, rows.std(0), rtol=1e-12)
     assert fitted(X, y, rounds=1, bias=False)[0].moments == []
+
+
+@pytest.mark.parametrize("y", [REAL, CLASSES], ids=["real", "two"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_column_without_deviation_has_none_by_its_sums(y, masked):
+    x = np.column_stack([X, np.full(N, 1 / 3), np.full(N, -7.1)])
+    (_, std), *_ = fitted(x, y, rounds=1, made={"secure": masked or None})[0].moments
+    assert (std[:P] > 0.9).all()
+    assert std[P:].tolist() == [0, 0]
+
+
+def test_moments_of_rows_without_an_estimate_are_there_as_well():
+    """Of the three classes one has no examples; clients may not give their sums again."""
+    strategy, _ = fitted(X, CLASSES * 2, rounds=1)
+    assert strategy.fit is None
+    np.testing.assert_allclose(strategy.moments[0][0], X.mean(0), atol=1e-12)
