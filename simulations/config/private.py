@@ -49,11 +49,6 @@ DRAWN: dict[str, tuple[Any, ...]] = {
 
 def require_covered(mechanism: type[Noise], config: Any, settings: Settings) -> None:
     """Refuse settings of a run with noise that tell more than its epsilon is of; ConfigError."""
-    if config.moments:
-        raise ConfigError(
-            "moments: they come from sums without noise over clients' rows, which epsilon does not "
-            "count; leave them out"
-        )
     public = public_parts(config.public)
     from_user = {
         "dataset": ("schema", config.may_be_private),

@@ -173,8 +173,7 @@ class Data:
     def checksum(self) -> str:
         """SHA-256 of all examples and labels, and of the names of columns and classes."""
         arrays = [self.x_train, self.y_train, self.x_test, self.y_test]
-        if self.elsewhere is not None:
-            arrays += [self.elsewhere.mean, self.elsewhere.std]
+        arrays += self._moments
         names = [*self.columns, *map(repr, self.classes), self.alphabet, *self._tables]
         if any(names):
             arrays.append(np.array(names))
@@ -276,7 +275,7 @@ class Data:
         elif self.natural_ids is not None:
             settings = {"partition": "natural", "num_clients": len(np.unique(self.natural_ids))}
         arrays = self._arrays()
-        content = name_of(checksum(np.array(list(arrays)), *arrays.values()))
+        content = name_of(checksum(np.array(list(arrays)), *arrays.values(), *self._moments))
         if self.has_real_targets:
             settings["task"] = "regression"
         name = f"{PASSED}:{content[:16]}"
@@ -295,6 +294,12 @@ class Data:
     @property
     def _tables(self) -> list[str]:
         return [] if self.schema is None else [json.dumps(self.schema.tables)]
+
+    @property
+    def _moments(self) -> list[NDArray[Any]]:
+        """Those that are not learned from these examples."""
+        parts = [] if self.elsewhere is None else [self.elsewhere, self.elsewhere.targets]
+        return [a for part in parts if part is not None for a in (part.mean, part.std)]
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays = [self.x_train, self.y_train, self.natural_ids]

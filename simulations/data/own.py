@@ -181,7 +181,9 @@ class OwnData:
     def _pooled(self, train: Part) -> InputTransform:
         """Return what is done to a table by moments from elsewhere."""
         with naming(f"moments: {self.moments}", ValueError):
-            inputs = InputTransform.load(self.moments)
+            inputs, pooled = InputTransform.load(self.moments), Path(self.moments) / "details"
+            if (pooled / InputTransform.FILE).exists():
+                raise ConfigError(f"a run's folder, with the moments before it; name {pooled}")
             if inputs is None:
                 raise ConfigError(f"expected a folder with {InputTransform.FILE}, as of glm's run")
             if (train.y.ndim == 2) != (inputs.targets is not None):

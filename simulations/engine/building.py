@@ -62,6 +62,11 @@ def load_setup(config: Config, inputs: str = "") -> Setup:
     setup = Setup(config, network, frozen, loaded=loaded)
     if inputs:
         return setup
+    if data.elsewhere is not None and config.mechanism is not None:
+        raise ConfigError(
+            "moments: they come from sums without noise over clients' rows, which epsilon does not "
+            "count; leave them out"
+        )
     known_scale = data.x_train.dtype == np.uint8 or "moments" in public_parts(config.public)
     known_scale = known_scale or config.takes_texts
     if config.is_pretrained and config.mechanism is not None and not known_scale:

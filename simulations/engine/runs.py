@@ -299,6 +299,8 @@ def read_config(
         if config.mechanism is not None:  # a test set that is drawn from them tells
             passed = replace(passed, test_share=0.0)
         changes = passed.read(standardise=config.standardise).keep(partial(named_for, config))
+        if isinstance(data, OwnData) and data.moments:  # for other processes
+            changes["moments"] = str(data.moments)
     for name in changes.keys() & overrides.keys():
         if changes[name] != overrides[name]:
             raise ConfigError(

@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ from fedntk.simulations.data.own import read_parts
 from fedntk.simulations.data.schema import load_schema, propose_schema
 from fedntk.simulations.deploy.deployment import write_deployment
 from fedntk.simulations.deploy.node import NodeSettings, check_node
+from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.engine.runs import read_config
 from fedntk.simulations.engine.server_app import serve as serve_run
 from fedntk.simulations.methods.glm import METHOD
 from fedntk.strategies.core.replies import NoUsableReply
@@ -422,6 +423,25 @@ def test_examples_that_processes_pass_on_keep_their_schema(tmp_path):
     assert (again.digest, again.checksum, again.schema) == (data.digest, data.checksum, data.schema)
 
 
+def test_examples_that_processes_pass_on_keep_their_moments(tmp_path):
+    """And two with other moments, of rows or of targets, have other names and checksums."""
+    frame = pd.DataFrame(np.random.default_rng(0).normal(size=(60, 2)), columns=["a", "label"])
+    own = OwnData(frame, frame, task="regression")
+    names, checksums = set(), set()
+    for name, other in {"x": frame * [2, 1], "y": frame * [1, 3]}.items():
+        replace(own, train=other, test=other).read().inputs.save(tmp_path / name)
+        mine = replace(own, moments=tmp_path / name)
+        config = read_config(Config(method="fedavg", num_clients=3), {}, data=mine)
+        data = load_data(config)
+        data.write(tmp_path / "passed.npz")
+        file: Any = {"dataset": f"npz:{tmp_path}/passed.npz", "task": "regression"}
+        again = load_data(DatasetSettings(moments=config.moments, **file))
+        assert again.checksum == data.checksum
+        names.add(config.dataset)
+        checksums.add(data.checksum)
+    assert len(names) == len(checksums) == 2
+
+
 def test_real_targets_of_a_schema_are_read_as_without_one(tmp_path):
     """Several of them, from a csv file in which all cells stay text."""
     frame = patients().assign(a=np.linspace(0, 1, 120), b=np.geomspace(1, 2, 120))
@@ -661,8 +681,12 @@ def test_moments_that_do_not_fit_are_refused(config, tmp_path):
     frame = patients().assign(outcome=np.linspace(0, 1, 120))
     refused("expected the targets of that run", read, frame, real, moments=tmp_path)
     noise: Any = {"noise": {"epsilon": 3.0}, "sums": {"auto_ridge": False, "validation_share": 0.0}}
-    noisy = partial(again.replace, one_exchange=noise, public="schema, moments")
-    refused("moments: they come from sums without noise", noisy)
+    noisy = again.replace(one_exchange=noise, public="schema, moments", test_share=0.0)
+    refused("moments: they come from sums without noise", load_setup, noisy)
+    (tmp_path / "details").mkdir()
+    expected.inputs.save(tmp_path / "details")
+    name = "a run's folder, with the moments before it; name .*details"
+    refused(name, read, patients(), moments=tmp_path)
 
 
 def test_a_node_is_told_the_schema_and_each_cell_that_does_not_fit(config, tmp_path, caplog):
