@@ -14,6 +14,7 @@ from .core.projection import SealedProjection, project
 from .core.secure_sum import MaskedSums
 from .core.weights import NamedArrays, get_weights, set_weights
 from .ensembles.fed_ensemble import FedEnsembleClient
+from .fed_nova import FedNovaClient
 from .gossip.d_psgd import DPSGDClient
 from .gossip.dfedavg import DFedAvgClient
 from .gossip.dfedsam import DFedSAMClient
@@ -45,6 +46,7 @@ __all__ = [
     "DittoClient",
     "FeatureStore",
     "FedEnsembleClient",
+    "FedNovaClient",
     "FedProtoClient",
     "GLMClient",
     "GossipClient",

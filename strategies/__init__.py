@@ -29,6 +29,7 @@ from .core.weight_average import WeightAverage
 from .ensembles.distillation import Distillation
 from .ensembles.fed_be import FedBE
 from .ensembles.fed_ensemble import FedEnsemble
+from .fed_nova import FedNova
 from .fedavg import SeededFedAvg
 from .gossip.d_psgd import DPSGD
 from .gossip.dfedavg import DFedAvg
@@ -74,6 +75,7 @@ __all__ = [
     "FedCOF",
     "FedEnsemble",
     "FedNCM",
+    "FedNova",
     "FedPer",
     "FedProto",
     "FromFlower",

@@ -6,6 +6,7 @@ WEIGHTS = "weights"  # what clients of Flower's own strategies reply with
 TRAIN_LOSS = "train-loss"
 LOSSES = "losses"  # of candidates
 LOST_STATE = "lost-state"  # 1: what only the client had; 0: what the server can send again
+EFFECTIVE_STEPS = "effective-steps"  # of a client, or of all
 EXAMPLES_CHANGED = "examples-changed"
 DIVERGED = "diverged"
 RATE_TIMES_LAMBDA = "rate-times-lambda"

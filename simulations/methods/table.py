@@ -117,6 +117,7 @@ METHODS: tuple[Method, ...] = (
     Method("fed-cof", strategies.FedCOF, baseline=True),
     Method("fed-ncm", strategies.FedNCM, baseline=True),
     Method("fed3r", strategies.Fed3R, baseline=True),
+    Method("fed-nova", strategies.FedNova, metrics=("effective-steps",), baseline=True),
     Method("fedavg", strategies.SeededFedAvg, baseline=True, apart=("proximal_mu",)),
     Method("scaffold", strategies.SCAFFOLD, baseline=True),
     Method("ditto", strategies.Ditto, metrics=("personal-loss", "restarted"), **PERSONAL),

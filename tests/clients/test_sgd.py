@@ -9,7 +9,7 @@ import torch
 from flwr.serverapp.strategy import FedProx
 from torch import nn
 
-from fedntk.clients import LocalSGD, SGDClient, get_weights
+from fedntk.clients import FedNovaClient, LocalSGD, SGDClient, get_weights
 from fedntk.clients.core.randomness import torch_seed
 from fedntk.ntk import one_hot
 from fedntk.ntk.losses import log_class_prior
@@ -223,6 +223,18 @@ def test_flowers_fedprox_drives_it_and_its_mu_counts():
 def test_a_bad_mu_in_a_message_is_refused(mu):
     client, text = SGDClient(network(), X, Y), r"proximal-mu: expected (at least 0|a finite|float)"
     refused(text, client.fit, get_weights(network()), {"proximal-mu": mu})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs: expected at least 1 with FedNova, got 0"),
+        ({"proximal_mu": 0.1}, "expected 0, got 0.1; FedNova normalises SGD"),
+        ({"optimizer": "adam"}, "optimizer: expected sgd with FedNova, got adam"),
+    ],
+)
+def test_fed_nova_refuses_steps_that_it_cannot_normalise(options, message):
+    refused(message, FedNovaClient, network(), X, Y, sgd=LocalSGD(**options))
 
 
 TRAINED = """

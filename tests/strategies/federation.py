@@ -58,6 +58,34 @@ def examples(partition: int) -> tuple[Tensor, Tensor]:
     return noise + 2 * nn.functional.one_hot(y, 4), y
 
 
+# Scalar client i's examples are x = a_i with target 1: F_i(w) = (a_i w - 1)^2 / 2 has its minimum
+# at 1 / a_i, and the sum of n_i F_i at w* = sum(n_i a_i) / sum(n_i a_i^2).
+SLOPES, SIZES = (1.0, 2.0, 1.5), (2, 2, 6)
+
+
+def scalar(kind: Callable[..., Any], **options: Any) -> ClientApp:
+    """Clients of one weight in float64."""
+
+    def make(*_: Any, seed: tuple[int, int]) -> NumPyClient:
+        slope, count = SLOPES[seed[1]], SIZES[seed[1]]
+        x, y = torch.full((count, 1), slope).double(), torch.zeros(count, dtype=torch.int64)
+        client = kind(nn.Linear(1, 1, bias=False).double(), x, y, loss="mse", **options)
+        client.targets = client.targets.double()
+        return client
+
+    return app(make)
+
+
+def descend(
+    strategy: Strategy, clients: ClientApp, rounds: int, *, first: float = 0.0, **grid: Any
+) -> float:
+    """Weight after some rounds of three scalar clients."""
+    initial = ArrayRecord({"weight": Array(np.array([[first]]))})
+    shown = Grid(clients, **{"num_clients": 3, **grid})
+    result = strategy.start(shown, initial, num_rounds=rounds)
+    return float(result.arrays["weight"].numpy()[0, 0])
+
+
 class Grid(LocalGrid):
     """A local grid that gives other node ids, and changes replies of some kinds.
 

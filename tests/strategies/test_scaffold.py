@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
-from flwr.app import Array, ArrayRecord
-from torch import nn
 
 from fedntk.clients import LocalSGD, SCAFFOLDClient, SGDClient
 from fedntk.strategies import SCAFFOLD, Sampling, SeededFedAvg
 from fedntk.strategies.core.strategy import round_of
 
 from .federation import (
+    SIZES,
+    SLOPES,
     Contract,
     Grid,
     app,
@@ -18,11 +17,13 @@ from .federation import (
     assert_near,
     bits,
     damaged,
+    descend,
     in_rounds,
     initial_bits,
     lost,
     network,
     run_as_if_lost,
+    scalar,
     start,
 )
 
@@ -30,31 +31,6 @@ ALL = {"fraction_evaluate": 0.0}
 CLIENTS = app(SCAFFOLDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
 PLAIN = app(SGDClient, sgd=LocalSGD(learning_rate=0.1, batch_size=4))
 CONTRACT = {"SCAFFOLD": Contract(SCAFFOLD, CLIENTS)}
-
-# Client i's examples are x = a_i with target 1: F_i(w) = (a_i w - 1)^2 / 2 has its minimum at
-# 1 / a_i, and the sum of n_i F_i at w* = sum(n_i a_i) / sum(n_i a_i^2).
-SLOPES, COUNTS = (1.0, 2.0, 1.5), (2, 2, 6)
-
-
-def scalar(**options):
-    """Clients of one weight in float64, with full batches."""
-
-    def make(*_, seed):
-        slope, count = SLOPES[seed[1]], COUNTS[seed[1]]
-        x, y = torch.full((count, 1), slope).double(), torch.zeros(count, dtype=torch.int64)
-        model = nn.Linear(1, 1, bias=False).double()
-        client = SCAFFOLDClient(model, x, y, loss="mse", **options)
-        client.targets = client.targets.double()
-        return client
-
-    return app(make)
-
-
-def descend(strategy, clients, rounds, *, first=0.0, **grid):
-    """Weight after some rounds of the scalar clients."""
-    initial = ArrayRecord({"weight": Array(np.array([[first]]))})
-    result = strategy.start(Grid(clients, **grid), initial, num_rounds=rounds)
-    return float(result.arrays["weight"].numpy()[0, 0])
 
 
 def control_of(strategy):
@@ -68,8 +44,8 @@ def test_scaffold_ends_in_the_pooled_optimum():
     """
     sampling = {"fraction_train": 0.1, "min_train_nodes": 2, "min_available_nodes": 3, **ALL}
     strategy = SCAFFOLD(server_learning_rate=1.5, **sampling)
-    clients = scalar(sgd=LocalSGD(learning_rate=0.05, epochs=4, batch_size=10))
-    assert descend(strategy, clients, 60, num_clients=3) == pytest.approx(15 / 23.5, rel=1e-10)
+    clients = scalar(SCAFFOLDClient, sgd=LocalSGD(learning_rate=0.05, epochs=4, batch_size=10))
+    assert descend(strategy, clients, 60) == pytest.approx(15 / 23.5, rel=1e-10)
     assert control_of(strategy) == pytest.approx([0.0], abs=1e-10)  # c is the pooled gradient there
 
 
@@ -80,10 +56,12 @@ def test_algorithm_1_by_hand(option):
     x, c, c_k = 0.3, 0.0, np.zeros(3)
     strategy = SCAFFOLD(server_learning_rate=global_rate, **ALL)
     clients = scalar(
-        option=option, sgd=LocalSGD(learning_rate=local_rate, epochs=steps, batch_size=10)
+        SCAFFOLDClient,
+        option=option,
+        sgd=LocalSGD(learning_rate=local_rate, epochs=steps, batch_size=10),
     )
     changes = {1: in_rounds(strategy, [2, 4], lost)}
-    weight = descend(strategy, clients, 5, first=x, num_clients=3, changes=changes)
+    weight = descend(strategy, clients, 5, first=x, changes=changes)
     for number in range(1, 6):
         chosen, moved, new = [0, 2] if number in (2, 4) else [0, 1, 2], [], c_k.copy()
         for i in chosen:
@@ -93,9 +71,9 @@ def test_algorithm_1_by_hand(option):
             at_x, by_steps = slope * (slope * x - 1), c_k[i] - c + (x - y) / (steps * local_rate)
             new[i] = at_x if option == "I" else by_steps
             moved.append(y - x)
-        x += global_rate * np.average(moved, weights=[COUNTS[i] for i in chosen])
+        x += global_rate * np.average(moved, weights=[SIZES[i] for i in chosen])
         c_k = new
-        c = np.average(c_k, weights=COUNTS)
+        c = np.average(c_k, weights=SIZES)
     numbers = [weight, *control_of(strategy), *(float(strategy.controls[i][0]) for i in range(3))]
     assert numbers == pytest.approx([x, c, *c_k], rel=1e-12)
 
@@ -108,7 +86,7 @@ def test_clients_not_heard_of_count_with_zero_and_those_held_out_not():
     ):
         strategy = SCAFFOLD(min_completed=1, **options, **ALL)
         changes = dict.fromkeys(silent, lost)
-        descend(strategy, scalar(), 1, num_clients=3, changes=changes)
+        descend(strategy, scalar(SCAFFOLDClient), 1, changes=changes)
         assert control_of(strategy) == pytest.approx([control])
 
 
