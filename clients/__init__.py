@@ -14,6 +14,7 @@ from .core.projection import SealedProjection, project
 from .core.secure_sum import MaskedSums
 from .core.weights import NamedArrays, get_weights, set_weights
 from .ensembles.fed_ensemble import FedEnsembleClient
+from .fed_dyn import FedDynClient
 from .fed_nova import FedNovaClient
 from .gossip.d_psgd import DPSGDClient
 from .gossip.dfedavg import DFedAvgClient
@@ -25,7 +26,9 @@ from .gossip.relay import RelayClient
 from .ntk.cp_ntk_fl import CPNTKFLClient
 from .ntk.ntk_fl import NTKFLClient
 from .personal.ditto import DittoClient
+from .personal.fed_babu import FedBABUClient
 from .personal.fed_proto import FedProtoClient
+from .personal.fed_rep import FedRepClient
 from .personal.personal_client import PersonalClient, PersonalisedClient
 from .personal.weighted_fedavg import WeightedFedAvgClient
 from .scaffold import SCAFFOLDClient
@@ -45,9 +48,12 @@ __all__ = [
     "DiskStore",
     "DittoClient",
     "FeatureStore",
+    "FedBABUClient",
+    "FedDynClient",
     "FedEnsembleClient",
     "FedNovaClient",
     "FedProtoClient",
+    "FedRepClient",
     "GLMClient",
     "GossipClient",
     "LocalSGD",

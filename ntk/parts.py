@@ -30,3 +30,9 @@ def head_arrays(network: nn.Module, head: str = "") -> tuple[str, ...]:
     arrays = tuple(array for array in network.state_dict() if array.startswith(prefixes))
     require_whole(network, arrays, "belong to the last layer")
     return arrays
+
+
+def trained_arrays(network: nn.Module) -> frozenset[str]:
+    """Return the names of the arrays that are trained; both names of a tied one."""
+    named = network.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if parameter.requires_grad)

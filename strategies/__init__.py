@@ -29,6 +29,7 @@ from .core.weight_average import WeightAverage
 from .ensembles.distillation import Distillation
 from .ensembles.fed_be import FedBE
 from .ensembles.fed_ensemble import FedEnsemble
+from .fed_dyn import FedDyn
 from .fed_nova import FedNova
 from .fedavg import SeededFedAvg
 from .gossip.d_psgd import DPSGD
@@ -41,13 +42,19 @@ from .gossip.topology import Topology, mixing_matrix, spectral_gap
 from .ntk.cp_ntk_fl import CPNTKFL
 from .ntk.ntk_fl import NTKFL
 from .personal.ditto import Ditto
+from .personal.fed_babu import FedBABU
 from .personal.fed_bn import FedBN
 from .personal.fed_per import FedPer
 from .personal.fed_proto import FedProto
+from .personal.fed_rep import FedRep
 from .personal.local_training import LocalTraining
 from .personal.personalised import PersonalisedStrategy, PersonalStrategy
 from .personal.weighted_fedavg import Mixing, WeightedFedAvg
 from .scaffold import SCAFFOLD
+from .server_optimizers.fed_adam import FedAdam
+from .server_optimizers.fed_avgm import FedAvgM
+from .server_optimizers.fed_yogi import FedYogi
+from .server_optimizers.server_optimizer import ServerOptimizer
 from .tct.tct import TCT
 
 __all__ = [
@@ -70,14 +77,20 @@ __all__ = [
     "Ditto",
     "FeatureSums",
     "Fed3R",
+    "FedAdam",
+    "FedAvgM",
+    "FedBABU",
     "FedBE",
     "FedBN",
     "FedCOF",
+    "FedDyn",
     "FedEnsemble",
     "FedNCM",
     "FedNova",
     "FedPer",
     "FedProto",
+    "FedRep",
+    "FedYogi",
     "FromFlower",
     "KeptSums",
     "Ledger",
@@ -98,6 +111,7 @@ __all__ = [
     "Screening",
     "SecureAggregation",
     "SeededFedAvg",
+    "ServerOptimizer",
     "Strategy",
     "Topology",
     "Update",

@@ -16,6 +16,7 @@ from torch import nn
 from fedntk.ntk import BadReply
 from fedntk.ntk.averages import moving_mean
 from fedntk.ntk.options import argument, part
+from fedntk.ntk.parts import trained_arrays
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.screening import screen_sizes
 from fedntk.ntk.robust_averages import DEFENCES
@@ -49,8 +50,7 @@ class FedNova(Strategy):
 
     def prepare(self) -> None:
         """Find the arrays that are trained."""
-        named = self.network.named_parameters(remove_duplicate=False)
-        self.trained = frozenset(name for name, p in named if p.requires_grad)
+        self.trained = trained_arrays(self.network)
 
     def train_round(self, r: Round) -> Rounds[Update]:
         """Average the clients' weights as if all had taken tau_eff steps."""

@@ -36,11 +36,18 @@ class SeededFedAvg(Strategy):
 
     def train_round(self, r: Round) -> Rounds[Update]:
         """Average the clients' weights, in the dtypes of the global model."""
-        if self.secure is not None:
-            mean, uploads, metrics = yield from self.secure.mean(r, self.enough)
-            return Update(uploads, None if mean is None else cast_like(mean, r.model), metrics)
-        uploads = yield from r.ask(r.weights)
-        uploads = self.screening.drop_outliers(uploads, r.model)
-        if not self.enough(uploads):
-            return Update(uploads)
-        return Update(uploads, cast_like(self.screening.mean(uploads, r.model), r.model))
+        return (yield from average_weights(self, r, self.secure))
+
+
+def average_weights(
+    strategy: Strategy, r: Round, secure: SecureAggregation | None
+) -> Rounds[Update]:
+    """Do a strategy's round as FedAvg does, in the dtypes of the global model."""
+    if secure is not None:
+        mean, uploads, metrics = yield from secure.mean(r, strategy.enough)
+        return Update(uploads, None if mean is None else cast_like(mean, r.model), metrics)
+    uploads = yield from r.ask(r.weights)
+    uploads = strategy.screening.drop_outliers(uploads, r.model)
+    if not strategy.enough(uploads):
+        return Update(uploads)
+    return Update(uploads, cast_like(strategy.screening.mean(uploads, r.model), r.model))

@@ -32,6 +32,7 @@ FUNCTIONS = {"ceil": math.ceil, "log2": math.log2, "min": min}
 TABLE = re.compile(r"^\| bytes of one client.*?\n\n", re.MULTILINE | re.DOTALL)
 NAMES = {  # rows that most pages have
     "first": "down besides, until a reply of the client has been accepted",
+    "then": "down besides, after a reply of the client has been accepted",
     "evaluate": "down, to evaluate",
     "model": "up, its model, when a round evaluates",
     "kept": "on its disk, for each of the newest 20 rounds",
@@ -67,6 +68,7 @@ def numbers(*prefixes, floating=False):
 
 KNOWN = {
     "P": numbers(), "P_b": numbers("1."), "P_h": numbers("3."), "P_f": numbers(floating=True),
+    "P_t": sum(p.numel() for p in network().parameters()),
     "n": EXAMPLES, "h": 1, "C": CLASSES, "C_k": CLASSES - 1, "p": HIDDEN,
 }  # fmt: skip
 
@@ -164,9 +166,9 @@ def test_what_a_client_of_a_server_sends(page, tmp_path):
             value(row["down, for means and deviations"], **more)
         }
     down, up, evaluate = (value(row[key], K=3, **more) for key in ("down", "up", "evaluate"))
-    first = value(row.get("first", "0"))
+    first, then = (value(row.get(key, "0")) for key in ("first", "then"))
     times = 2 if contract_of(page).once and page != "deep_afl" else 4  # that: once for each layer
-    expected = [down + first] * 2 + [down] * (times - 2)
+    expected = [down + first] * 2 + [down + then] * (times - 2)
     assert sent(grid, "down") == [each for each in expected if each]
     assert sent(grid, "up") == [up] * times * bool(up)
     assert set(sent(grid, "down", "evaluate")) <= {evaluate}

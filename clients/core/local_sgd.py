@@ -20,7 +20,8 @@ none.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from fedntk.ntk import Loss, loss_value
 from fedntk.ntk.losses import log_class_prior
 from fedntk.ntk.options import Declared, option
+from fedntk.ntk.payloads import wire
 
 from .base import ModelClient
 from .model_probe import training_outputs
@@ -38,7 +40,7 @@ from .randomness import own_randomness, torch_seed
 from .weights import set_weights
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8  # of Adam
-SGD_KEYS = frozenset({"lr", "proximal-mu"})  # of a message's configuration
+SGD_KEYS = frozenset({"lr", wire.PROXIMAL_MU})  # of a message's configuration
 Gradients = dict[str, Tensor]
 Adjust = Callable[[Gradients], Gradients]  # what is stepped along instead; changes none in place
 BatchLoss = Callable[[Tensor], Tensor]  # positions of a batch's examples -> their mean loss
@@ -50,6 +52,22 @@ BatchGradients = Callable[
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> parameter of those that are trained."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def only_trained(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Have no parameter trained but those of some names; ValueError if none of these is."""
+    trained = trained_parameters(model)
+    if not trained.keys() & names:
+        raise ValueError(f"model: nothing is trained of {sorted(names)[:5]}; expected a parameter")
+    fixed = [parameter for name, parameter in trained.items() if name not in names]
+    try:
+        for parameter in fixed:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in fixed:
+            parameter.requires_grad_(True)
 
 
 def plain_gradients(
@@ -228,7 +246,7 @@ class LocalSGD(Declared, frozen=True):
         batch_loss: BatchLoss | None = None,
     ) -> float:
         """Train from the received weights, with FedProx's term: see :meth:`descend`."""
-        mu = self._resolve("proximal_mu", config, "proximal-mu")
+        mu = self._resolve("proximal_mu", config, wire.PROXIMAL_MU)
         adjust = None
         if mu:
             set_weights(client.model, weights)

@@ -11,6 +11,8 @@ EXAMPLES_CHANGED = "examples-changed"
 DIVERGED = "diverged"
 RATE_TIMES_LAMBDA = "rate-times-lambda"
 
+PROXIMAL_MU = "proximal-mu"  # configuration of local SGD
+
 # configuration: what a client keeps from round to round
 RUN = "personal-run"
 ROUND = "personal-round"  # whose arrays count
@@ -44,6 +46,7 @@ OF_NEIGHBOURS = frozenset(
 # records
 PERSONAL = "personal"  # first values of what a client keeps
 CORRECTIONS, CONTROLS = "corrections", "controls"  # of SCAFFOLD
+PROXIMAL_CENTRE = "proximal-centre"  # in place of the received weights
 PROTOTYPES = "prototypes"
 BEFORE = "before"  # weights: see KEEP_BOTH
 STEPS, CLASS_WEIGHTS = "steps", "class-weights"  # by which features are rounded and weighted

@@ -1,5 +1,6 @@
 """Clients of personal methods without a strategy: steps by hand, and what they send and keep."""
 
+import copy
 import shutil
 
 import numpy as np
@@ -9,7 +10,9 @@ from torch import nn
 
 from fedntk.clients import (
     DittoClient,
+    FedBABUClient,
     FedProtoClient,
+    FedRepClient,
     LocalSGD,
     PersonalisedClient,
     WeightedFedAvgClient,
@@ -129,6 +132,63 @@ def test_dittos_steps_are_the_papers_with_the_received_weights_as_the_centre():
         for actual, expected in ((sent["weight"], w), (saved["weight"], v), (saved["bias"], c)):
             np.testing.assert_allclose(actual, expected.numpy(), atol=1e-5)
     assert np.abs(saved["weight"] - sent["weight"]).max() > 0.01
+
+
+# ------------------------------------------------------------------ FedRep and FedBABU
+
+
+def in_float64(kind, **options):
+    """A client, the same network, and what takes torch's steps on layers of it: whole batches."""
+    x, y = examples(4)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    sgd = LocalSGD(epochs=2, learning_rate=0.5, batch_size=20)
+    client = kind(copy.deepcopy(model), x.double(), y, sgd=sgd, **options)
+
+    def descend(layer, steps):
+        optimizer = torch.optim.SGD(model[layer].parameters(), lr=0.5)
+        for _ in range(steps):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x.double()), y).backward()
+            optimizer.step()
+        return {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+
+    return client, model, descend
+
+
+def assert_equal(actual, expected):
+    for name, array in actual.items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-12, atol=1e-13)
+
+
+def test_fed_rep_trains_the_head_and_then_the_body(tmp_path):
+    client, model, descend = in_float64(FedRepClient, head_epochs=3, cache=tmp_path)
+    start = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+    head, body = ({n: a for n, a in start.items() if (n[0] == "2") == of} for of in (True, False))
+    reply, _, _ = client.fit(named(arrays=body, personal=head), config(1))
+    descend(2, 3)
+    expected = descend(0, 2)
+    assert_equal(reply.records["arrays"], expected)
+    assert_equal(client.load_personal(config(2, saved=1)), expected)
+    assert all(parameter.requires_grad for parameter in client.model.parameters())
+
+
+def test_fed_babu_trains_the_body_and_its_head_only_to_evaluate():
+    client, model, descend = in_float64(FedBABUClient, head_epochs=4)
+    start = get_weights(model)
+    trained = dict(zip(model.state_dict(), client.fit(start, {})[0], strict=True))
+    expected = descend(0, 2)
+    assert_equal(trained, expected)
+    loss, _, _ = client.evaluate(list(trained.values()), {})
+    descend(2, 4)
+    x, y = examples(4)
+    wanted = nn.functional.cross_entropy(model(x.double()), y).item()
+    assert loss == pytest.approx(wanted, rel=1e-12)
+    predictor = client.predictor(list(trained.values()), {})
+    assert predictor.evaluate(x.double(), y).loss == pytest.approx(wanted, rel=1e-12)
+    alone = FedBABUClient(nn.Linear(4, 3), x, y)
+    refused("model: nothing is trained of", alone.fit, get_weights(alone.model), {})
 
 
 # ------------------------------------------------------------------ FedProto

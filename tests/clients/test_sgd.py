@@ -9,7 +9,14 @@ import torch
 from flwr.serverapp.strategy import FedProx
 from torch import nn
 
-from fedntk.clients import FedNovaClient, LocalSGD, SGDClient, get_weights
+from fedntk.clients import (
+    FedDynClient,
+    FedNovaClient,
+    LocalSGD,
+    NamedArrays,
+    SGDClient,
+    get_weights,
+)
 from fedntk.clients.core.randomness import torch_seed
 from fedntk.ntk import one_hot
 from fedntk.ntk.losses import log_class_prior
@@ -235,6 +242,14 @@ def test_a_bad_mu_in_a_message_is_refused(mu):
 )
 def test_fed_nova_refuses_steps_that_it_cannot_normalise(options, message):
     refused(message, FedNovaClient, network(), X, Y, sgd=LocalSGD(**options))
+
+
+def test_fed_dyn_refuses_a_centre_of_another_network():
+    client = FedDynClient(network(), X, Y)
+    weights = dict(zip(network().state_dict(), get_weights(network()), strict=True))
+    records = {"arrays": weights, "proximal-centre": {"0.weight": np.zeros((2, 2))}}
+    message = r"differing in \['0.weight', '0.bias'.*; the strategy's network must be the client's"
+    refused(message, client.fit, NamedArrays(records), {"proximal-mu": 0.1})
 
 
 TRAINED = """

@@ -13,8 +13,10 @@ from torch import nn
 
 from fedntk.clients import (
     DittoClient,
+    FedBABUClient,
     FedEnsembleClient,
     FedProtoClient,
+    FedRepClient,
     LocalSGD,
     NamedArrays,
     PersonalisedClient,
@@ -28,10 +30,12 @@ from fedntk.strategies import (
     NTKDFL,
     DFedAvg,
     Ditto,
+    FedBABU,
     FedBN,
     FedEnsemble,
     FedPer,
     FedProto,
+    FedRep,
     LocalTraining,
     PersonalisedStrategy,
     SeededFedAvg,
@@ -84,6 +88,8 @@ contract = partial(Contract, personal=True)
 CONTRACT = {
     "PersonalisedStrategy": contract(personal, CLIENTS),
     "FedBN": contract(partial(FedBN, network=network()), CLIENTS),
+    "FedRep": contract(partial(FedRep, network=network()), app(FedRepClient, **SGD)),
+    "FedBABU": contract(FedBABU, app(FedBABUClient, **SGD)),
     "FedPer": contract(partial(FedPer, network=network()), CLIENTS),
     "LocalTraining": contract(LocalTraining, CLIENTS, sends_arrays=False),
     "Ditto": contract(Ditto, DITTOS),
@@ -258,6 +264,22 @@ def test_two_nodes_that_claim_one_partition_keep_what_is_theirs_apart():
     names = [str(path.relative_to(cache_dir() / "personal")) for path in folders(strategy)]
     runs = [f"client-{client}/run-{strategy.trained.run_key}" for client in (0, 1, 2, 2)]
     assert names == [*runs[:3], f"{runs[3]}-9"]
+
+
+# ---------------------------------------------------------------------- FedRep and FedBABU
+
+
+def test_fed_babu_is_fedavg_of_a_network_with_a_frozen_head_and_fed_rep_if_heads_are_not_trained():
+    """Bit for bit; FedRep's heads then stay the first ones, with each client."""
+
+    def frozen(model, *data, **options):
+        model[3].requires_grad_(False)
+        return SGDClient(model, *data, **options)
+
+    babu = start(FedBABU(**OPTIONS), Grid(app(FedBABUClient, **SGD)), rounds=2)
+    assert bits(babu) == bits(start(SeededFedAvg(**OPTIONS), Grid(app(frozen, **SGD)), rounds=2))
+    clients = app(FedRepClient, head_epochs=0, **SGD)
+    assert bits(start(FedRep(network=network(), **OPTIONS), Grid(clients), 2)) == bits(babu)
 
 
 # -------------------------------------------------------------------------------- Ditto

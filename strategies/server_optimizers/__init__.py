@@ -1,0 +1,1 @@
+"""Optimizers on the server: the server half."""
