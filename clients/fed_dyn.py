@@ -10,8 +10,8 @@ import torch
 
 from fedntk.ntk.payloads import wire
 
-from .core.local_sgd import proximal_term, trained_parameters
-from .core.weights import Config, Fit, Parameters, get_weights
+from .core.local_sgd import Adjust, proximal_term, trained_parameters
+from .core.weights import Config, Fit, Parameters, Record, get_weights
 from .sgd import SGDClient
 
 
@@ -31,9 +31,17 @@ class FedDynClient(SGDClient):
         """Train from the received weights; the metric ``train-loss`` has no regulariser."""
         records = dict(getattr(parameters, "records", {}))
         sent = records.pop(wire.PROXIMAL_CENTRE, None)
+        weights = [*next(iter(records.values())).values()] if records else parameters
+        x, targets = self.training_examples(config)
         if sent is None:
-            return super().step_train(parameters, config)
-        (weights,) = records.values()
+            loss = self.sgd.train(self, weights, x, targets, config)
+        else:
+            adjust = self._pulled_to(sent, float(config[wire.PROXIMAL_MU]))
+            loss = self.sgd.descend(self, weights, x, targets, config, adjust)
+        return get_weights(self.model), len(x), {wire.TRAIN_LOSS: loss}
+
+    def _pulled_to(self, sent: Record, pull: float) -> Adjust:
+        """Check the centre; return what adds pull (v - c) to gradients."""
         trained = trained_parameters(self.model)
         shapes = {n: sent[n].shape == tuple(p.shape) for n, p in trained.items() if n in sent}
         if wrong := [name for name in trained if not shapes.get(name)]:
@@ -42,7 +50,4 @@ class FedDynClient(SGDClient):
                 f"differing in {wrong[:5]}; the strategy's network must be the client's"
             )
         centre = {name: torch.from_numpy(sent[name].copy()) for name in trained}
-        adjust = proximal_term(trained, float(config[wire.PROXIMAL_MU]), centre)
-        x, targets = self.training_examples(config)
-        loss = self.sgd.descend(self, list(weights.values()), x, targets, config, adjust)
-        return get_weights(self.model), len(x), {wire.TRAIN_LOSS: loss}
+        return proximal_term(trained, pull, centre)

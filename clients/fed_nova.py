@@ -11,7 +11,7 @@ import torch
 
 from fedntk.ntk.payloads import wire
 
-from .core.weights import Config, Fit, Parameters
+from .core.weights import Config, Fit, Parameters, Scalar, get_weights
 from .sgd import SGDClient
 
 
@@ -34,10 +34,12 @@ class FedNovaClient(SGDClient):
 
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Train from the received weights; metrics: ``train-loss`` and ``effective-steps``."""
-        weights, num_examples, metrics = super().step_train(parameters, config)
-        batches = self.sgd.batches(self.model, torch.arange(num_examples))
+        x, targets = self.training_examples(config)
+        train_loss = self.sgd.train(self, parameters, x, targets, config)
+        batches = self.sgd.batches(self.model, torch.arange(len(x)))
         velocity = total = 0.0
         for _ in range(self.sgd.epochs * len(batches)):
             velocity = self.sgd.momentum * velocity + 1
             total += velocity
-        return weights, num_examples, {**metrics, wire.EFFECTIVE_STEPS: total}
+        metrics: dict[str, Scalar] = {wire.TRAIN_LOSS: train_loss, wire.EFFECTIVE_STEPS: total}
+        return get_weights(self.model), len(x), metrics

@@ -7,9 +7,10 @@ Classification*, ICLR 2022, algorithm 1, and section 5.2 for the fine-tuning of 
 from fedntk.ntk import Predictor
 from fedntk.ntk.options import option
 from fedntk.ntk.parts import head_arrays
+from fedntk.ntk.payloads import wire
 
 from ..core.local_sgd import only_trained
-from ..core.weights import Config, Evaluation, Fit, Parameters
+from ..core.weights import Config, Evaluation, Fit, Parameters, get_weights, set_weights
 from ..sgd import SGDClient
 
 
@@ -28,15 +29,18 @@ class FedBABUClient(SGDClient):
     def step_train(self, parameters: Parameters, config: Config) -> Fit:
         """Train the body as :class:`SGDClient` trains all."""
         with only_trained(self.model, self.model.state_dict().keys() - self._head()):
-            return super().step_train(parameters, config)
+            x, targets = self.training_examples(config)
+            loss = self.sgd.train(self, parameters, x, targets, config)
+        return get_weights(self.model), len(x), {wire.TRAIN_LOSS: loss}
 
     def evaluate(self, parameters: Parameters, config: Config) -> Evaluation:
         """Fine-tune the head on the training examples, and evaluate on the client's own."""
-        return super().evaluate(self._fine_tuned(parameters, config), config)
+        set_weights(self.model, self._fine_tuned(parameters, config))
+        return self.evaluate_model(config)
 
     def predictor(self, parameters: Parameters, config: Config) -> Predictor:
         """Make a module of the network with the head fine-tuned."""
-        return super().predictor(self._fine_tuned(parameters, config), config)
+        return self.network_predictor(self._fine_tuned(parameters, config))
 
     def _head(self) -> set[str]:
         return set(head_arrays(self.model, self.head))
