@@ -137,6 +137,12 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
     train_examples: int = setting(
         0, "training examples that clients get in all, drawn from the set; 0: all", at_least=0
     )
+    shared_examples: int = setting(
+        0,
+        "data sharing (Zhao et al. 2018): public training examples, drawn at random, on which each "
+        "client trains besides its own; they are in no client's part",
+        at_least=0,
+    )
     local_test_fraction: float = setting(
         0.0,
         "share of a client's examples kept out of its training, for its own evaluation",

@@ -4,7 +4,7 @@ import hashlib
 import importlib.metadata
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from logging import getLogger
 from typing import Any
@@ -27,26 +27,31 @@ SPLIT_SETTINGS = [name for name in SplitSettings.__annotations__ if name not in 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Indices of each client's training and, with private-test, test examples; and the server's."""
+    """Indices of each client's training and, with private-test, test examples; and the server's.
+
+    Those that are shared are no client's: each client trains on them besides its own.
+    """
 
     clients: tuple[Indices, ...]
     validation: Indices
     tests: tuple[Indices, ...] = ()
+    shared: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def checksum(self) -> str:
         """SHA-256 of all indices."""
         digest = hashlib.sha256()
-        for indices in (self.validation, *self.clients, *self.tests):
+        shared = (self.shared,) if len(self.shared) else ()
+        for indices in (self.validation, *self.clients, *self.tests, *shared):
             digest.update(len(indices).to_bytes(8, "little") + indices.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def train_and_test(self, partition: int, settings: SplitSettings) -> tuple[Indices, Indices]:
-        """Return a client's own examples for training and for evaluation, without overlap."""
+        """Return a client's examples for training, the shared ones last, and for evaluation."""
         indices, count = self.clients[partition], self.num_kept(partition, settings)
         generator = np.random.default_rng([settings.seed, partition])
         indices = generator.permutation(indices) if count else indices
-        return indices[count:], indices[:count]
+        return np.concatenate([indices[count:], self.shared]), indices[:count]
 
     def num_kept(self, partition: int, settings: SplitSettings) -> int:
         """Return how many of a client's examples are kept out of its training."""
@@ -77,6 +82,10 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
                 f"server keeps none; got num-clients = {settings.num_clients} and "
                 f"validation-examples = {settings.validation_examples}"
             )
+        if settings.shared_examples:
+            raise ConfigError(
+                "shared-examples: expected 0 with partition = given; put them into it"
+            )
         return _with_tests(Split(data.split, np.zeros(0, np.int64)), settings, data)
     if settings.owners and ids is not None:
         everyone = np.unique(ids[rest])
@@ -86,6 +95,11 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
         generator = np.random.default_rng([settings.seed, *b"owners"])
         drawn = generator.choice(everyone, settings.owners, replace=False)
         rest = rest[np.isin(ids[rest], drawn)]
+    if settings.shared_examples > len(rest):
+        raise ConfigError(
+            f"shared-examples: expected at most {len(rest)}, got {settings.shared_examples}"
+        )
+    shared, rest = np.split(rest, [settings.shared_examples])
     asked = settings.train_examples
     if asked > len(rest):
         raise ConfigError(f"train-examples: expected at most {len(rest)}, got {asked}")
@@ -109,7 +123,7 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
             f"partition = {partition}: client {empty[0]} would have no examples; use fewer clients "
             "or a larger alpha"
         )
-    return _with_tests(Split(clients, validation), settings, data)
+    return _with_tests(Split(clients, validation, shared=np.sort(shared)), settings, data)
 
 
 def _fill(split: tuple[Indices, ...], alpha: float) -> tuple[Indices, ...]:
@@ -215,10 +229,10 @@ def _load_split(settings: SplitSettings, data: Data) -> Split:
         split = split_data(settings, data)
         sizes = [len(indices) for indices in split.clients]
         with whole(path) as file:
-            np.savez(file, np.concatenate(split.clients), sizes, split.validation)
+            np.savez(file, np.concatenate(split.clients), sizes, split.validation, split.shared)
     with np.load(path) as saved:
-        clients, sizes, validation = saved.values()
-    split = Split(tuple(np.split(clients, np.cumsum(sizes)[:-1])), validation)
+        clients, sizes, validation, shared = saved.values()
+    split = Split(tuple(np.split(clients, np.cumsum(sizes)[:-1])), validation, shared=shared)
     return _with_tests(split, settings, data)  # fast, so no file has it
 
 

@@ -42,6 +42,23 @@ def test_disjoint_partitions_hold_every_example_once(partition):
     assert len(set(labels[everything[100:]])) == 10
 
 
+def test_shared_examples_are_no_clients_and_each_trains_on_them_besides_its_own():
+    """From a cached split as well; without any, splits have the checksums that they had."""
+    config = replace(DIGITS, shared_examples=50, local_test_fraction=0.5)
+    split = load_split(config)
+    everything = np.concatenate([split.shared, *split.clients])
+    np.testing.assert_array_equal(np.sort(everything), np.arange(1437))
+    assert len(split.shared) == 50
+    for client, own in enumerate(split.clients):
+        train, test = split.train_and_test(client, config)
+        np.testing.assert_array_equal(train[-50:], split.shared)
+        np.testing.assert_array_equal(np.sort([*train[:-50], *test]), np.sort(own))
+    none = load_split(DIGITS)
+    assert none.checksum == replace(none, shared=none.shared.copy()).checksum != split.checksum
+    message = "shared-examples: expected at most 1437, got 2000"
+    refused(message, load_split, replace(DIGITS, shared_examples=2000))
+
+
 def test_with_one_class_by_number_client_k_has_class_k():
     one = {"classes_per_client": 1, "class_assignment": "first-deterministic"}
     config = replace(DIGITS, partition="pathological", num_clients=10, **one)
