@@ -10,11 +10,13 @@ gradient of client i, whose change of the weights is w_i - w = -eta ||a_i||_1 d_
 That is FedAvg's mean of the models w + (tau_eff / ||a_i||_1) (w_i - w).
 """
 
+from logging import getLogger
+
 import numpy as np
 from torch import nn
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.averages import moving_mean
+from fedntk.ntk.averages import are_finite, moving_mean
 from fedntk.ntk.options import argument, part
 from fedntk.ntk.parts import trained_arrays
 from fedntk.ntk.payloads import wire
@@ -28,8 +30,11 @@ from .core.channel import Rounds
 from .core.replies import Reply
 from .core.round import Round
 from .core.strategy import Strategy
-from .core.uploads import Update
+from .core.uploads import Update, Uploads
 from .core.weight_average import WeightAverage
+
+logger = getLogger("flwr")
+Both = tuple[ArrayDict, float]  # weights, and how many steps they are of
 
 
 class FedNova(Strategy):
@@ -55,7 +60,7 @@ class FedNova(Strategy):
     def train_round(self, r: Round) -> Rounds[Update]:
         """Average the clients' weights as if all had taken tau_eff steps."""
 
-        def parse(reply: Reply) -> tuple[ArrayDict, float]:
+        def parse(reply: Reply) -> Both:
             steps = reply.metrics.get(wire.EFFECTIVE_STEPS)
             if not isinstance(steps, int | float) or steps < 1:
                 got = str(steps)[:80]
@@ -69,18 +74,28 @@ class FedNova(Strategy):
         both = self.screening.drop(both, lambda v, factor: screen_sizes([s for _, s in v], factor))
         if not self.enough(both):
             return Update(both)
+        with np.errstate(over="ignore"):  # such means are refused below
+            _, models = self._normalised(r.model, both)
+            uploads = self.screening.drop_outliers(both.with_values(models), r.model)
+            if not self.enough(uploads):
+                return Update(uploads)
+            effective, models = self._normalised(r.model, both.keep(uploads.nodes))
+            uploads = uploads.with_values(models)
+            new = self.screening.mean(uploads, r.model)
+        if not are_finite({name: new[name] for name in self.trained & new.keys()}, r.model):
+            logger.warning("the new weights are not finite: the model stays as it was")
+            return Update(uploads)
+        return Update(uploads, cast_like(new, r.model), {wire.EFFECTIVE_STEPS: effective})
+
+    def _normalised(self, before: ArrayDict, both: Uploads[Both]) -> tuple[float, list[ArrayDict]]:
+        """Return tau_eff, and the clients' weights as if all had taken as many steps."""
         steps = [s for _, s in both.values]
         effective = float(np.average(steps, weights=both.counts))
         if self.screening.is_robust or len(set(steps)) == 1:
             effective = float(np.median(steps))
-        models = [self._normalised(r.model, w, effective / s) for w, s in both.values]
-        uploads = self.screening.drop_outliers(both.with_values(models), r.model)
-        if not self.enough(uploads):
-            return Update(uploads)
-        new = cast_like(self.screening.mean(uploads, r.model), r.model)
-        return Update(uploads, new, {wire.EFFECTIVE_STEPS: effective})
+        return effective, [self._scaled(before, w, effective / s) for w, s in both.values]
 
-    def _normalised(self, before: ArrayDict, after: ArrayDict, share: float) -> ArrayDict:
+    def _scaled(self, before: ArrayDict, after: ArrayDict, share: float) -> ArrayDict:
         if share == 1:
             return after
         trained = {name: after[name] for name in after if name in self.trained}

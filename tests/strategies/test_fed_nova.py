@@ -16,6 +16,7 @@ from .federation import (
     Grid,
     app,
     bits,
+    damaged,
     descend,
     network,
     run_as_if_lost,
@@ -77,6 +78,21 @@ def test_a_reply_with_a_bad_number_of_steps_is_as_if_it_were_lost(claim, reason)
     """One that claims many steps would have all others' changes multiplied."""
     change = with_metrics(effective_steps=claim)
     run_as_if_lost(lambda: make(**ALL), CLIENTS, change, reason, rounds=2)
+
+
+@pytest.mark.parametrize("rule", ["none", "median"])
+def test_the_steps_of_a_reply_whose_weights_are_dropped_do_not_count(rule):
+    """Clients of 5 ... 10 examples take two or three steps."""
+    far = damaged(0, lambda a: a + 1e4)
+    screening = Screening(rule)
+    run_as_if_lost(lambda: make(screening=screening, **ALL), CLIENTS, far, "scale", rounds=2)
+
+
+def test_no_claim_of_two_clients_leaves_weights_that_are_not_finite():
+    """Of two clients none is an outlier: tau_eff would be over 5e39."""
+    changes = {1: with_metrics(effective_steps=1e40)}
+    weights = start(make(**ALL), Grid(CLIENTS, num_clients=2, changes=changes))
+    assert all(np.isfinite(array).all() for array in weights.values())
 
 
 def test_under_a_rule_a_claim_within_the_factor_moves_no_ones_step():
