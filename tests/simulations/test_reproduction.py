@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from fedntk.simulations import Config, run
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.errors import ConfigError, RunFailed
+from fedntk.simulations.methods.table import METHODS
 from fedntk.simulations.report.results import round_at
 from fedntk.simulations.reproduction import making, reproduce, verify
 from fedntk.simulations.reproduction.declaration import FORMS, Declaration, all_names, merged
@@ -214,6 +215,13 @@ def test_settings_of_every_declared_cell_are_valid(name):
     ]
     for cell in cells:
         making.config_of(declaration, cell, declaration.folder, "")
+
+
+def test_no_row_is_left_out_whose_method_exists():
+    known = {method.name.replace("-", "") for method in METHODS}
+    for name in all_names():
+        for row, line in Declaration.load(name).rows.items():
+            assert not line.missing or row.split("-")[0] not in known, (name, row)
 
 
 # ------------------------------------------------------------------------- measures
