@@ -38,6 +38,11 @@ class Split:
     shared: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
+    def sizes(self) -> list[int]:
+        """Number of each client's examples, the shared ones included."""
+        return [len(part) + len(self.shared) for part in self.clients]
+
+    @property
     def checksum(self) -> str:
         """SHA-256 of all indices."""
         digest = hashlib.sha256()

@@ -244,7 +244,10 @@ def _prepare(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
         if not again and run_state(config) == "finished":
             return None
         setup, strategy = prepare(config)
-        setup.data.compute_features(np.concatenate(setup.split.clients))  # clients have one thread
+        split = setup.split
+        setup.data.compute_features(
+            np.concatenate([*split.clients, split.shared])
+        )  # one thread each
         return setup, strategy
 
 

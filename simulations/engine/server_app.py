@@ -180,7 +180,7 @@ def train(
         raise
     recorder.save()
     method.after_run(setup, strategy, folder / "details")
-    sizes = [len(part) for part in setup.split.clients]
+    sizes = setup.split.sizes
     more = {
         **source,
         "inputs": setup.data.inputs.describe(),

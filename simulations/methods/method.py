@@ -122,6 +122,8 @@ class Setup:
                 self.dtype,
                 self.split.train_and_test(partition, self.config),
             )
+            if partition >= self.config.num_clients - self.config.validation_clients:
+                train = train[: len(train) - len(self.split.shared)]  # they evaluate on their own
             private = self._on_private_test
             rows = self.split.tests[partition] if private else test_rows
             test = data.test(rows, dtype) if private else data.train(rows, dtype)

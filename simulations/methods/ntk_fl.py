@@ -75,7 +75,7 @@ class EvolvingMethod(Method):
         row = jacobian(setup.network.to(device), projected(config, x).to(device))
         size = sum(b.dense_size for b in row.blocks) * row.dtype.itemsize
         size = size if self.settings_in(config).structure == "dense" else row.nbytes
-        counts = [sample_size(len(part), config.sampling_rate) for part in setup.split.clients]
+        counts = [sample_size(size, config.sampling_rate) for size in setup.split.sizes]
         largest = sorted(counts)[-config.clients_a_round :]
         require_memory(
             2 * size * sum(largest),

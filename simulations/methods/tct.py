@@ -99,7 +99,7 @@ class _TCT(SumsMethod):
         """Refuse features that would not fit on this machine's disk."""
         config, settings = setup.config, self.settings_in(setup.config)
         width = _feature_map(settings).width(setup.network)
-        sizes = [len(part) for part in setup.split.clients]
+        sizes = setup.split.sizes
         total, largest = sum(sizes), max(sizes)
         if settings.sums is not None:  # the strategy says
             return

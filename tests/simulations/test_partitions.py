@@ -59,6 +59,15 @@ def test_shared_examples_are_no_clients_and_each_trains_on_them_besides_its_own(
     refused(message, load_split, replace(DIGITS, shared_examples=2000))
 
 
+def test_shared_examples_count_at_each_client_and_no_held_out_one_has_them():
+    config = replace(DIGITS, shared_examples=50, validation_clients=1)
+    setup = load_setup(config)
+    own = [len(part) for part in setup.split.clients]
+    assert setup.split.sizes == [size + 50 for size in own]
+    trained = [len(setup.examples(client).train[1]) for client in range(config.num_clients)]
+    assert trained == [*setup.split.sizes[:-1], own[-1]]
+
+
 def test_with_one_class_by_number_client_k_has_class_k():
     one = {"classes_per_client": 1, "class_assignment": "first-deterministic"}
     config = replace(DIGITS, partition="pathological", num_clients=10, **one)
