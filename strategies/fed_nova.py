@@ -10,13 +10,11 @@ gradient of client i, whose change of the weights is w_i - w = -eta ||a_i||_1 d_
 That is FedAvg's mean of the models w + (tau_eff / ||a_i||_1) (w_i - w).
 """
 
-from logging import getLogger
-
 import numpy as np
 from torch import nn
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.averages import are_finite, moving_mean
+from fedntk.ntk.averages import moving_mean
 from fedntk.ntk.options import argument, part
 from fedntk.ntk.parts import trained_arrays
 from fedntk.ntk.payloads import wire
@@ -33,7 +31,7 @@ from .core.strategy import Strategy
 from .core.uploads import Update, Uploads
 from .core.weight_average import WeightAverage
 
-logger = getLogger("flwr")
+MOST_STEPS = 1e9  # that a client may claim
 Both = tuple[ArrayDict, float]  # weights, and how many steps they are of
 
 
@@ -62,11 +60,11 @@ class FedNova(Strategy):
 
         def parse(reply: Reply) -> Both:
             steps = reply.metrics.get(wire.EFFECTIVE_STEPS)
-            if not isinstance(steps, int | float) or steps < 1:
+            if not isinstance(steps, int | float) or not 1 <= steps <= MOST_STEPS:
                 got = str(steps)[:80]
                 raise BadReply(
                     wire.EFFECTIVE_STEPS,
-                    f"expected a number of at least 1, got {got}: is it a {self.client}?",
+                    f"expected a number of 1 ... {MOST_STEPS:g}, got {got}: is it a {self.client}?",
                 )
             return r.weights(reply), float(steps)
 
@@ -74,18 +72,13 @@ class FedNova(Strategy):
         both = self.screening.drop(both, lambda v, factor: screen_sizes([s for _, s in v], factor))
         if not self.enough(both):
             return Update(both)
-        with np.errstate(over="ignore"):  # such means are refused below
-            _, models = self._normalised(r.model, both)
-            uploads = self.screening.drop_outliers(both.with_values(models), r.model)
-            if not self.enough(uploads):
-                return Update(uploads)
-            effective, models = self._normalised(r.model, both.keep(uploads.nodes))
-            uploads = uploads.with_values(models)
-            new = self.screening.mean(uploads, r.model)
-        if not are_finite({name: new[name] for name in self.trained & new.keys()}, r.model):
-            logger.warning("the new weights are not finite: the model stays as it was")
+        _, models = self._normalised(r.model, both)
+        uploads = self.screening.drop_outliers(both.with_values(models), r.model)
+        if not self.enough(uploads):
             return Update(uploads)
-        return Update(uploads, cast_like(new, r.model), {wire.EFFECTIVE_STEPS: effective})
+        effective, models = self._normalised(r.model, both.keep(uploads.nodes))
+        new = cast_like(self.screening.mean(uploads.with_values(models), r.model), r.model)
+        return Update(uploads, new, {wire.EFFECTIVE_STEPS: effective})
 
     def _normalised(self, before: ArrayDict, both: Uploads[Both]) -> tuple[float, list[ArrayDict]]:
         """Return tau_eff, and the clients' weights as if all had taken as many steps."""

@@ -71,6 +71,7 @@ def test_algorithm_1_by_hand(momentum):
         (None, "effective-steps"),
         (0.5, "effective-steps"),
         ([3.0], "effective-steps"),
+        (1e40, "effective-steps"),
         (1e6, "scale"),
     ],
 )
@@ -86,13 +87,6 @@ def test_the_steps_of_a_reply_whose_weights_are_dropped_do_not_count(rule):
     far = damaged(0, lambda a: a + 1e4)
     screening = Screening(rule)
     run_as_if_lost(lambda: make(screening=screening, **ALL), CLIENTS, far, "scale", rounds=2)
-
-
-def test_no_claim_of_two_clients_leaves_weights_that_are_not_finite():
-    """Of two clients none is an outlier: tau_eff would be over 5e39."""
-    changes = {1: with_metrics(effective_steps=1e40)}
-    weights = start(make(**ALL), Grid(CLIENTS, num_clients=2, changes=changes))
-    assert all(np.isfinite(array).all() for array in weights.values())
 
 
 def test_under_a_rule_a_claim_within_the_factor_moves_no_ones_step():
