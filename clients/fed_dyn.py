@@ -32,13 +32,13 @@ class FedDynClient(SGDClient):
         records = dict(getattr(parameters, "records", {}))
         sent = records.pop(wire.PROXIMAL_CENTRE, None)
         weights = [*next(iter(records.values())).values()] if records else parameters
-        x, targets = self.training_examples(config)
+        examples = self.training_examples(config)
         if sent is None:
-            loss = self.sgd.train(self, weights, x, targets, config)
+            loss = self.sgd.train(self, weights, *examples, config)
         else:
             adjust = self._pulled_to(sent, float(config[wire.PROXIMAL_MU]))
-            loss = self.sgd.descend(self, weights, x, targets, config, adjust)
-        return get_weights(self.model), len(x), {wire.TRAIN_LOSS: loss}
+            loss = self.sgd.descend(self, weights, *examples, config, adjust)
+        return get_weights(self.model), len(examples[0]), {wire.TRAIN_LOSS: loss}
 
     def _pulled_to(self, sent: Record, pull: float) -> Adjust:
         """Check the centre; return what adds pull (v - c) to gradients."""

@@ -70,8 +70,8 @@ class FedDyn(Strategy):
     def train_round(self, r: Round) -> Rounds[Update]:
         """Average the clients' weights, and shift the mean by h."""
         names = sorted(trained_arrays(self.network) & r.model.keys())
-        start = {name: r.model[name].astype(np.float64) for name in names}
-        ends = np.cumsum([start[name].size for name in names])[:-1]
+        start = {n: r.model[n].astype(np.float64) for n in names}
+        ends = np.cumsum([start[n].size for n in names])[:-1]
 
         def records(client: int) -> dict[str, Any]:
             if client not in self.duals:
@@ -90,12 +90,9 @@ class FedDyn(Strategy):
         if self.pull:
             everyone = r.registry.clients(without=r.held_out, departed=True) | self.duals.keys()
             share = len(uploads) / len(everyone)
-            for name, before in start.items():
-                step = share * (new[name] - before)
-                shift[name] = self.shift.get(name, np.zeros_like(before)) - step
-                if shift[name].any():
-                    new[name] = new[name] - shift[name]
-        if not are_finite({name: new[name] for name in names}, r.model):
+            shift = {n: self.shift.get(n, 0.0) - share * (new[n] - start[n]) for n in start}
+            new |= {n: new[n] - shift[n] for n in start if shift[n].any()}
+        if not are_finite({n: new[n] for n in start}, r.model):
             logger.warning("the new weights are not finite: the model stays as it was")
             return Update(uploads)
         self.shift = shift
