@@ -115,7 +115,7 @@ def test_the_citation_file_cites_what_the_bibliography_has():
     assert (citation["license"], citation["title"]) == (PROJECT["license"], PROJECT["name"])
     bibliography = text_of(ROOT / "docs" / "references.bib").replace("{", "").replace("}", "")
     entries = bibliography.split("\n@")
-    assert len(entries) == 52
+    assert len(entries) == 59
     titles = [re.search(r"title *= (.*),", entry)[1] for entry in entries]
     years = [re.search(r"year *= (\d+)", entry)[1] for entry in entries]
     assert [one["title"] for one in citation["references"] if one["title"] not in titles] == []
