@@ -202,8 +202,8 @@ class ClosedFormClient(SumsClient):
             order.append(targets[chosen])
             return map(features, x[chosen].split(size))
 
-        share = task.validation_share
-        how: Any = {"share": share, "fixed_point": fixed_point, "as_root": as_root}
+        how: Any = {"share": task.validation_share, "weights": task.example_weights}
+        how |= {"fixed_point": fixed_point, "as_root": as_root}
         sums = self.add_up(in_chunks, targets, features.width, **how)
         if task.epsilon or task.changes:
             return sums, fixed_point, {}
@@ -240,7 +240,8 @@ class ClosedFormClient(SumsClient):
         task, examples = SumTask.from_config(config), self._examples(config)
         sums, fixed_point, _ = self._sum_up(task, examples, records, config)
         _, layer = FeatureMap.from_config(config).last_layer(self.model)
-        expected = SumFormat(layer.in_features, examples[1].shape[1], None, fixed_point)
+        num_classes = examples[1].shape[1]
+        expected = SumFormat(layer.in_features, num_classes, task.example_weights, fixed_point)
         total = SplitStatistics.from_arrays(records[wire.TOTAL], expected)
         if fixed_point is not None:
             sums, total = sums.scaled(fixed_point), total.scaled(fixed_point)

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -32,6 +32,7 @@ SumStep = Literal["public-key", "shares", "masked", "confirm", "reveal", "void",
 SECURE_STEPS = get_args(SumStep)
 ROWS, COLUMNS, BLOCK = 1024, 512, 64  # of a block of products, and of what stays in caches
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums
+MOST_WEIGHT = 10**4  # with it a block of products has no sum beyond 2^53, float64's integers
 SLACK = 1e-6  # by which rounding may break an inequality
 PROBES = 24  # products with a matrix: see FeatureStatistics
 EXACT_SLACK = 1e-12  # the same, where only the check itself rounds
@@ -50,7 +51,8 @@ class SumFormat(NamedTuple):
 
     def dtype(self, num_examples: int) -> Any:
         """Return the dtype in which sums over so many examples travel."""
-        return np.int64 if self.noisy else _wire_dtype(num_examples, self.fixed_point)
+        w = np.ones(1) if self.weights is None else self.weights
+        return np.int64 if self.noisy else _wire_dtype(num_examples, w, self.fixed_point)
 
     def word_dtype(self, num_examples: int) -> np.dtype[Any]:
         """Return uint32 if it holds sums over the examples, else uint64."""
@@ -95,20 +97,25 @@ class FeatureStatistics:
         """Add up features, some examples at a time; `fixed_point` rounds them to whole numbers.
 
         Chunks (m, p), one or more, are on the CPU; labels are int64 (n,) in 0 ... C - 1. Products
-        are formed in float64, and of fixed-point numbers in float32, in which they are exact; sums
-        of these are integers of 32 bits if all such sums fit, else of 64. `as_root` keeps the Gram
-        matrix of few examples as the F that :meth:`to_arrays` sends, and forms no integers of it.
+        are formed in float64, and of fixed-point numbers without weights in float32; these are
+        exact. Sums of such numbers are integers of 32 bits if all such sums fit, else of 64; their
+        weights are whole: see :func:`require_whole_weights`. `as_root` keeps the Gram matrix of few
+        examples without weights as the F that :meth:`to_arrays` sends, and forms no integers of it.
         """
-        if weights is not None and fixed_point is not None:
-            raise ValueError("fixed_point: sums of weighted examples are no whole numbers")
-        exact = ROWS if fixed_point is None else int(EXACT / fixed_point.largest**2)
         w = np.ones(num_classes) if weights is None else weights
+        if w.shape != (num_classes,):
+            raise ValueError(f"weights: expected those of {num_classes} classes, got {w.tolist()}")
+        is_double, exact = fixed_point is None or weights is not None, ROWS
+        if fixed_point is not None:
+            require_whole_weights(w)
+            exact = ROWS if is_double else int(EXACT / fixed_point.largest**2)
         of_example = torch.from_numpy(w)[labels, None]
-        dtype = _wire_dtype(len(labels), fixed_point)
+        dtype = _wire_dtype(len(labels), w, fixed_point)
         chunks = iter(chunks)
         first = next(chunks)
         width = first.shape[1]
-        few = (fixed_point is None or as_root) and _are_few(len(labels), width, fixed_point)
+        may_be_root = fixed_point is None or (as_root and weights is None)
+        few = may_be_root and _are_few(len(labels), width, fixed_point)
         if not few:
             cls.require_memory(width)
         gram = np.zeros(0 if few else packed_size(width), dtype)
@@ -120,7 +127,8 @@ class FeatureStatistics:
             if not torch.isfinite(features).all():
                 raise ValueError("features: expected finite numbers, got infinity or NaN")
             for part in features.split(min(ROWS, exact)):
-                z = part.double() if fixed_point is None else fixed_point(part)
+                z = part if fixed_point is None else fixed_point(part)
+                z = z.double() if is_double else z
                 here = slice(start, start + len(z))
                 weighted = z if weights is None else z * of_example[here]
                 if few:
@@ -139,7 +147,7 @@ class FeatureStatistics:
             if fixed_point is not None:
                 v = np.random.default_rng(len(rows)).standard_normal((width, PROBES))
                 if not (np.abs(rows.T @ (rows @ v) - gram.T @ (gram @ v)) < 1 / 64).all():
-                    gram = _whole_product(rows, fixed_point, 0)
+                    gram = _whole_product(rows, _most(len(rows), w, fixed_point), 0)
         return cls(gram, sums.numpy().astype(dtype), counts, w)
 
     @staticmethod
@@ -171,8 +179,9 @@ class FeatureStatistics:
 
     @property
     def size(self) -> float:
-        """Root of the examples' mean squared norm."""
-        return math.sqrt(float(self.diagonal.astype(np.float64).sum()) / self.num_examples)
+        """Root of the examples' mean squared norm, by their weights."""
+        total = float(self.counts @ self.weights)
+        return math.sqrt(float(self.diagonal.astype(np.float64).sum()) / total)
 
     def __add__(self, other: "FeatureStatistics") -> "FeatureStatistics":
         return self._with(other, np.add)
@@ -216,6 +225,8 @@ class FeatureStatistics:
 
     def rounded(self) -> "FeatureStatistics":
         """Return the sums of features that are whole numbers without a root's rounding."""
+        if (self.weights % 1).any():
+            return self
         return replace(self, gram=np.rint(self._triangle), class_sums=np.rint(self.class_sums))
 
     def folded(self, count: int) -> Self:
@@ -239,16 +250,17 @@ class FeatureStatistics:
 
     def to_arrays(self, fixed_point: FixedPoint | None = None, packed: bool = False) -> ArrayDict:
         """Return the sums by name; integers in int32 if all such sums fit, no root if `packed`."""
-        n, dtype = self.num_examples, _wire_dtype(self.num_examples, fixed_point)
-        is_root, few = self.gram.ndim == 2, _are_few(n, self.width, fixed_point)
+        n, most = self.num_examples, _most(self.num_examples, self.weights, fixed_point)
+        dtype, is_root = _wire_dtype(n, self.weights, fixed_point), self.gram.ndim == 2
+        few = dtype == np.int32 and _are_few(n, self.width, fixed_point)
         gram = whole = self.gram if is_root else self.gram.astype(dtype, copy=False)
-        if fixed_point is not None and few and not is_root and not packed:
+        if few and not is_root and not packed:
             rows, at = _rows(whole, self.width), packed_diagonal(self.width) - np.arange(self.width)
             with np.errstate(all="ignore"), contextlib.suppress(BadReply):  # a false G has none
                 root = _root(
                     self.diagonal, lambda b: [np.r_[whole[at[:i] + i], rows[i]] for i in b], n
                 )
-                if np.array_equal(_whole_product(root, fixed_point, 1 / 8), whole):
+                if np.array_equal(_whole_product(root, most, 1 / 8), whole):
                     gram = root
         sums = gram, self.class_sums.astype(dtype), self.counts
         return dict(zip(self.NAMES, sums, strict=True))
@@ -267,12 +279,13 @@ class FeatureStatistics:
         w = np.ones(num_classes) if weights is None else weights
         n = require_counts(counts, num_classes, num_examples)
         dtype = expected.dtype(n)
-        few = _are_few(n, width, fixed_point) and (fixed_point is None or gram.ndim == 2)
+        is_root = gram.ndim == 2 and dtype == np.int32
+        few = _are_few(n, width, fixed_point) and (fixed_point is None or is_root)
         shape, limit = ((n, width), 1e150) if few else ((packed_size(width),), 1e300)
         limit, of_sums = (2**53, 2**53) if noisy else (limit, np.inf)
         require_array("gram", gram, shape=shape, dtype=np.float64 if few else dtype, limit=limit)
         if few and fixed_point is not None:
-            gram = _whole_product(gram, fixed_point, 1 / 4)
+            gram = _whole_product(gram, _most(n, w, fixed_point), 1 / 4)
         shape = num_classes, width
         require_array("class sums", class_sums, shape=shape, dtype=dtype, limit=of_sums)
         sums = cls(gram, class_sums, counts, w)
@@ -280,7 +293,7 @@ class FeatureStatistics:
             return sums
         diagonal = sums.diagonal.astype(np.float64)
         largest = np.inf if fixed_point is None else fixed_point.largest
-        most = n * largest**2 if n else 0
+        most = float(w @ counts) * largest**2 if n else 0
         if diagonal.min() < 0 or diagonal.max() > most:
             raise BadReply(
                 "range",
@@ -295,7 +308,7 @@ class FeatureStatistics:
                 raise BadReply("range", f"gram: row {i} is not one of inner products")
         bound = np.sqrt(w * counts)[:, None] * root
         if fixed_point is not None:
-            bound = np.minimum(bound, largest * counts[:, None].astype(np.float64))
+            bound = np.minimum(bound, largest * (w * counts)[:, None])
         if (np.abs(class_sums.astype(np.float64)) > bound).any():
             raise BadReply("range", "class sums: too large beside the Gram matrix or the counts")
         return sums
@@ -352,6 +365,16 @@ class FeatureStatistics:
         sums = gram.astype(dtype, copy=False), class_sums.astype(dtype).reshape(shape)
         arrays = dict(zip(cls.NAMES, (*sums, counts.astype(np.int64)), strict=True))
         return cls.from_arrays(arrays, expected, num_examples)
+
+
+def require_whole_weights(weights: Sequence[float] | NDArray[Any]) -> None:
+    """Refuse weights of classes with which sums of whole numbers would not be exact."""
+    if any(w % 1 or not 1 <= w <= MOST_WEIGHT for w in weights):
+        raise ValueError(
+            f"class_weights: expected whole numbers of 1 ... {MOST_WEIGHT}, as only those give "
+            f"exact sums, got {[*map(float, weights)]}; only their ratios count: for 1, 2.5 take "
+            "2, 5"
+        )
 
 
 def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:
@@ -424,13 +447,13 @@ def _products(left: Any, right: Any) -> Iterator[NDArray[Any]]:
         yield from (row[i:] for i, row in enumerate(product))
 
 
-def _whole_product(root: NDArray[Any], fixed_point: FixedPoint, tolerance: float) -> NDArray[Any]:
-    """Return the triangle of F^T F, in integers; BadReply unless it is near those of n examples."""
-    n, width = root.shape
-    packed = np.empty(packed_size(width), _wire_dtype(n, fixed_point))
+def _whole_product(root: NDArray[Any], most: float, tolerance: float) -> NDArray[Any]:
+    """Return the triangle of F^T F, in int32; BadReply unless it is near integers up to `most`."""
+    width = root.shape[1]
+    packed = np.empty(packed_size(width), np.int32)
     for whole, row in zip(_rows(packed, width), _products(root, root), strict=True):
         near = np.abs(row - np.rint(row)) <= tolerance
-        if not (near & (np.abs(row) < n * fixed_point.largest**2 + 0.5)).all():
+        if not (near & (np.abs(row) < most + 0.5)).all():
             raise BadReply("range", "gram: expected the root of a matrix of whole numbers in range")
         whole[:] = np.rint(row)
     return packed
@@ -440,8 +463,13 @@ def _wide(combine: Any, first: NDArray[Any], second: NDArray[Any]) -> NDArray[An
     return np.asarray(combine(first, second, dtype=np.promote_types(first.dtype, np.int64)))
 
 
-def _wire_dtype(num_examples: int, fixed_point: FixedPoint | None) -> Any:
+def _most(num_examples: int, weights: NDArray[Any], fixed_point: FixedPoint | None) -> float:
+    """Return the largest magnitude of sums over so many examples."""
+    largest = math.inf if fixed_point is None else fixed_point.largest**2
+    return num_examples * float(weights.max()) * largest
+
+
+def _wire_dtype(num_examples: int, weights: NDArray[Any], fixed_point: FixedPoint | None) -> Any:
     if fixed_point is None:
         return np.float64
-    fits = num_examples * fixed_point.largest**2 < 2**31
-    return np.int32 if fits else np.int64
+    return np.int32 if _most(num_examples, weights, fixed_point) < 2**31 else np.int64

@@ -2,6 +2,9 @@
 
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..options import Declared, shared
 from .compression import UNQUANTISED
 from .feature_statistics import SumStep
@@ -56,7 +59,23 @@ class NoiseOptions(Declared):
     )
 
 
-class SumTask(SumOptions, NoiseOptions):
+class ClassWeights(Declared):
+    """Weights of the classes' examples, which server and clients share."""
+
+    class_weights: tuple[float, ...] = shared(
+        "weights w_c of each class's examples in the sums, in the order of the classes: a row "
+        "counts w_c times; none: 1. Only their ratios count; whole numbers if sums are",
+        default=(),
+        above=0,
+    )
+
+    @property
+    def example_weights(self) -> NDArray[np.float64] | None:
+        """The weights (C,); None: 1."""
+        return np.array(self.class_weights) if self.class_weights else None
+
+
+class SumTask(SumOptions, NoiseOptions, ClassWeights):
     """What a client reads from a message: options, and which exchange it is."""
 
     step: Literal["statistics", SumStep] = shared(
@@ -69,3 +88,8 @@ class SumTask(SumOptions, NoiseOptions):
         default=False,
     )
     run_key: str = shared("name of the training run, for what a client keeps", default="")
+
+    def check(self) -> None:
+        """Refuse weights with noise, whose epsilon is of rows that count once."""
+        if self.epsilon and self.class_weights:
+            raise ValueError("class_weights: noise is for rows that count once; expected none")

@@ -358,12 +358,11 @@ class BaseConfig(SplitSettings, frozen=True, eq=False):
         object.__setattr__(self, "tables", tuple(acting))
         chosen.check(self, self.settings)
         for name in ("class_prior", "class_weights"):
-            if getattr(self, name) and not chosen.has_local_sgd(self):
+            if getattr(self, name) and not chosen.reads(name, self):
                 has_option = name in self.settings.options()
                 cure = f"; set {self.settings.key(name)}" if has_option else ""
-                raise ConfigError(
-                    f"{key_of(name)} needs local SGD, which {self.method} lacks{cure}"
-                )
+                needed = "local SGD" + " or sums of features by class" * (name == "class_weights")
+                raise ConfigError(f"{key_of(name)} needs {needed}, which {self.method} lacks{cure}")
 
     def _whole_model(self) -> str:
         kind, _, place = self.model.partition(":")

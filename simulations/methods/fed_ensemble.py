@@ -47,8 +47,8 @@ class _FedEnsemble(Method):
         inner: Method = config.method_table.all_methods()[self.settings_in(config).inner]
         return inner
 
-    def has_local_sgd(self, config: BaseConfig) -> bool:
-        return self.inner(config).has_local_sgd(config)
+    def reads(self, name: str, config: BaseConfig) -> bool:
+        return self.inner(config).reads(name, config)
 
     def check(self, config: BaseConfig, settings: Any) -> None:
         super().check(config, settings)

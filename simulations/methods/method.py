@@ -274,9 +274,10 @@ class Method:
         declared = [kind for kind in kinds if issubclass(kind, Declared)]
         return [*declared, LocalSGD] if "sgd" in parts_of(declared[-1]) else declared
 
-    def has_local_sgd(self, config: BaseConfig) -> bool:
-        """Whether its clients train by :class:`~fedntk.clients.LocalSGD`."""
-        return LocalSGD in self._declared()
+    def reads(self, name: str, config: BaseConfig) -> bool:
+        """Whether a common setting is an option of its clients' local SGD, or of its strategy."""
+        of_strategy = self.strategy_class.options().keys() - self.settings.options().keys()
+        return LocalSGD in self._declared() or name in of_strategy
 
     def _home_of(self, name: str) -> type[Declared]:
         return next(kind for kind in self._declared() if name in _options(kind))

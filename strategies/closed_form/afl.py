@@ -22,11 +22,12 @@ import numpy as np
 
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.sum_task import ClassWeights
 
 from .closed_form import ClosedFormStrategy, Layer, least_squares
 
 
-class AFL(ClosedFormStrategy):
+class AFL(ClassWeights, ClosedFormStrategy):
     """AFL (He et al. 2025), the paper's with a ridge of 0.
 
     Clients are :class:`~fedntk.clients.ClosedFormClient`.
@@ -43,6 +44,8 @@ class AFL(ClosedFormStrategy):
         """Refuse real targets if the method is of classes."""
         if self.real_targets and not self.takes_real_targets:
             raise ValueError(f"real_targets: {type(self).__name__} is of classes; expected False")
+        if self.real_targets and self.class_weights:
+            raise ValueError("class_weights: real targets have no classes; expected none")
 
     @property
     def num_targets(self) -> int:

@@ -69,6 +69,11 @@ class ClosedFormStrategy(Strategy):
         prefix = f"{name}." if name else ""
         self.weight, self.bias = f"{prefix}weight", "" if last.bias is None else f"{prefix}bias"
         require_whole(self.network, (self.weight, self.bias), "be computed")
+        num_classes, weights = self.shape[0], self.example_weights
+        if weights is not None and len(weights) != num_classes:
+            raise ValueError(
+                f"class_weights: expected one for each of {num_classes} classes, got {len(weights)}"
+            )
         self.prepare_method()
 
     def prepare_method(self) -> None:
@@ -103,6 +108,11 @@ class ClosedFormStrategy(Strategy):
     def num_targets(self) -> int:
         """Number C of real targets, which are the last features in sums; 0 if there are classes."""
         return 0
+
+    @property
+    def example_weights(self) -> NDArray[np.float64] | None:
+        """Weights w_c of the classes' examples (C,); None: 1."""
+        return None
 
     @property
     def width(self) -> int:
@@ -146,13 +156,17 @@ class ClosedFormStrategy(Strategy):
     def task(self) -> dict[str, Any]:
         """Return what messages tell: where features are taken, and what clients send."""
         place = self.feature_map.to_config()
-        return {**place, **SumTask().to_config()} if self.statistics is FeatureStatistics else place
+        if self.statistics is not FeatureStatistics:
+            return place
+        weights = () if self.example_weights is None else tuple(self.example_weights)
+        return {**place, **SumTask(class_weights=weights).to_config()}
 
     def parse(self, reply: Reply) -> Any:
         """Check a client's sums, which must be of as many examples as it reports."""
         arrays, num_classes, targets = reply.arrays(), self.shape[0], self.num_targets
         if self.statistics is FeatureStatistics:
-            expected = SumFormat(self.width + targets, 1 if targets else num_classes)
+            classes = 1 if targets else num_classes
+            expected = SumFormat(self.width + targets, classes, self.example_weights)
             return FeatureStatistics.from_arrays(arrays, expected, reply.num_examples)
         return Prototypes.from_arrays(
             arrays,

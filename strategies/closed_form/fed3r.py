@@ -16,11 +16,12 @@ from collections.abc import Sequence
 
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.sum_task import ClassWeights
 
 from .closed_form import ClosedFormStrategy, Layer, least_squares, unit_rows
 
 
-class Fed3R(ClosedFormStrategy):
+class Fed3R(ClassWeights, ClosedFormStrategy):
     """Fed3R (Fani et al. 2024). Clients are :class:`~fedntk.clients.ClosedFormClient`."""
 
     ridge: float = option(

@@ -29,9 +29,9 @@ from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.noise import Noise
 from fedntk.ntk.options import argument, option, part, state
 from fedntk.ntk.payloads import wire
-from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumStep
+from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumStep, require_whole_weights
 from fedntk.ntk.payloads.row_change import RowChange
-from fedntk.ntk.payloads.sum_task import NoiseOptions, SumTask
+from fedntk.ntk.payloads.sum_task import ClassWeights, NoiseOptions, SumTask
 from fedntk.trust.secure_sum import FEWEST
 
 from ..core.asynchrony import Asynchrony
@@ -52,7 +52,7 @@ from .row_changes import RowChanges
 AT_ONCE = 2**26  # bytes of replies in memory, if they can be added as they come
 
 
-class OneExchange(ClosedFormStrategy):
+class OneExchange(ClassWeights, ClosedFormStrategy):
     """Solve for the last layer from one exchange of sums.
 
     Clients are :class:`~fedntk.clients.ClosedFormClient`. With ``sums.bits`` of 2 ... 8 a reply is
@@ -112,10 +112,16 @@ class OneExchange(ClosedFormStrategy):
 
     def check(self) -> None:
         """Refuse what does not go with a client's own model, masks, or sums in any order."""
-        if self.real_targets and (self.personal or self.ledger is not None):
-            raise ValueError("real_targets: personal and ledger are of classes; leave them out")
+        if self.real_targets and (self.personal or self.ledger is not None or self.class_weights):
+            raise ValueError(
+                "real_targets: personal, ledger and class_weights are of classes; leave them out"
+            )
         if self.real_targets and self.changes is not None:
             raise ValueError("real_targets: rows of classes can change; expected changes = None")
+        if self.sums.is_exact:
+            require_whole_weights(self.class_weights)
+        if self.class_weights and self.ledger is not None:
+            raise ValueError("class_weights: the ledger judges rows that count once; leave one out")
         whole = f"sums.bits = 2 ... {MOST_BITS}, got {self.sums.bits}"
         if self.secure is not None and not self.sums.is_exact:
             raise ValueError(f"secure: masks are added to whole numbers; expected {whole}")
@@ -160,6 +166,7 @@ class OneExchange(ClosedFormStrategy):
             num_classes=self.shape[0],
             max_examples=self.max_examples,
             equations=self.normal_equations,
+            weights=lambda: self.example_weights,
             noisy=self.noise is not None and self.secure is not None,
             real_targets=self.real_targets,
         )
@@ -285,7 +292,10 @@ class OneExchange(ClosedFormStrategy):
     def task(self, step: Literal["statistics", SumStep] = "statistics") -> dict[str, Any]:
         """Return what messages tell in a step of a secure sum, or in the one exchange."""
         changes, key = self.changes is not None, self.sums.run_key
-        task = SumTask(step=step, run_key=key, ridge=self.ridge_used, changes=changes)
+        weights = self.class_weights
+        task = SumTask(
+            step=step, run_key=key, ridge=self.ridge_used, changes=changes, class_weights=weights
+        )
         return {**self.feature_map.to_config(), **task.to_config(), **self.told_options()}
 
     def _step_records(self, client: int = 0) -> dict[str, ArrayRecord]:

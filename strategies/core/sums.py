@@ -255,8 +255,8 @@ class FeatureSums(SumOptions):
         """Most bytes of one client's sums, of at most 133,144 examples if they are integers."""
         width, classes = self.width, self.num_classes
         gram = packed_size(width)
-        if self.is_exact:
-            one = 4 * (gram + classes * width)
+        if self.is_exact:  # with weights, sums may be beyond 32 bits
+            one = (4 if self.problem.weights() is None else 8) * (gram + classes * width)
         else:
             one = 8 * (min(gram, self.problem.max_examples * width) + classes * width)
         return (one + 8 * classes) * (2 if self.validation_share else 1)

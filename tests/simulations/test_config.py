@@ -197,12 +197,17 @@ def test_a_runs_configuration_that_is_cut_off_is_refused(tmp_path, lines):
 
 
 @pytest.mark.parametrize("name", ["class_prior", "class_weights"])
-def test_weights_and_priors_of_classes_need_local_sgd(name):
+def test_weights_and_priors_of_classes_need_local_sgd_or_sums(name):
     """They would change nothing in the others, nor in an ensemble of these."""
     value = {"class_prior": True, "class_weights": [1.0] * 10}[name]
     for options in ({"method": "fedavg"}, {"method": "fed-ensemble"}, {"method": "ditto"}):
         assert getattr(Config(**options, **{name: value}, clients_per_round=10), name)
-    of_afl = {"method": "fed-ensemble", "fed_ensemble": {"inner": "afl"}}
-    for options in ({"method": "afl"}, of_afl):
-        refused(f"{name.replace('_', '-')} needs local SGD", Config, **options, **{name: value})
+    for method in ("afl", "fed-ncm"):
+        ensemble = {"method": "fed-ensemble", "fed_ensemble": {"inner": method}}
+        for options in ({"method": method}, {**ensemble, "clients_per_round": 10}):
+            if (name, method) == ("class_weights", "afl"):
+                assert Config(**options, class_weights=value).class_weights
+            else:
+                words = f"{name.replace('_', '-')} needs local SGD"
+                refused(words, Config, **options, **{name: value})
     refused("set ntk-fl.class-prior", Config, method="ntk-fl", class_prior=True)

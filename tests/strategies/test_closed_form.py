@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
+from sklearn.linear_model import Ridge
 from torch import nn
 
 from fedntk.clients import ClosedFormClient, SAFLeClient
@@ -107,6 +108,73 @@ def aggregated(parts, gamma):
         joint = share(total, matrix, joint) + share(matrix, total, local)
         total = total + matrix
     return torch.linalg.solve(total - len(parts) * gamma * one, total @ joint)
+
+
+CLASS_WEIGHTS = (1.0, 2.5, 4.0)
+
+
+def weighted_ridge(z, labels, targets, ridge):
+    """scikit-learn's, of rows with the weights of their classes; the ridge by Kish's factor."""
+    w = np.array(CLASS_WEIGHTS)[labels]
+    scale = (w @ np.square(z).sum(1)) / w.sum() * (np.square(w).sum() / w.sum())
+    solver = Ridge(ridge * scale, fit_intercept=False, solver="cholesky", tol=0)
+    return solver.fit(z, targets, sample_weight=w).coef_
+
+
+@pytest.mark.parametrize("kind", [AFL, Fed3R, SAFLe])
+def test_weights_of_classes_are_those_of_a_pooled_ridge_regressions_rows(kind):
+    """Weights of the same ratios give one layer; SAFLe's is AFL's without codes.
+
+    Features, and the layer, are rounded to float32: by 1e-7, here times up to 10.
+    """
+    _, z, y = pooled()
+    z, labels = z.numpy(), y.argmax(1).numpy()
+    rows = z if kind is not Fed3R else np.concatenate([z, np.ones((len(z), 1))], 1)
+    expected = weighted_ridge(rows, labels, y.numpy(), 0.1)
+    weight, bias = expected[:, :8], expected[:, 8:].ravel() if kind is Fed3R else np.zeros(3)
+    if kind is Fed3R:
+        norm = np.linalg.norm(weight, axis=1)
+        weight, bias = weight / norm[:, None], bias / norm
+    options = {"network": network(), **OPTIONS, "ridge": 0.1}
+    clients = app(SAFLeClient) if kind is SAFLe else CLIENTS
+    for factor in (1.0, 2.0, 0.1):
+        weights = [factor * w for w in CLASS_WEIGHTS]
+        after = learn(kind(**options, class_weights=weights), grid=Grid(clients))
+        np.testing.assert_allclose(after[WEIGHT], weight, rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(after[BIAS], bias, rtol=2e-6, atol=1e-6)
+    plain = learn(kind(**options), grid=Grid(clients))
+    assert np.abs(after[WEIGHT] - plain[WEIGHT]).max() > 1e-3
+    ones = learn(kind(**options, class_weights=[1, 1, 1]), grid=Grid(clients))
+    np.testing.assert_array_equal(ones[WEIGHT], plain[WEIGHT])
+
+
+def test_blocks_depend_only_on_the_ratios_of_weights():
+    """Products of float64 differ by roundings, which blocks multiply by up to 100."""
+    plain, same, other = (
+        learn(deep_afl(class_weights=w), LAYERS) for w in ([], [3, 3, 3], [1, 9, 2])
+    )
+    for name in OMEGAS:
+        np.testing.assert_allclose(same[name], plain[name], rtol=1e-4, atol=1e-6)
+        assert np.abs(other[name] - plain[name]).max() > 1e-3
+
+
+def test_sums_of_codes_are_rounded_with_whole_weights_only():
+    """Weights of 1, 2.5 give no whole sums: a model of rounded ones would be off by 1e-2."""
+    grid = partial(Grid, CODED_CLIENTS)
+    halves, whole = (
+        start(safle(ridge=0.1, class_weights=weights), grid(), 1, CODED)["3.1.weight"]
+        for weights in ([1.0, 2.5, 1.0], [2.0, 5.0, 2.0])
+    )
+    np.testing.assert_allclose(halves, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_classes_that_have_no_meaning_are_refused():
+    """Class means do not change by them."""
+    refused("class_weights: expected one for each of 3 classes, got 2", afl, class_weights=[1, 2])
+    refused("class_weights: expected more than 0", fed3r, class_weights=[1, 2, 0])
+    words = "class_weights: real targets have no classes"
+    refused(words, afl, class_weights=[1, 2, 3], real_targets=True)
+    refused("class_weights", fed_ncm, class_weights=[1, 2, 3], error=TypeError)
 
 
 @pytest.mark.parametrize("gamma", [0.1, 1.0])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
+from sklearn.linear_model import Ridge
 from torch import nn
 
 from fedntk.clients import ClosedFormClient, MaskedSums, PrivacyLedger, client_app
@@ -20,7 +21,7 @@ from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
-from fedntk.ntk.payloads.sum_task import SumTask
+from fedntk.ntk.payloads.sum_task import ClassWeights, SumTask
 from fedntk.strategies import (
     FeatureSums,
     KeptSums,
@@ -123,6 +124,60 @@ def test_the_layer_is_the_joint_ridge_regression_on_centred_labels(width):
     after = run(fixed(bits=width), Grid(CLIENTS))
     np.testing.assert_allclose(after[WEIGHT], expected[:20].T, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(after[BIAS], expected[20], rtol=1e-5, atol=1e-6)
+
+
+WEIGHTS = (1.0, 3.0, 2.0)
+
+
+@each_width
+def test_weights_of_classes_are_those_of_the_pooled_ridge_regressions_rows(width):
+    """scikit-learn's in float64, by a ridge with Kish's factor; the layer is float32."""
+    extract = FeatureMap("last-layer").extractor(features())
+    z, y = torch.cat([extract(x) for x, _ in PARTS]), torch.cat([y for _, y in PARTS])
+    if width == 8:
+        step = FixedPoint.within((2 / 20) ** 0.5, 20, 8)
+        z = step(z) * torch.from_numpy(step.step)
+    z = torch.cat([z.double(), torch.ones(len(z), 1).double()], 1).numpy()
+    w = np.array(WEIGHTS)[y]
+    rho = 0.01 * (w @ np.square(z).sum(1)) / w.sum() * np.square(w).sum() / w.sum()
+    solver = Ridge(rho, fit_intercept=False, solver="cholesky", tol=0)
+    expected = solver.fit(z, np.eye(3)[y] - 1 / 3, sample_weight=w).coef_
+    after = run(fixed(bits=width, class_weights=WEIGHTS), Grid(CLIENTS))
+    np.testing.assert_allclose(after[WEIGHT], expected[:, :20], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after[BIAS], expected[:, 20], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_classes_leave_sums_exact(tmp_path):
+    """The bits are those of another split, of masked sums, and of a run without two clients."""
+    weighted = partial(make, class_weights=WEIGHTS)
+    x, y = (torch.cat(parts) for parts in zip(*PARTS, strict=True))
+    parts = [(x[k::6], y[k::6]) for k in range(6)]
+    whole = run(fixed(class_weights=WEIGHTS), Grid(CLIENTS))
+    assert bits(whole) == bits(run(fixed(class_weights=WEIGHTS), Grid(clients_of(parts))))
+    masked = clients_of(PARTS, cache=tmp_path, only_masked=True, allow_repeats=True)
+    changes = {2: lost}
+    after = run(weighted(secure=True), Grid(masked, changes=changes))
+    assert bits(after) == bits(run(weighted(), Grid(CLIENTS, changes=changes)))
+    strategy = weighted(storage=KeptSums(tmp_path / "sums"), personal=True, fraction_evaluate=1.0)
+    run(strategy, Grid(CLIENTS))
+    assert "personal-weight" in strategy.evaluate_metrics[1]
+    after = arrays_of(strategy.without([2, 4], strategy.global_arrays))
+    assert bits(after) == bits(run(weighted(), Grid(CLIENTS, changes={2: lost, 4: lost})))
+
+
+def test_weights_of_classes_that_sums_cannot_have_are_refused():
+    """Also by a client whose server asks for noise that does not cover them."""
+    of = {"class_weights": WEIGHTS}
+    refused("class_weights: expected whole numbers", make, class_weights=[1, 2.5, 1])
+    assert make(bits=32, class_weights=[1, 2.5, 1]).class_weights == (1.0, 2.5, 1.0)
+    refused("class_weights: with noise only what its epsilon covers", private, **of)
+    ledger = {"storage": KeptSums("unused"), "ledger": Ledger(), "validation": examples(7)}
+    refused("class_weights: the ledger judges", make, **of, **ledger)
+    client = ClosedFormClient(features(), *PARTS[0], seed=(0, 0))
+    config = private().task() | ClassWeights(class_weights=WEIGHTS).to_config()
+    weights = list(arrays_of(ArrayRecord(features().state_dict())).values())
+    refused("class_weights: noise is for rows that count once", client.fit, weights, config)
+    refused("real_targets: personal, ledger and class_weights", make, real_targets=True, **of)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -23,7 +23,11 @@ from ..conftest import refused
 from .federation import Grid, arrays_of, as_record, bits, lost, told, with_arrays
 from .test_one_exchange import PARTS, clients_of, features, fixed, make, run
 
-WAYS = {"one sum": fixed, "two sums": partial(make, validation_share=0.3)}
+WAYS = {
+    "one sum": fixed,
+    "two sums": partial(make, validation_share=0.3),
+    "weighted": partial(fixed, class_weights=(1, 9, 2)),
+}
 both = pytest.mark.parametrize("masked", [False, True])
 each_way = pytest.mark.parametrize("way", WAYS)
 

@@ -183,8 +183,8 @@ def test_what_does_not_fit_together_is_refused():
     z, w = features(), np.ones(C)
     for size, labels in ((N, LABELS[1:]), (N - 1, LABELS)):
         refused(f"labels: {len(labels)} of them for", statistics, z[:size], labels)
-    with pytest.raises(ValueError, match="weighted examples are no whole numbers"):
-        statistics(z, weights=w, fixed_point=FixedPoint.of(z, 8))
+    with pytest.raises(ValueError, match="class_weights: expected whole numbers"):
+        statistics(z, weights=w + 0.5, fixed_point=FixedPoint.of(z, 8))
     with pytest.raises(ValueError, match="weights: expected the same"):
         statistics(z) + statistics(z, weights=2 * w)
     refused(r"bits: expected 2 \.\.\. 8, got 9", FixedPoint.of, z, 9)

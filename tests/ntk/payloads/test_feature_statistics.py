@@ -23,7 +23,13 @@ Z9 = torch.randn(N, 9, generator=torch.Generator().manual_seed(0))
 FIXED = FixedPoint.of(Z, 8)
 WEIGHTS = np.array([1.0, 2.5, 0.1])
 Arrays = dict[str, np.ndarray]
-WAYS = {"float64": {}, "integers": {"fixed_point": FIXED}, "weighted": {"weights": WEIGHTS}}
+WHOLE = np.array([1.0, 10_000.0, 3.0])
+WAYS = {
+    "float64": {},
+    "integers": {"fixed_point": FIXED},
+    "weighted": {"weights": WEIGHTS},
+    "weighted integers": {"fixed_point": FIXED, "weights": WHOLE},
+}
 
 
 def of(way: str) -> FeatureStatistics:
@@ -46,7 +52,8 @@ def test_what_arrives_is_what_was_sent(way):
     for name in ("gram", "class_sums", "counts", "weights"):
         assert np.array_equal(getattr(sent, name), getattr(actual, name))
     assert np.array_equal((actual + actual).gram, 2 * sent.gram)
-    assert actual.size == pytest.approx(np.sqrt(np.diag(sent.matrix()).sum() / N))
+    mean_square = np.diag(sent.matrix()).sum() / (sent.counts @ sent.weights)
+    assert actual.size == pytest.approx(np.sqrt(mean_square))
 
 
 def test_the_sums_of_few_examples_travel_as_a_root_that_tells_no_more():
@@ -94,6 +101,47 @@ ROWS = {
 
 def whole(rows: torch.Tensor) -> FeatureStatistics:
     return FeatureStatistics.of([rows], LABELS[: len(rows)], C, fixed_point=GRID)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("weights", [[1.0, 3.0, 2.0], [10_000.0, 1.0, 7.0]])
+def test_a_row_of_class_c_counts_w_c_times(weights, bits):
+    """To the bit, as if it was there so often; in int32 if any such sums of n rows fit."""
+    fixed, w = FixedPoint.of(Z, bits), np.array(weights)
+    often = torch.from_numpy(w)[LABELS].long()
+    rows, labels = Z.repeat_interleave(often, 0), LABELS.repeat_interleave(often)
+    expected = FeatureStatistics.of(rows.split(999), labels, C, fixed_point=fixed)
+    actual = FeatureStatistics.of(Z.split(7), LABELS, C, weights=w, fixed_point=fixed)
+    for name in ("gram", "class_sums"):
+        assert np.array_equal(getattr(actual, name), getattr(expected, name))
+    assert actual.counts.tolist() == [4, 4, 4]
+    assert actual.size == pytest.approx(expected.size)
+    fits = N * max(weights) * fixed.largest**2 < 2**31
+    assert actual.gram.dtype == (np.int32 if fits else np.int64)
+    some = actual - FeatureStatistics.of([Z[:5]], LABELS[:5], C, weights=w, fixed_point=fixed)
+    rest = FeatureStatistics.of([Z[5:]], LABELS[5:], C, weights=w, fixed_point=fixed)
+    assert np.array_equal(some.to_words(np.uint64), rest.to_words(np.uint64))
+
+
+def test_weights_with_which_sums_would_not_be_exact_are_refused():
+    for weights in ([1.0, 2.5, 1.0], [1.0, 0.0, 1.0], [1.0, 10_001.0, 1.0], [1.0, np.nan, 1.0]):
+        words = r"class_weights: expected whole numbers of 1 ... 10000.*for 1, 2.5 take 2, 5"
+        options = {"weights": np.array(weights), "fixed_point": FIXED}
+        refused(words, FeatureStatistics.of, [Z], LABELS, C, **options)
+    words = "weights: expected those of 3 classes"
+    refused(words, FeatureStatistics.of, [Z], LABELS, C, weights=np.ones(2))
+
+
+@pytest.mark.parametrize("n", [5, 13, 14])
+def test_weighted_whole_numbers_of_few_examples_come_back(n):
+    """From a root up to n = 13, with sums below 2^31; a larger product may be off by over 1/4."""
+    rows = torch.randn(n, 4 * n, generator=torch.Generator().manual_seed(n)) * 60
+    labels, grid = torch.arange(n) % C, FixedPoint(np.ones(4 * n, np.float32), 8)
+    sums = FeatureStatistics.of([rows], labels, C, weights=WHOLE, fixed_point=grid)
+    arrays = sums.to_arrays(grid)
+    assert (arrays["gram"].ndim, sums.gram.dtype) == ((2, np.int32) if n < 14 else (1, np.int64))
+    again = FeatureStatistics.from_arrays(arrays, SumFormat(4 * n, C, WHOLE, grid), n)
+    assert again.gram.tobytes() == sums.gram.tobytes()
 
 
 @pytest.mark.parametrize("kind", ROWS)
