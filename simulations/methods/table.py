@@ -39,7 +39,7 @@ from ..config.importing import (
 )
 from ..config.settings import Settings, setting
 from ..errors import ConfigError, first_line
-from . import fed_be, fed_ensemble, ntk_fl, sums, tct
+from . import fed_be, fed_ensemble, glm, ntk_fl, sums, tct
 from .decentralised import DecentralisedMethod
 from .method import Method, named_client
 
@@ -108,6 +108,7 @@ METHODS: tuple[Method, ...] = (
     _DeepAFL(),
     fed_be.METHOD,
     fed_ensemble.METHOD,
+    glm.METHOD,
     *ntk_fl.METHODS,
     sums.METHOD,
     _SAFLe(),

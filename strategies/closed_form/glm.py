@@ -1,4 +1,4 @@
-"""Linear and logistic regression with standard errors, from sums over the clients' examples.
+"""GLM: linear and logistic regression with standard errors, from sums over the clients' examples.
 
 Source: McCullagh and Nelder, *Generalized Linear Models*, 2nd ed. 1989: see
 :mod:`fedntk.ntk.convex.glm`. Each exchange is a step of Newton on all clients' examples, so the

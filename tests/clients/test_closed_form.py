@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import ClosedFormClient, MaskedSums, SAFLeClient, get_weights
+from fedntk.clients import ClosedFormClient, GLMClient, MaskedSums, SAFLeClient, get_weights
 from fedntk.ntk import FeatureMap, with_overlap_codes
 from fedntk.ntk.features import feature_map
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
+from fedntk.ntk.payloads.newton_sums import NewtonTask
 from fedntk.ntk.payloads.sum_task import SumTask
 
 from ..conftest import refused
@@ -44,6 +45,45 @@ def test_sums_are_of_the_received_weights_in_chunks(monkeypatch):
     with torch.no_grad():
         loss = nn.functional.cross_entropy(network(1).eval()(examples(3)[0]), y)
     assert metrics == {"train-loss": pytest.approx(float(loss), rel=1e-6)}
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_sums_for_a_step_of_newton_are_derivatives_of_the_deviance(real):
+    """By autograd, in float64, at the received weights: -1/2 and 1/2 of the first and second."""
+    x, y = examples(3)
+    family, targets = ("gaussian", x[:, :2] * 3) if real else ("multinomial", y)
+    model, number = nn.Linear(x.shape[1], 2 if real else 3).double(), 2
+    client = GLMClient(
+        model,
+        x.double(),
+        targets,
+        batch_size_eval=3,
+        **({"loss": "mse"} if real else {}),
+        real_targets=real,
+    )
+    told = FeatureMap("last-layer").to_config() | NewtonTask(family=family).to_config()
+    arrays, count, _ = client.fit(get_weights(model), told)
+    rows = torch.cat([x.double(), torch.ones(len(x), 1).double()], 1)
+    layer = torch.cat([model.weight.detach().T, model.bias.detach()[None]])
+
+    def deviance(flat):
+        eta = rows @ flat.reshape(number, -1).T
+        if real:
+            return (targets - eta).square().sum()
+        scores = torch.cat([torch.zeros(len(x), 1), eta], 1)
+        return 2 * nn.functional.cross_entropy(scores, y, reduction="sum")
+
+    at = (layer if real else layer[:, 1:] - layer[:, :1]).T.flatten()
+    gradient = -torch.autograd.functional.jacobian(deviance, at).reshape(number, -1).T / 2
+    hessian = torch.autograd.functional.hessian(deviance, at) / 2
+    size = rows.shape[1] * (1 if real else number)
+    sums = arrays.records["arrays"]
+    np.testing.assert_allclose(sums["gradient"], gradient, rtol=1e-12, atol=1e-12)
+    triangle = hessian[:size, :size][np.triu_indices(size)]
+    np.testing.assert_allclose(sums["hessian"], triangle, rtol=1e-12, atol=1e-12)
+    assert count == len(y)
+    other = NewtonTask(family="multinomial" if real else "gaussian").to_config()
+    refused("real_targets: expected", client.fit, get_weights(model), told | other)
 
 
 def test_a_sample_of_the_examples_is_drawn_if_wanted():

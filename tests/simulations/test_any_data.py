@@ -28,7 +28,9 @@ def test_each_method_runs_on_any_data(method, kind, tmp_path):
     x, y = examples(kind, 240)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y)
     rounds = 12 if method == "tct" else 2  # 10 are stage 1
-    config = Config(method=method, dataset=f"npz:{tmp_path / 'own.npz'}", num_clients=8)
+    model = "linear" if method == "glm" else "mlp"  # the default
+    dataset = f"npz:{tmp_path / 'own.npz'}"
+    config = Config(method=method, dataset=dataset, num_clients=8, model=model)
     result = run(config, out=tmp_path / "run", rounds=rounds, progress=False)
     assert 0 <= result.summary["accuracy"] <= 1
 

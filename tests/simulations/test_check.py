@@ -185,6 +185,7 @@ def test_checks_are_a_fixture_for_pytest(check):
 NEEDS = {
     "fed-bn": {"model": normalised},
     "tct": {"tct": {"bootstrap_rounds": 0}},
+    "glm": {"model": "linear"},
     "one-exchange": {"validation_examples": 20},
 }
 

@@ -142,7 +142,8 @@ def test_the_app_masks_weights_if_asked(tmp_path):
 @pytest.mark.parametrize("inner", sorted(all_methods().keys() - {"fed-ensemble"}))
 def test_an_ensemble_is_made_of_any_method_or_says_why_not(inner):
     members = {"num_models": 2, "inner": inner}
-    config = FEDAVG.replace(rounds=20, clients_per_round=8, tct={"normalise": False})
+    model = "linear" if inner == "glm" else FEDAVG.model
+    config = FEDAVG.replace(model=model, rounds=20, clients_per_round=8, tct={"normalise": False})
     refusal = ""
     try:
         prepare(config.replace(method="fed-ensemble", fed_ensemble=members))

@@ -28,7 +28,6 @@ from fedntk.simulations.config.metrics import is_lower_better
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.methods import own_methods
-from fedntk.simulations.methods.glm import METHOD as GLM_METHOD
 from fedntk.simulations.report.figures import accuracy_curves
 from fedntk.simulations.report.report import final_table
 
@@ -291,7 +290,7 @@ def test_each_method_takes_real_targets_or_refuses_them(tmp_path):
 
 def table_of(y, folder, **options):
     data = OwnData(FRAME[COLUMNS].assign(y=y, site=FRAME.site), target="y", client_column="site")
-    config = Config(method=GLM_METHOD, model="linear", num_clients=6, rounds=9, **options)
+    config = Config(method="glm", model="linear", num_clients=6, rounds=9, **options)
     done = run(config, data=data, out=folder, progress=False)
     rows = load_data(done.config).x_train
     targets = load_data(done.config).y_train
@@ -335,7 +334,7 @@ def test_a_runs_table_of_a_logistic_regression_is_the_pooled_one(tmp_path):
 
 def test_a_runs_table_has_errors_of_what_is_not_collinear_and_only_of_a_solution(tmp_path, caplog):
     data = OwnData(FRAME[COLUMNS].assign(k=5.0, y=FRAME["size"]), target="y")
-    config = Config(method=GLM_METHOD, model="linear", num_clients=4, rounds=1)
+    config = Config(method="glm", model="linear", num_clients=4, rounds=1)
     done = run(config, data=data, out=tmp_path / "a", progress=False)
     table = pd.read_csv(done.folder / "details" / "coefficients.csv")
     assert table.standard_error.isna().tolist() == [False, False, False, True, True]
@@ -357,7 +356,7 @@ def test_a_search_takes_the_best_r2_of_real_targets(tmp_path):
 
 
 def test_a_regression_on_random_features_is_refused():
-    refused("set model = linear", Config, method=GLM_METHOD, error=ConfigError)
+    refused("set model = linear", Config, method="glm", error=ConfigError)
 
 
 def test_inputs_without_targets_have_the_digest_and_file_that_they_had(tmp_path):

@@ -33,7 +33,6 @@ from fedntk.simulations.deploy.node import NodeSettings, check_node
 from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.engine.runs import read_config
 from fedntk.simulations.engine.server_app import serve as serve_run
-from fedntk.simulations.methods.glm import METHOD
 from fedntk.strategies.core.replies import NoUsableReply
 
 from ..conftest import refused
@@ -523,7 +522,7 @@ def test_coefficients_are_those_of_the_pooled_encoded_rows_by_sensible_names(tmp
     """To the 1e-6 that a logistic regression from sums has; see test_regression."""
     tables = TABLES | {name: {"kind": "ignored"} for name in ("dose", "visit", "note")}
     tables["stage"] = tables["stage"] | {"reference": "I"}
-    config = Config(method=METHOD, rounds=9, model="linear", num_clients=3, partition="natural")
+    config = Config(method="glm", rounds=9, model="linear", num_clients=3, partition="natural")
     frame, test = patients(600), patients(60, 1)
     own = OwnData(frame, test, schema=Schema.parse(tables))
     done = run(config, data=own, out=tmp_path, progress=False)
