@@ -517,11 +517,16 @@ def node_command(
     check: Annotated[
         bool, Option("--check", help="Only check files and rows, without the server.")
     ] = False,
+    recount: Annotated[
+        bool, Option("--recount", help="Delete and add rows: those of the file count from now on.")
+    ] = False,
 ) -> None:
     """Check a node's rows and its server, and answer the server's runs until Ctrl-C."""
-    from .deploy.node import check_node, run_node
+    from .deploy.node import check_node, count_rows, run_node
 
-    if check:
+    if recount:
+        _echo(f"{conf}: {count_rows(conf)} rows count from the next round on")
+    elif check:
         check_node(conf)
         _echo(f"{conf}: the files and the rows fit")
     else:

@@ -379,13 +379,15 @@ def describe_rows(
 class LocalData(NamedTuple):
     """A client's examples (n, ...) and labels (n,), for training and for its own evaluations.
 
-    A file's are `raw` as they stand there; `owner` has arguments of clients that mask.
+    A file's are `raw` as they stand there; `owner` has arguments of clients that mask, and `rows`
+    names the folder of which rows count.
     """
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     raw: NDArray[Any] | None = None
     owner: Mapping[str, Any] = MappingProxyType({})
+    rows: str = ""
 
     def describe(self, classes: Sequence[str | int]) -> str:
         """Say in a line what was read, with each class's share."""

@@ -22,7 +22,7 @@ from fedntk.ntk.support.files import claimed, owner_only
 from ..config.data import TABLE, DatasetSettings
 from ..config.settings import ConfigError, Settings, Value, key_of, nearest, setting
 from ..engine import processes
-from ..engine.client_app import INPUTS, client_fn
+from ..engine.client_app import INPUTS, ROWS, client_fn
 from ..errors import RunFailed, first_line, naming
 from .federation import MARK, supernode_command
 
@@ -72,6 +72,11 @@ class NodeSettings(Settings, frozen=True, eq=True):
     decimal: str = _TABLE["decimal"].field()
     encoding: str = _TABLE["encoding"].field()
     check_ranges: bool = setting(True, "refuse columns of another unit or kind than the run's")
+    rows_path: str = setting(
+        "mine.rows",
+        "folder that remembers which of your rows count, if a run lets you delete some; as safe as "
+        "the rows, and the same for good",
+    )
     methods: str = setting("", "methods that are answered, with commas; empty: all")
     privacy: PrivacySettings | None = part(
         "your limits; without them the node gives no sums that are masked or have noise",
@@ -115,6 +120,7 @@ class NodeSettings(Settings, frozen=True, eq=True):
         config |= {
             INPUTS: str(folder),
             "data-path": str(folder / Path(self.data_path).expanduser()),
+            ROWS: str(folder / Path(self.rows_path).expanduser()),
         }
         if self.privacy is not None:
             defaults = PrivacySettings().values()
@@ -149,12 +155,29 @@ def check_node(path: Path) -> NodeSettings:
     settings, folder = NodeSettings.read(path), path.absolute().parent
     if lacking := ", ".join(name for name in NEEDED if not (folder / name).is_file()):
         raise ConfigError(f"{folder}: expected the files of fedntk deploy, {lacking} is missing")
-    run_config = tomllib.loads((folder / RUN).read_text(encoding="utf-8"))
-    client_fn(Context(0, 0, dict(settings.node_config(folder)), RecordDict(), run_config))
+    _client(settings, folder)
     if settings.privacy is not None:
         with naming("privacy.ledger", ValueError, FileNotFoundError):
             PrivacyLedger(folder / Path(settings.privacy.ledger).expanduser()).releases()
     return settings
+
+
+def count_rows(path: Path) -> int:
+    """Have exactly the rows of a node's file count, by its TOML file, and return how many.
+
+    The next round of a run takes those that left the file out of the model, and adds new ones.
+    ConfigError if its run has no changes.
+    """
+    client = _client(check_node(path), path.absolute().parent)
+    if (rows := getattr(client, "rows", None)) is None:
+        raise ConfigError(f"{path}: rows count for good, as the run lacks the setting changes")
+    rows.replace(*client.raw_examples())
+    return len(rows)
+
+
+def _client(settings: NodeSettings, folder: Path) -> Any:
+    run_config = tomllib.loads((folder / RUN).read_text(encoding="utf-8"))
+    return client_fn(Context(0, 0, dict(settings.node_config(folder)), RecordDict(), run_config))
 
 
 def run_node(path: Path, say: Callable[[str], None]) -> None:

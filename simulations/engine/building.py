@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from flwr.app import MessageType
 
+from fedntk.clients import CountedRows
 from fedntk.clients.core.adapter import unpack_content
 from fedntk.clients.core.numpy_client import NumPyClient
 from fedntk.ntk import NotEnoughMemory
@@ -213,6 +214,8 @@ def make_client(
     if len(y_test):
         options["x_test"], options["y_test"] = x_test, y_test
     options["owner"] = examples.owner
+    if examples.rows and getattr(config.settings, "changes", None):
+        options["rows"] = CountedRows(examples.rows)
     client: NumPyClient = config.chosen_method.client(setup, partition, options)
     return client
 

@@ -33,6 +33,7 @@ Load = Callable[[Context], Setup]
 STATE = "fedntk.client"  # name of the record that a client keeps
 DATA, PRIVACY = "data-path", "privacy-"  # a node's own examples; begins what their owner allows
 INPUTS = "inputs"  # folder of what is known of a run's examples
+ROWS = "rows-path"  # folder of which rows of a node's own examples count
 
 
 @lru_cache(maxsize=1)
@@ -75,6 +76,7 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
     by the run's settings, such as ``target`` and ``separator``, unless the node has its own.
     ``check-ranges=false`` accepts a file whose numbers are of another scale than the run's. Keys
     that begin with ``privacy-`` say what the owner of the examples allows, whatever the run says.
+    ``rows-path`` names the folder of :class:`~fedntk.clients.CountedRows`.
     """
     node = context.node_config
     partition, path = node.get("partition-id"), node.get("data-path")
@@ -85,6 +87,8 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
             "'partition-id=0' for a part of the data set, or with 'data-path=\"examples.csv\"' "
             "for examples of its own"
         )
+    if path is None and ROWS in node:
+        raise ConfigError(f"node config: {ROWS} goes with {DATA}, got no examples of its own")
     setup = load(context)
     torch.set_num_threads(setup.config.client_threads)
     number = context.node_id if partition is None else int(partition)
@@ -103,7 +107,7 @@ def client_fn(context: Context, load: Load = load) -> NumPyClient:
             ) from None
         if "privacy" in owner:  # the run's settings prepare the examples, and do not name them
             owner["privacy"] = replace(owner["privacy"], examples=examples.raw)
-        examples = examples._replace(owner=owner)
+        examples = examples._replace(owner=owner, rows=str(node.get(ROWS, "")))
         if STATE not in context.state:  # the first message of the run; this log is the node's
             logger.info("%s %s: %s", DATA, path, examples.describe(setup.data.inputs.classes))
     if STATE not in context.state:

@@ -84,7 +84,7 @@ class _OneExchange(SumsMethod):
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         """Make a client that knows which of its rows count, if they may change."""
         if self.settings_in(setup.config).changes:
-            options["rows"] = counted_rows(setup.config, partition)
+            options.setdefault("rows", counted_rows(setup.config, partition))
         return super().client(setup, partition, options)
 
     def random_features(

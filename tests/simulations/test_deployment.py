@@ -26,7 +26,7 @@ from fedntk.simulations.deploy import node as node_module
 from fedntk.simulations.deploy.certificates import make_certificates
 from fedntk.simulations.deploy.deployment import serve, write_deployment
 from fedntk.simulations.deploy.federation import MARK
-from fedntk.simulations.deploy.node import NodeSettings, check_server
+from fedntk.simulations.deploy.node import NodeSettings, check_server, count_rows
 from fedntk.simulations.engine.client_app import client_fn, load
 from fedntk.simulations.engine.processes import processes_with, tool
 from fedntk.simulations.engine.server_app import serve as serve_run
@@ -199,7 +199,7 @@ def test_a_nodes_settings_are_read_as_they_were_written(deployment):
     assert settings.node_config(node) == {
         "partition-id": 2, "check-ranges": True, "methods": "one-exchange", "target": "outcome",
         "client-column": "site", "separator": "semicolon", "decimal": "comma", "encoding": "utf-8",
-        "inputs": str(node), "data-path": f"{node}/mine.csv",
+        "inputs": str(node), "data-path": f"{node}/mine.csv", "rows-path": f"{node}/mine.rows",
         "privacy-ledger": f"{node}/mine.ledger",
     }  # fmt: skip
     change(node, fewest_clients=9, epsilon=2.0, only_masked=False, data_path="/srv/rows.parquet")
@@ -310,6 +310,50 @@ def test_nodes_without_the_runs_data_set_learn_the_bits_of_the_simulation(
     ledgers = [PrivacyLedger(deployment / f"node-{i}/mine.ledger") for i in range(3)]
     assert [len(ledger.releases()) for ledger in ledgers] == [1, 1, 1]
     assert not (tmp_path / "deployed" / "cache").exists()
+
+
+def test_only_rows_that_a_nodes_owner_counted_are_in_the_model(config, deployment, tmp_path):
+    """To the bit, whatever else is in its file; the folder is the node's, and is used anew."""
+    changing = config.replace(secure=False, max_examples=240, **{"one-exchange.changes": True})
+    frame, folder = patients(), tmp_path / "deployed"
+    write_deployment(changing, folder, ["localhost"])
+    node, rows = folder / "node-1", [f"{tmp_path}/rows-{i}" for i in range(3)]
+
+    def learn(number: int, dropped: int, later: int) -> bytes:
+        of_site = {site: frame[frame.site == site] for site in SITES}
+        for i, site in enumerate(SITES):
+            of_site[site].to_csv(folder / f"node-{i}" / "mine.csv", index=False)
+            change(folder / f"node-{i}", rows_path=f"{rows[number]}-{i}")
+        of_site["B"].iloc[dropped:].to_csv(node / "mine.csv", index=False)
+        assert count_rows(node / "mine.toml") == 80 - dropped
+        of_site["B"].iloc[later:].to_csv(node / "mine.csv", index=False)
+        of = grid_of(changing)
+        for i, context in enumerate(of.contexts.values()):
+            at = folder / f"node-{i}"
+            context.node_config = NodeSettings.read(at / "mine.toml").node_config(at)
+        served = Config.load(folder / "server" / "config.toml", out=str(tmp_path / f"run-{number}"))
+        serve_run(of, served)
+        return scores(tmp_path / f"run-{number}")
+
+    few, few_of_more, every = learn(0, 7, 7), learn(1, 7, 0), learn(2, 0, 0)
+    assert few == few_of_more != every
+    assert sorted(path.name for path in tmp_path.glob("rows-?-1")) == [
+        "rows-0-1",
+        "rows-1-1",
+        "rows-2-1",
+    ]
+    refused(
+        "rows count for good, as the run lacks", count_rows, deployment / "node-0" / "mine.toml"
+    )
+    other = config.replace(secure=False, max_examples=240)
+    refused("rows-path goes with data-path", client_fn, without_data(node, other))
+
+
+def without_data(node: Path, config: Config) -> Context:
+    context = context_of(node, config)
+    for key in ("data-path", "inputs"):
+        del context.node_config[key]
+    return context
 
 
 def test_a_node_answers_the_methods_that_its_owner_allows(config, deployment):
