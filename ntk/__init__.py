@@ -3,7 +3,7 @@
 The names that most programs need are here; the folders' modules have the others.
 """
 
-from .adapters import AdaptedNetwork, TangentLoRA, with_lora
+from .adapters import AdaptedNetwork, TangentLoRA, merge_adapters, with_lora
 from .convex.pooled_statistics import ridge_regression
 from .errors import BadReply, NotEnoughMemory
 from .evolution.gradient_flow import Evolution, evolve
@@ -73,6 +73,7 @@ __all__ = [
     "gradient_norms",
     "jacobian",
     "loss_value",
+    "merge_adapters",
     "one_hot",
     "prediction_sets",
     "random_projection",

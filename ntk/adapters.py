@@ -158,6 +158,39 @@ def with_lora(
     return AdaptedNetwork(network)
 
 
+def merge_adapters(network: nn.Module) -> nn.Module:
+    """Return a copy in which each adapter's (alpha / r) B A is added to its layer's weight.
+
+    It has the layers and names of the network without adapters, and the outputs of the one with
+    them, to rounding. It is in evaluation mode, and all its parameters can be trained. A weight
+    that several layers share becomes their own. ValueError if there are no adapters, if they are
+    not finite, or with :class:`TangentLoRA`: its model is linear in the adapters, which no weights
+    of the network are.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    every = [*network.modules()]
+    if any(isinstance(module, TangentLoRA) for module in every):
+        raise ValueError(
+            "tangent LoRA: a model that is linear in adapters cannot be merged into weights; use "
+            "its predictor as it is, or train with lora or ffa-lora"
+        )
+    if not any(isinstance(module, BaseTunerLayer) for module in every):
+        raise ValueError("expected a network with adapters, got none")
+    network = copy.deepcopy(network)
+    for name, module in [*network.named_modules(remove_duplicate=False)]:
+        if isinstance(module, BaseTunerLayer):
+            layer: Any = module.get_base_layer()
+            if not module.merged:
+                layer.weight = nn.Parameter(layer.weight.detach().clone())
+                module.merge(safe_merge=True)
+            network = with_layer(network, name, layer)
+    for name, module in [*network.named_modules(remove_duplicate=False)]:
+        if isinstance(module, AdaptedNetwork):
+            network = with_layer(network, name, module.network)
+    return network.eval().requires_grad_(True)
+
+
 def _require_plain(network: nn.Module) -> None:
     """Refuse a network with adapters, or of numbers in which these cannot be trained or sent."""
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -1,6 +1,7 @@
 """Adapters against their equations, and tangent LoRA against whole gradients, in float64."""
 
 import copy
+import sys
 from itertools import combinations
 
 import pytest
@@ -9,12 +10,19 @@ from torch import nn
 from torch.nn.functional import dropout, linear, pad
 from torch.nn.utils.parametrizations import weight_norm
 
-from fedntk.ntk import AdaptedNetwork, FeatureMap, TangentLoRA, with_lora
+from fedntk.ntk import (
+    AdaptedNetwork,
+    FeatureMap,
+    NetworkPredictor,
+    TangentLoRA,
+    merge_adapters,
+    with_lora,
+)
 from fedntk.ntk.features.frozen import BATCH, FrozenPart
 from fedntk.ntk.first_weights import seed_for
 from fedntk.ntk.jacobian.attention import no_fast_path
 
-from ..conftest import refused
+from ..conftest import ROOT, output_of, refused
 from .arithmetic import normal
 from .cases import Net
 
@@ -99,6 +107,79 @@ def test_outputs_are_those_of_the_weights_with_the_products_added(name):
         torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         torch.testing.assert_close(adapted(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@each
+@pytest.mark.parametrize("train_a", [True, False])
+def test_merged_adapters_are_a_plain_network(name, train_a):
+    """With the layers and names of the first, also inside another module; float64 rounds."""
+    network, adapted, x = make(name, train_a=train_a)
+    expected, state = adapted(x), copy.deepcopy(adapted.state_dict())
+    merged = merge_adapters(adapted)
+    inside = merge_adapters(nn.Sequential(nn.Identity(), adapted))
+    plain = copy.deepcopy(network)
+    plain.load_state_dict(merged.state_dict())  # refuses other names
+    for other in (merged, inside, plain):
+        torch.testing.assert_close(other(x), expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(x), expected, rtol=1e-12, atol=1e-12)
+    assert [type(m) for m in merged.modules()] == [type(m) for m in network.modules()]
+    assert all(parameter.requires_grad for parameter in merged.parameters())
+    assert torch.equal(adapted(x), expected)  # as it was
+    assert all(torch.equal(tensor, state[n]) for n, tensor in adapted.state_dict().items())
+    refused("expected a network with adapters, got none", merge_adapters, network)
+
+
+PROGRAM = """
+import torch
+from tests.ntk.test_adapters import predictors, x
+torch.save([p.predict(x) for p in predictors("{folder}")], "{folder}/there.pt")
+"""
+x = normal(3, 3, 5, 5, seed=4).float()
+
+
+def predictors(folder):
+    """LoRA, FFA-LoRA and tangent LoRA as they were saved, with the same frozen weights."""
+    for i, network in enumerate(networks()):
+        yield NetworkPredictor.load(f"{folder}/{i}", network)
+
+
+def networks():
+    torch.manual_seed(1)
+    network = convolutions().eval()
+    tangent = TangentLoRA(network, x[:1], RANK)
+    whole = nn.Sequential(tangent, nn.Linear(tangent.num_features, 3))
+    return [*(with_lora(network, x[:1], RANK, train_a=train_a) for train_a in (True, False)), whole]
+
+
+def test_a_saved_predictor_gives_the_same_bits_in_another_process(tmp_path):
+    here = list[torch.Tensor]()
+    for i, network in enumerate(networks()):
+        for k, tensor in enumerate(
+            p for p in network.state_dict().values() if p.is_floating_point()
+        ):
+            tensor.copy_(normal(*tensor.shape, seed=k) / 10)
+        predictor = NetworkPredictor(network)
+        predictor.save(tmp_path / str(i))
+        here.append(predictor.predict(x))
+    command = sys.executable, "-c", PROGRAM.format(folder=tmp_path)
+    output_of(*command, cwd=ROOT)
+    there = torch.load(tmp_path / "there.pt")
+    assert all(map(torch.equal, here, there))
+    assert not torch.equal(here[0], here[1])
+
+
+def test_weights_that_layers_share_are_merged_each_with_its_adapter():
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    network[2].weight = network[0].weight
+    adapted, x = with_lora(network, torch.zeros(1, 4).double(), 2), normal(3, 4, seed=9)
+    adapted.load_state_dict({n: normal(*t.shape, seed=i)
+                             for i, (n, t) in enumerate(adapted.state_dict().items())})  # fmt: skip
+    torch.testing.assert_close(merge_adapters(adapted)(x), adapted(x), rtol=1e-12, atol=1e-12)
+    adapted.network[0].lora_B["default"].weight.data[0] = torch.nan
+    refused("NaNs detected", merge_adapters, adapted)
+    tangent = nn.Sequential(TangentLoRA(network, torch.zeros(1, 4).double(), 1), nn.Linear(9, 3))
+    refused("tangent LoRA: .* cannot be merged", merge_adapters, tangent)
 
 
 @each
