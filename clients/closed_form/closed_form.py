@@ -143,7 +143,8 @@ class ClosedFormClient(SumsClient):
             noise = SumNoise.of(task, sums.width, len(sums.counts), quorum)
             sums = noise.add(sums, np.random.default_rng(secrets.randbits(256)))
         key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
-        arrays = self.mask_sums(sums, request, message, key=key, fixed_point=fixed_point)
+        how: Any = {"key": key, "fixed_point": fixed_point, "weights": task.example_weights}
+        arrays = self.mask_sums(sums, request, message, **how)
         return NamedArrays({"arrays": arrays}), self.reported_examples(task), metrics
 
     def reported_examples(self, task: SumTask) -> int:
@@ -172,7 +173,8 @@ class ClosedFormClient(SumsClient):
         with told_to_owner():
             change = self.rows.change(task.run_key, names, words, digests)
         key = ConvexTask.key_of(FeatureMap.from_config(config), weights)
-        return change, sums_digest(key, fixed_point, words.dtype), records
+        about = sums_digest(key, fixed_point, words.dtype, task.example_weights)
+        return change, about, records
 
     def _sum_up(
         self,

@@ -118,10 +118,11 @@ class SumsClient(ModelClient):
         *,
         key: str,
         fixed_point: FixedPoint | None,
+        weights: NDArray[Any] | None = None,
     ) -> Arrays:
         """Return the masked words of sums; `key` is of the network and the feature map."""
         words = sums.to_words(f"u{int(message['word-bytes'])}")
-        about = sums_digest(key, fixed_point, words.dtype)
+        about = sums_digest(key, fixed_point, words.dtype, weights)
         return self.secure.mask(words, about, request, message)
 
     def fixed_point_in(

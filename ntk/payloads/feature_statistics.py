@@ -377,14 +377,21 @@ def require_whole_weights(weights: Sequence[float] | NDArray[Any]) -> None:
         )
 
 
-def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:
+def sums_digest(
+    key: str, fixed_point: FixedPoint | None, dtype: Any, weights: NDArray[np.float64] | None = None
+) -> bytes:
     """Return a checksum, 16 bytes, of what sums are of, and of the dtype of their words.
+
+    Clients with other class weights have other checksums: else the weights that a server tells
+    one of them would mark its part of a masked total.
 
     `key` is of network and feature map: :meth:`.convex_task.ConvexTask.key_of`.
     """
     digest = hashlib.blake2b(f"{key} {np.dtype(dtype)}".encode(), digest_size=16)
     if fixed_point is not None:
         digest.update(f" {fixed_point.bits} ".encode() + fixed_point.step.tobytes())
+    if weights is not None:
+        digest.update(b" weights " + weights.tobytes())
     return digest.digest()
 
 

@@ -283,7 +283,7 @@ class FeatureSums(SumOptions):
 
         def words_of(num_examples: int) -> WordFormat:
             dtype = expected.word_dtype(num_examples)
-            about = sums_digest(key, expected.fixed_point, dtype)
+            about = sums_digest(key, expected.fixed_point, dtype, expected.weights)
             return WordFormat(self.num_words(), dtype, about)
 
         def read(words: NDArray[Any], num_examples: int) -> Sums:

@@ -14,7 +14,14 @@ from fedntk.clients import ClosedFormClient, CountedRows, MaskedSums, client_app
 from fedntk.ntk import BadReply
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.row_change import RowChange
-from fedntk.strategies import FeatureSums, KeptSums, NoisySums, OneExchange, RowChanges
+from fedntk.strategies import (
+    FeatureSums,
+    KeptSums,
+    NoisySums,
+    NoUsableReply,
+    OneExchange,
+    RowChanges,
+)
 from fedntk.strategies.closed_form.row_changes import model_digest
 from fedntk.strategies.core.uploads import Upload, Uploads
 from fedntk.trust import SealError, verify_records
@@ -65,6 +72,23 @@ def without(parts, gone):
 
 def from_scratch(way, parts):
     return bits(run(WAYS[way](), Grid(clients_of(parts))))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_masked_total_opens_only_if_all_clients_have_the_same_weights(changes, tmp_path):
+    """Else a server gives one client weights of 10,000, and reads its sums off the total."""
+
+    def tell(messages):
+        for message in messages:
+            if message.metadata.dst_node_id == 0 and "config" in message.content:
+                message.content["config"]["option-class-weights"] = [1.0, 1.0, 1.0]
+
+    clients = clients_of(PARTS, cache=tmp_path, only_masked=True, allow_repeats=True)
+    clients = changing(tmp_path) if changes else clients
+    options = {"changes": RowChanges(tmp_path / "records")} if changes else {}
+    strategy = fixed(secure=True, class_weights=(1, 9, 2), **options)
+    grid = Grid(clients, node_ids=range(6), on_send=tell)
+    refused("no client.s reply could be used", run, strategy, grid, error=NoUsableReply)
 
 
 @pytest.mark.parametrize("split", [False, True])
