@@ -167,6 +167,7 @@ def merge_adapters(network: nn.Module) -> nn.Module:
     not finite, or with :class:`TangentLoRA`: its model is linear in the adapters, which no weights
     of the network are.
     """
+    from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     every = [*network.modules()]
@@ -178,6 +179,9 @@ def merge_adapters(network: nn.Module) -> nn.Module:
     if not any(isinstance(module, BaseTunerLayer) for module in every):
         raise ValueError("expected a network with adapters, got none")
     network = copy.deepcopy(network)
+    for name, module in [*network.named_modules()]:
+        if isinstance(module, PeftModel):
+            network = with_layer(network, name, module.merge_and_unload(safe_merge=True))
     for name, module in [*network.named_modules(remove_duplicate=False)]:
         if isinstance(module, BaseTunerLayer):
             layer: Any = module.get_base_layer()

@@ -1,7 +1,6 @@
 """Adapters against their equations, and tangent LoRA against whole gradients, in float64."""
 
 import copy
-import sys
 from itertools import combinations
 
 import pytest
@@ -22,7 +21,7 @@ from fedntk.ntk.features.frozen import BATCH, FrozenPart
 from fedntk.ntk.first_weights import seed_for
 from fedntk.ntk.jacobian.attention import no_fast_path
 
-from ..conftest import ROOT, output_of, refused
+from ..conftest import refused
 from .arithmetic import normal
 from .cases import Net
 
@@ -130,18 +129,7 @@ def test_merged_adapters_are_a_plain_network(name, train_a):
     refused("expected a network with adapters, got none", merge_adapters, network)
 
 
-PROGRAM = """
-import torch
-from tests.ntk.test_adapters import predictors, x
-torch.save([p.predict(x) for p in predictors("{folder}")], "{folder}/there.pt")
-"""
 x = normal(3, 3, 5, 5, seed=4).float()
-
-
-def predictors(folder):
-    """LoRA, FFA-LoRA and tangent LoRA as they were saved, with the same frozen weights."""
-    for i, network in enumerate(networks()):
-        yield NetworkPredictor.load(f"{folder}/{i}", network)
 
 
 def networks():
@@ -152,21 +140,18 @@ def networks():
     return [*(with_lora(network, x[:1], RANK, train_a=train_a) for train_a in (True, False)), whole]
 
 
-def test_a_saved_predictor_gives_the_same_bits_in_another_process(tmp_path):
-    here = list[torch.Tensor]()
-    for i, network in enumerate(networks()):
-        for k, tensor in enumerate(
-            p for p in network.state_dict().values() if p.is_floating_point()
-        ):
-            tensor.copy_(normal(*tensor.shape, seed=k) / 10)
+def test_a_saved_predictor_gives_the_same_bits_with_a_network_made_anew(tmp_path):
+    """LoRA, FFA-LoRA and tangent LoRA; A and features are drawn again from their seeds."""
+    outputs = list[torch.Tensor]()
+    for network, anew in zip(networks(), networks(), strict=True):
+        for k, tensor in enumerate(network.state_dict().values()):
+            if tensor.is_floating_point():
+                tensor.copy_(normal(*tensor.shape, seed=k) / 10)
         predictor = NetworkPredictor(network)
-        predictor.save(tmp_path / str(i))
-        here.append(predictor.predict(x))
-    command = sys.executable, "-c", PROGRAM.format(folder=tmp_path)
-    output_of(*command, cwd=ROOT)
-    there = torch.load(tmp_path / "there.pt")
-    assert all(map(torch.equal, here, there))
-    assert not torch.equal(here[0], here[1])
+        predictor.save(tmp_path)
+        outputs.append(predictor.predict(x))
+        assert torch.equal(NetworkPredictor.load(tmp_path, anew).predict(x), outputs[-1])
+    assert not torch.equal(outputs[0], outputs[1])
 
 
 def test_weights_that_layers_share_are_merged_each_with_its_adapter():
@@ -461,6 +446,22 @@ def test_a_network_of_peft_itself_is_read_with_its_adapters():
     with torch.no_grad():
         torch.testing.assert_close(adapted(x), expected, rtol=1e-5, atol=1e-5)
     assert [name for name in adapted.state_dict() if "lora_" not in name] == []
+
+
+def test_a_model_of_peft_itself_is_merged_into_a_plain_network():
+    """Also with a layer that peft trains whole, beside the frozen one; A is drawn by peft."""
+    from peft import LoraConfig, get_peft_model
+
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    config = LoraConfig(r=2, target_modules=["0"], modules_to_save=["2"], lora_dropout=0.5)
+    adapted = get_peft_model(copy.deepcopy(network), config)
+    for k, parameter in enumerate(p for p in adapted.parameters() if p.requires_grad):
+        parameter.data = normal(*parameter.shape, seed=k)
+    inputs = normal(3, 4, seed=9)
+    for whole in (AdaptedNetwork(adapted), adapted.eval()):
+        merged = merge_adapters(whole)
+        assert list(merged.state_dict()) == list(network.state_dict())
+        torch.testing.assert_close(merged(inputs), whole(inputs), rtol=1e-12, atol=1e-12)
 
 
 def test_without_peft_the_extra_is_named(monkeypatch):
