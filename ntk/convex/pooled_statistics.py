@@ -164,11 +164,12 @@ class NormalEquations:
         """Return the least-squares solution of least norm W (q, C), float64: a ridge of 0.
 
         Directions within the sums' rounding are dropped: eigenvalues up to max(n, q) eps times the
-        largest.
+        largest, with weights w for n = (sum w)^2 / sum w^2.
         """
         size = len(self.gram)
         values, vectors = torch.linalg.eigh(self.gram)
-        rounding = max(size, self.total) * torch.finfo(values.dtype).eps
+        number = self.total**2 / self.squared_weights  # of examples, if they count alike
+        rounding = max(size, number) * torch.finfo(values.dtype).eps
         nonzero = values > rounding * values[-1]
         basis = vectors[:, nonzero]
         linear: Tensor = basis @ ((basis.T @ self.cross) / values[nonzero, None])

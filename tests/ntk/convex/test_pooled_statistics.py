@@ -192,15 +192,17 @@ def test_what_does_not_fit_together_is_refused():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("deficient", [False, True])
-def test_least_norm_is_the_pseudo_inverse_on_the_rows(bias, deficient):
-    """With two equal features and a zero one the matrix is singular.
+@pytest.mark.parametrize("weight", [1, 1e15])
+def test_least_norm_is_the_pseudo_inverse_on_the_rows(bias, deficient, weight):
+    """With two equal features and a zero one the matrix is singular; one weight changes nothing.
 
     The rows' condition number, without these, is below 100: 1e4 for the matrix, 1e-12 rounded.
     """
     z = random(N, P, seed=2)
     if deficient:
         z[:, 3], z[:, 5] = z[:, 2], 0
-    actual = NormalEquations.of(statistics(z), Normaliser.identity(P), bias=bias, centred=False)
+    sums = statistics(z, weights=np.full(C, float(weight)))
+    actual = NormalEquations.of(sums, Normaliser.identity(P), bias=bias, centred=False)
     rows = torch.cat([z, torch.ones(N, 1)], 1) if bias else z
     expected = torch.linalg.pinv(rows.double(), rtol=1e-10) @ one_hot(LABELS, C).double()
     np.testing.assert_allclose(actual.least_norm(), expected, rtol=1e-9, atol=1e-11)
