@@ -84,7 +84,10 @@ class _OneExchange(SumsMethod):
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         """Make a client that knows which of its rows count, if they may change."""
         if self.settings_in(setup.config).changes:
-            options.setdefault("rows", counted_rows(setup.config, partition))
+            default = counted_rows(setup.config, partition)
+            named = options.setdefault("rows", default)
+            if default.folder.is_dir() and not named.folder.is_dir():
+                options["rows"] = default  # of a node that had no rows-path: deleted rows stay so
         return super().client(setup, partition, options)
 
     def random_features(

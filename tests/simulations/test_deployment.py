@@ -349,6 +349,20 @@ def test_only_rows_that_a_nodes_owner_counted_are_in_the_model(config, deploymen
     refused("rows-path goes with data-path", client_fn, without_data(node, other))
 
 
+def test_rows_that_were_counted_without_a_rows_path_go_on_counting(config, deployment):
+    """Else rows that were deleted there would count again, in a new folder."""
+    changing = config.replace(secure=False, max_examples=240, **{"one-exchange.changes": True})
+    node = deployment / "node-0"
+    context, before = context_of(node, changing), context_of(node, changing)
+    assert client_fn(context).rows.folder == node / "mine.rows"
+    del before.node_config["rows-path"]
+    client = client_fn(before)
+    client.rows.replace(*(part[:9] for part in client.raw_examples()))
+    assert len(client_fn(context).rows) == 9
+    client.rows.folder.rename(node / "mine.rows")
+    assert client_fn(context).rows.folder == node / "mine.rows"
+
+
 def without_data(node: Path, config: Config) -> Context:
     context = context_of(node, config)
     for key in ("data-path", "inputs"):
