@@ -651,7 +651,7 @@ def test_real_targets_have_pooled_moments_as_well(tmp_path):
     own = {"schema": Schema.parse(tables), "task": "regression", "test": amounts(40, 1)}
     OwnData(amounts(200, 0), **own).read().inputs.save(tmp_path / "reference")
     options = {"num_clients": 3, "partition": "natural", "task": "regression", "rounds": 1}
-    config = Config(method=METHOD, model="linear", clients_per_evaluation=0, **options)
+    config = Config(method="glm", model="linear", clients_per_evaluation=0, **options)
     data = OwnData(amounts(150, 9), moments=tmp_path / "reference", **own)
     done = run(config, data=data, out=tmp_path / "run", progress=False)
     again = OwnData(amounts(200, 0), moments=done.folder / "details", **own)
