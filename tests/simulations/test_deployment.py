@@ -413,7 +413,7 @@ def test_three_nodes_with_tables_of_their_own_learn_the_bits_of_the_simulation(t
     """
     (tmp_path / "schema.toml").write_text(SCHEMA)
     config = make_config(tmp_path, described_patients, schema=f"{tmp_path}/schema.toml")
-    first = config.replace(method="fedntk.simulations.methods.glm:METHOD", model="linear")
+    first = config.replace(method="glm", model="linear")
     pooled = run(first, out=tmp_path / "first", progress=False).folder / "details"
     config = config.replace(moments=str(pooled))
     deployment = make_deployment(config, tmp_path / 'of "our" clinic', described_patients)

@@ -39,7 +39,7 @@ from ..conftest import refused
 from .outcomes import grid_of
 from .test_cli import fedntk
 
-GLM = "fedntk.simulations.methods.glm:METHOD"
+GLM = "glm"
 SITES = ("Aarau", "Bülach", "Chur")
 TABLES: dict[str, dict[str, Any]] = {
     "age": {"kind": "number", "unit": "years", "range": [0, 120], "gap": "mean", "indicator": True},
