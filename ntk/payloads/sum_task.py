@@ -1,6 +1,6 @@
 """What one message asks of clients that add up features."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,23 +59,17 @@ class NoiseOptions(Declared):
     )
 
 
-class ClassWeights(Declared):
-    """Weights of the classes' examples, which server and clients share."""
-
-    class_weights: tuple[float, ...] = shared(
+def weights_of_classes() -> Any:
+    """Declare weights of the classes' examples, which server and clients share."""
+    return shared(
         "weights w_c of each class's examples in the sums, in the order of the classes: a row "
         "counts w_c times; none: 1. Only their ratios count; whole numbers if sums are",
         default=(),
         above=0,
     )
 
-    @property
-    def example_weights(self) -> NDArray[np.float64] | None:
-        """The weights (C,); None: 1."""
-        return np.array(self.class_weights) if self.class_weights else None
 
-
-class SumTask(SumOptions, NoiseOptions, ClassWeights):
+class SumTask(SumOptions, NoiseOptions):
     """What a client reads from a message: options, and which exchange it is."""
 
     step: Literal["statistics", SumStep] = shared(
@@ -88,6 +82,12 @@ class SumTask(SumOptions, NoiseOptions, ClassWeights):
         default=False,
     )
     run_key: str = shared("name of the training run, for what a client keeps", default="")
+    class_weights: tuple[float, ...] = weights_of_classes()
+
+    @property
+    def example_weights(self) -> NDArray[np.float64] | None:
+        """The weights (C,); None: 1."""
+        return np.array(self.class_weights) if self.class_weights else None
 
     def check(self) -> None:
         """Refuse weights with noise, whose epsilon is of rows that count once."""

@@ -22,12 +22,12 @@ import numpy as np
 
 from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
-from fedntk.ntk.payloads.sum_task import ClassWeights
+from fedntk.ntk.payloads.sum_task import weights_of_classes
 
 from .closed_form import ClosedFormStrategy, Layer, least_squares
 
 
-class AFL(ClassWeights, ClosedFormStrategy):
+class AFL(ClosedFormStrategy):
     """AFL (He et al. 2025), the paper's with a ridge of 0.
 
     Clients are :class:`~fedntk.clients.ClosedFormClient`.
@@ -36,6 +36,7 @@ class AFL(ClassWeights, ClosedFormStrategy):
     takes_real_targets = True
 
     real_targets: bool = argument("whether clients have real targets, not classes", default=False)
+    class_weights: tuple[float, ...] = weights_of_classes()
     ridge: float = option(
         "over the examples' mean squared norm; 0: solution of least norm", default=0.0, at_least=0
     )

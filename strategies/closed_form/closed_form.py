@@ -111,8 +111,9 @@ class ClosedFormStrategy(Strategy):
 
     @property
     def example_weights(self) -> NDArray[np.float64] | None:
-        """Weights w_c of the classes' examples (C,); None: 1."""
-        return None
+        """Weights w_c of the classes' examples (C,); None: 1, as without the option."""
+        weights = getattr(self, "class_weights", ())
+        return np.array(weights) if weights else None
 
     @property
     def width(self) -> int:

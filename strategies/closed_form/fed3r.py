@@ -16,14 +16,15 @@ from collections.abc import Sequence
 
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
-from fedntk.ntk.payloads.sum_task import ClassWeights
+from fedntk.ntk.payloads.sum_task import weights_of_classes
 
 from .closed_form import ClosedFormStrategy, Layer, least_squares, unit_rows
 
 
-class Fed3R(ClassWeights, ClosedFormStrategy):
+class Fed3R(ClosedFormStrategy):
     """Fed3R (Fani et al. 2024). Clients are :class:`~fedntk.clients.ClosedFormClient`."""
 
+    class_weights: tuple[float, ...] = weights_of_classes()
     ridge: float = option(
         "lambda over the examples' mean squared norm, with the 1", default=0.01, above=0
     )

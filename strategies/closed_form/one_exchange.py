@@ -31,7 +31,7 @@ from fedntk.ntk.options import argument, option, part, state
 from fedntk.ntk.payloads import wire
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics, SumStep, require_whole_weights
 from fedntk.ntk.payloads.row_change import RowChange
-from fedntk.ntk.payloads.sum_task import ClassWeights, NoiseOptions, SumTask
+from fedntk.ntk.payloads.sum_task import NoiseOptions, SumTask, weights_of_classes
 from fedntk.trust.secure_sum import FEWEST
 
 from ..core.asynchrony import Asynchrony
@@ -52,7 +52,7 @@ from .row_changes import RowChanges
 AT_ONCE = 2**26  # bytes of replies in memory, if they can be added as they come
 
 
-class OneExchange(ClassWeights, ClosedFormStrategy):
+class OneExchange(ClosedFormStrategy):
     """Solve for the last layer from one exchange of sums.
 
     Clients are :class:`~fedntk.clients.ClosedFormClient`. With ``sums.bits`` of 2 ... 8 a reply is
@@ -91,6 +91,7 @@ class OneExchange(ClassWeights, ClosedFormStrategy):
         "weight that each chooses on what it holds out; they are sent the sums over all clients",
         default=False,
     )
+    class_weights: tuple[float, ...] = weights_of_classes()
     sums: FeatureSums = part("sums over features, and how they are solved", default=FeatureSums)
     noise: NoisySums | None = part("differential privacy by noise in the sums", default=None)
     secure: SecureAggregation | None = part(

@@ -21,7 +21,7 @@ from fedntk.ntk.features.fixed_point import FixedPoint
 from fedntk.ntk.payloads import feature_statistics
 from fedntk.ntk.payloads.feature_statistics import FeatureStatistics
 from fedntk.ntk.payloads.split_statistics import SplitStatistics, draw_held_out
-from fedntk.ntk.payloads.sum_task import ClassWeights, SumTask
+from fedntk.ntk.payloads.sum_task import SumTask
 from fedntk.strategies import (
     FeatureSums,
     KeptSums,
@@ -174,7 +174,7 @@ def test_weights_of_classes_that_sums_cannot_have_are_refused():
     ledger = {"storage": KeptSums("unused"), "ledger": Ledger(), "validation": examples(7)}
     refused("class_weights: the ledger judges", make, **of, **ledger)
     client = ClosedFormClient(features(), *PARTS[0], seed=(0, 0))
-    config = private().task() | ClassWeights(class_weights=WEIGHTS).to_config()
+    config = private().task() | {"option-class-weights": list(WEIGHTS)}
     weights = list(arrays_of(ArrayRecord(features().state_dict())).values())
     refused("class_weights: noise is for rows that count once", client.fit, weights, config)
     refused("real_targets: personal, ledger and class_weights", make, real_targets=True, **of)
