@@ -245,9 +245,8 @@ def _prepare(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
             return None
         setup, strategy = prepare(config)
         split = setup.split
-        setup.data.compute_features(
-            np.concatenate([*split.clients, split.shared])
-        )  # one thread each
+        indices = np.concatenate([*split.clients, split.shared])
+        setup.data.compute_features(indices)  # clients have one thread
         return setup, strategy
 
 

@@ -49,10 +49,10 @@ def test_shared_examples_are_no_clients_and_each_trains_on_them_besides_its_own(
     everything = np.concatenate([split.shared, *split.clients])
     np.testing.assert_array_equal(np.sort(everything), np.arange(1437))
     assert len(split.shared) == 50
-    for client, own in enumerate(split.clients):
+    for client, indices in enumerate(split.clients):
         train, test = split.train_and_test(client, config)
         np.testing.assert_array_equal(train[-50:], split.shared)
-        np.testing.assert_array_equal(np.sort([*train[:-50], *test]), np.sort(own))
+        np.testing.assert_array_equal(np.sort([*train[:-50], *test]), np.sort(indices))
     none = load_split(DIGITS)
     assert none.checksum == replace(none, shared=none.shared.copy()).checksum != split.checksum
     message = "shared-examples: expected at most 1437, got 2000"
@@ -62,10 +62,10 @@ def test_shared_examples_are_no_clients_and_each_trains_on_them_besides_its_own(
 def test_shared_examples_count_at_each_client_and_no_held_out_one_has_them():
     config = replace(DIGITS, shared_examples=50, validation_clients=1)
     setup = load_setup(config)
-    own = [len(part) for part in setup.split.clients]
-    assert setup.split.sizes == [size + 50 for size in own]
+    sizes = [len(part) for part in setup.split.clients]
+    assert setup.split.sizes == [size + 50 for size in sizes]
     trained = [len(setup.examples(client).train[1]) for client in range(config.num_clients)]
-    assert trained == [*setup.split.sizes[:-1], own[-1]]
+    assert trained == [*setup.split.sizes[:-1], sizes[-1]]
 
 
 def test_with_one_class_by_number_client_k_has_class_k():

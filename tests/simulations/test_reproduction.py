@@ -218,11 +218,11 @@ def test_settings_of_every_declared_cell_are_valid(name):
 
 
 def test_no_row_is_left_out_whose_method_exists():
-    known = {method.name.replace("-", "") for method in METHODS}
+    methods = {method.name.replace("-", "") for method in METHODS}
     for name in all_names():
         for row, line in Declaration.load(name).rows.items():
             lacks_method = line.missing == "not in fedntk"
-            assert not lacks_method or row.split("-")[0] not in known, (name, row)
+            assert not lacks_method or row.split("-")[0] not in methods, (name, row)
 
 
 # ------------------------------------------------------------------------- measures

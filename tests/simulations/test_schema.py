@@ -640,7 +640,7 @@ def test_moments_are_those_of_the_nodes_rows_by_masked_sums(config, tmp_path):
 
 
 def test_real_targets_have_pooled_moments_as_well(tmp_path):
-    """Of the clients' rows, in the clear, though the transform began with other patients'."""
+    """They are the clients' rows', in the clear; the transform began with other patients'."""
     kinds = {"outcome": {"kind": "target"}, "stage": {"kind": "ignored"}}
     tables = TABLES | kinds | {name: {"kind": "ignored"} for name in ("visit", "note")}
 
@@ -665,7 +665,7 @@ def test_real_targets_have_pooled_moments_as_well(tmp_path):
 
 
 def test_moments_that_do_not_fit_are_refused(config, tmp_path):
-    """Also with noise, of which the sums that they come from have none."""
+    """Noise refuses them too, as the sums that they come from have none."""
     expected = read(patients())
     expected.inputs.save(tmp_path)
     again = config.replace(moments=str(tmp_path))

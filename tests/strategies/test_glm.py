@@ -344,7 +344,7 @@ def test_a_column_without_deviation_has_none_by_its_sums(y, masked):
 
 
 def test_moments_of_rows_without_an_estimate_are_there_as_well():
-    """Of the three classes one has no examples; clients may not give their sums again."""
+    """One of three classes has no examples; clients may not give their sums again."""
     strategy, _ = fitted(X, CLASSES * 2, rounds=1)
     assert strategy.fit is None
     np.testing.assert_allclose(strategy.moments[0][0], X.mean(0), atol=1e-12)

@@ -111,7 +111,7 @@ def test_a_client_is_sent_the_mixture_of_its_last_round_or_of_what_all_last_sent
 
 @pytest.mark.parametrize("over", ["round", "all"])
 def test_a_client_that_never_trained_is_sent_a_mixture_by_its_prototypes(over):
-    """Of all models, by softmax of the cosines; its bad reply leaves it the mean of the round's."""
+    """The softmax of the cosines mixes all models; with a bad reply it gets the round's mean."""
     options = HALF | {"sampling": Sampling(seed=1, held_out=(2, 5)), "fraction_evaluate": 1.0}
     make = partial(weighted, over=over, first_model="prototypes", temperature=0.2, **options)
     strategy, restored = make(), make()
